@@ -1,0 +1,26 @@
+"""betahook: measure the scale of attention scores while a model trains, and adapt the softmax inverse temperature."""
+
+from betahook.audit import Audit, LayerAudit
+from betahook.controllers import Cap, Controller, Gradient, Monitor, Observation, Search, Variance
+from betahook.hook import Hook, UnsupportedModelError, attach
+from betahook.layers import AttentionLayer
+from betahook.statistics import Statistics
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionLayer",
+    "Audit",
+    "Cap",
+    "Controller",
+    "Gradient",
+    "Hook",
+    "LayerAudit",
+    "Monitor",
+    "Observation",
+    "Search",
+    "Statistics",
+    "UnsupportedModelError",
+    "Variance",
+    "attach",
+]

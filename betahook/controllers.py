@@ -1,0 +1,229 @@
+"""Rules that choose beta from what was observed: tensors in, tensors out, nothing read back to the host.
+
+A unit is a layer, or a head with `per_head=True`; every tensor here has shape `[units]`. All decisions are made from
+statistics that are already pooled over ranks, so every rank computes the same beta.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from betahook.statistics import Statistics
+
+DECADES = 3.0
+"""Beta stays within so many decades of the model's own."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a controller may look at after a step.
+
+    Attributes:
+        beta_default: the model's own inverse temperature.
+        statistics: of this step; of the last measured one where this step was not measured. The sensitivity is always
+            this step's.
+        predicted_std: standard deviation of the scores that W_q and W_k predict, NaN where they were not found.
+        overflow: the largest logit whose exponential is finite in the dtype of the softmax.
+    """
+
+    beta_default: Tensor
+    statistics: Statistics
+    predicted_std: Tensor
+    overflow: float
+
+
+@dataclass
+class Controller(ABC):
+    """A rule for beta. Subclasses are dataclasses of numbers, with their memory in `state`.
+
+    Attributes:
+        state: tensors `[units]` by name. A unit whose observation is not finite keeps its beta and its state, whatever
+            `update` does to them.
+    """
+
+    state: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def start(self, beta: Tensor) -> dict[str, Tensor]:
+        """The state before the first update."""
+        return {}
+
+    @abstractmethod
+    def update(self, beta: Tensor, observation: Observation) -> Tensor:
+        """The next beta. Element-wise and without host synchronisation; replaces `state`, never mutates its tensors.
+
+        Args:
+            beta: `[units]`, as the controllers before this one in the list left it.
+            observation: what was measured.
+        """
+
+
+@dataclass
+class Monitor(Controller):
+    """Beta stays where it is."""
+
+    def update(self, beta: Tensor, observation: Observation) -> Tensor:
+        return beta
+
+
+@dataclass
+class Variance(Controller):
+    """Beta follows `target / std`, so that the logits keep a standard deviation of `target`.
+
+    The paper's first algorithm: beta is the reciprocal of the standard deviation of the scores, measured, or predicted
+    from W_q and W_k. The smoothing, in log beta, is ours.
+
+    Args:
+        target: standard deviation that the logits shall have.
+        source: "measured", the scores themselves; or "weights", the prediction from W_q, W_k and their input.
+        smoothing: share of the old log beta in the new one, from 0 to below 1.
+    """
+
+    target: float = 1.0
+    source: str = "measured"
+    smoothing: float = 0.9
+    def __post_init__(self) -> None:
+        _require(self.target > 0, "Variance(target=...)", "a positive number", self.target)
+        _require(self.source in ("measured", "weights"), "Variance(source=...)", '"measured" or "weights"', self.source)
+        _require(0 <= self.smoothing < 1, "Variance(smoothing=...)", "a number from 0 to below 1", self.smoothing)
+
+    def update(self, beta: Tensor, observation: Observation) -> Tensor:
+        std = observation.statistics.std if self.source == "measured" else observation.predicted_std
+        wanted = (self.target / std).log()
+        return (self.smoothing * beta.log() + (1 - self.smoothing) * wanted).exp()
+
+
+@dataclass
+class Search(Controller):
+    """Search for beta by decades and bisection inside one training run.
+
+    The paper's second algorithm tries `beta = 10^N` and bisects, one training run a trial. Here the trial is a window
+    of batches and the outcome the sign of the summed sensitivity `dL/d log beta`: log beta steps against it, a
+    reversal halves the step (bisection), a sign that persists lets it grow again up to a decade, so that the bracket
+    re-opens when the optimum drifts. The ceiling is the paper's overflow bound on the largest logit.
+
+    Args:
+        window: batches between two steps.
+        opening: first step, in decades.
+        growth: factor on the step while the sign persists; 1 keeps it.
+        smallest: smallest step, in decades.
+    """
+
+    window: int = 10
+    opening: float = 0.1
+    growth: float = 1.5
+    smallest: float = 0.01
+    def __post_init__(self) -> None:
+        _require(self.window >= 1 and self.window == int(self.window), "Search(window=...)", "1 or more", self.window)
+        _require(0 < self.smallest <= 1, "Search(smallest=...)", "above 0, at most 1 decade", self.smallest)
+        _require(self.smallest <= self.opening <= 1, "Search(opening=...)", "from smallest to 1 decade", self.opening)
+        _require(self.growth >= 1, "Search(growth=...)", "1 or more", self.growth)
+
+    def start(self, beta: Tensor) -> dict[str, Tensor]:
+        zero = torch.zeros_like(beta)
+        return {"seen": zero, "total": zero, "direction": zero, "step": zero + self.opening}
+
+    def update(self, beta: Tensor, observation: Observation) -> Tensor:
+        seen = self.state["seen"] + 1
+        total = self.state["total"] + observation.statistics.sensitivity.to(beta)
+        due = seen >= self.window
+
+        direction = -total.sign()
+        agreement = direction * self.state["direction"]
+        step = torch.where(agreement < 0, self.state["step"] / 2, self.state["step"])
+        step = torch.where(agreement > 0, step * self.growth, step).clamp(self.smallest, 1.0)
+
+        self.state = {
+            "seen": torch.where(due, 0, seen),
+            "total": torch.where(due, 0, total),
+            "direction": torch.where(due & (direction != 0), direction, self.state["direction"]),
+            "step": torch.where(due, step, self.state["step"]),
+        }
+        moved = beta * torch.where(due, direction * step, 0).mul(math.log(10)).exp()
+        ceiling = (observation.overflow / observation.statistics.max_score).to(beta)
+        return torch.minimum(moved, ceiling.nan_to_num(nan=torch.inf))
+
+
+@dataclass
+class Gradient(Controller):
+    """Adam on log beta, driven by the sensitivity `dL/d log beta`. Ours; the optimiser is Kingma and Ba's.
+
+    Args:
+        learning_rate: step of Adam in log beta.
+        betas: decay of Adam's two averages.
+    """
+
+    learning_rate: float = 0.02
+    betas: tuple[float, float] = (0.9, 0.999)
+    def __post_init__(self) -> None:
+        _require(self.learning_rate > 0, "Gradient(learning_rate=...)", "a positive number", self.learning_rate)
+        valid = len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)
+        _require(valid, "Gradient(betas=...)", "two numbers from 0 to below 1", self.betas)
+
+    def start(self, beta: Tensor) -> dict[str, Tensor]:
+        zero = torch.zeros_like(beta)
+        return {"steps": zero, "mean": zero, "square": zero}
+
+    def update(self, beta: Tensor, observation: Observation) -> Tensor:
+        sensitivity = observation.statistics.sensitivity.to(beta)
+        decay, decay_square = self.betas
+        steps = self.state["steps"] + 1
+        mean = torch.lerp(sensitivity, self.state["mean"], decay)
+        square = torch.lerp(sensitivity.square(), self.state["square"], decay_square)
+        self.state = {"steps": steps, "mean": mean, "square": square}
+        corrected = mean / (1 - decay**steps)
+        scale = (square / (1 - decay_square**steps)).sqrt()
+        # Scale-free, so no epsilon: without any sensitivity the step is 0 and not 0 / 0.
+        return beta * (-self.learning_rate * (corrected / scale).nan_to_num(nan=0.0)).exp()
+
+
+@dataclass
+class Cap(Controller):
+    """`beta <= threshold / max|score|`: no logit grows beyond `threshold`.
+
+    The remedy against attention-logit growth that QK-clip applies to the weights (Kimi K2, 2025), applied to beta. The
+    maximum is that of the sampled query rows.
+
+    Args:
+        threshold: largest absolute logit.
+    """
+
+    threshold: float = 30.0
+    def __post_init__(self) -> None:
+        _require(self.threshold > 0, "Cap(threshold)", "a positive number", self.threshold)
+
+    def update(self, beta: Tensor, observation: Observation) -> Tensor:
+        ceiling = (self.threshold / observation.statistics.max_score).to(beta)
+        return torch.minimum(beta, ceiling.nan_to_num(nan=torch.inf))
+
+
+def default() -> list[Controller]:
+    """The default: a `Search` that opens small, under a `Cap`."""
+    return [Search(), Cap()]
+
+
+def apply(controllers: Iterable[Controller], beta: Tensor, observation: Observation) -> Tensor:
+    """Run the controllers in order; a unit keeps beta and state where anything is not finite.
+
+    Wherever the controllers move beta, it stays within `DECADES` of the model's own.
+    """
+    healthy = observation.statistics.finite & observation.beta_default.isfinite()
+    new = beta
+    for controller in controllers:
+        before = controller.state or controller.start(beta)
+        controller.state = before
+        new = controller.update(new, observation)
+        controller.state = {name: torch.where(healthy, controller.state[name], before[name]) for name in before}
+    moved = healthy & (new != beta) & new.isfinite() & (new > 0)
+    limit = 10**DECADES
+    return torch.where(moved, new.clamp(observation.beta_default / limit, observation.beta_default * limit), beta)
+
+
+def _require(condition: bool, what: str, expected: str, given: object) -> None:
+    if not condition:
+        raise ValueError(f"{what} must be {expected}; got {given!r}")

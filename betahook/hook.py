@@ -1,0 +1,321 @@
+"""`attach` and the `Hook` it returns: the adapter between a model and the pure functions below it."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from betahook import controllers as rules
+from betahook import layers as attention
+from betahook import scores, statistics, tap, theory
+from betahook.audit import Audit
+from betahook.controllers import Controller, Monitor, Observation
+from betahook.layers import AttentionLayer, Layers, State, Units
+
+LayerChoice = str | Sequence[str] | Callable[[str, nn.Module], bool]
+ControllerChoice = Literal["default", "monitor"] | Controller | Sequence[Controller]
+
+
+class UnsupportedModelError(ValueError):
+    """A model to which betahook cannot attach; the message says why."""
+
+
+def attach(
+    model: nn.Module,
+    *,
+    controller: ControllerChoice = "default",
+    layers: LayerChoice | None = None,
+    per_head: bool = False,
+    interval: int = 1,
+    when: Literal["training", "always"] = "training",
+) -> Hook:
+    """Measure the attention scores of a model from now on, and let a controller adapt beta after every step.
+
+    Nothing about the model changes but the inverse temperature of its attention, and with `controller="monitor"` not
+    even that: outputs, gradients and random state are then bit-identical to those of the model alone.
+
+    Args:
+        model: any model whose attention goes through the attention interface of transformers. Attach before wrapping
+            it (`DistributedDataParallel`) and before compiling it.
+        controller: "default", a search for beta under a cap on the logits; "monitor", beta stays; a controller; or a
+            list of controllers, applied in order.
+        layers: which attention layers: a glob over module names, a list of globs, or a predicate `(name, module) ->
+            bool`; None for all.
+        per_head: one beta for each head instead of one for each layer.
+        interval: measure the scores every n-th step; the sensitivity is known in every step all the same.
+        when: "training" measures forwards in training mode only, "always" those in evaluation mode too.
+
+    Returns:
+        The hook. Call its `step()` once per optimizer step, `detach()` at the end.
+
+    Raises:
+        UnsupportedModelError: nothing in the model can be hooked.
+        ValueError: an option has a value that makes no sense, or the model is wrapped or compiled already.
+        RuntimeError: the model is hooked already.
+        TypeError: `model` is no module, or an option has the wrong type.
+    """
+    _check_model(model)
+    chain = _controllers(controller)
+    if not isinstance(per_head, bool):
+        raise TypeError(f"per_head must be True or False; got {per_head!r}")
+    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+        raise ValueError(f"interval must be a whole number of steps, 1 or more; got {interval!r}")
+    if when not in ("training", "always"):
+        raise ValueError(f'when must be "training" or "always"; got {when!r}')
+    return Hook(model, chain, _find_layers(model, layers), per_head=per_head, interval=interval, when=when)
+
+
+class Hook:
+    """A hooked model. Made by `attach`; as a context manager it detaches at the end.
+
+    Attributes:
+        model: the hooked model.
+        layers: the hooked attention layers by module name.
+        controllers: the rules that adapt beta, in order.
+        skipped: modules that look like attention but are not reached, with the reason.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        controllers: list[Controller],
+        modules: dict[str, tuple[nn.Module, int, int]],
+        *,
+        per_head: bool,
+        interval: int,
+        when: str,
+    ) -> None:
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        state = State.create(sum(heads for _, heads, _ in modules.values()), device, in_evaluation=when == "always")
+        found, start = [], 0
+        for name, (module, heads, head_dim) in modules.items():
+            found.append(AttentionLayer(name, module, heads, head_dim, state, start))
+            start += heads
+        self.model = model
+        self.layers = Layers(found)
+        self.controllers = controllers
+        self.skipped = attention.unreached(model, {layer.module for layer in found})
+        self._state = state
+        self._per_head = per_head
+        self._interval = interval
+        self._steps = 0
+        self._unit_cache: dict[tuple[bool, torch.device], Units] = {}
+        self._recent = torch.zeros_like(state.table)
+        self._overflow = scores.overflow_logit(next((p.dtype for p in model.parameters()), torch.float32))
+
+        tap.acquire()
+        # Called once, by detach or when the hook is collected together with its model.
+        self._release = weakref.finalize(self, tap.release)
+        self._handles = [handle for layer in found for handle in tap.connect(layer)]
+
+    def detach(self) -> None:
+        """Leave the model exactly as it was before `attach`; beta is the model's own again."""
+        if not self.attached:
+            return
+        for handle in self._handles:
+            handle.remove()
+        for layer in self.layers.values():
+            tap.disconnect(layer)
+        self._release()
+
+    @property
+    def attached(self) -> bool:
+        """Whether the hook still acts on the model."""
+        return self._release.alive
+
+    def __enter__(self) -> Hook:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def __repr__(self) -> str:
+        state = "" if self.attached else ", detached"
+        lines = [f"Hook({type(self.model).__name__}, {len(self.layers)} layers, {self.controllers}{state})"]
+        lines += [f"  {layer.name}: {layer.heads} heads of {layer.head_dim}" for layer in self.layers.values()]
+        lines += [f"  not reached: {reason}" for reason in self.skipped]
+        return "\n".join(lines)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Pool the statistics over ranks, run the controllers and write beta: once per optimizer step, after it.
+
+        Raises:
+            RuntimeError: the hook is detached.
+        """
+        if not self.attached:
+            raise RuntimeError("step() on a detached hook: attach to the model again")
+        state = self._state
+        table = statistics.keep_measured(statistics.all_reduce(state.collect()), self._recent.to(state.table))
+        if state.measuring:
+            for layer in self.layers.values():
+                layer.weigh(table)
+        self._recent = table
+
+        units = self._units(self._per_head)
+        beta = units.first(state.current_beta)
+        observed = units.observe(table)
+        observation = Observation(
+            beta_default=units.first(state.beta_default),
+            statistics=observed,
+            predicted_std=units.predicted_std(observed),
+            overflow=self._overflow,
+        )
+        new = rules.apply(self.controllers, beta, observation)
+        # Only where it moved: a beta that was set for one head survives a controller that leaves its layer alone.
+        state.beta = torch.where(units.spread(new != beta), units.spread(new), state.beta)
+        state.reset()
+        self._steps += 1
+        state.measuring = self._steps % self._interval == 0
+
+    def metrics(self) -> dict[str, float]:
+        """What the last step measured, and beta as it is now: flat, `quantity/layer` to a number, for any logger.
+
+        Quantities: beta, score_mean, score_std, predicted_std (from W_q and W_k), independent_std (from the moments of
+        q and k), classic_std (`sqrt(d_k)`), weight_std_q, weight_std_k, max_logit, entropy (nats), sensitivity,
+        nonfinite (1 where a NaN or an infinity held the controllers), exact (0 where mean and std are of sampled
+        rows). What was not measured is left out. Reads the device back, so call it when you log, not in every step.
+        """
+        units = self._units(per_head=False)
+        values = self._quantities(units)
+        table = torch.stack([column.double() for column in values.values()]).tolist()
+        return {
+            f"{quantity}/{name}": number
+            for quantity, row in zip(values, table, strict=True)
+            for name, number in zip(self.layers, row, strict=True)
+            if number == number
+        }
+
+    def head_metrics(self) -> dict[str, Tensor]:
+        """The same for each head: `quantity/layer` to a tensor `[heads]` on the CPU, for histograms."""
+        values = self._quantities(self._units(per_head=True))
+        table = torch.stack([column.double() for column in values.values()]).cpu()
+        lengths = [layer.heads for layer in self.layers.values()]
+        return {
+            f"{quantity}/{name}": part
+            for quantity, row in zip(values, table, strict=True)
+            for name, part in zip(self.layers, row.split(lengths), strict=True)
+        }
+
+    def audit(self) -> Audit:
+        """The assumptions (i)-(iv) behind `beta = 1/sqrt(d_k)`, layer by layer, measured against predicted.
+
+        Raises:
+            RuntimeError: nothing was measured yet.
+        """
+        units = self._units(per_head=False)
+        table = statistics.keep_measured(self._state.collect(), self._recent.to(self._state.table))
+        if not bool((table[statistics.ROW["pairs"]] > 0).any()):
+            raise RuntimeError("audit() before any measurement: run a forward first (in training mode, or attach with "
+                               'when="always")')
+        for layer in self.layers.values():
+            layer.weigh(table)
+        return Audit.of(self.layers, units, units.observe(table))
+
+    def _units(self, per_head: bool) -> Units:
+        key = (per_head, self._state.table.device)
+        if key not in self._unit_cache:
+            self._unit_cache[key] = Units.of(self.layers, per_head=per_head, device=key[1])
+        return self._unit_cache[key]
+
+    def _quantities(self, units: Units) -> dict[str, Tensor]:
+        """What `metrics` reports, `[units]` each."""
+        observed = units.observe(self._recent)
+        beta = units.first(self._state.current_beta)
+        return {
+            "beta": beta,
+            "score_mean": observed.mean,
+            "score_std": observed.std,
+            "predicted_std": units.predicted_std(observed),
+            "independent_std": observed.independent_std,
+            "classic_std": theory.classic_std(units.head_dim),
+            "weight_std_q": observed.weight_std_q,
+            "weight_std_k": observed.weight_std_k,
+            "max_logit": observed.max_score * beta,
+            "entropy": observed.entropy,
+            "sensitivity": observed.sensitivity,
+            "nonfinite": ~observed.finite,
+            "exact": observed.exact,
+        }
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach() takes a torch module, the model itself; got {type(model).__name__}")
+    name = type(model).__name__
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ValueError(f"the model is wrapped in {name}: attach to the model inside, betahook.attach(model.module)")
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise ValueError(f"{name} is compiled already: attach first, then compile")
+    hooked = [path or name for path, module in model.named_modules() if hasattr(module, tap.ATTRIBUTE)]
+    if hooked:
+        raise RuntimeError(f"{name} is hooked already (at {hooked[0]}): call detach() on its hook first")
+
+
+def _controllers(choice: ControllerChoice) -> list[Controller]:
+    if choice == "default":
+        return rules.default()
+    if choice == "monitor":
+        return [Monitor()]
+    chain = [choice] if isinstance(choice, Controller) else choice
+    if isinstance(chain, str) or not isinstance(chain, Sequence) or not all(isinstance(c, Controller) for c in chain):
+        raise TypeError(
+            f'controller must be "default", "monitor", a betahook controller or a list of them; got {choice!r}'
+        )
+    if not chain:
+        raise ValueError('controller is an empty list; use "monitor" to leave beta where it is')
+    if len({id(c) for c in chain}) < len(chain) or any(c.state for c in chain):
+        raise ValueError("a controller remembers its run: give every hook new controller objects")
+    return list(chain)
+
+
+def _find_layers(model: nn.Module, choice: LayerChoice | None) -> dict[str, tuple[nn.Module, int, int]]:
+    """Name to module, heads and d_k, of the attention modules that were chosen."""
+    name = type(model).__name__
+    found = {path: module for path, module in model.named_modules() if attention.calls_interface(module)}
+    if not found:
+        by_hand = attention.unreached(model, set())
+        reason = (
+            f"{', '.join(by_hand[:3])} and others compute their scores by hand"
+            if by_hand
+            else "it has no attention module"
+        )
+        raise UnsupportedModelError(
+            f"cannot attach to {name}: betahook works on models that ask the attention interface of transformers for "
+            f"their attention function, and no module of this one does; {reason}"
+        )
+    sizes = {path: attention.count_heads(module) for path, module in found.items()}
+    chosen = {}
+    for path, module in found.items():
+        if not _is_chosen(choice, path, module):
+            continue
+        size = sizes[path]
+        if size is None:
+            raise UnsupportedModelError(
+                f"cannot attach to {name}: {path} ({type(module).__name__}) says neither how many heads it has nor how "
+                "wide they are; leave it out with layers=..."
+            )
+        chosen[path] = (module, *size)
+    if not chosen:
+        raise ValueError(f"layers={choice!r} matches none of the attention layers of {name}: {', '.join(found)}")
+    return chosen
+
+
+def _is_chosen(choice: LayerChoice | None, path: str, module: nn.Module) -> bool:
+    if choice is None:
+        return True
+    if callable(choice):
+        return bool(choice(path, module))
+    patterns = [choice] if isinstance(choice, str) else choice
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"layers must be a glob, a list of globs or a predicate (name, module) -> bool; got {choice!r}")
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)

@@ -1,0 +1,173 @@
+"""What is measured: one flat table of sums over all heads of all layers, and the statistics that follow from it.
+
+Every quantity is kept as a sum, so that micro-batches, ranks and the heads of a layer are pooled by adding columns.
+The one exception is the last row, a maximum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+SUMS = (
+    "pairs",
+    "exact_pairs",
+    "score",
+    "score_square",
+    "rows",
+    "entropy",
+    # Weighted by pairs: averages over the components of q and k, and the variance that independence predicts.
+    "query_mean_square",
+    "query_variance",
+    "key_mean_square",
+    "key_variance",
+    "independent_variance",
+    # Entries of the inputs of the two projections.
+    "query_inputs",
+    "query_input",
+    "query_input_square",
+    "key_inputs",
+    "key_input",
+    "key_input_square",
+    # Entries of the two projections; written once a step, not accumulated.
+    "query_weights",
+    "query_weight",
+    "query_weight_square",
+    "key_weights",
+    "key_weight",
+    "key_weight_square",
+    "sensitivity",
+)
+ROW = {name: index for index, name in enumerate((*SUMS, "max_score"))}
+
+
+def empty(heads: int, device: torch.device) -> Tensor:
+    """A table `[quantities, heads]` of zeros: float64, except where the device has none."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.zeros(len(ROW), heads, dtype=dtype, device=device)
+
+
+def add(table: Tensor, values: dict[str, Tensor]) -> None:
+    """Add `values`, name to a tensor `[heads]` or scalar, to `table` in place; `max_score` takes the larger one."""
+    for name, value in values.items():
+        row = table[ROW[name]]
+        value = value.to(row)
+        row.copy_(torch.maximum(row, value)) if name == "max_score" else row.add_(value)
+
+
+def pool(table: Tensor, lengths: Tensor) -> Tensor:
+    """Pool runs of heads into units: `[quantities, heads] -> [quantities, units]`, `lengths [units]` heads each.
+
+    By segments and not by scattering, so that the order of the additions, and every bit, is the same on all ranks.
+    """
+    columns = table.T.contiguous()
+    # unsafe: the check of the lengths would read them back to the host.
+    sums = torch.segment_reduce(columns[:, :-1].contiguous(), "sum", lengths=lengths, unsafe=True)
+    maxima = torch.segment_reduce(columns[:, -1:].contiguous(), "max", lengths=lengths, unsafe=True)
+    return torch.cat([sums, maxima], 1).T
+
+
+def keep_measured(new: Tensor, old: Tensor) -> Tensor:
+    """`new`, but what was last measured of the heads that it has no scores of; the sensitivity is always new."""
+    kept = torch.where(new[ROW["pairs"]] > 0, new, old)
+    kept[ROW["sensitivity"]] = new[ROW["sensitivity"]]
+    return kept
+
+
+def all_reduce(table: Tensor) -> Tensor:
+    """Pool a table over all ranks in one collective; every rank gets the same bits.
+
+    The maxima travel as one slot per rank inside the sum, which saves a second collective. The sensitivity becomes
+    the mean over ranks, as the gradients do. Without a process group the table is returned as it is.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return table
+    world, rank = distributed.get_world_size(), distributed.get_rank()
+    packed = torch.zeros(len(SUMS) + world, table.shape[1], dtype=table.dtype, device=table.device)
+    packed[: len(SUMS)] = table[:-1]
+    packed[len(SUMS) + rank] = table[-1]
+    distributed.all_reduce(packed)
+    packed[ROW["sensitivity"]] /= world
+    return torch.cat([packed[: len(SUMS)], packed[len(SUMS) :].amax(0, keepdim=True)])
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Statistics per unit, a unit being a layer or a head. Tensors of shape `[units]`, or scalars for one layer.
+
+    A quantity that was not measured is NaN, `count` is then 0.
+
+    Attributes:
+        count: number of query-key pairs.
+        mean: mean of the raw scores `q . k`.
+        std: standard deviation of the raw scores, not of the logits.
+        exact: True where mean and std cover every pair, False where they come from sampled query rows.
+        max_score: largest absolute score in the sampled query rows; times beta it is the max logit.
+        entropy: mean entropy of the attention rows, in nats, over the sampled query rows.
+        query_mean_square: square of the mean of a component of q, averaged over the components.
+        query_variance: variance of a component of q, averaged over the components.
+        key_mean_square: the same as `query_mean_square`, of k.
+        key_variance: the same as `query_variance`, of k.
+        independent_std: standard deviation that independent components of q and k would give the scores.
+        input_std_q: standard deviation of the entries that enter the query projection.
+        input_std_k: standard deviation of the entries that enter the key projection.
+        weight_std_q: standard deviation of the entries of W_q.
+        weight_std_k: standard deviation of the entries of W_k.
+        sensitivity: derivative of the training loss with respect to log beta.
+        finite: False where a measured sum is NaN or infinite.
+    """
+
+    count: Tensor
+    mean: Tensor
+    std: Tensor
+    exact: Tensor
+    max_score: Tensor
+    entropy: Tensor
+    query_mean_square: Tensor
+    query_variance: Tensor
+    key_mean_square: Tensor
+    key_variance: Tensor
+    independent_std: Tensor
+    input_std_q: Tensor
+    input_std_k: Tensor
+    weight_std_q: Tensor
+    weight_std_k: Tensor
+    sensitivity: Tensor
+    finite: Tensor
+
+    @classmethod
+    def from_table(cls, table: Tensor) -> Statistics:
+        """Statistics of the columns of a table of sums, `[quantities, units]`."""
+        sums = {name: table[index] for name, index in ROW.items()}
+        pairs = sums["pairs"]
+
+        def std(count: str, total: str) -> Tensor:
+            mean = sums[total] / sums[count]
+            return (sums[f"{total}_square"] / sums[count] - mean.square()).clamp(min=0).sqrt()
+
+        return cls(
+            count=pairs,
+            mean=sums["score"] / pairs,
+            std=std("pairs", "score"),
+            exact=sums["exact_pairs"] == pairs,
+            max_score=sums["max_score"].masked_fill(pairs == 0, torch.nan),
+            entropy=sums["entropy"] / sums["rows"],
+            query_mean_square=sums["query_mean_square"] / pairs,
+            query_variance=sums["query_variance"] / pairs,
+            key_mean_square=sums["key_mean_square"] / pairs,
+            key_variance=sums["key_variance"] / pairs,
+            independent_std=(sums["independent_variance"] / pairs).sqrt(),
+            input_std_q=std("query_inputs", "query_input"),
+            input_std_k=std("key_inputs", "key_input"),
+            weight_std_q=std("query_weights", "query_weight"),
+            weight_std_k=std("key_weights", "key_weight"),
+            sensitivity=sums["sensitivity"],
+            finite=table.isfinite().all(0),
+        )
+
+    def __getitem__(self, unit: int | slice) -> Statistics:
+        """The statistics of one unit, or of a slice of units."""
+        return Statistics(**{field.name: getattr(self, field.name)[unit] for field in fields(self)})

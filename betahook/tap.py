@@ -1,0 +1,175 @@
+"""The one place that knows transformers: every attention call of a hooked module passes through here.
+
+Models ask `AttentionInterface.get_interface` for their attention function, whatever the backend. While any model is
+hooked, that one method is wrapped. The wrapper leaves modules without a layer alone, and for the others multiplies the
+query by `beta / beta_default` and records the scores; the model's own function does the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers.modeling_utils import AttentionInterface
+
+from betahook import masks
+from betahook.layers import AttentionLayer
+from betahook.masks import Band, Mask
+
+ATTRIBUTE = "_betahook"
+"""Where a hooked module keeps its `AttentionLayer`."""
+
+_original = AttentionInterface.get_interface
+_users = 0
+
+
+def acquire() -> None:
+    """Register the tap, if this is its first user."""
+    global _users
+    if _users == 0:
+        AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign]
+    _users += 1
+
+
+def release() -> None:
+    """Undo one `acquire`; the last one restores transformers."""
+    global _users
+    _users -= 1
+    if _users == 0 and AttentionInterface.get_interface is _get_interface:
+        AttentionInterface.get_interface = _original  # type: ignore[method-assign]
+
+
+def connect(layer: AttentionLayer) -> list[RemovableHandle]:
+    """Let the layer's module pass through the tap; the handles are of the hooks that watch its projections."""
+    setattr(layer.module, ATTRIBUTE, layer)
+    return [
+        projection.module.register_forward_pre_hook(functools.partial(_record_input, layer, of))
+        for of, projection in zip(("query", "key"), layer.projections or (), strict=False)
+    ]
+
+
+def disconnect(layer: AttentionLayer) -> None:
+    """Undo `connect`, but for the handles."""
+    delattr(layer.module, ATTRIBUTE)
+
+
+def _record_input(layer: AttentionLayer, of: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    if args and layer.measuring and not is_recomputation():
+        layer.record_input(args[0], of)
+
+
+def _get_interface(self: AttentionInterface, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    function = _original(self, implementation, default)
+    return functools.partial(_attention, function, implementation)
+
+
+def _attention(function: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    layer: AttentionLayer | None = getattr(module, ATTRIBUTE, None)
+    if layer is None:
+        return function(module, *args, **kwargs)
+    return _hooked(layer, function, implementation, module, *args, **kwargs)
+
+
+def _hooked(
+    layer: AttentionLayer,
+    function: Callable[..., Any],
+    implementation: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if query.dim() != 4 or query.shape[1] != layer.heads:
+        raise ValueError(
+            f"{layer.name}: expected a query [batch, {layer.heads}, queries, d_k], got {list(query.shape)}. "
+            "Detach betahook, or leave this layer out with layers=..."
+        )
+    scaling = kwargs.get("scaling")
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5  # what every backend does without one
+    gain = layer.gain(scaling, query.device)
+    if layer.measuring and not is_recomputation():
+        mask = args[0] if args else kwargs.get("attention_mask")
+        described = describe_mask(implementation, module, query, key, mask, kwargs)
+        layer.record(query, key, described, position_bias=kwargs.get("position_bias"), softcap=kwargs.get("softcap"))
+    if torch.is_grad_enabled() and query.requires_grad:
+        query = ScaleQuery.apply(query, gain, layer.probe.to(query.device))  # type: ignore[no-untyped-call]
+    else:
+        query = (query * gain).to(query.dtype)
+    return function(module, query, key, value, *args, **kwargs)
+
+
+class ScaleQuery(torch.autograd.Function):
+    """`query * gain`, whose backward also gives the sensitivity to `log gain`, as the gradient of a probe.
+
+    Logits are linear in the query, so `dL/d log beta = <query * gain, dL/d(query * gain)>`, for each head. Both factors
+    are at hand: the scaled query is what the attention keeps for its own backward, hence no further memory.
+    """
+
+    @staticmethod
+    def forward(query: Tensor, gain: Tensor, probe: Tensor) -> Tensor:
+        """Args: query `[batch, heads, queries, d_k]`, gain `[heads, 1, 1]` and probe `[heads]`, both float32."""
+        return (query * gain).to(query.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output, inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
+        scaled, gain = ctx.saved_tensors
+        sensitivity = (gradient * scaled).sum((0, 2, 3), dtype=gain.dtype)
+        return (gradient * gain).to(gradient.dtype), None, sensitivity
+
+
+def is_recomputation() -> bool:
+    """Whether this forward is run again by gradient checkpointing, inside a backward."""
+    # Private, hence behind a name; compiled graphs recompute on their own terms and never come here twice.
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def describe_mask(
+    implementation: str, module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]
+) -> Mask:
+    """Which pairs the attention function called `implementation` will use, as it decides that itself.
+
+    Args:
+        mask: what the model passes as `attention_mask`: None, a 4-D tensor, a 2-D padding mask or a `BlockMask`.
+        options: the other keyword arguments of the call.
+    """
+    queries, keys = query.shape[-2], key.shape[-2]
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    window = options.get("sliding_window") or getattr(module, "sliding_window", None)
+    # Masks count positions from the end of the keys, which a cache makes longer than the queries.
+    last = keys - queries
+    band = Band(None if window is None else last - window, last) if causal else Band()
+    if not causal and isinstance(window, int):
+        band = Band(-window - 1, window)
+
+    if mask is None:
+        if implementation == "eager" or implementation == "flex_attention":
+            return Mask(Band())
+        if "flash" in implementation:
+            return Mask(band)
+        return Mask(Band(None, 0) if causal and queries > 1 else Band())
+    if not isinstance(mask, Tensor):
+        mask = _dense(mask, queries, keys, query.device)
+    if mask.dim() == 2:
+        return masks.from_padding(mask, band, queries)
+    return masks.from_tensor(mask[..., :keys].detach(), band)
+
+
+def _dense(mask: Any, queries: int, keys: int, device: torch.device) -> Tensor:
+    """The pairs of a `BlockMask` of flex attention, boolean `[batch, heads, queries, keys]`."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    batch, heads = mask.shape[:2]
+    return create_mask(mask.mask_mod, batch, heads, queries, keys, device=str(device))

@@ -1,0 +1,43 @@
+"""What theory says the standard deviation of the scores should be.
+
+Three predictions, from the strongest to the weakest assumptions; the gap between them and the measured value tells
+which assumption of W. Chuang, "The scaling factor in self-attention" (2023), does not hold:
+
+(i)   the shapes: `d_k` components per head;
+(ii)  unit variance of the projections of the input;
+(iii) zero mean and unit variance of each component of q and k;
+(iv)  no covariance among the components.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def classic_std(head_dim: Tensor) -> Tensor:
+    """`sqrt(d_k)`: zero means, unit variances, no covariance. The reason for `beta = 1/sqrt(d_k)`."""
+    return head_dim.sqrt()
+
+
+def projected_variance(width: Tensor, input_std: Tensor, weight_std: Tensor) -> Tensor:
+    """`d_x sigma_X^2 sigma_W^2`, the variance of a projected component; 1 is assumption (ii)."""
+    return width * (input_std * weight_std).square()
+
+
+def weights_std(head_dim: Tensor, query_variance: Tensor, key_variance: Tensor) -> Tensor:
+    """`sqrt(d_k (d_x sigma_X^2 sigma_Wq^2)(d_x sigma_X^2 sigma_Wk^2))`: assumption (ii) relaxed.
+
+    The two variances are those of `projected_variance` for W_q and W_k.
+    """
+    return (head_dim * query_variance * key_variance).sqrt()
+
+
+def independent_variance(
+    query_mean: Tensor, query_variance: Tensor, key_mean: Tensor, key_variance: Tensor
+) -> Tensor:
+    """Variance of `q . k` for independent components with the given moments: assumption (iii) relaxed.
+
+    `sum_i [(var q_i + mu_q,i^2)(var k_i + mu_k,i^2) - mu_q,i^2 mu_k,i^2]`; arguments `[..., d_k]`, result `[...]`.
+    """
+    query_mean, key_mean = query_mean.square(), key_mean.square()
+    return ((query_variance + query_mean) * (key_variance + key_mean) - query_mean * key_mean).sum(-1)

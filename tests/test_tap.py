@@ -1,0 +1,185 @@
+"""The tap against the model alone, bit by bit, and against an independent trace of its attention."""
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from transformers.modeling_utils import AttentionInterface
+
+import betahook
+from betahook import tap
+from models import FAMILIES, build, inputs, trace
+
+
+def run(model, batch):
+    """Outputs, gradients and the random state after one forward and backward."""
+    torch.manual_seed(3)
+    output = model(**batch)
+    output.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return output.logits.detach(), output.loss.detach(), gradients, torch.get_rng_state()
+
+
+def assert_identical(a, b):
+    for x, y in zip(a, b, strict=True):
+        if isinstance(x, dict):
+            assert x.keys() == y.keys()
+            assert all(torch.equal(x[name], y[name]) for name in x)
+        else:
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(("family", "backend"), FAMILIES)
+def test_monitoring_changes_no_bit(family, backend):
+    model, batch = build(family, backend), inputs(family)
+    alone = run(model, batch)
+    with betahook.attach(model, controller="monitor") as hook:
+        assert_identical(alone, run(model, batch))
+        hook.step()
+        assert_identical(alone, run(model, batch))
+    assert_identical(alone, run(model, batch))
+
+
+@pytest.mark.parametrize(("family", "backend"), FAMILIES)
+def test_statistics_equal_brute_force(family, backend):
+    batch = inputs(family)
+    with trace() as calls:
+        build(family, "eager")(**batch)
+    model = build(family, backend)
+    hook = betahook.attach(model, controller="monitor")
+    model(**batch)
+    layers = list(hook.layers.values())
+    assert len(layers) == len(calls)
+    # Encoder-decoder models run in another order than they list their modules.
+    for call in calls:
+        scores, allowed = call.scores()
+        used = [scores[:, head][allowed.expand_as(scores)[:, head]] for head in range(scores.shape[1])]
+        mean = torch.stack([x.mean() for x in used])
+        std = torch.stack([x.std(correction=0) for x in used])
+        candidates = [
+            layer
+            for layer in layers
+            if torch.allclose(layer.head_statistics.std, std, rtol=1e-5)
+            and torch.allclose(layer.head_statistics.mean, mean, rtol=1e-5, atol=float(std.max()) * 1e-6)
+        ]
+        assert len(candidates) == 1, (std, [layer.head_statistics.std for layer in layers])
+        (layer,) = candidates
+        assert layer.head_statistics.count.tolist() == [x.numel() for x in used]
+        assert bool(layer.statistics.exact)
+        assert float(layer.statistics.max_score) == pytest.approx(max(float(x.abs().max()) for x in used), rel=1e-5)
+        layers.remove(layer)
+    hook.detach()
+
+
+@pytest.mark.parametrize(("family", "backend"), FAMILIES)
+def test_entropy_equals_that_of_the_softmax(family, backend):
+    batch = inputs(family)
+    with trace() as calls:
+        build(family, "eager")(**batch)
+    model = build(family, backend)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        measured = sorted(float(layer.statistics.entropy) for layer in hook.layers.values())
+    expected = []
+    for call in calls:
+        p = call.softmax_input.double().softmax(-1)
+        expected.append(float(torch.special.entr(p).sum(-1).mean()))
+    assert measured == pytest.approx(sorted(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize(("family", "backend"), FAMILIES)
+def test_half_of_beta_is_half_of_the_query(family, backend):
+    """Beta acts as a factor on the scores: the same as scaling them where eager multiplies."""
+    model, batch = build(family, backend), inputs(family)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        for layer in hook.layers.values():
+            layer.beta = 0.5 * layer.beta_default
+        halved = model(**batch).logits
+    expected = _with_scores_scaled(model, batch, 0.5)
+    torch.testing.assert_close(halved, expected, rtol=1e-5, atol=1e-5)
+
+
+def _with_scores_scaled(model, batch, factor):
+    """The model with the `scaling` argument of every attention call multiplied, through the interface's own registry."""
+    original = AttentionInterface.get_interface
+
+    def get_interface(self, name, default):
+        function = original(self, name, default)
+        return lambda *args, **kwargs: function(*args, **{**kwargs, "scaling": kwargs["scaling"] * factor})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AttentionInterface, "get_interface", get_interface)
+        return model(**batch).logits
+
+
+SMOOTH = {"t5": {"dense_act_fn": "gelu_new", "feed_forward_proj": "gelu"}, "opt": {"activation_function": "gelu"}}
+"""A finite difference across the kinks of a ReLU says nothing about a derivative."""
+
+
+@pytest.mark.parametrize(("family", "backend"), FAMILIES)
+def test_sensitivity_equals_a_finite_difference(family, backend):
+    model = build(family, backend, **SMOOTH.get(family, {})).double()
+    batch = {name: x.double() if x.is_floating_point() else x for name, x in inputs(family).items()}
+
+    def loss():
+        # Softmax and norms ask for torch.float32 by name, whose noise would drown the differences.
+        with mock.patch.object(torch, "float32", torch.float64):
+            logits = model(**batch).logits.flatten(0, -2)
+        return torch.nn.functional.cross_entropy(logits, batch["labels"].flatten())
+
+    with betahook.attach(model, controller="monitor") as hook:
+        loss().backward()
+        layers = list(hook.layers.values())
+        sensitivities = [float(layer.statistics.sensitivity) for layer in layers]
+        for layer, sensitivity in zip(layers, sensitivities, strict=True):
+            default, h = layer.beta_default, 0.01
+            values = {}
+            for shift in (-2, -1, 1, 2):
+                layer.beta = default * math.exp(shift * h)
+                values[shift] = loss().item()
+            layer.beta = default
+            # Five-point stencil: the error is of fourth order in h.
+            expected = (8 * (values[1] - values[-1]) - (values[2] - values[-2])) / (12 * h)
+            assert sensitivity == pytest.approx(expected, rel=1e-4)
+
+
+def test_one_registration_removed_with_the_last_hook():
+    original = AttentionInterface.get_interface
+    first = betahook.attach(build("llama"))
+    second = betahook.attach(build("gpt2"))
+    assert AttentionInterface.get_interface is not original
+    first.detach()
+    assert AttentionInterface.get_interface is tap._get_interface
+    second.detach()
+    second.detach()
+    assert AttentionInterface.get_interface is original
+
+
+def test_other_models_are_left_alone_while_one_is_hooked():
+    model, batch = build("llama", "sdpa"), inputs("llama")
+    alone = run(model, batch)
+    with betahook.attach(build("gpt2"), controller="monitor"):
+        assert_identical(alone, run(model, batch))
+
+
+def test_detach_restores_every_attribute_and_hook():
+    def fingerprint(model):
+        return [
+            (name, sorted(vars(module)), [len(getattr(module, h)) for h in vars(module) if h.endswith("_hooks")])
+            for name, module in model.named_modules()
+        ]
+
+    model = build("llama")
+    before, state = fingerprint(model), {k: v.clone() for k, v in model.state_dict().items()}
+    hook = betahook.attach(model)
+    assert fingerprint(model) != before
+    assert model.state_dict().keys() == state.keys()
+    model(**inputs("llama")).loss.backward()
+    hook.step()
+    model.zero_grad()
+    hook.detach()
+    assert fingerprint(model) == before
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
