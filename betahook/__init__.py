@@ -1,7 +1,8 @@
 """betahook: measure the scale of attention scores while a model trains, and adapt the softmax inverse temperature."""
 
 from betahook.audit import Audit, LayerAudit
-from betahook.controllers import Cap, Controller, Gradient, Monitor, Observation, Search, Variance
+from betahook.beta_search import BetaSearch
+from betahook.controllers import Cap, Controller, Gradient, Monitor, Observation, Search, Variance, default
 from betahook.hook import Hook, UnsupportedModelError, attach
 from betahook.layers import AttentionLayer
 from betahook.statistics import Statistics
@@ -11,6 +12,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionLayer",
     "Audit",
+    "BetaSearch",
     "Cap",
     "Controller",
     "Gradient",
@@ -23,4 +25,5 @@ __all__ = [
     "UnsupportedModelError",
     "Variance",
     "attach",
+    "default",
 ]

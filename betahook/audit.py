@@ -103,7 +103,9 @@ class Audit(tuple[LayerAudit, ...]):
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        assumed = "assumed: (ii) variances 1, (iii) means 0 and variances 1, (iv) cov 1 (measured / independent variance)"
+        assumed = (
+            "assumed: (ii) variances 1, (iii) means 0 and variances 1, (iv) cov 1 (measured / independent variance)"
+        )
         return "\n".join([*lines, assumed])
 
 

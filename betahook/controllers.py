@@ -87,6 +87,7 @@ class Variance(Controller):
     target: float = 1.0
     source: str = "measured"
     smoothing: float = 0.9
+
     def __post_init__(self) -> None:
         _require(self.target > 0, "Variance(target=...)", "a positive number", self.target)
         _require(self.source in ("measured", "weights"), "Variance(source=...)", '"measured" or "weights"', self.source)
@@ -118,6 +119,7 @@ class Search(Controller):
     opening: float = 0.1
     growth: float = 1.5
     smallest: float = 0.01
+
     def __post_init__(self) -> None:
         _require(self.window >= 1 and self.window == int(self.window), "Search(window=...)", "1 or more", self.window)
         _require(0 < self.smallest <= 1, "Search(smallest=...)", "above 0, at most 1 decade", self.smallest)
@@ -160,6 +162,7 @@ class Gradient(Controller):
 
     learning_rate: float = 0.02
     betas: tuple[float, float] = (0.9, 0.999)
+
     def __post_init__(self) -> None:
         _require(self.learning_rate > 0, "Gradient(learning_rate=...)", "a positive number", self.learning_rate)
         valid = len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)
@@ -194,6 +197,7 @@ class Cap(Controller):
     """
 
     threshold: float = 30.0
+
     def __post_init__(self) -> None:
         _require(self.threshold > 0, "Cap(threshold)", "a positive number", self.threshold)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -215,8 +214,9 @@ class Hook:
         units = self._units(per_head=False)
         table = statistics.keep_measured(self._state.collect(), self._recent.to(self._state.table))
         if not bool((table[statistics.ROW["pairs"]] > 0).any()):
-            raise RuntimeError("audit() before any measurement: run a forward first (in training mode, or attach with "
-                               'when="always")')
+            raise RuntimeError(
+                'audit() before any measurement: run a forward first (in training mode, or attach with when="always")'
+            )
         for layer in self.layers.values():
             layer.weigh(table)
         return Audit.of(self.layers, units, units.observe(table))

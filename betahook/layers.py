@@ -304,7 +304,9 @@ class Units:
         rows = []
         for layer in layers.values():
             widths = [p.weight.shape[-1] for p in layer.projections] if layer.projections else [math.nan, math.nan]
-            rows += layer.heads * [[1, layer.head_dim, *widths]] if per_head else [[layer.heads, layer.head_dim, *widths]]
+            rows += (
+                layer.heads * [[1, layer.head_dim, *widths]] if per_head else [[layer.heads, layer.head_dim, *widths]]
+            )
         lengths, head_dim, query_width, key_width = torch.tensor(rows, dtype=torch.float32, device=device).T
         heads = sum(layer.heads for layer in layers.values())
         return cls(lengths.long(), heads, head_dim, query_width, key_width)

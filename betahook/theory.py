@@ -32,9 +32,7 @@ def weights_std(head_dim: Tensor, query_variance: Tensor, key_variance: Tensor) 
     return (head_dim * query_variance * key_variance).sqrt()
 
 
-def independent_variance(
-    query_mean: Tensor, query_variance: Tensor, key_mean: Tensor, key_variance: Tensor
-) -> Tensor:
+def independent_variance(query_mean: Tensor, query_variance: Tensor, key_mean: Tensor, key_variance: Tensor) -> Tensor:
     """Variance of `q . k` for independent components with the given moments: assumption (iii) relaxed.
 
     `sum_i [(var q_i + mu_q,i^2)(var k_i + mu_k,i^2) - mu_q,i^2 mu_k,i^2]`; arguments `[..., d_k]`, result `[...]`.

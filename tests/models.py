@@ -35,12 +35,26 @@ CONFIGS = {
     "opt": (
         "OPTForCausalLM",
         transformers.OPTConfig,
-        dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, ffn_dim=32, vocab_size=64, word_embed_proj_dim=32),
+        dict(
+            hidden_size=32,
+            num_attention_heads=4,
+            num_hidden_layers=2,
+            ffn_dim=32,
+            vocab_size=64,
+            word_embed_proj_dim=32,
+        ),
     ),
     "vit": (
         "ViTForImageClassification",
         transformers.ViTConfig,
-        dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32, image_size=16, patch_size=4),
+        dict(
+            hidden_size=32,
+            num_attention_heads=4,
+            num_hidden_layers=2,
+            intermediate_size=32,
+            image_size=16,
+            patch_size=4,
+        ),
     ),
 }
 """Family to model class, config class and sizes."""
@@ -49,7 +63,10 @@ EAGER_ONLY = {"gemma2"}
 """Families that transformers refuses to run with sdpa."""
 
 FAMILIES = [
-    (family, backend) for family in CONFIGS for backend in ("eager", "sdpa") if not (backend == "sdpa" and family in EAGER_ONLY)
+    (family, backend)
+    for family in CONFIGS
+    for backend in ("eager", "sdpa")
+    if not (backend == "sdpa" and family in EAGER_ONLY)
 ]
 
 

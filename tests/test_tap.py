@@ -5,11 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
+from models import FAMILIES, build, inputs, trace
 from transformers.modeling_utils import AttentionInterface
 
 import betahook
 from betahook import tap
-from models import FAMILIES, build, inputs, trace
 
 
 def run(model, batch):

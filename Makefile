@@ -1,0 +1,31 @@
+# Every target sets up what it needs: an environment in .venv with the versions of constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/ready
+	$(RUN) examples/flip/run.py --columns default betahook --seeds 7 --output runs/demo
+
+test: $(VENV)/ready
+	$(RUN) -m pytest -n 2
+
+lint: $(VENV)/ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/ready
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+# torch first and alone: a range would pull in the CUDA build where a CPU build was meant.
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs

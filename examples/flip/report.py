@@ -1,0 +1,75 @@
+"""The table and the plot of the flip results."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from task import Row
+
+Result = dict[str, Any]
+
+
+def table(rows: Iterable[Row], results: Iterable[Result], titles: dict[str, str]) -> str:
+    """The paper's table beside what was measured: accuracies in percent over the seeds."""
+    cells = defaultdict(list)
+    for result in results:
+        cells[result["row"], result["column"], result["paper_beta"]].append(result)
+    lines = []
+    for row in rows:
+        lines += [
+            "",
+            f"{row.symbols} symbols, length {row.length}, {row.strings} strings; the paper: {percent(row.paper_default)} "
+            f"with 1/sqrt(d_k), {percent(row.paper_beta)} with beta = {row.beta:g}",
+            f"{'column':<12} {'mean':>8} {'min':>8} {'max':>8} {'seeds':>6} {'steps to 95 %':>14} {'final beta':>11}  what",
+        ]
+        for column, title in titles.items():
+            found = cells[row.name, column, row.beta if column in ("paper", "scaled-init") else None]
+            if not found:
+                continue
+            accuracies = [result["accuracy"] for result in found]
+            mean = sum(accuracies) / len(accuracies)
+            reached = sorted(result["steps_to_95"] for result in found if result["steps_to_95"] is not None)
+            steps = f"{reached[len(reached) // 2]} ({len(reached)}/{len(found)})" if reached else "never"
+            beta = sum(result["beta"] for result in found) / len(found)
+            runs = (
+                f", {sum(result['runs'] for result in found) / len(found):.1f} runs a seed"
+                if "runs" in found[0]
+                else ""
+            )
+            lines.append(
+                f"{column:<12} {percent(mean):>8} {percent(min(accuracies)):>8} {percent(max(accuracies)):>8} "
+                f"{len(found):>6} {steps:>14} {beta:>11.3g}  {title}{runs}"
+            )
+    return "\n".join(lines)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+def draw(row: Row, results: Iterable[Result], path: Path) -> None:
+    """Accuracy and beta against the step, one colour a column, one line a seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    chosen = [result for result in results if result["row"] == row.name]
+    colours = {column: f"C{index}" for index, column in enumerate(dict.fromkeys(r["column"] for r in chosen))}
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
+    for result in chosen:
+        colour = colours[result["column"]]
+        top.plot(*zip(*result["accuracy_curve"], strict=True), color=colour, alpha=0.8)
+        bottom.plot(*zip(*result["beta_curve"], strict=True), color=colour, alpha=0.8)
+    for column, colour in colours.items():
+        top.plot([], [], color=colour, label=column)
+    top.set(ylabel="validation accuracy per symbol", ylim=(0, 1.02), title=f"flip {row.name}")
+    bottom.set(ylabel="beta", yscale="log", xlabel="step")
+    top.legend(loc="upper left")
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,187 @@
+"""The flip task: reverse a string of random symbols. Table 1 of the paper, its data, and one training run."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from betahook.integrations.trainer import BetaHookCallback
+from model import FlipConfig, FlipModel
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm import tqdm
+from transformers import EvalPrediction, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+import betahook
+
+LEARNING_RATE, BATCH, EPOCHS, WARMUP, CLIP = 5e-4, 128, 10, 50, 5.0
+EVALUATIONS = 40
+"""Points on the accuracy curve."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the paper's Table 1: sizes, the paper's beta, and its accuracies with 1/sqrt(d_k) and with that beta."""
+
+    symbols: int
+    length: int
+    strings: int
+    beta: float
+    paper_default: float
+    paper_beta: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.symbols}/{self.length}/{self.strings}"
+
+
+TABLE_1 = (
+    Row(100, 20, 15_000, 5.0, 0.015, 0.96),
+    Row(100, 200, 19_300, 0.16, 0.0123, 1.0),
+    Row(10, 20, 8_000, 6.55, 0.1856, 1.0),
+    Row(1000, 20, 50_000, 5.0, 0.1856, 1.0),
+    Row(1000, 20, 40_000, 5.0, 0.1068, 0.9979),
+    Row(1000, 20, 35_000, 5.0, 0.0552, 0.9953),
+    Row(1000, 20, 35_000, 6.0, 0.0552, 0.9977),
+)
+
+
+class Strings(Dataset[dict[str, Tensor]]):
+    """Random strings and their reversals."""
+
+    def __init__(self, count: int, row: Row, generator: torch.Generator) -> None:
+        self.ids = torch.randint(row.symbols, (count, row.length), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index].flip(-1)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: which beta, or which controller, or how W_q and W_k are scaled at initialisation."""
+
+    row: Row
+    seed: int
+    beta: float | None = None
+    controller: Callable[[], Any] | None = None
+    init_scale: float = 1.0
+
+
+class ProgressBar(TrainerCallback):
+    """One line: steps, validation accuracy, beta."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar = tqdm(total=state.max_steps, desc=self.title)
+        self.shown: dict[str, str] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        entry = state.log_history[-1]
+        for key, label in (("eval_accuracy", "accuracy"), ("beta/attention", "beta")):
+            if key in entry:
+                self.shown[label] = f"{entry[key]:.3g}"
+        self.bar.update(state.global_step - self.bar.n)
+        self.bar.set_postfix(self.shown)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.close()
+
+
+def train(
+    run: Run, *, test_strings: int = 100_000, output: str | None = None, title: str | None = None
+) -> dict[str, Any]:
+    """Train once and return accuracies, curves and steps to 95 %, ready for JSON.
+
+    Args:
+        run: what to train.
+        test_strings: fresh strings on which the final accuracy per symbol is taken.
+        output: folder for the TensorBoard run; None for none.
+        title: of a progress bar; None for no bar.
+    """
+    torch.manual_seed(run.seed)
+    model = FlipModel(FlipConfig(symbols=run.row.symbols, length=run.row.length, attn_implementation="eager"))
+    with torch.no_grad():
+        query_and_key = model.attention.qkv.weight[: 2 * run.row.length]
+        query_and_key.mul_(run.init_scale)
+    generator = torch.Generator().manual_seed(run.seed + 1_000)
+    data, validation = (Strings(count, run.row, generator) for count in (run.row.strings, 1_000))
+
+    hook = betahook.attach(model, controller=run.controller() if run.controller else "monitor")
+    if run.beta is not None:
+        hook.layers["attention"].beta = run.beta
+    steps = run.row.strings // BATCH * EPOCHS
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(
+                output_dir=output or scratch,
+                num_train_epochs=EPOCHS,
+                per_device_train_batch_size=BATCH,
+                per_device_eval_batch_size=1_000,
+                dataloader_drop_last=True,
+                max_grad_norm=CLIP,
+                eval_strategy="steps",
+                eval_steps=max(1, steps // EVALUATIONS),
+                logging_steps=max(1, steps // EVALUATIONS),
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                seed=run.seed,
+                use_cpu=True,
+            ),
+            train_dataset=data,
+            eval_dataset=validation,
+            compute_metrics=accuracy,
+            preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+            optimizers=optimizer_and_schedule(model, steps),
+            callbacks=[BetaHookCallback(hook=hook), *([ProgressBar(title)] if title else [])],
+        )
+        trainer.pop_callback(PrinterCallback)
+        trainer.train()
+        history = trainer.state.log_history
+    curve = [(entry["step"], entry["eval_accuracy"]) for entry in history if "eval_accuracy" in entry]
+    result = {
+        "row": run.row.name,
+        "seed": run.seed,
+        "accuracy": test_accuracy(model, Strings(test_strings, run.row, generator)),
+        "validation_accuracy": curve[-1][1],
+        "steps_to_95": next((step for step, value in curve if value >= 0.95), None),
+        "beta": hook.layers["attention"].beta,
+        "accuracy_curve": curve,
+        "beta_curve": [(entry["step"], entry["beta/attention"]) for entry in history if "beta/attention" in entry],
+    }
+    hook.detach()
+    return result
+
+
+def optimizer_and_schedule(
+    model: FlipModel, steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+    """Adam without weight decay; a cosine from 1 to 0 over all steps, with a linear warm-up."""
+    optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / steps)) * min(1.0, step / WARMUP)
+    )
+    return optimizer, schedule
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    """Share of the symbols that are right."""
+    return {"accuracy": float((prediction.predictions == prediction.label_ids).mean())}
+
+
+@torch.no_grad()
+def test_accuracy(model: FlipModel, strings: Strings) -> float:
+    """The same over many strings, in evaluation mode."""
+    model.eval()
+    right = [(model(ids).logits.argmax(-1) == ids.flip(-1)).float().mean() for ids in strings.ids.split(1_000)]
+    return float(torch.stack(right).mean())

@@ -1,0 +1,89 @@
+"""TensorBoard pages of a hook: scalars by layer, histograms over heads, and a layout that puts together what belongs
+together."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from betahook.hook import Hook
+
+HISTOGRAMS = ("beta", "score_std", "max_logit", "entropy", "sensitivity")
+"""Quantities that are also shown over the heads of a layer."""
+
+
+class TensorBoardWriter:
+    """Writes what a hook measured to a TensorBoard run; also a context manager that closes at its end.
+
+    Scalars are called `quantity/layer` (`score_std/model.layers.0.self_attn`), so that TensorBoard groups them by
+    quantity; the custom-scalars tab shows them in the groups of `layout`.
+
+    Args:
+        logdir: folder of the run. It may be one that another writer uses: TensorBoard joins the files of a folder.
+
+    Raises:
+        ImportError: tensorboard is not installed.
+    """
+
+    def __init__(self, logdir: str) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError("TensorBoard is not installed: pip install 'betahook[trainer]'") from error
+        self.writer: Any = SummaryWriter(logdir, filename_suffix=".betahook")  # type: ignore[no-untyped-call]
+        self._has_layout = False
+
+    def write(self, hook: Hook, step: int) -> None:
+        """Write the metrics of the hook's last step as those of `step`."""
+        if not self._has_layout:
+            self.writer.add_custom_scalars(layout(hook.layers))
+            self._has_layout = True
+        for tag, value in hook.metrics().items():
+            self.writer.add_scalar(tag, value, step)
+        for tag, values in hook.head_metrics().items():
+            if tag.split("/")[0] in HISTOGRAMS and len(values) > 1 and math.isfinite(values.sum()):
+                self.writer.add_histogram(tag, values, step)
+        self.writer.flush()
+
+    def close(self) -> None:
+        """Finish the file."""
+        self.writer.close()
+
+    def __enter__(self) -> TensorBoardWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def layout(layers: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
+    """The custom-scalars layout: category to chart to `["Multiline", [tag pattern, ...]]`.
+
+    TensorBoard matches the patterns as regular expressions, from the start of a tag.
+    """
+
+    def every_layer(*quantities: str) -> list[Any]:
+        return ["Multiline", [f"{quantity}/.*" for quantity in quantities]]
+
+    measured_against_predicted = ("score_std", "predicted_std", "independent_std", "classic_std")
+    return {
+        "beta": {"beta by layer": every_layer("beta")},
+        "score std: measured against predicted": {
+            name: ["Multiline", [f"{quantity}/{re.escape(name)}$" for quantity in measured_against_predicted]]
+            for name in layers
+        },
+        "std of W_q and W_k": {
+            "std of W_q by layer": every_layer("weight_std_q"),
+            "std of W_k by layer": every_layer("weight_std_k"),
+        },
+        "logits and attention": {
+            "max logit by layer": every_layer("max_logit"),
+            "entropy by layer (nats)": every_layer("entropy"),
+        },
+        "sensitivity": {"dL / d log beta by layer": every_layer("sensitivity")},
+    }

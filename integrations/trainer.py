@@ -1,0 +1,123 @@
+"""betahook in the Hugging Face Trainer: one callback."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from betahook.integrations.tensorboard import TensorBoardWriter
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import TensorBoardCallback, default_logdir
+
+from betahook.hook import ControllerChoice, Hook, LayerChoice, attach
+
+logger = logging.getLogger(__name__)
+
+_DEFAULTS = {"controller": "default", "layers": None, "per_head": False, "interval": 1, "when": "training"}
+
+
+class BetaHookCallback(TrainerCallback):  # type: ignore[misc]
+    """Attaches to the model when training begins, adapts beta after every optimizer step and logs with the loss.
+
+        trainer = Trainer(model=model, ..., callbacks=[BetaHookCallback()])
+
+    The metrics of `Hook.metrics` join the entries of `trainer.state.log_history` that hold the training loss, and go
+    to the TensorBoard run of the loss, which is made if the Trainer does not report to TensorBoard itself. Only the
+    main process logs. The model stays hooked after training, with the last beta, until `callback.hook.detach()`.
+
+    Args:
+        controller, layers, per_head, interval, when: as for `betahook.attach`.
+        hook: a hook that is attached to the model already, instead of these options.
+
+    Attributes:
+        hook: the hook, from the begin of training on; None before, unless it was given.
+
+    Raises:
+        ValueError: both a hook and options for a new one are given.
+    """
+
+    def __init__(
+        self,
+        controller: ControllerChoice = "default",
+        *,
+        layers: LayerChoice | None = None,
+        per_head: bool = False,
+        interval: int = 1,
+        when: Literal["training", "always"] = "training",
+        hook: Hook | None = None,
+    ) -> None:
+        self._options: dict[str, Any] = {
+            "controller": controller,
+            "layers": layers,
+            "per_head": per_head,
+            "interval": interval,
+            "when": when,
+        }
+        if hook is not None and self._options != _DEFAULTS:
+            raise ValueError("BetaHookCallback(hook=...) takes no other option: they belong to attach(), which made it")
+        self.hook = hook
+        self._writer: TensorBoardWriter | None = None
+        self._loss_writer: TensorBoardCallback | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.hook is None or not self.hook.attached:
+            self.hook = attach(kwargs["model"], **self._options)
+        if state.is_world_process_zero:
+            self._open(args, state, control, **kwargs)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        assert self.hook is not None
+        self.hook.step()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not state.is_world_process_zero or self.hook is None:
+            return
+        if self._loss_writer is not None:
+            self._loss_writer.on_log(args, state, control, logs=logs, **kwargs)
+        if logs is None or "loss" not in logs:
+            return  # an evaluation or the final summary: betahook has nothing new to say
+        # The reporters ran before this callback; the history is what can still be joined.
+        state.log_history[-1].update(self.hook.metrics())
+        if self._writer is not None:
+            self._writer.write(self.hook, state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._loss_writer is not None:
+            self._loss_writer.on_train_end(args, state, control, **kwargs)
+            self._loss_writer = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _open(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Open a writer on the run of the loss; make that run if the Trainer does not."""
+        run = os.environ.get("TENSORBOARD_LOGGING_DIR")
+        if run is None and "tensorboard" in args.report_to:
+            run = _newest_run(Path(args.output_dir, default_logdir()).parent)
+        try:
+            self._writer = TensorBoardWriter(run or str(Path(args.output_dir, default_logdir())))
+        except ImportError as error:
+            logger.warning("%s; until then the metrics are in trainer.state.log_history only", error)
+            return
+        if "tensorboard" not in args.report_to:
+            self._loss_writer = TensorBoardCallback(self._writer.writer)
+            self._loss_writer.on_train_begin(args, state, control, **kwargs)
+
+
+def _newest_run(runs: Path) -> str | None:
+    """The folder of the newest event file below `runs`: the one that the Trainer has just opened."""
+    files = sorted(runs.rglob("events.out.tfevents.*"), key=lambda file: file.stat().st_mtime_ns)
+    return str(files[-1].parent) if files else None
