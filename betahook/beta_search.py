@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, Literal
 
 
@@ -109,7 +110,7 @@ class BetaSearch:
             best = self._best(offset for offset in self._scores if offset % (2 * step) == 0)
         return None
 
-    def _best(self, offsets: Any) -> float:
+    def _best(self, offsets: Iterable[float]) -> float:
         sign = 1 if self.mode == "max" else -1
 
         def rank(offset: float) -> float:

@@ -84,12 +84,14 @@ def components(tokens: Tensor, valid: Tensor | None) -> Components:
 
 def _per_token(valid: Tensor, tokens: Tensor) -> Tensor:
     """`[batch or 1, tokens]` as a factor for `[batch, ..., tokens, d]`."""
-    return valid.view(valid.shape[0], *[1] * (tokens.dim() - 3), valid.shape[1], 1).to(tokens.dtype)
+    shape = (valid.shape[0], *[1] * (tokens.dim() - 3), valid.shape[1], 1)
+    return valid.view(shape).to(tokens.dtype)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Inner product of the last two dimensions."""
-    return torch.linalg.vecdot(a.flatten(-2), b.flatten(-2))
+    dot: Tensor = torch.linalg.vecdot(a.flatten(-2), b.flatten(-2))
+    return dot
 
 
 def _blocks(tokens: Tensor) -> Tensor:
@@ -97,7 +99,8 @@ def _blocks(tokens: Tensor) -> Tensor:
     missing = -tokens.shape[-2] % BLOCK
     if missing:
         tokens = F.pad(tokens, (0, 0, 0, missing))
-    return tokens.unflatten(-2, (-1, BLOCK))
+    blocks: Tensor = tokens.unflatten(-2, (-1, BLOCK))
+    return blocks
 
 
 def _rectangle(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ def acquire() -> None:
     """Register the tap, if this is its first user."""
     global _users
     if _users == 0:
-        AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign]
+        AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign, assignment]
     _users += 1
 
 

@@ -60,6 +60,9 @@ def locate(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Pr
     def rows(start: int, count: int) -> Callable[[Tensor], Tensor]:
         return lambda weight: weight[start : start + count * head_dim].unflatten(0, (count, head_dim))
 
+    def interleaved(part: int) -> Callable[[Tensor], Tensor]:
+        return lambda weight: weight.unflatten(0, (heads, 3, head_dim))[:, part]
+
     for names in SEPARATE:
         query, key = (_linear(getattr(module, name, None)) for name in names)
         if query is not None and key is not None:
@@ -77,11 +80,7 @@ def locate(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Pr
         if cross is not None:  # GPT-2's cross-attention: q apart, k and v fused
             return Projection(cross, rows(0, heads)), Projection(fused, rows(0, heads))
         if _interleaved(module) and size == 3 * heads * head_dim:
-            query, key = (
-                Projection(fused, lambda weight, part=part: weight.unflatten(0, (heads, 3, head_dim))[:, part])
-                for part in (0, 1)
-            )
-            return query, key
+            return Projection(fused, interleaved(0)), Projection(fused, interleaved(1))
         key_heads = (size // head_dim - heads) // 2
         if key_heads > 0 and (heads + 2 * key_heads) * head_dim == size:
             return Projection(fused, rows(0, heads)), Projection(fused, rows(heads * head_dim, key_heads))

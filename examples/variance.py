@@ -165,8 +165,8 @@ def puzzle_text(variances: Tensor, seed: int) -> str:
         f"k = torch.randn(2, 2) give the scaled scores {numbers}: variance {scores.var():.2f}.\n"
         "These 4 scores are made of only 2 queries and 2 keys, and one long or short vector changes two of them at\n"
         "once: a tiny sample, which tells even less than 4 scores of 4 separate pairs would.\n"
-        f"It is noise, not a wrong scale: the draws average {after.mean():.2f}, 90 % of them lie between {low:.2f} and"
-        f" {high:.2f},\nand {above:.0%} are above {PUZZLE}; more tokens, not another divisor, bring the number to 1."
+        f"It is noise, no wrong scale: draws average {after.mean():.2f}, 90 % lie between {low:.2f} and {high:.2f},\n"
+        f"and {100 * above:.0f} % are above {PUZZLE}; more tokens, not another divisor, bring the number to 1."
     )
 
 

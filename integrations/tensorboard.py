@@ -12,7 +12,7 @@ from typing import Any
 from betahook.hook import Hook
 
 HISTOGRAMS = ("beta", "score_std", "max_logit", "entropy", "sensitivity")
-"""Quantities that are also shown over the heads of a layer."""
+"""Quantities that are also shown over the heads of a layer, as `quantity_by_head/layer`."""
 
 
 class TensorBoardWriter:
@@ -33,7 +33,7 @@ class TensorBoardWriter:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError("TensorBoard is not installed: pip install 'betahook[trainer]'") from error
-        self.writer: Any = SummaryWriter(logdir, filename_suffix=".betahook")  # type: ignore[no-untyped-call]
+        self.writer: Any = SummaryWriter(logdir, filename_suffix=".betahook")
         self._has_layout = False
 
     def write(self, hook: Hook, step: int) -> None:
@@ -44,8 +44,10 @@ class TensorBoardWriter:
         for tag, value in hook.metrics().items():
             self.writer.add_scalar(tag, value, step)
         for tag, values in hook.head_metrics().items():
-            if tag.split("/")[0] in HISTOGRAMS and len(values) > 1 and math.isfinite(values.sum()):
-                self.writer.add_histogram(tag, values, step)
+            quantity, layer = tag.split("/", 1)
+            if quantity in HISTOGRAMS and len(values) > 1 and math.isfinite(values.sum()):
+                # A name of its own: TensorBoard shows a tag either as a scalar or as a histogram.
+                self.writer.add_histogram(f"{quantity}_by_head/{layer}", values, step)
         self.writer.flush()
 
     def close(self) -> None:

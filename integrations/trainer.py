@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _DEFAULTS = {"controller": "default", "layers": None, "per_head": False, "interval": 1, "when": "training"}
 
 
-class BetaHookCallback(TrainerCallback):  # type: ignore[misc]
+class BetaHookCallback(TrainerCallback):
     """Attaches to the model when training begins, adapts beta after every optimizer step and logs with the loss.
 
         trainer = Trainer(model=model, ..., callbacks=[BetaHookCallback()])
@@ -104,15 +104,17 @@ class BetaHookCallback(TrainerCallback):  # type: ignore[misc]
 
     def _open(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Open a writer on the run of the loss; make that run if the Trainer does not."""
+        reported = "tensorboard" in (args.report_to or [])
+        default = Path(args.output_dir or ".", default_logdir())
         run = os.environ.get("TENSORBOARD_LOGGING_DIR")
-        if run is None and "tensorboard" in args.report_to:
-            run = _newest_run(Path(args.output_dir, default_logdir()).parent)
+        if run is None and reported:
+            run = _newest_run(default.parent)
         try:
-            self._writer = TensorBoardWriter(run or str(Path(args.output_dir, default_logdir())))
+            self._writer = TensorBoardWriter(run or str(default))
         except ImportError as error:
             logger.warning("%s; until then the metrics are in trainer.state.log_history only", error)
             return
-        if "tensorboard" not in args.report_to:
+        if not reported:
             self._loss_writer = TensorBoardCallback(self._writer.writer)
             self._loss_writer.on_train_begin(args, state, control, **kwargs)
 

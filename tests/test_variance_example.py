@@ -101,6 +101,7 @@ def test_find_draw_names_the_first_seed_that_shows_it(variance):
     seed = variance.find_draw(2, 2, 1.6, 0)
     assert scaled(seed) == pytest.approx(1.6, abs=0.005)
     assert all(abs(scaled(earlier) - 1.6) > 0.005 for earlier in range(seed))
+    assert variance.find_draw(2, 2, 1.6, seed - 1) == seed
     assert variance.find_draw(2, 2, 1.6, seed + 1) > seed
 
 
@@ -111,8 +112,8 @@ def test_puzzle_text_shows_the_draw_of_the_seed_it_names(variance):
     scores = ", ".join(f"{sum(a * b for a, b in zip(q, k, strict=True)) / 2**0.5:.2f}" for q in query for k in key)
     assert "torch.manual_seed(12)" in text
     assert f"scaled scores {scores}: variance {loop_moments(query, key)[1] / 2:.2f}." in text
-    assert "average 1.00, 90 % of them lie between 0.10 and 1.90" in text
-    assert "20% are above 1.6" in text
+    assert "draws average 1.00, 90 % lie between 0.10 and 1.90" in text
+    assert "20 % are above 1.6" in text
 
 
 def test_formula_equals_the_moments_of_products_summed_by_hand(variance):

@@ -1,0 +1,124 @@
+"""The Trainer callback: one line for the user, values beside the loss."""
+
+import logging
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+import betahook
+from betahook.integrations.trainer import BetaHookCallback
+from models import build
+
+LAYER = "model.layers.0.self_attn"
+
+
+class Tokens(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        ids = torch.randint(3, 64, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def make_trainer(folder, callback, **arguments):
+    settings = dict(max_steps=6, logging_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True)
+    settings |= dict(save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, learning_rate=1e-3)
+    return Trainer(
+        model=build("llama", "sdpa"),
+        args=TrainingArguments(output_dir=str(folder), **{**settings, **arguments}),
+        train_dataset=Tokens(),
+        eval_dataset=Tokens(),
+        callbacks=[callback],
+    )
+
+
+def events(folder):
+    """Every scalar tag of the one TensorBoard run below a folder."""
+    runs = {path.parent for path in folder.rglob("events.out.tfevents.*")}
+    assert len(runs) == 1
+    accumulator = EventAccumulator(str(runs.pop()), size_guidance={"scalars": 0})
+    return accumulator.Reload()
+
+
+@pytest.mark.parametrize("report_to", ["tensorboard", "none"])
+def test_metrics_join_the_loss(tmp_path, report_to):
+    callback = BetaHookCallback()
+    trainer = make_trainer(tmp_path, callback, report_to=report_to, eval_strategy="steps", eval_steps=3)
+    trainer.train()
+
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in entries] == [2, 4, 6]
+    assert all(f"score_std/{LAYER}" in entry for entry in entries)
+    assert not any(f"score_std/{LAYER}" in entry for entry in trainer.state.log_history if "eval_loss" in entry)
+
+    run = events(tmp_path)
+    for tag in ("train/loss", "eval/loss", f"beta/{LAYER}"):
+        assert tag in run.Tags()["scalars"]
+    logged = {event.step: event.value for event in run.Scalars(f"score_std/{LAYER}")}
+    assert logged == pytest.approx({entry["step"]: entry[f"score_std/{LAYER}"] for entry in entries})
+    callback.hook.detach()
+
+
+def test_training_is_that_of_a_plain_loop(tmp_path):
+    """The callback steps once per optimizer step: beta is that of attach() and hook.step() by hand."""
+    search = dict(window=2, opening=0.3)
+    callback = BetaHookCallback(controller=betahook.Search(**search))
+    make_trainer(tmp_path, callback, gradient_accumulation_steps=2, max_grad_norm=0, optim="sgd", seed=5).train()
+
+    model = build("llama", "sdpa")
+    hook = betahook.attach(model, controller=betahook.Search(**search))
+    reference = make_trainer(tmp_path / "reference", BetaHookCallback(hook=hook), seed=5, gradient_accumulation_steps=2)
+    batches = iter(reference.get_train_dataloader())
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    torch.manual_seed(5)
+    for step in range(6):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (1 - step / 6)
+        for _ in range(2):
+            (model(**next(batches)).loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        hook.step()
+    trained = {name: layer.beta for name, layer in callback.hook.layers.items()}
+    assert trained == pytest.approx({name: layer.beta for name, layer in hook.layers.items()}, rel=1e-6)
+    assert any(layer.beta != pytest.approx(layer.beta_default) for layer in hook.layers.values())
+
+
+def test_the_model_stays_hooked_and_evaluates_with_the_last_beta(tmp_path):
+    callback = BetaHookCallback(controller=betahook.Search(window=1, opening=1.0))
+    trainer = make_trainer(tmp_path, callback)
+    trainer.train()
+    adapted = trainer.evaluate()["eval_loss"]
+    callback.hook.detach()
+    assert trainer.evaluate()["eval_loss"] != pytest.approx(adapted, rel=1e-6)
+
+
+def test_other_ranks_log_nothing(tmp_path):
+    callback = BetaHookCallback()
+    model = build("llama", "sdpa")
+    state, control = TrainerState(is_world_process_zero=False, log_history=[{"loss": 1.0}]), TrainerControl()
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    callback.on_train_begin(arguments, state, control, model=model)
+    callback.on_step_end(arguments, state, control)
+    callback.on_log(arguments, state, control, logs={"loss": 1.0})
+    callback.on_train_end(arguments, state, control)
+    assert state.log_history == [{"loss": 1.0}]
+    assert not list(tmp_path.rglob("events*"))
+
+
+def test_a_hook_takes_no_further_options():
+    with betahook.attach(build("llama")) as hook, pytest.raises(ValueError, match="belong to attach"):
+        BetaHookCallback(hook=hook, interval=2)
+
+
+def test_without_tensorboard_the_history_is_kept(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    trainer = make_trainer(tmp_path, BetaHookCallback())
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert "pip install 'betahook[trainer]'" in caplog.text
+    assert f"beta/{LAYER}" in trainer.state.log_history[0]
