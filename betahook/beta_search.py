@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 
 class BetaSearch:
-    """Decades first, then bisection: `beta = start * 10^N` outward until the best is bracketed, then halving in log beta.
+    """Decades first, `beta = start * 10^N` outward until the best is bracketed, then bisection in log beta.
 
     The third step of the paper's five-step procedure. One trial is one training run with a fixed beta:
 

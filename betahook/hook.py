@@ -22,6 +22,9 @@ LayerChoice = str | Sequence[str] | Callable[[str, nn.Module], bool]
 ControllerChoice = Literal["default", "monitor"] | Controller | Sequence[Controller]
 
 
+STATE_VERSION = 1
+
+
 class UnsupportedModelError(ValueError):
     """A model to which betahook cannot attach; the message says why."""
 
@@ -107,6 +110,7 @@ class Hook:
         self._steps = 0
         self._unit_cache: dict[tuple[bool, torch.device], Units] = {}
         self._recent = torch.zeros_like(state.table)
+        self._acted = state.beta
         self._overflow = scores.overflow_logit(next((p.dtype for p in model.parameters()), torch.float32))
 
         tap.acquire()
@@ -161,7 +165,8 @@ class Hook:
         self._recent = table
 
         units = self._units(self._per_head)
-        beta = units.first(state.current_beta)
+        self._acted = state.current_beta
+        beta = units.first(self._acted)
         observed = units.observe(table)
         observation = Observation(
             beta_default=units.first(state.beta_default),
@@ -221,6 +226,55 @@ class Hook:
             layer.weigh(table)
         return Audit.of(self.layers, units, units.observe(table))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `step` depends on: tensors, numbers and strings only, ready for `torch.save`.
+
+        A hook on the same architecture with the same controllers that loads it goes on bit-identically.
+        """
+        state = self._state
+        return {
+            "version": STATE_VERSION,
+            "layers": {name: layer.heads for name, layer in self.layers.items()},
+            "steps": self._steps,
+            "beta": state.beta.clone(),
+            "beta_default": state.beta_default.clone(),
+            "sums": state.collect(),
+            "recent": self._recent.clone(),
+            "controllers": [
+                {"rule": repr(controller), "state": {name: value.clone() for name, value in controller.state.items()}}
+                for controller in self.controllers
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned; on an error nothing is changed.
+
+        Raises:
+            ValueError: the state is of another version, other layers or other controllers; the message names them.
+        """
+        if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
+            found = state.get("version") if isinstance(state, dict) else type(state).__name__
+            raise ValueError(f"expected a betahook state of version {STATE_VERSION}, got {found!r}")
+        layers = {name: layer.heads for name, layer in self.layers.items()}
+        different = sorted(set(layers.items()) ^ set(state["layers"].items()))
+        if different:
+            names = ", ".join(dict.fromkeys(name for name, _ in different))
+            raise ValueError(f"the state belongs to a model with other layers; these differ: {names}")
+        rules_here = [repr(controller) for controller in self.controllers]
+        rules_there = [entry["rule"] for entry in state["controllers"]]
+        if rules_here != rules_there:
+            raise ValueError(f"the state belongs to other controllers: expected {rules_here}, got {rules_there}")
+        own = self._state
+        device = own.table.device
+        own.beta, own.beta_default, own.table, self._recent = (
+            state[name].to(device, copy=True) for name in ("beta", "beta_default", "sums", "recent")
+        )
+        own.probe.grad = own.table[statistics.ROW["sensitivity"]].to(own.probe.dtype)
+        for controller, entry in zip(self.controllers, state["controllers"], strict=True):
+            controller.state = {name: value.to(device, copy=True) for name, value in entry["state"].items()}
+        self._steps = state["steps"]
+        own.measuring = self._steps % self._interval == 0
+
     def _units(self, per_head: bool) -> Units:
         key = (per_head, self._state.table.device)
         if key not in self._unit_cache:
@@ -240,7 +294,7 @@ class Hook:
             "classic_std": theory.classic_std(units.head_dim),
             "weight_std_q": observed.weight_std_q,
             "weight_std_k": observed.weight_std_k,
-            "max_logit": observed.max_score * beta,
+            "max_logit": observed.max_score * units.first(self._acted),
             "entropy": observed.entropy,
             "sensitivity": observed.sensitivity,
             "nonfinite": ~observed.finite,

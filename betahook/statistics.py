@@ -111,7 +111,8 @@ class Statistics:
         query_variance: variance of a component of q, averaged over the components.
         key_mean_square: the same as `query_mean_square`, of k.
         key_variance: the same as `query_variance`, of k.
-        independent_std: standard deviation that independent components of q and k would give the scores.
+        independent_std: standard deviation that independent components of q and k would give the scores, from their
+            moments within each forward, averaged over the forwards.
         input_std_q: standard deviation of the entries that enter the query projection.
         input_std_k: standard deviation of the entries that enter the key projection.
         weight_std_q: standard deviation of the entries of W_q.

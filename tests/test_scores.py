@@ -1,5 +1,6 @@
 """Sums over scores against the full score matrix in float64."""
 
+import itertools
 import math
 
 import pytest
@@ -160,19 +161,15 @@ def test_the_centres_change_the_rounding_only():
         assert_sums(scores.score_sums(query, key, Mask(Band(None, 0)), query_mean, key_mean), expected, rel=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rel"),
-    # The last one against the float32 scores of the same tokens, before they are rounded to bfloat16.
-    [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)],
-)
+@pytest.mark.parametrize(("dtype", "rel"), [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("name", ["full", "causal"])
 def test_dtypes(name, dtype, rel):
     band, more = BANDS[name]
     query, key = make(130, 130 + more, dtype=dtype)
     sums, allowed = exact(query, key, Mask(band)), pairs_of(band, 130, 130 + more)
     assert {x.dtype for x in vars(sums).values()} == {torch.float64}
-    assert_sums(sums, used(*make(130, 130 + more), allowed), rel)
-    # Against the rounded tokens nothing is lost: the sums are taken in float32 or better.
+    assert_sums(sums, used(*make(130, 130 + more, dtype=torch.float64), allowed), rel)
+    # Against the rounded tokens bfloat16 loses nothing: the sums are taken in float32 or better.
     assert_sums(sums, used(query, key, allowed), min(rel, 1e-5))
 
 
@@ -184,7 +181,7 @@ def scattered(heads, queries, keys):
 
 
 @pytest.mark.parametrize("heads", [1, 2], ids=["one mask for all heads", "its own for each head"])
-@pytest.mark.parametrize("queries", [1, 31, 32, 33, 130])
+@pytest.mark.parametrize("queries", [2, 31, 32, 33, 130])
 def test_masks_without_structure_are_sampled(queries, heads):
     query, key = make(queries, queries + 3)
     pairs = scattered(heads, queries, queries + 3)
@@ -213,7 +210,7 @@ def test_sampled_rows_are_evenly_spaced_with_both_ends(queries):
     rows = scores.sampled_rows(queries, torch.device("cpu")).tolist()
     assert len(rows) == min(queries, scores.ROWS)
     assert (rows[0], rows[-1]) == (0, queries - 1)
-    gaps = {b - a for a, b in zip(rows, rows[1:], strict=False)}
+    gaps = {b - a for a, b in itertools.pairwise(rows)}
     assert min(gaps, default=1) >= 1
     assert max(gaps, default=1) - min(gaps, default=1) <= 1
 
@@ -320,6 +317,13 @@ def test_component_moments(valid):
     torch.testing.assert_close(result.variance.double(), chosen.var(0, correction=0), rtol=1e-5, atol=0)
 
 
+@pytest.mark.xfail(reason="the variance is a difference of float32 means, and loses digits under a large mean")
+def test_component_moments_under_a_mean_far_above_the_spread():
+    tokens = make(4000, 1, query_mean=300)[0]
+    variance = scores.components(tokens, None).variance
+    torch.testing.assert_close(variance.double(), tokens.double().var((0, 2), correction=0), rtol=1e-4, atol=0)
+
+
 def test_component_moments_without_a_token_are_zero():
     result = scores.components(make(5, 1)[0], torch.zeros(1, 5, dtype=torch.bool))
     assert not result.mean.any()
@@ -328,7 +332,7 @@ def test_component_moments_without_a_token_are_zero():
 
 def everything(query, key, mask):
     """All that a layer computes in one call, as flat tensors."""
-    rows = scores.row_sums(query, key, mask, torch.tensor(0.5), position_bias=torch.zeros_like(query[..., :1]))
+    rows = scores.row_sums(query, key, mask, torch.tensor(0.5), position_bias=noise(1, 2, 130, 130))
     chosen = scores.choose(exact(query, key, mask), rows.scores, mask)
     return [*vars(chosen).values(), rows.rows, rows.entropy, rows.max_score]
 
@@ -344,12 +348,12 @@ def test_measuring_draws_nothing_and_writes_nothing(structure):
     query, key = make(130, 130)
     operands = [query, key, *filter(torch.is_tensor, vars(mask := STRUCTURES[structure](130)).values())]
     copies = [x.clone() for x in operands]
-    first, state = everything(query, key, mask), torch.get_rng_state()
+    torch.manual_seed(10)
+    first = everything(query, key, mask)
     torch.manual_seed(11)
-    seeded = torch.get_rng_state()
+    state = torch.get_rng_state()
     second = everything(query, key, mask)
-    assert torch.equal(torch.get_rng_state(), seeded)
-    assert not torch.equal(state, seeded)
+    assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(operands, copies, strict=True))
 

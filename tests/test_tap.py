@@ -5,11 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
-from models import FAMILIES, build, inputs, trace
 from transformers.modeling_utils import AttentionInterface
 
 import betahook
 from betahook import tap
+from models import FAMILIES, build, inputs, trace
 
 
 def run(model, batch):
@@ -103,7 +103,7 @@ def test_half_of_beta_is_half_of_the_query(family, backend):
 
 
 def _with_scores_scaled(model, batch, factor):
-    """The model with the `scaling` argument of every attention call multiplied, through the interface's own registry."""
+    """The model with the `scaling` argument of every attention call multiplied by `factor`."""
     original = AttentionInterface.get_interface
 
     def get_interface(self, name, default):

@@ -11,9 +11,9 @@ import urllib.parse
 import urllib.request
 
 import pytest
+from betahook.integrations.tensorboard import HISTOGRAMS, TensorBoardWriter, layout
 
 import betahook
-from betahook.integrations.tensorboard import HISTOGRAMS, TensorBoardWriter, layout
 from models import build, inputs
 
 
@@ -82,7 +82,7 @@ def test_histograms_over_heads(run):
 
 
 def test_every_chart_of_the_layout_finds_its_tags(run):
-    said, fetch = run
+    _, fetch = run
     served = fetch("plugin/custom_scalars/layout")
     titles = {category["title"]: [chart["title"] for chart in category["chart"]] for category in served["category"]}
     names = [f"model.layers.{index}.self_attn" for index in range(2)]

@@ -1,4 +1,7 @@
-"""The flip task's transformer: one layer, one head, post-norm, width = string length = d_k (8,000 parameters at 100/20)."""
+"""The transformer of the flip task: one layer, one head, post-norm, width = string length = d_k.
+
+8,000 parameters for 100 symbols and length 20.
+"""
 
 from __future__ import annotations
 

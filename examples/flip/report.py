@@ -11,6 +11,8 @@ from task import Row
 
 Result = dict[str, Any]
 
+HEADER = "column           mean      min      max  seeds  steps to 95 %  final beta  what"
+
 
 def table(rows: Iterable[Row], results: Iterable[Result], titles: dict[str, str]) -> str:
     """The paper's table beside what was measured: accuracies in percent over the seeds."""
@@ -21,9 +23,9 @@ def table(rows: Iterable[Row], results: Iterable[Result], titles: dict[str, str]
     for row in rows:
         lines += [
             "",
-            f"{row.symbols} symbols, length {row.length}, {row.strings} strings; the paper: {percent(row.paper_default)} "
-            f"with 1/sqrt(d_k), {percent(row.paper_beta)} with beta = {row.beta:g}",
-            f"{'column':<12} {'mean':>8} {'min':>8} {'max':>8} {'seeds':>6} {'steps to 95 %':>14} {'final beta':>11}  what",
+            f"{row.symbols} symbols, length {row.length}, {row.strings} strings; the paper: "
+            f"{percent(row.paper_default)} with 1/sqrt(d_k), {percent(row.paper_beta)} with beta = {row.beta:g}",
+            HEADER,
         ]
         for column, title in titles.items():
             found = cells[row.name, column, row.beta if column in ("paper", "scaled-init") else None]

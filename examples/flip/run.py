@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import draw, table
-from task import TABLE_1, Row, Run, train
 from tqdm import tqdm
 
 import betahook
 from betahook.beta_search import BetaSearch
+from report import draw, table
+from task import TABLE_1, Row, Run, train
 
 Identity = tuple[str, str, float | None, int]
 """Column, row, the paper's beta where it matters, seed."""

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from betahook.integrations.trainer import BetaHookCallback
-from model import FlipConfig, FlipModel
 from torch import Tensor
 from torch.utils.data import Dataset
-from tqdm import tqdm
-from transformers import EvalPrediction, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import EvalPrediction, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 import betahook
+from model import FlipConfig, FlipModel
 
 LEARNING_RATE, BATCH, EPOCHS, WARMUP, CLIP = 5e-4, 128, 10, 50, 5.0
 EVALUATIONS = 40
@@ -74,26 +73,24 @@ class Run:
     init_scale: float = 1.0
 
 
-class ProgressBar(TrainerCallback):
-    """One line: steps, validation accuracy, beta."""
+class Bar(ProgressCallback):
+    """A progress bar with accuracy and beta beside it, instead of a line per log."""
 
     def __init__(self, title: str) -> None:
+        super().__init__()
         self.title = title
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar = tqdm(total=state.max_steps, desc=self.title)
         self.shown: dict[str, str] = {}
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        entry = state.log_history[-1]
         for key, label in (("eval_accuracy", "accuracy"), ("beta/attention", "beta")):
-            if key in entry:
-                self.shown[label] = f"{entry[key]:.3g}"
-        self.bar.update(state.global_step - self.bar.n)
-        self.bar.set_postfix(self.shown)
+            if key in state.log_history[-1]:
+                self.shown[label] = f"{state.log_history[-1][key]:.3g}"
+        if self.training_bar is not None:
+            self.training_bar.set_description(self.title)
+            self.training_bar.set_postfix(self.shown)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar.close()
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """No second bar."""
 
 
 def train(
@@ -143,7 +140,7 @@ def train(
             compute_metrics=accuracy,
             preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
             optimizers=optimizer_and_schedule(model, steps),
-            callbacks=[BetaHookCallback(hook=hook), *([ProgressBar(title)] if title else [])],
+            callbacks=[BetaHookCallback(hook=hook), *([Bar(title)] if title else [])],
         )
         trainer.pop_callback(PrinterCallback)
         trainer.train()

@@ -1,0 +1,317 @@
+"""attach, its options and refusals, and what a hook does from step to step."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPTJConfig, GPTJForCausalLM
+
+import betahook
+from models import build, inputs
+
+LAYER = "model.layers.0.self_attn"
+
+
+def fingerprint(model):
+    return [(name, sorted(vars(module)), len(module._forward_pre_hooks)) for name, module in model.named_modules()]
+
+
+def train(model, hook, steps, batch=None):
+    """A few steps of plain SGD; returns beta of every layer after each."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = batch or inputs("llama")
+    path = []
+    for _ in range(steps):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        hook.step()
+        path.append([layer.beta for layer in hook.layers.values()])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"controller": "adam"}, TypeError, '"default", "monitor", a betahook controller or a list of them; got .adam.'),
+        ({"controller": []}, ValueError, 'use "monitor"'),
+        ({"controller": [betahook.Cap(), 3]}, TypeError, "or a list of them"),
+        ({"layers": "*.attention"}, ValueError, f"matches none of the attention layers of LlamaForCausalLM: {LAYER}"),
+        ({"layers": 3}, TypeError, "glob, a list of globs or a predicate"),
+        ({"layers": ["*", 3]}, TypeError, "glob, a list of globs or a predicate"),
+        ({"per_head": 1}, TypeError, "per_head must be True or False; got 1"),
+        ({"interval": 0}, ValueError, "interval must be a whole number of steps, 1 or more; got 0"),
+        ({"interval": 1.5}, ValueError, "interval must be a whole number"),
+        ({"when": "never"}, ValueError, 'when must be "training" or "always"; got .never.'),
+        ({"color": "red"}, TypeError, "color"),
+    ],
+)
+def test_bad_options_are_refused_and_the_model_untouched(options, error, message):
+    model = build("llama")
+    before = fingerprint(model)
+    with pytest.raises(error, match=message):
+        betahook.attach(model, **options)
+    assert fingerprint(model) == before
+
+
+def test_no_module():
+    with pytest.raises(TypeError, match=r"takes a torch module, the model itself; got str"):
+        betahook.attach("gpt2")
+
+
+def test_a_model_with_scores_by_hand_is_refused_by_name():
+    model = GPTJForCausalLM(GPTJConfig(n_embd=32, n_head=2, n_layer=1, vocab_size=64, rotary_dim=4))
+    with pytest.raises(betahook.UnsupportedModelError, match=r"GPTJForCausalLM.*GPTJAttention.*scores by hand"):
+        betahook.attach(model)
+
+
+def test_a_model_without_attention_is_refused():
+    with pytest.raises(betahook.UnsupportedModelError, match="Linear.*it has no attention module"):
+        betahook.attach(nn.Linear(2, 2))
+
+
+def test_attaching_twice():
+    model = build("llama")
+    with betahook.attach(model), pytest.raises(RuntimeError, match=r"hooked already.*detach\(\)"):
+        betahook.attach(model)
+    betahook.attach(model).detach()
+
+
+def test_a_controller_serves_one_hook():
+    controller = betahook.Gradient()
+    model = build("llama")
+    with betahook.attach(model, controller=controller) as hook:
+        train(model, hook, 1)
+    with pytest.raises(ValueError, match="give every hook new controller objects"):
+        betahook.attach(build("llama"), controller=controller)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_wrapped_and_compiled_models():
+    with pytest.raises(ValueError, match=r"wrapped in DataParallel.*attach\(model.module\)"):
+        betahook.attach(nn.DataParallel(build("llama")))
+    with pytest.raises(ValueError, match="attach first, then compile"):
+        betahook.attach(torch.compile(build("llama")))
+    compiled_in_place = build("llama")
+    compiled_in_place.compile()
+    with pytest.raises(ValueError, match="attach first, then compile"):
+        betahook.attach(compiled_in_place)
+
+
+@pytest.mark.parametrize(
+    "layers", ["*.0.self_attn", [LAYER], lambda name, module: name == LAYER and hasattr(module, "q_proj")]
+)
+def test_a_choice_of_layers(layers):
+    with betahook.attach(build("llama"), layers=layers) as hook:
+        assert list(hook.layers) == [LAYER]
+        with pytest.raises(KeyError, match=f"no hooked layer is called 'x'; there are {LAYER}"):
+            hook.layers["x"]
+
+
+def test_step_and_audit_say_when_they_cannot():
+    model = build("llama")
+    with betahook.attach(model) as hook, pytest.raises(RuntimeError, match="run a forward first"):
+        hook.audit()
+    with pytest.raises(RuntimeError, match="detached hook: attach to the model again"):
+        hook.step()
+
+
+def test_beta_set_before_the_first_forward_acts():
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        assert hook.layers[LAYER].beta is None
+        hook.layers[LAYER].beta = 0.5
+        early = model(**batch).logits
+        assert hook.layers[LAYER].beta == 0.5
+        assert hook.layers[LAYER].beta_default == pytest.approx(8**-0.5)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        hook.layers[LAYER].beta = 0.5
+        assert torch.equal(early, model(**batch).logits)
+
+
+def test_per_head_beta_acts_on_its_head_alone():
+    model, batch = build("llama"), inputs("llama")
+    heads = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    with betahook.attach(model, controller="monitor") as hook:
+        hook.layers[LAYER].beta = heads
+        acted = model(**batch).logits
+        assert torch.equal(hook.layers[LAYER].beta, heads)
+        hook.step()  # a monitor leaves it
+        assert torch.equal(hook.layers[LAYER].beta, heads)
+    with torch.no_grad():
+        factor = (heads / 8**-0.5).repeat_interleave(8)[:, None]
+        model.get_submodule(LAYER).q_proj.weight.mul_(factor)
+    torch.testing.assert_close(acted, model(**batch).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_per_head_controllers_move_heads_apart_and_per_layer_ones_do_not():
+    for per_head in (False, True):
+        model = build("llama")
+        with betahook.attach(model, controller=betahook.Variance(smoothing=0.0), per_head=per_head) as hook:
+            model(**inputs("llama"))
+            std = hook.layers[LAYER].head_statistics.std if per_head else hook.layers[LAYER].statistics.std
+            hook.step()
+            expected = 1 / std
+            assert torch.as_tensor(hook.layers[LAYER].beta).tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_interval_measures_every_nth_step_and_keeps_the_rest():
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller="monitor", interval=3) as hook:
+        counts = []
+        for _ in range(7):
+            model(**batch).loss.backward()
+            counts.append(float(hook.layers[LAYER].statistics.count) > 0)
+            assert float(hook.layers[LAYER].statistics.sensitivity) != 0
+            hook.step()
+            assert f"score_std/{LAYER}" in hook.metrics()
+        assert counts == [True, False, False, True, False, False, True]
+
+
+def test_evaluation_is_measured_on_request():
+    model, batch = build("llama").eval(), inputs("llama")
+    for when, measured in (("training", False), ("always", True)):
+        with betahook.attach(model, controller="monitor", when=when) as hook:
+            model(**batch)
+            assert (float(hook.layers[LAYER].statistics.count) > 0) is measured
+
+
+def test_statistics_pool_over_forwards_as_over_a_joined_batch():
+    model = build("llama")
+    batch = inputs("llama")
+    halves = [{name: x[row : row + 1] for name, x in batch.items()} for row in range(2)]
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        joined = hook.layers[LAYER].statistics
+        hook.step()
+        for half in halves:
+            model(**half)
+        pooled = hook.layers[LAYER].statistics
+    for name in ("count", "mean", "std", "max_score", "entropy", "input_std_q", "weight_std_k"):
+        assert float(getattr(pooled, name)) == pytest.approx(float(getattr(joined, name)), rel=1e-5, abs=1e-6), name
+
+
+def enable_checkpointing(model, reentrant):
+    """Under its name of today, or of older releases."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_counts_once(reentrant):
+    results = []
+    for checkpointing in (False, True):
+        model, batch = build("llama"), inputs("llama")
+        if checkpointing:
+            enable_checkpointing(model, reentrant)
+            model.enable_input_require_grads()
+        with betahook.attach(model, controller="monitor") as hook:
+            model(**batch).loss.backward()
+            results.append(hook.layers[LAYER].statistics)
+    plain, checkpointed = results
+    assert float(checkpointed.count) == float(plain.count)
+    assert float(checkpointed.std) == pytest.approx(float(plain.std), rel=1e-6)
+    assert float(checkpointed.sensitivity) == pytest.approx(float(plain.sensitivity), rel=1e-6)
+
+
+def test_a_frozen_model_below_costs_no_backward():
+    """Sensitivities are asked for only where the query itself requires a gradient."""
+    model = build("llama")
+    for parameter in model.model.layers[0].parameters():
+        parameter.requires_grad_(False)
+    model.model.embed_tokens.requires_grad_(False)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama")).loss.backward()
+        assert float(hook.layers[LAYER].statistics.sensitivity) == 0
+        assert float(hook.layers["model.layers.1.self_attn"].statistics.sensitivity) != 0
+
+
+def test_half_precision_is_measured_in_float32():
+    batch = inputs("llama")
+    reference, model = build("llama"), build("llama", dtype=torch.bfloat16)
+    with betahook.attach(reference, controller="monitor") as a, betahook.attach(model, controller="monitor") as b:
+        reference(**batch)
+        model(**batch)
+        for name in a.layers:
+            for quantity in ("std", "entropy", "weight_std_q"):
+                expected = float(getattr(a.layers[name].statistics, quantity))
+                assert float(getattr(b.layers[name].statistics, quantity)) == pytest.approx(expected, rel=1e-2)
+
+
+def test_a_nan_holds_beta_and_raises_a_flag():
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller=betahook.Search(window=1)) as hook:
+        train(model, hook, 2)
+        before = [layer.beta for layer in hook.layers.values()]
+        state = {name: value.clone() for name, value in hook.controllers[0].state.items()}
+        with torch.no_grad():
+            model.get_submodule("model.layers.1.self_attn").q_proj.weight[0, 0] = torch.nan
+        model(**batch).loss.backward()
+        hook.step()
+        assert [layer.beta for layer in hook.layers.values()] == before
+        assert all(torch.equal(value, hook.controllers[0].state[name]) for name, value in state.items())
+        assert hook.metrics()["nonfinite/model.layers.1.self_attn"] == 1
+
+
+def test_state_dict_goes_on_bit_identically():
+    model = build("llama")
+    hook = betahook.attach(model, controller=[betahook.Search(window=2), betahook.Cap(2.0)], interval=2)
+    train(model, hook, 3)
+    model(**inputs("llama"))  # in the middle of a step
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(hook.state_dict())
+    expected = train(model, hook, 5)
+    hook.detach()
+
+    model.load_state_dict(weights)
+    again = betahook.attach(model, controller=[betahook.Search(window=2), betahook.Cap(2.0)], interval=2)
+    again.load_state_dict(state)
+    assert train(model, again, 5) == expected
+    again.detach()
+
+
+def test_foreign_states_are_refused_and_change_nothing():
+    with betahook.attach(build("llama")) as hook, betahook.attach(build("gpt2")) as other:
+        state = hook.state_dict()
+        for foreign, message in (
+            ({**state, "version": 99}, "expected a betahook state of version 1, got 99"),
+            ([], "expected a betahook state of version 1, got 'list'"),
+            (other.state_dict(), f"other layers; these differ: {LAYER}.*transformer.h.0.attn"),
+            ({**state, "controllers": state["controllers"][:1]}, "belongs to other controllers: expected .*Cap"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                hook.load_state_dict(foreign)
+        assert repr(hook.state_dict()) == repr(state)
+
+
+def test_metrics_are_flat_numbers_per_layer():
+    model = build("llama")
+    with betahook.attach(model) as hook:
+        train(model, hook, 1)
+        metrics = hook.metrics()
+        heads = hook.head_metrics()
+    assert all(type(value) is float for value in metrics.values())
+    quantities = {key.split("/")[0] for key in metrics}
+    assert {"beta", "score_std", "predicted_std", "max_logit", "entropy", "sensitivity", "weight_std_q"} <= quantities
+    assert metrics.keys() == heads.keys()
+    assert all(value.shape == (4,) for value in heads.values())
+    assert metrics[f"sensitivity/{LAYER}"] == pytest.approx(float(heads[f"sensitivity/{LAYER}"].sum()))
+
+
+def test_audit_of_a_fresh_model_follows_the_weights():
+    """Fresh layer-normed inputs and random weights: the formula from W_q and W_k is within a few per cent."""
+    torch.manual_seed(0)
+    model = build("llama", hidden_size=128)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama", 128))
+        audit = hook.audit()
+    first = audit[0]
+    assert first.name == LAYER
+    assert first.head_dim == 32
+    assert first.query_width == 128
+    assert first.predicted["classic"] == pytest.approx(32**0.5)
+    assert first.predicted["weights"] == pytest.approx(first.score_std, rel=0.15)
+    assert first.projected_variance_q == pytest.approx(1.0, rel=0.1)  # weights of variance 1 / d_x
+    assert LAYER in str(audit)
+    assert str(audit).count("\n") == len(audit) + 2

@@ -1,0 +1,313 @@
+"""Finding attention layers, counting their heads, and beta as their owner reads and sets it."""
+
+import functools
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
+
+from betahook import layers
+from betahook.layers import AttentionLayer, Layers, State, Units
+from betahook.masks import Band, Mask
+from models import CONFIGS, GROUPED, SIZE, build
+
+CPU = torch.device("cpu")
+
+
+class Calls(nn.Module):
+    def forward(self, x):
+        return transformers.AttentionInterface().get_interface("eager", None)
+
+
+class Inherits(Calls):
+    pass
+
+
+class Helper(nn.Module):
+    def choose(self, registry):
+        return registry.get_interface("eager", None)
+
+
+class Decorated(nn.Module):
+    @staticmethod
+    def keep(function):
+        @functools.wraps(function)
+        def inner(*args):
+            return function(*args)
+
+        return inner
+
+    forward = keep(Calls.forward)
+
+
+class ByHandAttention(nn.Module):
+    def forward(self, x):
+        return (x @ x.mT).softmax(-1) @ x
+
+
+@pytest.mark.parametrize("cls", [Calls, Inherits, Helper, Decorated])
+def test_modules_that_ask_the_interface_are_found_by_their_code(cls):
+    assert layers.calls_interface(cls())
+
+
+@pytest.mark.parametrize("module", [ByHandAttention(), nn.MultiheadAttention(8, 2), nn.Module()], ids=type)
+def test_modules_that_do_not_ask_are_left_alone(module):
+    assert not layers.calls_interface(module)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_attention_of_a_model_is_found_with_its_size(family):
+    model = build(family)
+    found = [module for module in model.modules() if layers.calls_interface(module)]
+    config = model.config
+    width = getattr(config, "d_kv", None) or getattr(config, "head_dim", None) or 32 // config.num_attention_heads
+    # T5 has self-attention in its encoder, self- and cross-attention in its decoder.
+    assert len(found) == config.num_hidden_layers * (3 if family == "t5" else 1)
+    assert [layers.count_heads(module) for module in found] == [(config.num_attention_heads, width)] * len(found)
+
+
+def test_a_gate_in_the_query_projection_adds_no_heads():
+    sizes = {**SIZE, **GROUPED, "head_dim": 16, "layer_types": ["full_attention"] * 2}
+    attention = Qwen3NextAttention(transformers.Qwen3NextConfig(**sizes), 0)
+    assert attention.q_proj.out_features == 2 * 4 * 16
+    assert layers.count_heads(attention) == (4, 16)
+
+
+def module(**attributes):
+    result = nn.Module()
+    for name, value in attributes.items():
+        setattr(result, name, value)
+    return result
+
+
+SIZES = {
+    "heads and width": (dict(num_heads=4, head_dim=8), (4, 8)),
+    "width from the projection": (dict(num_heads=4, q_proj=nn.Linear(5, 24)), (4, 6)),
+    "heads from the projection": (dict(head_dim=6, query=nn.Linear(5, 24)), (4, 6)),
+    "heads from the config": (dict(head_dim=6, config=transformers.LlamaConfig(**SIZE)), (4, 6)),
+    "a config of another size": (
+        dict(head_dim=6, config=transformers.LlamaConfig(**SIZE), q_proj=nn.Linear(5, 18)),
+        (3, 6),
+    ),
+    "no width": (dict(num_heads=4), None),
+    "no heads": (dict(head_dim=8), None),
+    "nothing": ({}, None),
+    "no numbers": (dict(num_heads="4", head_dim=0), None),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_heads_are_counted_from_what_the_module_says(case):
+    attributes, expected = SIZES[case]
+    assert layers.count_heads(module(**attributes)) == expected
+
+
+def test_attention_that_is_not_reached_is_named():
+    reached = Calls()
+    model = nn.Module()
+    model.inside = reached
+    reached.rotary_attention = ByHandAttention()  # part of a layer that is reached
+    model.self_attn = nn.Module()
+    model.by_hand = ByHandAttention()
+    model.built_in = nn.MultiheadAttention(8, 2)
+    model.feed_forward = nn.Linear(2, 2)
+    around = type("AttentionBlock", (nn.Module,), {})()  # holds a layer that is reached
+    around.attention = second = Calls()
+    model.around = around
+    named = layers.unreached(model, {reached, second})
+    assert named == ["by_hand (ByHandAttention)", "built_in (MultiheadAttention)"]
+    assert layers.unreached(ByHandAttention(), set()) == ["the model (ByHandAttention)"]
+
+
+@pytest.fixture
+def state():
+    return State.create(6, CPU, in_evaluation=False)
+
+
+@pytest.fixture
+def pair(state):
+    """Two layers of four and two heads on one state."""
+    return [AttentionLayer("a", nn.Module(), 4, 8, state, 0), AttentionLayer("b", nn.Module(), 2, 16, state, 4)]
+
+
+def test_beta_is_the_model_s_own_until_it_is_set(pair):
+    first, second = pair
+    assert first.beta is first.beta_default is None
+    assert first.gain(0.25, CPU).tolist() == [[[1.0]]] * 4
+    assert first.beta == first.beta_default == 0.25
+    assert second.beta is None
+    first.beta = 0.5
+    assert (first.beta, first.beta_default) == (0.5, 0.25)
+    assert first.gain(0.25, CPU).tolist() == [[[2.0]]] * 4
+    assert second.gain(0.125, CPU).tolist() == [[[1.0]]] * 2
+
+
+def test_a_beta_set_before_the_first_forward_stands(pair):
+    first, _ = pair
+    first.beta = 2
+    assert (first.beta, first.beta_default) == (2.0, None)
+
+
+@pytest.mark.parametrize("value", [0.5, 3, torch.tensor(0.5), torch.tensor([0.5])], ids=str)
+def test_one_number_sets_all_heads_of_its_layer_and_no_others(pair, state, value):
+    pair[1].beta = value
+    assert state.beta[:4].isnan().all()
+    assert state.beta[4:].tolist() == [float(value)] * 2
+    assert pair[1].beta == float(value)
+
+
+def test_heads_may_differ(pair):
+    pair[1].beta = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
+    assert pair[1].beta.tolist() == [0.5, 2.0]
+    assert not pair[1].beta.requires_grad
+    pair[1].beta[0] = 9  # what was read is a copy
+    assert pair[1].beta.tolist() == [0.5, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        *[(x, rf"beta of 'b' must be positive and finite; got {x}") for x in (0, -1.0, float("nan"), float("inf"))],
+        (torch.tensor([1.0, 0.0]), r"beta of 'b' must be positive and finite; got tensor\(\[1\., 0\.\]\)"),
+        (torch.ones(3), r"beta of 'b' must be a number or a tensor of 2 numbers, one a head; .* shape \[3\]"),
+        (torch.ones(2, 1), r"shape \[2, 1\]"),
+    ],
+)
+def test_a_beta_that_makes_no_sense_is_refused(pair, state, value, message):
+    with pytest.raises(ValueError, match=message):
+        pair[1].beta = value
+    assert state.beta.isnan().all()
+
+
+def test_layers_are_found_by_name(pair):
+    mapping = Layers(pair)
+    assert list(mapping) == ["a", "b"]
+    assert len(mapping) == 2
+    assert mapping["b"] is pair[1]
+    assert "c" not in mapping
+    with pytest.raises(KeyError, match="no hooked layer is called 'c'; there are a, b"):
+        mapping["c"]
+
+
+def test_a_layer_shows_its_size(pair):
+    assert repr(pair[1]) == "AttentionLayer('b', heads=2, head_dim=16)"
+
+
+@pytest.mark.parametrize(
+    ("measuring", "in_evaluation", "training", "expected"),
+    [(True, False, True, True), (True, False, False, False), (True, True, False, True), (False, True, True, False)],
+)
+def test_when_a_forward_is_measured(pair, state, measuring, in_evaluation, training, expected):
+    state.measuring, state.in_evaluation = measuring, in_evaluation
+    pair[0].module.train(training)
+    assert pair[0].measuring is expected
+
+
+def projecting(heads, width):
+    """An attention module with projections that `weights.locate` knows, keys of half as many heads."""
+    return module(q_proj=nn.Linear(width, heads * 8), k_proj=nn.Linear(width, heads * 4))
+
+
+@pytest.fixture
+def measured(state):
+    """A layer with grouped keys, one call of it recorded, and the raw query and key; a layer without projections."""
+    first = AttentionLayer("a", projecting(4, 24), 4, 8, state, 0)
+    second = AttentionLayer("b", nn.Module(), 2, 16, state, 4)
+    generator = torch.Generator().manual_seed(1)
+    query, key = torch.randn(2, 4, 9, 8, generator=generator), torch.randn(2, 2, 9, 8, generator=generator) * 3
+    first.gain(0.5, CPU)
+    first.record(query, key, Mask(Band()), position_bias=None, softcap=None)
+    return first, second, query, key
+
+
+def test_a_recorded_call_shows_in_the_statistics_of_its_layer(measured):
+    first, second, query, key = measured
+    scores = query.double() @ key.double().repeat_interleave(2, 1).mT
+    assert first.statistics.std.item() == pytest.approx(scores.std(correction=0).item(), rel=1e-5)
+    assert first.statistics.count == scores.numel()
+    heads = scores.transpose(0, 1).flatten(1)
+    torch.testing.assert_close(first.head_statistics.mean, heads.mean(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(first.head_statistics.max_score, heads.abs().amax(1), rtol=1e-5, atol=0)
+    assert second.statistics.count == 0
+
+
+def test_independent_prediction_uses_the_moments_of_each_head(measured):
+    first, _, query, key = measured
+
+    def moments(x):
+        x = x.double().transpose(0, 1).flatten(1, 2)
+        return x.mean(1), x.var(1, correction=0)
+
+    (query_mean, query_variance), (key_mean, key_variance) = moments(query), moments(key.repeat_interleave(2, 1))
+    expected = (query_variance + query_mean**2) * (key_variance + key_mean**2) - query_mean**2 * key_mean**2
+    torch.testing.assert_close(first.head_statistics.independent_std, expected.sum(1).sqrt(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(first.head_statistics.key_variance, key_variance.mean(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(first.head_statistics.query_mean_square, query_mean.square().mean(1), rtol=1e-5, atol=0)
+
+
+def test_weights_and_inputs_show_in_the_statistics(measured):
+    first, second, _, _ = measured
+    inputs = torch.randn(2, 9, 24, generator=torch.Generator().manual_seed(2)) * 2 + 1
+    for part in inputs.split(1):
+        first.record_input(part, "query")
+        first.record_input(3 * part, "key")
+    seen = first.statistics
+    weights = first.module.q_proj.weight, first.module.k_proj.weight
+    assert [seen.weight_std_q.item(), seen.weight_std_k.item()] == pytest.approx(
+        [w.double().std(correction=0).item() for w in weights], rel=1e-5
+    )
+    std = inputs.double().std(correction=0).item()
+    assert [seen.input_std_q.item(), seen.input_std_k.item()] == pytest.approx([std, 3 * std], rel=1e-5)
+    assert second.statistics.weight_std_q.isnan()
+
+
+def test_units_are_layers_or_heads(measured, state):
+    first, second, query, key = measured
+    values = torch.tensor([1.0, 2, 3, 4, 5, 6])
+    by_layer, by_head = (Units.of(Layers([first, second]), per_head=x, device=CPU) for x in (False, True))
+    assert by_layer.first(values).tolist() == [1, 5]
+    assert by_layer.spread(torch.tensor([7.0, 8.0])).tolist() == [7, 7, 7, 7, 8, 8]
+    assert by_layer.head_dim.tolist() == [8, 16]
+    assert by_head.first(values).tolist() == by_head.spread(values).tolist() == values.tolist()
+    assert by_head.head_dim.tolist() == [8] * 4 + [16] * 2
+    for units in (by_layer, by_head):
+        assert units.query_width[0] == units.key_width[0] == 24
+        assert units.query_width[-1].isnan()
+    scores = query.double() @ key.double().repeat_interleave(2, 1).mT
+    observed = by_layer.observe(state.table)
+    assert observed.std[0].item() == pytest.approx(scores.std(correction=0).item(), rel=1e-5)
+    assert by_head.observe(state.table).std.shape == (6,)
+
+
+def test_units_predict_from_weights_and_inputs(measured, state):
+    first, second, _, _ = measured
+    first.record_input(torch.tensor([1.0, -1.0]), "query")
+    first.record_input(torch.tensor([3.0, -3.0]), "key")
+    units = Units.of(Layers([first, second]), per_head=False, device=CPU)
+    table = state.collect()
+    first.weigh(table)
+    query, key = (w.double().var(correction=0) for w in (first.module.q_proj.weight, first.module.k_proj.weight))
+    expected = (8 * (24 * query) * (24 * 9 * key)).sqrt()
+    predicted = units.predicted_std(units.observe(table))
+    assert predicted[0].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert predicted[1].isnan()
+
+
+def test_the_sensitivity_is_the_gradient_of_the_probe(pair, state):
+    (3 * pair[1].probe.sum() + pair[0].probe[2]).backward()
+    assert [layer.statistics.sensitivity.item() for layer in pair] == [1, 6]
+    state.reset()
+    assert [layer.statistics.sensitivity.item() for layer in pair] == [0, 0]
+
+
+def test_a_state_moves_with_everything_in_it(pair, state):
+    pair[0].beta = 0.5
+    (2 * pair[0].probe.sum()).backward()
+    state.to(torch.device("meta"))
+    assert {x.device.type for x in (state.beta, state.beta_default, state.table, state.probe, state.probe.grad)} == {
+        "meta"
+    }
+    assert state.probe.is_leaf
+    assert state.probe.requires_grad
