@@ -34,7 +34,11 @@ def train(model, hook, steps, batch=None):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"controller": "adam"}, TypeError, '"default", "monitor", a betahook controller or a list of them; got .adam.'),
+        (
+            {"controller": "adam"},
+            TypeError,
+            '"default", "monitor", a betahook controller or a list of them; got .adam.',
+        ),
         ({"controller": []}, ValueError, 'use "monitor"'),
         ({"controller": [betahook.Cap(), 3]}, TypeError, "or a list of them"),
         ({"layers": "*.attention"}, ValueError, f"matches none of the attention layers of LlamaForCausalLM: {LAYER}"),

@@ -1,0 +1,55 @@
+"""The `betahook` command, for those who do not want to write Python."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+import betahook
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="betahook", description=betahook.__doc__)
+    parser.add_argument("--version", action="version", version=betahook.__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    inspect = commands.add_parser(
+        "inspect", help="say where betahook would attach to a model, and where W_q and W_k are"
+    )
+    inspect.add_argument("model", type=Path, help="a saved model, a folder with a config.json; weights are not read")
+    options = parser.parse_args(arguments)
+    try:
+        print(report(options.model))
+    except (OSError, ValueError) as error:
+        print(f"betahook inspect: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def report(folder: Path) -> str:
+    """What `attach` finds in the model that a folder's config describes.
+
+    Raises:
+        OSError: there is no config.
+        ValueError: betahook cannot attach; the message says why.
+    """
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} has no config.json; give the folder of a model saved by save_pretrained()")
+    config = AutoConfig.from_pretrained(folder)
+    architecture = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        model: PreTrainedModel = architecture(config) if architecture else AutoModel.from_config(config)
+    with betahook.attach(model, controller="monitor") as hook:
+        lines = [f"{type(model).__name__}: betahook attaches to {len(hook.layers)} attention layers"]
+        for layer in hook.layers.values():
+            found = (
+                "W_q and W_k found" if layer.projections else "W_q and W_k not found, their std will not be measured"
+            )
+            lines.append(f"  {layer.name}: {layer.heads} heads of {layer.head_dim}; {found}")
+        lines += [f"  not reached: {module}" for module in hook.skipped]
+    return "\n".join(lines)

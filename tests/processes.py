@@ -1,0 +1,35 @@
+"""Ranks in processes of their own, over gloo."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+LIMIT = 120
+"""Seconds after which ranks that wait for one another are ended."""
+
+
+def run_ranks(function: Callable[..., None], world: int, folder: str, *arguments: Any) -> None:
+    """Call `function(rank, *arguments)` on `world` ranks; raises what a rank raises, or TimeoutError."""
+    ranks = mp.spawn(_rank, (function, world, folder, arguments), nprocs=world, join=False)
+    deadline = time.monotonic() + LIMIT
+    try:
+        while not ranks.join(timeout=1):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{world} ranks did not end in {LIMIT} seconds")
+    finally:
+        for process in ranks.processes:
+            process.kill()
+
+
+def _rank(rank: int, function: Callable[..., None], world: int, folder: str, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
+    function(rank, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,35 @@
+"""The command, called as the console script calls it."""
+
+import pytest
+from transformers import LlamaConfig, RwkvConfig
+
+from betahook.cli import main
+from models import SIZE
+
+
+def test_inspect_names_every_layer(tmp_path, capsys):
+    LlamaConfig(**SIZE, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "LlamaForCausalLM: betahook attaches to 2 attention layers"
+    assert lines[1] == "  model.layers.0.self_attn: 4 heads of 8; W_q and W_k found"
+
+
+def test_inspect_without_a_named_architecture(tmp_path, capsys):
+    LlamaConfig(**SIZE).save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "layers.0.self_attn: 4 heads of 8" in capsys.readouterr().out
+
+
+def test_inspect_says_why_it_cannot(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "has no config.json; give the folder of a model" in capsys.readouterr().err
+    RwkvConfig(hidden_size=8, num_hidden_layers=1, vocab_size=16).save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "cannot attach to RwkvModel" in capsys.readouterr().err
+
+
+def test_unknown_commands_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["tune"])
+    assert "invalid choice: 'tune'" in capsys.readouterr().err
