@@ -3,6 +3,7 @@
 from betahook.audit import Audit, LayerAudit
 from betahook.beta_search import BetaSearch
 from betahook.controllers import Cap, Controller, Gradient, Monitor, Observation, Search, Variance, default
+from betahook.fold import FoldError, fold
 from betahook.hook import Hook, UnsupportedModelError, attach
 from betahook.layers import AttentionLayer
 from betahook.statistics import Statistics
@@ -15,6 +16,7 @@ __all__ = [
     "BetaSearch",
     "Cap",
     "Controller",
+    "FoldError",
     "Gradient",
     "Hook",
     "LayerAudit",
@@ -26,4 +28,5 @@ __all__ = [
     "Variance",
     "attach",
     "default",
+    "fold",
 ]

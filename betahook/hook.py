@@ -6,7 +6,7 @@ import fnmatch
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +113,8 @@ class Hook:
         self._acted = state.beta
         self._overflow = scores.overflow_logit(next((p.dtype for p in model.parameters()), torch.float32))
 
+        for layer in found:
+            layer.hook = self
         tap.acquire()
         # Called once, by detach or when the hook is collected together with its model.
         self._release = weakref.finalize(self, tap.release)

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 from betahook import scores, statistics, theory, weights
 from betahook.masks import Mask
 from betahook.statistics import Statistics
+
+if TYPE_CHECKING:
+    from betahook.hook import Hook
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIM = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
@@ -127,7 +131,10 @@ class AttentionLayer:
         heads: number of query heads.
         head_dim: d_k.
         projections: where W_q and W_k are, or None where the module keeps them in a form that is not known.
+        hook: the hook that the layer belongs to; it lives as long as the hooked model, whoever else holds it.
     """
+
+    hook: Hook
 
     def __init__(self, name: str, module: nn.Module, heads: int, head_dim: int, state: State, start: int) -> None:
         self.name = name
@@ -187,6 +194,12 @@ class AttentionLayer:
         self.weigh(table)
         return table[:, self._slice]
 
+    @property
+    def current_gain(self) -> Tensor:
+        """`beta / beta_default`, `[heads]`: 1 where beta is the model's own, NaN where that is not known yet."""
+        beta, default = self._state.beta[self._slice], self._state.beta_default[self._slice]
+        return torch.where(beta.isnan(), 1.0, beta / default)
+
     # What follows is called by the tap.
 
     @property
@@ -200,10 +213,9 @@ class AttentionLayer:
         if state.beta.device.type == "cpu" and device.type != "cpu":
             state.to(device)
         with torch.no_grad():
-            default = state.beta_default[self._slice].fill_(scaling)
-            # Of two tensors, since dividing by a Python number may multiply by its rounded reciprocal.
-            gain = (state.beta[self._slice] / default).nan_to_num(nan=1.0)
-        return gain.to(device).view(-1, 1, 1)
+            # A quotient of two tensors: dividing by a Python number may multiply by its rounded reciprocal.
+            state.beta_default[self._slice].fill_(scaling)
+            return self.current_gain.to(device).view(-1, 1, 1)
 
     @property
     def probe(self) -> Tensor:

@@ -6,7 +6,7 @@ are all of q, then all of k, then all of v, or else q, k, v of the first head, t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +25,8 @@ SEPARATE = (
 FUSED = ("c_attn", "qkv_proj", "qkv", "Wqkv", "query_key_value")
 INTERLEAVED = {"GPTNeoXAttention", "PersimmonAttention"}
 """Classes whose fused projection holds q, k and v of one head after another."""
-WRAPPED = ("linear", "base_layer")
-"""Attributes under which a wrapper module keeps the linear module that owns the weight."""
+INSIDE = ("linear", "base_layer")
+"""Attributes under which a wrapper module keeps the linear module that owns the weight; the second is an adapter's."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,25 @@ class Projection:
     Attributes:
         module: the module that owns the weight and sees the input.
         select: the rows that belong to q or k, out of the weight `[out, d_x]`, as a view `[heads, d_k, d_x]`.
+        wrapped: whether an adapter stands between the attention module and `module` and adds to what it returns.
     """
 
     module: nn.Module
     select: Callable[[Tensor], Tensor]
+    wrapped: bool = False
 
     @property
     def weight(self) -> Tensor:
         """W_q or W_k, `[heads, d_k, d_x]`, detached; a view of the parameter."""
         return self.select(matrix(self.module).detach())
+
+    def parts(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Weight and, where there is one, bias: each with the view `[heads, d_k, d_x or 1]` of its rows of q or k."""
+        weight, bias = self.module.weight, getattr(self.module, "bias", None)
+        assert isinstance(weight, nn.Parameter)
+        yield weight, self.weight
+        if isinstance(bias, nn.Parameter):
+            yield bias, self.select(bias.detach()[:, None])
 
 
 def matrix(module: nn.Module) -> Tensor:
@@ -67,8 +77,9 @@ def locate(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Pr
         query, key = (_linear(getattr(module, name, None)) for name in names)
         if query is not None and key is not None:
             # A gated query projection has further rows behind those of each head.
+            adapted = hasattr(getattr(module, names[0]), "base_layer")
             return (
-                Projection(query, lambda weight: weight.unflatten(0, (heads, -1))[:, :head_dim]),
+                Projection(query, lambda weight: weight.unflatten(0, (heads, -1))[:, :head_dim], adapted),
                 Projection(key, lambda weight: weight.unflatten(0, (-1, head_dim))),
             )
     for name in FUSED:
@@ -76,14 +87,17 @@ def locate(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Pr
         if fused is None:
             continue
         size = matrix(fused).shape[0]
+        adapted = hasattr(getattr(module, name), "base_layer")
         cross = _linear(getattr(module, "q_attn", None))
         if cross is not None:  # GPT-2's cross-attention: q apart, k and v fused
-            return Projection(cross, rows(0, heads)), Projection(fused, rows(0, heads))
+            return Projection(cross, rows(0, heads), hasattr(module.q_attn, "base_layer")), Projection(
+                fused, rows(0, heads)
+            )
         if _interleaved(module) and size == 3 * heads * head_dim:
-            return Projection(fused, interleaved(0)), Projection(fused, interleaved(1))
+            return Projection(fused, interleaved(0), adapted), Projection(fused, interleaved(1))
         key_heads = (size // head_dim - heads) // 2
         if key_heads > 0 and (heads + 2 * key_heads) * head_dim == size:
-            return Projection(fused, rows(0, heads)), Projection(fused, rows(heads * head_dim, key_heads))
+            return Projection(fused, rows(0, heads), adapted), Projection(fused, rows(heads * head_dim, key_heads))
     return None
 
 
@@ -99,7 +113,7 @@ def _linear(module: object) -> nn.Module | None:
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor):
         return module if weight.dim() == 2 else None
-    return next((inner for name in WRAPPED if (inner := _linear(getattr(module, name, None))) is not None), None)
+    return next((inner for name in INSIDE if (inner := _linear(getattr(module, name, None))) is not None), None)
 
 
 def entry_sums(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

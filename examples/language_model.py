@@ -128,8 +128,6 @@ def train(controller: str, learning_rate: float, seed: int, options: argparse.Na
     )
     trainer.pop_callback(PrinterCallback)
     trainer.train()
-    if controller == "default" and callback.hook is not None:
-        print(callback.hook.audit())
     return [(entry["step"], entry["eval_loss"]) for entry in trainer.state.log_history if "eval_loss" in entry]
 
 

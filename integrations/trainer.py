@@ -11,6 +11,7 @@ from betahook.integrations.tensorboard import TensorBoardWriter
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback, default_logdir
 
+from betahook.fold import FoldError, fold
 from betahook.hook import ControllerChoice, Hook, LayerChoice, attach
 
 logger = logging.getLogger(__name__)
@@ -25,17 +26,22 @@ class BetaHookCallback(TrainerCallback):
 
     The metrics of `Hook.metrics` join the entries of `trainer.state.log_history` that hold the training loss, and go
     to the TensorBoard run of the loss, which is made if the Trainer does not report to TensorBoard itself. Only the
-    main process logs. The model stays hooked after training, with the last beta, until `callback.hook.detach()`.
+    main process logs.
+
+    At the end of training beta is folded into the weights: the model is plain again and `trainer.save_model()` cannot
+    lose it. With `load_best_model_at_end`, it is the beta that stood when the best checkpoint was saved.
 
     Args:
         controller, layers, per_head, interval, when: as for `betahook.attach`.
         hook: a hook that is attached to the model already, instead of these options.
+        on_end: "fold", as above; where a layer has no exact fold, the hook stays and a warning says why. "keep" leaves
+            the model hooked, with its beta, for you to `fold` or `detach`.
 
     Attributes:
         hook: the hook, from the begin of training on; None before, unless it was given.
 
     Raises:
-        ValueError: both a hook and options for a new one are given.
+        ValueError: both a hook and options for a new one are given, or `on_end` is neither word.
     """
 
     def __init__(
@@ -47,6 +53,7 @@ class BetaHookCallback(TrainerCallback):
         interval: int = 1,
         when: Literal["training", "always"] = "training",
         hook: Hook | None = None,
+        on_end: Literal["fold", "keep"] = "fold",
     ) -> None:
         self._options: dict[str, Any] = {
             "controller": controller,
@@ -57,7 +64,11 @@ class BetaHookCallback(TrainerCallback):
         }
         if hook is not None and self._options != _DEFAULTS:
             raise ValueError("BetaHookCallback(hook=...) takes no other option: they belong to attach(), which made it")
+        if on_end not in ("fold", "keep"):
+            raise ValueError(f'on_end must be "fold" or "keep"; got {on_end!r}')
         self.hook = hook
+        self._on_end = on_end
+        self._states: dict[int, dict[str, Any]] = {}
         self._writer: TensorBoardWriter | None = None
         self._loss_writer: TensorBoardCallback | None = None
 
@@ -92,9 +103,22 @@ class BetaHookCallback(TrainerCallback):
         if self._writer is not None:
             self._writer.write(self.hook, state.global_step)
 
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if args.load_best_model_at_end and self.hook is not None:
+            self._states[state.global_step] = self.hook.state_dict()
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        assert self.hook is not None
+        if args.load_best_model_at_end and state.best_global_step in self._states:
+            self.hook.load_state_dict(self._states[state.best_global_step])
+        self._states.clear()
+        if self._on_end == "fold" and self.hook.attached:
+            try:
+                fold(self.hook)
+            except FoldError as error:
+                logger.warning("%s. A model that is saved now needs betahook to act as it was trained.", error)
         if self._loss_writer is not None:
             self._loss_writer.on_train_end(args, state, control, **kwargs)
             self._loss_writer = None

@@ -59,6 +59,18 @@ CONFIGS = {
 }
 """Family to model class, config class and sizes."""
 
+NORMED = {
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        transformers.Gemma3TextConfig,
+        {**SIZE, **GROUPED, "head_dim": 8, "sliding_window": 8},
+    ),
+    "olmo2": ("Olmo2ForCausalLM", transformers.Olmo2Config, {**SIZE, **GROUPED}),
+    "persimmon": ("PersimmonForCausalLM", transformers.PersimmonConfig, SIZE),
+    "stablelm": ("StableLmForCausalLM", transformers.StableLmConfig, {**SIZE, **GROUPED, "qk_layernorm": True}),
+}
+"""More families, whose query passes a norm of its own kind."""
+
 EAGER_ONLY = {"gemma2"}
 """Families that transformers refuses to run with sdpa."""
 
@@ -72,7 +84,7 @@ FAMILIES = [
 
 def build(family: str, backend: str = "eager", dtype: torch.dtype = torch.float32, **config: object) -> nn.Module:
     """The tiny model of a family in training mode, without dropout, with weights that spread the scores."""
-    name, config_class, sizes = CONFIGS[family]
+    name, config_class, sizes = {**CONFIGS, **NORMED}[family]
     torch.manual_seed(0)
     model = getattr(transformers, name)._from_config(
         config_class(**{**sizes, **config}), attn_implementation=backend, dtype=dtype

@@ -101,7 +101,8 @@ def test_a_search_resumes_from_json(mode, told):
         beta = search.ask()
         search.tell(beta, score(math.log10(beta / 2.5)))
     resumed = BetaSearch.from_state_dict(json.loads(json.dumps(search.state_dict())))
-    assert resumed.ask() is not None
+    assert resumed.ask() == search.ask() is not None
+    assert len(resumed.trials) == told
     assert complete(resumed, score) == complete(search, score)
     assert repr(resumed.trials) == repr(search.trials)  # as text, where NaN equals itself
     assert resumed.best == search.best

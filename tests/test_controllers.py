@@ -153,6 +153,10 @@ def test_controllers_apply_in_the_order_of_the_list():
     assert run([Cap(20.0), variance], [observation]) == approx([4.0])
 
 
+def test_a_cap_without_a_maximum_does_not_hold_the_rules_before_it():
+    assert run([Variance(smoothing=0), Cap(5.0)], [observe(std=0.25)]) == approx([4.0])
+
+
 def test_the_default_searches_under_a_cap():
     rules = betahook.default()
     assert [type(rule) for rule in rules] == [Search, Cap]
@@ -209,7 +213,8 @@ SICK = {
 }
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+# The last one stands for a bad number in what the rule does not look at.
+@pytest.mark.parametrize("bad", [NAN, INF, -INF, 1e6])
 @pytest.mark.parametrize("reason", SICK)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_bad_observation_holds_its_unit_alone(rule, reason, bad):

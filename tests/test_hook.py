@@ -71,7 +71,7 @@ def test_a_model_with_scores_by_hand_is_refused_by_name():
 
 
 def test_a_model_without_attention_is_refused():
-    with pytest.raises(betahook.UnsupportedModelError, match="Linear.*it has no attention module"):
+    with pytest.raises(betahook.UnsupportedModelError, match=r"Linear.*it has no attention module"):
         betahook.attach(nn.Linear(2, 2))
 
 

@@ -94,7 +94,8 @@ SIZES = {
     "no width": (dict(num_heads=4), None),
     "no heads": (dict(head_dim=8), None),
     "nothing": ({}, None),
-    "no numbers": (dict(num_heads="4", head_dim=0), None),
+    "no number": (dict(num_heads="4", head_dim=8), None),
+    "a width of zero": (dict(num_heads=4, head_dim=0), None),
 }
 
 
@@ -245,6 +246,7 @@ def test_independent_prediction_uses_the_moments_of_each_head(measured):
     torch.testing.assert_close(first.head_statistics.independent_std, expected.sum(1).sqrt(), rtol=1e-5, atol=0)
     torch.testing.assert_close(first.head_statistics.key_variance, key_variance.mean(1), rtol=1e-5, atol=0)
     torch.testing.assert_close(first.head_statistics.query_mean_square, query_mean.square().mean(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(first.head_statistics.key_mean_square, key_mean.square().mean(1), rtol=1e-5, atol=0)
 
 
 def test_weights_and_inputs_show_in_the_statistics(measured):
@@ -300,6 +302,12 @@ def test_the_sensitivity_is_the_gradient_of_the_probe(pair, state):
     assert [layer.statistics.sensitivity.item() for layer in pair] == [1, 6]
     state.reset()
     assert [layer.statistics.sensitivity.item() for layer in pair] == [0, 0]
+
+
+def test_a_new_step_starts_empty(measured, state):
+    state.reset()
+    assert measured[0].statistics.count == 0
+    assert not state.table.any()
 
 
 def test_a_state_moves_with_everything_in_it(pair, state):

@@ -39,6 +39,11 @@ def padding():
     return queries, keys
 
 
+MASKED = {
+    "min": lambda dtype: torch.finfo(dtype).min,
+    "min and a bias": lambda dtype: torch.finfo(dtype).min * 0.75,
+    "-inf": lambda dtype: float("-inf"),
+}
 FORMS = {
     "bool": lambda pairs: pairs,
     **{
@@ -46,7 +51,7 @@ FORMS = {
             ~pairs, masked(dtype)
         )
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-        for name, masked in {"min": lambda dtype: torch.finfo(dtype).min, "-inf": lambda _: float("-inf")}.items()
+        for name, masked in MASKED.items()
     },
 }
 """The ways in which a mask is written."""

@@ -12,7 +12,7 @@ from betahook import masks, scores
 from betahook.masks import Band, Mask
 
 HEAD_DIM = 8
-LENGTHS = [1, 63, 64, 65, 130, 200]
+LENGTHS = [1, 2, 63, 64, 65, 130, 200]
 """Around the ends of blocks."""
 
 BANDS = {

@@ -60,13 +60,12 @@ def test_metrics_join_the_loss(tmp_path, report_to):
         assert tag in run.Tags()["scalars"]
     logged = {event.step: event.value for event in run.Scalars(f"score_std/{LAYER}")}
     assert logged == pytest.approx({entry["step"]: entry[f"score_std/{LAYER}"] for entry in entries})
-    callback.hook.detach()
 
 
 def test_training_is_that_of_a_plain_loop(tmp_path):
     """The callback steps once per optimizer step: beta is that of attach() and hook.step() by hand."""
     search = dict(window=2, opening=0.3)
-    callback = BetaHookCallback(controller=betahook.Search(**search))
+    callback = BetaHookCallback(controller=betahook.Search(**search), on_end="keep")
     make_trainer(tmp_path, callback, gradient_accumulation_steps=2, max_grad_norm=0, optim="sgd", seed=5).train()
 
     model = build("llama", "sdpa")
@@ -88,13 +87,37 @@ def test_training_is_that_of_a_plain_loop(tmp_path):
     assert any(layer.beta != pytest.approx(layer.beta_default) for layer in hook.layers.values())
 
 
-def test_the_model_stays_hooked_and_evaluates_with_the_last_beta(tmp_path):
+@pytest.mark.parametrize("best", [False, True])
+def test_the_model_is_plain_after_training_and_keeps_its_beta(tmp_path, best):
+    """Folded, with the beta of the last step, or of the best checkpoint where the Trainer goes back to that."""
+    keep = dict(load_best_model_at_end=True, save_strategy="steps", save_steps=1) if best else {}
+    keep |= dict(metric_for_best_model="eval_loss", greater_is_better=True)  # so that the last step is not the best
     callback = BetaHookCallback(controller=betahook.Search(window=1, opening=1.0))
-    trainer = make_trainer(tmp_path, callback)
+    trainer = make_trainer(tmp_path, callback, eval_strategy="steps", eval_steps=1, learning_rate=1.0, **keep)
     trainer.train()
-    adapted = trainer.evaluate()["eval_loss"]
+    assert not callback.hook.attached
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert losses[-1] < max(losses) - 1e-3
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(max(losses) if best else losses[-1], rel=1e-5)
+
+
+def test_keep_leaves_the_hook(tmp_path):
+    callback = BetaHookCallback(on_end="keep")
+    make_trainer(tmp_path, callback).train()
+    assert callback.hook.attached
     callback.hook.detach()
-    assert trainer.evaluate()["eval_loss"] != pytest.approx(adapted, rel=1e-6)
+    with pytest.raises(ValueError, match='on_end must be "fold" or "keep"; got .drop.'):
+        BetaHookCallback(on_end="drop")
+
+
+def test_what_cannot_be_folded_stays_hooked_and_says_so(tmp_path, caplog):
+    callback = BetaHookCallback(controller=betahook.Search(window=1))
+    trainer = make_trainer(tmp_path, callback)
+    trainer.model.model.layers[0].self_attn.clip_qkv = 8.0
+    trainer.train()
+    assert callback.hook.attached
+    assert "cannot fold beta into model.layers.0.self_attn" in caplog.text
+    callback.hook.detach()
 
 
 def test_other_ranks_log_nothing(tmp_path):

@@ -140,7 +140,7 @@ def train(
             compute_metrics=accuracy,
             preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
             optimizers=optimizer_and_schedule(model, steps),
-            callbacks=[BetaHookCallback(hook=hook), *([Bar(title)] if title else [])],
+            callbacks=[BetaHookCallback(hook=hook, on_end="keep"), *([Bar(title)] if title else [])],
         )
         trainer.pop_callback(PrinterCallback)
         trainer.train()
