@@ -84,7 +84,9 @@ class BetaSearch:
     def state_dict(self) -> dict[str, Any]:
         """Options and trials, ready for JSON."""
         options = {"start": self.start, "mode": self.mode, "decades": self.decades, "resolution": self.resolution}
-        return {**options, "trials": [list(trial) for trial in self._scores.items()]}
+        # Strict JSON knows no NaN: a failed run is written as None.
+        trials = [[offset, None if math.isnan(score) else score] for offset, score in self._scores.items()]
+        return {**options, "trials": trials}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> BetaSearch:
@@ -92,7 +94,7 @@ class BetaSearch:
         options = dict(state)
         trials = options.pop("trials")
         search = cls(**options)
-        search._scores = {float(offset): float(score) for offset, score in trials}
+        search._scores = {float(offset): math.nan if score is None else float(score) for offset, score in trials}
         return search
 
     def _next(self) -> float | None:

@@ -132,7 +132,7 @@ class Search(Controller):
 
     def update(self, beta: Tensor, observation: Observation) -> Tensor:
         seen = self.state["seen"] + 1
-        total = self.state["total"] + observation.statistics.sensitivity.to(beta)
+        total = self.state["total"] + observation.statistics.sensitivity
         due = seen >= self.window
 
         direction = -total.sign()
@@ -147,7 +147,7 @@ class Search(Controller):
             "step": torch.where(due, step, self.state["step"]),
         }
         moved = beta * torch.where(due, direction * step, 0).mul(math.log(10)).exp()
-        ceiling = (observation.overflow / observation.statistics.max_score).to(beta)
+        ceiling = observation.overflow / observation.statistics.max_score
         return torch.minimum(moved, ceiling.nan_to_num(nan=torch.inf))
 
 
@@ -173,7 +173,7 @@ class Gradient(Controller):
         return {"steps": zero, "mean": zero, "square": zero}
 
     def update(self, beta: Tensor, observation: Observation) -> Tensor:
-        sensitivity = observation.statistics.sensitivity.to(beta)
+        sensitivity = observation.statistics.sensitivity
         decay, decay_square = self.betas
         steps = self.state["steps"] + 1
         mean = torch.lerp(sensitivity, self.state["mean"], decay)
@@ -202,7 +202,7 @@ class Cap(Controller):
         _require(self.threshold > 0, "Cap(threshold)", "a positive number", self.threshold)
 
     def update(self, beta: Tensor, observation: Observation) -> Tensor:
-        ceiling = (self.threshold / observation.statistics.max_score).to(beta)
+        ceiling = self.threshold / observation.statistics.max_score
         return torch.minimum(beta, ceiling.nan_to_num(nan=torch.inf))
 
 
@@ -214,18 +214,21 @@ def default() -> list[Controller]:
 def apply(controllers: Iterable[Controller], beta: Tensor, observation: Observation) -> Tensor:
     """Run the controllers in order; a unit keeps beta and state where anything is not finite.
 
-    Wherever the controllers move beta, it stays within `DECADES` of the model's own.
+    The controllers compute in the precision of the statistics, float64 where the device has it. Wherever they move
+    beta, it stays within `DECADES` of the model's own.
     """
     healthy = observation.statistics.finite & observation.beta_default.isfinite()
-    new = beta
+    old = new = beta.to(observation.statistics.std.dtype)
     for controller in controllers:
-        before = controller.state or controller.start(beta)
+        before = controller.state or controller.start(old)
         controller.state = before
-        new = controller.update(new, observation)
+        proposed = controller.update(new, observation)
+        # A rule without an answer (a prediction without weights, say) leaves the others theirs.
+        new = torch.where(proposed.isfinite() & (proposed > 0), proposed, new)
         controller.state = {name: torch.where(healthy, controller.state[name], before[name]) for name in before}
-    moved = healthy & (new != beta) & new.isfinite() & (new > 0)
     limit = 10**DECADES
-    return torch.where(moved, new.clamp(observation.beta_default / limit, observation.beta_default * limit), beta)
+    bounded = new.clamp(observation.beta_default / limit, observation.beta_default * limit)
+    return torch.where(healthy & (new != old), bounded.to(beta), beta)
 
 
 def _require(condition: bool, what: str, expected: str, given: object) -> None:

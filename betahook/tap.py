@@ -164,7 +164,9 @@ def describe_mask(
         mask = _dense(mask, queries, keys, query.device)
     if mask.dim() == 2:
         return masks.from_padding(mask, band, queries)
-    return masks.from_tensor(mask[..., :keys].detach(), band)
+    # Some models leave a dimension at 1 for the attention to broadcast.
+    pairs = mask[..., :keys].expand(*mask.shape[:2], queries, keys)
+    return masks.from_tensor(pairs.detach(), band)
 
 
 def _dense(mask: Any, queries: int, keys: int, device: torch.device) -> Tensor:

@@ -267,15 +267,7 @@ def test_a_rule_that_goes_wrong_moves_nothing(value):
     assert run(Broken(value), [observe()], 0.7) == [0.7]
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason="promoted by the float64 statistics"))
-        if name.startswith("variance")
-        else name
-        for name in RULES
-    ],
-)
+@pytest.mark.parametrize("rule", RULES)
 def test_beta_keeps_its_precision(rule):
     beta = torch.tensor([0.5, 1.0, 2.0])
     observation = story(slice(None))[0]

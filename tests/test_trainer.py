@@ -106,7 +106,7 @@ def test_keep_leaves_the_hook(tmp_path):
     make_trainer(tmp_path, callback).train()
     assert callback.hook.attached
     callback.hook.detach()
-    with pytest.raises(ValueError, match='on_end must be "fold" or "keep"; got .drop.'):
+    with pytest.raises(ValueError, match=r'on_end must be "fold" or "keep"; got .drop.'):
         BetaHookCallback(on_end="drop")
 
 

@@ -1,0 +1,107 @@
+"""The same statistics from every backend and mask: flex attention, compiled models, masks of the user's own."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+import betahook
+from betahook import scores
+from models import build, inputs, trace
+
+
+def statistics(hook):
+    names = ("count", "mean", "std", "max_score", "entropy", "sensitivity")
+    return [[float(getattr(layer.statistics, name)) for name in names] for layer in hook.layers.values()]
+
+
+@pytest.mark.filterwarnings("ignore")  # flex attention without a compiler warns of its slowness
+@pytest.mark.parametrize("family", ["llama", "mistral", "bert"])
+def test_flex_attention(family):
+    """In evaluation, since flex attention has no backward on the CPU."""
+    measured = []
+    for backend in ("eager", "flex_attention"):
+        model = build(family, backend).eval()
+        with betahook.attach(model, controller="monitor", when="always") as hook, torch.no_grad():
+            model(**inputs(family))
+            measured.append(statistics(hook))
+    eager, flex = measured
+    for a, b in zip(eager, flex, strict=True):
+        assert b == pytest.approx(a, rel=1e-4)
+
+
+@pytest.mark.parametrize("length", [24, 40])
+def test_a_mask_without_structure(length):
+    """Exact up to the number of rows that are looked at in full; beyond, sampled, and said to be."""
+    batch = inputs("llama", length, padded=False)
+    generator = torch.Generator().manual_seed(4)
+    mask = torch.rand(2, 1, length, length, generator=generator) < 0.5
+    mask |= torch.eye(length, dtype=torch.bool)
+    batch["attention_mask"] = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook, trace() as calls:
+        model(**batch)
+        for layer, call in zip(hook.layers.values(), calls, strict=True):
+            values, allowed = call.scores()
+            if length > scores.ROWS:
+                rows = scores.sampled_rows(length, values.device)
+                values, allowed = values[:, :, rows], allowed[:, :, rows]
+            used = values[allowed.expand_as(values)]
+            assert bool(layer.statistics.exact) is (length <= scores.ROWS)
+            assert float(layer.statistics.count) == len(used)
+            assert float(layer.statistics.std) == pytest.approx(float(used.std(correction=0)), rel=1e-5)
+
+
+def test_packed_windows_longer_than_the_sampled_rows_are_exact():
+    """Causal with a sliding window and padding: recognised in the mask tensor itself."""
+    batch = inputs("mistral", 70)
+    model = build("mistral", "sdpa")
+    with trace() as calls:
+        build("mistral")(**batch)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        for layer, call in zip(hook.layers.values(), calls, strict=True):
+            values, allowed = call.scores()
+            used = values[allowed.expand_as(values)]
+            assert bool(layer.statistics.exact)
+            assert float(layer.statistics.std) == pytest.approx(float(used.std(correction=0)), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
+@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+def test_one_graph_serves_every_beta(family):
+    model, batch = build(family, "sdpa"), inputs(family)
+    betas = [0.2, 0.4, 0.8, 1.6]
+    with betahook.attach(model, controller="monitor") as hook:
+        plain = run(model, hook, batch, betas)
+    with betahook.attach(model, controller="monitor") as hook:
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = run(torch.compile(model, backend=counter, fullgraph=True), hook, batch, betas)
+    assert counter.frame_count == 1
+    for a, b in zip(plain, compiled, strict=True):
+        assert b == pytest.approx(a, rel=1e-5, abs=1e-6)
+
+
+def run(model, hook, batch, betas):
+    """Loss and statistics for each beta."""
+    said = []
+    for beta in betas:
+        for layer in hook.layers.values():
+            layer.beta = beta
+        loss = model(**batch).loss
+        loss.backward()
+        said.append([loss.item(), *(value for layer in statistics(hook) for value in layer)])
+        hook.step()
+    return said
+
+
+def test_a_mask_that_is_left_to_broadcast():
+    """A padding mask of the shape [batch, 1, 1, keys], which bert accepts as it is."""
+    batch = inputs("bert", 40)
+    expected, given = build("bert", "sdpa"), build("bert", "sdpa")
+    with betahook.attach(expected, controller="monitor") as a, betahook.attach(given, controller="monitor") as b:
+        expected(**batch)
+        given(**{**batch, "attention_mask": batch["attention_mask"][:, None, None, :].bool()})
+        for layer in a.layers:
+            assert float(b.layers[layer].statistics.std) == float(a.layers[layer].statistics.std)
+            assert bool(b.layers[layer].statistics.exact)
