@@ -129,9 +129,7 @@ def _norm_changes(layer: AttentionLayer, norm: nn.Module, gain: Tensor) -> Itera
         if isinstance(bias, nn.Parameter):
             changes.append(_Change(bias, bias.data, (bias.double() * factor).to(bias.dtype)))
         trial = copy.deepcopy(norm)
-        trial.weight.copy_(changes[0].values)
-        if isinstance(bias, nn.Parameter):
-            trial.bias.copy_(changes[1].values)
+        trial.load_state_dict({n: c.values for n, c in zip(("weight", "bias"), changes, strict=False)}, strict=False)
         if torch.allclose(trial(example).double(), expected.double(), rtol=1e-2, atol=1e-6):
             yield from changes
             return

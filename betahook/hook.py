@@ -268,6 +268,12 @@ class Hook:
             raise ValueError(f"the state belongs to other controllers: expected {rules_here}, got {rules_there}")
         own = self._state
         device = own.table.device
+        for name, like in (("beta", own.beta), ("beta_default", own.beta), ("sums", own.table), ("recent", own.table)):
+            shape = list(state[name].shape) if name in state else None
+            if shape != list(like.shape):
+                raise ValueError(
+                    f"the state is incomplete: {name} should have the shape {list(like.shape)}, got {shape}"
+                )
         own.beta, own.beta_default, own.table, self._recent = (
             state[name].to(device, copy=True) for name in ("beta", "beta_default", "sums", "recent")
         )

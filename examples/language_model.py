@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from betahook.integrations.trainer import BetaHookCallback
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 from transformers import (
@@ -29,6 +28,8 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+
+from betahook.integrations.trainer import BetaHookCallback
 
 BYTES = 256
 

@@ -7,12 +7,14 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from betahook.integrations.tensorboard import TensorBoardWriter
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback, default_logdir
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from betahook import checkpoint
 from betahook.fold import FoldError, fold
 from betahook.hook import ControllerChoice, Hook, LayerChoice, attach
+from betahook.integrations.tensorboard import TensorBoardWriter
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,9 @@ class BetaHookCallback(TrainerCallback):
     The metrics of `Hook.metrics` join the entries of `trainer.state.log_history` that hold the training loss, and go
     to the TensorBoard run of the loss, which is made if the Trainer does not report to TensorBoard itself. Only the
     main process logs.
+
+    Every checkpoint folder gets the state of the hook, and `trainer.train(resume_from_checkpoint=...)` continues from
+    it. A checkpoint in the middle of a run holds the weights without beta: use it with this callback, not alone.
 
     At the end of training beta is folded into the weights: the model is plain again and `trainer.save_model()` cannot
     lose it. With `load_best_model_at_end`, it is the beta that stood when the best checkpoint was saved.
@@ -68,7 +73,6 @@ class BetaHookCallback(TrainerCallback):
             raise ValueError(f'on_end must be "fold" or "keep"; got {on_end!r}')
         self.hook = hook
         self._on_end = on_end
-        self._states: dict[int, dict[str, Any]] = {}
         self._writer: TensorBoardWriter | None = None
         self._loss_writer: TensorBoardCallback | None = None
 
@@ -77,6 +81,8 @@ class BetaHookCallback(TrainerCallback):
     ) -> None:
         if self.hook is None or not self.hook.attached:
             self.hook = attach(kwargs["model"], **self._options)
+        if state.global_step > 0:
+            checkpoint.load(self.hook, _resumed_folder(args, state))
         if state.is_world_process_zero:
             self._open(args, state, control, **kwargs)
 
@@ -104,16 +110,16 @@ class BetaHookCallback(TrainerCallback):
             self._writer.write(self.hook, state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if args.load_best_model_at_end and self.hook is not None:
-            self._states[state.global_step] = self.hook.state_dict()
+        folder = _checkpoint(args, state.global_step)
+        if self.hook is not None and state.is_world_process_zero and folder.is_dir():
+            checkpoint.save(self.hook, folder)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         assert self.hook is not None
-        if args.load_best_model_at_end and state.best_global_step in self._states:
-            self.hook.load_state_dict(self._states[state.best_global_step])
-        self._states.clear()
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            checkpoint.load(self.hook, state.best_model_checkpoint)
         if self._on_end == "fold" and self.hook.attached:
             try:
                 fold(self.hook)
@@ -141,6 +147,17 @@ class BetaHookCallback(TrainerCallback):
         if not reported:
             self._loss_writer = TensorBoardCallback(self._writer.writer)
             self._loss_writer.on_train_begin(args, state, control, **kwargs)
+
+
+def _checkpoint(args: TrainingArguments, step: int) -> Path:
+    """The folder that the Trainer gives to the checkpoint of a step."""
+    return Path(args.output_dir or ".", f"{PREFIX_CHECKPOINT_DIR}-{step}")
+
+
+def _resumed_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """The checkpoint that the Trainer has resumed from; it does not tell callbacks one that lies elsewhere."""
+    given = args.resume_from_checkpoint
+    return Path(given) if isinstance(given, str) else _checkpoint(args, state.global_step)
 
 
 def _newest_run(runs: Path) -> str | None:

@@ -11,9 +11,9 @@ import urllib.parse
 import urllib.request
 
 import pytest
-from betahook.integrations.tensorboard import HISTOGRAMS, TensorBoardWriter, layout
 
 import betahook
+from betahook.integrations.tensorboard import HISTOGRAMS, TensorBoardWriter, layout
 from models import build, inputs
 
 

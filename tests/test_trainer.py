@@ -4,12 +4,12 @@ import logging
 
 import pytest
 import torch
-from betahook.integrations.trainer import BetaHookCallback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 import betahook
+from betahook.integrations.trainer import BetaHookCallback
 from models import build
 
 LAYER = "model.layers.0.self_attn"

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from betahook.integrations.trainer import BetaHookCallback
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import EvalPrediction, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 import betahook
+from betahook.integrations.trainer import BetaHookCallback
 from model import FlipConfig, FlipModel
 
 LEARNING_RATE, BATCH, EPOCHS, WARMUP, CLIP = 5e-4, 128, 10, 50, 5.0
