@@ -105,40 +105,49 @@ class Search(Controller):
 
     The paper's second algorithm tries `beta = 10^N` and bisects, one training run a trial. Here the trial is a window
     of batches and the outcome the sign of the summed sensitivity `dL/d log beta`: log beta steps against it, a
-    reversal halves the step (bisection), a sign that persists lets it grow again up to a decade, so that the bracket
-    re-opens when the optimum drifts. The ceiling is the paper's overflow bound on the largest logit.
+    reversal halves the step (bisection), a sign that persists lets it grow again, so that the bracket re-opens when
+    the optimum drifts. The ceiling is the paper's overflow bound on the largest logit.
+
+    The warm-up is ours: before the model has learned anything the sensitivity is noise, and following it saturates
+    the attention in a wrong pattern (flip 100/20/15,000: worst of 20 seeds 0.03 without, 0.61 with it).
 
     Args:
         window: batches between two steps.
+        warmup: batches before the first window, in which beta stays.
         opening: first step, in decades.
         growth: factor on the step while the sign persists; 1 keeps it.
         smallest: smallest step, in decades.
+        largest: largest step, in decades.
     """
 
     window: int = 10
+    warmup: int = 100
     opening: float = 0.1
     growth: float = 1.5
     smallest: float = 0.01
+    largest: float = 0.2
 
     def __post_init__(self) -> None:
         _require(self.window >= 1 and self.window == int(self.window), "Search(window=...)", "1 or more", self.window)
-        _require(0 < self.smallest <= 1, "Search(smallest=...)", "above 0, at most 1 decade", self.smallest)
-        _require(self.smallest <= self.opening <= 1, "Search(opening=...)", "from smallest to 1 decade", self.opening)
+        _require(self.warmup >= 0, "Search(warmup=...)", "0 or more", self.warmup)
+        _require(0 < self.smallest <= self.largest, "Search(smallest=...)", "above 0, at most largest", self.smallest)
+        inside = self.smallest <= self.opening <= self.largest
+        _require(inside, "Search(opening=...)", "between smallest and largest", self.opening)
         _require(self.growth >= 1, "Search(growth=...)", "1 or more", self.growth)
 
     def start(self, beta: Tensor) -> dict[str, Tensor]:
         zero = torch.zeros_like(beta)
-        return {"seen": zero, "total": zero, "direction": zero, "step": zero + self.opening}
+        return {"seen": zero - self.warmup, "total": zero, "direction": zero, "step": zero + self.opening}
 
     def update(self, beta: Tensor, observation: Observation) -> Tensor:
         seen = self.state["seen"] + 1
-        total = self.state["total"] + observation.statistics.sensitivity
+        total = torch.where(seen > 0, self.state["total"] + observation.statistics.sensitivity, 0)
         due = seen >= self.window
 
         direction = -total.sign()
         agreement = direction * self.state["direction"]
         step = torch.where(agreement < 0, self.state["step"] / 2, self.state["step"])
-        step = torch.where(agreement > 0, step * self.growth, step).clamp(self.smallest, 1.0)
+        step = torch.where(agreement > 0, step * self.growth, step).clamp(self.smallest, self.largest)
 
         self.state = {
             "seen": torch.where(due, 0, seen),

@@ -16,7 +16,7 @@ from test_trainer import make_trainer
 
 
 def attach(model):
-    return betahook.attach(model, controller=[betahook.Search(window=2), betahook.Cap(2.0)])
+    return betahook.attach(model, controller=[betahook.Search(window=2, warmup=0), betahook.Cap(2.0)])
 
 
 class Interrupt(TrainerCallback):
@@ -31,7 +31,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     def run(folder, *more, resume=None):
         torch.manual_seed(0)
         callback = BetaHookCallback(
-            controller=[betahook.Search(window=1, opening=0.3), betahook.Cap(2.0)], on_end="keep"
+            controller=[betahook.Search(window=1, warmup=0, opening=0.3, largest=1.0), betahook.Cap(2.0)], on_end="keep"
         )
         trainer = make_trainer(folder, callback, save_strategy="steps", save_steps=3, max_steps=8)
         for other in more:

@@ -74,7 +74,9 @@ def test_variance_without_a_std_keeps_beta(source):
 
 def search(**options):
     """Search with nothing left to its defaults."""
-    return Search(**{"window": 1, "opening": 0.5, "growth": 1.5, "smallest": 0.01, **options})
+    return Search(
+        **{"window": 1, "opening": 0.5, "growth": 1.5, "smallest": 0.01, "warmup": 0, "largest": 1.0, **options}
+    )
 
 
 def sensitivities(*values, **measured):
@@ -103,6 +105,12 @@ def test_search_steps_stay_between_the_smallest_and_a_decade():
 def test_search_moves_once_a_window_by_the_sign_of_the_sum():
     history = run(search(window=3), sensitivities(-1, -1, 3, 1, 1, -3))
     assert decades(history) == approx([0, 0, -0.5, -0.5, -0.5, -0.25])
+
+
+def test_search_warms_up_before_its_first_window():
+    """Neither does beta move, nor do the batches of the warm-up count in the first window."""
+    history = run(search(warmup=3, window=2), sensitivities(-9, -9, -9, 1, 1, 1, 1))
+    assert decades(history) == approx([0, 0, 0, 0, -0.5, -0.5, -1.25])
 
 
 def test_search_without_sensitivity_stays_and_forgets_nothing():
@@ -284,6 +292,7 @@ def test_beta_keeps_its_precision(rule):
         (Variance, {"smoothing": -0.1}, r"Variance\(smoothing"),
         (Search, {"window": 0}, r"Search\(window=\.\.\.\) must be 1 or more; got 0"),
         (Search, {"window": 1.5}, r"Search\(window=\.\.\.\)"),
+        (Search, {"warmup": -1}, r"Search\(warmup=\.\.\.\) must be 0 or more; got -1"),
         (Search, {"smallest": 0}, r"Search\(smallest=\.\.\.\)"),
         (Search, {"opening": 2.0, "smallest": 0.1}, r"Search\(opening=\.\.\.\)"),
         (Search, {"opening": 0.1, "smallest": 0.2}, r"Search\(opening=\.\.\.\)"),

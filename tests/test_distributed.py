@@ -15,7 +15,9 @@ def train(rank, folder):
     """Train on one row of the batch per rank, or on both without ranks; save what the hook says after every step."""
     batch = inputs("llama", padded=False)
     model = build("llama")
-    hook = betahook.attach(model, controller=[betahook.Search(window=1, opening=0.3), betahook.Cap(1.5)])
+    hook = betahook.attach(
+        model, controller=[betahook.Search(window=1, warmup=0, opening=0.3, largest=1.0), betahook.Cap(1.5)]
+    )
     network = model
     if rank is not None:
         batch = {name: x[rank : rank + 1] for name, x in batch.items()}

@@ -246,7 +246,7 @@ def test_half_precision_is_measured_in_float32():
 
 def test_a_nan_holds_beta_and_raises_a_flag():
     model, batch = build("llama"), inputs("llama")
-    with betahook.attach(model, controller=betahook.Search(window=1)) as hook:
+    with betahook.attach(model, controller=betahook.Search(window=1, warmup=0)) as hook:
         train(model, hook, 2)
         before = [layer.beta for layer in hook.layers.values()]
         state = {name: value.clone() for name, value in hook.controllers[0].state.items()}
@@ -261,7 +261,7 @@ def test_a_nan_holds_beta_and_raises_a_flag():
 
 def test_state_dict_goes_on_bit_identically():
     model = build("llama")
-    hook = betahook.attach(model, controller=[betahook.Search(window=2), betahook.Cap(2.0)], interval=2)
+    hook = betahook.attach(model, controller=[betahook.Search(window=2, warmup=0), betahook.Cap(2.0)], interval=2)
     train(model, hook, 3)
     model(**inputs("llama"))  # in the middle of a step
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(hook.state_dict())
@@ -269,7 +269,7 @@ def test_state_dict_goes_on_bit_identically():
     hook.detach()
 
     model.load_state_dict(weights)
-    again = betahook.attach(model, controller=[betahook.Search(window=2), betahook.Cap(2.0)], interval=2)
+    again = betahook.attach(model, controller=[betahook.Search(window=2, warmup=0), betahook.Cap(2.0)], interval=2)
     again.load_state_dict(state)
     assert train(model, again, 5) == expected
     again.detach()

@@ -64,7 +64,7 @@ def test_metrics_join_the_loss(tmp_path, report_to):
 
 def test_training_is_that_of_a_plain_loop(tmp_path):
     """The callback steps once per optimizer step: beta is that of attach() and hook.step() by hand."""
-    search = dict(window=2, opening=0.3)
+    search = dict(window=2, warmup=0, opening=0.3, largest=1.0)
     callback = BetaHookCallback(controller=betahook.Search(**search), on_end="keep")
     make_trainer(tmp_path, callback, gradient_accumulation_steps=2, max_grad_norm=0, optim="sgd", seed=5).train()
 
@@ -92,7 +92,7 @@ def test_the_model_is_plain_after_training_and_keeps_its_beta(tmp_path, best):
     """Folded, with the beta of the last step, or of the best checkpoint where the Trainer goes back to that."""
     keep = dict(load_best_model_at_end=True, save_strategy="steps", save_steps=1) if best else {}
     keep |= dict(metric_for_best_model="eval_loss", greater_is_better=True)  # so that the last step is not the best
-    callback = BetaHookCallback(controller=betahook.Search(window=1, opening=1.0))
+    callback = BetaHookCallback(controller=betahook.Search(window=1, warmup=0, opening=1.0, largest=1.0))
     trainer = make_trainer(tmp_path, callback, eval_strategy="steps", eval_steps=1, learning_rate=1.0, **keep)
     trainer.train()
     assert not callback.hook.attached
@@ -111,7 +111,7 @@ def test_keep_leaves_the_hook(tmp_path):
 
 
 def test_what_cannot_be_folded_stays_hooked_and_says_so(tmp_path, caplog):
-    callback = BetaHookCallback(controller=betahook.Search(window=1))
+    callback = BetaHookCallback(controller=betahook.Search(window=1, warmup=0))
     trainer = make_trainer(tmp_path, callback)
     trainer.model.model.layers[0].self_attn.clip_qkv = 8.0
     trainer.train()
