@@ -343,7 +343,7 @@ def _controllers(choice: ControllerChoice) -> list[Controller]:
 def _find_layers(model: nn.Module, choice: LayerChoice | None) -> dict[str, tuple[nn.Module, int, int]]:
     """Name to module, heads and d_k, of the attention modules that were chosen."""
     name = type(model).__name__
-    found = {path: module for path, module in model.named_modules() if attention.calls_interface(module)}
+    found = {path: module for path, module in model.named_modules() if attention.calls_interface(type(module))}
     if not found:
         by_hand = attention.unreached(model, set())
         reason = (

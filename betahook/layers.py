@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
@@ -23,9 +24,10 @@ HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIM = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 
 
-def calls_interface(module: nn.Module) -> bool:
-    """Whether a method of the module's class asks transformers for its attention function."""
-    for cls in type(module).__mro__:
+@functools.cache
+def calls_interface(kind: type[nn.Module]) -> bool:
+    """Whether a method of a module class asks transformers for its attention function."""
+    for cls in kind.__mro__:
         if cls is nn.Module:
             return False
         for member in vars(cls).values():

@@ -127,7 +127,7 @@ def _running_sum(matrices: Tensor) -> Tensor:
     """Inclusive prefix sums over the blocks of `[..., blocks, d, d]`; may reuse its argument's memory."""
     if matrices.device.type != "cpu" or torch.compiler.is_compiling():
         return matrices.cumsum(-3)
-    # On the CPU cumsum walks with a stride of d^2 and takes five times as long.
+    # On the CPU cumsum walks with a stride of d^2 and takes four to five times as long.
     for before, block in itertools.pairwise(matrices.unbind(-3)):
         block += before
     return matrices
@@ -222,7 +222,7 @@ def row_sums(
         key: `[batch, key_heads, keys, d_k]`.
         mask: `mask.pairs` where given, else band and padding.
         beta: `[heads]` or a scalar, the inverse temperature in force; used for the entropy only.
-        position_bias: `[batch or 1, heads or 1, queries, keys]`, added to the logits as the attention does.
+        position_bias: `[batch or 1, heads or 1, queries or 1, keys]`, added to the logits as the attention does.
         softcap: the model's soft cap of its logits, `softcap * tanh(logit / softcap)`.
 
     The entropy is that of the attention row itself: mask, biases and soft cap included, attention sinks not.
@@ -244,7 +244,7 @@ def row_sums(
         logits = softcap * torch.tanh(logits / softcap)
     for bias in (mask.bias, position_bias):
         if bias is not None:
-            logits = logits + bias[..., picked, :]
+            logits = logits + bias.expand(*bias.shape[:2], queries, keys)[..., picked, :]
     # Finite, so that a masked pair contributes 0 and not 0 * inf.
     logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min / 4)
     logits = logits - logits.amax(-1, keepdim=True)

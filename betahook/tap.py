@@ -148,11 +148,14 @@ def describe_mask(
     if causal is None:
         causal = getattr(module, "is_causal", True)
     window = options.get("sliding_window") or getattr(module, "sliding_window", None)
+    if not isinstance(window, int):
+        window = None
     # Masks count positions from the end of the keys, which a cache makes longer than the queries.
     last = keys - queries
-    band = Band(None if window is None else last - window, last) if causal else Band()
-    if not causal and isinstance(window, int):
-        band = Band(-window - 1, window)
+    if causal:
+        band = Band(None if window is None else last - window, last)
+    else:
+        band = Band() if window is None else Band(-window - 1, window)
 
     if mask is None:
         if implementation == "eager" or implementation == "flex_attention":

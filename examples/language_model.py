@@ -9,6 +9,7 @@ Both runs of a pair see the same batches and start from the same weights; the va
 from __future__ import annotations
 
 import argparse
+import sys
 import sysconfig
 import warnings
 from pathlib import Path
@@ -156,7 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
         f"{'rate':>9} {'seed':>4} {'step':>5} {'1/sqrt(d_k)':>12} {'betahook':>9} {'change':>10}"
     )
     print("\n".join(lines))
-    print(f"\ncurves: tensorboard --logdir {options.output}")
+    print(f"\ncurves: {sys.executable} -m tensorboard.main --logdir {options.output}")
 
 
 if __name__ == "__main__":

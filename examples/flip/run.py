@@ -12,6 +12,7 @@ import argparse
 import concurrent.futures
 import json
 import multiprocessing
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,7 +101,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(table(rows, chosen, {name: COLUMNS[name][0] for name in options.columns}))
     plot = options.output / "flip.png"
     draw(rows[0], chosen, plot)
-    print(f"\nresults: {store}\nplot:    {plot}\ncurves:  tensorboard --logdir {options.output}")
+    print(f"\nresults: {store}\nplot:    {plot}")
+    print(f"curves:  {sys.executable} -m tensorboard.main --logdir {options.output}")
 
 
 def measured(
