@@ -12,7 +12,7 @@ from typing import Any
 from betahook.hook import Hook
 
 HISTOGRAMS = ("beta", "score_std", "max_logit", "entropy", "sensitivity")
-"""Quantities that are also shown over the heads of a layer, as `quantity_by_head/layer`."""
+"""Quantities that are also shown over the heads of a layer, as `quantity_by_head/layer`, where the heads differ."""
 
 
 class TensorBoardWriter:
@@ -45,7 +45,7 @@ class TensorBoardWriter:
             self.writer.add_scalar(tag, value, step)
         for tag, values in hook.head_metrics().items():
             quantity, layer = tag.split("/", 1)
-            if quantity in HISTOGRAMS and len(values) > 1 and math.isfinite(values.sum()):
+            if quantity in HISTOGRAMS and math.isfinite(values.sum()) and values.min() < values.max():
                 # A name of its own: TensorBoard shows a tag either as a scalar or as a histogram.
                 self.writer.add_histogram(f"{quantity}_by_head/{layer}", values, step)
         self.writer.flush()
