@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_utils import AttentionInterface
@@ -23,6 +24,11 @@ from betahook.masks import Band, Mask
 ATTRIBUTE = "_betahook"
 """Where a hooked module keeps its `AttentionLayer`."""
 
+if not hasattr(AttentionInterface, "get_interface"):
+    raise ImportError(
+        f"betahook needs transformers 5.1 or later, whose AttentionInterface has get_interface; that of "
+        f"transformers {transformers.__version__} has not. Another version of one of the two is needed"
+    )
 _original = AttentionInterface.get_interface
 _users = 0
 

@@ -1,6 +1,8 @@
 """The tap against the model alone, bit by bit, and against an independent trace of its attention."""
 
 import math
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -183,3 +185,14 @@ def test_detach_restores_every_attribute_and_hook():
     hook.detach()
     assert fingerprint(model) == before
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+
+
+def test_a_transformers_without_the_interface_is_named():
+    code = (
+        "from transformers.modeling_utils import AttentionInterface\n"
+        "del AttentionInterface.get_interface\n"
+        "import betahook"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert "ImportError: betahook needs transformers 5.1 or later" in run.stderr
