@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -146,6 +146,13 @@ class AttentionLayer:
         self.projections = weights.locate(module, heads, head_dim)
         self._state = state
         self._slice = slice(start, start + heads)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """A copy would leave the tap without its hook, and beta with it."""
+        raise TypeError(
+            "a hooked model cannot be copied or pickled: fold() or detach() first, or copy its state_dict() and that of "
+            "its hook"
+        )
 
     def __repr__(self) -> str:
         return f"AttentionLayer({self.name!r}, heads={self.heads}, head_dim={self.head_dim})"

@@ -1,6 +1,7 @@
 """attach, its options and refusals, and what a hook does from step to step."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -319,3 +320,11 @@ def test_audit_of_a_fresh_model_follows_the_weights():
     assert first.projected_variance_q == pytest.approx(1.0, rel=0.1)  # weights of variance 1 / d_x
     assert LAYER in str(audit)
     assert str(audit).count("\n") == len(audit) + 2
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_a_hooked_model_is_not_copied_without_its_beta(duplicate):
+    model = build("llama")
+    with betahook.attach(model), pytest.raises(TypeError, match=r"cannot be copied or pickled: fold\(\) or detach\(\)"):
+        duplicate(model)
+    duplicate(model)
