@@ -343,7 +343,8 @@ def _controllers(choice: ControllerChoice) -> list[Controller]:
 def _find_layers(model: nn.Module, choice: LayerChoice | None) -> dict[str, tuple[nn.Module, int, int]]:
     """Name to module, heads and d_k, of the attention modules that were chosen."""
     name = type(model).__name__
-    found = {path: module for path, module in model.named_modules() if attention.calls_interface(type(module))}
+    kinds = {kind for kind in {type(module) for module in model.modules()} if attention.calls_interface(kind)}
+    found = {path: module for path, module in model.named_modules() if type(module) in kinds}
     if not found:
         by_hand = attention.unreached(model, set())
         reason = (

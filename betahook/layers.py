@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import re
@@ -24,7 +23,6 @@ HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIM = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 
 
-@functools.cache
 def calls_interface(kind: type[nn.Module]) -> bool:
     """Whether a method of a module class asks transformers for its attention function."""
     for cls in kind.__mro__:
