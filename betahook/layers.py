@@ -148,8 +148,8 @@ class AttentionLayer:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """A copy would leave the tap without its hook, and beta with it."""
         raise TypeError(
-            "a hooked model cannot be copied or pickled: fold() or detach() first, or copy its state_dict() and that of "
-            "its hook"
+            "a hooked model cannot be copied or pickled: fold() or detach() first, or copy its state_dict() and "
+            "that of its hook"
         )
 
     def __repr__(self) -> str:
