@@ -291,7 +291,7 @@ class Hook:
 
     def _quantities(self, units: Units) -> dict[str, Tensor]:
         """What `metrics` reports, `[units]` each."""
-        observed = units.observe(self._recent)
+        observed = units.observe(self._recent.to(self._state.table))
         beta = units.first(self._state.current_beta)
         return {
             "beta": beta,
@@ -302,7 +302,7 @@ class Hook:
             "classic_std": theory.classic_std(units.head_dim),
             "weight_std_q": observed.weight_std_q,
             "weight_std_k": observed.weight_std_k,
-            "max_logit": observed.max_score * units.first(self._acted),
+            "max_logit": observed.max_score * units.first(self._acted.to(beta)),
             "entropy": observed.entropy,
             "sensitivity": observed.sensitivity,
             "nonfinite": ~observed.finite,
