@@ -108,8 +108,9 @@ class Search(Controller):
     reversal halves the step (bisection), a sign that persists lets it grow again, so that the bracket re-opens when
     the optimum drifts. The ceiling is the paper's overflow bound on the largest logit.
 
-    The warm-up is ours: before the model has learned anything the sensitivity is noise, and following it saturates
-    the attention in a wrong pattern (flip 100/20/15,000: worst of 20 seeds 0.03 without, 0.61 with it).
+    The warm-up and the small largest step are ours: before the model has learned anything the sensitivity is noise,
+    and following it far saturates the attention in a wrong pattern. On flip 100/20/15,000 they took the mean accuracy
+    of seeds 20 to 39, which they were not chosen on, from 0.84 to 0.91 and the worst from 0.21 to 0.74.
 
     Args:
         window: batches between two steps.
