@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from betahook import theory
@@ -52,11 +51,10 @@ class Audit(tuple[LayerAudit, ...]):
     @classmethod
     def of(cls, layers: Layers, units: Units, observed: Statistics) -> Audit:
         """Audit what was observed, one unit a layer."""
-        query = theory.projected_variance(units.query_width, observed.input_std_q, observed.weight_std_q)
-        key = theory.projected_variance(units.key_width, observed.input_std_k, observed.weight_std_k)
+        query, key = units.projected_variances(observed)
         predictions = {
             "classic": theory.classic_std(units.head_dim),
-            "weights": theory.weights_std(units.head_dim, query, key),
+            "weights": units.predicted_std(observed),
             "independent": observed.independent_std,
         }
 
@@ -81,9 +79,6 @@ class Audit(tuple[LayerAudit, ...]):
             )
 
         return cls(row(index, name) for index, name in enumerate(layers))
-
-    def __iter__(self) -> Iterator[LayerAudit]:
-        return super().__iter__()
 
     def __str__(self) -> str:
         header = [

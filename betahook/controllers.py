@@ -157,8 +157,7 @@ class Search(Controller):
             "step": torch.where(due, step, self.state["step"]),
         }
         moved = beta * torch.where(due, direction * step, 0).mul(math.log(10)).exp()
-        ceiling = observation.overflow / observation.statistics.max_score
-        return torch.minimum(moved, ceiling.nan_to_num(nan=torch.inf))
+        return _capped(moved, observation.overflow, observation)
 
 
 @dataclass
@@ -212,8 +211,7 @@ class Cap(Controller):
         _require(self.threshold > 0, "Cap(threshold)", "a positive number", self.threshold)
 
     def update(self, beta: Tensor, observation: Observation) -> Tensor:
-        ceiling = self.threshold / observation.statistics.max_score
-        return torch.minimum(beta, ceiling.nan_to_num(nan=torch.inf))
+        return _capped(beta, self.threshold, observation)
 
 
 def default() -> list[Controller]:
@@ -239,6 +237,12 @@ def apply(controllers: Iterable[Controller], beta: Tensor, observation: Observat
     limit = 10**DECADES
     bounded = new.clamp(observation.beta_default / limit, observation.beta_default * limit)
     return torch.where(healthy & (new != old), bounded.to(beta), beta)
+
+
+def _capped(beta: Tensor, logit: float, observation: Observation) -> Tensor:
+    """Beta, at most such that the largest score makes `logit`; without a measured score there is no ceiling."""
+    ceiling = logit / observation.statistics.max_score
+    return torch.minimum(beta, ceiling.nan_to_num(nan=torch.inf))
 
 
 def _require(condition: bool, what: str, expected: str, given: object) -> None:

@@ -160,11 +160,7 @@ class Hook:
         if not self.attached:
             raise RuntimeError("step() on a detached hook: attach to the model again")
         state = self._state
-        table = statistics.keep_measured(statistics.all_reduce(state.collect()), self._recent.to(state.table))
-        if state.measuring:
-            for layer in self.layers.values():
-                layer.weigh(table)
-        self._recent = table
+        self._recent = table = self._latest(statistics.all_reduce(state.collect()), weigh=state.measuring)
 
         units = self._units(self._per_head)
         self._acted = state.current_beta
@@ -219,13 +215,11 @@ class Hook:
             RuntimeError: nothing was measured yet.
         """
         units = self._units(per_head=False)
-        table = statistics.keep_measured(self._state.collect(), self._recent.to(self._state.table))
+        table = self._latest(self._state.collect(), weigh=True)
         if not bool((table[statistics.ROW["pairs"]] > 0).any()):
             raise RuntimeError(
                 'audit() before any measurement: run a forward first (in training mode, or attach with when="always")'
             )
-        for layer in self.layers.values():
-            layer.weigh(table)
         return Audit.of(self.layers, units, units.observe(table))
 
     def state_dict(self) -> dict[str, Any]:
@@ -282,6 +276,13 @@ class Hook:
             controller.state = {name: value.to(device, copy=True) for name, value in entry["state"].items()}
         self._steps = state["steps"]
         own.measuring = self._steps % self._interval == 0
+
+    def _latest(self, table: Tensor, *, weigh: bool) -> Tensor:
+        """`table`, filled up with what was last measured, and with the sums over W_q and W_k as they are now."""
+        table = statistics.keep_measured(table, self._recent.to(table))
+        for layer in self.layers.values() if weigh else ():
+            layer.weigh(table)
+        return table
 
     def _units(self, per_head: bool) -> Units:
         key = (per_head, self._state.table.device)
@@ -356,12 +357,11 @@ def _find_layers(model: nn.Module, choice: LayerChoice | None) -> dict[str, tupl
             f"cannot attach to {name}: betahook works on models that ask the attention interface of transformers for "
             f"their attention function, and no module of this one does; {reason}"
         )
-    sizes = {path: attention.count_heads(module) for path, module in found.items()}
     chosen = {}
     for path, module in found.items():
         if not _is_chosen(choice, path, module):
             continue
-        size = sizes[path]
+        size = attention.count_heads(module)
         if size is None:
             raise UnsupportedModelError(
                 f"cannot attach to {name}: {path} ({type(module).__name__}) says neither how many heads it has nor how "

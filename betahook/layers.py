@@ -233,7 +233,7 @@ class AttentionLayer:
         self, query: Tensor, key: Tensor, mask: Mask, *, position_bias: Tensor | None, softcap: float | None
     ) -> None:
         """Add one attention call; `query [batch, heads, queries, d_k]` and `key` as the score product gets them."""
-        query, key = query.detach(), key.detach()
+        query, key = (scores.at_least_float32(tokens.detach()) for tokens in (query, key))
         of_query, of_key = scores.components(query, mask.queries), scores.components(key, mask.keys)
         beta = self._state.current_beta[self._slice].to(query.device)
         rows = scores.row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap)
@@ -261,8 +261,7 @@ class AttentionLayer:
     @torch.no_grad()
     def record_input(self, inputs: Tensor, of: str) -> None:
         """Add the entries that enter the projection of the `of` "query" or "key"."""
-        flat = inputs.detach().flatten()
-        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        flat = scores.at_least_float32(inputs.detach().flatten())
         self._add(
             **{
                 f"{of}_inputs": torch.full((), flat.numel(), device=flat.device),
@@ -342,8 +341,13 @@ class Units:
         """Statistics of each unit from sums over all heads, `[quantities, heads]`."""
         return Statistics.from_table(statistics.pool(table, self.lengths))
 
+    def projected_variances(self, observed: Statistics) -> tuple[Tensor, Tensor]:
+        """Variance of a component of q, and of k, that the weights and their input predict, `[units]` each."""
+        return (
+            theory.projected_variance(self.query_width, observed.input_std_q, observed.weight_std_q),
+            theory.projected_variance(self.key_width, observed.input_std_k, observed.weight_std_k),
+        )
+
     def predicted_std(self, observed: Statistics) -> Tensor:
         """What W_q, W_k and their inputs predict, `[units]`; see `theory.weights_std`."""
-        query = theory.projected_variance(self.query_width, observed.input_std_q, observed.weight_std_q)
-        key = theory.projected_variance(self.key_width, observed.input_std_k, observed.weight_std_k)
-        return theory.weights_std(self.head_dim, query, key)
+        return theory.weights_std(self.head_dim, *self.projected_variances(observed))

@@ -54,12 +54,13 @@ class RowSums:
     max_score: Tensor
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def sum_dtype(device: torch.device) -> torch.dtype:
     """The dtype of sums: float64, except where the device has none."""
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _at_least_float32(tensor: Tensor) -> Tensor:
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a float32 copy of one in half precision."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -73,7 +74,7 @@ class Components:
 
 def components(tokens: Tensor, valid: Tensor | None) -> Components:
     """Moments of `tokens [batch, heads, tokens, d_k]`, over those where `valid [batch or 1, tokens]` is True."""
-    tokens = _at_least_float32(tokens)
+    tokens = at_least_float32(tokens)
     if valid is None:
         mean = tokens.mean((0, 2))
         return Components(mean, (tokens - mean[:, None, :]).square_().mean((0, 2)))
@@ -177,9 +178,9 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor, key_m
     """
     batch, heads, queries, _ = query.shape
     groups = heads // key.shape[1]
-    query = _at_least_float32(query).unflatten(1, (-1, groups))
-    key = _at_least_float32(key).unsqueeze(2)
-    wide = _wide(query)
+    query = at_least_float32(query).unflatten(1, (-1, groups))
+    key = at_least_float32(key).unsqueeze(2)
+    wide = sum_dtype(query.device)
 
     # Centre the keys, so that a large mean score does not cancel the digits of the variance:
     # s - shift = [q, q . key_mean - shift] . [k - key_mean, 1]   with   shift = query_mean . key_mean.
@@ -199,11 +200,15 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor, key_m
 
 
 def _pair_count(mask: Mask, batch: int, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Number of pairs: the sum of scores between vectors of ones, struck out where padded."""
+    """Number of pairs, a scalar: for each query, the valid keys between the two edges of the band."""
     valid_queries = torch.ones(1, queries, device=device) if mask.queries is None else mask.queries
     valid_keys = torch.ones(1, keys, device=device) if mask.keys is None else mask.keys
-    count = _banded(valid_queries[:, :, None].float(), valid_keys[:, :, None].float(), mask.band)[0]
-    return count.to(_wide(count)).expand(batch).sum()
+    before = F.pad(valid_keys.long().cumsum(-1), (1, 0))
+    positions = torch.arange(queries, device=device)
+    last = positions.new_full((), keys) if mask.band.high is None else (positions + mask.band.high + 1).clamp(0, keys)
+    first = positions.new_zeros(()) if mask.band.low is None else (positions + mask.band.low + 1).clamp(0, keys)
+    seen = (before[:, last.expand(queries)] - before[:, first.expand(queries)]).clamp(min=0)
+    return (seen * valid_queries.long()).sum(-1).expand(batch).sum()
 
 
 def row_sums(
@@ -230,11 +235,11 @@ def row_sums(
     batch, heads, queries, _ = query.shape
     keys = key.shape[-2]
     picked = sampled_rows(queries, query.device)
-    rows = _at_least_float32(query[:, :, picked]).unflatten(1, (key.shape[1], -1))
-    scores = (rows.flatten(2, 3) @ _at_least_float32(key).mT).view(batch, heads, len(picked), keys)
+    rows = at_least_float32(query[:, :, picked]).unflatten(1, (key.shape[1], -1))
+    scores = (rows.flatten(2, 3) @ at_least_float32(key).mT).view(batch, heads, len(picked), keys)
 
     allowed = _allowed_rows(mask, picked, keys)
-    wide = _wide(scores)
+    wide = sum_dtype(scores.device)
     pairs = allowed.expand(batch, heads, -1, -1).sum((0, 2, 3)).to(wide)
     used = scores.masked_fill(~allowed, 0)
     total, square = used.sum((0, 2, 3), dtype=wide), used.square().sum((0, 2, 3), dtype=wide)

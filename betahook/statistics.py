@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from betahook.scores import sum_dtype
+
 SUMS = (
     "pairs",
     "exact_pairs",
@@ -45,8 +47,7 @@ ROW = {name: index for index, name in enumerate((*SUMS, "max_score"))}
 
 def empty(heads: int, device: torch.device) -> Tensor:
     """A table `[quantities, heads]` of zeros: float64, except where the device has none."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.zeros(len(ROW), heads, dtype=dtype, device=device)
+    return torch.zeros(len(ROW), heads, dtype=sum_dtype(device), device=device)
 
 
 def add(table: Tensor, values: dict[str, Tensor]) -> None:

@@ -64,7 +64,7 @@ def disconnect(layer: AttentionLayer) -> None:
 
 
 def _record_input(layer: AttentionLayer, of: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-    if args and layer.measuring and not is_recomputation():
+    if args and _is_recording(layer):
         layer.record_input(args[0], of)
 
 
@@ -100,7 +100,7 @@ def _hooked(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5  # what every backend does without one
     gain = layer.gain(scaling, query.device)
-    if layer.measuring and not is_recomputation():
+    if _is_recording(layer):
         mask = args[0] if args else kwargs.get("attention_mask")
         described = describe_mask(implementation, module, query, key, mask, kwargs)
         layer.record(query, key, described, position_bias=kwargs.get("position_bias"), softcap=kwargs.get("softcap"))
@@ -132,6 +132,10 @@ class ScaleQuery(torch.autograd.Function):
         scaled, gain = ctx.saved_tensors
         sensitivity = (gradient * scaled).sum((0, 2, 3), dtype=gain.dtype)
         return (gradient * gain).to(gradient.dtype), None, sensitivity
+
+
+def _is_recording(layer: AttentionLayer) -> bool:
+    return layer.measuring and not is_recomputation()
 
 
 def is_recomputation() -> bool:

@@ -7,10 +7,12 @@ are all of q, then all of k, then all of v, or else q, k, v of the first head, t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+
+from betahook.scores import at_least_float32
 
 SEPARATE = (
     ("q_proj", "k_proj"),
@@ -73,31 +75,30 @@ def locate(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Pr
     def interleaved(part: int) -> Callable[[Tensor], Tensor]:
         return lambda weight: weight.unflatten(0, (heads, 3, head_dim))[:, part]
 
-    for names in SEPARATE:
-        query, key = (_linear(getattr(module, name, None)) for name in names)
+    def projection(name: str, select: Callable[[Tensor], Tensor]) -> Projection | None:
+        child = getattr(module, name, None)
+        linear = _linear(child)
+        return None if linear is None else Projection(linear, select, wrapped=hasattr(child, "base_layer"))
+
+    for query_name, key_name in SEPARATE:
+        # A gated query projection has further rows behind those of each head.
+        query = projection(query_name, lambda weight: weight.unflatten(0, (heads, -1))[:, :head_dim])
+        key = projection(key_name, lambda weight: weight.unflatten(0, (-1, head_dim)))
         if query is not None and key is not None:
-            # A gated query projection has further rows behind those of each head.
-            adapted = hasattr(getattr(module, names[0]), "base_layer")
-            return (
-                Projection(query, lambda weight: weight.unflatten(0, (heads, -1))[:, :head_dim], adapted),
-                Projection(key, lambda weight: weight.unflatten(0, (-1, head_dim))),
-            )
+            return query, key
     for name in FUSED:
-        fused = _linear(getattr(module, name, None))
+        fused = projection(name, rows(0, heads))
         if fused is None:
             continue
-        size = matrix(fused).shape[0]
-        adapted = hasattr(getattr(module, name), "base_layer")
-        cross = _linear(getattr(module, "q_attn", None))
+        size = matrix(fused.module).shape[0]
+        cross = projection("q_attn", rows(0, heads))
         if cross is not None:  # GPT-2's cross-attention: q apart, k and v fused
-            return Projection(cross, rows(0, heads), hasattr(module.q_attn, "base_layer")), Projection(
-                fused, rows(0, heads)
-            )
+            return cross, fused
         if _interleaved(module) and size == 3 * heads * head_dim:
-            return Projection(fused, interleaved(0), adapted), Projection(fused, interleaved(1))
+            return replace(fused, select=interleaved(0)), replace(fused, select=interleaved(1))
         key_heads = (size // head_dim - heads) // 2
         if key_heads > 0 and (heads + 2 * key_heads) * head_dim == size:
-            return Projection(fused, rows(0, heads), adapted), Projection(fused, rows(heads * head_dim, key_heads))
+            return fused, replace(fused, select=rows(heads * head_dim, key_heads))
     return None
 
 
@@ -118,5 +119,5 @@ def _linear(module: object) -> nn.Module | None:
 
 def entry_sums(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Number, sum and sum of squares of the entries per head: `[heads, d_k, d_x]` to three times `[heads]`."""
-    flat = weight.flatten(1).to(torch.promote_types(weight.dtype, torch.float32))
+    flat = at_least_float32(weight.flatten(1))
     return torch.full_like(flat[:, 0], flat.shape[1]), flat.sum(1), torch.linalg.vecdot(flat, flat)

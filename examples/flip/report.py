@@ -28,7 +28,7 @@ def table(rows: Iterable[Row], results: Iterable[Result], titles: dict[str, str]
             HEADER,
         ]
         for column, title in titles.items():
-            found = cells[row.name, column, row.beta if column in ("paper", "scaled-init") else None]
+            found = cells[row.name, column, relevant_beta(row, column)]
             if not found:
                 continue
             accuracies = [result["accuracy"] for result in found]
@@ -46,6 +46,11 @@ def table(rows: Iterable[Row], results: Iterable[Result], titles: dict[str, str]
                 f"{len(found):>6} {steps:>14} {beta:>11.3g}  {title}{runs}"
             )
     return "\n".join(lines)
+
+
+def relevant_beta(row: Row, column: str) -> float | None:
+    """The paper's beta, in the columns that depend on it; rows may differ in nothing else."""
+    return row.beta if column in ("paper", "scaled-init") else None
 
 
 def percent(share: float) -> str:

@@ -22,8 +22,7 @@ import torch
 from tqdm import tqdm
 
 import betahook
-from betahook.beta_search import BetaSearch
-from report import draw, table
+from report import draw, relevant_beta, table
 from task import TABLE_1, Row, Run, train
 
 Identity = tuple[str, str, float | None, int]
@@ -56,7 +55,7 @@ def measure(column: str, row: Row, seed: int, options: dict[str, Any]) -> dict[s
 
 def search(row: Row, seed: int, options: dict[str, Any]) -> dict[str, Any]:
     """The paper's search: decades, then bisection, on the validation accuracy; with what it cost."""
-    trials = BetaSearch(start=1.0, decades=2, resolution=0.2)
+    trials = betahook.BetaSearch(start=1.0, decades=2, resolution=0.2)
     best: dict[str, Any] = {}
     while (beta := trials.ask()) is not None:
         result = train(Run(row, seed, beta=beta), **options)
@@ -85,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     results = [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
     known = {key(result) for result in results}
     todo = {
-        (column, row.name, row.beta if column in ("paper", "scaled-init") else None, seed): (column, row, seed)
+        (column, row.name, relevant_beta(row, column), seed): (column, row, seed)
         for row in rows
         for column in options.columns
         for seed in options.seeds
