@@ -1,5 +1,6 @@
 """betahook: measure the scale of attention scores while a model trains, and adapt the softmax inverse temperature."""
 
+from betahook.alerts import Alert, Alerts
 from betahook.audit import Audit, LayerAudit
 from betahook.beta_search import BetaSearch
 from betahook.controllers import Cap, Controller, Gradient, Monitor, Observation, Search, Variance, default
@@ -11,6 +12,8 @@ from betahook.statistics import Statistics
 __version__ = "0.1.0"
 
 __all__ = [
+    "Alert",
+    "Alerts",
     "AttentionLayer",
     "Audit",
     "BetaSearch",

@@ -239,6 +239,11 @@ def apply(controllers: Iterable[Controller], beta: Tensor, observation: Observat
     return torch.where(healthy & (new != old), bounded.to(beta), beta)
 
 
+def at_bound(beta: Tensor, beta_default: Tensor) -> Tensor:
+    """Whether beta is as far from the model's own as `apply` lets it go, up to rounding; boolean, as `beta`."""
+    return (beta / beta_default).log10().abs() >= DECADES - 1e-4
+
+
 def _capped(beta: Tensor, logit: float, observation: Observation) -> Tensor:
     """Beta, at most such that the largest score makes `logit`; without a measured score there is no ceiling."""
     ceiling = logit / observation.statistics.max_score

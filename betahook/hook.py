@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -10,10 +12,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from betahook import controllers as rules
 from betahook import layers as attention
 from betahook import scores, statistics, tap, theory
+from betahook.alerts import Alerts
 from betahook.audit import Audit
 from betahook.controllers import Controller, Monitor, Observation
 from betahook.layers import AttentionLayer, Layers, State, Units
@@ -21,6 +25,7 @@ from betahook.layers import AttentionLayer, Layers, State, Units
 LayerChoice = str | Sequence[str] | Callable[[str, nn.Module], bool]
 ControllerChoice = Literal["default", "monitor"] | Controller | Sequence[Controller]
 
+logger = logging.getLogger(__name__)
 
 STATE_VERSION = 1
 
@@ -37,6 +42,7 @@ def attach(
     per_head: bool = False,
     interval: int = 1,
     when: Literal["training", "always"] = "training",
+    alerts: Alerts | None = None,
 ) -> Hook:
     """Measure the attention scores of a model from now on, and let a controller adapt beta after every step.
 
@@ -53,6 +59,7 @@ def attach(
         per_head: one beta for each head instead of one for each layer.
         interval: measure the scores every n-th step; the sensitivity is known in every step all the same.
         when: "training" measures forwards in training mode only, "always" those in evaluation mode too.
+        alerts: limits, and what to call where the metrics cross them.
 
     Returns:
         The hook. Call its `step()` once per optimizer step, `detach()` at the end.
@@ -71,7 +78,10 @@ def attach(
         raise ValueError(f"interval must be a whole number of steps, 1 or more; got {interval!r}")
     if when not in ("training", "always"):
         raise ValueError(f'when must be "training" or "always"; got {when!r}')
-    return Hook(model, chain, _find_layers(model, layers), per_head=per_head, interval=interval, when=when)
+    if not isinstance(alerts, Alerts | None):
+        raise TypeError(f"alerts must be betahook.Alerts or None; got {alerts!r}")
+    found = _find_layers(model, layers)
+    return Hook(model, chain, found, per_head=per_head, interval=interval, when=when, alerts=alerts)
 
 
 class Hook:
@@ -93,6 +103,7 @@ class Hook:
         per_head: bool,
         interval: int,
         when: str,
+        alerts: Alerts | None,
     ) -> None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         state = State.create(sum(heads for _, heads, _ in modules.values()), device, in_evaluation=when == "always")
@@ -107,7 +118,11 @@ class Hook:
         self._state = state
         self._per_head = per_head
         self._interval = interval
+        self._alerts = alerts
         self._steps = 0
+        self._nonfinite_since = torch.zeros_like(state.beta)  # the step, from 1 on; 0 for never
+        self._has_warned = False
+        self._alerts_seen = 0
         self._unit_cache: dict[tuple[bool, torch.device], Units] = {}
         self._recent = torch.zeros_like(state.table)
         self._acted = state.beta
@@ -151,8 +166,14 @@ class Hook:
         return "\n".join(lines)
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, scaler: GradScaler | None = None) -> None:
         """Pool the statistics over ranks, run the controllers and write beta: once per optimizer step, after it.
+
+        Args:
+            scaler: the scaler of the loss in float16 training, after its `update()`. The sensitivities are divided by
+                its scale; where it skipped the optimizer step, on any rank, beta stays too. It is read back to the
+                host, as it does itself in every step. A step at whose end the scale grew, one in `growth_interval`,
+                cannot be told from a skipped one and counts as such.
 
         Raises:
             RuntimeError: the hook is detached.
@@ -160,7 +181,11 @@ class Hook:
         if not self.attached:
             raise RuntimeError("step() on a detached hook: attach to the model again")
         state = self._state
-        self._recent = table = self._latest(statistics.all_reduce(state.collect()), weigh=state.measuring)
+        collected = state.collect()
+        scale = 1.0 if scaler is None else _scale(scaler)
+        if scale != 1:
+            collected[statistics.ROW["sensitivity"]] /= scale
+        self._recent = table = self._latest(statistics.all_reduce(collected), weigh=state.measuring)
 
         units = self._units(self._per_head)
         self._acted = state.current_beta
@@ -177,6 +202,10 @@ class Hook:
         state.beta = torch.where(units.spread(new != beta), units.spread(new), state.beta)
         state.reset()
         self._steps += 1
+        if not math.isnan(scale):  # a skipped step is nothing to warn about
+            since = self._nonfinite_since.to(table.device)
+            broken = units.spread(~observed.finite) & (since == 0)
+            self._nonfinite_since = torch.where(broken, self._steps, since)
         state.measuring = self._steps % self._interval == 0
 
     def metrics(self) -> dict[str, float]:
@@ -184,18 +213,25 @@ class Hook:
 
         Quantities: beta, score_mean, score_std, predicted_std (from W_q and W_k), independent_std (from the moments of
         q and k), classic_std (`sqrt(d_k)`), weight_std_q, weight_std_k, max_logit, entropy (nats), sensitivity,
-        nonfinite (1 where a NaN or an infinity held the controllers), exact (0 where mean and std are of sampled
-        rows). What was not measured is left out. Reads the device back, so call it when you log, not in every step.
+        nonfinite (1 where a NaN, an infinity or a skipped optimizer step held the controllers), at_bound (1 where beta
+        is as far from the model's own as controllers may take it), exact (0 where mean and std are of sampled rows).
+        What was not measured is left out. Reads the device back, so call it when you log, not in every step.
+
+        The first call after a NaN or an infinity logs a warning, the only one, with the layers and their steps.
         """
-        units = self._units(per_head=False)
-        values = self._quantities(units)
+        values = self._quantities(self._units(per_head=False))
         table = torch.stack([column.double() for column in values.values()]).tolist()
-        return {
+        metrics = {
             f"{quantity}/{name}": number
             for quantity, row in zip(values, table, strict=True)
             for name, number in zip(self.layers, row, strict=True)
             if number == number
         }
+        self._warn_of_nonfinite()
+        if self._alerts is not None and self._alerts_seen < self._steps:
+            self._alerts_seen = self._steps
+            self._alerts.check(metrics, self._steps)
+        return metrics
 
     def head_metrics(self) -> dict[str, Tensor]:
         """The same for each head: `quantity/layer` to a tensor `[heads]` on the CPU, for histograms."""
@@ -284,6 +320,23 @@ class Hook:
             layer.weigh(table)
         return table
 
+    def _warn_of_nonfinite(self) -> None:
+        if self._has_warned:
+            return
+        heads = self._nonfinite_since.cpu().split([layer.heads for layer in self.layers.values()])
+        first = {
+            name: int(since[since > 0].min()) for name, since in zip(self.layers, heads, strict=True) if since.any()
+        }
+        if first:
+            self._has_warned = True
+            places = [f"{name} in step {first[name]}" for name in sorted(first, key=first.__getitem__)]
+            others = f" and {len(places) - 3} other layers" if len(places) > 3 else ""
+            logger.warning(
+                "NaN or infinity in the scores or gradients of %s%s: beta stays where it was",
+                ", ".join(places[:3]),
+                others,
+            )
+
     def _units(self, per_head: bool) -> Units:
         key = (per_head, self._state.table.device)
         if key not in self._unit_cache:
@@ -307,8 +360,18 @@ class Hook:
             "entropy": observed.entropy,
             "sensitivity": observed.sensitivity,
             "nonfinite": ~observed.finite,
+            "at_bound": rules.at_bound(beta, units.first(self._state.beta_default)),
             "exact": observed.exact,
         }
+
+
+def _scale(scaler: GradScaler) -> float:
+    """What the loss of this step was multiplied by; NaN if the optimizer step was skipped."""
+    state = scaler.state_dict()
+    if not state:
+        return 1.0  # disabled
+    # Anew after a skipped step, and after growth: only in between is the scale still that of the backward.
+    return float(state["scale"]) if state["_growth_tracker"] > 0 else math.nan
 
 
 def _check_model(model: nn.Module) -> None:

@@ -272,8 +272,13 @@ class AttentionLayer:
 
     @torch.no_grad()
     def weigh(self, table: Tensor) -> None:
-        """Write the sums of the entries of W_q and W_k into the columns of this layer of `table`."""
+        """Write the sums of the entries of W_q and W_k into the columns of this layer of `table`.
+
+        Weights that are offloaded, on the meta device outside the forward, are left out.
+        """
         for of, projection in zip(("query", "key"), self.projections or (), strict=False):
+            if projection.weight.is_meta:
+                continue
             sums = weights.entry_sums(projection.weight)
             for name, value in zip((f"{of}_weights", f"{of}_weight", f"{of}_weight_square"), sums, strict=True):
                 table[statistics.ROW[name], self._slice] = value.repeat_interleave(self.heads // len(value)).to(table)

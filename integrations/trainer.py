@@ -12,13 +12,21 @@ from transformers.integrations.integration_utils import TensorBoardCallback, def
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from betahook import checkpoint
+from betahook.alerts import Alerts
 from betahook.fold import FoldError, fold
 from betahook.hook import ControllerChoice, Hook, LayerChoice, attach
 from betahook.integrations.tensorboard import TensorBoardWriter
 
 logger = logging.getLogger(__name__)
 
-_DEFAULTS = {"controller": "default", "layers": None, "per_head": False, "interval": 1, "when": "training"}
+_DEFAULTS = {
+    "controller": "default",
+    "layers": None,
+    "per_head": False,
+    "interval": 1,
+    "when": "training",
+    "alerts": None,
+}
 
 
 class BetaHookCallback(TrainerCallback):
@@ -37,7 +45,7 @@ class BetaHookCallback(TrainerCallback):
     lose it. With `load_best_model_at_end`, it is the beta that stood when the best checkpoint was saved.
 
     Args:
-        controller, layers, per_head, interval, when: as for `betahook.attach`.
+        controller, layers, per_head, interval, when, alerts: as for `betahook.attach`.
         hook: a hook that is attached to the model already, instead of these options.
         on_end: "fold", as above; where a layer has no exact fold, the hook stays and a warning says why. "keep" leaves
             the model hooked, with its beta, for you to `fold` or `detach`.
@@ -57,6 +65,7 @@ class BetaHookCallback(TrainerCallback):
         per_head: bool = False,
         interval: int = 1,
         when: Literal["training", "always"] = "training",
+        alerts: Alerts | None = None,
         hook: Hook | None = None,
         on_end: Literal["fold", "keep"] = "fold",
     ) -> None:
@@ -66,6 +75,7 @@ class BetaHookCallback(TrainerCallback):
             "per_head": per_head,
             "interval": interval,
             "when": when,
+            "alerts": alerts,
         }
         if hook is not None and self._options != _DEFAULTS:
             raise ValueError("BetaHookCallback(hook=...) takes no other option: they belong to attach(), which made it")
@@ -88,7 +98,8 @@ class BetaHookCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         assert self.hook is not None
-        self.hook.step()
+        # Accelerate's optimizer knows the scaler of the loss, None but in float16 training.
+        self.hook.step(getattr(kwargs.get("optimizer"), "scaler", None))
 
     def on_log(
         self,

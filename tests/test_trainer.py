@@ -101,6 +101,13 @@ def test_the_model_is_plain_after_training_and_keeps_its_beta(tmp_path, best):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(max(losses) if best else losses[-1], rel=1e-5)
 
 
+def test_alerts_come_with_the_log(tmp_path):
+    heard = []
+    callback = BetaHookCallback(alerts=betahook.Alerts(heard.append, entropy=100.0))
+    make_trainer(tmp_path, callback).train()
+    assert [alert.step for alert in heard if alert.layer == LAYER] == [2, 4, 6]
+
+
 def test_keep_leaves_the_hook(tmp_path):
     callback = BetaHookCallback(on_end="keep")
     make_trainer(tmp_path, callback).train()

@@ -1,0 +1,230 @@
+"""The ways people train: one optimizer step is one update of beta, whatever surrounds it."""
+
+import pytest
+import torch
+from accelerate import Accelerator, dispatch_model
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+import betahook
+from betahook.integrations.trainer import BetaHookCallback
+from models import build, inputs
+
+LAYER = "model.layers.0.self_attn"
+
+
+def attach(model):
+    """A search that moves in every step."""
+    return betahook.attach(model, controller=betahook.Search(window=1, warmup=0, opening=0.1, growth=1.0))
+
+
+def betas(hook):
+    return [layer.beta for layer in hook.layers.values()]
+
+
+def sensitivities(hook):
+    return [value for key, value in hook.metrics().items() if key.startswith("sensitivity")]
+
+
+def make_scaler(scale=2.0**10, **options):
+    return torch.amp.GradScaler("cpu", init_scale=scale, **options)
+
+
+def overflow(parameter):
+    parameter.grad[0, 0] = torch.inf
+
+
+def scaled_step(model, optimizer, scaler, hook, batch):
+    scaler.scale(model(**batch).loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    hook.step(scaler)
+
+
+def test_the_loss_scale_is_divided_out():
+    """A power of two, so that the scaled run has the bits of the plain one."""
+    said = []
+    for scaler in (None, make_scaler(), make_scaler(enabled=False)):
+        model, batch = build("llama"), inputs("llama")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with attach(model) as hook:
+            for _ in range(3):
+                if scaler is None:
+                    model(**batch).loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    hook.step()
+                else:
+                    scaled_step(model, optimizer, scaler, hook, batch)
+            said.append((sensitivities(hook), betas(hook)))
+    assert said[0] == said[1] == said[2]
+
+
+def test_a_skipped_step_moves_no_beta():
+    """The overflow is in a gradient far from attention: every sensitivity is finite, beta stays all the same."""
+    model, batch, scaler = build("llama"), inputs("llama"), make_scaler()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(model) as hook:
+        scaled_step(model, optimizer, scaler, hook, batch)
+        before, state = betas(hook), {name: x.clone() for name, x in hook.controllers[0].state.items()}
+        handle = model.lm_head.weight.register_post_accumulate_grad_hook(overflow)
+        scaled_step(model, optimizer, scaler, hook, batch)
+        assert scaler.get_scale() == 2.0**9
+        assert betas(hook) == before
+        assert all(torch.equal(value, hook.controllers[0].state[name]) for name, value in state.items())
+        metrics = hook.metrics()
+        assert metrics[f"nonfinite/{LAYER}"] == 1
+        assert f"sensitivity/{LAYER}" not in metrics
+        assert metrics[f"score_std/{LAYER}"] > 0
+        handle.remove()
+        scaled_step(model, optimizer, scaler, hook, batch)
+        assert betas(hook) != before
+        assert hook.metrics()[f"nonfinite/{LAYER}"] == 0
+
+
+def test_a_skipped_step_is_no_reason_to_warn(caplog):
+    model, batch, scaler = build("llama"), inputs("llama"), make_scaler(scale=torch.inf)
+    with attach(model) as hook:
+        scaled_step(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler, hook, batch)
+        assert hook.metrics()[f"nonfinite/{LAYER}"] == 1
+    assert not caplog.records
+
+
+def test_the_trainer_finds_the_scaler(tmp_path):
+    """Accelerate refuses float16 on a CPU, but its optimizer takes a scaler; the Trainer gives that to callbacks."""
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    Accelerator(cpu=True)
+    model, batch, scaler = build("llama"), inputs("llama"), make_scaler(scale=2.0**30)
+    optimizer = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler)
+    callback = BetaHookCallback(hook=attach(model))
+    events = (arguments, TrainerState(is_world_process_zero=False), TrainerControl())
+    callback.on_train_begin(*events, model=model)
+    moved = []
+    for overflows in (False, True):
+        if overflows:
+            model.lm_head.weight.register_post_accumulate_grad_hook(overflow)
+        before = betas(callback.hook)
+        scaler.scale(model(**batch).loss).backward()
+        optimizer.step()
+        callback.on_step_end(*events, optimizer=optimizer)
+        assert optimizer.step_was_skipped is overflows
+        moved.append(betas(callback.hook) != before)
+    assert moved == [True, False]
+    callback.hook.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    """Statistics and sensitivities under autocast are those of float32, as near as the dtype allows."""
+    reference, model, batch = build("llama"), build("llama"), inputs("llama")
+    with betahook.attach(reference, controller="monitor") as a, betahook.attach(model, controller="monitor") as b:
+        reference(**batch).loss.backward()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = model(**batch).loss
+        loss.backward()
+        for name in a.layers:
+            expected, seen = a.layers[name].statistics, b.layers[name].statistics
+            for quantity in ("std", "entropy", "max_score"):
+                assert float(getattr(seen, quantity)) == pytest.approx(float(getattr(expected, quantity)), rel=2e-2)
+            assert float(seen.sensitivity) == pytest.approx(float(expected.sensitivity), rel=0.1, abs=1e-4)
+
+
+def test_accumulation_is_one_update_and_clipping_leaves_it_alone():
+    """Two half batches, clipped, against the joined batch."""
+    batch = inputs("llama", padded=False)
+    said = []
+    for rows in ([slice(0, 2)], [slice(0, 1), slice(1, 2)]):
+        model = build("llama")
+        with attach(model) as hook:
+            for row in rows:
+                (model(**{name: x[row] for name, x in batch.items()}).loss / len(rows)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            hook.step()
+            said.append(sensitivities(hook))
+            assert hook.controllers[0].state["direction"].abs().tolist() == [1, 1]
+    assert said[0] == pytest.approx(said[1], rel=1e-4)
+
+
+def test_two_models_in_one_process_know_nothing_of_each_other():
+    first, second, plain = build("llama"), build("gpt2"), build("llama")
+    expected = plain(**inputs("llama")).logits
+    with attach(second) as other:
+        with attach(first) as hook:
+            for model, name in ((first, "llama"), (second, "gpt2")):
+                model(**inputs(name)).loss.backward()
+            hook.step()
+            assert all(layer.beta == layer.beta_default for layer in other.layers.values())
+            assert all(layer.beta != layer.beta_default for layer in hook.layers.values())
+            assert float(other.layers["transformer.h.0.attn"].statistics.count) > 0
+        assert torch.equal(plain(**inputs("llama")).logits, expected)
+        other.step()
+        assert all(layer.beta != layer.beta_default for layer in other.layers.values())
+    assert torch.equal(first(**inputs("llama")).logits, expected)
+
+
+def test_an_encoder_decoder_adapts_all_three_kinds_of_attention():
+    model, batch = build("t5"), inputs("t5")
+    with attach(model) as hook:
+        model(**batch).loss.backward()
+        hook.step()
+        kinds = {"encoder.block.0.layer.0", "decoder.block.0.layer.0", "decoder.block.0.layer.1"}
+        for kind in kinds:
+            (layer,) = (layer for name, layer in hook.layers.items() if name.startswith(kind))
+            assert layer.beta != layer.beta_default
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "mistral"])
+def test_generation_with_a_cache_uses_beta(family):
+    model, batch = build(family, "sdpa").eval(), inputs(family, padded=False)
+    batch.pop("labels")
+    options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    plain = model.generate(**batch, **options)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        assert torch.equal(model.generate(**batch, **options), plain)
+        for layer in hook.layers.values():
+            layer.beta = 3 * layer.beta_default
+        adapted = model.generate(**batch, **options, use_cache=True)
+        assert torch.equal(adapted, model.generate(**batch, **options, use_cache=False))
+        assert not torch.equal(adapted, plain)
+        assert all(value == value for value in hook.metrics().values())
+    assert torch.equal(model.generate(**batch, **options), plain)
+
+
+def test_an_evaluation_in_between_changes_nothing():
+    def run(evaluate):
+        model, batch = build("llama"), inputs("llama")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with attach(model) as hook:
+            for _ in range(3):
+                model(**batch).loss.backward()
+                if evaluate:
+                    model.eval()
+                    with torch.no_grad():
+                        model(**inputs("llama", 7))
+                    model.train()
+                optimizer.step()
+                optimizer.zero_grad()
+                hook.step()
+            return hook.metrics()
+
+    assert run(evaluate=True) == run(evaluate=False)
+
+
+@pytest.mark.parametrize("second", ["cpu", "disk"])
+def test_a_model_split_by_a_device_map(tmp_path, second):
+    """Offloaded weights are on the meta device outside the forward: the scores are measured, they are not."""
+    model, batch = build("llama").eval(), inputs("llama")
+    expected = model(**batch).logits
+    modules = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu", "model.rotary_emb": "cpu"}
+    split = modules | {"model.layers.0": "cpu", "model.layers.1": second}
+    model = dispatch_model(model, split, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        assert torch.equal(model(**batch).logits, expected)
+        hook.step()
+        metrics = hook.metrics()
+    for name in ("model.layers.0.self_attn", "model.layers.1.self_attn"):
+        assert metrics[f"score_std/{name}"] > 0
+    assert f"weight_std_q/{LAYER}" in metrics
+    assert ("weight_std_q/model.layers.1.self_attn" in metrics) is (second == "cpu")
