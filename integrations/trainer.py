@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback, default_logdir
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from betahook import checkpoint
@@ -39,7 +41,8 @@ class BetaHookCallback(TrainerCallback):
     main process logs.
 
     Every checkpoint folder gets the state of the hook, and `trainer.train(resume_from_checkpoint=...)` continues from
-    it. A checkpoint in the middle of a run holds the weights without beta: use it with this callback, not alone.
+    it; after a crash, give it `last_checkpoint(output_dir)`. A checkpoint in the middle of a run holds the weights
+    without beta: use it with this callback, or with `betahook.restore`, not alone.
 
     At the end of training beta is folded into the weights: the model is plain again and `trainer.save_model()` cannot
     lose it. With `load_best_model_at_end`, it is the beta that stood when the best checkpoint was saved.
@@ -89,9 +92,11 @@ class BetaHookCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        resumed = state.global_step > 0
         if self.hook is None or not self.hook.attached:
-            self.hook = attach(kwargs["model"], **self._options)
-        if state.global_step > 0:
+            with checkpoint.unmarked(kwargs["model"]) if resumed else nullcontext():
+                self.hook = attach(kwargs["model"], **self._options)
+        if resumed:
             checkpoint.load(self.hook, _resumed_folder(args, state))
         if state.is_world_process_zero:
             self._open(args, state, control, **kwargs)
@@ -158,6 +163,28 @@ class BetaHookCallback(TrainerCallback):
         if not reported:
             self._loss_writer = TensorBoardCallback(self._writer.writer)
             self._loss_writer.on_train_begin(args, state, control, **kwargs)
+
+
+def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+    """The newest whole checkpoint of a run with `BetaHookCallback`, for `resume_from_checkpoint`; None without any.
+
+    `resume_from_checkpoint=True` takes the newest folder, even the half-written one of a process that was killed
+    while it saved. The Trainer writes trainer_state.json last, so a folder is whole where that can be read.
+    """
+    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
+    numbers = [folder.name.removeprefix(prefix) for folder in Path(output_dir).glob(f"{prefix}*")]
+    steps = sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
+    folders = [Path(output_dir, f"{prefix}{step}") for step in steps]
+    return next((str(folder) for folder in folders if _is_whole(folder)), None)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+        checkpoint.read(folder)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _checkpoint(args: TrainingArguments, step: int) -> Path:

@@ -5,6 +5,8 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from transformers import GPTJConfig, GPTJForCausalLM
 
@@ -328,3 +330,43 @@ def test_a_hooked_model_is_not_copied_without_its_beta(duplicate):
     with betahook.attach(model), pytest.raises(TypeError, match=r"cannot be copied or pickled: fold\(\) or detach\(\)"):
         duplicate(model)
     duplicate(model)
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.floats(),
+    st.sampled_from(["", "default", "monitor", "*", "*.self_attn", "always", "[", LAYER]),
+    st.text(max_size=4),
+    st.lists(st.sampled_from(["*.0.*", "x", 3, betahook.Cap]), max_size=2),
+    st.sampled_from([betahook.Cap(), betahook.Monitor, print, len, bool, torch.zeros(2), {}, nn.Linear(1, 1)]),
+    st.builds(lambda: [betahook.Search(), betahook.Cap()]),
+    st.builds(lambda: betahook.Alerts(print)),
+)
+OPTIONS = ["controller", "layers", "per_head", "interval", "when", "alerts", "model"]
+
+
+@pytest.fixture(scope="module")
+def target():
+    model = build("llama")
+    return model, fingerprint(model), model(**inputs("llama")).logits
+
+
+@given(options=st.dictionaries(st.sampled_from(OPTIONS), JUNK, max_size=3))
+@settings(max_examples=300, deadline=None)
+def test_any_arguments_attach_or_are_refused_with_a_reason(target, options):
+    model, before, expected = target
+    arguments = {"model": model, **options}
+    try:
+        hook = betahook.attach(**arguments)
+    except (TypeError, ValueError) as caught:
+        message = str(caught)
+    else:
+        message = "attached and detached"
+        with hook:
+            assert torch.equal(model(**inputs("llama")).logits, expected)
+            hook.step()
+    assert len(message) > 20
+    assert fingerprint(model) == before
+    assert torch.equal(model(**inputs("llama")).logits, expected)

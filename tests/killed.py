@@ -1,0 +1,187 @@
+"""Training runs that are killed, each in a process of its own; `python tests/killed.py` kills 20 at random moments."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+
+import betahook
+from betahook import checkpoint
+from betahook.integrations.trainer import BetaHookCallback, last_checkpoint
+from test_trainer import make_trainer
+
+STEPS, SAVE_STEPS = 8, 2
+IMPORTED = ["betahook.integrations.trainer", "transformers.trainer", "transformers.models.llama.modeling_llama"]
+IMPORTED += ["tensorboard.backend.event_processing.event_accumulator", "torch.utils.tensorboard", "accelerate.utils"]
+Bits = list[tuple[str, Tensor]]
+
+
+def train(folder: Path, prepare: Callable[[], None] | None = None, begun: Event | None = None) -> None:
+    """Train, resuming where there is something to resume; saves everything that a run ends with to `end.pt`."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if prepare is not None:
+        prepare()
+    rules = [betahook.Search(window=1, warmup=0, opening=0.3, largest=1.0), betahook.Cap(2.0)]
+    callback = BetaHookCallback(rules, on_end="keep")
+    settings = dict(save_strategy="steps", save_steps=SAVE_STEPS, save_total_limit=1, max_steps=STEPS)
+    trainer = make_trainer(folder / "run", callback, **settings)
+    if begun is not None:
+        begun.set()
+    trainer.train(resume_from_checkpoint=last_checkpoint(folder / "run"))
+    state = callback.hook.state_dict()
+    torch.save([trainer.model.state_dict(), trainer.optimizer.state_dict(), state], folder / "end.pt")
+
+
+def in_process(*arguments: Any) -> int | None:
+    """`train(*arguments)` in a process; its exit code, negative where a signal ended it."""
+    process = _processes().Process(target=train, args=arguments)
+    process.start()
+    process.join(120)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
+def kill_after(seconds: float, folder: Path) -> bool:
+    """Kill a run so long after it began; whether it was still running."""
+    begun = _processes().Event()
+    process = _processes().Process(target=train, args=(folder, None, begun))
+    process.start()
+    begun.wait(120)
+    process.join(seconds)
+    process.kill()
+    process.join()
+    return process.exitcode == -signal.SIGKILL
+
+
+def duration(folder: Path) -> float:
+    """Seconds that a whole run takes, measured from where `kill_after` starts to count."""
+    begun = _processes().Event()
+    process = _processes().Process(target=train, args=(folder, None, begun))
+    process.start()
+    begun.wait(120)
+    start = time.monotonic()
+    process.join(120)
+    assert process.exitcode == 0
+    return time.monotonic() - start
+
+
+def end(folder: Path) -> Bits:
+    """Every tensor and number that a run ended with, by its place."""
+    return list(_flatten("", torch.load(folder / "end.pt")))
+
+
+def differences(one: Bits, other: Bits) -> list[str]:
+    """Where two runs ended with different bits."""
+    assert [name for name, _ in one] == [name for name, _ in other]
+    return [
+        name
+        for (name, a), (_, b) in zip(one, other, strict=True)
+        if a.dtype != b.dtype or not torch.equal(a.nan_to_num(nan=-1.0), b.nan_to_num(nan=-1.0))
+    ]
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at_step(step: int, owner: Any, method: str) -> None:
+    """Let a method of the Trainer kill the process when it is called in a step."""
+    original = getattr(owner, method)
+
+    def replaced(self: Trainer, *arguments: Any, **options: Any) -> Any:
+        return die() if self.state.global_step == step else original(self, *arguments, **options)
+
+    setattr(owner, method, replaced)
+
+
+def before_the_weights() -> None:
+    die_at_step(4, Trainer, "save_model")
+
+
+def before_the_optimizer() -> None:
+    die_at_step(4, Trainer, "_save_optimizer_and_scheduler")
+
+
+def before_the_random_state() -> None:
+    die_at_step(4, Trainer, "_save_rng_state")
+
+
+def within_the_state_of_the_trainer() -> None:
+    def half(self: Any, path: str) -> None:
+        Path(path).write_text('{"global_step": 2,')
+        die()
+
+    sys.modules["transformers.trainer_callback"].TrainerState.save_to_json = half
+
+
+def within_the_file_of_betahook() -> None:
+    checkpoint.os = type("os", (), {**vars(os), "replace": die})
+
+
+POINTS = [
+    before_the_weights,
+    before_the_optimizer,
+    before_the_random_state,
+    within_the_state_of_the_trainer,
+    within_the_file_of_betahook,
+]
+
+
+def _processes() -> Any:
+    context = multiprocessing.get_context("forkserver")  # imports once, not in every process
+    context.set_forkserver_preload(IMPORTED)
+    return context
+
+
+def _flatten(place: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _flatten(f"{place}/{key}", part)
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            yield from _flatten(f"{place}/{index}", part)
+    elif isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, int | float):
+        yield place, torch.tensor(value, dtype=torch.float64)
+
+
+def main(points: int = 20) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        limit = duration(root / "whole")
+        expected = end(root / "whole")
+        print(f"a whole run takes {limit:.2f} s and ends with {len(expected)} tensors and numbers")
+        moments, tries, recovered, half_written = random.Random(0), 0, [], 0
+        while len(recovered) < points:
+            tries += 1
+            folder, seconds = root / str(tries), moments.uniform(0, limit)
+            killed = kill_after(seconds, folder)
+            newest = max((folder / "run").glob("checkpoint-*"), key=lambda f: int(f.name[11:]), default=folder).name
+            whole = Path(last_checkpoint(folder / "run") or "nothing").name
+            if not killed or whole == f"checkpoint-{STEPS}":
+                continue  # it had ended; the Trainer would make one step more
+            half_written += newest not in (whole, folder.name)
+            assert in_process(folder) == 0
+            recovered.append(not differences(expected, end(folder)))
+            print(f"killed after {seconds:.2f} s, newest {newest}, resumed from {whole}, same bits: {recovered[-1]}")
+        print(f"{sum(recovered)} of {points} recovered; {half_written} had a half-written newest folder")
+
+
+if __name__ == "__main__":
+    main()
