@@ -17,7 +17,7 @@ from betahook import tap
 from betahook.hook import Hook
 from betahook.layers import AttentionLayer
 
-NORMS = ("q_norm", "q_layernorm", "query_layernorm", "query_norm")
+NORMS = ("q_norm", "q_layernorm", "q_b_norm", "query_layernorm", "query_norm")
 """Norms of the query between its projection and the scores."""
 OBSTACLES = {
     "clip_qkv": "it clips q, k and v after the projection",

@@ -7,10 +7,15 @@ Whether a given mask tensor really is of that form is decided on its device: the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+MASKED = math.log(torch.finfo(torch.float32).tiny)
+"""What takes a pair's share of its row down to nothing in float32, -87.3. Models write "masked" as infinity, as the
+least number of a dtype, as -1e9, -1e4 or -100."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +63,14 @@ def from_tensor(mask: Tensor, band: Band) -> Mask:
     """Describe the 4-D `mask` of an attention call, `[batch or 1, heads or 1, queries, keys]`.
 
     A boolean mask is True where a pair may be used. A floating one is added to the logits; a pair counts as masked
-    where it lies in the lower half of its dtype's range, which is how transformers writes "masked". `band` is the
-    structure to be expected; `Mask.structured` says whether the mask has it.
+    where that takes off `MASKED` or more. `band` is the structure to be expected; `Mask.structured` says whether the
+    mask has it.
     """
     bias = None
     if mask.dtype == torch.bool:
         pairs = mask
     else:
-        pairs = mask > torch.finfo(mask.dtype).min / 2
+        pairs = mask > MASKED
         bias = mask
     first = pairs[:, 0]
     queries, keys = first.any(-1), first.any(-2)

@@ -177,6 +177,8 @@ def describe_mask(
         mask = _dense(mask, queries, keys, query.device)
     if mask.dim() == 2:
         return masks.from_padding(mask, band, queries)
+    if implementation == "eager" and not mask.is_floating_point():
+        mask = mask.float()  # eager adds whatever it gets, and so does not mask with a boolean
     # Some models leave a dimension at 1 for the attention to broadcast.
     pairs = mask[..., :keys].expand(*mask.shape[:2], queries, keys)
     return masks.from_tensor(pairs.detach(), band)

@@ -1,7 +1,9 @@
 """Where W_q and W_k of an attention module are, and the spread of their entries.
 
 transformers has no convention, but few variations: two projections side by side, or one fused projection whose rows
-are all of q, then all of k, then all of v, or else q, k, v of the first head, then of the second, and so on.
+are all of q, then all of k, then all of v, or else q, k, v of the first head, then of the second, and so on. Latent
+attention (MLA) projects down and up again: its W_q and W_k are the rows of the projections up, and W_k lacks the few
+components of k that turn with the position, which all heads share and no projection up makes.
 """
 
 from __future__ import annotations
@@ -86,6 +88,11 @@ def locate(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Pr
         key = projection(key_name, lambda weight: weight.unflatten(0, (-1, head_dim)))
         if query is not None and key is not None:
             return query, key
+    unturned = getattr(module, "qk_nope_head_dim", None)
+    latent = projection("kv_b_proj", lambda weight: weight.unflatten(0, (heads, -1))[:, :unturned])
+    query = projection("q_b_proj", rows(0, heads)) or projection("q_proj", rows(0, heads))
+    if unturned is not None and latent is not None and query is not None:
+        return query, latent
     for name in FUSED:
         fused = projection(name, rows(0, heads))
         if fused is None:

@@ -92,8 +92,8 @@ def test_other_masks_have_no_structure(change, padding):
     assert mask.structured.item() is False
 
 
-def test_a_finite_bias_masks_nothing():
-    bias = torch.linspace(-1e4, 1e4, 63).view(1, 1, 7, 9)
+def test_a_bias_masks_nothing():
+    bias = torch.linspace(-80, 1e4, 63).view(1, 1, 7, 9)
     mask = masks.from_tensor(bias, Band())
     assert mask.pairs.all()
     assert torch.equal(mask.bias, bias)
@@ -117,3 +117,12 @@ def test_the_structure_is_decided_on_the_device(dtype):
     mask = masks.from_tensor(torch.empty(2, 1, 7, 9, dtype=dtype, device="meta"), Band(None, 2))
     assert mask.structured.shape == ()
     assert mask.structured.device.type == "meta"
+
+
+@pytest.mark.parametrize("taken_off", [100.0, 1e4, 1e9, torch.finfo(torch.float32).max, torch.inf])
+def test_what_leaves_a_pair_no_share_of_its_row_masks_it(taken_off):
+    bias = torch.zeros(1, 1, 7, 9)
+    bias[..., 6:] = -taken_off
+    mask = masks.from_tensor(bias, Band())
+    assert torch.equal(mask.pairs, bias == 0)
+    assert mask.structured.item() is True

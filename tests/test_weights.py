@@ -111,6 +111,24 @@ def test_the_weight_is_a_view_that_asks_for_no_gradient(name):
         assert (projection.weight == 7.0).all()
 
 
+@pytest.mark.parametrize("rank", [8, None])
+def test_latent_attention_is_known_by_its_projections_up(rank, operands):
+    sizes = dict(kv_lora_rank=8, q_lora_rank=rank, qk_nope_head_dim=6, qk_rope_head_dim=2, v_head_dim=8)
+    config = transformers.DeepseekV3Config(**SIZE, **sizes, rope_interleave=False, attn_implementation="eager")
+    torch.manual_seed(0)
+    attention = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Attention(config, 0).double()
+    projections = weights.locate(attention, HEADS, HEAD_DIM)
+    entered = []
+    for projection in projections:
+        projection.module.register_forward_pre_hook(lambda module, args: entered.append(args[0].flatten(0, -3)))
+    inputs = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    computed = operands(attention, inputs, None, UNROTATED)
+    for projection, x, result in zip(projections, entered, computed, strict=True):
+        made = torch.einsum("btx,hdx->bhtd", x, projection.weight)
+        torch.testing.assert_close(made, result[..., : made.shape[-1]], rtol=1e-10, atol=1e-10)
+    assert [projection.weight.shape[1] for projection in projections] == [HEAD_DIM, 6]
+
+
 class Holder(nn.Module):
     """A module with the given children, as an attention module of another library would have them."""
 
