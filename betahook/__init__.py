@@ -7,6 +7,7 @@ from betahook.controllers import Cap, Controller, Gradient, Monitor, Observation
 from betahook.fold import FoldError, fold
 from betahook.hook import Hook, UnsupportedModelError, attach
 from betahook.layers import AttentionLayer
+from betahook.restore import restore
 from betahook.statistics import Statistics
 
 __version__ = "0.1.0"
@@ -32,4 +33,5 @@ __all__ = [
     "attach",
     "default",
     "fold",
+    "restore",
 ]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from betahook import checkpoint, scores, statistics, tap, theory
 from betahook import controllers as rules
 from betahook import layers as attention
-from betahook import scores, statistics, tap, theory
 from betahook.alerts import Alerts
 from betahook.audit import Audit
 from betahook.controllers import Controller, Monitor, Observation
@@ -66,7 +66,8 @@ def attach(
 
     Raises:
         UnsupportedModelError: nothing in the model can be hooked.
-        ValueError: an option has a value that makes no sense, or the model is wrapped or compiled already.
+        ValueError: an option has a value that makes no sense; the model is wrapped or compiled already, or was saved
+            while hooked and waits for `betahook.restore`.
         RuntimeError: the model is hooked already.
         TypeError: `model` is no module, or an option has the wrong type.
     """
@@ -134,6 +135,7 @@ class Hook:
         # Called once, by detach or when the hook is collected together with its model.
         self._release = weakref.finalize(self, tap.release)
         self._handles = [handle for layer in found for handle in tap.connect(layer)]
+        checkpoint.connect(self)
 
     def detach(self) -> None:
         """Leave the model exactly as it was before `attach`; beta is the model's own again."""
@@ -143,6 +145,7 @@ class Hook:
             handle.remove()
         for layer in self.layers.values():
             tap.disconnect(layer)
+        checkpoint.disconnect(self)
         self._release()
 
     @property
@@ -267,6 +270,11 @@ class Hook:
         return {
             "version": STATE_VERSION,
             "layers": {name: layer.heads for name, layer in self.layers.items()},
+            "options": {
+                "per_head": self._per_head,
+                "interval": self._interval,
+                "when": "always" if state.in_evaluation else "training",
+            },
             "steps": self._steps,
             "beta": state.beta.clone(),
             "beta_default": state.beta_default.clone(),
@@ -282,34 +290,22 @@ class Hook:
         """Continue from what `state_dict` returned; on an error nothing is changed.
 
         Raises:
-            ValueError: the state is of another version, other layers or other controllers; the message names them.
+            ValueError: the state is damaged, or of another version, other layers or other controllers; the message says
+                which.
         """
-        if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
-            found = state.get("version") if isinstance(state, dict) else type(state).__name__
-            raise ValueError(f"expected a betahook state of version {STATE_VERSION}, got {found!r}")
-        layers = {name: layer.heads for name, layer in self.layers.items()}
-        different = sorted(set(layers.items()) ^ set(state["layers"].items()))
-        if different:
-            names = ", ".join(dict.fromkeys(name for name, _ in different))
-            raise ValueError(f"the state belongs to a model with other layers; these differ: {names}")
-        rules_here = [repr(controller) for controller in self.controllers]
-        rules_there = [entry["rule"] for entry in state["controllers"]]
-        if rules_here != rules_there:
-            raise ValueError(f"the state belongs to other controllers: expected {rules_here}, got {rules_there}")
-        own = self._state
-        device = own.table.device
-        for name, like in (("beta", own.beta), ("beta_default", own.beta), ("sums", own.table), ("recent", own.table)):
-            shape = list(state[name].shape) if name in state else None
-            if shape != list(like.shape):
-                raise ValueError(
-                    f"the state is incomplete: {name} should have the shape {list(like.shape)}, got {shape}"
-                )
+        own, like = self._state, self.state_dict()
+        start = self._units(self._per_head).first(own.current_beta)
+        for controller, entry in zip(self.controllers, like["controllers"], strict=True):
+            entry["state"] = entry["state"] or controller.start(start)
+        checkpoint.check(state, like)
+
         own.beta, own.beta_default, own.table, self._recent = (
-            state[name].to(device, copy=True) for name in ("beta", "beta_default", "sums", "recent")
+            state[name].to(like[name], copy=True) for name in ("beta", "beta_default", "sums", "recent")
         )
-        own.probe.grad = own.table[statistics.ROW["sensitivity"]].to(own.probe.dtype)
-        for controller, entry in zip(self.controllers, state["controllers"], strict=True):
-            controller.state = {name: value.to(device, copy=True) for name, value in entry["state"].items()}
+        own.probe.grad = own.table[statistics.ROW["sensitivity"]].to(own.probe)
+        for controller, entry, known in zip(self.controllers, state["controllers"], like["controllers"], strict=True):
+            memory = entry["state"]
+            controller.state = {name: memory[name].to(start.device, copy=True) for name in known["state"] if memory}
         self._steps = state["steps"]
         own.measuring = self._steps % self._interval == 0
 
@@ -382,6 +378,10 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(f"the model is wrapped in {name}: attach to the model inside, betahook.attach(model.module)")
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise ValueError(f"{name} is compiled already: attach first, then compile")
+    if checkpoint.is_marked(model):
+        raise ValueError(
+            f"{name} was saved with its beta beside the weights: betahook.restore(model, folder) attaches with that"
+        )
     hooked = [path or name for path, module in model.named_modules() if hasattr(module, tap.ATTRIBUTE)]
     if hooked:
         raise RuntimeError(f"{name} is hooked already (at {hooked[0]}): call detach() on its hook first")
