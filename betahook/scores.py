@@ -1,12 +1,12 @@
 """Moments, extremes and entropy of attention scores, without an N x N tensor.
 
-A score is `s_ij = q_i . k_j`. Its first two moments over all pairs are products of sums over tokens,
+A score is `s_ij = q_i . k_j`. The first two moments of a query's scores need no more than sums over its keys,
 
-    sum s = (sum_i q_i) . (sum_j k_j)            sum s^2 = <Q^T Q, K^T K>_F
+    sum_j s_ij = q_i . (sum_j k_j)            sum_j s_ij^2 = q_i^T (sum_j k_j k_j^T) q_i
 
-and a causal mask only replaces `K^T K` by its prefix up to each query, taken block by block. The cost is O(N d^2)
-instead of O(N^2 d). What has no such form (maximum, entropy, masks without structure) is read off a fixed, evenly
-spaced subset of query rows against all keys.
+and under a causal mask those sums are carried from one block of queries to the next. The cost is O(N d^2) instead of
+O(N^2 d), the extra memory O(d^2). What has no such form (maximum, entropy, masks without structure) is read off a
+fixed, evenly spaced subset of query rows against all keys.
 
 Nothing here draws random numbers, reads a value back to the host, or needs autograd; everything is computed in
 float32 or better.
@@ -14,21 +14,31 @@ float32 or better.
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from betahook.masks import Band, Mask
+from betahook.masks import Mask
 
 BLOCK = 64
 """Queries per block of the causal sum: about d_k, where the work inside blocks equals the work between them."""
 
+BLOCKS_AT_ONCE = 64
+"""On an accelerator, where starting a kernel costs more than running it; on the CPU one, which stays in the cache."""
+
 ROWS = 32
 """Query rows that are looked at in full; all of them, hence exactly, up to this length."""
+
+CACHED = 2**18
+"""Scores of sampled rows that are worked on at once on the CPU, so that they stay in its cache."""
+
+LOWEST = -80.0
+"""Logits further than this below the largest of their row count as this: `exp(-80)` is nothing beside 1, and any
+smaller number would be a denormal, whose exponential takes ten times as long."""
 
 
 @dataclass(frozen=True)
@@ -74,95 +84,107 @@ class Components:
 
 def components(tokens: Tensor, valid: Tensor | None) -> Components:
     """Moments of `tokens [batch, heads, tokens, d_k]`, over those where `valid [batch or 1, tokens]` is True."""
-    tokens = at_least_float32(tokens)
+    batch, _, length, _ = tokens.shape
     if valid is None:
-        mean = tokens.mean((0, 2))
-        return Components(mean, (tokens - mean[:, None, :]).square_().mean((0, 2)))
-    weight = _per_token(valid, tokens).expand(tokens.shape[0], -1, -1, -1)
-    count = weight.sum().clamp(min=1)
-    mean = (tokens * weight).sum((0, 2)) / count
-    return Components(mean, ((tokens - mean[:, None, :]).square_() * weight).sum((0, 2)) / count)
+        count: Tensor | int = batch * length
+        total = tokens.sum((0, 2), dtype=torch.promote_types(tokens.dtype, torch.float32))
+    else:
+        count = valid.expand(batch, -1).sum().clamp(min=1)
+        total = (tokens * _per_token(valid, at_least_float32(tokens))).sum((0, 2))
+    mean = total / count
+    square = torch.zeros_like(mean)
+    for start, stop in _slabs(length, tokens.device):
+        square += _centred(tokens, mean, valid, start, stop).square_().sum((0, 2))
+    return Components(mean, square / count)
 
 
 def _per_token(valid: Tensor, tokens: Tensor) -> Tensor:
-    """`[batch or 1, tokens]` as a factor for `[batch, ..., tokens, d]`."""
-    shape = (valid.shape[0], *[1] * (tokens.dim() - 3), valid.shape[1], 1)
-    return valid.view(shape).to(tokens.dtype)
+    """`[batch or 1, tokens]` as a factor for `tokens [batch, heads, tokens, d]`."""
+    return valid[:, None, :, None].to(tokens.dtype)
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Inner product of the last two dimensions."""
-    dot: Tensor = torch.linalg.vecdot(a.flatten(-2), b.flatten(-2))
-    return dot
+def _centred(tokens: Tensor, mean: Tensor, valid: Tensor | None, start: int, stop: int) -> Tensor:
+    """Tokens `start` to `stop` less the mean of their head, `[heads, d]`: a new tensor, zero where not valid."""
+    part = tokens[:, :, start:stop] - mean[:, None, :]
+    return part if valid is None else part.mul_(_per_token(valid[:, start:stop], part))
 
 
-def _blocks(tokens: Tensor) -> Tensor:
-    """`[..., n, d] -> [..., blocks, BLOCK, d]`, the last block filled up with zeros."""
-    missing = -tokens.shape[-2] % BLOCK
-    if missing:
-        tokens = F.pad(tokens, (0, 0, 0, missing))
+def _slabs(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Start and stop of the runs of tokens, whole blocks but for the last, that are worked on at once."""
+    if torch.compiler.is_compiling():  # without a loop one graph serves every length
+        yield 0, length
+        return
+    slab = BLOCK if device.type == "cpu" else BLOCK * BLOCKS_AT_ONCE
+    for start in range(0, length, slab):
+        yield start, min(start + slab, length)
+
+
+def _blocks(tokens: Tensor, before: int = 0) -> Tensor:
+    """`[..., n, d] -> [..., blocks, BLOCK, d]`, filled up with zeros: `before` of them in front, the rest behind."""
+    after = -(before + tokens.shape[-2]) % BLOCK
+    if before or after:
+        tokens = F.pad(tokens, (0, 0, before, after))
     blocks: Tensor = tokens.unflatten(-2, (-1, BLOCK))
     return blocks
 
 
-def _rectangle(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of s and of s^2 over all pairs of `query [..., n, d]` and `key [..., m, d]`."""
-    total = torch.linalg.vecdot(query.sum(-2), key.sum(-2))
-    return total, _dot(query.mT @ query, key.mT @ key)
+class _Below:
+    """Sums over the scores of queries with the centred keys `j <= i + edge`.
+
+    It is called with slab after slab of queries. All that it carries from one to the next are the sums over the keys
+    that every later query sees: `total [batch * key_heads, d, 1]` and `gram [batch * key_heads, d, d]`.
+    """
+
+    def __init__(self, edge: int, key: Tensor, mean: Tensor, valid: Tensor | None) -> None:
+        batch, heads, self.keys, width = key.shape
+        self.edge = edge
+        self.key, self.mean, self.valid = key, mean, valid
+        self.seen = 0
+        self.total = mean.new_zeros(batch * heads, width, 1)
+        self.gram = mean.new_zeros(batch * heads, width, width)
+
+    def __call__(self, query: Tensor, groups: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """For the queries from `start` to `stop`, in blocks `[batch * key_heads * blocks, groups * BLOCK, d]`.
+
+        Returns:
+            The sum of the scores of each query, `[batch * key_heads * blocks, groups * BLOCK]`, and the sum of the
+            squares of all, `[batch * key_heads * blocks, groups]`.
+        """
+        first, last = (min(max(position + self.edge, 0), self.keys) for position in (start, stop))
+        for begin, end in _slabs(first - self.seen, query.device):
+            self._pass(self._read(self.seen + begin, self.seen + end))
+        self.seen = max(self.seen, first)
+        if first == last:
+            blocks = len(query) // len(self.gram)
+            total, gram = (x.repeat_interleave(blocks, 0) for x in (self.total, self.gram))
+            return _seen_by_all(query, groups, total, gram)
+
+        # The edge runs through these keys: of those in its own block a query sees the ones up to its own place.
+        key = _blocks(self._read(first, last), before=first - start - self.edge).flatten(0, 1)
+        self.seen = last
+        score, square = _seen_by_all(query, groups, *self._pass(key))
+        inside = torch.bmm(query, key.mT).view(-1, groups, BLOCK, BLOCK).tril_()
+        return score + inside.sum(-1).flatten(1), square + torch.linalg.vector_norm(inside, dim=(2, 3)).square()
+
+    def _read(self, start: int, stop: int) -> Tensor:
+        return _centred(self.key, self.mean, self.valid, start, stop).flatten(0, 1)
+
+    def _pass(self, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in the keys `[batch * key_heads * blocks, n, d]`; returns total and gram in front of each block."""
+        total, gram, key_total = self.total, self.gram, key.sum(1).unsqueeze(-1)
+        if len(key) == len(gram):
+            self.total, self.gram = total + key_total, torch.baddbmm(gram, key.mT, key)
+            return total, gram
+        totals, grams = (x.unflatten(0, (len(gram), -1)) for x in (key_total, torch.bmm(key.mT, key)))
+        after, gram_after = total[:, None] + totals.cumsum(1), gram[:, None] + grams.cumsum(1)
+        self.total, self.gram = after[:, -1], gram_after[:, -1]
+        return (after - totals).flatten(0, 1), (gram_after - grams).flatten(0, 1)
 
 
-def _triangle(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """The same over the pairs with `j <= i`, for equally many queries and keys."""
-    query, key = _blocks(query), _blocks(key)
-    inside = (query @ key.mT).tril_()
-    total, square = inside.sum((-3, -2, -1)), _dot(inside, inside).sum(-1)
-    if query.shape[-3] > 1:
-        # Block b meets every earlier block: exclusive prefixes are the inclusive ones, one block late.
-        total = total + _dot(query.sum(-2)[..., 1:, :], key.sum(-2).cumsum(-2)[..., :-1, :])
-        grams, prefix = query.mT @ query, _running_sum(key.mT @ key)
-        square = square + _dot(grams[..., 1:, :, :], prefix[..., :-1, :, :]).sum(-1)
-    return total, square
-
-
-def _running_sum(matrices: Tensor) -> Tensor:
-    """Inclusive prefix sums over the blocks of `[..., blocks, d, d]`; may reuse its argument's memory."""
-    if matrices.device.type != "cpu" or torch.compiler.is_compiling():
-        return matrices.cumsum(-3)
-    # On the CPU cumsum walks with a stride of d^2 and takes four to five times as long.
-    for before, block in itertools.pairwise(matrices.unbind(-3)):
-        block += before
-    return matrices
-
-
-def _below(query: Tensor, key: Tensor, high: int) -> tuple[Tensor, Tensor]:
-    """The same over the pairs with `j - i <= high`, for any number of queries and keys."""
-    query = query[..., max(-high, 0) :, :]
-    high = max(high, 0)
-    seen_by_all, key = key[..., :high, :], key[..., high:, :]
-    rows = query.shape[-2]
-    if key.shape[-2] < rows:
-        # Rows past the last key see every key; zero keys stand for those that are not there.
-        key = F.pad(key, (0, 0, 0, rows - key.shape[-2]))
-    total, square = _triangle(query, key[..., :rows, :])
-    if seen_by_all.shape[-2]:
-        more, more_square = _rectangle(query, seen_by_all)
-        total, square = total + more, square + more_square
-    return total, square
-
-
-def _banded(query: Tensor, key: Tensor, band: Band) -> tuple[Tensor, Tensor]:
-    """The same over a band: what lies below its upper edge less what lies below its lower one."""
-    queries, keys = query.shape[-2], key.shape[-2]
-    if band.high is None or band.high >= keys - 1:
-        total, square = _rectangle(query, key)
-    elif band.high <= -queries:
-        total = square = (query[..., :0, :].sum(-2) * key[..., :0, :].sum(-2)).sum(-1)
-    else:
-        total, square = _below(query, key, band.high)
-    if band.low is not None and band.low > -queries:
-        less, less_square = _below(query, key, band.low)
-        total, square = total - less, square - less_square
-    return total, square
+def _seen_by_all(query: Tensor, groups: int, total: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """What keys with the sums `total [n, d, 1]` and `gram [n, d, d]` contribute; shapes as in `_Below.__call__`."""
+    square = torch.bmm(query, gram).mul_(query)
+    return torch.bmm(query, total).squeeze(-1), square.view(len(query), groups, -1).sum(-1)
 
 
 def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor, key_mean: Tensor) -> ScoreSums:
@@ -176,39 +198,61 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor, key_m
         query_mean: `[heads, d_k]`, about the mean query. Any value gives the same sums; the mean makes them accurate.
         key_mean: `[key_heads, d_k]`, likewise.
     """
-    batch, heads, queries, _ = query.shape
-    groups = heads // key.shape[1]
-    query = at_least_float32(query).unflatten(1, (-1, groups))
-    key = at_least_float32(key).unsqueeze(2)
+    batch, heads, queries, width = query.shape
+    key_heads, keys = key.shape[1:3]
+    groups = heads // key_heads
     wide = sum_dtype(query.device)
+    # What lies below the upper edge of the band less what lies below the lower one.
+    below = [_Below(keys if mask.band.high is None else mask.band.high, key, key_mean, mask.keys)]
+    if mask.band.low is not None:
+        below.append(_Below(mask.band.low, key, key_mean, mask.keys))
 
-    # Centre the keys, so that a large mean score does not cancel the digits of the variance:
-    # s - shift = [q, q . key_mean - shift] . [k - key_mean, 1]   with   shift = query_mean . key_mean.
-    key_mean = key_mean[:, None, None, :]
-    shift = (query_mean.unflatten(0, (-1, groups))[..., None, :] * key_mean).sum(-1, keepdim=True)
-    query = torch.cat([query, query @ key_mean.mT - shift], -1)
-    key = torch.cat([key - key_mean, torch.ones_like(key[..., :1])], -1)
-    if mask.queries is not None:
-        query = query * _per_token(mask.queries, query)
-    if mask.keys is not None:
-        key = key * _per_token(mask.keys, key)
+    # The keys are centred, so that a large mean score does not cancel the digits of the variance:
+    # s - shift = q . (k - key_mean) + offset   with   offset = q . key_mean - shift.
+    means = key_mean.repeat(batch, 1)[..., None]
+    scores, offsets, squares = [], [], []
+    for start, stop in _slabs(queries, query.device):
+        rows = at_least_float32(query[:, :, start:stop])
+        if mask.queries is not None:
+            rows = rows * _per_token(mask.queries[:, start:stop], rows)
+        rows = _blocks(rows).unflatten(1, (key_heads, groups)).transpose(2, 3)
+        blocks = rows.shape[2]
+        rows = rows.reshape(-1, groups * BLOCK, width)
+        score, square = below[0](rows, groups, start, stop)
+        if len(below) == 2:
+            less, less_square = below[1](rows, groups, start, stop)
+            score, square = score - less, square - less_square
+        offset = torch.bmm(rows, means if blocks == 1 else means.repeat_interleave(blocks, 0))
+        scores.append(score.view(batch, key_heads, blocks, groups, BLOCK))
+        offsets.append(offset.view(batch, key_heads, blocks, groups, BLOCK))
+        squares.append(square.view(batch, key_heads, blocks, groups))
 
-    total, square = (x.to(wide).sum(0).flatten() for x in _banded(query, key, mask.band))
-    pairs = _pair_count(mask, batch, queries, key.shape[-2], query.device).to(wide).expand(heads)
-    shift = shift.flatten().to(wide)
-    return ScoreSums(pairs, total + pairs * shift, square + 2 * shift * total + pairs * shift.square())
+    # Per query from here on, `[batch, key_heads, blocks, groups, BLOCK]`.
+    shift = (query_mean.unflatten(0, (key_heads, groups)) * key_mean[:, None]).sum(-1)
+    score, offset = torch.cat(scores, 2), torch.cat(offsets, 2) - shift[:, None, :, None]
+    count = _pairs_per_query(mask, queries, keys, query.device)
+    count_here = _blocks(count[..., None])[:, None, :, None, :, 0]
+    total = (score + count_here * offset).sum((0, 2, 4), dtype=wide)
+    square = torch.cat(squares, 2).sum((0, 2), dtype=wide)
+    square = square + (offset * (2 * score + count_here * offset)).sum((0, 2, 4), dtype=wide)
+
+    pairs = count.expand(batch, -1).sum().to(wide)
+    shift = shift.to(wide)
+    sums = pairs.expand_as(shift), total + pairs * shift, square + 2 * shift * total + pairs * shift.square()
+    return ScoreSums(*(x.flatten() for x in sums))
 
 
-def _pair_count(mask: Mask, batch: int, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Number of pairs, a scalar: for each query, the valid keys between the two edges of the band."""
-    valid_queries = torch.ones(1, queries, device=device) if mask.queries is None else mask.queries
-    valid_keys = torch.ones(1, keys, device=device) if mask.keys is None else mask.keys
-    before = F.pad(valid_keys.long().cumsum(-1), (1, 0))
+def _pairs_per_query(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor:
+    """`[batch or 1, queries]`: for each query, the number of valid keys between the two edges of the band."""
     positions = torch.arange(queries, device=device)
     last = positions.new_full((), keys) if mask.band.high is None else (positions + mask.band.high + 1).clamp(0, keys)
     first = positions.new_zeros(()) if mask.band.low is None else (positions + mask.band.low + 1).clamp(0, keys)
-    seen = (before[:, last.expand(queries)] - before[:, first.expand(queries)]).clamp(min=0)
-    return (seen * valid_queries.long()).sum(-1).expand(batch).sum()
+    if mask.keys is None:
+        seen = (last - first).clamp(min=0).expand(1, queries)
+    else:
+        before = F.pad(mask.keys.long().cumsum(-1), (1, 0))
+        seen = (before[:, last.expand(queries)] - before[:, first.expand(queries)]).clamp(min=0)
+    return seen if mask.queries is None else seen * mask.queries
 
 
 def row_sums(
@@ -237,32 +281,67 @@ def row_sums(
     picked = sampled_rows(queries, query.device)
     rows = at_least_float32(query[:, :, picked]).unflatten(1, (key.shape[1], -1))
     scores = (rows.flatten(2, 3) @ at_least_float32(key).mT).view(batch, heads, len(picked), keys)
-
     allowed = _allowed_rows(mask, picked, keys)
-    wide = sum_dtype(scores.device)
-    pairs = allowed.expand(batch, heads, -1, -1).sum((0, 2, 3)).to(wide)
-    used = scores.masked_fill(~allowed, 0)
-    total, square = used.sum((0, 2, 3), dtype=wide), used.square().sum((0, 2, 3), dtype=wide)
+    biases = [bias for bias in (mask.bias, position_bias) if bias is not None]
+    biases = [bias.expand(*bias.shape[:2], queries, keys)[..., picked, :] for bias in biases]
+    parts = [
+        _look_at(
+            scores[..., start:stop, :],
+            allowed[..., start:stop, :],
+            [bias[..., start:stop, :] for bias in biases],
+            beta.to(scores.dtype).view(-1, 1, 1),
+            softcap,
+        )
+        for start, stop in _row_slabs(scores)
+    ]
+    total, square, largest, entropy = (torch.cat(part, -1) for part in zip(*parts, strict=True))
 
-    logits = scores * beta.to(scores.dtype).view(-1, 1, 1)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    for bias in (mask.bias, position_bias):
-        if bias is not None:
-            logits = logits + bias.expand(*bias.shape[:2], queries, keys)[..., picked, :]
-    # Finite, so that a masked pair contributes 0 and not 0 * inf.
-    logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min / 4)
-    logits = logits - logits.amax(-1, keepdim=True)
-    weight = logits.exp()
-    norm = weight.sum(-1)
-    entropy = norm.log() - (weight * logits).sum(-1) / norm
-    seen = allowed.any(-1).expand(batch, heads, -1)
+    wide = sum_dtype(scores.device)
+    pairs = allowed.sum(-1).expand(batch, heads, -1)
+    seen = pairs > 0
     return RowSums(
-        ScoreSums(pairs, total, square),
+        ScoreSums(pairs.sum((0, 2)).to(wide), total.sum((0, 2), dtype=wide), square.sum((0, 2), dtype=wide)),
         seen.sum((0, 2)).to(wide),
         entropy.masked_fill(~seen, 0).sum((0, 2), dtype=wide),
-        used.abs().amax((0, 2, 3)).to(wide),
+        largest.amax((0, 2)).to(wide),
     )
+
+
+def _row_slabs(scores: Tensor) -> Iterator[tuple[int, int]]:
+    """Start and stop of the runs of rows of `scores [batch, heads, rows, keys]` that are worked on at once."""
+    rows = scores.shape[2]
+    if scores.device.type != "cpu" or torch.compiler.is_compiling():
+        yield 0, rows
+        return
+    slab = max(1, rows * CACHED // scores.numel())
+    for start in range(0, rows, slab):
+        yield start, min(start + slab, rows)
+
+
+def _look_at(
+    scores: Tensor, allowed: Tensor, biases: list[Tensor], beta: Tensor, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sum and sum of squares of the scores in use, the largest of them, and entropy: `[batch, heads, rows]` each.
+
+    `scores [batch, heads, rows, keys]` is overwritten.
+    """
+    scores *= allowed.to(scores.dtype)
+    total, square = scores.sum(-1), torch.linalg.vector_norm(scores, dim=-1).square()
+    largest = torch.maximum(scores.amax(-1), -scores.amin(-1))
+
+    # What is added to the logits is finite, so that a row without a key has no NaN.
+    added = torch.zeros_like(allowed, dtype=scores.dtype).masked_fill_(~allowed, torch.finfo(scores.dtype).min / 4)
+    for bias in biases:
+        added = added + bias
+    if softcap is None:
+        logits = torch.addcmul(added, scores, beta)
+    else:
+        logits = softcap * torch.tanh(scores * beta / softcap) + added
+    logits -= logits.amax(-1, keepdim=True)
+    logits.clamp_(min=LOWEST)
+    weight = logits.exp()
+    norm = weight.sum(-1)
+    return total, square, largest, norm.log() - weight.mul_(logits).sum(-1) / norm
 
 
 def sampled_rows(queries: int, device: torch.device) -> Tensor:
