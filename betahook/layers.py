@@ -233,7 +233,7 @@ class AttentionLayer:
         self, query: Tensor, key: Tensor, mask: Mask, *, position_bias: Tensor | None, softcap: float | None
     ) -> None:
         """Add one attention call; `query [batch, heads, queries, d_k]` and `key` as the score product gets them."""
-        query, key = (scores.at_least_float32(tokens.detach()) for tokens in (query, key))
+        query, key = query.detach(), key.detach()
         of_query, of_key = scores.components(query, mask.queries), scores.components(key, mask.keys)
         beta = self._state.current_beta[self._slice].to(query.device)
         rows = scores.row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap)

@@ -52,10 +52,11 @@ def empty(heads: int, device: torch.device) -> Tensor:
 
 def add(table: Tensor, values: dict[str, Tensor]) -> None:
     """Add `values`, name to a tensor `[heads]` or scalar, to `table` in place; `max_score` takes the larger one."""
-    for name, value in values.items():
-        row = table[ROW[name]]
-        value = value.to(row)
-        row.copy_(torch.maximum(row, value)) if name == "max_score" else row.add_(value)
+    zero = table.new_zeros(table.shape[1])
+    # All at once: on an accelerator an addition for each row would cost more than the sums themselves.
+    table[:-1] += torch.stack([values[name].expand_as(zero) if name in values else zero for name in SUMS])
+    if "max_score" in values:
+        table[-1] = torch.maximum(table[-1], values["max_score"])
 
 
 def pool(table: Tensor, lengths: Tensor) -> Tensor:
