@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ IMPORTED += ["tensorboard.backend.event_processing.event_accumulator", "torch.ut
 Bits = list[tuple[str, Tensor]]
 
 
-def train(folder: Path, prepare: Callable[[], None] | None = None, begun: Event | None = None) -> None:
+def train(folder: Path, prepare: Callable[[], None] | None = None) -> None:
     """Train, resuming where there is something to resume; saves everything that a run ends with to `end.pt`."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -39,8 +38,6 @@ def train(folder: Path, prepare: Callable[[], None] | None = None, begun: Event 
     callback = BetaHookCallback(rules, on_end="keep")
     settings = dict(save_strategy="steps", save_steps=SAVE_STEPS, save_total_limit=1, max_steps=STEPS)
     trainer = make_trainer(folder / "run", callback, **settings)
-    if begun is not None:
-        begun.set()
     trainer.train(resume_from_checkpoint=last_checkpoint(folder / "run"))
     state = callback.hook.state_dict()
     torch.save([trainer.model.state_dict(), trainer.optimizer.state_dict(), state], folder / "end.pt")
@@ -56,28 +53,16 @@ def in_process(*arguments: Any) -> int | None:
     return process.exitcode
 
 
-def kill_after(seconds: float, folder: Path) -> bool:
-    """Kill a run so long after it began; whether it was still running."""
-    begun = _processes().Event()
-    process = _processes().Process(target=train, args=(folder, None, begun))
+def kill_after(step: int, seconds: float, folder: Path) -> bool:
+    """Kill a run so long after the folder for the checkpoint of a step appears; whether it was still running."""
+    process = _processes().Process(target=train, args=(folder,))
     process.start()
-    begun.wait(120)
+    while process.is_alive() and not (folder / f"run/checkpoint-{step}").exists():
+        time.sleep(1e-3)
     process.join(seconds)
     process.kill()
     process.join()
-    return process.exitcode == -signal.SIGKILL
-
-
-def duration(folder: Path) -> float:
-    """Seconds that a whole run takes, measured from where `kill_after` starts to count."""
-    begun = _processes().Event()
-    process = _processes().Process(target=train, args=(folder, None, begun))
-    process.start()
-    begun.wait(120)
-    start = time.monotonic()
-    process.join(120)
-    assert process.exitcode == 0
-    return time.monotonic() - start
+    return bool(process.exitcode == -signal.SIGKILL)
 
 
 def end(folder: Path) -> Bits:
@@ -164,22 +149,24 @@ def _flatten(place: str, value: Any) -> Any:
 def main(points: int = 20) -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        limit = duration(root / "whole")
+        assert in_process(root / "whole") == 0
         expected = end(root / "whole")
-        print(f"a whole run takes {limit:.2f} s and ends with {len(expected)} tensors and numbers")
+        print(f"a whole run ends with {len(expected)} tensors and numbers")
         moments, tries, recovered, half_written = random.Random(0), 0, [], 0
         while len(recovered) < points:
             tries += 1
-            folder, seconds = root / str(tries), moments.uniform(0, limit)
-            killed = kill_after(seconds, folder)
-            newest = max((folder / "run").glob("checkpoint-*"), key=lambda f: int(f.name[11:]), default=folder).name
+            folder = root / str(tries)
+            step, seconds = moments.randrange(SAVE_STEPS, STEPS, SAVE_STEPS), moments.uniform(0, 0.3)
+            killed = kill_after(step, seconds, folder)
+            newest = max((folder / "run").glob("checkpoint-*"), key=lambda f: int(f.name[11:])).name
             whole = Path(last_checkpoint(folder / "run") or "nothing").name
             if not killed or whole == f"checkpoint-{STEPS}":
                 continue  # it had ended; the Trainer would make one step more
-            half_written += newest not in (whole, folder.name)
+            half_written += newest != whole
             assert in_process(folder) == 0
             recovered.append(not differences(expected, end(folder)))
-            print(f"killed after {seconds:.2f} s, newest {newest}, resumed from {whole}, same bits: {recovered[-1]}")
+            said = f"killed {seconds:.3f} s after the begin of checkpoint-{step}: newest {newest}, resumed from {whole}"
+            print(f"{said}, same bits: {recovered[-1]}", flush=True)
         print(f"{sum(recovered)} of {points} recovered; {half_written} had a half-written newest folder")
 
 
