@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-slow lint format clean
 
 demo: $(VENV)/ready
 	$(RUN) examples/flip/run.py --columns default betahook --seeds 7 --output runs/demo
 
 test: $(VENV)/ready
 	$(RUN) -m pytest -n 2
+
+test-slow: $(VENV)/ready
+	$(RUN) -m pytest -m slow
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .

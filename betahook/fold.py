@@ -1,14 +1,19 @@
 """Bake beta into the weights, so that the model needs betahook no longer.
 
 Logits are linear in the query, so a factor on beta is the same factor on whatever is the last learned, linear thing
-that the query passes: the weight of its norm where there is one, else the q rows of the projection and its bias.
+that the query passes. Names do not tell which that is: each place that may be it is tried on the input of the model's
+last forward, and must give the outputs of the hooked module.
 """
 
 from __future__ import annotations
 
-import copy
+import math
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +24,8 @@ from betahook.layers import AttentionLayer
 
 NORMS = ("q_norm", "q_layernorm", "q_b_norm", "query_layernorm", "query_norm")
 """Norms of the query between its projection and the scores."""
-OBSTACLES = {
-    "clip_qkv": "it clips q, k and v after the projection",
-    "qk_norm": "it normalises q after its learned parts",
-    "distance_embedding": "its query also makes the relative position bias",
-    "linear_pos": "its query also makes the relative position scores",
-}
-"""Attributes of attention modules in which a factor on the query projection is not a factor on the scores alone."""
+CLIPS = ("clip_qkv",)
+"""Bounds on the entries of q: an input that stays within them would hide them."""
 
 
 class FoldError(ValueError):
@@ -33,17 +33,37 @@ class FoldError(ValueError):
 
 
 @dataclass(frozen=True)
-class _Change:
-    """New values for a parameter, or for a part of it."""
+class _Place:
+    """Weights that scale the query.
 
-    parameter: nn.Parameter
-    part: Tensor  # a view of the parameter's data
-    values: Tensor
+    Attributes:
+        parts: parameters, each with a view `[heads or 1, rows, columns]` of its entries that belong to the query.
+        offset: what the module adds to the entries of the first part, 1 in norms whose factor is `1 + w`.
+    """
+
+    parts: list[tuple[nn.Parameter, Tensor]]
+    offset: float = 0.0
+
+    def scaled(self, gain: Tensor) -> list[Tensor]:
+        """New values of the parts, for the factors `gain [heads]`."""
+        values = []
+        for index, (_, part) in enumerate(self.parts):
+            offset = self.offset if index == 0 else 0.0
+            factor = gain[: len(part), None, None].to(part.device)
+            values.append(((part.double() + offset) * factor - offset).to(part.dtype))
+        return values
+
+    def write(self, values: list[Tensor]) -> None:
+        for (_, part), value in zip(self.parts, values, strict=True):
+            part.copy_(value)
 
 
 @torch.no_grad()
 def fold(model: nn.Module | Hook) -> None:
     """Bake the current beta of a hooked model into its weights and detach: a plain model with the same outputs.
+
+    Checks itself before anything is written: the model runs once more on the input of its last forward, in evaluation
+    mode, and every layer must give the same output from its folded weights.
 
     Args:
         model: a hooked model, or its hook.
@@ -56,16 +76,18 @@ def fold(model: nn.Module | Hook) -> None:
     hook = model if isinstance(model, Hook) else _hook_of(model)
     if not hook.attached:
         raise ValueError("fold() on a detached hook: beta is the model's own, there is nothing to fold")
-    changes = [change for layer in hook.layers.values() for change in _changes(layer)]
-    seen: set[int] = set()
-    for change in changes:
-        if id(change.parameter) in seen:
-            raise FoldError("two hooked layers share a query weight, which cannot hold two factors; leave one out")
-        if not bool(change.values.isfinite().all()):
-            raise FoldError("a folded weight would be NaN or infinite; beta or the weight is not finite")
-        seen.add(id(change.parameter))
-    for change in changes:
-        change.part.copy_(change.values)
+    gains = {layer: layer.current_gain.double() for layer in hook.layers.values()}
+    for layer, gain in gains.items():
+        if bool(gain.isnan().any()):
+            raise _refusal(layer, "its own beta is unknown before the first forward; run one")
+    changed = [layer for layer, gain in gains.items() if bool((gain != 1).any())]
+    places = {layer: list(_places(layer, gains[layer])) for layer in changed}
+    if changed:
+        _refuse_shared(hook.model, places)
+        _refuse_infinite(places, gains)
+        _keep_exact(hook, places, gains)
+    for layer, (place, *_) in places.items():
+        place.write(place.scaled(gains[layer]))
     hook.detach()
 
 
@@ -77,63 +99,146 @@ def _hook_of(model: nn.Module) -> Hook:
     raise ValueError(f"{type(model).__name__} is not hooked: call betahook.attach(model) first")
 
 
-def _changes(layer: AttentionLayer) -> Iterator[_Change]:
-    """What folding this layer would write."""
-    gain = layer.current_gain.double()
-    if bool(gain.isnan().any()):
-        raise _refusal(layer, "its own beta is unknown before the first forward; run one")
-    if bool((gain == 1).all()):
-        return
-    for attribute, reason in OBSTACLES.items():
-        if getattr(layer.module, attribute, None) is not None:
-            raise _refusal(layer, reason)
-    norm = next((n for n in (getattr(layer.module, name, None) for name in NORMS) if n is not None), None)
-    if norm is not None and not isinstance(norm, nn.Identity):
-        yield from _norm_changes(layer, norm, gain)
-    else:
-        yield from _projection_changes(layer, gain)
-
-
-def _projection_changes(layer: AttentionLayer, gain: Tensor) -> Iterator[_Change]:
-    """Scale the q rows of the weight, and of the bias."""
+def _places(layer: AttentionLayer, gain: Tensor) -> Iterator[_Place]:
+    """Where the query may take a factor: its norms, then its projection."""
+    module = layer.module
+    for name in CLIPS:
+        if getattr(module, name, None) is not None:
+            raise _refusal(layer, "it clips q, k and v after the projection")
+    for norm in (getattr(module, name, None) for name in NORMS):
+        weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+        if not isinstance(weight, nn.Parameter) or weight.numel() not in (layer.head_dim, layer.heads * layer.head_dim):
+            continue
+        if weight.numel() == layer.head_dim and not bool((gain == gain[0]).all()):
+            raise _refusal(layer, "its query norm is shared by all heads, whose betas differ")
+        parameters = [p for p in (weight, bias) if isinstance(p, nn.Parameter)]
+        parts = [(p, _entries(layer, p.detach().view(-1, layer.head_dim, 1))) for p in parameters]
+        yield _Place(parts)
+        yield _Place(parts, offset=1.0)
     if layer.projections is None:
         raise _refusal(layer, "its query projection has no known form")
-    query = layer.projections[0]
-    if query.wrapped:
-        raise _refusal(layer, "its query projection is wrapped by an adapter; merge that first")
-    for parameter, part in query.parts():
-        if not part.is_floating_point():
-            raise _refusal(layer, f"its query weight is of {part.dtype}; dequantise it first")
-        yield _Change(parameter, part, (part.double() * gain.to(part.device)[:, None, None]).to(part.dtype))
+    yield _Place([(parameter, _entries(layer, part)) for parameter, part in layer.projections[0].parts()])
 
 
-def _norm_changes(layer: AttentionLayer, norm: nn.Module, gain: Tensor) -> Iterator[_Change]:
-    """Scale a query norm by its weight, `w` or `1 + w`, whichever scales its output."""
-    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
-    if not isinstance(weight, nn.Parameter):
-        raise _refusal(layer, "its query norm has no weight")
-    if weight.numel() == layer.head_dim:
-        if not bool((gain == gain[0]).all()):
-            raise _refusal(layer, "its query norm is shared by all heads, whose betas differ")
-        factor = gain[:1].to(weight.device)
-    elif weight.numel() == layer.heads * layer.head_dim:
-        factor = gain.to(weight.device).repeat_interleave(layer.head_dim).view_as(weight)
-    else:
-        raise _refusal(layer, f"its query norm has a weight of shape {list(weight.shape)}")
-    example = torch.randn(weight.shape, dtype=weight.dtype, generator=torch.Generator().manual_seed(0)).to(
-        weight.device
-    )
-    expected = norm(example) * factor
-    for offset in (0.0, 1.0):
-        changes = [_Change(weight, weight.data, ((weight.double() + offset) * factor - offset).to(weight.dtype))]
-        if isinstance(bias, nn.Parameter):
-            changes.append(_Change(bias, bias.data, (bias.double() * factor).to(bias.dtype)))
-        trial = copy.deepcopy(norm)
-        trial.load_state_dict({n: c.values for n, c in zip(("weight", "bias"), changes, strict=False)}, strict=False)
-        if torch.allclose(trial(example).double(), expected.double(), rtol=1e-2, atol=1e-6):
-            yield from changes
-            return
-    raise _refusal(layer, f"its query norm {type(norm).__name__} does not scale with its weight")
+def _entries(layer: AttentionLayer, part: Tensor) -> Tensor:
+    """`part`, if numbers can be written to it."""
+    if type(part) is not Tensor or part.is_meta:
+        kind = "on the meta device" if part.is_meta else f"a {type(part).__name__}"
+        raise _refusal(layer, f"its query weight is {kind}; fold the whole model on one device")
+    if not part.is_floating_point():
+        raise _refusal(layer, f"its query weight is of {part.dtype}; dequantise it first")
+    return part
+
+
+def _refuse_shared(model: nn.Module, places: dict[AttentionLayer, list[_Place]]) -> None:
+    """A weight with another user has one value for both; an adapter is saved without the weights below it."""
+    users = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    for layer, candidates in places.items():
+        if any(users[id(parameter)] > 1 for place in candidates for parameter, _ in place.parts):
+            raise _refusal(layer, "another module shares its query weight, which cannot hold two factors")
+    for name, module in model.named_modules():
+        if hasattr(module, "base_layer"):
+            layer = next(iter(places))
+            raise _refusal(layer, f"{name} is wrapped by an adapter, saved without the weights below; merge that first")
+
+
+def _refuse_infinite(places: dict[AttentionLayer, list[_Place]], gains: dict[AttentionLayer, Tensor]) -> None:
+    for layer, candidates in places.items():
+        values = (value for place in candidates for value in place.scaled(gains[layer]))
+        if not all(bool(value.isfinite().all()) for value in values):
+            raise _refusal(layer, "a folded weight would be NaN or infinite; beta or the weight is not finite")
+
+
+def _keep_exact(hook: Hook, places: dict[AttentionLayer, list[_Place]], gains: dict[AttentionLayer, Tensor]) -> None:
+    """Run the model on its last input and leave the places of each layer that are exact, at least one."""
+    if hook.last_input is None:
+        raise FoldError("fold() checks itself on the input of the model's last forward, and there was none; run one")
+    called = set()
+
+    def check(layer: AttentionLayer, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
+        called.add(layer)
+        run = partial(module.forward, *args, **kwargs)
+        places[layer] = [place for place in places[layer] if _is_exact(layer, place, gains[layer], run)]
+        if not places[layer]:
+            reason = "its output is not that of a scaled query projection or norm, or does not depend on beta"
+            raise _refusal(layer, reason)
+
+    args, kwargs = hook.last_input
+    with _rehearsal(hook), ExitStack() as handles:
+        for layer in places:
+            handle = layer.module.register_forward_hook(partial(check, layer), with_kwargs=True)
+            handles.callback(handle.remove)
+        hook.model(*args, **kwargs)
+    for layer in places:
+        if layer not in called:
+            raise _refusal(layer, "the last forward of the model did not use it; run one that does")
+
+
+def _is_exact(layer: AttentionLayer, place: _Place, gain: Tensor, run: Any) -> bool:
+    """Whether scaling a place does what the gain does: that of the layer, and one far from 1."""
+    far = gain / gain.max() / 2
+    with layer.acting(torch.ones_like(gain)):
+        plain = run()
+    kept = [part.clone() for _, part in place.parts]
+    for factors in (far, gain):
+        with layer.acting(factors):
+            expected = run()
+        place.write(place.scaled(factors))
+        try:
+            with layer.acting(torch.ones_like(gain)):
+                actual = run()
+        finally:
+            place.write(kept)
+        effect = math.inf if factors is gain else _distance(plain, expected)
+        error = _distance(actual, expected)
+        if not (error <= _tolerance(expected) and error < effect / 4):
+            return False
+    return True
+
+
+@contextmanager
+def _rehearsal(hook: Hook) -> Iterator[None]:
+    """Evaluation mode, without caches, compilation and measuring; everything is as it was afterwards."""
+    training = [module for module in hook.model.modules() if module.training]
+    configs = {id(c): c for c in (getattr(m, "config", None) for m in hook.model.modules()) if c is not None}
+    with ExitStack() as stack:
+        stack.enter_context(hook.pause())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for config in configs.values():
+            if getattr(config, "use_cache", False) is True:
+                config.use_cache = False
+                stack.callback(setattr, config, "use_cache", True)
+        for module in training:
+            stack.callback(setattr, module, "training", True)
+        hook.model.eval()
+        yield
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The floating-point tensors in nested tuples, lists and dictionaries."""
+    if isinstance(output, Tensor) and output.is_floating_point():
+        yield output
+    elif isinstance(output, dict):
+        yield from _tensors(list(output.values()))
+    elif isinstance(output, tuple | list):
+        for part in output:
+            yield from _tensors(part)
+
+
+def _distance(one: Any, other: Any) -> float:
+    """Norm of the difference of two outputs; what is NaN or infinite in both alike does not count."""
+    total = 0.0
+    for a, b in zip(_tensors(one), _tensors(other), strict=True):
+        alike = (a == b) | (a.isnan() & b.isnan())
+        total += float((a.double() - b.double()).masked_fill(alike, 0).square().sum())
+    return math.sqrt(total)
+
+
+def _tolerance(output: Any) -> float:
+    """What rounding may make of an output: 1e-5 of its norm, more where its dtype is coarse."""
+    tensors = [tensor.masked_fill(~tensor.isfinite(), 0).double() for tensor in _tensors(output)]
+    precision = max((torch.finfo(tensor.dtype).eps for tensor in _tensors(output)), default=0.0)
+    return max(1e-5, 8 * precision) * math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
 
 
 def _refusal(layer: AttentionLayer, reason: str) -> FoldError:

@@ -6,7 +6,8 @@ import fnmatch
 import logging
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
 
@@ -92,6 +93,8 @@ class Hook:
         model: the hooked model.
         layers: the hooked attention layers by module name.
         controllers: the rules that adapt beta, in order.
+        steps: how often `step` was called, before a resume too.
+        last_input: positional and keyword arguments of the model's last forward without a cache; None before.
         skipped: modules that look like attention but are not reached, with the reason.
     """
 
@@ -115,12 +118,13 @@ class Hook:
         self.model = model
         self.layers = Layers(found)
         self.controllers = controllers
+        self.last_input: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.skipped = attention.unreached(model, {layer.module for layer in found})
         self._state = state
         self._per_head = per_head
         self._interval = interval
         self._alerts = alerts
-        self._steps = 0
+        self.steps = 0
         self._nonfinite_since = torch.zeros_like(state.beta)  # the step, from 1 on; 0 for never
         self._has_warned = False
         self._alerts_seen = 0
@@ -135,6 +139,7 @@ class Hook:
         # Called once, by detach or when the hook is collected together with its model.
         self._release = weakref.finalize(self, tap.release)
         self._handles = [handle for layer in found for handle in tap.connect(layer)]
+        self._handles.append(model.register_forward_pre_hook(self._remember, with_kwargs=True))
         checkpoint.connect(self)
 
     def detach(self) -> None:
@@ -146,7 +151,17 @@ class Hook:
         for layer in self.layers.values():
             tap.disconnect(layer)
         checkpoint.disconnect(self)
+        self.last_input = None
         self._release()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Measure nothing for a while; beta acts as before."""
+        measuring, self._state.measuring = self._state.measuring, False
+        try:
+            yield
+        finally:
+            self._state.measuring = measuring
 
     @property
     def attached(self) -> bool:
@@ -204,12 +219,12 @@ class Hook:
         # Only where it moved: a beta that was set for one head survives a controller that leaves its layer alone.
         state.beta = torch.where(units.spread(new != beta), units.spread(new), state.beta)
         state.reset()
-        self._steps += 1
+        self.steps += 1
         if not math.isnan(scale):  # a skipped step is nothing to warn about
             since = self._nonfinite_since.to(table.device)
             broken = units.spread(~observed.finite) & (since == 0)
-            self._nonfinite_since = torch.where(broken, self._steps, since)
-        state.measuring = self._steps % self._interval == 0
+            self._nonfinite_since = torch.where(broken, self.steps, since)
+        state.measuring = self.steps % self._interval == 0
 
     def metrics(self) -> dict[str, float]:
         """What the last step measured, and beta as it is now: flat, `quantity/layer` to a number, for any logger.
@@ -231,9 +246,9 @@ class Hook:
             if number == number
         }
         self._warn_of_nonfinite()
-        if self._alerts is not None and self._alerts_seen < self._steps:
-            self._alerts_seen = self._steps
-            self._alerts.check(metrics, self._steps)
+        if self._alerts is not None and self._alerts_seen < self.steps:
+            self._alerts_seen = self.steps
+            self._alerts.check(metrics, self.steps)
         return metrics
 
     def head_metrics(self) -> dict[str, Tensor]:
@@ -275,7 +290,7 @@ class Hook:
                 "interval": self._interval,
                 "when": "always" if state.in_evaluation else "training",
             },
-            "steps": self._steps,
+            "steps": self.steps,
             "beta": state.beta.clone(),
             "beta_default": state.beta_default.clone(),
             "sums": state.collect(),
@@ -306,8 +321,8 @@ class Hook:
         for controller, entry, known in zip(self.controllers, state["controllers"], like["controllers"], strict=True):
             memory = entry["state"]
             controller.state = {name: memory[name].to(start.device, copy=True) for name in known["state"] if memory}
-        self._steps = state["steps"]
-        own.measuring = self._steps % self._interval == 0
+        self.steps = state["steps"]
+        own.measuring = self.steps % self._interval == 0
 
     def _latest(self, table: Tensor, *, weigh: bool) -> Tensor:
         """`table`, filled up with what was last measured, and with the sums over W_q and W_k as they are now."""
@@ -315,6 +330,10 @@ class Hook:
         for layer in self.layers.values() if weigh else ():
             layer.weigh(table)
         return table
+
+    def _remember(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("past_key_values") is None:  # a cache has moved on when it is used again
+            self.last_input = args, kwargs
 
     def _warn_of_nonfinite(self) -> None:
         if self._has_warned:

@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -206,6 +207,17 @@ class AttentionLayer:
         """`beta / beta_default`, `[heads]`: 1 where beta is the model's own, NaN where that is not known yet."""
         beta, default = self._state.beta[self._slice], self._state.beta_default[self._slice]
         return torch.where(beta.isnan(), 1.0, beta / default)
+
+    @contextmanager
+    def acting(self, gain: Tensor) -> Iterator[None]:
+        """Let another `beta / beta_default` `[heads]` act for a while."""
+        state, kept = self._state, self._state.beta
+        state.beta = kept.clone()
+        state.beta[self._slice] = (gain * state.beta_default[self._slice]).to(kept)
+        try:
+            yield
+        finally:
+            state.beta = kept
 
     # What follows is called by the tap.
 

@@ -67,7 +67,18 @@ def kill_after(step: int, seconds: float, folder: Path) -> bool:
 
 def end(folder: Path) -> Bits:
     """Every tensor and number that a run ended with, by its place."""
-    return list(_flatten("", torch.load(folder / "end.pt")))
+    return flatten(torch.load(folder / "end.pt"))
+
+
+def flatten(value: Any, place: str = "") -> Bits:
+    """The tensors and numbers in nested lists and dictionaries."""
+    if isinstance(value, dict):
+        return [bits for key, part in value.items() for bits in flatten(part, f"{place}/{key}")]
+    if isinstance(value, list | tuple):
+        return [bits for index, part in enumerate(value) for bits in flatten(part, f"{place}/{index}")]
+    if isinstance(value, int | float):
+        return [(place, torch.tensor(value, dtype=torch.float64))]
+    return [(place, value)] if isinstance(value, Tensor) else []
 
 
 def differences(one: Bits, other: Bits) -> list[str]:
@@ -131,19 +142,6 @@ def _processes() -> Any:
     context = multiprocessing.get_context("forkserver")  # imports once, not in every process
     context.set_forkserver_preload(IMPORTED)
     return context
-
-
-def _flatten(place: str, value: Any) -> Any:
-    if isinstance(value, dict):
-        for key, part in value.items():
-            yield from _flatten(f"{place}/{key}", part)
-    elif isinstance(value, list | tuple):
-        for index, part in enumerate(value):
-            yield from _flatten(f"{place}/{index}", part)
-    elif isinstance(value, Tensor):
-        yield place, value
-    elif isinstance(value, int | float):
-        yield place, torch.tensor(value, dtype=torch.float64)
 
 
 def main(points: int = 20) -> None:

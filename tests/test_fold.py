@@ -72,14 +72,48 @@ def poison(model):
         model.model.layers[1].self_attn.q_proj.weight[0, 0] = torch.inf
 
 
+def squash(model):
+    """A step that is not linear, under a name that nobody knows; at small queries it is nearly linear."""
+
+    class Squashed(nn.Linear):
+        def forward(self, x):
+            return 10 * (super().forward(x) / 10).tanh()
+
+    model.model.layers[1].self_attn.q_proj.__class__ = Squashed
+
+
+def silence(model):
+    model.set_attn_implementation("sdpa")  # which returns no attention weights
+    nn.init.zeros_(model.model.layers[0].self_attn.o_proj.weight)
+
+
+def hide(model):
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = nn.Sequential(attention.q_proj)
+
+
+def quantise(model):
+    class Quantised(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight * 0.01)
+
+    query = model.model.layers[0].self_attn.q_proj
+    query.__class__ = Quantised
+    query.weight = nn.Parameter((query.weight / query.weight.abs().max() * 100).to(torch.int8), requires_grad=False)
+
+
 @pytest.mark.parametrize(
     ("family", "change", "per_head", "message"),
     [
         ("qwen3", None, True, r"model.layers.0.self_attn \(Qwen3Attention\): its query norm is shared by all heads"),
-        ("stablelm", None, False, "its query norm has no weight"),
-        ("llama", adapter, False, "wrapped by an adapter; merge that first.*keep the hook attached"),
-        ("llama", share, False, "share a query weight"),
+        ("stablelm", None, False, "its output is not that of a scaled query projection or norm"),
+        ("llama", adapter, False, "q_proj is wrapped by an adapter.*merge that first.*keep the hook attached"),
+        ("llama", share, False, "another module shares its query weight, which cannot hold two factors"),
         ("llama", poison, False, "would be NaN or infinite"),
+        ("llama", squash, False, r"model.layers.1.self_attn \(LlamaAttention\): its output is not that of a scaled"),
+        ("llama", silence, False, "does not depend on beta"),
+        ("llama", hide, False, "its query projection has no known form"),
+        ("llama", quantise, False, "its query weight is of torch.int8; dequantise it first"),
         (
             "llama",
             lambda model: setattr(model.model.layers[0].self_attn, "clip_qkv", 8.0),
@@ -112,8 +146,101 @@ def test_without_a_hook_there_is_nothing_to_fold():
         betahook.fold(hook)
 
 
+def test_a_weight_that_overflows_is_not_written():
+    model, batch = build("llama", dtype=torch.float16).eval(), inputs("llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight.mul_(1e-2)
+        model.model.layers[1].self_attn.q_proj.weight.mul_(1e2)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        layer = hook.layers["model.layers.1.self_attn"]
+        layer.beta = 5e3 * layer.beta_default
+        weights = copy.deepcopy(model.state_dict())
+        with pytest.raises(betahook.FoldError, match="would be NaN or infinite"):
+            betahook.fold(model)
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
 def test_beta_set_before_any_forward_cannot_be_folded_yet():
     with betahook.attach(build("llama")) as hook:
         hook.layers["model.layers.0.self_attn"].beta = 0.5
         with pytest.raises(betahook.FoldError, match="unknown before the first forward; run one"):
             betahook.fold(hook)
+
+
+def test_a_layer_that_was_not_used_cannot_be_checked():
+    model, batch = build("t5").eval(), inputs("t5")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        move(hook, per_head=False)
+        encoded = model.encoder(batch["input_ids"])
+        model(encoder_outputs=encoded, labels=batch["labels"])
+        with pytest.raises(betahook.FoldError, match=r"encoder.block.0.*the last forward of the model did not use it"):
+            betahook.fold(model)
+        model(**batch)
+        betahook.fold(model)
+
+
+def test_a_restored_model_runs_once_before_it_is_folded(tmp_path):
+    model, batch = build("llama").eval(), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        move(hook, per_head=False)
+        model.save_pretrained(tmp_path)
+    hook = betahook.restore(type(model).from_pretrained(tmp_path, attn_implementation="eager"), tmp_path)
+    with pytest.raises(betahook.FoldError, match="the input of the model's last forward, and there was none; run one"):
+        betahook.fold(hook)
+    hook.model(**batch)
+    betahook.fold(hook)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_check_leaves_no_trace(works):
+    """In training, with dropout and caches: modes, statistics, random state and config are as before."""
+    model, batch = build("llama", attention_dropout=0.5).train(), inputs("llama")
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    model.lm_head.eval()
+    if not works:
+        squash(model)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        model(**batch).loss.backward()
+        move(hook, per_head=True)
+        before = [str(hook.state_dict()), torch.get_rng_state(), [m.training for m in model.modules()]]
+        try:
+            betahook.fold(model)
+        except betahook.FoldError:
+            assert not works
+            assert hook.attached
+            assert str(hook.state_dict()) == before[0]
+        assert torch.equal(torch.get_rng_state(), before[1])
+        assert [m.training for m in model.modules()] == before[2]
+        assert model.config.use_cache
+        assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_folds_up_to_rounding(dtype):
+    model, batch = build("llama", dtype=dtype).eval(), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        move(hook, per_head=True)
+        adapted = model(**batch).logits
+        betahook.fold(model)
+    torch.testing.assert_close(model(**batch).logits, adapted, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_compiled_model_folds(in_place):
+    model, batch = build("llama", "sdpa").eval(), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        if in_place:
+            model.compile(backend="eager", fullgraph=True)
+        compiled = model if in_place else torch.compile(model, backend="eager", fullgraph=True)
+        compiled(**batch)
+        move(hook, per_head=False)
+        adapted = compiled(**batch).logits
+        betahook.fold(model)
+    torch.testing.assert_close(model.forward(**batch).logits, adapted, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,80 @@
+"""The Accelerate example: on one process and on two, killed and resumed."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from killed import differences, flatten
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LAYER = "transformer.h.0.attn"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    spec = importlib.util.spec_from_file_location("accelerate_loop", EXAMPLES / "accelerate_loop.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def run(folder, *arguments):
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        module.main(["--cpu", "--length", "16", "--log-every", "2", "--output", str(folder), *arguments])
+
+    yield run
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def logged(folder, tag):
+    (events,) = {path.parent for path in (folder / "logs").rglob("events*")}
+    return {event.step: event.value for event in EventAccumulator(str(events)).Reload().Scalars(tag)}
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*")
+def test_a_resumed_run_ends_with_the_same_bits(example, tmp_path):
+    options = ["--save-every", "4"]
+    example(tmp_path / "whole", "--steps", "8", *options)
+    example(tmp_path / "parts", "--steps", "6", *options)
+    example(tmp_path / "parts", "--steps", "8", *options, "--resume")
+    files = {
+        "model/model.safetensors": load_file,
+        "state/model.safetensors": load_file,
+        "state/optimizer.bin": torch.load,
+        "state/custom_checkpoint_0.pkl": torch.load,  # betahook's, in the form that Accelerate gives it
+    }
+    for file, load in files.items():
+        whole, parts = (flatten(load(tmp_path / run / file)) for run in ("whole", "parts"))
+        assert len(whole) > 10
+        assert differences(whole, parts) == []
+    assert set(logged(tmp_path / "whole", f"beta/{LAYER}")) == {2, 4, 6, 8}
+    assert set(logged(tmp_path / "whole", "loss")) == {2, 4, 6, 8}
+
+
+@pytest.mark.slow
+def test_accelerate_launch_on_two_processes(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", str(EXAMPLES / "accelerate_loop.py")]
+    command += ["--cpu", "--steps", "4", "--length", "16", "--log-every", "2", "--output", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "0"}
+    subprocess.run(command, check=True, timeout=240, env=environment, cwd=tmp_path)
+    assert set(logged(tmp_path, f"beta/{LAYER}")) == {2, 4}
+    assert (tmp_path / "model" / "model.safetensors").is_file()
