@@ -112,22 +112,25 @@ def _places(layer: AttentionLayer, gain: Tensor) -> Iterator[_Place]:
         if weight.numel() == layer.head_dim and not bool((gain == gain[0]).all()):
             raise _refusal(layer, "its query norm is shared by all heads, whose betas differ")
         parameters = [p for p in (weight, bias) if isinstance(p, nn.Parameter)]
-        parts = [(p, _entries(layer, p.detach().view(-1, layer.head_dim, 1))) for p in parameters]
+        _refuse_unwritable(layer, *parameters)
+        parts = [(p, p.detach().view(-1, layer.head_dim, 1)) for p in parameters]
         yield _Place(parts)
         yield _Place(parts, offset=1.0)
     if layer.projections is None:
         raise _refusal(layer, "its query projection has no known form")
-    yield _Place([(parameter, _entries(layer, part)) for parameter, part in layer.projections[0].parts()])
+    query = layer.projections[0]
+    _refuse_unwritable(layer, query.module.weight)
+    yield _Place(list(query.parts()))
 
 
-def _entries(layer: AttentionLayer, part: Tensor) -> Tensor:
-    """`part`, if numbers can be written to it."""
-    if type(part) is not Tensor or part.is_meta:
-        kind = "on the meta device" if part.is_meta else f"a {type(part).__name__}"
-        raise _refusal(layer, f"its query weight is {kind}; fold the whole model on one device")
-    if not part.is_floating_point():
-        raise _refusal(layer, f"its query weight is of {part.dtype}; dequantise it first")
-    return part
+def _refuse_unwritable(layer: AttentionLayer, *parameters: Any) -> None:
+    """Numbers can be written to plain floating-point tensors only."""
+    for parameter in parameters:
+        if parameter.is_meta or type(parameter.data) is not Tensor:
+            kind = "offloaded, on the meta device" if parameter.is_meta else f"a {type(parameter.data).__name__}"
+            raise _refusal(layer, f"its query weight is {kind}; fold the whole, plain model on one device")
+        if not parameter.is_floating_point():
+            raise _refusal(layer, f"its query weight is of {parameter.dtype}; dequantise it first")
 
 
 def _refuse_shared(model: nn.Module, places: dict[AttentionLayer, list[_Place]]) -> None:

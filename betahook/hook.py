@@ -180,6 +180,10 @@ class Hook:
         state = "" if self.attached else ", detached"
         lines = [f"Hook({type(self.model).__name__}, {len(self.layers)} layers, {self.controllers}{state})"]
         lines += [f"  {layer.name}: {layer.heads} heads of {layer.head_dim}" for layer in self.layers.values()]
+        for layer in self.layers.values():
+            for name, projection in zip(("W_q", "W_k"), layer.projections or (), strict=False):
+                if projection.obstacle is not None:
+                    lines.append(f"  {layer.name}: the std of {name} is not measured, it is {projection.obstacle}")
         lines += [f"  not reached: {reason}" for reason in self.skipped]
         return "\n".join(lines)
 
@@ -203,7 +207,7 @@ class Hook:
         scale = 1.0 if scaler is None else _scale(scaler)
         if scale != 1:
             collected[statistics.ROW["sensitivity"]] /= scale
-        self._recent = table = self._latest(statistics.all_reduce(collected), weigh=state.measuring)
+        self._recent = table = self._latest(statistics.all_reduce(collected), weigh=state.measuring, gather=True)
 
         units = self._units(self._per_head)
         self._acted = state.current_beta
@@ -269,7 +273,7 @@ class Hook:
             RuntimeError: nothing was measured yet.
         """
         units = self._units(per_head=False)
-        table = self._latest(self._state.collect(), weigh=True)
+        table = self._latest(self._state.collect(), weigh=True, gather=False)
         if not bool((table[statistics.ROW["pairs"]] > 0).any()):
             raise RuntimeError(
                 'audit() before any measurement: run a forward first (in training mode, or attach with when="always")'
@@ -324,11 +328,11 @@ class Hook:
         self.steps = state["steps"]
         own.measuring = self.steps % self._interval == 0
 
-    def _latest(self, table: Tensor, *, weigh: bool) -> Tensor:
+    def _latest(self, table: Tensor, *, weigh: bool, gather: bool) -> Tensor:
         """`table`, filled up with what was last measured, and with the sums over W_q and W_k as they are now."""
         table = statistics.keep_measured(table, self._recent.to(table))
         for layer in self.layers.values() if weigh else ():
-            layer.weigh(table)
+            layer.weigh(table, gather=gather)
         return table
 
     def _remember(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from betahook import scores, statistics, theory, weights
 from betahook.masks import Mask
 from betahook.statistics import Statistics
+from betahook.weights import Projection
 
 if TYPE_CHECKING:
     from betahook.hook import Hook
@@ -131,7 +132,6 @@ class AttentionLayer:
         module: the attention module.
         heads: number of query heads.
         head_dim: d_k.
-        projections: where W_q and W_k are, or None where the module keeps them in a form that is not known.
         hook: the hook that the layer belongs to; it lives as long as the hooked model, whoever else holds it.
     """
 
@@ -142,7 +142,6 @@ class AttentionLayer:
         self.module = module
         self.heads = heads
         self.head_dim = head_dim
-        self.projections = weights.locate(module, heads, head_dim)
         self._state = state
         self._slice = slice(start, start + heads)
 
@@ -155,6 +154,11 @@ class AttentionLayer:
 
     def __repr__(self) -> str:
         return f"AttentionLayer({self.name!r}, heads={self.heads}, head_dim={self.head_dim})"
+
+    @property
+    def projections(self) -> tuple[Projection, Projection] | None:
+        """Where W_q and W_k are now, adapters come and go; None where the module keeps them in no known form."""
+        return weights.locate(self.module, self.heads, self.head_dim)
 
     @property
     def beta_default(self) -> float | None:
@@ -199,7 +203,7 @@ class AttentionLayer:
 
     def _table(self) -> Tensor:
         table = self._state.collect()
-        self.weigh(table)
+        self.weigh(table, gather=False)
         return table[:, self._slice]
 
     @property
@@ -283,15 +287,15 @@ class AttentionLayer:
         )
 
     @torch.no_grad()
-    def weigh(self, table: Tensor) -> None:
+    def weigh(self, table: Tensor, *, gather: bool = True) -> None:
         """Write the sums of the entries of W_q and W_k into the columns of this layer of `table`.
 
-        Weights that are offloaded, on the meta device outside the forward, are left out.
+        Weights out of reach are left out, as are sharded ones unless `gather`, for which every rank must call this.
         """
         for of, projection in zip(("query", "key"), self.projections or (), strict=False):
-            if projection.weight.is_meta:
+            if projection.obstacle is not None or (projection.is_sharded and not gather):
                 continue
-            sums = weights.entry_sums(projection.weight)
+            sums = weights.entry_sums(projection.entries)
             for name, value in zip((f"{of}_weights", f"{of}_weight", f"{of}_weight_square"), sums, strict=True):
                 table[statistics.ROW[name], self._slice] = value.repeat_interleave(self.heads // len(value)).to(table)
 
@@ -338,7 +342,7 @@ class Units:
     def of(cls, layers: Layers, *, per_head: bool, device: torch.device) -> Units:
         rows = []
         for layer in layers.values():
-            widths = [p.weight.shape[-1] for p in layer.projections] if layer.projections else [math.nan, math.nan]
+            widths = [p.width for p in layer.projections] if layer.projections else [math.nan, math.nan]
             rows += (
                 layer.heads * [[1, layer.head_dim, *widths]] if per_head else [[layer.heads, layer.head_dim, *widths]]
             )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from betahook import effective
 from betahook.scores import at_least_float32
 
 SEPARATE = (
@@ -40,17 +41,39 @@ class Projection:
     Attributes:
         module: the module that owns the weight and sees the input.
         select: the rows that belong to q or k, out of the weight `[out, d_x]`, as a view `[heads, d_k, d_x]`.
-        wrapped: whether an adapter stands between the attention module and `module` and adds to what it returns.
+        adapter: what stands between the attention module and `module` and adds to what that returns, if anything does.
     """
 
     module: nn.Module
     select: Callable[[Tensor], Tensor]
-    wrapped: bool = False
+    adapter: nn.Module | None = None
 
     @property
     def weight(self) -> Tensor:
         """W_q or W_k, `[heads, d_k, d_x]`, detached; a view of the parameter."""
         return self.select(matrix(self.module).detach())
+
+    @property
+    def width(self) -> int:
+        """d_x."""
+        width = getattr(self.module, "in_features", None)  # what is quantised may be stored in another shape
+        return width if isinstance(width, int) else matrix(self.module).shape[1]
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why `entries` is out of reach, None where it is not."""
+        return effective.obstacle(self.module, self.adapter)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether every rank must take part in reading `entries`."""
+        return effective.is_sharded(self.module)
+
+    @property
+    def entries(self) -> Tensor:
+        """W_q or W_k as it acts, `[heads, d_k, d_x]` in floating point: gathered, dequantised, with its adapter."""
+        weight = effective.read(self.module, self.adapter)
+        return self.select(weight.mT if is_transposed(self.module) else weight)
 
     def parts(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Weight and, where there is one, bias: each with the view `[heads, d_k, d_x or 1]` of its rows of q or k."""
@@ -65,7 +88,12 @@ def matrix(module: nn.Module) -> Tensor:
     """The weight of a linear module as `[out, in]`; `Conv1D` of transformers stores it the other way round."""
     weight = module.weight
     assert isinstance(weight, Tensor)
-    return weight.mT if type(module).__name__ == "Conv1D" else weight
+    return weight.mT if is_transposed(module) else weight
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear module stores its weight as `[in, out]`."""
+    return type(module).__name__ == "Conv1D"
 
 
 def locate(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Projection] | None:
@@ -80,7 +108,7 @@ def locate(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Pr
     def projection(name: str, select: Callable[[Tensor], Tensor]) -> Projection | None:
         child = getattr(module, name, None)
         linear = _linear(child)
-        return None if linear is None else Projection(linear, select, wrapped=hasattr(child, "base_layer"))
+        return None if linear is None else Projection(linear, select, child if hasattr(child, "base_layer") else None)
 
     for query_name, key_name in SEPARATE:
         # A gated query projection has further rows behind those of each head.
@@ -97,7 +125,7 @@ def locate(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Pr
         fused = projection(name, rows(0, heads))
         if fused is None:
             continue
-        size = matrix(fused.module).shape[0]
+        size = getattr(fused.module, "out_features", None) or matrix(fused.module).shape[0]
         cross = projection("q_attn", rows(0, heads))
         if cross is not None:  # GPT-2's cross-attention: q apart, k and v fused
             return cross, fused
