@@ -8,10 +8,12 @@ Whether a given mask tensor really is of that form is decided on its device: the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 MASKED = math.log(torch.finfo(torch.float32).tiny)
 """What takes a pair's share of its row down to nothing in float32, -87.3. Models write "masked" as infinity, as the
@@ -66,18 +68,42 @@ def from_tensor(mask: Tensor, band: Band) -> Mask:
     where that takes off `MASKED` or more. `band` is the structure to be expected; `Mask.structured` says whether the
     mask has it.
     """
-    bias = None
-    if mask.dtype == torch.bool:
-        pairs = mask
-    else:
-        pairs = mask > MASKED
-        bias = mask
+    structure = _shared_structure(mask, band)
+    mask = mask.detach()
+    return replace(structure, pairs=_pairs(mask), bias=None if mask.dtype == torch.bool else mask)
+
+
+def _pairs(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask > MASKED
+
+
+def _structure(mask: Tensor, band: Band) -> Mask:
+    """The rows and columns that take part, and whether the mask is the band without the others."""
+    pairs = _pairs(mask)
     first = pairs[:, 0]
     queries, keys = first.any(-1), first.any(-2)
     positions = [torch.arange(size, device=mask.device) for size in pairs.shape[-2:]]
     expected = band.allowed(*positions) & queries[:, :, None] & keys[:, None, :]
-    structured = (pairs == expected[:, None]).all()
-    return Mask(band, queries, keys, pairs, bias, structured)
+    return Mask(band, queries, keys, structured=(pairs == expected[:, None]).all())
+
+
+_structures: Any = WeakTensorKeyDictionary()
+"""Tensors that are alive, to their version and the structures of their views."""
+
+
+def _shared_structure(mask: Tensor, band: Band) -> Mask:
+    """`_structure`, found out once for all layers that are given the same tensor and as long as that is unchanged."""
+    if torch.compiler.is_compiling() or mask.is_inference():  # neither counts its changes
+        return _structure(mask, band)
+    owner = mask if mask._base is None else mask._base  # the views that layers make are new each time
+    version, known = _structures.get(owner, (None, {}))
+    if version != owner._version:
+        known = {}
+        _structures[owner] = owner._version, known
+    view = mask.storage_offset(), mask.shape, mask.stride(), band
+    if view not in known:
+        known[view] = _structure(mask, band)
+    return known[view]
 
 
 def from_padding(mask: Tensor, band: Band, queries: int) -> Mask:

@@ -181,7 +181,7 @@ def describe_mask(
         mask = mask.float()  # eager adds whatever it gets, and so does not mask with a boolean
     # Some models leave a dimension at 1 for the attention to broadcast.
     pairs = mask[..., :keys].expand(*mask.shape[:2], queries, keys)
-    return masks.from_tensor(pairs.detach(), band)
+    return masks.from_tensor(pairs, band)
 
 
 def _dense(mask: Any, queries: int, keys: int, device: torch.device) -> Tensor:

@@ -1,5 +1,8 @@
 """Bands and masks against nested loops over positions."""
 
+import weakref
+from unittest import mock
+
 import pytest
 import torch
 
@@ -126,3 +129,39 @@ def test_what_leaves_a_pair_no_share_of_its_row_masks_it(taken_off):
     mask = masks.from_tensor(bias, Band())
     assert torch.equal(mask.pairs, bias == 0)
     assert mask.structured.item() is True
+
+
+@pytest.fixture
+def structures():
+    """The calls of the function that looks at every pair of a mask."""
+    with mock.patch.object(masks, "_structure", wraps=masks._structure) as calls:
+        yield calls
+
+
+def test_layers_share_what_is_known_of_their_mask(structures, padding):
+    tensor = torch.zeros(2, 1, 7, 12)
+    tensor[..., :9].masked_fill_(~padded(Band(None, 2), *padding), -torch.inf)
+    for heads in (1, 1, 4, 4):
+        assert masks.from_tensor(tensor[..., :9].expand(2, heads, 7, 9), Band(None, 2)).structured
+    assert structures.call_count == 2  # one for each shape
+    assert not masks.from_tensor(tensor[..., :9], Band(None, 1)).structured
+    assert not masks.from_tensor(tensor[..., 3:], Band(None, 2)).structured
+    tensor[1, 0, 4, 3] = -torch.inf
+    assert not masks.from_tensor(tensor[..., :9], Band(None, 2)).structured
+
+
+def test_what_is_known_of_a_mask_is_forgotten_with_it(structures):
+    tensor = torch.ones(1, 1, 7, 9, dtype=torch.bool)
+    known = [weakref.ref(tensor), weakref.ref(masks.from_tensor(tensor[:, :], Band()).structured)]
+    assert None not in [reference() for reference in known]
+    del tensor
+    structures.reset_mock()
+    assert [reference() for reference in known] == [None, None]
+
+
+def test_inference_tensors_are_looked_at_each_time(structures):
+    with torch.inference_mode():
+        tensor = torch.zeros(1, 1, 7, 9)
+        assert masks.from_tensor(tensor, Band()).structured
+        tensor[0, 0, 1, 2] = -torch.inf
+        assert not masks.from_tensor(tensor, Band()).structured
