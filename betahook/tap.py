@@ -8,6 +8,7 @@ query by `beta / beta_default` and records the scores; the model's own function 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,9 @@ def acquire() -> None:
     global _users
     if _users == 0:
         AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign, assignment]
+        if "torch._dynamo" in sys.modules:
+            # What was compiled before goes past the tap, and serves every model of the same class.
+            torch.compiler.reset()
     _users += 1
 
 

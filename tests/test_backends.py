@@ -67,10 +67,12 @@ def test_packed_windows_longer_than_the_sampled_rows_are_exact():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
-@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
 def test_one_graph_serves_every_beta(family):
     model, batch = build(family, "sdpa"), inputs(family)
-    betas = [0.2, 0.4, 0.8, 1.6]
+    betas = [0.2 * 1.1**n for n in range(20)]
+    if family == "gpt2":  # with labels transformers itself breaks the graph, to log its loss_type
+        del batch["labels"]
     with betahook.attach(model, controller="monitor") as hook:
         plain = run(model, hook, batch, betas)
     with betahook.attach(model, controller="monitor") as hook:
@@ -82,13 +84,35 @@ def test_one_graph_serves_every_beta(family):
         assert b == pytest.approx(a, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
+@pytest.mark.parametrize("same", [True, False], ids=["the model itself", "another of its class"])
+def test_graphs_from_before_the_hook_are_not_used(same):
+    """torch.compile keeps them by class, and does not notice that the tap was registered."""
+    model, batch = build("llama", "sdpa"), inputs("llama")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    plain = compiled(**batch).logits
+    if not same:
+        model = build("llama", "sdpa")
+    with betahook.attach(model, controller="monitor") as hook:
+        if not same:
+            compiled = torch.compile(model, backend="eager")
+        compiled(**batch)
+        for layer in hook.layers.values():
+            assert layer.statistics.count > 0
+            layer.beta = 2.0
+        assert not torch.allclose(compiled(**batch).logits, plain)
+    assert torch.equal(compiled(**batch).logits, plain)
+
+
 def run(model, hook, batch, betas):
     """Loss and statistics for each beta."""
     said = []
     for beta in betas:
         for layer in hook.layers.values():
             layer.beta = beta
-        loss = model(**batch).loss
+        output = model(**batch)
+        loss = output.logits.square().mean() if output.loss is None else output.loss
         loss.backward()
         said.append([loss.item(), *(value for layer in statistics(hook) for value in layer)])
         hook.step()
