@@ -101,9 +101,8 @@ def _shared_structure(mask: Tensor, band: Band) -> Mask:
         known = {}
         _structures[owner] = owner._version, known
     view = mask.storage_offset(), mask.shape, mask.stride(), band
-    if view not in known:
-        known[view] = _structure(mask, band)
-    return known[view]
+    structure: Mask = known[view] if view in known else known.setdefault(view, _structure(mask, band))
+    return structure
 
 
 def from_padding(mask: Tensor, band: Band, queries: int) -> Mask:
