@@ -66,7 +66,7 @@ def attach(
         The hook. Call its `step()` once per optimizer step, `detach()` at the end.
 
     Raises:
-        UnsupportedModelError: nothing in the model can be hooked.
+        UnsupportedModelError: nothing in the model can be hooked, or it is tensor-parallel.
         ValueError: an option has a value that makes no sense; the model is wrapped or compiled already, or was saved
             while hooked and waits for `betahook.restore`.
         RuntimeError: the model is hooked already.
@@ -207,7 +207,8 @@ class Hook:
         scale = 1.0 if scaler is None else _scale(scaler)
         if scale != 1:
             collected[statistics.ROW["sensitivity"]] /= scale
-        self._recent = table = self._latest(statistics.all_reduce(collected), weigh=state.measuring, gather=True)
+        pooled, state.beta_default = statistics.all_reduce(collected, state.beta_default)
+        self._recent = table = self._latest(pooled, weigh=state.measuring, gather=True)
 
         units = self._units(self._per_head)
         self._acted = state.current_beta
@@ -401,6 +402,11 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(f"the model is wrapped in {name}: attach to the model inside, betahook.attach(model.module)")
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise ValueError(f"{name} is compiled already: attach first, then compile")
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        raise UnsupportedModelError(
+            f"cannot attach to {name}: it is tensor-parallel, every rank computes a part of the heads only; use data "
+            "parallelism or FSDP (fully_shard)"
+        )
     if checkpoint.is_marked(model):
         raise ValueError(
             f"{name} was saved with its beta beside the weights: betahook.restore(model, folder) attaches with that"

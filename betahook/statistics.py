@@ -78,22 +78,25 @@ def keep_measured(new: Tensor, old: Tensor) -> Tensor:
     return kept
 
 
-def all_reduce(table: Tensor) -> Tensor:
-    """Pool a table over all ranks in one collective; every rank gets the same bits.
+def all_reduce(table: Tensor, beta_default: Tensor) -> tuple[Tensor, Tensor]:
+    """Pool a table and `beta_default [heads]` over all ranks in one collective; every rank gets the same bits.
 
     The maxima travel as one slot per rank inside the sum, which saves a second collective. The sensitivity becomes
-    the mean over ranks, as the gradients do. Without a process group the table is returned as it is.
+    the mean over ranks, as the gradients do. A default that is NaN, of a layer that this rank has not used yet, is that
+    of the others. Without a process group both are returned as they are.
     """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
-        return table
+        return table, beta_default
     world, rank = distributed.get_world_size(), distributed.get_rank()
-    packed = torch.zeros(len(SUMS) + world, table.shape[1], dtype=table.dtype, device=table.device)
-    packed[: len(SUMS)] = table[:-1]
-    packed[len(SUMS) + rank] = table[-1]
+    maxima = torch.zeros(world, table.shape[1], dtype=table.dtype, device=table.device)
+    maxima[rank] = table[-1]
+    known = ~beta_default.isnan()
+    packed = torch.cat([table[:-1], maxima, torch.stack([beta_default.nan_to_num(), known]).to(table)])
     distributed.all_reduce(packed)
     packed[ROW["sensitivity"]] /= world
-    return torch.cat([packed[: len(SUMS)], packed[len(SUMS) :].amax(0, keepdim=True)])
+    sums, maxima, (default, users) = packed.split([len(SUMS), world, 2])
+    return torch.cat([sums, maxima.amax(0, keepdim=True)]), (default / users).to(beta_default)
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-LIMIT = 120
-"""Seconds after which ranks that wait for one another are ended."""
 
+def run_ranks(function: Callable[..., None], world: int, folder: str, *arguments: Any, limit: float = 120) -> None:
+    """Call `function(rank, *arguments)` on `world` ranks; raises what a rank raises, or TimeoutError.
 
-def run_ranks(function: Callable[..., None], world: int, folder: str, *arguments: Any) -> None:
-    """Call `function(rank, *arguments)` on `world` ranks; raises what a rank raises, or TimeoutError."""
+    Ranks that have not ended after `limit` seconds, as they wait for one another, are killed.
+    """
     ranks = mp.spawn(_rank, (function, world, folder, arguments), nprocs=world, join=False)
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + limit
     try:
         while not ranks.join(timeout=1):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{world} ranks did not end in {LIMIT} seconds")
+                raise TimeoutError(f"{world} ranks did not end in {limit} seconds")
     finally:
         for process in ranks.processes:
             process.kill()

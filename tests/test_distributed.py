@@ -1,47 +1,183 @@
-"""Two processes against one on the joined batch."""
+"""Many processes against one on the joined batch."""
+
+import os
+import signal
 
 import pytest
 import torch
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import betahook
 from models import build, inputs
 from processes import run_ranks
 
-STEPS = 4
+LAYERS = ("model.layers.0.self_attn", "model.layers.1.self_attn")
 
 
-def train(rank, folder):
-    """Train on one row of the batch per rank, or on both without ranks; save what the hook says after every step."""
-    batch = inputs("llama", padded=False)
-    model = build("llama")
-    hook = betahook.attach(
+def attach(model):
+    return betahook.attach(
         model, controller=[betahook.Search(window=1, warmup=0, opening=0.3, largest=1.0), betahook.Cap(1.5)]
     )
-    network = model
-    if rank is not None:
-        batch = {name: x[rank : rank + 1] for name, x in batch.items()}
-        network = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(network, hook, batches, rate=0.1):
+    """One step of SGD for each batch; what the hook says after each."""
+    optimizer = torch.optim.SGD(network.parameters(), lr=rate)
     said = []
-    for _ in range(STEPS):
+    for batch in batches:
         network(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         hook.step()
         said.append((hook.metrics(), hook.state_dict()["beta"]))
-    torch.save(said, f"{folder}/said-{rank}")
+    return said
 
 
-def test_two_ranks_agree_with_each_other_and_with_one_process(tmp_path):
-    run_ranks(train, 2, str(tmp_path), str(tmp_path))
-    train(None, str(tmp_path))
-    first, second, alone = (torch.load(tmp_path / f"said-{rank}") for rank in (0, 1, None))
-    for (metrics, beta), (metrics_other, beta_other), (metrics_alone, _) in zip(first, second, alone, strict=True):
-        assert torch.equal(beta, beta_other)
-        for key, value in metrics_alone.items():
-            if not key.startswith("weight"):
-                assert metrics[key] == metrics_other[key], key
+def rows(start, stop):
+    return {name: x[start:stop] for name, x in inputs("llama", padded=False).items()}
+
+
+def skip(layer):
+    """The decoder layer does nothing, as an expert that gets no token."""
+    layer.forward = lambda hidden_states, *args, **kwargs: hidden_states
+
+
+def shard(model):
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def even(rank, steps):
+    """One row of the batch per rank, or both without ranks."""
+    model = build("llama")
+    hook = attach(model)
+    network = model if rank is None else DistributedDataParallel(model)
+    batch = rows(0, 2) if rank is None else rows(rank % 2, rank % 2 + 1)
+    return train(network, hook, [batch] * steps)
+
+
+def uneven(rank, steps):
+    """The last batch of the first rank has twice the tokens of the others'; the weights stay."""
+    model = build("llama")
+    hook = attach(model)
+    long, short = inputs("llama", 24, padded=False), inputs("llama", 12, padded=False)
+    return train(DistributedDataParallel(model), hook, [long] * (steps - 1) + [short if rank else long], rate=0.0)
+
+
+def idle(rank, steps):
+    """The second rank never uses the second layer."""
+    model = build("llama")
+    hook = attach(model)
+    if rank:
+        skip(model.model.layers[1])
+    return train(DistributedDataParallel(model, find_unused_parameters=True), hook, [rows(0, 2)] * steps)
+
+
+def sharded(rank, steps, attach_first):
+    """FSDP 2."""
+    model = build("llama")
+    hook = attach(model) if attach_first else None
+    shard(model)
+    hook = hook or attach(model)
+    said = train(model, hook, [rows(rank % 2, rank % 2 + 1)] * steps)
+    layer = hook.layers[LAYERS[0]]
+    assert layer.statistics.weight_std_q.isnan()  # of one rank alone: it must not wait for the others
+    with pytest.raises(betahook.FoldError, match="its query weight is a DTensor; fold the whole, plain model"):
+        betahook.fold(hook)
+    return said
+
+
+def sharded_first(rank, steps):
+    return sharded(rank, steps, attach_first=False)
+
+
+def sharded_last(rank, steps):
+    return sharded(rank, steps, attach_first=True)
+
+
+SCENARIOS = [even, uneven, idle, sharded_first, sharded_last]
+
+
+def run(rank, folder, steps):
+    """Every scenario in the same processes, which take longer to start than to train."""
+    for scenario in SCENARIOS:
+        torch.save(scenario(rank, steps), f"{folder}/{scenario.__name__}-{rank}")
+
+
+@pytest.fixture(scope="module", params=[(2, 4), pytest.param((4, 200), marks=pytest.mark.slow)], ids=str)
+def results(request, tmp_path_factory):
+    """Scenario to what each rank said, and the number of steps."""
+    world, steps = request.param
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks(run, world, str(folder), str(folder), steps, limit=60 + 5 * steps)
+    names = [scenario.__name__ for scenario in SCENARIOS]
+    return {name: [torch.load(folder / f"{name}-{rank}") for rank in range(world)] for name in names}, steps
+
+
+@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
+def test_all_ranks_have_the_same_beta_at_every_step(results, scenario):
+    first, *others = results[0][scenario]
+    assert len(first) == results[1]
+    assert len({tuple(beta.tolist()) for _, beta in first}) > 1
+    for other in others:
+        for (metrics, beta), (metrics_other, beta_other) in zip(first, other, strict=True):
+            assert torch.equal(beta, beta_other)
+            assert metrics == metrics_other
+
+
+@pytest.mark.parametrize("scenario", ["even", "sharded_first", "sharded_last"])
+def test_ranks_measure_what_one_process_does_on_the_joined_batch(results, scenario):
+    """In the first steps: later ones are those of another model, as rounding errors grow."""
+    alone = even(None, 4)
+    for (metrics, _), (expected, _) in zip(results[0][scenario][0], alone, strict=False):
+        assert metrics.keys() == expected.keys()
+        for key, value in expected.items():
             # A prediction from the moments of each forward, hence of half the batch here.
             tolerance = 5e-2 if key.startswith("independent_std") else 1e-5
             assert metrics[key] == pytest.approx(value, rel=tolerance, abs=1e-5), key
+
+
+def test_uneven_batches_are_pooled_by_their_pairs(results):
+    said = results[0]["uneven"]
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        for length in [24] + [12] * (len(said) - 1):
+            model(**inputs("llama", length, padded=False))
+        hook.step()
+        expected = hook.metrics()
+    (before, _), (metrics, _) = said[0][0], said[0][-1]
+    for key in (f"score_mean/{LAYERS[0]}", f"score_std/{LAYERS[0]}"):  # beta acts on what the second layer sees
+        assert metrics[key] == pytest.approx(expected[key], rel=1e-5)
+        assert metrics[key] != pytest.approx(before[key], rel=1e-3)
+
+
+def test_a_layer_that_one_rank_never_used_has_the_statistics_of_the_other(results):
+    said, _ = results
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**rows(0, 2)).loss.backward()
+        hook.step()
+        expected = hook.metrics()
+    for rank in said["idle"]:
+        key = f"score_std/{LAYERS[1]}"
+        assert rank[0][0][key] == pytest.approx(expected[key], rel=1e-5)
+
+
+def die(rank):
+    model = build("llama")
+    hook = attach(model)
+    network = DistributedDataParallel(model)
+    for step in range(4):
+        network(**rows(0, 2)).loss.backward()
+        if rank == 1 and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        hook.step()
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_job(tmp_path):
+    with pytest.raises((mp.ProcessExitedException, mp.ProcessRaisedException)):
+        run_ranks(die, 2, str(tmp_path))

@@ -78,6 +78,13 @@ def test_a_model_without_attention_is_refused():
         betahook.attach(nn.Linear(2, 2))
 
 
+def test_a_tensor_parallel_model_is_refused():
+    model = build("llama")
+    model._tp_size = 2  # as from_pretrained(tp_plan="auto") on two ranks leaves it
+    with pytest.raises(betahook.UnsupportedModelError, match=r"it is tensor-parallel.*FSDP \(fully_shard\)"):
+        betahook.attach(model)
+
+
 def test_attaching_twice():
     model = build("llama")
     with betahook.attach(model), pytest.raises(RuntimeError, match=r"hooked already.*detach\(\)"):

@@ -192,8 +192,8 @@ def test_indexing_picks_units_in_every_field(index):
 
 
 def test_without_a_process_group_the_table_is_its_own_reduction():
-    table = random_table(2)
-    assert statistics.all_reduce(table) is table
+    table, default = random_table(2), torch.ones(2)
+    assert statistics.all_reduce(table, default) == (table, default)
 
 
 def _rank_table(raw, rank):
@@ -206,14 +206,21 @@ def _rank_table(raw, rank):
 def _reduce(rank, directory, raw):
     """One process: reduce its share and write the result down."""
     distributed.init_process_group("gloo", init_method=f"file://{directory}/store", world_size=2, rank=rank)
-    torch.save(statistics.all_reduce(_rank_table(raw, rank)), f"{directory}/{rank}.pt")
+    table = _rank_table(raw, rank)
+    default = torch.full(table.shape[1:], 1 / 3)
+    default[rank] = torch.nan  # a layer that this rank has not used
+    default[2] = torch.nan  # one that neither has
+    torch.save(statistics.all_reduce(table, default), f"{directory}/{rank}.pt")
     distributed.destroy_process_group()
 
 
 def test_two_processes_reduce_to_one_table_of_everything(raw, tmp_path):
     spawn(_reduce, (str(tmp_path), raw), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    (first, default), (second, default_other) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert torch.equal(first, second)
+    for of_rank in (default, default_other):
+        assert of_rank[2].isnan()
+        assert torch.equal(of_rank[[0, 1]], torch.full((2,), 1 / 3))
     expected = tabulate(raw)
     expected[ROW["sensitivity"]] *= 2  # the mean of the ranks, as for gradients
     torch.testing.assert_close(first, expected, rtol=1e-12, atol=1e-12)

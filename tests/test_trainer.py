@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 import betahook
+from betahook import checkpoint
 from betahook.integrations.trainer import BetaHookCallback
 from models import build
 
@@ -99,6 +100,23 @@ def test_the_model_is_plain_after_training_and_keeps_its_beta(tmp_path, best):
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert losses[-1] < max(losses) - 1e-3
     assert trainer.evaluate()["eval_loss"] == pytest.approx(max(losses) if best else losses[-1], rel=1e-5)
+
+
+@pytest.mark.parametrize("greater_is_better", [True, False])
+def test_the_best_beta_is_that_of_a_named_metric_in_a_named_direction(tmp_path, greater_is_better):
+    callback = BetaHookCallback(controller=betahook.Search(window=1, warmup=0, opening=1.0, largest=1.0), on_end="keep")
+    steps = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, learning_rate=1.0)
+    best = dict(load_best_model_at_end=True, metric_for_best_model="spread", greater_is_better=greater_is_better)
+    trainer = make_trainer(tmp_path, callback, **steps, **best)
+    trainer.compute_metrics = lambda prediction: {"spread": float(prediction.predictions.std())}
+    trainer.train()
+    seen = [entry["eval_spread"] for entry in trainer.state.log_history if "eval_spread" in entry]
+    expected = max(seen) if greater_is_better else min(seen)
+    assert max(seen) - min(seen) > 1e-3
+    assert trainer.evaluate()["eval_spread"] == pytest.approx(expected, rel=1e-5)
+    state = checkpoint.read(tmp_path / f"checkpoint-{seen.index(expected) + 1}")
+    assert torch.equal(callback.hook.state_dict()["beta"], state["beta"])
+    callback.hook.detach()
 
 
 def test_alerts_come_with_the_log(tmp_path):
