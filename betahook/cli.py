@@ -51,5 +51,5 @@ def report(folder: Path) -> str:
                 "W_q and W_k found" if layer.projections else "W_q and W_k not found, their std will not be measured"
             )
             lines.append(f"  {layer.name}: {layer.heads} heads of {layer.head_dim}; {found}")
-        lines += [f"  not reached: {module}" for module in hook.skipped]
+        lines += [f"  not reached: {name}, {reason}" for name, reason in hook.skipped.items()]
     return "\n".join(lines)

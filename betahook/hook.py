@@ -17,10 +17,10 @@ from torch.amp.grad_scaler import GradScaler
 
 from betahook import checkpoint, scores, statistics, tap, theory
 from betahook import controllers as rules
-from betahook import layers as attention
 from betahook.alerts import Alerts
 from betahook.audit import Audit
 from betahook.controllers import Controller, Monitor, Observation
+from betahook.discovery import Found, Survey, survey
 from betahook.layers import AttentionLayer, Layers, State, Units
 
 LayerChoice = str | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -82,8 +82,8 @@ def attach(
         raise ValueError(f'when must be "training" or "always"; got {when!r}')
     if not isinstance(alerts, Alerts | None):
         raise TypeError(f"alerts must be betahook.Alerts or None; got {alerts!r}")
-    found = _find_layers(model, layers)
-    return Hook(model, chain, found, per_head=per_head, interval=interval, when=when, alerts=alerts)
+    seen = _find_layers(model, layers)
+    return Hook(model, chain, seen.found, seen.skipped, per_head=per_head, interval=interval, when=when, alerts=alerts)
 
 
 class Hook:
@@ -95,14 +95,15 @@ class Hook:
         controllers: the rules that adapt beta, in order.
         steps: how often `step` was called, before a resume too.
         last_input: positional and keyword arguments of the model's last forward without a cache; None before.
-        skipped: modules that look like attention but are not reached, with the reason.
+        skipped: names of the modules that look like attention but are not reached, with the reason.
     """
 
     def __init__(
         self,
         model: nn.Module,
         controllers: list[Controller],
-        modules: dict[str, tuple[nn.Module, int, int]],
+        modules: dict[str, Found],
+        skipped: dict[str, str],
         *,
         per_head: bool,
         interval: int,
@@ -110,16 +111,16 @@ class Hook:
         alerts: Alerts | None,
     ) -> None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        state = State.create(sum(heads for _, heads, _ in modules.values()), device, in_evaluation=when == "always")
-        found, start = [], 0
-        for name, (module, heads, head_dim) in modules.items():
-            found.append(AttentionLayer(name, module, heads, head_dim, state, start))
-            start += heads
+        state = State.create(sum(found.heads for found in modules.values()), device, in_evaluation=when == "always")
+        layers, start = [], 0
+        for name, found in modules.items():
+            layers.append(AttentionLayer(name, found, state, start))
+            start += found.heads
         self.model = model
-        self.layers = Layers(found)
+        self.layers = Layers(layers)
         self.controllers = controllers
         self.last_input: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self.skipped = attention.unreached(model, {layer.module for layer in found})
+        self.skipped = skipped
         self._state = state
         self._per_head = per_head
         self._interval = interval
@@ -133,12 +134,12 @@ class Hook:
         self._acted = state.beta
         self._overflow = scores.overflow_logit(next((p.dtype for p in model.parameters()), torch.float32))
 
-        for layer in found:
+        for layer in layers:
             layer.hook = self
         tap.acquire()
         # Called once, by detach or when the hook is collected together with its model.
         self._release = weakref.finalize(self, tap.release)
-        self._handles = [handle for layer in found for handle in tap.connect(layer)]
+        self._handles = [handle for layer in layers for handle in tap.connect(layer)]
         self._handles.append(model.register_forward_pre_hook(self._remember, with_kwargs=True))
         checkpoint.connect(self)
 
@@ -184,7 +185,7 @@ class Hook:
             for name, projection in zip(("W_q", "W_k"), layer.projections or (), strict=False):
                 if projection.obstacle is not None:
                     lines.append(f"  {layer.name}: the std of {name} is not measured, it is {projection.obstacle}")
-        lines += [f"  not reached: {reason}" for reason in self.skipped]
+        lines += [f"  not reached: {name}, {reason}" for name, reason in self.skipped.items()]
         return "\n".join(lines)
 
     @torch.no_grad()
@@ -433,36 +434,19 @@ def _controllers(choice: ControllerChoice) -> list[Controller]:
     return list(chain)
 
 
-def _find_layers(model: nn.Module, choice: LayerChoice | None) -> dict[str, tuple[nn.Module, int, int]]:
-    """Name to module, heads and d_k, of the attention modules that were chosen."""
+def _find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
+    """The attention modules of a model, but of those that betahook can attach to only the chosen ones."""
     name = type(model).__name__
-    kinds = {kind for kind in {type(module) for module in model.modules()} if attention.calls_interface(kind)}
-    found = {path: module for path, module in model.named_modules() if type(module) in kinds}
-    if not found:
-        by_hand = attention.unreached(model, set())
-        reason = (
-            f"{', '.join(by_hand[:3])} and others compute their scores by hand"
-            if by_hand
-            else "it has no attention module"
-        )
+    seen = survey(model)
+    if not seen.found:
+        reasons = "; ".join(f"{path}, {reason}" for path, reason in list(seen.skipped.items())[:3])
         raise UnsupportedModelError(
-            f"cannot attach to {name}: betahook works on models that ask the attention interface of transformers for "
-            f"their attention function, and no module of this one does; {reason}"
+            f"cannot attach to {name}: " + (reasons or "it has no module that computes softmax attention over q . k")
         )
-    chosen = {}
-    for path, module in found.items():
-        if not _is_chosen(choice, path, module):
-            continue
-        size = attention.count_heads(module)
-        if size is None:
-            raise UnsupportedModelError(
-                f"cannot attach to {name}: {path} ({type(module).__name__}) says neither how many heads it has nor how "
-                "wide they are; leave it out with layers=..."
-            )
-        chosen[path] = (module, *size)
+    chosen = {path: found for path, found in seen.found.items() if _is_chosen(choice, path, found.module)}
     if not chosen:
-        raise ValueError(f"layers={choice!r} matches none of the attention layers of {name}: {', '.join(found)}")
-    return chosen
+        raise ValueError(f"layers={choice!r} matches none of the attention layers of {name}: {', '.join(seen.found)}")
+    return Survey(chosen, seen.skipped)
 
 
 def _is_chosen(choice: LayerChoice | None, path: str, module: nn.Module) -> bool:

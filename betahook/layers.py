@@ -1,72 +1,26 @@
-"""The attention layers of a model: found by looking at their code, addressed as slices of flat tensors."""
+"""The attention layers of a model, addressed as slices of flat tensors."""
 
 from __future__ import annotations
 
-import inspect
 import math
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from betahook import scores, statistics, theory, weights
+from betahook.discovery import Found
 from betahook.masks import Mask
+from betahook.pairs import pair_sums
+from betahook.scores import Components
 from betahook.statistics import Statistics
 from betahook.weights import Projection
 
 if TYPE_CHECKING:
     from betahook.hook import Hook
-
-HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-HEAD_DIM = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
-
-
-def calls_interface(kind: type[nn.Module]) -> bool:
-    """Whether a method of a module class asks transformers for its attention function."""
-    for cls in kind.__mro__:
-        if cls is nn.Module:
-            return False
-        for member in vars(cls).values():
-            code = getattr(inspect.unwrap(member) if callable(member) else None, "__code__", None)
-            if code is not None and "get_interface" in code.co_names:
-                return True
-    return False
-
-
-def unreached(model: nn.Module, reached: set[nn.Module]) -> list[str]:
-    """Names of the modules whose class is called attention, but which the interface does not reach."""
-    inside = {module for owner in reached for module in owner.modules()}
-    return [
-        f"{name or 'the model'} ({type(module).__name__})"
-        for name, module in model.named_modules()
-        if re.search("attention|attn", type(module).__name__, re.IGNORECASE)
-        and module not in inside
-        and not any(part in reached for part in module.modules())
-    ]
-
-
-def count_heads(module: nn.Module) -> tuple[int, int] | None:
-    """Number of query heads and width d_k of each, or None where the module does not say."""
-
-    def first(owner: object, names: tuple[str, ...]) -> int | None:
-        found = (getattr(owner, name, None) for name in names)
-        return next((value for value in found if isinstance(value, int) and value > 0), None)
-
-    heads, head_dim = first(module, HEADS), first(module, HEAD_DIM)
-    projection = next((p for p in (getattr(module, q, None) for q, _ in weights.SEPARATE) if p is not None), None)
-    size = getattr(projection, "out_features", None)
-    if heads is None and head_dim is not None:
-        # The config knows about gated projections, which are wider than heads * d_k; but not every module has one.
-        heads = first(getattr(module, "config", None), HEADS)
-        if isinstance(size, int) and (heads is None or size % (heads * head_dim)):
-            heads = size // head_dim
-    if heads is not None and head_dim is None and isinstance(size, int):
-        head_dim = size // heads
-    return None if heads is None or head_dim is None else (heads, head_dim)
 
 
 @dataclass
@@ -132,18 +86,20 @@ class AttentionLayer:
         module: the attention module.
         heads: number of query heads.
         head_dim: d_k.
+        route: where the module's scores come from, see `betahook.discovery.Found`.
         hook: the hook that the layer belongs to; it lives as long as the hooked model, whoever else holds it.
     """
 
     hook: Hook
 
-    def __init__(self, name: str, module: nn.Module, heads: int, head_dim: int, state: State, start: int) -> None:
+    def __init__(self, name: str, found: Found, state: State, start: int) -> None:
         self.name = name
-        self.module = module
-        self.heads = heads
-        self.head_dim = head_dim
+        self.module = found.module
+        self.heads = found.heads
+        self.head_dim = found.head_dim
+        self.route = found.route
         self._state = state
-        self._slice = slice(start, start + heads)
+        self._slice = slice(start, start + found.heads)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """A copy would leave the tap without its hook, and beta with it."""
@@ -188,6 +144,11 @@ class AttentionLayer:
             )
         if not bool((new.isfinite() & (new > 0)).all()):
             raise ValueError(f"beta of {self.name!r} must be positive and finite; got {value}")
+        if self.route != "interface" and self.beta_default is None:
+            raise RuntimeError(
+                f"beta of {self.name!r} cannot be set before the first forward: only that shows the model's own, by "
+                "which this module scales its scores itself. Run a forward first"
+            )
         self._state.beta[self._slice] = new.to(self._state.beta.device)
 
     @property
@@ -230,15 +191,16 @@ class AttentionLayer:
         """Whether a forward of the module is to be recorded now."""
         return self._state.measuring and (self.module.training or self._state.in_evaluation)
 
-    def gain(self, scaling: float, device: torch.device) -> Tensor:
-        """`beta / beta_default` as `[heads, 1, 1]`, exactly 1 where none was set; notes the model's own `scaling`."""
-        state = self._state
-        if state.beta.device.type == "cpu" and device.type != "cpu":
-            state.to(device)
-        with torch.no_grad():
-            # A quotient of two tensors: dividing by a Python number may multiply by its rounded reciprocal.
-            state.beta_default[self._slice].fill_(scaling)
-            return self.current_gain.to(device).view(-1, 1, 1)
+    @torch.no_grad()
+    def note_default(self, beta: float | Tensor) -> None:
+        """Remember the inverse temperature that the model itself applies: one, or one a head."""
+        own = self._state.beta_default[self._slice]
+        own.copy_(beta.flatten()) if isinstance(beta, Tensor) else own.fill_(beta)
+
+    def follow(self, device: torch.device) -> None:
+        """Go where the model went."""
+        if self._state.beta.device.type == "cpu" and device.type != "cpu":
+            self._state.to(device)
 
     @property
     def probe(self) -> Tensor:
@@ -255,23 +217,46 @@ class AttentionLayer:
         rows = scores.row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap)
         exact = scores.score_sums(query, key, mask, of_query.mean, of_key.mean)
         sums = scores.choose(exact, rows.scores, mask)
-        groups = self.heads // key.shape[1]
-        key_mean, key_variance = (x.repeat_interleave(groups, 0) for x in (of_key.mean, of_key.variance))
-        independent = theory.independent_variance(of_query.mean, of_query.variance, key_mean, key_variance)
-        pairs = sums.pairs
         self._add(
-            pairs=pairs,
-            exact_pairs=pairs * scores.is_exact(mask, query.shape[2]),
+            pairs=sums.pairs,
+            exact_pairs=sums.pairs * scores.is_exact(mask, query.shape[2]),
             score=sums.score,
             score_square=sums.score_square,
             rows=rows.rows,
             entropy=rows.entropy,
-            query_mean_square=pairs * of_query.mean.square().mean(-1),
-            query_variance=pairs * of_query.variance.mean(-1),
-            key_mean_square=pairs * key_mean.square().mean(-1),
-            key_variance=pairs * key_variance.mean(-1),
-            independent_variance=pairs * independent,
             max_score=rows.max_score,
+            **self._moments(sums.pairs, of_query, of_key),
+        )
+
+    @torch.no_grad()
+    def record_pairs(
+        self,
+        raw: Tensor,
+        logits: Tensor,
+        allowed: Tensor,
+        operands: tuple[Tensor, Tensor],
+        inside: float | Tensor,
+    ) -> None:
+        """Add one attention whose scores exist: `raw`, `logits` and `allowed` are `[batch, heads, queries, keys]`.
+
+        `operands` are q and k, `[1, heads, tokens, d_k]`. They carry the factor `inside`, which is no part of a score;
+        `raw` carries that and the gain.
+        """
+        gain = self.current_gain.to(raw.device).view(-1, 1, 1)
+        sums = pair_sums(raw / (inside * gain), logits, allowed)
+        of_query, of_key = (
+            scores.components(tokens, _valid(allowed.any(axis), tokens))
+            for tokens, axis in ((operands[0] / inside, -1), (operands[1], -2))
+        )
+        self._add(
+            pairs=sums.scores.pairs,
+            exact_pairs=sums.scores.pairs,
+            score=sums.scores.score,
+            score_square=sums.scores.score_square,
+            rows=sums.rows,
+            entropy=sums.entropy,
+            max_score=sums.max_score,
+            **self._moments(sums.scores.pairs, of_query, of_key),
         )
 
     @torch.no_grad()
@@ -299,8 +284,27 @@ class AttentionLayer:
             for name, value in zip((f"{of}_weights", f"{of}_weight", f"{of}_weight_square"), sums, strict=True):
                 table[statistics.ROW[name], self._slice] = value.repeat_interleave(self.heads // len(value)).to(table)
 
+    def _moments(self, pairs: Tensor, query: Components, key: Components) -> dict[str, Tensor]:
+        """The moments of the components of q and k, weighted by the number of pairs."""
+        groups = self.heads // key.mean.shape[0]
+        key_mean, key_variance = (x.repeat_interleave(groups, 0) for x in (key.mean, key.variance))
+        return {
+            "query_mean_square": pairs * query.mean.square().mean(-1),
+            "query_variance": pairs * query.variance.mean(-1),
+            "key_mean_square": pairs * key_mean.square().mean(-1),
+            "key_variance": pairs * key_variance.mean(-1),
+            "independent_variance": pairs
+            * theory.independent_variance(query.mean, query.variance, key_mean, key_variance),
+        }
+
     def _add(self, **values: Tensor) -> None:
         statistics.add(self._state.table[:, self._slice], values)
+
+
+def _valid(seen: Tensor, tokens: Tensor) -> Tensor | None:
+    """`[batch, heads, tokens]` as `[1, tokens]` for tokens `[1, heads, tokens, d_k]`; None where they do not match."""
+    flat = seen[:, 0].flatten()[None]
+    return flat if flat.shape[1] == tokens.shape[2] else None
 
 
 class Layers(Mapping[str, AttentionLayer]):

@@ -1,4 +1,4 @@
-"""The one place that knows transformers: every attention call of a hooked module passes through here.
+"""The first tap, and the one place that knows transformers: attention that goes through its attention interface.
 
 Models ask `AttentionInterface.get_interface` for their attention function, whatever the backend. While any model is
 hooked, that one method is wrapped. The wrapper leaves modules without a layer alone, and for the others multiplies the
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_utils import AttentionInterface
 
-from betahook import masks
+from betahook import masks, products
+from betahook.families import facts
+from betahook.gain import is_recording, scale_query
 from betahook.layers import AttentionLayer
 from betahook.masks import Band, Mask
 
@@ -54,9 +56,10 @@ def release() -> None:
 
 
 def connect(layer: AttentionLayer) -> list[RemovableHandle]:
-    """Let the layer's module pass through the tap; the handles are of the hooks that watch its projections."""
+    """Let the layer's module pass through the tap; the handles are of hooks on it and on its projections."""
     setattr(layer.module, ATTRIBUTE, layer)
-    return [
+    handles = products.connect(layer, facts(layer.module)) if layer.route != "interface" else []
+    return handles + [
         projection.module.register_forward_pre_hook(functools.partial(_record_input, layer, of))
         for of, projection in zip(("query", "key"), layer.projections or (), strict=False)
     ]
@@ -68,7 +71,7 @@ def disconnect(layer: AttentionLayer) -> None:
 
 
 def _record_input(layer: AttentionLayer, of: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-    if args and _is_recording(layer):
+    if args and is_recording(layer):
         layer.record_input(args[0], of)
 
 
@@ -79,7 +82,7 @@ def _get_interface(self: AttentionInterface, implementation: str, default: Calla
 
 def _attention(function: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     layer: AttentionLayer | None = getattr(module, ATTRIBUTE, None)
-    if layer is None:
+    if layer is None or layer.route != "interface":
         return function(module, *args, **kwargs)
     return _hooked(layer, function, implementation, module, *args, **kwargs)
 
@@ -103,49 +106,12 @@ def _hooked(
     scaling = kwargs.get("scaling")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5  # what every backend does without one
-    gain = layer.gain(scaling, query.device)
-    if _is_recording(layer):
+    layer.note_default(scaling)
+    if is_recording(layer):
         mask = args[0] if args else kwargs.get("attention_mask")
         described = describe_mask(implementation, module, query, key, mask, kwargs)
         layer.record(query, key, described, position_bias=kwargs.get("position_bias"), softcap=kwargs.get("softcap"))
-    if torch.is_grad_enabled() and query.requires_grad:
-        query = ScaleQuery.apply(query, gain, layer.probe.to(query.device))  # type: ignore[no-untyped-call]
-    else:
-        query = (query * gain).to(query.dtype)
-    return function(module, query, key, value, *args, **kwargs)
-
-
-class ScaleQuery(torch.autograd.Function):
-    """`query * gain`, whose backward also gives the sensitivity to `log gain`, as the gradient of a probe.
-
-    Logits are linear in the query, so `dL/d log beta = <query * gain, dL/d(query * gain)>`, for each head. Both factors
-    are at hand: the scaled query is what the attention keeps for its own backward, hence no further memory.
-    """
-
-    @staticmethod
-    def forward(query: Tensor, gain: Tensor, probe: Tensor) -> Tensor:
-        """Args: query `[batch, heads, queries, d_k]`, gain `[heads, 1, 1]` and probe `[heads]`, both float32."""
-        return (query * gain).to(query.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(output, inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
-        scaled, gain = ctx.saved_tensors
-        sensitivity = (gradient * scaled).sum((0, 2, 3), dtype=gain.dtype)
-        return (gradient * gain).to(gradient.dtype), None, sensitivity
-
-
-def _is_recording(layer: AttentionLayer) -> bool:
-    return layer.measuring and not is_recomputation()
-
-
-def is_recomputation() -> bool:
-    """Whether this forward is run again by gradient checkpointing, inside a backward."""
-    # Private, hence behind a name; compiled graphs recompute on their own terms and never come here twice.
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return function(module, scale_query(layer, query), key, value, *args, **kwargs)
 
 
 def describe_mask(

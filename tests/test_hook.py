@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import GPTJConfig, GPTJForCausalLM
+from transformers import SwiftFormerConfig, SwiftFormerModel
 
 import betahook
 from models import build, inputs
@@ -67,14 +67,15 @@ def test_no_module():
         betahook.attach("gpt2")
 
 
-def test_a_model_with_scores_by_hand_is_refused_by_name():
-    model = GPTJForCausalLM(GPTJConfig(n_embd=32, n_head=2, n_layer=1, vocab_size=64, rotary_dim=4))
-    with pytest.raises(betahook.UnsupportedModelError, match=r"GPTJForCausalLM.*GPTJAttention.*scores by hand"):
+def test_a_model_whose_attention_is_none_of_q_and_k_is_refused_by_name():
+    model = SwiftFormerModel(SwiftFormerConfig(image_size=32, depths=[1] * 4, embed_dims=[8] * 4))
+    reason = r"SwiftFormerModel: encoder.*, SwiftFormerEfficientAdditiveAttention: its scores are additive"
+    with pytest.raises(betahook.UnsupportedModelError, match=reason):
         betahook.attach(model)
 
 
 def test_a_model_without_attention_is_refused():
-    with pytest.raises(betahook.UnsupportedModelError, match=r"Linear.*it has no attention module"):
+    with pytest.raises(betahook.UnsupportedModelError, match=r"Linear.*no module that computes softmax attention"):
         betahook.attach(nn.Linear(2, 2))
 
 

@@ -1,125 +1,18 @@
-"""Finding attention layers, counting their heads, and beta as their owner reads and sets it."""
-
-import functools
+"""Beta as its owner reads and sets it, and what a layer records."""
 
 import pytest
 import torch
-import transformers
 from torch import nn
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
-from betahook import layers
+from betahook.discovery import Found
 from betahook.layers import AttentionLayer, Layers, State, Units
 from betahook.masks import Band, Mask
-from models import CONFIGS, GROUPED, SIZE, build
 
 CPU = torch.device("cpu")
 
 
-class Calls(nn.Module):
-    def forward(self, x):
-        return transformers.AttentionInterface().get_interface("eager", None)
-
-
-class Inherits(Calls):
-    pass
-
-
-class Helper(nn.Module):
-    def choose(self, registry):
-        return registry.get_interface("eager", None)
-
-
-class Decorated(nn.Module):
-    @staticmethod
-    def keep(function):
-        @functools.wraps(function)
-        def inner(*args):
-            return function(*args)
-
-        return inner
-
-    forward = keep(Calls.forward)
-
-
-class ByHandAttention(nn.Module):
-    def forward(self, x):
-        return (x @ x.mT).softmax(-1) @ x
-
-
-@pytest.mark.parametrize("cls", [Calls, Inherits, Helper, Decorated])
-def test_modules_that_ask_the_interface_are_found_by_their_code(cls):
-    assert layers.calls_interface(cls)
-
-
-@pytest.mark.parametrize("module", [ByHandAttention(), nn.MultiheadAttention(8, 2), nn.Module()], ids=type)
-def test_modules_that_do_not_ask_are_left_alone(module):
-    assert not layers.calls_interface(type(module))
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_every_attention_of_a_model_is_found_with_its_size(family):
-    model = build(family)
-    found = [module for module in model.modules() if layers.calls_interface(type(module))]
-    config = model.config
-    width = getattr(config, "d_kv", None) or getattr(config, "head_dim", None) or 32 // config.num_attention_heads
-    # T5 has self-attention in its encoder, self- and cross-attention in its decoder.
-    assert len(found) == config.num_hidden_layers * (3 if family == "t5" else 1)
-    assert [layers.count_heads(module) for module in found] == [(config.num_attention_heads, width)] * len(found)
-
-
-def test_a_gate_in_the_query_projection_adds_no_heads():
-    sizes = {**SIZE, **GROUPED, "head_dim": 16, "layer_types": ["full_attention"] * 2}
-    attention = Qwen3NextAttention(transformers.Qwen3NextConfig(**sizes), 0)
-    assert attention.q_proj.out_features == 2 * 4 * 16
-    assert layers.count_heads(attention) == (4, 16)
-
-
-def module(**attributes):
-    result = nn.Module()
-    for name, value in attributes.items():
-        setattr(result, name, value)
-    return result
-
-
-SIZES = {
-    "heads and width": (dict(num_heads=4, head_dim=8), (4, 8)),
-    "width from the projection": (dict(num_heads=4, q_proj=nn.Linear(5, 24)), (4, 6)),
-    "heads from the projection": (dict(head_dim=6, query=nn.Linear(5, 24)), (4, 6)),
-    "heads from the config": (dict(head_dim=6, config=transformers.LlamaConfig(**SIZE)), (4, 6)),
-    "a config of another size": (
-        dict(head_dim=6, config=transformers.LlamaConfig(**SIZE), q_proj=nn.Linear(5, 18)),
-        (3, 6),
-    ),
-    "no width": (dict(num_heads=4), None),
-    "no heads": (dict(head_dim=8), None),
-    "nothing": ({}, None),
-    "no number": (dict(num_heads="4", head_dim=8), None),
-    "a width of zero": (dict(num_heads=4, head_dim=0), None),
-}
-
-
-@pytest.mark.parametrize("case", SIZES)
-def test_heads_are_counted_from_what_the_module_says(case):
-    attributes, expected = SIZES[case]
-    assert layers.count_heads(module(**attributes)) == expected
-
-
-def test_attention_that_is_not_reached_is_named():
-    reached = Calls()
-    model = nn.Module()
-    model.inside = reached
-    reached.rotary_attention = ByHandAttention()  # part of a layer that is reached
-    model.self_attn = nn.Module()
-    model.by_hand = ByHandAttention()
-    model.built_in = nn.MultiheadAttention(8, 2)
-    model.feed_forward = nn.Linear(2, 2)
-    around = type("AttentionBlock", (nn.Module,), {})()  # holds a layer that is reached
-    around.attention = second = Calls()
-    model.around = around
-    named = layers.unreached(model, {reached, second})
-    assert named == ["by_hand (ByHandAttention)", "built_in (MultiheadAttention)"]
-    assert layers.unreached(ByHandAttention(), set()) == ["the model (ByHandAttention)"]
+def layer(name, module, heads, head_dim, state, start):
+    return AttentionLayer(name, Found(module, heads, head_dim, "interface"), state, start)
 
 
 @pytest.fixture
@@ -130,19 +23,21 @@ def state():
 @pytest.fixture
 def pair(state):
     """Two layers of four and two heads on one state."""
-    return [AttentionLayer("a", nn.Module(), 4, 8, state, 0), AttentionLayer("b", nn.Module(), 2, 16, state, 4)]
+    return [layer("a", nn.Module(), 4, 8, state, 0), layer("b", nn.Module(), 2, 16, state, 4)]
 
 
 def test_beta_is_the_model_s_own_until_it_is_set(pair):
     first, second = pair
     assert first.beta is first.beta_default is None
-    assert first.gain(0.25, CPU).tolist() == [[[1.0]]] * 4
+    assert first.current_gain.tolist() == [1.0] * 4
+    first.note_default(0.25)
+    assert first.current_gain.tolist() == [1.0] * 4
     assert first.beta == first.beta_default == 0.25
     assert second.beta is None
     first.beta = 0.5
     assert (first.beta, first.beta_default) == (0.5, 0.25)
-    assert first.gain(0.25, CPU).tolist() == [[[2.0]]] * 4
-    assert second.gain(0.125, CPU).tolist() == [[[1.0]]] * 2
+    assert first.current_gain.tolist() == [2.0] * 4
+    assert second.current_gain.tolist() == [1.0] * 2
 
 
 def test_a_beta_set_before_the_first_forward_stands(pair):
@@ -208,17 +103,19 @@ def test_when_a_forward_is_measured(pair, state, measuring, in_evaluation, train
 
 def projecting(heads, width):
     """An attention module with projections that `weights.locate` knows, keys of half as many heads."""
-    return module(q_proj=nn.Linear(width, heads * 8), k_proj=nn.Linear(width, heads * 4))
+    module = nn.Module()
+    module.q_proj, module.k_proj = nn.Linear(width, heads * 8), nn.Linear(width, heads * 4)
+    return module
 
 
 @pytest.fixture
 def measured(state):
     """A layer with grouped keys, one call of it recorded, and the raw query and key; a layer without projections."""
-    first = AttentionLayer("a", projecting(4, 24), 4, 8, state, 0)
-    second = AttentionLayer("b", nn.Module(), 2, 16, state, 4)
+    first = layer("a", projecting(4, 24), 4, 8, state, 0)
+    second = layer("b", nn.Module(), 2, 16, state, 4)
     generator = torch.Generator().manual_seed(1)
     query, key = torch.randn(2, 4, 9, 8, generator=generator), torch.randn(2, 2, 9, 8, generator=generator) * 3
-    first.gain(0.5, CPU)
+    first.note_default(0.5)
     first.record(query, key, Mask(Band()), position_bias=None, softcap=None)
     return first, second, query, key
 

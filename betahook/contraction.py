@@ -1,0 +1,176 @@
+"""The products of torch that can make a score matrix, read as `left [..., n, d]` times `right [..., m, d]`.
+
+Also where their heads lie: along an axis of their own, mostly the second, or folded into the first, batch and heads
+being one axis then ("flat").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Axis = int | Literal["flat"]
+
+NAMES = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """One product of two tensors, and how to run it again with another left operand.
+
+    Attributes:
+        left, right: the operands as they were given.
+        run: the product, addend included, for a left operand of the same shape.
+        alone: the bare product, without addend and factor.
+        left_axes, right_axes: a letter for each axis of an operand.
+        batch: the letters of the axes that both have in common and keep, and one of which may be of heads.
+        summed: the letter of the axis that is summed over, of size d.
+        alpha: factor that the call itself puts on the product.
+        equation: of an einsum.
+    """
+
+    left: Tensor
+    right: Tensor
+    run: Callable[[Tensor], Tensor]
+    alone: Callable[[Tensor], Tensor]
+    left_axes: str
+    right_axes: str
+    batch: str
+    summed: str
+    alpha: float = 1.0
+    equation: str | None = None
+
+    @property
+    def size(self) -> int:
+        """d, the number of terms of each sum."""
+        return self.left.shape[self.left_axes.index(self.summed)]
+
+    @property
+    def biased(self) -> bool:
+        """Whether the call adds something to the product."""
+        return self.run is not self.alone
+
+    def head_axis(self, heads: int, known: Axis | None) -> Axis:
+        """The axis of `left` that the heads lie along."""
+        sizes = [self.left.shape[self.left_axes.index(axis)] for axis in self.batch]
+        if heads not in sizes and self.equation is not None and known is None:
+            # Not common to both operands, as where k has no heads of its own.
+            own = [axis for axis in self.left_axes if axis not in self.batch + self.summed]
+            return self.left_axes.index(
+                next(axis for axis in own if self.left.shape[self.left_axes.index(axis)] == heads)
+            )
+        place = axis_of(sizes, heads, known)
+        return place if place == "flat" else self.left_axes.index(self.batch[place])
+
+    def tokens(self, axis: Axis, heads: int) -> tuple[Tensor, Tensor]:
+        """Both operands, detached, as `[1, heads, tokens, d]`; one head where an operand has no axis of heads."""
+        letter = None if axis == "flat" else self.left_axes[axis]
+
+        def arrange(tensor: Tensor, axes: str) -> Tensor:
+            tensor = tensor.detach().movedim(axes.index(self.summed), -1)
+            rest = axes.replace(self.summed, "")
+            if letter is None:
+                tensor, place = tensor.unflatten(0, (-1, heads)), 1
+            elif letter in rest:
+                place = rest.index(letter)
+            else:
+                tensor, place = tensor[None], 0
+            return tensor.movedim(place, 0).flatten(1, -2)[None]
+
+        return arrange(self.left, self.left_axes), arrange(self.right, self.right_axes)
+
+
+def read(function: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Contraction | None:
+    """The product that a call of a function in `NAMES` computes; None where it can be no score matrix."""
+    if function.__name__ == "einsum":
+        return _read_einsum(*args)
+    if function.__name__ == "baddbmm":
+        return _read_baddbmm(*args, **kwargs)
+    left, right = [*args, *kwargs.values()][:2]
+    if left.dim() < 3 or right.dim() < 3:
+        return None
+
+    def run(x: Tensor) -> Tensor:
+        return function(x, right)
+
+    batch = "abcdefgh"[: max(left.dim(), right.dim()) - 2]
+    left_batch, right_batch = batch[2 - left.dim() :], batch[2 - right.dim() :]
+    return Contraction(left, right, run, run, f"{left_batch}xz", f"{right_batch}zy", left_batch, "z")
+
+
+def _read_baddbmm(
+    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0, **options: Any
+) -> Contraction:
+    return Contraction(
+        batch1,
+        batch2,
+        lambda x: torch.baddbmm(input, x, batch2, beta=beta, alpha=alpha, **options),
+        lambda x: torch.bmm(x, batch2),
+        "axz",
+        "azy",
+        "a",
+        "z",
+        alpha,
+    )
+
+
+def _read_einsum(equation: str, *operands: Any) -> Contraction | None:
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    specs = inputs.split(",")
+    if len(specs) != 2 or len(operands) != 2:
+        return None
+    dots = "ABCDEFGH"[: operands[0].dim() - len(specs[0].replace("...", ""))]
+    left_axes, right_axes, output = (spec.replace("...", dots) for spec in (*specs, output))
+    summed = set(left_axes) & set(right_axes) - set(output)
+    rows, columns = set(left_axes) - set(right_axes), set(right_axes) - set(left_axes)
+    if len(summed) != 1 or not rows or not columns or operands[0].dim() < 3:
+        return None
+    left, right = operands
+
+    def run(x: Tensor) -> Tensor:
+        return torch.einsum(equation, x, right)
+
+    batch = "".join(axis for axis in output if axis in left_axes and axis in right_axes)
+    return Contraction(left, right, run, run, left_axes, right_axes, batch, summed.pop(), equation=equation)
+
+
+def axis_of(sizes: Sequence[int], heads: int, known: Axis | None) -> Axis:
+    """Which of the axes before the last two holds the heads, by their `sizes`; `known` goes before.
+
+    Raises:
+        ValueError: none of them does.
+    """
+    if known is not None and len(sizes) > 1:
+        return known
+    fitting = [axis for axis, size in enumerate(sizes) if size == heads]
+    if fitting:
+        return 1 if 1 in fitting else fitting[-1]
+    if len(sizes) == 1 and sizes[0] % heads == 0:
+        return "flat"
+    raise ValueError(f"expected an axis of {heads} heads before the last two, got {list(sizes)}")
+
+
+def on_heads(tensor: Tensor, axis: Axis, heads: int, function: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """`function(tensor, axis)`, where heads that share an axis with the batch get one of their own meanwhile."""
+    if axis != "flat":
+        return function(tensor, axis)
+    return function(tensor.unflatten(0, (-1, heads)), 1).flatten(0, 1)
+
+
+def batched(tensor: Tensor, axis: Axis, heads: int) -> Tensor:
+    """`[..., n, x]` with its heads anywhere among the dots, as `[batch, heads, n, x]`."""
+    if axis == "flat":
+        apart: Tensor = tensor.unflatten(0, (-1, heads))
+        return apart
+    return tensor.movedim(axis, -3).flatten(0, -4) if tensor.dim() > 3 else tensor.movedim(axis, -3)[None]
+
+
+def scores_by_head(scores: Tensor, heads: int, known: Axis | None) -> Tensor:
+    """Scores, or what has their shape, as `[batch, heads, queries, keys]`."""
+    return batched(scores, axis_of(scores.shape[:-2], heads, known), heads)

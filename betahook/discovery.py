@@ -1,0 +1,167 @@
+"""Which modules of a model compute attention, and how: read off their code, which says it before any forward."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Literal
+
+from torch import Tensor, nn
+
+from betahook import weights
+from betahook.families import NO_ATTENTION, facts
+
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "attention_heads", "heads")
+HEAD_DIM = (
+    *("qk_head_dim", "head_dim", "attention_head_size", "attention_head_dim", "key_value_proj_dim", "head_size"),
+    *("key_dim", "dim_head", "d_head"),
+)
+
+Route = Literal["interface", "torch", "by hand"]
+
+
+class Refused(str):
+    """Why betahook cannot attach to a module that looks like attention."""
+
+
+TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+SOFTMAX = {"softmax", "Softmax", "gumbel_softmax"}
+PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "@"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """An attention module.
+
+    Attributes:
+        module: the module.
+        heads: number of query heads.
+        head_dim: d_k.
+        route: where its scores come from: the attention "interface" of transformers, "torch", which takes the softmax
+            too, or products "by hand".
+    """
+
+    module: nn.Module
+    heads: int
+    head_dim: int
+    route: Route
+
+
+@dataclass
+class Survey:
+    """What attention a model has.
+
+    Attributes:
+        found: the modules to which betahook can attach, by name.
+        skipped: names of those that look like attention, with the reason why it cannot.
+    """
+
+    found: dict[str, Found] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def survey(model: nn.Module) -> Survey:
+    """Look at every module of a model."""
+    result = Survey()
+    routes = {kind: _route(module) for kind, module in {type(module): module for module in model.modules()}.items()}
+    able = {module for module in model.modules() if not isinstance(routes[type(module)], Refused | None)}
+    for name, module in model.named_modules():
+        route = routes[type(module)]
+        inner = any(part in able for part in module.modules() if part is not module)
+        if route is None or (inner and route != "interface"):
+            continue
+        size = count_heads(module)
+        if isinstance(route, Refused):
+            result.skipped[name] = route
+        elif size is None:
+            result.skipped[name] = "it says neither how many heads it has nor how wide they are"
+        elif getattr(module, "reorder_and_upcast_attn", False):  # GPT-2: past the interface, in eager
+            result.found[name] = Found(module, *size, "by hand")
+        else:
+            result.found[name] = Found(module, *size, route)
+    reached = {part for found in result.found.values() for part in found.module.modules()}
+    modules = {name: model.get_submodule(name) for name in result.skipped}
+    result.skipped = {
+        name or "the model": f"{type(modules[name]).__name__}: {reason}"
+        for name, reason in result.skipped.items()
+        if modules[name] not in reached
+    }
+    return result
+
+
+def _route(module: nn.Module) -> Route | Refused | None:
+    """The route of what is attention, the reason where it has none, or None for what is no attention."""
+    kind = type(module)
+    if kind.__name__ in NO_ATTENTION:
+        return Refused(NO_ATTENTION[kind.__name__])
+    used = names_used(kind)
+    if "get_interface" in used:
+        return "interface"
+    if used & TORCH_ATTENTION:
+        return "torch" if "scaled_dot_product_attention" in used and not used & SOFTMAX else "by hand"
+    if not re.search("attention|attn", kind.__name__, re.IGNORECASE):
+        return None
+    if "ALL_ATTENTION_FUNCTIONS" in used:  # asked past get_interface
+        return "by hand"
+    # A product or a softmax may be a module of its own, without parameters.
+    used = used.union(*(names_used(type(child)) for child in module.children() if not list(child.parameters())))
+    if used & SOFTMAX and used & PRODUCTS:
+        return "by hand"
+    if not re.search("(attention|attn)[0-9]*$", kind.__name__, re.IGNORECASE):
+        return None  # a part of an attention, its output say
+    return Refused("no product with a softmax behind it was found in its code")
+
+
+def names_used(kind: type[nn.Module]) -> frozenset[str]:
+    """The global names and attributes that the methods of a module class use; "@" for the operator."""
+    classes = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    methods = {name: member for cls in reversed(classes) for name, member in vars(cls).items()}
+    codes = (getattr(inspect.unwrap(member), "__code__", None) for member in methods.values() if callable(member))
+    return frozenset(name for code in codes if code is not None for name in _names(code))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    if any(i.opname == "BINARY_OP" and i.argrepr in ("@", "@=") for i in dis.get_instructions(code)):
+        yield "@"
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def count_heads(module: nn.Module) -> tuple[int, int] | None:
+    """Number of query heads and width d_k of each, or None where the module does not say."""
+
+    def first(owner: object, names: tuple[str, ...]) -> int | None:
+        found = (getattr(owner, name, None) for name in names)
+        return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+    config = getattr(module, "config", None)
+    heads, head_dim = facts(module).heads or first(module, HEADS), first(module, HEAD_DIM)
+    width = _width(module, [query for query, _ in weights.SEPARATE])
+    if heads is None and head_dim is not None:
+        # The config knows about gated projections, which are wider than heads * d_k; but not every module has one.
+        heads = first(config, HEADS)
+        if width is not None and (heads is None or width % (heads * head_dim)):
+            heads = width // head_dim
+    if heads is None and (head_dim := first(config, HEAD_DIM)) is not None:
+        heads = first(config, HEADS)
+    if heads is not None and head_dim is None:
+        fused = _width(module, weights.FUSED)
+        # A pooling head has a learned query, and a projection of the keys only.
+        width = width or (fused and fused // 3) or _width(module, [key for _, key in weights.SEPARATE])
+        width = width or first(module, ("embed_dim",))
+        head_dim = width and width // heads
+    return None if heads is None or head_dim is None else (heads, head_dim)
+
+
+def _width(module: nn.Module, names: Iterable[str]) -> int | None:
+    """Width of what the first of these projections returns."""
+    for projection in (getattr(module, name, None) for name in names):
+        if isinstance(projection, nn.Module) and isinstance(getattr(projection, "weight", None), Tensor):
+            return weights.matrix(projection).shape[0]
+    return None

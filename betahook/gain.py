@@ -1,0 +1,58 @@
+"""What both taps do: a factor on the query sets beta, and its backward gives the sensitivity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from betahook.layers import AttentionLayer
+
+
+def scale_query(layer: AttentionLayer, query: Tensor, axis: int = 1) -> Tensor:
+    """`query * beta / beta_default`, bit-identical to `query` while beta is the model's own; heads lie along `axis`."""
+    layer.follow(query.device)
+    shape = [1] * query.dim()
+    shape[axis] = layer.heads
+    gain = layer.current_gain.detach().to(query.device).view(shape)
+    if torch.is_grad_enabled() and query.requires_grad:
+        scaled: Tensor = ScaleQuery.apply(query, gain, layer.probe.to(query.device), axis)  # type: ignore[no-untyped-call]
+        return scaled
+    return (query * gain).to(query.dtype)
+
+
+class ScaleQuery(torch.autograd.Function):
+    """`query * gain`, whose backward also gives the sensitivity to `log gain`, as the gradient of a probe.
+
+    Logits are linear in the query, so `dL/d log beta = <query * gain, dL/d(query * gain)>`, for each head. Both factors
+    are at hand: the scaled query is what the attention keeps for its own backward, hence no further memory.
+    """
+
+    @staticmethod
+    def forward(query: Tensor, gain: Tensor, probe: Tensor, axis: int) -> Tensor:
+        """Args: query of any shape, heads along `axis`; gain, float32, broadcasts to it; probe `[heads]`, float32."""
+        return (query * gain).to(query.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
+        ctx.save_for_backward(output, inputs[1])
+        ctx.axis = inputs[3]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor, None]:
+        scaled, gain = ctx.saved_tensors
+        others = [axis for axis in range(gradient.dim()) if axis != ctx.axis]
+        sensitivity = (gradient * scaled).sum(others, dtype=gain.dtype)
+        return (gradient * gain).to(gradient.dtype), None, sensitivity, None
+
+
+def is_recording(layer: AttentionLayer) -> bool:
+    """Whether the forward that runs now is to be measured."""
+    return layer.measuring and not is_recomputation()
+
+
+def is_recomputation() -> bool:
+    """Whether this forward is run again by gradient checkpointing, inside a backward."""
+    # Private, hence behind a name; compiled graphs recompute on their own terms and never come here twice.
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

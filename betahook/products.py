@@ -1,0 +1,381 @@
+"""The second tap: attention that computes its scores by hand, or asks torch for them, instead of transformers.
+
+While such a module runs, every torch function that it calls passes through `ScoreProducts`. The first product of two
+activations is the score product, since the values come after the softmax: its left operand is multiplied by
+`beta / beta_default`. From there the scores are followed to the softmax, through whatever moves, scales, masks or
+biases them. The factors on the way make the model's own beta, and the softmax shows which pairs are allowed.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from betahook import contraction, masks
+from betahook.contraction import Contraction
+from betahook.discovery import SOFTMAX
+from betahook.families import Facts
+from betahook.gain import is_recording, scale_query
+from betahook.layers import AttentionLayer
+from betahook.masks import Band, Mask
+
+MULTIPLY = {"mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"}
+DIVIDE = {"div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"}
+ADD = {"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__isub__"}
+MOVE = {
+    *("view", "reshape", "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "flatten", "unflatten"),
+    *("squeeze", "unsqueeze", "expand", "expand_as", "view_as", "reshape_as", "__getitem__", "select", "narrow"),
+    *("split", "chunk", "unbind", "gather", "index_select", "take_along_dim", "flip", "roll", "as_strided", "t"),
+    *("cat", "concat", "concatenate", "stack", "pad", "repeat", "repeat_interleave", "tile", "neg", "__neg__"),
+}
+"""Linear functions: what they do to the logits they do to the scores."""
+KEEP = {
+    *("to", "float", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "dropout", "masked_fill", "where"),
+    *(
+        "masked_fill_",
+        "clamp",
+        "clamp_",
+        "clamp_min",
+        "clamp_max",
+        "clip",
+        "tanh",
+        "nan_to_num",
+        "max",
+        "maximum",
+        "tril",
+        "triu",
+    ),
+}
+"""Functions after which an element still stems from the same score, whatever has become of it."""
+PROPERTIES = {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
+"""Those that move; their functions are all called the same."""
+IN_PLACE = {"__imul__", "__itruediv__", "__iadd__", "__isub__", "__setitem__"}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What is known of a tensor.
+
+    Attributes:
+        kind: "operand", an activation times `factor`; "scores", which equal `factor * value + bias` with
+            `value = inside * q . k`; or "weights", what comes out of a softmax.
+        factor: see `kind`; a number, a 0-dim tensor or one that broadcasts over heads.
+        value: the scores in the layout that they have by now, without masks and biases; None where nobody asks.
+        inside: the factors that the operands of the product carried.
+        operands: q and k of the product, of the first of several.
+    """
+
+    kind: Literal["operand", "scores", "weights"]
+    factor: float | Tensor = 1.0
+    value: Tensor | None = None
+    inside: float | Tensor = 1.0
+    operands: tuple[Tensor, Tensor] | None = None
+
+    def scaled(self) -> Trace:
+        """The same with the factor moved into the value."""
+        value = None if self.value is None else self.value * self.factor
+        return replace(self, factor=1.0, value=value, inside=self.inside * self.factor)
+
+
+def connect(layer: AttentionLayer, known: Facts) -> list[RemovableHandle]:
+    """Watch every forward of the layer's module; the handles undo it."""
+    running: list[ScoreProducts] = []
+
+    def begin(module: nn.Module, args: Any) -> None:
+        running.append(ScoreProducts(layer, known))
+        running[-1].__enter__()  # type: ignore[no-untyped-call]
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    return [
+        layer.module.register_forward_pre_hook(begin),
+        # Also when the forward raises: a mode that stays would act on everything that follows.
+        layer.module.register_forward_hook(end, always_call=True),
+    ]
+
+
+class ScoreProducts(TorchFunctionMode):
+    """Scales and follows the score products in one forward of one attention module."""
+
+    def __init__(self, layer: AttentionLayer, known: Facts) -> None:
+        super().__init__()
+        self._layer = layer
+        self._known = known
+        self._recording = is_recording(layer)
+        self._products = 0
+        self._traces = WeakIdKeyDictionary()
+        if known.temperature is not None:
+            layer.note_default(known.temperature(layer.module))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = "transpose" if func in PROPERTIES else func.__name__
+        if name in contraction.NAMES:
+            return self._multiply_matrices(func, args, kwargs)
+        if name in SOFTMAX:
+            return self._softmax(func, *args, **kwargs)
+        if name == "scaled_dot_product_attention":
+            return self._fused(func, *args, **kwargs)
+        if name == "multi_head_attention_forward":
+            with self:
+                return _multi_head_attention()(*args, **kwargs)
+        if name == "__setitem__":
+            return self._assign(func, *args)
+        if name in MULTIPLY | DIVIDE | ADD | MOVE | KEEP:
+            return self._follow(name, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _multiply_matrices(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        product = contraction.read(func, args, kwargs)
+        traces = [self._trace(tensor) for tensor in _tensors((args, kwargs))]
+        if product is None or not self._is_score_product(product):
+            output = func(*args, **kwargs)
+            if any(trace is not None and trace.kind == "scores" for trace in traces):
+                # A linear map of scores, as of those against segment embeddings in XLNet.
+                self._note(output, self._moved(func, args, kwargs))
+            return output
+        layer = self._layer
+        folded = product.equation is not None and product.equation == self._known.folded
+        axis = product.head_axis(layer.heads, "flat" if folded else self._known.product_axis)
+        query = contraction.on_heads(product.left, axis, layer.heads, functools.partial(scale_query, layer))
+        output = product.run(query)
+        inside = self._factor(product.left) * self._factor(product.right)
+        value = operands = None
+        if self._recording:
+            value = product.alone(query.detach()) if product.biased else output.detach()
+            operands = product.tokens(axis, layer.heads)
+        self._note(output, Trace("scores", product.alpha, value, inside, operands))
+        return output
+
+    def _is_score_product(self, product: Contraction) -> bool:
+        """Whether this is a product of activations, and one that makes scores."""
+        known, operands = self._known, (product.left, product.right)
+        # Where torch takes the softmax, products before it make its bias.
+        if self._layer.route == "torch" or product.size == 1:
+            return False
+        if any((t := self._trace(x)) is not None and t.kind != "operand" for x in operands):
+            return False
+        learned = any(isinstance(x, nn.Parameter) for x in operands)
+        if known.every_product:
+            return not learned or product.size == self._layer.head_dim
+        if learned:
+            return False
+        self._products += 1
+        return self._products == known.skipped_products + 1
+
+    def _softmax(self, func: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = func(input, *args, **kwargs)
+        trace = self._trace(input)
+        self._note(output, Trace("weights"))
+        if trace is None or trace.kind != "scores":
+            return output
+        self._products = 0
+        layer = self._layer
+        if self._known.temperature is None:
+            layer.note_default(trace.factor * trace.inside)
+        if trace.value is not None:
+            dim = kwargs.get("dim", args[0] if args else -1)
+            scores, logits = (x.detach().movedim(dim, -1) for x in (trace.value, input))
+            bias = logits - scores * trace.factor
+            scores, logits, bias = (
+                contraction.scores_by_head(x, layer.heads, self._known.score_axis) for x in (scores, logits, bias)
+            )
+            assert trace.operands is not None
+            layer.record_pairs(scores, logits, bias > masks.MASKED, trace.operands, trace.inside)
+        return output
+
+    def _fused(
+        self,
+        func: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Follow `torch.nn.functional.scaled_dot_product_attention`."""
+        layer = self._layer
+        heads, axis = layer.heads, contraction.axis_of(query.shape[:-2], layer.heads, self._known.product_axis)
+        inside = self._factor(query) * self._factor(key)
+        layer.note_default(inside * (query.shape[-1] ** -0.5 if scale is None else scale))
+        if self._recording:
+            q, k = (contraction.batched(x, axis, heads) for x in (query.detach() / inside, key.detach()))
+            mask = Mask(Band(None, 0 if is_causal else None))
+            if attn_mask is not None:
+                pairs = attn_mask.detach().expand(*query.shape[:-1], key.shape[-2])
+                mask = masks.from_tensor(contraction.batched(pairs, axis, heads), Band())
+            layer.record(q, k, mask, position_bias=None, softcap=None)
+        query = contraction.on_heads(query, axis, heads, functools.partial(scale_query, layer))
+        return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
+
+    def _follow(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a function and note what it makes of the tensors that are followed."""
+        trace = self._trace(args[0]) if args else None
+        if (
+            trace is not None
+            and trace.value is not None
+            and (name in IN_PLACE or (name.endswith("_") and name[0] != "_"))
+        ):
+            # The value may share the memory that is about to change.
+            self._note(args[0], replace(trace, value=trace.value.clone()))
+        with torch.no_grad():
+            derived = self._derive(name, func, args, kwargs)
+        output = func(*args, **kwargs)
+        self._note(output, derived)
+        return output
+
+    def _derive(
+        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Trace | list[Trace] | None:
+        traces = [trace for tensor in _tensors((args, kwargs)) if (trace := self._trace(tensor)) is not None]
+        if name in MULTIPLY | DIVIDE:
+            return _scaled(name in DIVIDE, *((x, self._trace(x)) for x in args[:2]))
+        if not traces or (name == "max" and sum(isinstance(x, Tensor) for x in args) < 2):
+            return None  # a maximum over scores is none of them
+        if name in MOVE:
+            if self._trace(args[0]) is None and not isinstance(args[0], (list, tuple)):
+                return None  # only the shape of a followed tensor was used
+            return self._moved(func, args, kwargs)
+        if name in ADD:
+            return _added(traces, others=2 - len(traces) if all(isinstance(x, Tensor) for x in args[:2]) else 0)
+        if name == "where" and len(traces) == 2:
+            return self._moved(func, args, kwargs)
+        return traces[0] if name == "where" or self._trace(args[0]) is not None else None
+
+    @torch.no_grad()
+    def _moved(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Trace | list[Trace] | None:
+        """What a linear function makes of followed tensors, and perhaps others."""
+        traces = [trace for tensor in _tensors((args, kwargs)) if (trace := self._trace(tensor)) is not None]
+        first, alone = traces[0], len(traces) == 1
+        if any(trace.kind != first.kind for trace in traces):
+            return None
+        if first.kind != "scores":
+            return first if all(_same(trace.factor, first.factor) for trace in traces) else None
+        # Several may have different factors, which only values can take in.
+        first = first if alone else first.scaled()
+        if first.value is None:
+            return first
+
+        def value(tensor: Tensor) -> Tensor:
+            trace = self._trace(tensor)
+            found = None if trace is None else trace.value if alone else trace.scaled().value
+            return tensor.detach() if found is None else found
+
+        moved = func(*_replaced(args, value), **_replaced(dict(kwargs), value))
+        parts = [moved] if isinstance(moved, Tensor) else moved
+        return [replace(first, value=part) for part in parts]
+
+    def _assign(self, func: Callable[..., Any], target: Tensor, index: Any, source: Any) -> None:
+        """Follow `target[index] = source`."""
+        into, trace = self._trace(target), self._trace(source)
+        func(target, index, source)
+        if trace is None or trace.kind != "scores":
+            return
+        trace = trace.scaled()
+        if trace.value is not None:
+            before = None if into is None else into.scaled().value
+            value = torch.zeros_like(target, requires_grad=False) if before is None else before.clone()
+            value[index] = trace.value
+            trace = replace(trace, value=value)
+        self._note(target, trace)
+
+    def _trace(self, tensor: Any) -> Trace | None:
+        return self._traces.get(tensor) if isinstance(tensor, Tensor) else None
+
+    def _factor(self, operand: Tensor) -> float | Tensor:
+        trace = self._trace(operand)
+        return 1.0 if trace is None else trace.factor
+
+    def _note(self, output: Any, trace: Trace | list[Trace] | None) -> None:
+        if trace is None:
+            return
+        parts = [output] if isinstance(output, Tensor) else list(output)
+        traces = trace if isinstance(trace, list) else [trace] * len(parts)
+        for part, of_part in zip(parts, traces, strict=True):
+            if of_part.value is not None and of_part.value.shape != part.shape:
+                of_part = replace(of_part, value=of_part.value.expand(part.shape))
+            self._traces[part] = of_part
+
+
+def _scaled(divide: bool, left: tuple[Any, Trace | None], right: tuple[Any, Trace | None]) -> Trace | None:
+    """The trace of `left * right`, or of `left / right`."""
+    if left[1] is None and right[1] is not None and not divide:
+        left, right = right, left
+    (tensor, trace), (factor, other) = left, right
+    number = isinstance(factor, (int, float)) or factor.dim() == 0
+    if other is not None or (trace is None and not (number and isinstance(tensor, Tensor))):
+        return None
+    trace = Trace("operand") if trace is None else trace
+    if trace.kind == "weights" or (trace.kind == "operand" and not number):
+        return trace  # a rotation, say; it is linear, and what it does to the spread belongs to the operand
+    if not number and factor.shape[-2:] != (1, 1):
+        return trace  # a mask
+    factor = factor.detach() if isinstance(factor, Tensor) else factor
+    return replace(trace, factor=trace.factor / factor if divide else trace.factor * factor)
+
+
+def _added(traces: list[Trace], others: int) -> Trace | None:
+    """The trace of a sum of followed tensors and of `others` that are not."""
+    first, *rest = traces
+    if first.kind == "operand":
+        return None if others or any(t.kind != "operand" or not _same(t.factor, first.factor) for t in rest) else first
+    if not rest or any(t.kind != first.kind for t in rest):
+        return first
+    first, second = first.scaled(), rest[0].scaled()
+    if first.value is None or second.value is None:
+        return first
+    return replace(first, value=first.value + second.value)
+
+
+def _same(a: float | Tensor, b: float | Tensor) -> bool:
+    """Whether two factors are known to be equal; tensors are not read for that."""
+    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
+
+
+def _tensors(nested: Any) -> Iterator[Tensor]:
+    if isinstance(nested, Tensor):
+        yield nested
+    elif isinstance(nested, (list, tuple)):
+        for item in nested:
+            yield from _tensors(item)
+    elif isinstance(nested, Mapping):
+        yield from _tensors(list(nested.values()))
+
+
+def _replaced(nested: Any, value: Callable[[Tensor], Tensor]) -> Any:
+    """The same arguments, with the value of each followed tensor in its place."""
+    if isinstance(nested, Tensor):
+        return value(nested) if nested.is_floating_point() else nested
+    if isinstance(nested, (list, tuple)) and any(True for _ in _tensors(nested)):
+        return type(nested)(_replaced(item, value) for item in nested)
+    if isinstance(nested, dict):
+        return {name: _replaced(item, value) for name, item in nested.items()}
+    return nested
+
+
+@functools.cache
+def _multi_head_attention() -> Callable[..., Any]:
+    """`F.multi_head_attention_forward` without its first lines, which would hand it to the mode again and again."""
+    original = F.multi_head_attention_forward
+    names = {**original.__globals__, "has_torch_function": lambda tensors: False}
+    copy = types.FunctionType(original.__code__, names, original.__name__, original.__defaults__)
+    copy.__kwdefaults__ = original.__kwdefaults__
+    return copy

@@ -1,0 +1,340 @@
+"""The second tap: torch's own attention, attention written by hand, and families of transformers that write theirs."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import betahook
+from zoo import build, truth
+
+HEADS, WIDTH, LENGTH = 4, 32, 12
+
+
+class Block(nn.Module):
+    """An attention with separate projections; `mix` turns q, k and v `[batch, heads, length, d]` into values."""
+
+    def __init__(self, mix=None):
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, WIDTH // HEADS
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.mix = mix or self.mix
+
+    def split(self, x):
+        return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+    def forward(self, x):
+        q, k, v = (self.split(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        return self.mix(q, k, v).transpose(1, 2).flatten(2)
+
+
+class FusedAttention(Block):
+    """As in nanoGPT."""
+
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class ScaledAttention(Block):
+    """Scale and mask handed over."""
+
+    def mix(self, q, k, v):
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(q * 0.5, k, v, attn_mask=mask, scale=0.5)
+
+
+class ByHandAttention(Block):
+    def mix(self, q, k, v):
+        scores = q @ k.transpose(-1, -2) / math.sqrt(self.head_dim)
+        return self.values(scores.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), float("-inf")), v)
+
+    def values(self, logits, v):
+        return torch.softmax(logits, -1) @ v
+
+
+class InPlaceAttention(ByHandAttention):
+    """Scaled before and after, biased and masked in place, on batch and heads in one axis."""
+
+    def mix(self, q, k, v):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        scores = torch.bmm(q * 0.5, k.mT)
+        scores *= 0.5
+        scores += torch.linspace(0, 3, LENGTH)
+        scores += torch.full((LENGTH, LENGTH), -1e4).triu(1)
+        return self.values(scores, v).unflatten(0, (-1, HEADS))
+
+
+class EinsumAttention(ByHandAttention):
+    """Heads behind the tokens; the bias comes out of the same call as the product in Bloom."""
+
+    def split(self, x):
+        return x.unflatten(-1, (HEADS, -1))
+
+    def mix(self, q, k, v):
+        scores = torch.einsum("bind,bjnd->bnij", q, k) * self.head_dim**-0.5
+        scores = torch.where(torch.ones(LENGTH, LENGTH).tril().bool(), scores, torch.finfo(scores.dtype).min)
+        return self.values(scores, v.transpose(1, 2)).contiguous()
+
+
+class AddendAttention(ByHandAttention):
+    def mix(self, q, k, v):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        mask = torch.full((len(q), LENGTH, LENGTH), -1e9).triu(1)
+        scores = mask.to(q.dtype).baddbmm(q, k.mT, alpha=self.head_dim**-0.5)
+        return self.values(scores, v).unflatten(0, (-1, HEADS))
+
+
+KINDS = [FusedAttention, ScaledAttention, ByHandAttention, InPlaceAttention, EinsumAttention, AddendAttention]
+
+
+@pytest.fixture
+def x():
+    return torch.randn(3, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def make(kind):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), kind())
+    for parameter in model.parameters():
+        parameter.data *= 3
+    return model
+
+
+def causal_scores(model, x):
+    """Raw scores over the causal pairs, in float64, `[heads, pairs]`."""
+    model = model.double()
+    hidden = model[0](x.double())
+    q, k = (
+        projection(hidden).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        for projection in (model[1].q_proj, model[1].k_proj)
+    )
+    scores = (q @ k.mT).detach()
+    model.float()
+    return scores[:, :, torch.ones(LENGTH, LENGTH).tril().bool()].transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_monitoring_changes_no_bit(kind, x):
+    model = make(kind)
+
+    def run():
+        model.zero_grad()
+        output = model(x)
+        output.square().sum().backward()
+        return [output, *(parameter.grad for parameter in model.parameters())]
+
+    expected = run()
+    with betahook.attach(model, controller="monitor"):
+        assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics_are_those_of_all_allowed_pairs(kind, x):
+    model = make(kind)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        layer = hook.layers["1"]
+        measured, heads = layer.statistics, layer.head_statistics
+    scores = causal_scores(model, x)
+    assert measured.count == scores.numel()
+    assert measured.exact
+    torch.testing.assert_close(measured.mean, scores.mean(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(measured.std, scores.std(correction=0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(heads.std, scores.std(1, correction=0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(measured.max_score, scores.abs().max(), rtol=1e-5, atol=1e-5)
+    assert layer.beta_default == pytest.approx(0.25 if kind in (ScaledAttention, InPlaceAttention) else 8**-0.5)
+    assert measured.query_variance > 0
+    assert measured.weight_std_q > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_entropy_is_that_of_the_attention_rows(kind, x):
+    model = make(kind)
+    rows = []
+
+    def watch(logits):
+        weights = logits.double().softmax(-1)
+        rows.append(-(weights * weights.clamp(min=1e-300).log()).sum(-1))
+
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        entropy = hook.layers["1"].statistics.entropy
+    if kind not in (FusedAttention, ScaledAttention):
+        model[1].values = lambda logits, v: (watch(logits), torch.softmax(logits, -1) @ v)[1]
+        model(x)
+    else:
+        scores = causal_scores(model, x)
+        square = torch.full((HEADS, 3, LENGTH, LENGTH), -math.inf, dtype=torch.float64)
+        square[:, :, torch.ones(LENGTH, LENGTH).tril().bool()] = scores.unflatten(1, (3, -1))
+        watch(square * (0.25 if kind is ScaledAttention else 8**-0.5))
+    torch.testing.assert_close(entropy, rows[0].mean(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_beta_acts_on_the_scores_alone(kind, x):
+    """Twice beta is twice the query, where nothing else comes of the query."""
+    model = make(kind)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        hook.layers["1"].beta = 2 * hook.layers["1"].beta_default
+        output = model(x)
+    for parameter in model[1].q_proj.parameters():
+        parameter.data *= 2
+    torch.testing.assert_close(output, model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_changed_beta_does_not_change_what_is_measured(kind, x):
+    model = make(kind)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        before = hook.layers["1"].statistics
+        hook.step()
+        hook.layers["1"].beta = torch.tensor([0.1, 0.2, 0.4, 0.8])
+        model(x)
+        after = hook.layers["1"].statistics
+        for quantity in ("mean", "std", "max_score", "query_variance", "independent_std"):
+            torch.testing.assert_close(getattr(after, quantity), getattr(before, quantity), rtol=1e-5, atol=1e-5)
+        assert after.entropy != before.entropy
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sensitivity_is_the_derivative_in_log_beta(kind, x):
+    model, x = make(kind).double(), x.double()
+
+    def loss(beta=None):
+        if beta is not None:
+            hook.layers["1"].beta = beta
+        return model(x).square().mean()
+
+    with betahook.attach(model, controller="monitor") as hook:
+        loss().backward()
+        sensitivity = hook.layers["1"].statistics.sensitivity.item()
+        beta = hook.layers["1"].beta_default
+        up, down = (loss(beta * math.exp(step)).item() for step in (1e-4, -1e-4))
+    assert sensitivity == pytest.approx((up - down) / 2e-4, rel=1e-2)
+
+
+def test_the_mode_ends_with_the_forward_even_when_that_fails(x):
+    class FailingAttention(ByHandAttention):
+        def mix(self, q, k, v):
+            torch.softmax(q @ k.mT, -1)
+            raise RuntimeError("out of order")
+
+    model = make(FailingAttention)
+    with betahook.attach(model, controller="monitor"):
+        with pytest.raises(RuntimeError, match="out of order"):
+            model(x)
+        assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_a_beta_before_the_first_forward_is_refused():
+    with (
+        betahook.attach(make(ByHandAttention)) as hook,
+        pytest.raises(RuntimeError, match=r"beta of '1' cannot be set before the first forward.*Run a forward first"),
+    ):
+        hook.layers["1"].beta = 1.0
+
+
+def test_other_heads_than_were_found_are_an_error(x):
+    model = make(ByHandAttention)
+    model[1].num_heads = 3
+    with betahook.attach(model), pytest.raises(ValueError, match=r"expected an axis of 3 heads .* got \[2, 4\]"):
+        model(x[:2])
+
+
+MASKS = {
+    "none": {},
+    "causal": {"attn_mask": torch.full((LENGTH, LENGTH), -math.inf).triu(1)},
+    "padding": {"key_padding_mask": (torch.arange(LENGTH) >= torch.tensor([[12], [9], [7]]))},
+}
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("mask", MASKS)
+def test_multihead_attention(x, mask, need_weights):
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    expected = model(x, x, x, need_weights=need_weights, **MASKS[mask])
+    with betahook.attach(model, controller="monitor") as hook:
+        got = model(x, x, x, need_weights=need_weights, **MASKS[mask])
+        statistics = hook.layers[""].statistics
+        assert hook.layers[""].beta_default == pytest.approx(8**-0.5)
+        hook.layers[""].beta = 2 * hook.layers[""].beta_default
+        doubled = model(x, x, x, need_weights=need_weights, **MASKS[mask])[0]
+    assert torch.equal(got[0], expected[0])
+    assert (got[1] is None) == (not need_weights)
+    if need_weights:
+        assert torch.equal(got[1], expected[1])
+
+    q, k, _ = (x.double() @ model.in_proj_weight.double().T + model.in_proj_bias.double()).chunk(3, -1)
+    q, k = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k))
+    allowed = torch.ones(3, HEADS, LENGTH, LENGTH, dtype=torch.bool)
+    if mask == "causal":
+        allowed = allowed.tril()
+    if mask == "padding":
+        allowed &= ~MASKS[mask]["key_padding_mask"][:, None, None, :]
+    scores = (q @ k.mT)[allowed]
+    assert statistics.count == scores.numel()
+    torch.testing.assert_close(statistics.std, scores.std(correction=0), rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        model.in_proj_weight[:WIDTH] *= 2
+        model.in_proj_bias[:WIDTH] *= 2
+    torch.testing.assert_close(doubled, model(x, x, x, **MASKS[mask])[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_transformer_encoder_and_its_fast_path(x, training):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).train(training)
+    with torch.no_grad():
+        expected = model(x)
+        with betahook.attach(model, controller="monitor", when="always") as hook:
+            assert list(hook.layers) == ["layers.0.self_attn", "layers.1.self_attn"]
+            torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+            assert all(layer.statistics.count == 3 * HEADS * LENGTH**2 for layer in hook.layers.values())
+        assert torch.equal(model(x), expected)
+
+
+SUMS = ["deberta-v2", "xlnet"]
+"""Their scores are sums of products, which they scale together; elsewhere further products make a bias."""
+BY_HAND = [*SUMS, "bloom", "big_bird", "gptj", "longformer", "swinv2", "sam_vision_model", "wavlm"]
+
+
+@pytest.mark.parametrize("model_type", BY_HAND)
+def test_families_that_write_their_attention(model_type):
+    """Attached where the attention is, and half a beta halves what is no bias in the logits."""
+    model = build.build(model_type, "eager")
+    batch = build.inputs(model_type, model)
+    with truth.watch(model) as before:
+        model(**batch)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        model(**batch)
+        assert set(hook.layers) == set(before)
+        for name, attention in before.items():
+            assert hook.layers[name].statistics.exact
+            if attention.products == 1:
+                std = attention.std / attention.inside
+                assert hook.layers[name].statistics.std.item() == pytest.approx(std, rel=1e-5)
+        # The last layer: what enters it does not depend on its own beta.
+        name, layer = list(hook.layers.items())[-1]
+        layer.beta = layer.beta / 2
+        with truth.watch(model) as after:
+            model(**batch)
+        for old, new in zip(before[name].calls, after[name].calls, strict=True):
+            change = (new.logits - old.logits)[old.allowed]
+            scaled = old.factor * old.score + (old.others if model_type in SUMS else 0)
+            torch.testing.assert_close(change, -0.5 * scaled[old.allowed], rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_of_it_stays_behind():
+    model = make(ByHandAttention)
+    before = [sorted(vars(module)) for module in model.modules()]
+    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    betahook.attach(model).detach()
+    assert [sorted(vars(module)) for module in model.modules()] == before
+    assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
