@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from betahook import effective
-from betahook.scores import at_least_float32
 
 SEPARATE = (
     ("q_proj", "k_proj"),
@@ -154,5 +153,8 @@ def _linear(module: object) -> nn.Module | None:
 
 def entry_sums(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Number, sum and sum of squares of the entries per head: `[heads, d_k, d_x]` to three times `[heads]`."""
-    flat = at_least_float32(weight.flatten(1))
-    return torch.full_like(flat[:, 0], flat.shape[1]), flat.sum(1), torch.linalg.vecdot(flat, flat)
+    # In place and in float32 or better: making the rows of a transposed weight contiguous takes eight times as long.
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    total = weight.sum((1, 2), dtype=dtype)
+    square = torch.linalg.vector_norm(weight, dim=(1, 2), dtype=dtype).square()
+    return torch.full_like(total, weight[0].numel()), total, square
