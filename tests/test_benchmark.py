@@ -82,3 +82,15 @@ def test_a_type_without_a_language_model_is_named(example):
 )
 def test_overrides_are_json_where_they_can_be(example, text, value):
     assert example.override(text) == (text.split("=")[0], value)
+
+
+def test_a_hook_holds_no_more_than_the_scaled_queries(example):
+    """They are what the attention keeps for its backward; GPT-2 keeps the unscaled ones too, inside q, k and v."""
+    layers, width, length = 4, 64, 128
+    overrides = dict(n_layer=layers, n_embd=width, n_head=4, vocab_size=1024, bos_token_id=0, eos_token_id=0)
+    bench = example.Bench(example.build("gpt2", overrides, "cpu", torch.float32), 2, length)
+    bench.step()
+    ways = bench.ways()
+    unhooked, hooked = bench.peak(ways["unhooked"]), bench.peak(ways["default"])
+    queries = layers * 2 * length * width * 4
+    assert unhooked < hooked < unhooked + 1.1 * queries

@@ -306,6 +306,21 @@ def test_the_largest_score_is_of_the_sampled_pairs_in_use():
     assert rows.max_score.tolist() == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("beta", [0.05, 0.5])
+def test_sampled_rows_are_as_good_as_documented(beta):
+    """On unrelated queries, whose rows any subset samples as well as a random one."""
+    query, key = make(1000, 1000)
+    rows = scores.row_sums(query, key, Mask(Band()), torch.tensor(beta))
+    every = full(query, key)
+    number, largest = rows.rows[0].item(), rows.max_score.view(1, 2, 1)
+    assert number == 2 * scores.ROWS
+    assert (largest <= every.abs().amax((0, 2, 3), keepdim=True).view(1, 2, 1) * (1 + 1e-6)).all()
+    assert ((every.abs().amax(-1) > largest).double().mean((0, 2)) <= 3 / number).all()
+    entropy = torch.special.entr((beta * every).softmax(-1)).sum(-1).mean((0, 2))
+    standard_error = math.log(1000) / (2 * math.sqrt(number))
+    assert ((rows.entropy / rows.rows - entropy).abs() <= 2 * standard_error).all()
+
+
 @pytest.mark.parametrize("valid", [None, torch.arange(50) < 33, torch.stack([torch.arange(50) > 5] * 2)], ids=str)
 def test_component_moments(valid):
     tokens = make(50, 1, dtype=torch.bfloat16, query_mean=1.5)[0]
