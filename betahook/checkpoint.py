@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,45 +174,49 @@ def unmarked(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def connect(hook: Hook) -> None:
-    """Let `save_pretrained` of the hooked model write the hook's state too."""
+def connect(hook: Hook) -> Callable[[], None]:
+    """Let `save_pretrained` of the hooked model write the hook's state too, until the function returned is called."""
     model = hook.model
     original = getattr(model, "save_pretrained", None)
     if original is None:
-        return
+        return lambda: None
+    own = {name: value for name, value in vars(model).items() if name == "save_pretrained"}
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def save_pretrained(
-        save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
-    ) -> Any:
-        if kwargs.get("push_to_hub"):
+    def save_pretrained(save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(save_directory, *args, **kwargs).arguments
+        options = {**bound, **bound.get("kwargs", {})}
+        if options.get("push_to_hub"):
             raise ValueError(
                 "save_pretrained(push_to_hub=True) of a hooked model would leave beta behind: fold() it first, or use "
                 "model.push_to_hub(name)"
             )
-        if is_main_process:
+        if options.get("is_main_process", True):
             # First, so that no folder ever has the weights alone.
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             save(hook, save_directory)
         with _marked(hook):
-            return original(save_directory, is_main_process, *args, **kwargs)
+            return original(save_directory, *args, **kwargs)
+
+    def disconnect() -> None:
+        del vars(model)["save_pretrained"]
+        vars(model).update(own)
 
     vars(model)["save_pretrained"] = save_pretrained
-
-
-def disconnect(hook: Hook) -> None:
-    """Undo `connect`."""
-    vars(hook.model).pop("save_pretrained", None)
+    return disconnect
 
 
 @contextmanager
 def _marked(hook: Hook) -> Iterator[None]:
     """The config of the model carries the mark, if beta acts."""
+    config = getattr(hook.model, "config", None)
     acts = any(bool((layer.current_gain != 1).any()) for layer in hook.layers.values())
-    if acts:
-        setattr(hook.model.config, MARK, NOTE)
+    marks = acts and hasattr(config, "to_json_file")  # it is a config of transformers
+    if marks:
+        setattr(config, MARK, NOTE)
     try:
         yield
     finally:
-        if acts:
-            delattr(hook.model.config, MARK)
+        if marks:
+            delattr(config, MARK)

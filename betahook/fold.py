@@ -167,6 +167,7 @@ def _keep_exact(hook: Hook, places: dict[AttentionLayer, list[_Place]], gains: d
             raise _refusal(layer, reason)
 
     args, kwargs = hook.last_input
+    kwargs = {**kwargs, "use_cache": False} if "use_cache" in kwargs else kwargs
     with _rehearsal(hook), ExitStack() as handles:
         for layer in places:
             handle = layer.module.register_forward_hook(partial(check, layer), with_kwargs=True)

@@ -141,7 +141,7 @@ class Hook:
         self._release = weakref.finalize(self, tap.release)
         self._handles = [handle for layer in layers for handle in tap.connect(layer)]
         self._handles.append(model.register_forward_pre_hook(self._remember, with_kwargs=True))
-        checkpoint.connect(self)
+        self._stop_saving = checkpoint.connect(self)
 
     def detach(self) -> None:
         """Leave the model exactly as it was before `attach`; beta is the model's own again."""
@@ -151,7 +151,7 @@ class Hook:
             handle.remove()
         for layer in self.layers.values():
             tap.disconnect(layer)
-        checkpoint.disconnect(self)
+        self._stop_saving()
         self.last_input = None
         self._release()
 

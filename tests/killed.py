@@ -144,7 +144,8 @@ def _processes() -> Any:
     return context
 
 
-def main(points: int = 20) -> None:
+def main(points: int = 20) -> int:
+    """Kill that many runs around their saves; the number of those that were resumed to the same bits."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         assert in_process(root / "whole") == 0
@@ -166,6 +167,7 @@ def main(points: int = 20) -> None:
             said = f"killed {seconds:.3f} s after the begin of checkpoint-{step}: newest {newest}, resumed from {whole}"
             print(f"{said}, same bits: {recovered[-1]}", flush=True)
         print(f"{sum(recovered)} of {points} recovered; {half_written} had a half-written newest folder")
+        return sum(recovered)
 
 
 if __name__ == "__main__":

@@ -100,6 +100,8 @@ def test_an_adapter_saves_beta_beside_it(tmp_path):
         adapted.eval()
         adapted.save_pretrained(tmp_path)
         expected = adapted(**inputs("llama")).logits
+        adapted.save_pretrained(tmp_path / "other rank", is_main_process=False)
+    assert not list(tmp_path.glob("other rank/betahook*"))
     again = peft.PeftModel.from_pretrained(build("llama"), tmp_path).eval()
     with betahook.restore(again, tmp_path):
         assert torch.equal(again(**inputs("llama")).logits, expected)

@@ -293,4 +293,15 @@ def test_a_hooked_model_at_its_own_beta_saves_no_mark(tmp_path):
         assert "betahook" not in json.loads((tmp_path / "config.json").read_text())
         with pytest.raises(ValueError, match=r"push_to_hub=True\) of a hooked model would leave beta behind"):
             model.save_pretrained(tmp_path, push_to_hub=True)
+        model.save_pretrained(tmp_path / "other rank", False)
+        assert not (tmp_path / "other rank" / checkpoint.FILE).exists()
     assert "save_pretrained" not in vars(model)
+
+
+def test_a_replaced_save_pretrained_is_put_back(tmp_path):
+    model = build("llama")
+    model.save_pretrained = own = lambda save_directory: None
+    with betahook.attach(model) as hook:
+        model.save_pretrained(tmp_path)
+        checkpoint.load(hook, tmp_path)
+    assert model.save_pretrained is own

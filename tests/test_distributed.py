@@ -107,7 +107,10 @@ def run(rank, folder, steps):
         torch.save(scenario(rank, steps), f"{folder}/{scenario.__name__}-{rank}")
 
 
-@pytest.fixture(scope="module", params=[(2, 4), pytest.param((4, 200), marks=pytest.mark.slow)], ids=str)
+RUNS = [(2, 4), *(pytest.param((world, 200), marks=pytest.mark.slow) for world in (2, 4))]
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=str)
 def results(request, tmp_path_factory):
     """Scenario to what each rank said, and the number of steps."""
     world, steps = request.param

@@ -21,6 +21,11 @@ def test_killed_in_the_middle_of_a_save(tmp_path, expected, point):
     assert killed.differences(expected, killed.end(tmp_path)) == []
 
 
+@pytest.mark.slow
+def test_killed_at_twenty_random_moments():
+    assert killed.main(20) == 20
+
+
 def test_a_run_that_differs_is_seen(expected):
     name, value = expected[0]
     assert killed.differences(expected, [(name, value + 1e-7), *expected[1:]]) == [name]
