@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
@@ -199,11 +200,17 @@ class Hook:
                 cannot be told from a skipped one and counts as such.
 
         Raises:
-            RuntimeError: the hook is detached.
+            RuntimeError: the hook is detached, or no attention was seen before the first step.
         """
         if not self.attached:
             raise RuntimeError("step() on a detached hook: attach to the model again")
         state = self._state
+        # A rank may be idle in the first step; alone, it is a sign that the tap is passed by.
+        if self.steps == 0 and not (state.seen or statistics.is_distributed()):
+            raise RuntimeError(
+                "step() before any attention of the hooked layers was seen: run a forward of the model first. If one "
+                f"ran, this version of betahook does not know the attention of transformers {transformers.__version__}"
+            )
         collected = state.collect()
         scale = 1.0 if scaler is None else _scale(scaler)
         if scale != 1:

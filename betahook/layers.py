@@ -34,6 +34,7 @@ class State:
         table: the sums since the last step, see `betahook.statistics`.
         measuring: whether this step is one of those that are measured.
         in_evaluation: whether forwards in evaluation mode are measured too.
+        seen: whether any attention of the model has passed the tap.
     """
 
     beta: Tensor
@@ -42,6 +43,7 @@ class State:
     table: Tensor
     measuring: bool = True
     in_evaluation: bool = False
+    seen: bool = False
 
     @classmethod
     def create(cls, heads: int, device: torch.device, in_evaluation: bool) -> State:
@@ -194,6 +196,7 @@ class AttentionLayer:
     @torch.no_grad()
     def note_default(self, beta: float | Tensor) -> None:
         """Remember the inverse temperature that the model itself applies: one, or one a head."""
+        self._state.seen = True
         own = self._state.beta_default[self._slice]
         own.copy_(beta.flatten()) if isinstance(beta, Tensor) else own.fill_(beta)
 

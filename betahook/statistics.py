@@ -78,6 +78,12 @@ def keep_measured(new: Tensor, old: Tensor) -> Tensor:
     return kept
 
 
+def is_distributed() -> bool:
+    """Whether there are several ranks."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
 def all_reduce(table: Tensor, beta_default: Tensor) -> tuple[Tensor, Tensor]:
     """Pool a table and `beta_default [heads]` over all ranks in one collective; every rank gets the same bits.
 
@@ -85,9 +91,9 @@ def all_reduce(table: Tensor, beta_default: Tensor) -> tuple[Tensor, Tensor]:
     the mean over ranks, as the gradients do. A default that is NaN, of a layer that this rank has not used yet, is that
     of the others. Without a process group both are returned as they are.
     """
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+    if not is_distributed():
         return table, beta_default
+    distributed = torch.distributed
     world, rank = distributed.get_world_size(), distributed.get_rank()
     maxima = torch.zeros(world, table.shape[1], dtype=table.dtype, device=table.device)
     maxima[rank] = table[-1]

@@ -8,6 +8,7 @@ query by `beta / beta_default` and records the scores; the model's own function 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from betahook import masks, products
 from betahook.families import facts
@@ -27,20 +28,31 @@ from betahook.masks import Band, Mask
 ATTRIBUTE = "_betahook"
 """Where a hooked module keeps its `AttentionLayer`."""
 
-if not hasattr(AttentionInterface, "get_interface"):
+if len(inspect.signature(getattr(AttentionInterface, "get_interface", lambda: None)).parameters) != 3:
     raise ImportError(
-        f"betahook needs transformers 5.1 or later, whose AttentionInterface has get_interface; that of "
-        f"transformers {transformers.__version__} has not. Another version of one of the two is needed"
+        f"betahook needs transformers 5.1 or later, whose AttentionInterface has get_interface(name, default); that "
+        f"of transformers {transformers.__version__} has not. Another version of one of the two is needed"
     )
 _original = AttentionInterface.get_interface
 _users = 0
 
 
 def acquire() -> None:
-    """Register the tap, if this is its first user."""
+    """Register the tap, if this is its first user.
+
+    Raises:
+        RuntimeError: transformers does not come here for its attention functions.
+    """
     global _users
     if _users == 0:
         AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign, assignment]
+        answer = ALL_ATTENTION_FUNCTIONS.get_interface("eager", acquire)
+        if getattr(answer, "func", None) is not _attention:
+            AttentionInterface.get_interface = _original  # type: ignore[method-assign]
+            raise RuntimeError(
+                f"transformers {transformers.__version__} gives out its attention functions in a way that betahook "
+                "does not know. Another version of one of the two is needed"
+            )
         if "torch._dynamo" in sys.modules:
             # What was compiled before goes past the tap, and serves every model of the same class.
             torch.compiler.reset()

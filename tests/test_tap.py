@@ -110,7 +110,12 @@ def _with_scores_scaled(model, batch, factor):
 
     def get_interface(self, name, default):
         function = original(self, name, default)
-        return lambda *args, **kwargs: function(*args, **{**kwargs, "scaling": kwargs["scaling"] * factor})
+
+        def scaled(module, query, *args, **kwargs):
+            scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+            return function(module, query, *args, **{**kwargs, "scaling": scaling * factor})
+
+        return scaled
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AttentionInterface, "get_interface", get_interface)
@@ -187,12 +192,31 @@ def test_detach_restores_every_attribute_and_hook():
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
 
 
-def test_a_transformers_without_the_interface_is_named():
-    code = (
-        "from transformers.modeling_utils import AttentionInterface\n"
-        "del AttentionInterface.get_interface\n"
-        "import betahook"
-    )
+@pytest.mark.parametrize(
+    "change", ["del AttentionInterface.get_interface", "AttentionInterface.get_interface = lambda self, name: None"]
+)
+def test_a_transformers_without_the_interface_is_named(change):
+    code = f"from transformers.modeling_utils import AttentionInterface\n{change}\nimport betahook"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert "ImportError: betahook needs transformers 5.1 or later" in run.stderr
+
+
+def test_a_transformers_that_asks_elsewhere_is_named(monkeypatch):
+    """As if the functions were kept by another class, on which the wrapped method has no effect."""
+    original = AttentionInterface.get_interface
+    elsewhere = type("Elsewhere", (), {"get_interface": lambda self, name, default: default})()
+    monkeypatch.setattr(tap, "ALL_ATTENTION_FUNCTIONS", elsewhere)
+    with pytest.raises(RuntimeError, match=r"transformers \S+ gives out its attention functions in a way"):
+        betahook.attach(build("llama"))
+    assert AttentionInterface.get_interface is original
+
+
+def test_attention_that_bypasses_the_tap_is_no_silent_success(monkeypatch):
+    """As if the modules had bound their attention function before."""
+    model = build("llama")
+    with betahook.attach(model) as hook:
+        monkeypatch.setattr(AttentionInterface, "get_interface", tap._original)
+        model(**inputs("llama"))
+        with pytest.raises(RuntimeError, match=r"step\(\) before any attention of the hooked layers was seen"):
+            hook.step()

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 import betahook
 from betahook import checkpoint
 from betahook.integrations.trainer import BetaHookCallback
-from models import build
+from models import build, inputs
 
 LAYER = "model.layers.0.self_attn"
 
@@ -151,6 +151,7 @@ def test_other_ranks_log_nothing(tmp_path):
     state, control = TrainerState(is_world_process_zero=False, log_history=[{"loss": 1.0}]), TrainerControl()
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
     callback.on_train_begin(arguments, state, control, model=model)
+    model(**inputs("llama"))
     callback.on_step_end(arguments, state, control)
     callback.on_log(arguments, state, control, logs={"loss": 1.0})
     callback.on_train_end(arguments, state, control)
