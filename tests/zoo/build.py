@@ -28,14 +28,27 @@ FEATURES = (
 )
 
 
+class NoBackendError(ValueError):
+    """transformers has no such attention for a model."""
+
+
 def build(model_type: str, backend: str = "eager") -> PreTrainedModel:
-    """The tiny model of a type, in evaluation mode, with weights that spread the scores; always the same."""
+    """The tiny model of a type, in evaluation mode, with weights that spread the scores; always the same.
+
+    Raises:
+        NoBackendError: transformers has no such attention for it.
+    """
     cls = model_class(model_type)
     config = shrink.config(CONFIG_MAPPING[model_type], model_type, narrow=model_type not in facts.WIDE)
     torch.manual_seed(0)
-    model = cls._from_config(config, attn_implementation=backend).eval()
+    try:
+        model = cls._from_config(config, attn_implementation=backend)
+    except ValueError as error:
+        if "does not support an attention implementation" not in str(error):
+            raise
+        raise NoBackendError(f"{model_type} has no {backend} attention") from error
     strengthen(model)
-    return model
+    return model.eval()
 
 
 def model_class(model_type: str) -> type[PreTrainedModel]:
@@ -77,7 +90,7 @@ def strengthen(model: nn.Module) -> None:
 
     embeddings = {id(m.weight): m for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
+        if not parameter.is_floating_point() or not parameter.numel():
             continue
         if id(parameter) in embeddings:
             parameter.copy_(noise(parameter, 0.5))

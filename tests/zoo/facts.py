@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import ResNetConfig, RTDetrResNetConfig, SwinConfig
+from transformers import Dinov2Config, ResNetConfig, RTDetrResNetConfig, SwinConfig
 
 Make = Callable[[torch.Generator], Tensor]
 
@@ -68,6 +68,18 @@ def _swin(*stages: str) -> Callable[[], SwinConfig]:
     )
 
 
+def _dinov2() -> Dinov2Config:
+    return Dinov2Config(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_hidden_layers=4,
+        image_size=56,
+        patch_size=14,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+        reshape_hidden_states=False,
+    )
+
+
 def _rt_detr_resnet() -> RTDetrResNetConfig:
     return RTDetrResNetConfig(
         embedding_size=8,
@@ -95,6 +107,23 @@ _RT_DETR = dict(
     num_denoising=0,
 )
 _DINO = dict(backbone_config=_swin("stage2", "stage3", "stage4"), d_model=32, num_queries=8, num_feature_levels=4)
+_HIERA = dict(
+    hidden_size=16,
+    image_size=[64, 64],
+    embed_dim_per_stage=[16, 32, 64],
+    num_attention_heads_per_stage=[2, 4, 4],
+    blocks_per_stage=[1, 1, 2],
+    window_size_per_stage=[8, 8, 4],
+    global_attention_blocks=[3],
+    num_query_pool_stages=2,
+)
+_SAM2 = dict(
+    backbone_channel_list=[64, 32, 16],
+    backbone_feature_sizes=[[16, 16], [8, 8], [4, 4]],
+    fpn_hidden_size=64,
+    fpn_top_down_levels=[0, 1, 2],
+    num_feature_levels=3,
+)
 _MAMBA = dict(mamba_n_heads=8, mamba_d_state=8, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
 _ZAMBA_LAYERS = ["mamba", "mamba", "hybrid", "mamba", "hybrid", "mamba"]
 
@@ -102,6 +131,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **_all("Qwen2VLTextConfig PaddleOCRTextConfig Qwen2_5_VLTextConfig", _rope(2, 3, 3)),
     **_all("Glm46VTextConfig Glm4vTextConfig GlmImageTextConfig GlmOcrTextConfig GlmgaTextConfig", _rope(2, 3, 3)),
     "Glm4vMoeTextConfig": _rope(1, 1, 2, partial_rotary_factor=0.5),
+    **_all("cosmos3_edge_text Cosmos3EdgeTextConfig", _rope(2, 3, 3)),
+    **_all("Qwen2_5OmniTextConfig Qwen2_5OmniTalkerConfig qwen2_5_omni_text qwen2_5_omni_talker", _rope(2, 3, 3)),
     **_all("autoformer informer time_series_transformer", _SERIES),
     "autoformer": {**_SERIES, "label_length": 4},
     **_all("detr conditional_detr table-transformer", _DETR),
@@ -144,6 +175,37 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
     "big_bird": dict(block_size=4, num_random_blocks=1),
     **_all("chameleon emu3", dict(vocabulary_map={"<image>": 300})),
+    **_all("Emu3VQVAEConfig JanusVQVAEConfig ChameleonVQVAEConfig", dict(base_channels=32)),
+    "falcon_h1": dict(mamba_chunk_size=8),
+    "hiera": dict(image_size=[64, 64], num_query_pool=1, depths=[1, 1], embed_dim=32, num_heads=[2, 4]),
+    **_all("sam2_hiera_det_model Sam2HieraDetConfig", _HIERA),
+    **_all("sam2_vision_model Sam2VisionConfig", _SAM2),
+    **_all("SamVisionConfig SamHQVisionConfig", dict(output_channels=64, num_pos_feats=32)),
+    **_all("SamPromptEncoderConfig SamHQPromptEncoderConfig", dict(image_size=64)),
+    "Sam2PromptEncoderConfig": dict(image_size=64),
+    "SamHQMaskDecoderConfig": dict(vit_dim=64),
+    "ClapAudioConfig": dict(hidden_size=768),
+    **_all("dia_decoder DiaDecoderConfig", dict(cross_hidden_size=64)),
+    "AlignVisionConfig": dict(hidden_dim=640),
+    "AlignConfig": dict(projection_dim=640),
+    "pix2struct_text_model": dict(initializer_range=0.02),
+    "t5gemma2_decoder": dict(dropout_rate=0.0),
+    "moonshine_streaming": dict(num_key_value_heads=4),
+    **_all(
+        "diffusion_gemma_text DiffusionGemmaTextConfig",
+        dict(num_experts=4, top_k_experts=2, moe_intermediate_size=32),
+    ),
+    **_all(
+        "deepseek_ocr2_text DeepseekOcr2TextConfig", dict(mlp_layer_types=["dense", "sparse"], num_experts_per_tok=2)
+    ),
+    **_all("Qwen2_5OmniThinkerConfig Qwen3OmniMoeThinkerConfig", dict(vision_start_token_id=250)),
+    "blip-2": dict(num_query_tokens=4, image_token_index=300),
+    "XCLIPVisionConfig": dict(mit_hidden_size=64),
+    **_all("lw_detr rf_detr", dict(num_queries=4, group_detr=1)),
+    **_all("T5Gemma2TextConfig T5Gemma2DecoderConfig", dict(dropout_rate=0.0)),
+    **_all("depth_anything prompt_depth_anything", dict(backbone_config=_dinov2, reassemble_hidden_size=64)),
+    "zoedepth": dict(backbone_config=_dinov2, bottleneck_features=64),
+    "superglue": dict(hidden_size=256, gnn_layers_types=["self", "cross"]),
     "clvp_encoder": dict(projection_dim=64, hidden_size=128),
     "dbrx": dict(
         max_seq_len=256,
@@ -277,18 +339,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
 WIDE = {
     "dots3_note_audio_encoder",
     "efficientloftr",
+    "ernie4_5_vl_moe_text",
     "fun_asr_nano",
     "gradium_phonon_tts",
     "mimi",
     "nemo_speechlm",
     "nemotron3_5_transcribe_audio",
     "nemotron3_diarization",
+    "phi4_multimodal_audio",
     "pocket_tts",
     "pocket_tts_audio_tokenizer",
 }
 """Model types whose widths depend on one another in ways of their own, and are left as they are."""
 
-CLASSES: dict[str, str] = {}
+CLASSES = {
+    "musicgen": "MusicgenForConditionalGeneration",
+    "musicgen_melody": "MusicgenMelodyForConditionalGeneration",
+}
 """Another model class than the usual one."""
 
 
@@ -325,6 +392,10 @@ INPUTS: dict[str, dict[str, Any]] = {
     "moss_transcribe_diarize_audio": dict(input_features=normal(2, 80, 64)),
     "voxtral_encoder": dict(input_features=normal(2, 128, 64)),
     "qwen2_audio_encoder": dict(input_features=normal(2, 128, 1024)),
+    "fun_asr_nano_encoder": dict(input_features=normal(2, 32, 560), input_features_mask=padded(2, 32, 8)),
+    "qwen3_asr_encoder": dict(input_features=normal(2, 128, 200), input_features_mask=padded(2, 200, 40)),
+    "sam2_hiera_det_model": _image(2, 3, 64, 64),
+    "sam2_vision_model": _image(2, 3, 64, 64),
     "glmasr_encoder": dict(input_features=normal(2, 128, 64)),
     "voxtral_realtime_encoder": dict(input_features=normal(2, 128, 64), use_cache=False),
     "audioflamingo3_encoder": dict(input_features=normal(2, 128, 64), input_features_mask=ones(2, 64)),
@@ -344,9 +415,13 @@ INPUTS: dict[str, dict[str, Any]] = {
     ),
     **_all("cosmos3_edge_vision glm_image_vision hunyuan_vl_vision", _patches("pixel_values", 768)),
     "ernie4_5_vl_moe_vision": _patches("hidden_states", 588),
+    "phi4_multimodal_audio": dict(hidden_states=normal(2, 64, 80), mask=padded(2, 64, 16).bool()),
     "lfm3_vl_vision": _patches("pixel_values", 1536),
+    **_all("muse_glimmer_vision muse_spark_vision", _patches("pixel_values", 1176)),
+    "kimi_k25_vision": dict(pixel_values=normal(32, 3, 14, 14), grid_thw=torch.tensor([[1, 4, 4], [1, 4, 4]])),
+    "paddleocr_vl_vision": dict(pixel_values=normal(1, 32, 3, 14, 14), grid_thw=torch.tensor([[1, 4, 4], [1, 4, 4]])),
     "minimax_m3_vl_vision": _patches("pixel_values", 1176),
-    "video_llama_3_vision": {**_patches("pixel_values", 588), "merge_sizes": torch.tensor([1, 1])},
+    "video_llama_3_vision": {**_patches("pixel_values", 768), "merge_sizes": torch.tensor([1, 1])},
     "flava_multimodal_model": dict(hidden_states=normal(2, 12, 64)),
     **_all("kosmos_2_5_vision_model pix2struct_vision_model", _DOCUMENT),
     "pix2struct": {**_DOCUMENT, "decoder_input_ids": ids(2, 8), "use_cache": False},
@@ -382,7 +457,9 @@ INPUTS: dict[str, dict[str, Any]] = {
     "speech-encoder-decoder": dict(input_values=normal(2, 4000), decoder_input_ids=ids(2, 6)),
     "kyutai_speech_to_text": dict(input_ids=ids(2, 8, 33), use_cache=False),
     "moshi_depth": dict(input_ids=ids(2, 4), last_hidden_state=normal(2, 1, 4096), use_cache=False),
-    "dia_decoder": dict(input_ids=ids(2, 8, 9), encoder_hidden_states=normal(2, 12, 1024), use_cache=False),
+    "dia": dict(input_ids=ids(2, 12), attention_mask=padded(2, 12), decoder_input_ids=ids(2, 8, 9), use_cache=False),
+    "gemma4_audio": dict(input_features=normal(2, 64, 128), attention_mask=padded(2, 64, 16)),
+    "dia_decoder": dict(input_ids=ids(2, 8, 9), encoder_hidden_states=normal(2, 12, 64), use_cache=False),
     "seggpt": dict(
         pixel_values=normal(1, 3, 32, 32),
         prompt_pixel_values=normal(1, 3, 32, 32),
@@ -392,7 +469,7 @@ INPUTS: dict[str, dict[str, Any]] = {
     "mllama_vision_model": dict(
         pixel_values=normal(1, 1, 4, 3, 56, 56), aspect_ratio_ids=ones(1, 1), aspect_ratio_mask=ones(1, 1, 4)
     ),
-    "xclip_vision_model": _image(8, 3, 64, 64),
+    "xclip_vision_model": _image(8, 3, 128, 128),
     "gemma3n_audio": dict(audio_mel=normal(2, 64, 128), audio_mel_mask=zeros(2, 64, dtype=torch.bool)),
     "gemma4_vision": dict(
         pixel_values=normal(2, 36, 768),
@@ -425,13 +502,29 @@ INPUTS: dict[str, dict[str, Any]] = {
 """All arguments of the forward, where the usual ones do not do."""
 
 MORE_INPUTS: dict[str, dict[str, Any]] = {
-    **_all("aimv2 idefics", _image(2, 3, 56, 56)),
-    **_all("altclip chinese_clip clip clipseg metaclip_2 owlvit vision-text-dual-encoder", _image(2, 3, 128, 128)),
-    **_all("align blip bridgetower groupvit siglip owlv2 vilt", _image(2, 3, 64, 64)),
+    "t5gemma2_decoder": dict(encoder_hidden_states=normal(2, 12, 64)),
+    **_all("musicgen musicgen_melody", dict(decoder_input_ids=ids(8, 8))),
+    "blip-2": dict(input_ids=lambda g: torch.cat([torch.full((2, 4), 300), ids(2, 8, low=110, high=190)(g)], 1)),
+    "clap": dict(input_features=normal(1, 1, 128, 64), is_longer=torch.tensor([[False]])),
+    "voxtral_realtime_text": dict(t_cond=normal(2, 1, 64)),
+    "jev": dict(marks=ones(1, 2), num_options=ones(1, 2), question_type_ids=zeros(1, 2)),
+    "aimv2": _image(2, 3, 56, 56),
+    "idefics": {**_image(2, 1, 3, 56, 56), "image_attention_mask": ones(2, 12, 1)},
+    "siglip2": dict(
+        pixel_values=normal(2, 16, 768),
+        pixel_attention_mask=padded(2, 16),
+        spatial_shapes=torch.tensor([[4, 4], [3, 4]]),
+    ),
+    **_all(
+        "minicpm_ocr_vision minicpmv4_6_vision minicpmv4_7_vision",
+        {**_image(1, 3, 64, 128), "target_sizes": torch.tensor([[4, 4], [4, 4]])},
+    ),
+    **_all("altclip chinese_clip clip clipseg metaclip_2 owlvit", _image(2, 3, 128, 128)),
+    **_all("align blip bridgetower groupvit siglip owlv2 vilt vision-text-dual-encoder", _image(2, 3, 64, 64)),
     "whisper": dict(input_features=normal(2, 80, 64)),
     "lxmert": dict(visual_feats=normal(2, 6, 2048), visual_pos=uniform(2, 6, 4)),
     "visual_bert": dict(visual_embeds=normal(2, 4, 512), visual_attention_mask=torch.ones(2, 4)),
-    "xclip": _image(2, 8, 3, 64, 64),
+    "xclip": _image(2, 8, 3, 128, 128),
     "udop": dict(bbox=lambda generator: torch.rand(2, 12, 4, generator=generator).sort(-1)[0]),
 }
 """Arguments besides, or in place of, the usual ones."""

@@ -86,10 +86,7 @@ KEY_HEADS = {
 
 def config(kind: type[PreTrainedConfig], model_type: str, *, narrow: bool = True) -> PreTrainedConfig:
     """The tiny config of a model type; without `narrow`, only what is easily large is reduced."""
-    values = _values(kind, model_type, narrow, ())
-    small = kind(**values)
-    kinds = _missing_layers(kind, model_type, small)
-    return kind(**{**values, "layer_types": kinds, "num_hidden_layers": len(kinds)}) if kinds else small
+    return _with_all_layers(kind, _values(kind, model_type, narrow, ()), model_type)
 
 
 def _defaults(kind: type[PreTrainedConfig]) -> dict[str, Any]:
@@ -118,7 +115,6 @@ def _part(part: PreTrainedConfig, narrow: bool, above: tuple[type, ...]) -> PreT
     """A tiny config like `part`, keeping what the config above gave it."""
     kind = type(part)
     values, defaults = _values(kind, kind.model_type, narrow, above), _defaults(kind)
-    small = kind(**values)
     kept = {
         name: value
         for name, default in defaults.items()
@@ -130,9 +126,9 @@ def _part(part: PreTrainedConfig, narrow: bool, above: tuple[type, ...]) -> PreT
         and _small(name, value, defaults, narrow) is _small(name, default, defaults, narrow) is KEEP
     }
     try:
-        return kind(**{**values, **kept})
+        return _with_all_layers(kind, {**values, **kept}, kind.model_type)
     except ValueError:  # what was kept contradicts what was made small
-        return small
+        return _with_all_layers(kind, values, kind.model_type)
 
 
 def _small(name: str, value: Any, fields: dict[str, Any], narrow: bool) -> Any:
@@ -169,12 +165,14 @@ def _small_image(size: Any, patch: Any) -> Any:
     return 64 if not isinstance(patch, int) or patch <= 1 else patch * (4 if patch >= 8 else 16)
 
 
-def _missing_layers(kind: type[PreTrainedConfig], model_type: str, small: PreTrainedConfig) -> list[str] | None:
-    """Layer types that make a hybrid show each of its kinds of layer, where two layers do not."""
+def _with_all_layers(kind: type[PreTrainedConfig], values: dict[str, Any], model_type: str) -> PreTrainedConfig:
+    """The config with these values, but with one layer of each kind where it is a hybrid and two do not show all."""
+    small = kind(**values)
     there = getattr(small, "layer_types", None)
     if not isinstance(there, (list, tuple)) or "layer_types" in facts.CONFIGS.get(model_type, {}):
-        return None
+        return small
     kinds = list(dict.fromkeys(getattr(kind(), "layer_types", None) or []))
     if set(kinds) <= set(there) or len(kinds) > 6:
-        return None
-    return kinds if len(kinds) > 1 else kinds * 2
+        return small
+    kinds = kinds if len(kinds) > 1 else kinds * 2
+    return kind(**{**values, "layer_types": kinds, "num_hidden_layers": len(kinds)})

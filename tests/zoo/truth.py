@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
-MASKED = -64.0
+MASKED = -87.0
 """A pair counts as masked where so much or more is taken off its logit: its share of the row is below float32."""
 
 
@@ -47,8 +48,8 @@ class Softmax:
 
     @property
     def bias(self) -> Tensor:
-        """What was added to the scaled scores: biases and mask, `-inf` included."""
-        return self.logits - self.factor * self.score - self.others
+        """What was added to the scaled scores: further products, biases and mask, `-inf` included."""
+        return self.logits - self.factor * self.score
 
     @property
     def allowed(self) -> Tensor:
@@ -81,8 +82,7 @@ class Attention:
     @property
     def factors(self) -> list[float]:
         """The different factors between score and logit, sorted; more than one where heads differ."""
-        values = torch.cat([call.factor[~call.score.isnan()] for call in self.calls])
-        return sorted({float(f"{value:.6g}") for value in values.unique().tolist()})
+        return sorted({float(f"{value:.6g}") for value in self._pool(lambda call: call.factor).unique().tolist()})
 
     @property
     def inside(self) -> float:
@@ -90,9 +90,9 @@ class Attention:
         return self.calls[0].inside
 
     @property
-    def products(self) -> int:
-        """Whether the logits are a sum of one product or of several."""
-        return 1 + any(bool((call.others != 0).any()) for call in self.calls)
+    def is_sum(self) -> bool:
+        """Whether further products are added to the scores."""
+        return bool((self._pool(lambda call: call.others) != 0).any())
 
 
 Terms = list[tuple[Tensor, Tensor]]
@@ -328,6 +328,10 @@ class _Fused(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function is nn.functional.multi_head_attention_forward:
+            # Written in Python: look inside, past the check that would bring it here again.
+            with self, mock.patch("torch.nn.functional.has_torch_function", return_value=False):
+                return function(*args, **kwargs)
         if function is not nn.functional.scaled_dot_product_attention:
             return function(*args, **kwargs)
         query, key, _, mask, _, causal, scale = _sdpa_arguments(*args, **kwargs)

@@ -1,0 +1,229 @@
+"""What a hooked model must be, compared with what the model alone really computes (`zoo.truth`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import betahook
+from betahook import Hook
+from zoo import build, truth
+from zoo.truth import Attention
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found out about one model type on one backend.
+
+    Attributes:
+        layers: how many attention modules are hooked and were measured.
+        exact: how many of them exactly, all pairs counted.
+        located: how many with their W_q and W_k.
+        beside: attention modules that are not reached.
+        folds: whether the model with beta folded in computes what the hooked one did, or why it cannot be folded.
+        refusal: why nothing attaches, or None.
+        problems: what is wrong, a sentence each.
+    """
+
+    layers: int = 0
+    exact: int = 0
+    located: int = 0
+    beside: tuple[str, ...] = ()
+    folds: str = ""
+    refusal: str | None = None
+    problems: tuple[str, ...] = ()
+
+
+def verify(model_type: str, backend: str) -> Verdict | None:
+    """Attach to the tiny model of a type, and hold everything that is promised against the truth.
+
+    None where transformers has no such backend for the model.
+    """
+    try:
+        model = build.build(model_type, backend)
+    except build.NoBackendError:
+        return None
+    batch = build.inputs(model_type, model)
+
+    def run() -> Any:
+        torch.manual_seed(0)
+        numpy.random.seed(0)
+        with torch.no_grad():
+            return model(**batch)
+
+    with truth.watch(model) as watched:
+        run()
+    found = {name: attention for name, attention in watched.items() if len(attention.scores)}
+    before = fingerprint(model)
+    with recorded(model, found) as outputs:
+        alone, generators = run(), random_state()
+    try:
+        hook = betahook.attach(model, controller="monitor", when="always")
+    except betahook.UnsupportedModelError as error:
+        return Verdict(beside=tuple(found), refusal=str(error))
+    problems: list[str] = []
+    with hook:
+        if not same(run(), alone) or not same(random_state(), generators):
+            problems.append("monitoring changes the outputs")
+        measured = {name: layer for name, layer in hook.layers.items() if is_measured(layer)}
+        reached = {name: attention for name, attention in found.items() if name in hook.layers}
+        exact = sum(bool(layer.statistics.exact) for layer in measured.values())
+        problems += wrong_layers(hook, found)
+        problems += [p for name, attention in reached.items() for p in wrong_statistics(hook, name, attention)]
+        halve(measured)
+        with replayed(model, outputs), truth.watch(model) as halved:
+            run()
+        problems += [p for name, attention in reached.items() for p in wrong_beta(name, attention, halved[name])]
+    if fingerprint(model) != before or not same(run(), alone):
+        problems.append("detach leaves something behind")
+    return Verdict(
+        layers=len(measured),
+        exact=exact,
+        located=sum(layer.projections is not None for layer in measured.values()),
+        beside=tuple(name for name in found if name not in hook.layers),
+        folds=fold(model, run, set(measured)) if measured else "",
+        problems=tuple(problems),
+    )
+
+
+def halve(layers: dict[str, betahook.AttentionLayer]) -> None:
+    for layer in layers.values():
+        layer.beta = torch.as_tensor(layer.beta_default) / 2
+
+
+def fold(model: nn.Module, run: Callable[[], Any], names: set[str]) -> str:
+    """Fold half the default beta into a model: "exact" where it then computes what the hooked one did."""
+    hook = betahook.attach(model, controller="monitor", layers=lambda name, module: name in names)
+    run()
+    halve(dict(hook.layers))
+    hooked = run()
+    try:
+        betahook.fold(model)
+    except (betahook.FoldError, RuntimeError) as error:
+        hook.detach()
+        return str(error) if isinstance(error, betahook.FoldError) else "fails"
+    pairs = zip(tree_leaves(tensors(run())), tree_leaves(tensors(hooked)), strict=True)
+    worst = max(
+        float((a - b).nan_to_num().abs().max() / b.nan_to_num().abs().max().clamp(min=1e-6))
+        for a, b in pairs
+        if isinstance(a, Tensor) and a.is_floating_point() and a.numel()
+    )
+    return "exact" if worst < 1e-3 else f"off by {worst:.1g}"
+
+
+def is_measured(layer: betahook.AttentionLayer) -> bool:
+    return bool(layer.statistics.count > 0)
+
+
+def wrong_layers(hook: Hook, found: dict[str, Attention]) -> Iterator[str]:
+    """Attention that is neither hooked nor named, and what is hooked and no attention."""
+    named = " ".join(hook.skipped)
+    for name in found:
+        if name not in hook.layers and f"{name} (" not in named:
+            yield f"{name}: is attention, neither hooked nor named"
+    for name, layer in hook.layers.items():
+        if is_measured(layer) and name not in found:
+            yield f"{name}: is measured, but is no attention"
+
+
+def wrong_statistics(hook: Hook, name: str, attention: Attention) -> Iterator[str]:
+    """Count, mean and standard deviation of the raw scores, and the factor that the model itself puts on them."""
+    layer = hook.layers[name]
+    seen = layer.statistics
+    if not is_measured(layer):
+        yield f"{name}: is not measured"
+        return
+    if bool(seen.exact):
+        if int(seen.count) != len(attention.scores):
+            yield f"{name}: {int(seen.count)} pairs instead of {len(attention.scores)}"
+        if not math.isclose(seen.std.item(), attention.std, rel_tol=1e-3, abs_tol=1e-6):
+            yield f"{name}: score std {seen.std.item():.6g} instead of {attention.std:.6g}"
+        if not math.isclose(seen.mean.item(), attention.mean, rel_tol=1e-3, abs_tol=1e-3 * attention.std + 1e-6):
+            yield f"{name}: score mean {seen.mean.item():.6g} instead of {attention.mean:.6g}"
+    elif not math.isclose(seen.std.item(), attention.std, rel_tol=0.2):
+        yield f"{name}: sampled score std {seen.std.item():.6g} instead of {attention.std:.6g}"
+    default = sorted(set(torch.as_tensor(layer.beta_default).flatten().tolist()))
+    if default != pytest.approx(attention.factors, rel=1e-4):
+        yield f"{name}: beta_default {default} instead of {attention.factors}"
+
+
+def wrong_beta(name: str, before: Attention, halved: Attention) -> Iterator[str]:
+    """Half the beta is half of what the scores put into every logit, and leaves the rest of it as it was."""
+    for old, new in zip(before.calls, halved.calls, strict=True):
+        scaled, half = (call.score * call.factor for call in (old, new))
+        error = ((half - scaled / 2).abs()[old.allowed]).max() if bool(old.allowed.any()) else torch.zeros(())
+        if not error <= 1e-4 * scaled[old.allowed].abs().amax():
+            yield f"{name}: half the beta is not half the logits, off by {error:.3g}"
+            return
+
+
+@contextmanager
+def recorded(model: nn.Module, names: dict[str, Attention]) -> Iterator[dict[str, list[Any]]]:
+    """What each of these modules returns, call by call."""
+    calls: dict[str, list[Any]] = {name: [] for name in names}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            calls[name].append(tree_map_only(Tensor, torch.clone, output))
+
+        return hook
+
+    handles = [model.get_submodule(name).register_forward_hook(keep(name)) for name in names]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def replayed(model: nn.Module, outputs: dict[str, list[Any]]) -> Iterator[None]:
+    """Let these modules return what they returned before, so that no change in one reaches the inputs of another."""
+
+    def play(calls: list[Any]) -> Callable[..., Any]:
+        return lambda module, args, output: calls.pop(0)
+
+    handles = [model.get_submodule(name).register_forward_hook(play(list(calls))) for name, calls in outputs.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def fingerprint(model: nn.Module) -> list[Any]:
+    """Everything about a model that attaching could have left behind."""
+    marks: list[Any] = [list(model.state_dict())]
+    for name, module in model.named_modules():
+        hooks = [len(value) for key, value in vars(module).items() if key.endswith("_hooks")]
+        marks.append((name, type(module), sorted(vars(module)), hooks, getattr(module, "forward", None)))
+    return marks
+
+
+def random_state() -> list[Any]:
+    state = numpy.random.get_state()
+    return [torch.get_rng_state(), torch.from_numpy(state[1].astype("int64")), state[2]]
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two outputs agree in every bit; NaN equals NaN."""
+    pairs = zip(tree_leaves(tensors(left)), tree_leaves(tensors(right)), strict=True)
+    return all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+        for a, b in pairs
+        if isinstance(a, Tensor)
+    )
+
+
+def tensors(output: Any) -> Any:
+    """An output as plain containers, so that its tensors are found."""
+    return dict(output) if hasattr(output, "to_tuple") else output
