@@ -113,6 +113,21 @@ def test_search_warms_up_before_its_first_window():
     assert decades(history) == approx([0, 0, 0, 0, -0.5, -0.5, -1.25])
 
 
+def test_search_sweeps_from_two_decades_below_to_one_above():
+    """Whatever the sensitivity says; then the search goes on downward, as it wants."""
+    observations = [observe(sensitivity=1, beta_default=0.5)] * 27
+    history = run(search(window=2, warmup=3, sweep=True), observations, 0.5)
+    windows = [-2 + 0.3 * index for index in range(1, 11)] + [1 - 0.5]
+    expected = [-2] * 4 + [x for x in windows for _ in range(2)]
+    assert [math.log10(beta / 0.5) for beta in history] == approx([*expected, 0.5 - 0.75])
+
+
+def test_a_sweep_stays_below_the_overflow_bound_and_ends_all_the_same():
+    history = run(search(sweep=True), [observe(sensitivity=1, max_score=44.0)] * 11)
+    assert max(history) == approx(2.0)
+    assert decades(history)[-1] == approx(math.log10(2) - 0.5)
+
+
 def test_search_without_sensitivity_stays_and_forgets_nothing():
     history = run(search(), sensitivities(-1, 0, 1))
     assert decades(history) == approx([0.5, 0.5, 0.25])
@@ -186,6 +201,7 @@ RULES = {
     "variance from weights": lambda: Variance(source="weights"),
     "search": search,
     "search with a window": lambda: search(window=3),
+    "search with a sweep": lambda: search(window=2, sweep=True),
     "gradient": Gradient,
     "cap": lambda: Cap(5.0),
     "search, cap": lambda: [search(), Cap(5.0)],

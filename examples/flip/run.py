@@ -37,6 +37,10 @@ COLUMNS: dict[str, tuple[str, Callable[[Row, int], Run] | None]] = {
     ),
     "procedure": ("BetaSearch, every trial a run of its own", None),
     "betahook": ("betahook's default, one run", lambda row, seed: Run(row, seed, controller=betahook.default)),
+    "sweep": (
+        "[Search(sweep=True), Cap()], one run",
+        lambda row, seed: Run(row, seed, controller=lambda: [betahook.Search(sweep=True), betahook.Cap()]),
+    ),
     "variance": ("Variance(), one run", lambda row, seed: Run(row, seed, controller=betahook.Variance)),
     "gradient": (
         "[Gradient(), Cap()], one run",
