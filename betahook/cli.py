@@ -47,9 +47,7 @@ def report(folder: Path) -> str:
     with betahook.attach(model, controller="monitor") as hook:
         lines = [f"{type(model).__name__}: betahook attaches to {len(hook.layers)} attention layers"]
         for layer in hook.layers.values():
-            found = (
-                "W_q and W_k found" if layer.projections else "W_q and W_k not found, their std will not be measured"
-            )
-            lines.append(f"  {layer.name}: {layer.heads} heads of {layer.head_dim}; {found}")
+            lines.append(f"  {layer.name}: {layer.heads} heads of {layer.head_dim}")
+            lines += [f"    {remark}" for remark in layer.remarks]
         lines += [f"  not reached: {name}, {reason}" for name, reason in hook.skipped.items()]
     return "\n".join(lines)

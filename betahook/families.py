@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Facts:
-    """What to know of a class that computes its scores by hand.
+    """What to know of a class. All but `inside` and `remark` is about scores that are computed by hand.
 
     Attributes:
+        inside: the factor that the module puts on the query before it asks for its attention; part of its beta.
+        remark: what of its beta is inside q or k and cannot be told apart as one number.
         heads: how many, where the module does not say.
         skipped_products: products before the first one that makes scores.
         every_product: the scores are put together from several products, which are scaled alike.
@@ -24,6 +26,8 @@ class Facts:
         temperature: the factor that the module learns, `[heads]` or to be broadcast to that.
     """
 
+    inside: Callable[[Any], float] | None = None
+    remark: str | None = None
     heads: int | None = None
     skipped_products: int = 0
     every_product: bool = False
@@ -42,30 +46,58 @@ def _logit_scale(module: Any) -> Tensor:
 _SUM = Facts(every_product=True)
 _CHUNKED = Facts(every_product=True, folded="bcxd,bcyd->bcxy", score_axis=2)
 
-BY_HAND = {
+_PRESCALED = Facts(inside=lambda module: module.scaling)
+_ROTATED = Facts(remark="the factor of its rotary embedding (YaRN) is in q and k")
+_NORMED = Facts(remark="q carries a constant factor of its own behind its norm")
+_POSITIONAL = Facts(remark="q carries a factor that grows with the position")
+_LEARNED = Facts(remark="q carries a learned factor for each component")
+
+FACTS = {
+    "AudioFlamingo3Attention": _PRESCALED,
     "BigBirdBlockSparseAttention": _SUM,
     "BigBirdPegasusBlockSparseAttention": _SUM,
     "BrosSelfAttention": _SUM,
     "DisentangledSelfAttention": _SUM,
+    "EsmSelfAttention": Facts(inside=lambda module: module.attention_head_size**-0.5),
     "FastSpeech2ConformerAttention": _SUM,
     "FunnelRelMultiheadAttention": _SUM,
-    "Gemma3nAudioAttention": _SUM,
-    "Gemma4AudioAttention": _SUM,
+    "Gemma3nAudioAttention": Facts(every_product=True, remark=_LEARNED.remark),
+    "Gemma4AudioAttention": Facts(every_product=True, remark=_LEARNED.remark),
+    "GptOssAttention": _ROTATED,
     "GroupViTAssignAttention": Facts(heads=1),
     "InformerProbSparseAttention": Facts(skipped_products=1),
+    "Inkling2FullAttention": _POSITIONAL,
+    "InklingAttention": _POSITIONAL,
+    "Kosmos2_5TextAttention": _PRESCALED,
     "LEDEncoderSelfAttention": _CHUNKED,
     "LiltSelfAttention": _SUM,
+    "Llama4TextAttention": _POSITIONAL,
+    "LongcatFlashMLA": _NORMED,
     "LongformerSelfAttention": _CHUNKED,
     "LongT5LocalAttention": Facts(product_axis=2, score_axis=2),
     "LongT5TransientGlobalAttention": Facts(product_axis=2, score_axis=2),
     "LukeSelfAttention": _SUM,
+    "Ministral3Attention": _POSITIONAL,
+    "Mistral4Attention": _POSITIONAL,
+    "MossTranscribeDiarizeAudioAttention": _PRESCALED,
+    "MuseGlimmerTextAttention": _NORMED,
+    "MuseSparkTextAttention": _NORMED,
+    "OpenAIPrivacyFilterAttention": Facts(inside=lambda module: module.scaling**2, remark=_ROTATED.remark),
+    "OPTAttention": _PRESCALED,
     "PegasusXGlobalLocalAttention": Facts(every_product=True, product_axis=1, score_axis=1),
+    "Qwen2AudioAttention": _PRESCALED,
     "SEWDDisentangledSelfAttention": _SUM,
     "Swin2SRSelfAttention": Facts(temperature=_logit_scale),
     "Swinv2SelfAttention": Facts(temperature=_logit_scale),
+    "TimesFm2_5Attention": _LEARNED,
+    "TimesFmAttention": _LEARNED,
+    "VideoPrismMultiheadAttentionPoolingHead": _LEARNED,
+    "VoxtralAttention": _PRESCALED,
+    "WhisperAttention": _PRESCALED,
     "XLNetRelativeAttention": _SUM,
 }
-"""Class name to facts; a class that is not here has one product and its heads where most have them."""
+"""Class name to facts. A class that is not here carries no factor in q, and has, if it computes its scores by hand, one
+product and its heads where most have them."""
 
 NO_ATTENTION = {
     "ConditionalDetrMHAttentionMap": "it makes a map for segmentation, not weights for values",
@@ -84,4 +116,4 @@ NO_ATTENTION = {
 
 def facts(module: nn.Module) -> Facts:
     """The facts about a module's class."""
-    return next((BY_HAND[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in BY_HAND), Facts())
+    return next((FACTS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in FACTS), Facts())

@@ -182,10 +182,7 @@ class Hook:
         state = "" if self.attached else ", detached"
         lines = [f"Hook({type(self.model).__name__}, {len(self.layers)} layers, {self.controllers}{state})"]
         lines += [f"  {layer.name}: {layer.heads} heads of {layer.head_dim}" for layer in self.layers.values()]
-        for layer in self.layers.values():
-            for name, projection in zip(("W_q", "W_k"), layer.projections or (), strict=False):
-                if projection.obstacle is not None:
-                    lines.append(f"  {layer.name}: the std of {name} is not measured, it is {projection.obstacle}")
+        lines += [f"  {layer.name}: {remark}" for layer in self.layers.values() for remark in layer.remarks]
         lines += [f"  not reached: {name}, {reason}" for name, reason in self.skipped.items()]
         return "\n".join(lines)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from betahook import scores, statistics, theory, weights
 from betahook.discovery import Found
+from betahook.families import facts
 from betahook.masks import Mask
 from betahook.pairs import pair_sums
 from betahook.scores import Components
@@ -89,6 +90,7 @@ class AttentionLayer:
         heads: number of query heads.
         head_dim: d_k.
         route: where the module's scores come from, see `betahook.discovery.Found`.
+        facts: what is known of the module's class.
         hook: the hook that the layer belongs to; it lives as long as the hooked model, whoever else holds it.
     """
 
@@ -100,6 +102,7 @@ class AttentionLayer:
         self.heads = found.heads
         self.head_dim = found.head_dim
         self.route = found.route
+        self.facts = facts(found.module)
         self._state = state
         self._slice = slice(start, start + found.heads)
 
@@ -117,6 +120,18 @@ class AttentionLayer:
     def projections(self) -> tuple[Projection, Projection] | None:
         """Where W_q and W_k are now, adapters come and go; None where the module keeps them in no known form."""
         return weights.locate(self.module, self.heads, self.head_dim)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What of this layer is not measured, or not as one would think, in words."""
+        remarks = [f"{self.facts.remark}, a part of the scores and not of beta"] if self.facts.remark else []
+        if self.projections is None:
+            return [*remarks, "W_q and W_k have no known form, their std is not measured"]
+        return remarks + [
+            f"the std of {name} is not measured, it is {projection.obstacle}"
+            for name, projection in zip(("W_q", "W_k"), self.projections, strict=True)
+            if projection.obstacle is not None
+        ]
 
     @property
     def beta_default(self) -> float | None:

@@ -24,7 +24,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from betahook import contraction, masks
 from betahook.contraction import Contraction
 from betahook.discovery import SOFTMAX
-from betahook.families import Facts
 from betahook.gain import is_recording, scale_query
 from betahook.layers import AttentionLayer
 from betahook.masks import Band, Mask
@@ -87,12 +86,12 @@ class Trace:
         return replace(self, factor=1.0, value=value, inside=self.inside * self.factor)
 
 
-def connect(layer: AttentionLayer, known: Facts) -> list[RemovableHandle]:
+def connect(layer: AttentionLayer) -> list[RemovableHandle]:
     """Watch every forward of the layer's module; the handles undo it."""
     running: list[ScoreProducts] = []
 
     def begin(module: nn.Module, args: Any) -> None:
-        running.append(ScoreProducts(layer, known))
+        running.append(ScoreProducts(layer))
         running[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
@@ -108,15 +107,15 @@ def connect(layer: AttentionLayer, known: Facts) -> list[RemovableHandle]:
 class ScoreProducts(TorchFunctionMode):
     """Scales and follows the score products in one forward of one attention module."""
 
-    def __init__(self, layer: AttentionLayer, known: Facts) -> None:
+    def __init__(self, layer: AttentionLayer) -> None:
         super().__init__()
         self._layer = layer
-        self._known = known
+        self._known = layer.facts
         self._recording = is_recording(layer)
         self._products = 0
         self._traces = WeakIdKeyDictionary()
-        if known.temperature is not None:
-            layer.note_default(known.temperature(layer.module))
+        if layer.facts.temperature is not None:
+            layer.note_default(layer.facts.temperature(layer.module))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -20,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from betahook import masks, products
-from betahook.families import facts
 from betahook.gain import is_recording, scale_query
 from betahook.layers import AttentionLayer
 from betahook.masks import Band, Mask
@@ -70,7 +69,7 @@ def release() -> None:
 def connect(layer: AttentionLayer) -> list[RemovableHandle]:
     """Let the layer's module pass through the tap; the handles are of hooks on it and on its projections."""
     setattr(layer.module, ATTRIBUTE, layer)
-    handles = products.connect(layer, facts(layer.module)) if layer.route != "interface" else []
+    handles = products.connect(layer) if layer.route != "interface" else []
     return handles + [
         projection.module.register_forward_pre_hook(functools.partial(_record_input, layer, of))
         for of, projection in zip(("query", "key"), layer.projections or (), strict=False)
@@ -118,11 +117,13 @@ def _hooked(
     scaling = kwargs.get("scaling")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5  # what every backend does without one
-    layer.note_default(scaling)
+    inside = 1.0 if layer.facts.inside is None else layer.facts.inside(module)
+    layer.note_default(scaling * inside)
     if is_recording(layer):
         mask = args[0] if args else kwargs.get("attention_mask")
         described = describe_mask(implementation, module, query, key, mask, kwargs)
-        layer.record(query, key, described, position_bias=kwargs.get("position_bias"), softcap=kwargs.get("softcap"))
+        raw = query if inside == 1 else query / inside
+        layer.record(raw, key, described, position_bias=kwargs.get("position_bias"), softcap=kwargs.get("softcap"))
     return function(module, scale_query(layer, query), key, value, *args, **kwargs)
 
 

@@ -25,9 +25,19 @@ SEPARATE = (
     ("Wq", "Wk"),
     ("wq", "wk"),
     ("to_q", "to_k"),
+    ("query_proj", "key_proj"),
+    ("project_q", "project_k"),
+    ("projection_query", "projection_key"),
+    ("q_head", "k_head"),
 )
-FUSED = ("c_attn", "qkv_proj", "qkv", "Wqkv", "query_key_value")
-INTERLEAVED = {"GPTNeoXAttention", "PersimmonAttention"}
+FUSED = ("c_attn", "qkv_proj", "qkv", "Wqkv", "query_key_value", "in_proj", "att_proj")
+INTERLEAVED = {
+    "BloomAttention",
+    "DisentangledSelfAttention",
+    "GPTNeoXAttention",
+    "GPTNeoXJapaneseAttention",
+    "PersimmonAttention",
+}
 """Classes whose fused projection holds q, k and v of one head after another."""
 INSIDE = ("linear", "base_layer")
 """Attributes under which a wrapper module keeps the linear module that owns the weight; the second is an adapter's."""
@@ -128,6 +138,16 @@ def locate(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Pr
         cross = projection("q_attn", rows(0, heads))
         if cross is not None:  # GPT-2's cross-attention: q apart, k and v fused
             return cross, fused
+        if type(module).__name__ == "CodeGenAttention":  # q, v and k of each of four shards
+            return replace(fused, select=_sharded(heads, head_dim, 0)), replace(
+                fused, select=_sharded(heads, head_dim, 2)
+            )
+        if getattr(module, "new_decoder_architecture", False):  # Falcon: the queries of a group, its key, its value
+            groups = module.num_kv_heads
+            assert isinstance(groups, int)
+            return replace(fused, select=_grouped(groups, head_dim, slice(-2))), replace(
+                fused, select=_grouped(groups, head_dim, slice(-2, -1))
+            )
         if _interleaved(module) and size == 3 * heads * head_dim:
             return replace(fused, select=interleaved(0)), replace(fused, select=interleaved(1))
         key_heads = (size // head_dim - heads) // 2
@@ -138,7 +158,15 @@ def locate(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Pr
 
 def _interleaved(module: nn.Module) -> bool:
     name = type(module).__name__
-    return name in INTERLEAVED or (name == "GPTBigCodeAttention" and not module.multi_query)
+    return name in INTERLEAVED or (name in ("GPTBigCodeAttention", "FalconAttention") and not module.multi_query)
+
+
+def _sharded(heads: int, head_dim: int, part: int) -> Callable[[Tensor], Tensor]:
+    return lambda weight: weight.unflatten(0, (4, 3, heads // 4, head_dim))[:, part].flatten(0, 1)
+
+
+def _grouped(groups: int, head_dim: int, part: slice) -> Callable[[Tensor], Tensor]:
+    return lambda weight: weight.unflatten(0, (groups, -1, head_dim))[:, part].flatten(0, 1)
 
 
 def _linear(module: object) -> nn.Module | None:

@@ -1,7 +1,7 @@
 """The command, called as the console script calls it."""
 
 import pytest
-from transformers import LlamaConfig, RwkvConfig
+from transformers import GptOssConfig, LlamaConfig, RwkvConfig
 
 from betahook.cli import main
 from models import SIZE
@@ -12,7 +12,17 @@ def test_inspect_names_every_layer(tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "LlamaForCausalLM: betahook attaches to 2 attention layers"
-    assert lines[1] == "  model.layers.0.self_attn: 4 heads of 8; W_q and W_k found"
+    assert lines[1] == "  model.layers.0.self_attn: 4 heads of 8"
+
+
+def test_inspect_says_what_is_special(tmp_path, capsys):
+    """A factor in the query that is no part of beta."""
+    sizes = dict(SIZE, num_local_experts=2, num_key_value_heads=2, layer_types=["full_attention"] * 2)
+    GptOssConfig(**sizes, architectures=["GptOssForCausalLM"]).save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    remark = "the factor of its rotary embedding (YaRN) is in q and k, a part of the scores and not of beta"
+    assert lines[2] == f"    {remark}"
 
 
 def test_inspect_without_a_named_architecture(tmp_path, capsys):

@@ -44,6 +44,10 @@ def test_monitoring_changes_no_bit(family, backend):
     assert_identical(alone, run(model, batch))
 
 
+SCALED_QUERY = {"opt": 8**-0.5}
+"""What a family has put on its query when it asks for its attention; no part of a raw score."""
+
+
 @pytest.mark.parametrize(("family", "backend"), FAMILIES)
 def test_statistics_equal_brute_force(family, backend):
     batch = inputs(family)
@@ -57,6 +61,7 @@ def test_statistics_equal_brute_force(family, backend):
     # Encoder-decoder models run in another order than they list their modules.
     for call in calls:
         scores, allowed = call.scores()
+        scores = scores / SCALED_QUERY.get(family, 1.0)
         used = [scores[:, head][allowed.expand_as(scores)[:, head]] for head in range(scores.shape[1])]
         mean = torch.stack([x.mean() for x in used])
         std = torch.stack([x.std(correction=0) for x in used])
@@ -220,3 +225,15 @@ def test_attention_that_bypasses_the_tap_is_no_silent_success(monkeypatch):
         model(**inputs("llama"))
         with pytest.raises(RuntimeError, match=r"step\(\) before any attention of the hooked layers was seen"):
             hook.step()
+
+
+def test_the_factor_that_a_query_carries_is_a_part_of_beta():
+    """OPT scales its query before it asks for its attention, with 1.0 for what is left to do."""
+    model = build("opt")
+    with betahook.attach(model, controller="monitor") as hook, trace() as calls:
+        model(**inputs("opt"))
+        for layer, call in zip(hook.layers.values(), calls, strict=True):
+            scaled, allowed = call.scores()
+            raw = scaled[allowed] * 8**0.5
+            assert layer.beta_default == pytest.approx(8**-0.5)
+            torch.testing.assert_close(layer.statistics.std, raw.std(correction=0), rtol=1e-5, atol=1e-6)

@@ -1,5 +1,7 @@
 """The located projections against the q and k that the attention modules themselves compute."""
 
+from functools import partial
+
 import pytest
 import torch
 import transformers
@@ -7,8 +9,10 @@ from torch import nn
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
+import betahook
 from betahook import weights
 from models import GROUPED, SIZE, build
+from zoo.build import build as zoo_build
 
 HEADS, HEAD_DIM, WIDTH = 4, 8, 32
 """Those of every tiny model."""
@@ -189,3 +193,40 @@ def test_sums_of_entries(dtype):
     torch.testing.assert_close(total / count, heads.mean(1), rtol=1e-5, atol=0)
     std = (square / count - (total / count).square()).sqrt()
     torch.testing.assert_close(std, heads.std(1, correction=0), rtol=1e-5, atol=0)
+
+
+def tiny_falcon(**options):
+    torch.manual_seed(0)
+    return transformers.FalconModel._from_config(
+        transformers.FalconConfig(vocab_size=64, hidden_size=32, num_attention_heads=4, num_hidden_layers=1, **options),
+        attn_implementation="eager",
+    )
+
+
+FUSED = {
+    "bloom": partial(zoo_build, "bloom", "eager"),
+    "codegen": partial(zoo_build, "codegen", "eager"),
+    "gpt_neox_japanese": partial(zoo_build, "gpt_neox_japanese", "eager"),
+    "falcon, one key": partial(tiny_falcon, multi_query=True),
+    "falcon, as many keys": partial(tiny_falcon, multi_query=False),
+    "falcon, groups": partial(tiny_falcon, new_decoder_architecture=True, num_kv_heads=2),
+}
+
+
+@pytest.mark.parametrize("of", [0, 1], ids=["query", "key"])
+@pytest.mark.parametrize("family", FUSED)
+@torch.no_grad()
+def test_the_rows_of_a_fused_projection_are_those_that_make_the_scores(family, of):
+    """Twice those rows are twice the scores, of every head."""
+    model = FUSED[family]()
+    ids = torch.arange(3, 15)[None]
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        layer = next(iter(hook.layers.values()))
+        model(ids)
+        before = layer.head_statistics.std
+        hook.step()
+        projection = layer.projections[of]
+        for parameter in projection.module.parameters():
+            parameter[projection.select(torch.arange(len(parameter))[:, None]).flatten()] *= 2
+        model(ids)
+        torch.testing.assert_close(layer.head_statistics.std, 2 * before, rtol=1e-4, atol=1e-6)
