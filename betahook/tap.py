@@ -52,10 +52,10 @@ def acquire() -> None:
                 f"transformers {transformers.__version__} gives out its attention functions in a way that betahook "
                 "does not know. Another version of one of the two is needed"
             )
-        if "torch._dynamo" in sys.modules:
-            # What was compiled before goes past the tap, and serves every model of the same class.
-            torch.compiler.reset()
     _users += 1
+    if "torch._dynamo" in sys.modules:
+        # What was compiled before goes past the tap, and serves every model of the same class.
+        torch.compiler.reset()
 
 
 def release() -> None:
