@@ -202,9 +202,11 @@ def compare(bench: Bench, rounds: int) -> dict[str, dict[str, Any]]:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
         way()  # the first step of each is dearer
-    for _ in range(rounds):
-        for name, way in ways.items():
-            seconds[name].append(way())
+    names = list(ways)
+    for turn in range(rounds):
+        start = turn % len(names)  # so that none always comes after the same one
+        for name in names[start:] + names[:start]:
+            seconds[name].append(ways[name]())
     ratios = {name: [a / b for a, b in zip(seconds[name], seconds["unhooked"], strict=True)] for name in ways}
     return {
         name: {"ratio": summary(ratios[name]), "seconds": summary(seconds[name]), "peak": bench.peak(way)}
