@@ -160,8 +160,14 @@ def _keep_exact(hook: Hook, places: dict[AttentionLayer, list[_Place]], gains: d
 
     def check(layer: AttentionLayer, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         called.add(layer)
-        run = partial(module.forward, *args, **kwargs)
-        places[layer] = [place for place in places[layer] if _is_exact(layer, place, gains[layer], run)]
+        # A cache that the model makes by itself is full by now.
+        again = [None if hasattr(value, "get_seq_length") else value for value in args]
+        options = {name: None if hasattr(value, "get_seq_length") else value for name, value in kwargs.items()}
+        run = partial(module.forward, *again, **options)
+        try:
+            places[layer] = [place for place in places[layer] if _is_exact(layer, place, gains[layer], run)]
+        except RuntimeError as error:
+            raise _refusal(layer, f"it does not run twice on one input ({error})") from error
         if not places[layer]:
             reason = "its output is not that of a scaled query projection or norm, or does not depend on beta"
             raise _refusal(layer, reason)
