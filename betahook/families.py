@@ -16,7 +16,7 @@ class Facts:
 
     Attributes:
         inside: the factor that the module puts on the query before it asks for its attention; part of its beta.
-        remark: what of its beta is inside q or k and cannot be told apart as one number.
+        remark: what betahook does not measure as one would think, in words.
         heads: how many, where the module does not say.
         skipped_products: products before the first one that makes scores.
         every_product: the scores are put together from several products, which are scaled alike.
@@ -47,15 +47,19 @@ _SUM = Facts(every_product=True)
 _CHUNKED = Facts(every_product=True, folded="bcxd,bcyd->bcxy", score_axis=2)
 
 _PRESCALED = Facts(inside=lambda module: module.scaling)
-_ROTATED = Facts(remark="the factor of its rotary embedding (YaRN) is in q and k")
-_NORMED = Facts(remark="q carries a constant factor of its own behind its norm")
-_POSITIONAL = Facts(remark="q carries a factor that grows with the position")
-_LEARNED = Facts(remark="q carries a learned factor for each component")
+_NOT_BETA = ", a part of the scores and not of beta"
+_ROTATED = Facts(remark="the factor of its rotary embedding (YaRN) is in q and k" + _NOT_BETA)
+_NORMED = Facts(remark="q carries a constant factor behind its norm" + _NOT_BETA)
+_POSITIONAL = Facts(remark="q carries a factor that grows with the position" + _NOT_BETA)
+_LEARNED = Facts(remark="q carries a learned factor for each component" + _NOT_BETA)
+_SPARSE = Facts(
+    every_product=True, remark="short inputs make the model replace it by full attention, which is not hooked"
+)
 
 FACTS = {
     "AudioFlamingo3Attention": _PRESCALED,
-    "BigBirdBlockSparseAttention": _SUM,
-    "BigBirdPegasusBlockSparseAttention": _SUM,
+    "BigBirdBlockSparseAttention": _SPARSE,
+    "BigBirdPegasusBlockSparseAttention": _SPARSE,
     "BrosSelfAttention": _SUM,
     "DisentangledSelfAttention": _SUM,
     "EsmSelfAttention": Facts(inside=lambda module: module.attention_head_size**-0.5),
@@ -70,7 +74,9 @@ FACTS = {
     "InklingAttention": _POSITIONAL,
     "Kosmos2_5TextAttention": _PRESCALED,
     "LEDEncoderSelfAttention": _CHUNKED,
-    "LiltSelfAttention": _SUM,
+    "LiltSelfAttention": Facts(
+        every_product=True, remark="text and layout scale their common scores differently, beta is that of one of them"
+    ),
     "Llama4TextAttention": _POSITIONAL,
     "LongcatFlashMLA": _NORMED,
     "LongformerSelfAttention": _CHUNKED,

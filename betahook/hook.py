@@ -229,6 +229,7 @@ class Hook:
         # Only where it moved: a beta that was set for one head survives a controller that leaves its layer alone.
         state.beta = torch.where(units.spread(new != beta), units.spread(new), state.beta)
         state.reset()
+        self.last_input = _detached(self.last_input)
         self.steps += 1
         if not math.isnan(scale):  # a skipped step is nothing to warn about
             since = self._nonfinite_since.to(table.device)
@@ -388,6 +389,15 @@ class Hook:
             "at_bound": rules.at_bound(beta, units.first(self._state.beta_default)),
             "exact": observed.exact,
         }
+
+
+def _detached(nested: Any) -> Any:
+    """The same arguments without the graphs of their tensors."""
+    if isinstance(nested, Tensor):
+        return nested.detach()
+    if type(nested) is dict:
+        return {name: _detached(item) for name, item in nested.items()}
+    return tuple(_detached(item) for item in nested) if type(nested) is tuple else nested
 
 
 def _scale(scaler: GradScaler) -> float:

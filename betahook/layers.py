@@ -124,7 +124,7 @@ class AttentionLayer:
     @property
     def remarks(self) -> list[str]:
         """What of this layer is not measured, or not as one would think, in words."""
-        remarks = [f"{self.facts.remark}, a part of the scores and not of beta"] if self.facts.remark else []
+        remarks = [self.facts.remark] if self.facts.remark else []
         if self.projections is None:
             return [*remarks, "W_q and W_k have no known form, their std is not measured"]
         return remarks + [
@@ -134,10 +134,9 @@ class AttentionLayer:
         ]
 
     @property
-    def beta_default(self) -> float | None:
-        """The inverse temperature that the model itself applies; None before the first forward."""
-        value = self._state.beta_default[self._slice][0].item()
-        return None if value != value else value
+    def beta_default(self) -> float | Tensor | None:
+        """The inverse temperature that the model itself applies, as `beta`; None before the first forward."""
+        return _as_one(self._state.beta_default[self._slice])
 
     @property
     def beta(self) -> float | Tensor | None:
@@ -146,10 +145,7 @@ class AttentionLayer:
         None before the first forward if none was set: the model's own is known only then. Assign a positive number,
         or a tensor of `heads` positive numbers, to set it.
         """
-        values = self._state.current_beta[self._slice].detach().cpu()
-        if bool((values == values[0]).all()):
-            return values[0].item()
-        return None if bool(values.isnan().all()) else values
+        return _as_one(self._state.current_beta[self._slice])
 
     @beta.setter
     def beta(self, value: float | Tensor) -> None:
@@ -278,16 +274,15 @@ class AttentionLayer:
         )
 
     @torch.no_grad()
-    def record_input(self, inputs: Tensor, of: str) -> None:
-        """Add the entries that enter the projection of the `of` "query" or "key"."""
+    def record_input(self, inputs: Tensor, *of: str) -> None:
+        """Add the entries that enter the projection of the `of` "query", "key" or both."""
         flat = scores.at_least_float32(inputs.detach().flatten())
-        self._add(
-            **{
-                f"{of}_inputs": torch.full((), flat.numel(), device=flat.device),
-                f"{of}_input": flat.sum(),
-                f"{of}_input_square": torch.dot(flat, flat),
-            }
-        )
+        sums = {
+            "inputs": torch.full((), flat.numel(), device=flat.device),
+            "input": flat.sum(),
+            "input_square": torch.dot(flat, flat),
+        }
+        self._add(**{f"{which}_{name}": value for which in of for name, value in sums.items()})
 
     @torch.no_grad()
     def weigh(self, table: Tensor, *, gather: bool = True) -> None:
@@ -317,6 +312,14 @@ class AttentionLayer:
 
     def _add(self, **values: Tensor) -> None:
         statistics.add(self._state.table[:, self._slice], values)
+
+
+def _as_one(values: Tensor) -> float | Tensor | None:
+    """A number where all heads agree, a tensor on the CPU where they do not, None where nothing is known."""
+    values = values.detach().cpu()
+    if bool((values == values[0]).all()):
+        return values[0].item()
+    return None if bool(values.isnan().all()) else values
 
 
 def _valid(seen: Tensor, tokens: Tensor) -> Tensor | None:

@@ -34,7 +34,19 @@ ADD = {"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__
 MOVE = {
     *("view", "reshape", "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "flatten", "unflatten"),
     *("squeeze", "unsqueeze", "expand", "expand_as", "view_as", "reshape_as", "__getitem__", "select", "narrow"),
-    *("split", "chunk", "unbind", "gather", "index_select", "take_along_dim", "flip", "roll", "as_strided", "t"),
+    *(
+        "split",
+        "chunk",
+        "unbind",
+        "gather",
+        "index_select",
+        "take_along_dim",
+        "flip",
+        "roll",
+        "as_strided",
+        "t",
+        "unfold",
+    ),
     *("cat", "concat", "concatenate", "stack", "pad", "repeat", "repeat_interleave", "tile", "neg", "__neg__"),
 }
 """Linear functions: what they do to the logits they do to the scores."""

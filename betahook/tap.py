@@ -70,9 +70,11 @@ def connect(layer: AttentionLayer) -> list[RemovableHandle]:
     """Let the layer's module pass through the tap; the handles are of hooks on it and on its projections."""
     setattr(layer.module, ATTRIBUTE, layer)
     handles = products.connect(layer) if layer.route != "interface" else []
+    watched: dict[nn.Module, list[str]] = {}
+    for of, projection in zip(("query", "key"), layer.projections or (), strict=False):
+        watched.setdefault(projection.module, []).append(of)
     return handles + [
-        projection.module.register_forward_pre_hook(functools.partial(_record_input, layer, of))
-        for of, projection in zip(("query", "key"), layer.projections or (), strict=False)
+        module.register_forward_pre_hook(functools.partial(_record_input, layer, of)) for module, of in watched.items()
     ]
 
 
@@ -81,9 +83,9 @@ def disconnect(layer: AttentionLayer) -> None:
     delattr(layer.module, ATTRIBUTE)
 
 
-def _record_input(layer: AttentionLayer, of: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+def _record_input(layer: AttentionLayer, of: list[str], module: nn.Module, args: tuple[Tensor, ...]) -> None:
     if args and is_recording(layer):
-        layer.record_input(args[0], of)
+        layer.record_input(args[0], *of)
 
 
 def _get_interface(self: AttentionInterface, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:

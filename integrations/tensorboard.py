@@ -36,12 +36,12 @@ class TensorBoardWriter:
         self.writer: Any = SummaryWriter(logdir, filename_suffix=".betahook")
         self._has_layout = False
 
-    def write(self, hook: Hook, step: int) -> None:
-        """Write the metrics of the hook's last step as those of `step`."""
+    def write(self, hook: Hook, step: int, metrics: dict[str, float] | None = None) -> None:
+        """Write the metrics of the hook's last step as those of `step`; `metrics`, if they were read already."""
         if not self._has_layout:
             self.writer.add_custom_scalars(layout(hook.layers))
             self._has_layout = True
-        for tag, value in hook.metrics().items():
+        for tag, value in (hook.metrics() if metrics is None else metrics).items():
             self.writer.add_scalar(tag, value, step)
         for tag, values in hook.head_metrics().items():
             quantity, layer = tag.split("/", 1)

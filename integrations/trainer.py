@@ -121,9 +121,10 @@ class BetaHookCallback(TrainerCallback):
         if logs is None or "loss" not in logs:
             return  # an evaluation or the final summary: betahook has nothing new to say
         # The reporters ran before this callback; the history is what can still be joined.
-        state.log_history[-1].update(self.hook.metrics())
+        metrics = self.hook.metrics()
+        state.log_history[-1].update(metrics)
         if self._writer is not None:
-            self._writer.write(self.hook, state.global_step)
+            self._writer.write(self.hook, state.global_step, metrics)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = _checkpoint(args, state.global_step)

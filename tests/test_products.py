@@ -317,7 +317,7 @@ def test_families_that_write_their_attention(model_type):
         assert set(hook.layers) == set(before)
         for name, attention in before.items():
             assert hook.layers[name].statistics.exact
-            if attention.products == 1:
+            if not attention.is_sum:
                 std = attention.std / attention.inside
                 assert hook.layers[name].statistics.std.item() == pytest.approx(std, rel=1e-5)
         # The last layer: what enters it does not depend on its own beta.
