@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 .PHONY: demo test test-slow lint format clean
 
 demo: $(VENV)/ready
-	$(RUN) examples/flip/run.py --columns default betahook --seeds 7 --output runs/demo
+	$(RUN) examples/flip/run.py --columns default betahook sweep --seeds 7 --output runs/demo
 
 test: $(VENV)/ready
 	$(RUN) -m pytest -n 2
