@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+OLDEST := .venv-oldest
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-slow test-families test-oldest support lint format clean
 
 demo: $(VENV)/ready
 	$(RUN) examples/flip/run.py --columns default betahook sweep --seeds 7 --output runs/demo
@@ -13,6 +14,17 @@ test: $(VENV)/ready
 
 test-slow: $(VENV)/ready
 	$(RUN) -m pytest -m slow
+
+# A tiny model of each model type of transformers, against what torch's own operations show of it.
+test-families: $(VENV)/ready
+	$(RUN) -m pytest -n 2 tests/zoo -m "families or not slow"
+
+# The least versions of pyproject.toml. torch from PyPI brings the CUDA libraries along, several gigabytes.
+test-oldest: $(OLDEST)/ready
+	$(OLDEST)/bin/python -m pytest -n 2
+
+support: $(VENV)/ready
+	cd tests && ../$(RUN) -m zoo.support
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
@@ -32,5 +44,11 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 
+$(OLDEST)/ready: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.6.0
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.6.0 transformers==5.1.0 -e '.[test]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(OLDEST) runs

@@ -66,7 +66,6 @@ def test_packed_windows_longer_than_the_sampled_rows_are_exact():
             assert float(layer.statistics.std) == pytest.approx(float(used.std(correction=0)), rel=1e-5)
 
 
-@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 cannot trace transformers 5.1 at all")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
 def test_one_graph_serves_every_beta(family):
