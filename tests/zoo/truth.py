@@ -8,6 +8,7 @@ ends it. A softmax whose input has a shadow is an attention, and belongs to the 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -68,16 +69,17 @@ class Attention:
 
     @property
     def scores(self) -> Tensor:
-        """The raw scores of all allowed pairs, flat."""
+        """The raw scores of all allowed pairs, flat: of the first product."""
         return self._pool(lambda call: call.score)
+
+    @property
+    def whole_scores(self) -> Tensor:
+        """The same of the sum of all products, in units of the first."""
+        return self._pool(lambda call: call.score + call.others / call.factor)
 
     @property
     def std(self) -> float:
         return self.scores.std(correction=0).item()
-
-    @property
-    def mean(self) -> float:
-        return self.scores.mean().item()
 
     @property
     def factors(self) -> list[float]:
@@ -263,20 +265,23 @@ class _Shadows(TorchDispatchMode):
             self._write(result, [], source.stack, source.inside)
 
     def _follow_operand(self, packet: Any, result: Tensor, tensors: list[Tensor], args: tuple[Any, ...]) -> None:
-        """Outside of scores: know a weight that was moved, and the number by which a whole tensor was multiplied."""
+        """Outside of scores: know a weight that was moved, and the number by which all of a tensor was multiplied."""
         packet = IN_PLACE.get(packet, packet)
         key = _key(result)
         if tensors and (packet in KEPT or packet in MOVED) and _key(tensors[0]) in self.weights:
             self.alive.append(result)
             self.weights.add(key)
-        elif packet in LINEAR and isinstance(args[0], Tensor):
-            number = args[1].item() if isinstance(args[1], Tensor) and args[1].dim() == 0 else args[1]
-            if isinstance(number, (int, float)) and number:
+        elif packet in LINEAR or packet in KEPT or packet in MOVED or packet in (aten.add, aten.sub, aten.neg):
+            held = [self._scalar(tensor) for tensor in tensors if tensor.dim() and tensor.is_floating_point()]
+            if packet in LINEAR:
+                numbers = [x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for x in args[:2]]
+                held += [x for x in numbers if isinstance(x, (int, float))]
+                inside = functools.reduce(LINEAR[packet], held) if 0 not in held else 1.0
+            else:
+                inside = held[0] if len(set(held)) == 1 else 1.0
+            if inside != 1:
                 self.alive.append(result)
-                self.scalars[key] = LINEAR[packet](self._scalar(args[0]), number)
-        elif packet in (aten.clone, aten._to_copy) and _key(tensors[-1]) in self.scalars:
-            self.alive.append(result)
-            self.scalars[key] = self._scalar(tensors[-1])
+                self.scalars[key] = inside
 
     def _arithmetic(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Terms | None:
         """The terms of what an element-wise operation returns; None where it leaves no scores."""
@@ -293,6 +298,8 @@ class _Shadows(TorchDispatchMode):
             return [(s, LINEAR[packet](f, number)) for s, f in terms]
         if packet is aten.clone:
             return self._terms(_tensors(args)[-1])  # of copy_, the second one
+        if packet is aten.where and all(self._terms(tensor) for tensor in args[1:]):
+            return self._moved(packet, args, kwargs)
         if packet in KEPT:
             return next(terms for tensor in _tensors(args) if (terms := self._terms(tensor)))
         return None

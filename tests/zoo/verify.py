@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import betahook
 from betahook import Hook
+from betahook.families import facts
 from zoo import build, truth
 from zoo.truth import Attention
 
@@ -82,7 +83,7 @@ def verify(model_type: str, backend: str) -> Verdict | None:
         halve(measured)
         with replayed(model, outputs), truth.watch(model) as halved:
             run()
-        problems += [p for name, attention in reached.items() for p in wrong_beta(name, attention, halved[name])]
+        problems += [p for name, attention in reached.items() for p in wrong_beta(hook, name, attention, halved[name])]
     if fingerprint(model) != before or not same(run(), alone):
         problems.append("detach leaves something behind")
     return Verdict(
@@ -97,7 +98,7 @@ def verify(model_type: str, backend: str) -> Verdict | None:
 
 def halve(layers: dict[str, betahook.AttentionLayer]) -> None:
     for layer in layers.values():
-        layer.beta = torch.as_tensor(layer.beta_default) / 2
+        layer.beta = torch.as_tensor(layer.beta) / 2
 
 
 def fold(model: nn.Module, run: Callable[[], Any], names: set[str]) -> str:
@@ -142,27 +143,41 @@ def wrong_statistics(hook: Hook, name: str, attention: Attention) -> Iterator[st
     if not is_measured(layer):
         yield f"{name}: is not measured"
         return
-    if bool(seen.exact):
-        if int(seen.count) != len(attention.scores):
-            yield f"{name}: {int(seen.count)} pairs instead of {len(attention.scores)}"
-        if not math.isclose(seen.std.item(), attention.std, rel_tol=1e-3, abs_tol=1e-6):
-            yield f"{name}: score std {seen.std.item():.6g} instead of {attention.std:.6g}"
-        if not math.isclose(seen.mean.item(), attention.mean, rel_tol=1e-3, abs_tol=1e-3 * attention.std + 1e-6):
-            yield f"{name}: score mean {seen.mean.item():.6g} instead of {attention.mean:.6g}"
-    elif not math.isclose(seen.std.item(), attention.std, rel_tol=0.2):
-        yield f"{name}: sampled score std {seen.std.item():.6g} instead of {attention.std:.6g}"
-    default = sorted(set(torch.as_tensor(layer.beta_default).flatten().tolist()))
-    if default != pytest.approx(attention.factors, rel=1e-4):
-        yield f"{name}: beta_default {default} instead of {attention.factors}"
+    default = sorted(set(torch.as_tensor(layer.beta).flatten().tolist()))  # none was set yet: the model's own
+    # What the model multiplied q or k by before the product may be part of the scores, or of beta.
+    inside = next(
+        (x for x in (1.0, attention.inside) if default == pytest.approx([x * f for f in attention.factors], rel=1e-4)),
+        0,
+    )
+    if not inside:
+        yield f"{name}: beta_default {default} instead of {attention.factors}, {attention.inside} in the operands"
+        return
+    scores = (attention.whole_scores if is_whole(hook, name, attention) else attention.scores) / inside
+    mean, std = scores.mean().item(), scores.std(correction=0).item()
+    if not bool(seen.exact):
+        if not math.isclose(seen.std.item(), std, rel_tol=0.2):
+            yield f"{name}: sampled score std {seen.std.item():.6g} instead of {std:.6g}"
+        return
+    if int(seen.count) != len(scores):
+        yield f"{name}: {int(seen.count)} pairs instead of {len(scores)}"
+    if not math.isclose(seen.std.item(), std, rel_tol=1e-3, abs_tol=1e-6):
+        yield f"{name}: score std {seen.std.item():.6g} instead of {std:.6g}"
+    if not math.isclose(seen.mean.item(), mean, rel_tol=1e-3, abs_tol=1e-3 * std + 1e-6):
+        yield f"{name}: score mean {seen.mean.item():.6g} instead of {mean:.6g}"
 
 
-def wrong_beta(name: str, before: Attention, halved: Attention) -> Iterator[str]:
-    """Half the beta is half of what the scores put into every logit, and leaves the rest of it as it was."""
+def is_whole(hook: Hook, name: str, attention: Attention) -> bool:
+    """Whether beta scales all products of a sum, and the statistics are of the sum."""
+    return attention.is_sum and facts(hook.layers[name].module).every_product
+
+
+def wrong_beta(hook: Hook, name: str, before: Attention, halved: Attention) -> Iterator[str]:
+    """Half the beta is half of what the scores put into every logit."""
+    whole = is_whole(hook, name, before)
     for old, new in zip(before.calls, halved.calls, strict=True):
-        scaled, half = (call.score * call.factor for call in (old, new))
-        error = ((half - scaled / 2).abs()[old.allowed]).max() if bool(old.allowed.any()) else torch.zeros(())
-        if not error <= 1e-4 * scaled[old.allowed].abs().amax():
-            yield f"{name}: half the beta is not half the logits, off by {error:.3g}"
+        scaled, half = ((call.score * call.factor + whole * call.others)[old.allowed] for call in (old, new))
+        if len(scaled) and not (half - scaled / 2).abs().max() <= 1e-4 * scaled.abs().max():
+            yield f"{name}: half the beta is not half the logits, off by {(half - scaled / 2).abs().max():.3g}"
             return
 
 
