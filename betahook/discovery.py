@@ -29,7 +29,7 @@ class Refused(str):
 
 
 TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
-SOFTMAX = {"softmax", "Softmax", "gumbel_softmax"}
+SOFTMAX = {"softmax", "Softmax", "XSoftmax"}
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "@"}
 
 

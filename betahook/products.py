@@ -23,7 +23,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from betahook import contraction, masks
 from betahook.contraction import Contraction
-from betahook.discovery import SOFTMAX
 from betahook.gain import is_recording, scale_query
 from betahook.layers import AttentionLayer
 from betahook.masks import Band, Mask
@@ -31,42 +30,18 @@ from betahook.masks import Band, Mask
 MULTIPLY = {"mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"}
 DIVIDE = {"div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"}
 ADD = {"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__isub__"}
-MOVE = {
-    *("view", "reshape", "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "flatten", "unflatten"),
-    *("squeeze", "unsqueeze", "expand", "expand_as", "view_as", "reshape_as", "__getitem__", "select", "narrow"),
-    *(
-        "split",
-        "chunk",
-        "unbind",
-        "gather",
-        "index_select",
-        "take_along_dim",
-        "flip",
-        "roll",
-        "as_strided",
-        "t",
-        "unfold",
-    ),
-    *("cat", "concat", "concatenate", "stack", "pad", "repeat", "repeat_interleave", "tile", "neg", "__neg__"),
-}
+# ruff: noqa: SIM905, a list of names would take a line for each.
+MOVE = set(
+    "view reshape transpose permute swapaxes swapdims movedim moveaxis flatten unflatten squeeze unsqueeze t "
+    "expand expand_as view_as reshape_as __getitem__ select narrow split chunk unbind gather index_select "
+    "take_along_dim flip roll as_strided unfold cat concat concatenate stack pad repeat repeat_interleave tile "
+    "neg __neg__".split()
+)
 """Linear functions: what they do to the logits they do to the scores."""
-KEEP = {
-    *("to", "float", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "dropout", "masked_fill", "where"),
-    *(
-        "masked_fill_",
-        "clamp",
-        "clamp_",
-        "clamp_min",
-        "clamp_max",
-        "clip",
-        "tanh",
-        "nan_to_num",
-        "max",
-        "maximum",
-        "tril",
-        "triu",
-    ),
-}
+KEEP = set(
+    "to float half bfloat16 type type_as contiguous clone dropout masked_fill masked_fill_ where clamp clamp_ "
+    "clamp_min clamp_max clip tanh nan_to_num max maximum tril triu".split()
+)
 """Functions after which an element still stems from the same score, whatever has become of it."""
 PROPERTIES = {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
 """Those that move; their functions are all called the same."""
@@ -136,7 +111,7 @@ class ScoreProducts(TorchFunctionMode):
         name = "transpose" if func in PROPERTIES else func.__name__
         if name in contraction.NAMES:
             return self._multiply_matrices(func, args, kwargs)
-        if name in SOFTMAX:
+        if name == "softmax":
             return self._softmax(func, *args, **kwargs)
         if name == "scaled_dot_product_attention":
             return self._fused(func, *args, **kwargs)

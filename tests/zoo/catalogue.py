@@ -97,12 +97,10 @@ ZOO = [model_type for model_type in MODEL_TYPES if model_type not in WITHOUT_MOD
 
 KNOWN = {
     "bigbird_pegasus": "its encoder falls back to full attention on short input, and is not reached then",
-    **_all("its softmax over layers is neither hooked nor named", "inkling2 inkling2_text"),
     "lilt": "of its two softmaxes, with factors of their own, one is reported",
     "funnel": "a product with a parameter is counted as part of the sum, but not by the truth",
     "gemma3n_audio": "the truth loses the number that its queries are multiplied by",
     "openai_privacy_filter": "a factor in its cosines and sines is not counted",
-    "gemma4_audio": "the number that its keys are multiplied by is not counted",
     **_all("it computes its attention twice and uses one of them", "sam2 sam2_hiera_det_model sam2_vision_model"),
 }
 """Where betahook and the truth differ, and why."""

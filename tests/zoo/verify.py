@@ -127,9 +127,8 @@ def is_measured(layer: betahook.AttentionLayer) -> bool:
 
 def wrong_layers(hook: Hook, found: dict[str, Attention]) -> Iterator[str]:
     """Attention that is neither hooked nor named, and what is hooked and no attention."""
-    named = " ".join(hook.skipped)
     for name in found:
-        if name not in hook.layers and f"{name} (" not in named:
+        if name not in hook.layers and name not in hook.skipped:
             yield f"{name}: is attention, neither hooked nor named"
     for name, layer in hook.layers.items():
         if is_measured(layer) and name not in found:
