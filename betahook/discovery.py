@@ -28,6 +28,9 @@ class Refused(str):
     """Why betahook cannot attach to a module that looks like attention."""
 
 
+NOT_FOUND = Refused("no product with a softmax behind it was found in its code")
+
+
 TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 SOFTMAX = {"softmax", "Softmax", "XSoftmax"}
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "@"}
@@ -83,12 +86,13 @@ def survey(model: nn.Module) -> Survey:
             result.found[name] = Found(module, *size, "by hand")
         else:
             result.found[name] = Found(module, *size, route)
+    # Parts of what is reached are no news, unless they look like attention of their own.
     reached = {part for found in result.found.values() for part in found.module.modules()}
     modules = {name: model.get_submodule(name) for name in result.skipped}
     result.skipped = {
         name or "the model": f"{type(modules[name]).__name__}: {reason}"
         for name, reason in result.skipped.items()
-        if modules[name] not in reached
+        if reason is not NOT_FOUND or modules[name] not in reached
     }
     return result
 
@@ -98,7 +102,11 @@ def _route(module: nn.Module) -> Route | Refused | None:
     kind = type(module)
     if kind.__name__ in NO_ATTENTION:
         return Refused(NO_ATTENTION[kind.__name__])
+    if kind.__name__.endswith("Indexer"):
+        return Refused("it picks the keys of another attention, without a softmax")
     used = names_used(kind)
+    if hasattr(module, "processor"):  # diffusers keeps the attention apart from the module that owns the weights
+        used |= names_used(type(module.processor))
     if "get_interface" in used:
         return "interface"
     if used & TORCH_ATTENTION:
@@ -113,12 +121,12 @@ def _route(module: nn.Module) -> Route | Refused | None:
         return "by hand"
     if not re.search("(attention|attn)[0-9]*$", kind.__name__, re.IGNORECASE):
         return None  # a part of an attention, its output say
-    return Refused("no product with a softmax behind it was found in its code")
+    return NOT_FOUND
 
 
-def names_used(kind: type[nn.Module]) -> frozenset[str]:
-    """The global names and attributes that the methods of a module class use; "@" for the operator."""
-    classes = kind.__mro__[: kind.__mro__.index(nn.Module)]
+def names_used(kind: type) -> frozenset[str]:
+    """The global names and attributes that the methods of a class use; "@" for the operator."""
+    classes = [cls for cls in kind.__mro__ if cls not in (nn.Module, object)]
     methods = {name: member for cls in reversed(classes) for name, member in vars(cls).items()}
     codes = (getattr(inspect.unwrap(member), "__code__", None) for member in methods.values() if callable(member))
     return frozenset(name for code in codes if code is not None for name in _names(code))

@@ -114,6 +114,18 @@ def test_modules_that_are_no_attention_are_left_alone(module):
     assert survey(sized(module)) == Survey()
 
 
+def test_the_attention_may_be_kept_apart_from_the_module():
+    """As in diffusers, whose modules call a processor."""
+
+    class Processor:
+        def __call__(self, attention, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    module = type("Attention", (nn.Module,), {"forward": lambda self, x: self.processor(self, x)})()
+    module.processor = Processor()
+    assert survey(sized(module)).found[""].route == "torch"
+
+
 def test_of_two_that_hold_one_another_the_inner_one_is_found():
     outer = sized(ByHandAttention())
     outer.core = sized(Fused())
@@ -177,6 +189,7 @@ def test_attention_that_is_not_reached_is_named_with_the_reason():
     model = nn.Module()
     model.inside = sized(Calls())
     model.inside.rotary_attention = LinearAttention()  # part of a layer that is reached
+    model.inside.indexer = type("SparseIndexer", (ByHandAttention,), {})()
     model.linear = LinearAttention()
     model.unknown = ByHandAttention()
     model.landmarks = type("NystromformerSelfAttention", (ByHandAttention,), {})()
@@ -187,6 +200,7 @@ def test_attention_that_is_not_reached_is_named_with_the_reason():
     seen = survey(model)
     assert list(seen.found) == ["inside", "around.attention"]
     assert seen.skipped == {
+        "inside.indexer": "SparseIndexer: it picks the keys of another attention, without a softmax",
         "linear": "LinearAttention: no product with a softmax behind it was found in its code",
         "unknown": "ByHandAttention: it says neither how many heads it has nor how wide they are",
         "landmarks": "NystromformerSelfAttention: it approximates the softmax by landmarks",
