@@ -182,7 +182,8 @@ class Hook:
         state = "" if self.attached else ", detached"
         lines = [f"Hook({type(self.model).__name__}, {len(self.layers)} layers, {self.controllers}{state})"]
         lines += [f"  {layer.name}: {layer.heads} heads of {layer.head_dim}" for layer in self.layers.values()]
-        lines += [f"  {layer.name}: {remark}" for layer in self.layers.values() for remark in layer.remarks]
+        for layer in self.layers.values():
+            lines += [f"  {layer.name}: {remark}" for remark in layer.remarks + layer.obstacles]
         lines += [f"  not reached: {name}, {reason}" for name, reason in self.skipped.items()]
         return "\n".join(lines)
 

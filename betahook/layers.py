@@ -126,10 +126,15 @@ class AttentionLayer:
         """What of this layer is not measured, or not as one would think, in words."""
         remarks = [self.facts.remark] if self.facts.remark else []
         if self.projections is None:
-            return [*remarks, "W_q and W_k have no known form, their std is not measured"]
-        return remarks + [
+            remarks.append("W_q and W_k have no known form, their std is not measured")
+        return remarks
+
+    @property
+    def obstacles(self) -> list[str]:
+        """Why the std of W_q or W_k is out of reach now, in words."""
+        return [
             f"the std of {name} is not measured, it is {projection.obstacle}"
-            for name, projection in zip(("W_q", "W_k"), self.projections, strict=True)
+            for name, projection in zip(("W_q", "W_k"), self.projections or (), strict=False)
             if projection.obstacle is not None
         ]
 

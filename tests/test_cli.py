@@ -13,6 +13,7 @@ def test_inspect_names_every_layer(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "LlamaForCausalLM: betahook attaches to 2 attention layers"
     assert lines[1] == "  model.layers.0.self_attn: 4 heads of 8"
+    assert lines[2] == "  model.layers.1.self_attn: 4 heads of 8"  # nothing special, though there are no weights
 
 
 def test_inspect_says_what_is_special(tmp_path, capsys):
