@@ -74,13 +74,13 @@ def survey(model: nn.Module) -> Survey:
     able = {module for module in model.modules() if not isinstance(routes[type(module)], Refused | None)}
     for name, module in model.named_modules():
         route = routes[type(module)]
-        inner = any(part in able for part in module.modules() if part is not module)
-        if route is None or (inner and route != "interface"):
+        if route is None:
             continue
-        size = count_heads(module)
+        if route != "interface" and any(part in able for part in module.modules() if part is not module):
+            continue
         if isinstance(route, Refused):
             result.skipped[name] = route
-        elif size is None:
+        elif (size := count_heads(module)) is None:
             result.skipped[name] = "it says neither how many heads it has nor how wide they are"
         elif getattr(module, "reorder_and_upcast_attn", False):  # GPT-2: past the interface, in eager
             result.found[name] = Found(module, *size, "by hand")

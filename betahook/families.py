@@ -92,7 +92,6 @@ FACTS = {
     "OPTAttention": _PRESCALED,
     "PegasusXGlobalLocalAttention": Facts(every_product=True, product_axis=1, score_axis=1),
     "Qwen2AudioAttention": _PRESCALED,
-    "SEWDDisentangledSelfAttention": _SUM,
     "Swin2SRSelfAttention": Facts(temperature=_logit_scale),
     "Swinv2SelfAttention": Facts(temperature=_logit_scale),
     "TimesFm2_5Attention": _LEARNED,

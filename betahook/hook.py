@@ -52,8 +52,8 @@ def attach(
     even that: outputs, gradients and random state are then bit-identical to those of the model alone.
 
     Args:
-        model: any model whose attention goes through the attention interface of transformers. Attach before wrapping
-            it (`DistributedDataParallel`) and before compiling it.
+        model: any model with softmax attention over q . k: that of transformers, written by hand with torch's products,
+            or torch's own. Attach before wrapping it (`DistributedDataParallel`) and before compiling it.
         controller: "default", a search for beta under a cap on the logits; "monitor", beta stays; a controller; or a
             list of controllers, applied in order.
         layers: which attention layers: a glob over module names, a list of globs, or a predicate `(name, module) ->

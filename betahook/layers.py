@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -16,7 +16,7 @@ from betahook.discovery import Found
 from betahook.families import facts
 from betahook.masks import Mask
 from betahook.pairs import pair_sums
-from betahook.scores import Components
+from betahook.scores import Components, RowSums
 from betahook.statistics import Statistics
 from betahook.weights import Projection
 
@@ -235,17 +235,8 @@ class AttentionLayer:
         beta = self._state.current_beta[self._slice].to(query.device)
         rows = scores.row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap)
         exact = scores.score_sums(query, key, mask, of_query.mean, of_key.mean)
-        sums = scores.choose(exact, rows.scores, mask)
-        self._add(
-            pairs=sums.pairs,
-            exact_pairs=sums.pairs * scores.is_exact(mask, query.shape[2]),
-            score=sums.score,
-            score_square=sums.score_square,
-            rows=rows.rows,
-            entropy=rows.entropy,
-            max_score=rows.max_score,
-            **self._moments(sums.pairs, of_query, of_key),
-        )
+        sums = replace(rows, scores=scores.choose(exact, rows.scores, mask))
+        self._add_sums(sums, scores.is_exact(mask, query.shape[2]), of_query, of_key)
 
     @torch.no_grad()
     def record_pairs(
@@ -267,16 +258,7 @@ class AttentionLayer:
             scores.components(tokens, _valid(allowed.any(axis), tokens))
             for tokens, axis in ((operands[0] / inside, -1), (operands[1], -2))
         )
-        self._add(
-            pairs=sums.scores.pairs,
-            exact_pairs=sums.scores.pairs,
-            score=sums.scores.score,
-            score_square=sums.scores.score_square,
-            rows=sums.rows,
-            entropy=sums.entropy,
-            max_score=sums.max_score,
-            **self._moments(sums.scores.pairs, of_query, of_key),
-        )
+        self._add_sums(sums, True, of_query, of_key)
 
     @torch.no_grad()
     def record_input(self, inputs: Tensor, *of: str) -> None:
@@ -302,18 +284,26 @@ class AttentionLayer:
             for name, value in zip((f"{of}_weights", f"{of}_weight", f"{of}_weight_square"), sums, strict=True):
                 table[statistics.ROW[name], self._slice] = value.repeat_interleave(self.heads // len(value)).to(table)
 
-    def _moments(self, pairs: Tensor, query: Components, key: Components) -> dict[str, Tensor]:
-        """The moments of the components of q and k, weighted by the number of pairs."""
+    def _add_sums(self, sums: RowSums, exact: bool | Tensor, query: Components, key: Components) -> None:
+        """Add the sums of one attention call, and the moments of q and k, weighted by the number of pairs."""
+        pairs = sums.scores.pairs
         groups = self.heads // key.mean.shape[0]
         key_mean, key_variance = (x.repeat_interleave(groups, 0) for x in (key.mean, key.variance))
-        return {
-            "query_mean_square": pairs * query.mean.square().mean(-1),
-            "query_variance": pairs * query.variance.mean(-1),
-            "key_mean_square": pairs * key_mean.square().mean(-1),
-            "key_variance": pairs * key_variance.mean(-1),
-            "independent_variance": pairs
-            * theory.independent_variance(query.mean, query.variance, key_mean, key_variance),
-        }
+        independent = theory.independent_variance(query.mean, query.variance, key_mean, key_variance)
+        self._add(
+            pairs=pairs,
+            exact_pairs=pairs * exact,
+            score=sums.scores.score,
+            score_square=sums.scores.score_square,
+            rows=sums.rows,
+            entropy=sums.entropy,
+            query_mean_square=pairs * query.mean.square().mean(-1),
+            query_variance=pairs * query.variance.mean(-1),
+            key_mean_square=pairs * key_mean.square().mean(-1),
+            key_variance=pairs * key_variance.mean(-1),
+            independent_variance=pairs * independent,
+            max_score=sums.max_score,
+        )
 
     def _add(self, **values: Tensor) -> None:
         statistics.add(self._state.table[:, self._slice], values)

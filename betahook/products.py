@@ -43,6 +43,7 @@ KEEP = set(
     "clamp_min clamp_max clip tanh nan_to_num max maximum tril triu".split()
 )
 """Functions after which an element still stems from the same score, whatever has become of it."""
+FOLLOWED = MULTIPLY | DIVIDE | ADD | MOVE | KEEP
 PROPERTIES = {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
 """Those that move; their functions are all called the same."""
 IN_PLACE = {"__imul__", "__itruediv__", "__iadd__", "__isub__", "__setitem__"}
@@ -120,7 +121,7 @@ class ScoreProducts(TorchFunctionMode):
                 return _multi_head_attention()(*args, **kwargs)
         if name == "__setitem__":
             return self._assign(func, *args)
-        if name in MULTIPLY | DIVIDE | ADD | MOVE | KEEP:
+        if name in FOLLOWED:
             return self._follow(name, func, args, kwargs)
         return func(*args, **kwargs)
 
