@@ -173,10 +173,10 @@ def _linear(module: object) -> nn.Module | None:
     """The module that owns the matrix of a projection, itself or the one it wraps."""
     if not isinstance(module, nn.Module):
         return None
+    # Inside first: an adapter shows the weight of what it wraps as its own, but not how that is stored.
+    inner = next((inner for name in INSIDE if (inner := _linear(getattr(module, name, None))) is not None), None)
     weight = getattr(module, "weight", None)
-    if isinstance(weight, Tensor):
-        return module if weight.dim() == 2 else None
-    return next((inner for name in INSIDE if (inner := _linear(getattr(module, name, None))) is not None), None)
+    return module if inner is None and isinstance(weight, Tensor) and weight.dim() == 2 else inner
 
 
 def entry_sums(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -62,6 +62,25 @@ def test_the_std_of_adapted_weights_is_that_of_their_sum(before):
         assert hook.layers[name].statistics.weight_std_q.item() == pytest.approx(expected[0], rel=1e-5)
 
 
+def test_an_adapter_on_a_transposed_weight():
+    """GPT-2 stores q, k and v as one matrix `[d_x, 3 d_x]`."""
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True)
+    adapted = peft.get_peft_model(build("gpt2"), config)
+    name = "base_model.model.transformer.h.0.attn"
+    projection = adapted.get_submodule(name).c_attn
+    torch.nn.init.normal_(projection.lora_B["default"].weight, generator=torch.Generator().manual_seed(3))
+    whole = (
+        projection.base_layer.weight
+        + 8 / 4 * (projection.lora_B["default"].weight @ projection.lora_A["default"].weight).mT
+    )
+    with betahook.attach(adapted, controller="monitor") as hook:
+        adapted(**inputs("gpt2"))
+        hook.step()
+        for part, columns in zip("qk", whole.double().chunk(3, dim=1), strict=False):
+            expected = columns.std(correction=0).item()
+            assert hook.metrics()[f"weight_std_{part}/{name}"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_an_adapter_of_another_kind_is_not_measured_and_said_so():
     adapted = adapt(build("llama"), use_dora=True)
     with betahook.attach(adapted, controller="monitor") as hook:
