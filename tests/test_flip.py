@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent.parent / "examples" / "flip"
 def flip(monkeypatch):
     """The modules of the example, which run from their own folder."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    names = ("model", "task", "report", "run")
+    names = ("model", "task", "report", "runs", "run")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield {name: importlib.import_module(name) for name in names}
@@ -78,18 +78,18 @@ def test_a_table_from_runs_to_report_and_not_twice(flip, tmp_path, monkeypatch, 
     assert capsys.readouterr().out == printed
 
 
-def test_the_search_reports_its_best_trial_and_its_cost(flip, monkeypatch):
+def test_the_procedure_searches_by_validation_accuracy(flip, monkeypatch):
     """With a training run whose accuracy is known: best at beta = 0.2."""
 
     def train(run, **options):
-        accuracy = 1 - abs(math.log10(run.beta / 0.2)) / 10
-        return {"accuracy": accuracy, "validation_accuracy": accuracy, "beta": run.beta}
+        validation = 1 - abs(math.log10(run.beta / 0.2)) / 10
+        return {"accuracy": run.beta, "validation_accuracy": validation, "beta": run.beta, "seconds": 1.0}
 
     monkeypatch.setattr(flip["run"], "train", train)
-    result = flip["run"].search(flip["task"].TABLE_1[0], 0, {})
-    assert result["beta"] == pytest.approx(0.2, rel=0.5)
+    result = flip["run"].measure("procedure", flip["task"].TABLE_1[0], 0, {})
+    assert result["accuracy"] == result["beta"] == pytest.approx(0.2, rel=0.5)
+    assert result["validation_accuracy"] == max(score for _, score in result["trials"])
     assert result["runs"] == len(result["trials"]) > 4
-    assert result["accuracy"] == max(score for _, score in result["trials"])
 
 
 def test_scaled_initialisation_starts_with_the_logits_of_the_paper_beta(flip):

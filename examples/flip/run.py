@@ -9,20 +9,17 @@ Every finished run is a line of `results.jsonl`; runs that are in it are not rep
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import json
-import multiprocessing
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 import betahook
 from report import draw, relevant_beta, table
+from runs import Results, best_fixed, execute
 from task import TABLE_1, Row, Run, train
 
 Identity = tuple[str, str, float | None, int]
@@ -51,22 +48,14 @@ COLUMNS: dict[str, tuple[str, Callable[[Row, int], Run] | None]] = {
 
 def measure(column: str, row: Row, seed: int, options: dict[str, Any]) -> dict[str, Any]:
     """The result of one column, row and seed."""
-    torch.set_num_threads(1)
     make = COLUMNS[column][1]
-    result = search(row, seed, options) if make is None else train(make(row, seed), **options)
+    if make is not None:
+        result = train(make(row, seed), **options)
+    else:
+        result = best_fixed(
+            lambda beta: train(Run(row, seed, beta=beta), **options), score="validation_accuracy", mode="max"
+        )
     return {"column": column, **result}
-
-
-def search(row: Row, seed: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The paper's search: decades, then bisection, on the validation accuracy; with what it cost."""
-    trials = betahook.BetaSearch(start=1.0, decades=2, resolution=0.2)
-    best: dict[str, Any] = {}
-    while (beta := trials.ask()) is not None:
-        result = train(Run(row, seed, beta=beta), **options)
-        trials.tell(beta, result["validation_accuracy"])
-        if trials.best == (beta, result["validation_accuracy"]):
-            best = result
-    return {**best, "trials": trials.trials, "runs": len(trials.trials)}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -83,22 +72,19 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     rows = [row for row in TABLE_1 if row.name in options.rows or "all" in options.rows]
-    options.output.mkdir(parents=True, exist_ok=True)
     store = options.output / "results.jsonl"
-    results = [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
+    results = Results(store)
     known = {key(result) for result in results}
     todo = {
-        (column, row.name, relevant_beta(row, column), seed): (column, row, seed)
+        identity: (column, row, seed, settings(column, row, seed, options))
         for row in rows
         for column in options.columns
         for seed in options.seeds
+        if (identity := (column, row.name, relevant_beta(row, column), seed)) not in known
     }
-    todo = {identity: run for identity, run in todo.items() if identity not in known}
-    with store.open("a") as file:
-        for identity, result in measured(todo, options):
-            results.append({**result, "paper_beta": identity[2]})
-            file.write(json.dumps(results[-1]) + "\n")
-            file.flush()
+    # With one job at a time, every run shows a bar of its own.
+    for identity, result in tqdm(execute(measure, todo, options.jobs), "runs", len(todo), disable=options.jobs == 1):
+        results.add({**result, "paper_beta": identity[2]})
 
     chosen = [result for result in results if result["column"] in options.columns and result["seed"] in options.seeds]
     print(table(rows, chosen, {name: COLUMNS[name][0] for name in options.columns}))
@@ -108,25 +94,11 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"curves:  {sys.executable} -m tensorboard.main --logdir {options.output}")
 
 
-def measured(
-    todo: dict[Identity, tuple[str, Row, int]], options: argparse.Namespace
-) -> Iterator[tuple[Identity, dict[str, Any]]]:
-    """The results of the runs as they come in: one after another with a bar each, or several at a time."""
-
-    def settings(column: str, row: Row, seed: int) -> dict[str, Any]:
-        folder = options.output / row.name.replace("/", "-") / f"{column}-{row.beta:g}-seed{seed}"
-        return {"test_strings": options.test_strings, "output": str(folder)}
-
-    if options.jobs == 1:
-        for identity, (column, row, seed) in todo.items():
-            title = f"{column}, seed {seed}"
-            yield identity, measure(column, row, seed, {**settings(column, row, seed), "title": title})
-        return
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
-        futures = {pool.submit(measure, *run, settings(*run)): identity for identity, run in todo.items()}
-        for future in tqdm(concurrent.futures.as_completed(futures), total=len(futures), desc="runs"):
-            yield futures[future], future.result()
+def settings(column: str, row: Row, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """What `train` needs besides the run."""
+    folder = options.output / row.name.replace("/", "-") / f"{column}-{row.beta:g}-seed{seed}"
+    title = f"{column}, seed {seed}" if options.jobs == 1 else None
+    return {"test_strings": options.test_strings, "output": str(folder), "title": title}
 
 
 def key(result: dict[str, Any]) -> Identity:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -64,13 +65,14 @@ class Strings(Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: which beta, or which controller, or how W_q and W_k are scaled at initialisation."""
+    """One training run: which beta or controller, how W_q and W_k are scaled at initialisation, which learning rate."""
 
     row: Row
     seed: int
     beta: float | None = None
     controller: Callable[[], Any] | None = None
     init_scale: float = 1.0
+    rate: float = LEARNING_RATE
 
 
 class Bar(ProgressCallback):
@@ -96,7 +98,7 @@ class Bar(ProgressCallback):
 def train(
     run: Run, *, test_strings: int = 100_000, output: str | None = None, title: str | None = None
 ) -> dict[str, Any]:
-    """Train once and return accuracies, curves and steps to 95 %, ready for JSON.
+    """Train once and return accuracies, curves, steps to 95 % and seconds of CPU time, ready for JSON.
 
     Args:
         run: what to train.
@@ -139,32 +141,40 @@ def train(
             eval_dataset=validation,
             compute_metrics=accuracy,
             preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
-            optimizers=optimizer_and_schedule(model, steps),
+            optimizers=optimizer_and_schedule(model, steps, run.rate),
             callbacks=[BetaHookCallback(hook=hook, on_end="keep"), *([Bar(title)] if title else [])],
         )
         trainer.pop_callback(PrinterCallback)
+        started = time.process_time()
         trainer.train()
+        seconds = time.process_time() - started
         history = trainer.state.log_history
-    curve = [(entry["step"], entry["eval_accuracy"]) for entry in history if "eval_accuracy" in entry]
+    curves = {
+        key: [(entry["step"], entry[key]) for entry in history if key in entry]
+        for key in ("eval_accuracy", "eval_loss", "beta/attention")
+    }
     result = {
         "row": run.row.name,
         "seed": run.seed,
         "accuracy": test_accuracy(model, Strings(test_strings, run.row, generator)),
-        "validation_accuracy": curve[-1][1],
-        "steps_to_95": next((step for step, value in curve if value >= 0.95), None),
+        "validation_accuracy": curves["eval_accuracy"][-1][1],
+        "validation_loss": curves["eval_loss"][-1][1],
+        "steps_to_95": next((step for step, value in curves["eval_accuracy"] if value >= 0.95), None),
+        "seconds": seconds,
         "beta": hook.layers["attention"].beta,
-        "accuracy_curve": curve,
-        "beta_curve": [(entry["step"], entry["beta/attention"]) for entry in history if "beta/attention" in entry],
+        "accuracy_curve": curves["eval_accuracy"],
+        "loss_curve": curves["eval_loss"],
+        "beta_curve": curves["beta/attention"],
     }
     hook.detach()
     return result
 
 
 def optimizer_and_schedule(
-    model: FlipModel, steps: int
+    model: FlipModel, steps: int, rate: float = LEARNING_RATE
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
     """Adam without weight decay; a cosine from 1 to 0 over all steps, with a linear warm-up."""
-    optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
+    optimizer = torch.optim.Adam(model.parameters(), rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / steps)) * min(1.0, step / WARMUP)
     )

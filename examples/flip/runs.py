@@ -1,0 +1,88 @@
+"""Training runs whose results are lines of a file, several processes at a time; and the search over whole runs."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import betahook
+
+Result = dict[str, Any]
+
+
+class Results(list[Result]):
+    """The results in a file of JSON lines, which need not exist yet.
+
+    A line counts once it ends: what an interruption left of the last one is ignored, and cut off by the next `add`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        super().__init__(json.loads(line) for line in lines if line.endswith(b"\n"))
+
+    def add(self, result: Result) -> None:
+        """Append a result, to the file first."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab+", buffering=0) as file:
+            file.seek(0)
+            whole = file.read().rfind(b"\n") + 1
+            file.truncate(whole)
+            file.write(json.dumps(result).encode() + b"\n")
+        self.append(result)
+
+
+def execute(function: Callable[..., Any], todo: Mapping[Any, tuple[Any, ...]], jobs: int) -> Iterator[tuple[Any, Any]]:
+    """Call `function` with each tuple of arguments; yield key and what it returned as they come in.
+
+    With one job in this process, else in `jobs` others; on one thread each.
+    """
+    if jobs == 1:
+        torch.set_num_threads(1)
+        for key, arguments in todo.items():
+            yield key, function(*arguments)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(
+        jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
+    )
+    try:
+        futures = {pool.submit(function, *arguments): key for key, arguments in todo.items()}
+        for future in concurrent.futures.as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error, wait for what runs and start nothing more
+
+
+def best_fixed(
+    trial: Callable[[float], Result],
+    *,
+    score: str,
+    mode: Literal["max", "min"],
+    start: float = 1.0,
+    decades: int = 2,
+    resolution: float = 0.2,
+) -> Result:
+    """The paper's search: decades, then bisection, every trial a training run; the best one, with what all cost.
+
+    Args:
+        trial: trains with a beta; its result has the entry `score`, and `seconds` if the cost shall be added up.
+        score: what to judge a run by.
+        mode, start, decades, resolution: as for `betahook.BetaSearch`.
+    """
+    search = betahook.BetaSearch(start, mode=mode, decades=decades, resolution=resolution)
+    best: Result = {}
+    seconds = 0.0
+    while (beta := search.ask()) is not None:
+        result = trial(beta)
+        seconds += result["seconds"]
+        search.tell(beta, result[score])
+        if search.best is not None and search.best[0] == beta:
+            best = result
+    return {**best, "trials": search.trials, "runs": len(search.trials), "seconds": seconds}
