@@ -1,4 +1,4 @@
-"""Train a byte-level GPT-2 or Llama on the source of Python's standard library, with 1/sqrt(d_k) and with betahook.
+"""Train a byte-level GPT-2, Llama or Qwen3 on the standard library's source, with 1/sqrt(d_k) and with betahook.
 
     python examples/language_model.py                          # 400 steps at learning rate 1e-2, a few minutes
     python examples/language_model.py --model llama --learning-rates 1e-3 3e-2 --seeds 0 1 2
@@ -26,6 +26,8 @@ from transformers import (
     PreTrainedModel,
     PrinterCallback,
     ProgressCallback,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Trainer,
     TrainingArguments,
 )
@@ -59,7 +61,7 @@ def read_library() -> tuple[bytes, bytes]:
 
 
 def build(name: str, length: int) -> PreTrainedModel:
-    """Four layers of four heads, width 128: about 0.9 million parameters."""
+    """Four layers of four heads, width 128: about 0.9 million parameters. Qwen3 is Llama with QK-norm."""
     if name == "gpt2":
         return GPT2LMHeadModel(
             GPT2Config(
@@ -75,18 +77,19 @@ def build(name: str, length: int) -> PreTrainedModel:
                 eos_token_id=None,
             )
         )
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=BYTES,
-            max_position_embeddings=length,
-            hidden_size=128,
-            intermediate_size=344,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
+    sizes: dict[str, Any] = dict(
+        vocab_size=BYTES,
+        max_position_embeddings=length,
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        bos_token_id=None,
+        eos_token_id=None,
     )
+    return LlamaForCausalLM(LlamaConfig(**sizes)) if name == "llama" else Qwen3ForCausalLM(Qwen3Config(**sizes))
 
 
 class Bar(ProgressCallback):
@@ -135,7 +138,7 @@ def train(controller: str, learning_rate: float, seed: int, options: argparse.Na
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["gpt2", "llama"], default="gpt2")
+    parser.add_argument("--model", choices=["gpt2", "llama", "qwen3"], default="gpt2")
     parser.add_argument("--learning-rates", nargs="+", type=float, default=[1e-2])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=400)

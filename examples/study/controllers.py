@@ -1,0 +1,64 @@
+"""What the study compares, by name. A candidate for the default is one more line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+import betahook
+from betahook import Cap, Controller, Gradient, Hook, Monitor, Search, Variance
+
+
+def monitor() -> list[Controller]:
+    return [Monitor()]
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What is done to the attention of a model, all of it relative to `1/sqrt(d_k)`.
+
+    Attributes:
+        rule: makes the controllers that adapt beta.
+        beta: factor on beta, from the first step on.
+        init: factor on the scores at initialisation; W_q and W_k are multiplied by its root.
+        qk_norm: take the model that normalises q and k; only tasks that have one offer it.
+    """
+
+    rule: Callable[[], Sequence[Controller]] = monitor
+    beta: float = 1.0
+    init: float = 1.0
+    qk_norm: bool = False
+
+    def __str__(self) -> str:
+        """All that sets it apart, the options of the controllers included."""
+        return f"{self.rule()}, beta x {self.beta:g}, initial scores x {self.init:g}{', QK-norm' * self.qk_norm}"
+
+    def attach(self, model: nn.Module) -> Hook:
+        """Hook a model whose own beta is `1/sqrt(d_k)` and that has just been initialised."""
+        hook = betahook.attach(model, controller=self.rule())
+        for layer in hook.layers.values():
+            if self.beta != 1:
+                layer.beta = self.beta * layer.head_dim**-0.5
+            if self.init != 1:
+                for projection in layer.projections or ():
+                    for _, rows in projection.parts():
+                        rows.mul_(self.init**0.5)
+        return hook
+
+
+CONTROLLERS = {
+    "plain": Treatment(),
+    "default": Treatment(betahook.default),
+    "sweep": Treatment(lambda: [Search(sweep=True), Cap()]),
+    "gradient": Treatment(lambda: [Gradient(), Cap()]),
+    "variance": Treatment(lambda: [Variance()]),
+    "cap": Treatment(lambda: [Cap()]),
+    "scaled-init": Treatment(init=3.0),
+    "uniform": Treatment(beta=1e-6),  # what the task has attention for
+}
+"""What every task offers, `BEST_FIXED` besides."""
+
+BEST_FIXED = "best-fixed"
+"""The best constant beta of a search over whole runs; its cost is that of all of them."""

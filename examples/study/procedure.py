@@ -1,0 +1,132 @@
+"""The paper's procedure, steps 1 to 5, for one row of its Table 1; beside it, one adaptive run on the same data.
+
+    python examples/study/procedure.py --row 100/20/15000 --seed 0
+
+(1) Begin with little data and beta = 1; (2) double the data until accuracy passes 50 %; (3) search beta; (4) shrink the
+data with that beta; (5) train from the same initialisation with beta = 1/sqrt(d_k). The paper does not say how far to
+shrink: here by a fifth at a time, as long as accuracy stays above 95 %, or above 50 % if the search found no more.
+Accuracy is that on the 1,000 validation strings; the table at the end has the accuracy on test strings.
+
+Every finished run is a line of `procedure.jsonl`; runs that are in it are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import betahook
+import neighbours  # noqa: F401
+import task as flip
+from runs import Result, Results, best_fixed
+
+PASSES, KEEPS, SHRINK = 0.5, 0.95, 0.8
+"""Accuracy that ends step 2, accuracy that step 4 keeps, and the share of the data that it tries next."""
+DOUBLINGS = 8
+"""Step 2 gives up after so many."""
+
+Trial = Callable[[int, float | None], Result]
+"""Trains on so many strings with a fixed beta, or with the default controller where that is None."""
+
+
+def procedure(trial: Trial, length: int, strings: int) -> dict[str, Result]:
+    """Steps 1 to 5, and the adaptive run on the data of step 5.
+
+    Args:
+        trial: trains once; its result has `strings`, `beta`, `validation_accuracy` and `seconds`.
+        length: of a string, which is d_k.
+        strings: of the smallest data.
+
+    Raises:
+        RuntimeError: step 2 never passed.
+    """
+
+    def passing(counts: list[int]) -> Result:
+        for count in counts:
+            result = trial(count, 1.0)
+            if result["validation_accuracy"] > PASSES:
+                return result
+        raise RuntimeError(
+            f"beta = 1 does not pass {100 * PASSES:.0f} % with {counts[-1]} strings: begin with more than {strings}"
+        )
+
+    enough = passing([strings * 2**doubling for doubling in range(DOUBLINGS + 1)])
+    found = best_fixed(lambda beta: trial(enough["strings"], beta), score="validation_accuracy", mode="max")
+    least = KEEPS if found["validation_accuracy"] > KEEPS else PASSES
+    smallest = found
+    while (count := int(SHRINK * smallest["strings"])) >= flip.BATCH:
+        smaller = trial(count, found["beta"])
+        if smaller["validation_accuracy"] <= least:
+            break
+        smallest = smaller
+    count = smallest["strings"]
+    return {
+        "enough data": enough,
+        "best beta": found,
+        "least data": smallest,
+        "1/sqrt(d_k)": trial(count, length**-0.5),
+        "adaptive": trial(count, None),
+    }
+
+
+class Trials:
+    """Training runs of a row, each done once: what is in the file is not repeated.
+
+    Attributes:
+        used: the runs that were asked for, by strings and beta.
+    """
+
+    def __init__(self, row: flip.Row, seed: int, test_strings: int, results: Results) -> None:
+        self.row, self.seed, self.test_strings, self.results = row, seed, test_strings, results
+        self.used: dict[tuple[int, float | None], Result] = {}
+
+    def __call__(self, strings: int, beta: float | None) -> Result:
+        row = replace(self.row, strings=strings)
+        identity = {"row": row.name, "seed": self.seed, "fixed": beta, "rule": repr(betahook.default())}
+        known = (result for result in self.results if identity.items() <= result.items())
+        result = next(known, None)
+        if result is None:
+            run = flip.Run(row, self.seed, beta=beta, controller=betahook.default if beta is None else None)
+            result = {**flip.train(run, test_strings=self.test_strings), **identity, "strings": strings}
+            self.results.add(result)
+            print(
+                f"{strings} strings, {'adaptive' if beta is None else f'beta {beta:.4g}'}: {said(result)}", flush=True
+            )
+        self.used[strings, beta] = result
+        return result
+
+
+def said(result: Result) -> str:
+    return f"validation accuracy {100 * result['validation_accuracy']:.2f} %, {result['seconds']:.0f} s"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    rows = {row.name: row for row in flip.TABLE_1}
+    parser.add_argument("--row", default="100/20/15000", choices=list(rows), metavar="ROW", help="symbols and length")
+    parser.add_argument("--strings", type=int, help="the smallest data (default: a quarter of the row's)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--test-strings", type=int, default=100_000)
+    parser.add_argument("--output", type=Path, default=Path("runs/study"))
+    options = parser.parse_args(arguments)
+
+    torch.set_num_threads(1)
+    row = rows[options.row]
+    trials = Trials(row, options.seed, options.test_strings, Results(options.output / "procedure.jsonl"))
+    steps = procedure(trials, row.length, options.strings or row.strings // 4)
+    adaptive = steps["adaptive"]
+    print("\n| | strings | beta | test accuracy |\n|---|---|---|---|")
+    for name, result in steps.items():
+        print(f"| {name} | {result['strings']} | {result['beta']:.4g} | {100 * result['accuracy']:.2f} % |")
+    cost = [result["seconds"] for (_, beta), result in trials.used.items() if beta is not None]
+    print(
+        f"\nthe procedure: {len(cost)} training runs, {sum(cost):.0f} s; the adaptive one: {adaptive['seconds']:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

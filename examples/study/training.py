@@ -1,0 +1,131 @@
+"""One training run of the Trainer, watched: what all tasks with a transformers model have in common."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+import neighbours  # noqa: F401
+from betahook import Hook
+from controllers import Treatment
+from runs import Result
+from task import accuracy
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The size of a run, and where it may keep things.
+
+    Attributes:
+        steps: optimizer steps.
+        output: folder of the study.
+        length: bytes in a window of text.
+        evaluations: points on the validation curve, the start not counted.
+        pretraining: optimizer steps before fine-tuning.
+        test_strings: of the flip task.
+    """
+
+    steps: int
+    output: Path
+    length: int = 128
+    evaluations: int = 10
+    pretraining: int = 1_000
+    test_strings: int = 100_000
+
+
+class Watch(TrainerCallback):
+    """Steps the hook, asks for evaluations at equal distances up to the last step, and notes every beta there."""
+
+    def __init__(self, hook: Hook, settings: Settings) -> None:
+        self.hook = hook
+        self.points = {settings.steps * (i + 1) // settings.evaluations for i in range(settings.evaluations)}
+        self.betas: list[tuple[int, list[Any]]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.hook.step()
+        if state.global_step in self.points:
+            control.should_evaluate = True
+            self.betas.append((state.global_step, [layer.beta for layer in self.hook.layers.values()]))
+
+
+def fit(
+    model: PreTrainedModel,
+    training: Dataset[Any],
+    validation: Dataset[Any],
+    treatment: Treatment,
+    rate: float,
+    seed: int,
+    settings: Settings,
+    *,
+    batch: int = 16,
+    classify: bool = False,
+) -> Result:
+    """Train a model and return losses, beta and seconds of CPU time, ready for JSON; the model is left unhooked.
+
+    AdamW without weight decay, gradients clipped at norm 1, a twentieth of the steps to warm up, then a cosine to zero.
+
+    Args:
+        model: just initialised, or trained before.
+        training, validation: items that the model takes as keyword arguments, labels included.
+        treatment: of its attention.
+        rate: learning rate.
+        seed: of the order of the batches.
+        settings: length of the run, points on the curve.
+        batch: size of a training batch.
+        classify: whether to take the accuracy too; then the logits are those of one label an item.
+    """
+    hook = treatment.attach(model)
+    watch = Watch(hook, settings)
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(
+                output_dir=scratch,
+                max_steps=settings.steps,
+                per_device_train_batch_size=batch,
+                per_device_eval_batch_size=4 * batch,
+                learning_rate=rate,
+                lr_scheduler_type="cosine",
+                warmup_steps=max(1, settings.steps // 20),
+                eval_on_start=True,
+                logging_steps=1,
+                logging_nan_inf_filter=False,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                dataloader_pin_memory=False,
+                label_names=["labels"],
+                seed=seed,
+                use_cpu=True,
+            ),
+            train_dataset=training,
+            eval_dataset=validation,
+            compute_metrics=accuracy if classify else None,
+            preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+            callbacks=[watch],
+        )
+        trainer.pop_callback(PrinterCallback)
+        started = time.process_time()
+        trainer.train()
+        seconds = time.process_time() - started
+    curves = {
+        name: [(entry["step"], entry[key]) for entry in trainer.state.log_history if key in entry]
+        for name, key in (("loss", "eval_loss"), ("accuracy", "eval_accuracy"))
+    }
+    metrics = hook.metrics()
+    hook.detach()
+    return {
+        **{name: curve[-1][1] for name, curve in curves.items() if curve},
+        **{f"{name}_curve": curve for name, curve in curves.items() if curve},
+        "training_losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "beta": {name: layer.beta for name, layer in hook.layers.items()},
+        "beta_curve": watch.betas,
+        "max_logit": {name: metrics.get(f"max_logit/{name}") for name in hook.layers},
+        "seconds": seconds,
+    }
