@@ -246,10 +246,29 @@ def test_the_standard_error_is_that_of_the_mean(study):
     assert math.isnan(study["report"].standard_error([1.0]))
 
 
-def test_the_change_is_paired_by_seed(study):
-    mean, error = study["report"].change({0: 1.1, 1: 2.4, 5: 100.0}, {0: 1.0, 1: 3.0, 7: 50.0})
-    assert mean == pytest.approx((0.05 - 0.3) / 2)  # relative to plain's mean, 2
-    assert error == pytest.approx(0.35 / 2)  # of two values: half their distance
+def test_a_table_of_losses_by_hand(study):
+    """Plain 1 and 3, mean 2; default 1.1 and 2.4 on the same seeds, and one seed that plain has not."""
+    losses = {"default": {0: 1.1, 1: 2.4, 5: 100.0}, "plain": {0: 1.0, 1: 3.0, 7: math.nan}}
+    cells = {
+        (name, 1e-3): {seed: {"loss": loss, "seconds": 2.0 + seed} for seed, loss in seeds.items()}
+        for name, seeds in losses.items()
+    }
+    plain, default = study["report"].values_table(cells, "loss")[2:4]
+    assert plain == "| 0.001 | plain | nan |  | nan |  |  | 3 | 1 | 5 |"
+    # Of 5 % and -30 %: the mean, and half their distance.
+    assert default == "| 0.001 | default | 34.5000 | 32.7522 | 100.0000 | -12.50 | 17.50 | 3 | 1 | 4 |"
+
+
+def test_a_table_of_accuracies_by_hand(study):
+    accuracies = {("plain", 0.1): {0: 0.5, 1: 0.7}, ("best-fixed", 0.1): {0: 0.9, 1: 0.7}}
+    cells = {
+        key: {seed: {"accuracy": value, "seconds": 1.0, "runs": 7} for seed, value in seeds.items()}
+        for key, seeds in accuracies.items()
+    }
+    header, _, plain, best = study["report"].values_table(cells, "accuracy")[:4]
+    assert "accuracy, % | s.e. | worst | to plain, points" in header
+    assert plain == "| 0.1 | plain | 60.00 | 10.00 | 50.00 |  |  | 2 | 7 | 1 |"
+    assert best == "| 0.1 | best-fixed | 80.00 | 10.00 | 70.00 | +20.00 | 20.00 | 2 | 7 | 1 |"
 
 
 def test_the_range_ends_where_the_loss_passes_the_limit(study):
@@ -286,12 +305,12 @@ def test_the_report_has_tables_and_plots(study, fake, tmp_path, capsys):
     text = (tmp_path / "report.md").read_text()
     assert text in capsys.readouterr().out
     assert "| 0.001 | plain | 3.0050 | 0.0050 | 3.0100 |  |  | 2 | 1 | 1 |" in text
-    assert "| 0.01 | uniform | 2.0410 | 0.0050 | 2.0460 | +1.80 % | 0.00 % | 2 | 1 | 1 |" in text
+    assert "| 0.01 | uniform | 2.0410 | 0.0050 | 2.0460 | +1.80 | 0.00 | 2 | 1 | 1 |" in text
     # Ten percent above 2.005, on a slope of one a decade.
     assert f"| plain | 2.0050 | {10 ** -(2 + 0.2005):.2g} to 0.01 | ≥ {10**0.2005:.1f} |" in text
     worst = 100 * (2.036 / 2.0 - 1)
     assert f"| 0.01 | uniform | +{worst:.2f} % | +{worst:.2f} % | +{worst:.2f} % |" in text
-    for plot in ("rates-finetune.png", "curves-finetune.png"):
+    for plot in ("rates-finetune-20.png", "curves-finetune-20.png"):
         assert (tmp_path / plot).read_bytes().startswith(b"\x89PNG")
 
 

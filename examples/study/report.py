@@ -36,18 +36,20 @@ def by_task(results: Iterable[Result]) -> dict[str, Cells]:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; NaN for a single value."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    """Of the mean; NaN for a single value, or where one is not finite."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return math.nan
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
-def change(values: Mapping[int, float], plain: Mapping[int, float]) -> tuple[float, float]:
-    """Mean difference to plain over the seeds that both have, and its standard error, relative to plain's mean."""
-    seeds = sorted(values.keys() & plain.keys())
-    if not seeds:
-        return math.nan, math.nan
-    base = statistics.mean(plain[seed] for seed in seeds)
-    differences = [(values[seed] - plain[seed]) / base for seed in seeds]
-    return statistics.mean(differences), standard_error(differences)
+def differences(values: Mapping[int, float], plain: Mapping[int, float]) -> list[float]:
+    """To plain with the same seed, for the seeds that both have."""
+    return [values[seed] - plain[seed] for seed in sorted(values.keys() & plain.keys())]
+
+
+def worst(values: Iterable[float], lower_is_better: bool) -> float:
+    """NaN is worse than any number."""
+    return max(values, key=lambda value: (math.isnan(value), value if lower_is_better else -value))
 
 
 def span(losses: Mapping[float, float], limit: float) -> tuple[float, float, bool] | None:
@@ -91,48 +93,54 @@ def table(header: str, rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def values_table(cells: Cells, quantity: str) -> list[str]:
-    """Controller x rate: the quantity at the end of the runs."""
-    worst = max if quantity == "loss" else min
+    """Loss or accuracy at the end of the runs; differences to plain are in percent, those of accuracies in points."""
+    is_loss = quantity == "loss"
+    scale, style = (1, ".4f") if is_loss else (100, ".2f")
     rows = []
-    for (controller, rate), seeds in sorted(cells.items(), key=lambda item: (item[0][1], order(item[0][0]))):
-        values = {seed: result[quantity] for seed, result in seeds.items()}
-        plain = {seed: result[quantity] for seed, result in cells.get(("plain", rate), {}).items()}
-        difference, error = change(values, plain)
+    for (controller, rate), seeds in ordered(cells):
+        values = {seed: scale * result[quantity] for seed, result in seeds.items()}
+        plain = {seed: scale * result[quantity] for seed, result in cells.get(("plain", rate), {}).items()}
+        to_plain = [] if controller == "plain" else differences(values, plain)
+        if to_plain and is_loss:
+            base = statistics.mean(plain[seed] for seed in values.keys() & plain.keys())
+            to_plain = [100 * difference / base for difference in to_plain]
         runs = sum(result.get("runs", 1) for result in seeds.values()) / len(seeds)
-        seconds = statistics.mean(result["seconds"] for result in seeds.values())
         rows.append(
             (
                 f"{rate:g}",
                 controller,
-                f"{statistics.mean(values.values()):.4f}",
-                number(standard_error(list(values.values())), ".4f"),
-                f"{worst(values.values()):.4f}",
-                number(100 * difference, "+.2f", " %") if controller != "plain" else "",
-                number(100 * error, ".2f", " %") if controller != "plain" else "",
+                f"{statistics.mean(values.values()):{style}}",
+                known(standard_error(list(values.values())), style),
+                f"{worst(values.values(), lower_is_better=is_loss):{style}}",
+                f"{statistics.mean(to_plain):+.2f}" if to_plain else "",
+                known(standard_error(to_plain), ".2f"),
                 str(len(seeds)),
                 f"{runs:g}",
-                f"{seconds:.0f}",
+                f"{statistics.mean(result['seconds'] for result in seeds.values()):.0f}",
             )
         )
-    header = (
-        f"rate | controller | {quantity} | s.e. | worst | to plain | s.e. | seeds | runs a seed | CPU seconds a seed"
+    unit = ("", "%") if is_loss else (", %", "points")
+    return table(
+        f"rate | controller | {quantity}{unit[0]} | s.e. | worst | to plain, {unit[1]} | s.e. | seeds | runs a seed "
+        "| CPU seconds a seed",
+        rows,
     )
-    return table(header, rows)
 
 
-def order(controller: str) -> tuple[bool, str]:
-    """Plain first."""
-    return controller != "plain", controller
+def ordered(cells: Cells) -> list[tuple[tuple[str, float], dict[int, Result]]]:
+    """By rate, then by controller, plain first."""
+    return sorted(cells.items(), key=lambda item: (item[0][1], item[0][0] != "plain", item[0][0]))
 
 
-def number(value: float, style: str, unit: str = "") -> str:
-    return "" if math.isnan(value) else f"{value:{style}}{unit}"
+def known(value: float, style: str) -> str:
+    """The number, or nothing where it is NaN."""
+    return "" if math.isnan(value) else f"{value:{style}}"
 
 
 def mean_losses(cells: Cells) -> dict[str, dict[float, float]]:
     """Controller to learning rate to mean final loss, where there is more than one rate."""
     means: dict[str, dict[float, float]] = defaultdict(dict)
-    for (controller, rate), seeds in sorted(cells.items(), key=lambda item: order(item[0][0])):
+    for (controller, rate), seeds in ordered(cells):
         means[controller][rate] = statistics.mean(result["loss"] for result in seeds.values())
     return {controller: losses for controller, losses in means.items() if len(losses) > 1}
 
@@ -161,7 +169,7 @@ def ranges_table(cells: Cells) -> list[str]:
 def excess_table(cells: Cells) -> list[str]:
     """The largest loss above plain's on the way, over all seeds; the training losses are of the same batches."""
     rows = []
-    for (controller, rate), seeds in sorted(cells.items(), key=lambda item: (item[0][1], order(item[0][0]))):
+    for (controller, rate), seeds in ordered(cells):
         plain = cells.get(("plain", rate), {})
         common = sorted(seeds.keys() & plain.keys())
         if controller == "plain" or not common:
@@ -238,11 +246,10 @@ def report(results: Iterable[Result], folder: Path) -> str:
     """Draw the plots into `folder`, and return the tables."""
     lines = []
     for title, cells in by_task(results).items():
-        name = title.split(",")[0]
+        name = title.removesuffix(" steps").replace(", ", "-")
         lines += [f"## {title}", ""]
-        first = next(iter(next(iter(cells.values())).values()))
         for quantity in ("accuracy", "loss"):
-            if quantity in first:
+            if all(quantity in result for seeds in cells.values() for result in seeds.values()):
                 lines += values_table(cells, quantity)
         ranges = ranges_table(cells)
         if ranges:

@@ -34,7 +34,7 @@ class Settings:
     steps: int
     output: Path
     length: int = 128
-    evaluations: int = 10
+    evaluations: int = 12
     pretraining: int = 1_000
     test_strings: int = 100_000
 
