@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +34,10 @@ BLOCKS_AT_ONCE = 64
 ROWS = 32
 """Query rows that are looked at in full; all of them, hence exactly, up to this length."""
 
-CACHED = 2**18
+CACHED = 2**17
 """Scores of sampled rows that are worked on at once on the CPU, so that they stay in its cache."""
+
+Position = TypeVar("Position", int, Tensor)
 
 LOWEST = -80.0
 """Logits further than this below the largest of their row count as this: `exp(-80)` is nothing beside 1, and any
@@ -132,59 +135,69 @@ class _Below:
     """Sums over the scores of queries with the centred keys `j <= i + edge`.
 
     It is called with slab after slab of queries. All that it carries from one to the next are the sums over the keys
-    that every later query sees: `total [batch * key_heads, d, 1]` and `gram [batch * key_heads, d, d]`.
+    that every later query sees: `gram [batch * key_heads, d, d]`, and `vectors [batch * key_heads, d, 2]`, the sum of
+    the keys beside their mean, which costs next to nothing to multiply by in the same call.
     """
 
     def __init__(self, edge: int, key: Tensor, mean: Tensor, valid: Tensor | None) -> None:
-        batch, heads, self.keys, width = key.shape
+        batch, _, self.keys, _ = key.shape
         self.edge = edge
         self.key, self.mean, self.valid = key, mean, valid
         self.seen = 0
-        self.total = mean.new_zeros(batch * heads, width, 1)
-        self.gram = mean.new_zeros(batch * heads, width, width)
+        means = mean.repeat(batch, 1)
+        self.vectors = torch.stack([torch.zeros_like(means), means], -1)
+        self.gram = torch.zeros_like(means)[:, :, None].repeat(1, 1, mean.shape[-1])
 
-    def __call__(self, query: Tensor, groups: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, query: Tensor, groups: int, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """For the queries from `start` to `stop`, in blocks `[batch * key_heads * blocks, groups * BLOCK, d]`.
 
         Returns:
-            The sum of the scores of each query, `[batch * key_heads * blocks, groups * BLOCK]`, and the sum of the
-            squares of all, `[batch * key_heads * blocks, groups]`.
+            The sum of the scores of each query and its product with the mean key, both
+            `[batch * key_heads * blocks, groups * BLOCK]`, and the sum of the squares of all scores,
+            `[batch * key_heads * blocks, groups]`.
         """
         first, last = (min(max(position + self.edge, 0), self.keys) for position in (start, stop))
         for begin, end in _slabs(first - self.seen, query.device):
-            self._pass(self._read(self.seen + begin, self.seen + end))
+            self._take(self._read(self.seen + begin, self.seen + end))
         self.seen = max(self.seen, first)
         if first == last:
             blocks = len(query) // len(self.gram)
-            total, gram = (x.repeat_interleave(blocks, 0) for x in (self.total, self.gram))
-            return _seen_by_all(query, groups, total, gram)
+            return _seen_by_all(query, groups, *(x.repeat_interleave(blocks, 0) for x in (self.vectors, self.gram)))
 
         # The edge runs through these keys: of those in its own block a query sees the ones up to its own place.
         key = _blocks(self._read(first, last), before=first - start - self.edge).flatten(0, 1)
         self.seen = last
-        score, square = _seen_by_all(query, groups, *self._pass(key))
+        if len(key) == len(self.gram):
+            score, offset, square = _seen_by_all(query, groups, self.vectors, self.gram)
+            self._take(key)
+        else:
+            score, offset, square = _seen_by_all(query, groups, *self._take_blocks(key))
         inside = torch.bmm(query, key.mT).view(-1, groups, BLOCK, BLOCK).tril_()
-        return score + inside.sum(-1).flatten(1), square + torch.linalg.vector_norm(inside, dim=(2, 3)).square()
+        return score + inside.sum(-1).flatten(1), offset, square + torch.linalg.vector_norm(inside, dim=(2, 3)).square()
 
     def _read(self, start: int, stop: int) -> Tensor:
         return _centred(self.key, self.mean, self.valid, start, stop).flatten(0, 1)
 
-    def _pass(self, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in the keys `[batch * key_heads * blocks, n, d]`; returns total and gram in front of each block."""
-        total, gram, key_total = self.total, self.gram, key.sum(1).unsqueeze(-1)
-        if len(key) == len(gram):
-            self.total, self.gram = total + key_total, torch.baddbmm(gram, key.mT, key)
-            return total, gram
-        totals, grams = (x.unflatten(0, (len(gram), -1)) for x in (key_total, torch.bmm(key.mT, key)))
-        after, gram_after = total[:, None] + totals.cumsum(1), gram[:, None] + grams.cumsum(1)
-        self.total, self.gram = after[:, -1], gram_after[:, -1]
-        return (after - totals).flatten(0, 1), (gram_after - grams).flatten(0, 1)
+    def _take(self, key: Tensor) -> None:
+        """Add the keys `[batch * key_heads, n, d]`, in place: a copy of the Gram matrices would cost as much again."""
+        self.vectors[..., 0] += key.sum(1)
+        self.gram.baddbmm_(key.mT, key)
+
+    def _take_blocks(self, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the keys `[batch * key_heads * blocks, n, d]`; returns vectors and gram in front of each block."""
+        vectors = torch.stack([key.sum(1), torch.zeros_like(key[:, 0])], -1)
+        parts = [x.unflatten(0, (len(self.gram), -1)) for x in (vectors, torch.bmm(key.mT, key))]
+        after = [x[:, None] + part.cumsum(1) for x, part in zip((self.vectors, self.gram), parts, strict=True)]
+        self.vectors, self.gram = (x[:, -1].clone() for x in after)
+        vectors, gram = ((x - part).flatten(0, 1) for x, part in zip(after, parts, strict=True))
+        return vectors, gram
 
 
-def _seen_by_all(query: Tensor, groups: int, total: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """What keys with the sums `total [n, d, 1]` and `gram [n, d, d]` contribute; shapes as in `_Below.__call__`."""
+def _seen_by_all(query: Tensor, groups: int, vectors: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What keys with the sums `vectors [n, d, 2]` and `gram [n, d, d]` contribute; shapes as in `_Below.__call__`."""
     square = torch.bmm(query, gram).mul_(query)
-    return torch.bmm(query, total).squeeze(-1), square.view(len(query), groups, -1).sum(-1)
+    score, offset = torch.bmm(query, vectors).unbind(-1)
+    return score, offset, square.view(len(query), groups, -1).sum(-1)
 
 
 def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor, key_mean: Tensor) -> ScoreSums:
@@ -209,7 +222,6 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor, key_m
 
     # The keys are centred, so that a large mean score does not cancel the digits of the variance:
     # s - shift = q . (k - key_mean) + offset   with   offset = q . key_mean - shift.
-    means = key_mean.repeat(batch, 1)[..., None]
     scores, offsets, squares = [], [], []
     for start, stop in _slabs(queries, query.device):
         rows = at_least_float32(query[:, :, start:stop])
@@ -218,11 +230,10 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor, key_m
         rows = _blocks(rows).unflatten(1, (key_heads, groups)).transpose(2, 3)
         blocks = rows.shape[2]
         rows = rows.reshape(-1, groups * BLOCK, width)
-        score, square = below[0](rows, groups, start, stop)
+        score, offset, square = below[0](rows, groups, start, stop)
         if len(below) == 2:
-            less, less_square = below[1](rows, groups, start, stop)
+            less, _, less_square = below[1](rows, groups, start, stop)
             score, square = score - less, square - less_square
-        offset = torch.bmm(rows, means if blocks == 1 else means.repeat_interleave(blocks, 0))
         scores.append(score.view(batch, key_heads, blocks, groups, BLOCK))
         offsets.append(offset.view(batch, key_heads, blocks, groups, BLOCK))
         squares.append(square.view(batch, key_heads, blocks, groups))
@@ -289,38 +300,39 @@ def row_sums(
     allowed = _allowed_rows(mask, picked, keys)
     biases = [bias for bias in (mask.bias, position_bias) if bias is not None]
     biases = [bias.expand(*bias.shape[:2], queries, keys)[..., picked, :] for bias in biases]
+    scale = beta.to(scores.dtype).view(-1, 1, 1)
     parts = [
-        _look_at(
-            scores[..., start:stop, :],
-            allowed[..., start:stop, :],
-            [bias[..., start:stop, :] for bias in biases],
-            beta.to(scores.dtype).view(-1, 1, 1),
-            softcap,
-        )
-        for start, stop in _row_slabs(scores)
+        _look_at(scores[part], allowed[part], [bias[part] for bias in biases], scale, softcap)
+        for part in _row_slabs(mask, queries, scores)
     ]
     total, square, largest, entropy = (torch.cat(part, -1) for part in zip(*parts, strict=True))
 
-    wide = sum_dtype(scores.device)
+    wide = sum_dtype(query.device)
     pairs = allowed.sum(-1).expand(batch, heads, -1)
-    seen = pairs > 0
+    filled = pairs > 0
     return RowSums(
         ScoreSums(pairs.sum((0, 2)).to(wide), total.sum((0, 2), dtype=wide), square.sum((0, 2), dtype=wide)),
-        seen.sum((0, 2)).to(wide),
-        entropy.masked_fill(~seen, 0).sum((0, 2), dtype=wide),
+        filled.sum((0, 2)).to(wide),
+        entropy.masked_fill(~filled, 0).sum((0, 2), dtype=wide),
         largest.amax((0, 2)).to(wide),
     )
 
 
-def _row_slabs(scores: Tensor) -> Iterator[tuple[int, int]]:
-    """Start and stop of the runs of rows of `scores [batch, heads, rows, keys]` that are worked on at once."""
-    rows = scores.shape[2]
+def _row_slabs(mask: Mask, queries: int, scores: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Indices of the parts of `scores [batch, heads, rows, keys]` that are worked on at once: some rows, their keys."""
+    _, _, rows, keys = scores.shape
     if scores.device.type != "cpu" or torch.compiler.is_compiling():
-        yield 0, rows
+        yield (...,)
         return
     slab = max(1, rows * CACHED // scores.numel())
     for start in range(0, rows, slab):
-        yield start, min(start + slab, rows)
+        stop = min(start + slab, rows)
+        low, high = 0, keys
+        if mask.pairs is None and mask.band.low is not None:
+            low = min(max(_row(start, queries) + mask.band.low + 1, 0), keys - 1)
+        if mask.pairs is None and mask.band.high is not None:
+            high = min(max(_row(stop - 1, queries) + mask.band.high + 1, low + 1), keys)
+        yield ..., slice(start, stop), slice(low, high)
 
 
 def _look_at(
@@ -351,9 +363,12 @@ def _look_at(
 
 def sampled_rows(queries: int, device: torch.device) -> Tensor:
     """Positions of the query rows that `row_sums` looks at: all up to `ROWS`, else evenly spaced with both ends."""
-    if queries <= ROWS:
-        return torch.arange(queries, device=device)
-    return torch.arange(ROWS, device=device) * (queries - 1) // (ROWS - 1)
+    return _row(torch.arange(min(queries, ROWS), device=device), queries)
+
+
+def _row(index: Position, queries: int) -> Position:
+    """The position of a sampled row."""
+    return index if queries <= ROWS else index * (queries - 1) // (ROWS - 1)
 
 
 def _allowed_rows(mask: Mask, rows: Tensor, keys: int) -> Tensor:

@@ -216,7 +216,8 @@ def compare(bench: Bench, rounds: int) -> dict[str, dict[str, Any]]:
 
 def statistics_alone(heads: int, head_dim: int, length: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """Each statistic of one causal layer, by name, and the forward of its attention."""
-    query, key, value = torch.randn(3, 1, heads, length, head_dim, device=device, dtype=dtype)
+    # Laid out as the projections of a model leave them: head beside head for every token.
+    query, key, value = torch.randn(3, 1, length, heads, head_dim, device=device, dtype=dtype).transpose(2, 3)
     mask, beta = Mask(Band(None, 0)), torch.tensor(head_dim**-0.5, device=device)
     query_mean, key_mean = scores.components(query, None).mean, scores.components(key, None).mean
     return {
