@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
     GPT2LMHeadModel,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
     PreTrainedModel,
     ViTConfig,
     ViTForImageClassification,
@@ -102,20 +102,25 @@ class Masked(Dataset[dict[str, Tensor]]):
 
 
 def train_encoder(treatment: Treatment, rate: float, seed: int, settings: Settings) -> Result:
-    """Masked bytes of the same text by a BERT of the same size."""
+    """Masked bytes of the same text by a ModernBERT, 0.7 million parameters.
+
+    Not by BERT: of the same size, with a learning rate of 1e-3, it still predicts byte frequencies after 400 steps.
+    """
     torch.manual_seed(seed)
-    model = BertForMaskedLM(
-        BertConfig(
-            vocab_size=BYTES + 1,
-            hidden_size=128,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            max_position_embeddings=settings.length,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
+    sizes: dict[str, Any] = dict(
+        vocab_size=BYTES + 1,
+        max_position_embeddings=settings.length,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        cls_token_id=None,
+        sep_token_id=None,
     )
+    model = ModernBertForMaskedLM(ModernBertConfig(**sizes))
     training, validation = (Masked(Windows(text, settings.length)) for text in read_library())
     return fit(model, training, head(validation), treatment, rate, seed, settings)
 
@@ -221,7 +226,7 @@ TASKS = {
         functools.partial(train_lm, "llama"), LM_RATES, 400, CONTROLLERS | {"qk-norm": Treatment(qk_norm=True)}
     ),
     "lm-qwen3": Task(functools.partial(train_lm, "qwen3"), LM_RATES, 400, CONTROLLERS),
-    "encoder": Task(train_encoder, (1e-3,), 800, CONTROLLERS),
+    "encoder": Task(train_encoder, (1e-3,), 400, CONTROLLERS),
     "digits": Task(train_digits, (1e-3,), 800, CONTROLLERS),
     "finetune": Task(functools.partial(train_finetune, False), FINETUNING_RATES, 200, TRAINED, pretrain),
     "finetune-lora": Task(functools.partial(train_finetune, True), FINETUNING_RATES, 200, TRAINED, pretrain),
