@@ -1,5 +1,6 @@
 """The study example: its store, a tiny run of every task, the procedure, and the arithmetic of the report."""
 
+import dataclasses
 import importlib
 import json
 import math
@@ -14,6 +15,9 @@ NAMES = (
     *("neighbours", "controllers", "training", "tasks", "run", "procedure", "report"),
     *("runs", "task", "model", "language_model"),
 )
+
+
+LINE = {"loss": 1.0, "seconds": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +234,14 @@ def test_the_search_is_one_line(study, fake, tmp_path):
     (result,) = study["runs"].Results(tmp_path / "results.jsonl")
     assert result["loss"] == 2.0
     assert result["runs"] == result["seconds"] == len(fake) - 1
+
+
+def test_a_row_of_the_paper_keeps_its_steps(study, monkeypatch, tmp_path):
+    task = study["tasks"].TASKS["flip-10-20-8000"]
+    monkeypatch.setitem(study["run"].TASKS, "flip-10-20-8000", dataclasses.replace(task, train=lambda *_: LINE))
+    study["run"].main(["--tasks", "flip-10-*", "--steps", "5", "--controllers", "plain", "--output", str(tmp_path)])
+    (result,) = study["runs"].Results(tmp_path / "results.jsonl")
+    assert result["steps"] == 620
 
 
 def test_what_no_task_offers_is_refused(study, tmp_path, capsys):

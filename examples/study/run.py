@@ -40,7 +40,7 @@ def plan(options: argparse.Namespace) -> Iterable[tuple[dict[str, Any], Settings
     """Every run that was asked for and that its task offers."""
     for name in matching(options.tasks, TASKS):
         task = TASKS[name]
-        steps = options.steps or task.steps
+        steps = task.steps if task.own_steps else options.steps or task.steps
         offered = {**{name: str(treatment) for name, treatment in task.controllers.items()}, BEST_FIXED: "BetaSearch"}
         for rate in options.rates or task.rates:
             for seed in options.seeds:

@@ -43,6 +43,7 @@ class Task:
         steps: optimizer steps of a run.
         controllers: what it offers to compare.
         prepare: called with seed and settings before any run with that seed, in one process.
+        own_steps: whether it takes no other number of steps.
     """
 
     train: Callable[[Treatment, float, int, Settings], Result]
@@ -50,6 +51,7 @@ class Task:
     steps: int
     controllers: Mapping[str, Treatment]
     prepare: Callable[[int, Settings], Any] | None = None
+    own_steps: bool = False
 
 
 def train_flip(row: flip.Row, treatment: Treatment, rate: float, seed: int, settings: Settings) -> Result:
@@ -213,7 +215,7 @@ def flip_task(name: str) -> Task:
         **{controller: Treatment(beta=factor) for controller, factor in factors.items()},
     }
     steps = rows[0].strings // flip.BATCH * flip.EPOCHS
-    return Task(functools.partial(train_flip, rows[0]), (flip.LEARNING_RATE,), steps, controllers)
+    return Task(functools.partial(train_flip, rows[0]), (flip.LEARNING_RATE,), steps, controllers, own_steps=True)
 
 
 TRAINED = {name: treatment for name, treatment in CONTROLLERS.items() if name != "scaled-init"}
