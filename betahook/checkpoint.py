@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 FILE = "betahook.safetensors"
 """Name of the file in a checkpoint folder."""
 HEADER = "betahook"
+TENSORS = ("beta", "beta_default", "sums", "moments", "recent")
+"""The tensors of a state; those of the controllers come on top."""
 MARK = "betahook"
 """Key in the config of a model whose weights are not all: its beta is in `FILE`."""
 NOTE = f"beta is in {FILE}: load the model, then call betahook.restore(model, folder)"
@@ -34,7 +36,7 @@ NOTE = f"beta is in {FILE}: load the model, then call betahook.restore(model, fo
 def save(hook: Hook, folder: str | os.PathLike[str]) -> Path:
     """Write the hook's state to `FILE` in an existing folder; the file appears whole or not at all."""
     state = hook.state_dict()
-    tensors = {name: state.pop(name) for name in ("beta", "beta_default", "sums", "recent")}
+    tensors = {name: state.pop(name) for name in TENSORS}
     for index, controller in enumerate(state["controllers"]):
         for name, value in controller.pop("state").items():
             tensors[f"controllers.{index}.{name}"] = value
@@ -117,7 +119,7 @@ def check(state: object, own: dict[str, Any]) -> None:
         raise ValueError(f"the state belongs to a hook with {state['options']}, this one has {own['options']}")
     if not 0 <= state["steps"] < 2**53:
         raise ValueError(f"the state is damaged: {state['steps']} steps")
-    for name in ("beta", "beta_default", "sums", "recent"):
+    for name in TENSORS:
         _check_shape(name, state[name], own[name])
     for name in ("beta", "beta_default"):
         if not bool((state[name].isnan() | (state[name].isfinite() & (state[name] > 0))).all()):

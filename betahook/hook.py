@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from betahook import checkpoint, scores, statistics, tap, theory
+from betahook import checkpoint, moments, scores, statistics, tap, theory
 from betahook import controllers as rules
 from betahook.alerts import Alerts
 from betahook.audit import Audit
@@ -112,11 +112,13 @@ class Hook:
         alerts: Alerts | None,
     ) -> None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        state = State.create(sum(found.heads for found in modules.values()), device, in_evaluation=when == "always")
-        layers, start = [], 0
+        widths = [found.head_dim for found in modules.values() for _ in range(found.heads)]
+        state = State.create(widths, device, in_evaluation=when == "always")
+        layers, start, component = [], 0, 0
         for name, found in modules.items():
-            layers.append(AttentionLayer(name, found, state, start))
+            layers.append(AttentionLayer(name, found, state, start, component))
             start += found.heads
+            component += found.heads * found.head_dim
         self.model = model
         self.layers = Layers(layers)
         self.controllers = controllers
@@ -213,8 +215,8 @@ class Hook:
         scale = 1.0 if scaler is None else _scale(scaler)
         if scale != 1:
             collected[statistics.ROW["sensitivity"]] /= scale
-        pooled, state.beta_default = statistics.all_reduce(collected, state.beta_default)
-        self._recent = table = self._latest(pooled, weigh=state.measuring, gather=True)
+        *pooled, state.beta_default = statistics.all_reduce(collected, state.moments, state.beta_default)
+        self._recent = table = self._latest(*pooled, weigh=state.measuring, gather=True)
 
         units = self._units(self._per_head)
         self._acted = state.current_beta
@@ -281,7 +283,7 @@ class Hook:
             RuntimeError: nothing was measured yet.
         """
         units = self._units(per_head=False)
-        table = self._latest(self._state.collect(), weigh=True, gather=False)
+        table = self._latest(self._state.collect(), self._state.moments, weigh=True, gather=False)
         if not bool((table[statistics.ROW["pairs"]] > 0).any()):
             raise RuntimeError(
                 'audit() before any measurement: run a forward first (in training mode, or attach with when="always")'
@@ -306,6 +308,7 @@ class Hook:
             "beta": state.beta.clone(),
             "beta_default": state.beta_default.clone(),
             "sums": state.collect(),
+            "moments": state.moments.clone(),
             "recent": self._recent.clone(),
             "controllers": [
                 {"rule": repr(controller), "state": {name: value.clone() for name, value in controller.state.items()}}
@@ -326,8 +329,8 @@ class Hook:
             entry["state"] = entry["state"] or controller.start(start)
         checkpoint.check(state, like)
 
-        own.beta, own.beta_default, own.table, self._recent = (
-            state[name].to(like[name], copy=True) for name in ("beta", "beta_default", "sums", "recent")
+        own.beta, own.beta_default, own.table, own.moments, self._recent = (
+            state[name].to(like[name], copy=True) for name in checkpoint.TENSORS
         )
         own.probe.grad = own.table[statistics.ROW["sensitivity"]].to(own.probe)
         for controller, entry, known in zip(self.controllers, state["controllers"], like["controllers"], strict=True):
@@ -336,8 +339,9 @@ class Hook:
         self.steps = state["steps"]
         own.measuring = self.steps % self._interval == 0
 
-    def _latest(self, table: Tensor, *, weigh: bool, gather: bool) -> Tensor:
-        """`table`, filled up with what was last measured, and with the sums over W_q and W_k as they are now."""
+    def _latest(self, table: Tensor, sums: Tensor, *, weigh: bool, gather: bool) -> Tensor:
+        """`table` with what the moments `sums` say, what was last measured of idle heads, and W_q and W_k as now."""
+        moments.describe(table, sums, self._state.widths)
         table = statistics.keep_measured(table, self._recent.to(table))
         for layer in self.layers.values() if weigh else ():
             layer.weigh(table, gather=gather)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from betahook import scores, statistics, theory, weights
+from betahook import moments, scores, statistics, theory, weights
 from betahook.discovery import Found
 from betahook.families import facts
 from betahook.masks import Mask
@@ -33,6 +33,8 @@ class State:
         beta_default: float32 `[heads]`, the model's own; NaN until the first forward.
         probe: float32 `[heads]`, zeros that require grad; its gradient is the sensitivity (see `tap.ScaleQuery`).
         table: the sums since the last step, see `betahook.statistics`.
+        moments: those of q and k, `[4, sum of widths]`, see `betahook.moments`.
+        widths: `[heads]`, d_k of each.
         measuring: whether this step is one of those that are measured.
         in_evaluation: whether forwards in evaluation mode are measured too.
         seen: whether any attention of the model has passed the tap.
@@ -42,21 +44,31 @@ class State:
     beta_default: Tensor
     probe: Tensor
     table: Tensor
+    moments: Tensor
+    widths: Tensor
     measuring: bool = True
     in_evaluation: bool = False
     seen: bool = False
 
     @classmethod
-    def create(cls, heads: int, device: torch.device, in_evaluation: bool) -> State:
+    def create(cls, widths: list[int], device: torch.device, in_evaluation: bool) -> State:
+        """Of heads with these d_k."""
+        heads = len(widths)
         unknown = torch.full((heads,), torch.nan, device=device)
-        probe = torch.zeros(heads, device=device, requires_grad=True)
-        table = statistics.empty(heads, device)
-        return cls(unknown.clone(), unknown, probe, table, in_evaluation=in_evaluation)
+        return cls(
+            beta=unknown.clone(),
+            beta_default=unknown,
+            probe=torch.zeros(heads, device=device, requires_grad=True),
+            table=statistics.empty(heads, device),
+            moments=moments.empty(sum(widths), device),
+            widths=torch.tensor(widths, device=device),
+            in_evaluation=in_evaluation,
+        )
 
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
-        self.beta, self.beta_default, self.table = (
-            tensor.to(device) for tensor in (self.beta, self.beta_default, self.table)
+        self.beta, self.beta_default, self.table, self.moments, self.widths = (
+            tensor.to(device) for tensor in (self.beta, self.beta_default, self.table, self.moments, self.widths)
         )
         gradient = self.probe.grad
         self.probe = self.probe.detach().to(device).requires_grad_()
@@ -78,6 +90,7 @@ class State:
     def reset(self) -> None:
         """Start a new step."""
         self.table.zero_()
+        self.moments.zero_()
         self.probe.grad = None
 
 
@@ -96,7 +109,8 @@ class AttentionLayer:
 
     hook: Hook
 
-    def __init__(self, name: str, found: Found, state: State, start: int) -> None:
+    def __init__(self, name: str, found: Found, state: State, start: int, component: int) -> None:
+        """Of the layer whose heads begin at `start`, and their components at `component`, in the flat tensors."""
         self.name = name
         self.module = found.module
         self.heads = found.heads
@@ -105,6 +119,7 @@ class AttentionLayer:
         self.facts = facts(found.module)
         self._state = state
         self._slice = slice(start, start + found.heads)
+        self._components = slice(component, component + found.heads * found.head_dim)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """A copy would leave the tap without its hook, and beta with it."""
@@ -182,6 +197,7 @@ class AttentionLayer:
 
     def _table(self) -> Tensor:
         table = self._state.collect()
+        moments.describe(table, self._state.moments, self._state.widths)
         self.weigh(table, gather=False)
         return table[:, self._slice]
 
@@ -285,11 +301,11 @@ class AttentionLayer:
                 table[statistics.ROW[name], self._slice] = value.repeat_interleave(self.heads // len(value)).to(table)
 
     def _add_sums(self, sums: RowSums, exact: bool | Tensor, query: Components, key: Components) -> None:
-        """Add the sums of one attention call, and the moments of q and k, weighted by the number of pairs."""
-        pairs = sums.scores.pairs
-        groups = self.heads // key.mean.shape[0]
-        key_mean, key_variance = (x.repeat_interleave(groups, 0) for x in (key.mean, key.variance))
-        independent = theory.independent_variance(query.mean, query.variance, key_mean, key_variance)
+        """Add the sums of one attention call and, unless its d_k is another than the module says, those of q and k."""
+        pairs, tokens = sums.scores.pairs, {}
+        if query.mean.shape[1] == self.head_dim:
+            moments.add(self._state.moments[:, self._components], query, key)
+            tokens = {"queries": query.count, "keys": key.count}
         self._add(
             pairs=pairs,
             exact_pairs=pairs * exact,
@@ -297,12 +313,8 @@ class AttentionLayer:
             score_square=sums.scores.score_square,
             rows=sums.rows,
             entropy=sums.entropy,
-            query_mean_square=pairs * query.mean.square().mean(-1),
-            query_variance=pairs * query.variance.mean(-1),
-            key_mean_square=pairs * key_mean.square().mean(-1),
-            key_variance=pairs * key_variance.mean(-1),
-            independent_variance=pairs * independent,
             max_score=sums.max_score,
+            **tokens,
         )
 
     def _add(self, **values: Tensor) -> None:

@@ -79,26 +79,37 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Components:
-    """Mean and variance of each component of q or k over batch and tokens, `[heads, d_k]`, float32 or better."""
+    """Mean and variance of each component of q or k over batch and tokens, `[heads, d_k]`, float32 or better.
 
+    `count`, a scalar, is the number of tokens that they are of.
+    """
+
+    count: Tensor
     mean: Tensor
     variance: Tensor
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Sum and sum of squares over the tokens, float64."""
+        mean = self.mean.to(self.count.dtype)
+        return mean * self.count, (mean.square() + self.variance) * self.count
 
 
 def components(tokens: Tensor, valid: Tensor | None) -> Components:
     """Moments of `tokens [batch, heads, tokens, d_k]`, over those where `valid [batch or 1, tokens]` is True."""
     batch, _, length, _ = tokens.shape
+    wide = sum_dtype(tokens.device)
     if valid is None:
-        count: Tensor | int = batch * length
+        count = torch.full((), batch * length, dtype=wide, device=tokens.device)
         total = tokens.sum((0, 2), dtype=torch.promote_types(tokens.dtype, torch.float32))
     else:
-        count = valid.expand(batch, -1).sum().clamp(min=1)
+        count = valid.expand(batch, -1).sum().to(wide)
         total = (tokens * _per_token(valid, at_least_float32(tokens))).sum((0, 2))
-    mean = total / count
+    some = count.clamp(min=1)
+    mean = total / some
     square = torch.zeros_like(mean)
     for start, stop in _slabs(length, tokens.device):
         square += _centred(tokens, mean, valid, start, stop).square_().sum((0, 2))
-    return Components(mean, square / count)
+    return Components(count, mean, square / some)
 
 
 def _per_token(valid: Tensor, tokens: Tensor) -> Tensor:

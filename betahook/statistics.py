@@ -20,9 +20,12 @@ SUMS = (
     "score_square",
     "rows",
     "entropy",
-    # Weighted by pairs: averages over the components of q and k, and the variance that independence predicts.
+    # Tokens, and weighted by them: averages over the components of q and k, and the variance that independence
+    # predicts. The averages are written once a step (`betahook.moments`), not accumulated.
+    "queries",
     "query_mean_square",
     "query_variance",
+    "keys",
     "key_mean_square",
     "key_variance",
     "independent_variance",
@@ -84,25 +87,27 @@ def is_distributed() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def all_reduce(table: Tensor, beta_default: Tensor) -> tuple[Tensor, Tensor]:
-    """Pool a table and `beta_default [heads]` over all ranks in one collective; every rank gets the same bits.
+def all_reduce(table: Tensor, moments: Tensor, beta_default: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pool a table, the moments and `beta_default [heads]` over all ranks in one collective, to the same bits on all.
 
     The maxima travel as one slot per rank inside the sum, which saves a second collective. The sensitivity becomes
     the mean over ranks, as the gradients do. A default that is NaN, of a layer that this rank has not used yet, is that
-    of the others. Without a process group both are returned as they are.
+    of the others. Without a process group they are returned as they are.
     """
     if not is_distributed():
-        return table, beta_default
+        return table, moments, beta_default
     distributed = torch.distributed
     world, rank = distributed.get_world_size(), distributed.get_rank()
     maxima = torch.zeros(world, table.shape[1], dtype=table.dtype, device=table.device)
     maxima[rank] = table[-1]
     known = ~beta_default.isnan()
-    packed = torch.cat([table[:-1], maxima, torch.stack([beta_default.nan_to_num(), known]).to(table)])
+    by_head = torch.cat([table[:-1], maxima, torch.stack([beta_default.nan_to_num(), known]).to(table)])
+    packed = torch.cat([by_head.flatten(), moments.flatten()])
     distributed.all_reduce(packed)
-    packed[ROW["sensitivity"]] /= world
-    sums, maxima, (default, users) = packed.split([len(SUMS), world, 2])
-    return torch.cat([sums, maxima.amax(0, keepdim=True)]), (default / users).to(beta_default)
+    by_head, moments = packed[: by_head.numel()].view_as(by_head), packed[by_head.numel() :].view_as(moments)
+    sums, maxima, (default, users) = by_head.split([len(SUMS), world, 2])
+    sums[ROW["sensitivity"]] /= world
+    return torch.cat([sums, maxima.amax(0, keepdim=True)]), moments, (default / users).to(beta_default)
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ class Statistics:
         key_mean_square: the same as `query_mean_square`, of k.
         key_variance: the same as `query_variance`, of k.
         independent_std: standard deviation that independent components of q and k would give the scores, from their
-            moments within each forward, averaged over the forwards.
+            moments over all tokens of a head.
         input_std_q: standard deviation of the entries that enter the query projection.
         input_std_k: standard deviation of the entries that enter the key projection.
         weight_std_q: standard deviation of the entries of W_q.
@@ -167,11 +172,11 @@ class Statistics:
             exact=sums["exact_pairs"] == pairs,
             max_score=sums["max_score"].masked_fill(pairs == 0, torch.nan),
             entropy=sums["entropy"] / sums["rows"],
-            query_mean_square=sums["query_mean_square"] / pairs,
-            query_variance=sums["query_variance"] / pairs,
-            key_mean_square=sums["key_mean_square"] / pairs,
-            key_variance=sums["key_variance"] / pairs,
-            independent_std=(sums["independent_variance"] / pairs).sqrt(),
+            query_mean_square=sums["query_mean_square"] / sums["queries"],
+            query_variance=sums["query_variance"] / sums["queries"],
+            key_mean_square=sums["key_mean_square"] / sums["keys"],
+            key_variance=sums["key_variance"] / sums["keys"],
+            independent_std=(sums["independent_variance"] / sums["queries"]).sqrt(),
             input_std_q=std("query_inputs", "query_input"),
             input_std_k=std("key_inputs", "key_input"),
             weight_std_q=std("query_weights", "query_weight"),

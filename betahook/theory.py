@@ -37,5 +37,10 @@ def independent_variance(query_mean: Tensor, query_variance: Tensor, key_mean: T
 
     `sum_i [(var q_i + mu_q,i^2)(var k_i + mu_k,i^2) - mu_q,i^2 mu_k,i^2]`; arguments `[..., d_k]`, result `[...]`.
     """
+    return product_variance(query_mean, query_variance, key_mean, key_variance).sum(-1)
+
+
+def product_variance(query_mean: Tensor, query_variance: Tensor, key_mean: Tensor, key_variance: Tensor) -> Tensor:
+    """Variance of the product of two independent numbers, the part of one component; shapes as they broadcast."""
     query_mean, key_mean = query_mean.square(), key_mean.square()
-    return ((query_variance + query_mean) * (key_variance + key_mean) - query_mean * key_mean).sum(-1)
+    return (query_variance + query_mean) * (key_variance + key_mean) - query_mean * key_mean

@@ -138,9 +138,7 @@ def test_ranks_measure_what_one_process_does_on_the_joined_batch(results, scenar
     for (metrics, _), (expected, _) in zip(results[0][scenario][0], alone, strict=False):
         assert metrics.keys() == expected.keys()
         for key, value in expected.items():
-            # A prediction from the moments of each forward, hence of half the batch here.
-            tolerance = 5e-2 if key.startswith("independent_std") else 1e-5
-            assert metrics[key] == pytest.approx(value, rel=tolerance, abs=1e-5), key
+            assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
 
 
 def test_uneven_batches_are_pooled_by_their_pairs(results):

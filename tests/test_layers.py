@@ -12,12 +12,12 @@ CPU = torch.device("cpu")
 
 
 def layer(name, module, heads, head_dim, state, start):
-    return AttentionLayer(name, Found(module, heads, head_dim, "interface"), state, start)
+    return AttentionLayer(name, Found(module, heads, head_dim, "interface"), state, start, 8 * start)
 
 
 @pytest.fixture
 def state():
-    return State.create(6, CPU, in_evaluation=False)
+    return State.create([8] * 4 + [16] * 2, CPU, in_evaluation=False)
 
 
 @pytest.fixture
@@ -146,6 +146,14 @@ def test_independent_prediction_uses_the_moments_of_each_head(measured):
     torch.testing.assert_close(first.head_statistics.key_mean_square, key_mean.square().mean(1), rtol=1e-5, atol=0)
 
 
+def test_a_call_with_another_d_k_than_the_module_says_has_no_part_in_that_prediction(measured):
+    first, _, query, key = measured
+    before = first.statistics
+    first.record(query[..., :6], key[..., :6], Mask(Band()), position_bias=None, softcap=None)
+    assert first.statistics.count == 2 * before.count
+    assert first.statistics.independent_std == before.independent_std
+
+
 def test_weights_and_inputs_show_in_the_statistics(measured):
     first, second, _, _ = measured
     inputs = torch.randn(2, 9, 24, generator=torch.Generator().manual_seed(2)) * 2 + 1
@@ -205,14 +213,15 @@ def test_a_new_step_starts_empty(measured, state):
     state.reset()
     assert measured[0].statistics.count == 0
     assert not state.table.any()
+    assert not state.moments.any()
 
 
 def test_a_state_moves_with_everything_in_it(pair, state):
     pair[0].beta = 0.5
     (2 * pair[0].probe.sum()).backward()
     state.to(torch.device("meta"))
-    assert {x.device.type for x in (state.beta, state.beta_default, state.table, state.probe, state.probe.grad)} == {
-        "meta"
-    }
+    tensors = [x for x in vars(state).values() if isinstance(x, torch.Tensor)]
+    assert len(tensors) == 6
+    assert {x.device.type for x in [*tensors, state.probe.grad]} == {"meta"}
     assert state.probe.is_leaf
     assert state.probe.requires_grad

@@ -27,7 +27,7 @@ WEIGHTED = {
     "key_variance": "key_variance",
     "independent_variance": "independent_std",
 }
-"""Sums that are weighted by pairs, and the statistics that are made of them."""
+"""Sums that are weighted by tokens, and the statistics that are made of them."""
 
 
 def random_table(heads, seed=0):
@@ -58,6 +58,7 @@ def tabulate(raw, part=slice(None)):
         statistics.add(table, dict(zip(rows, (torch.tensor(x.shape[1]), x.sum(1), x.square().sum(1)), strict=True)))
     scores, entropy = samples["std"][:, part], entropy[:, part]
     values = {name: scores.shape[1] * x for name, x in weighted.items()}
+    values |= {name: torch.tensor(scores.shape[1]) for name in ("queries", "keys")}
     values |= {"rows": torch.tensor(entropy.shape[1]), "entropy": entropy.sum(1), "sensitivity": sensitivity}
     values |= {"exact_pairs": torch.tensor(scores.shape[1]), "max_score": scores.abs().amax(1)}
     statistics.add(table, values)
@@ -192,8 +193,8 @@ def test_indexing_picks_units_in_every_field(index):
 
 
 def test_without_a_process_group_the_table_is_its_own_reduction():
-    table, default = random_table(2), torch.ones(2)
-    assert statistics.all_reduce(table, default) == (table, default)
+    given = random_table(2), torch.ones(4, 16), torch.ones(2)
+    assert statistics.all_reduce(*given) == given
 
 
 def _rank_table(raw, rank):
@@ -210,14 +211,18 @@ def _reduce(rank, directory, raw):
     default = torch.full(table.shape[1:], 1 / 3)
     default[rank] = torch.nan  # a layer that this rank has not used
     default[2] = torch.nan  # one that neither has
-    torch.save(statistics.all_reduce(table, default), f"{directory}/{rank}.pt")
+    moments = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.float64) * 10**rank
+    torch.save(statistics.all_reduce(table, moments, default), f"{directory}/{rank}.pt")
     distributed.destroy_process_group()
 
 
 def test_two_processes_reduce_to_one_table_of_everything(raw, tmp_path):
     spawn(_reduce, (str(tmp_path), raw), nprocs=2)
-    (first, default), (second, default_other) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    (first, moments, default), (second, moments_other, default_other) = (
+        torch.load(tmp_path / f"{rank}.pt") for rank in range(2)
+    )
     assert torch.equal(first, second)
+    assert moments.tolist() == moments_other.tolist() == [[11.0, 22.0, 33.0], [44.0, 55.0, 66.0]]
     for of_rank in (default, default_other):
         assert of_rank[2].isnan()
         assert torch.equal(of_rank[[0, 1]], torch.full((2,), 1 / 3))
