@@ -80,6 +80,11 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return {**state, **tensors}
 
 
+def is_begun(folder: str | os.PathLike[str]) -> bool:
+    """Whether `save` was called for a folder, also if it was not finished."""
+    return any(Path(folder).glob(f"{Path(FILE).stem}.*"))
+
+
 def _checksum(state: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(state).encode())
     for name in sorted(tensors):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from contextlib import nullcontext
@@ -41,8 +42,10 @@ class BetaHookCallback(TrainerCallback):
     main process logs.
 
     Every checkpoint folder gets the state of the hook, and `trainer.train(resume_from_checkpoint=...)` continues from
-    it; after a crash, give it `last_checkpoint(output_dir)`. A checkpoint in the middle of a run holds the weights
-    without beta: use it with this callback, or with `betahook.restore`, not alone.
+    it. When the Trainer is made, a checkpoint in its `output_dir` that was never finished, since its process was killed
+    while it saved, is renamed to `unfinished-checkpoint-N.1` with a warning: `resume_from_checkpoint=True` takes the
+    newest one by its name. A checkpoint in the middle of a run holds the weights without beta: use it with this
+    callback, or with `betahook.restore`, not alone.
 
     At the end of training beta is folded into the weights: the model is plain again and `trainer.save_model()` cannot
     lose it. With `load_best_model_at_end`, it is the beta that stood when the best checkpoint was saved.
@@ -88,6 +91,11 @@ class BetaHookCallback(TrainerCallback):
         self._on_end = on_end
         self._writer: TensorBoardWriter | None = None
         self._loss_writer: TensorBoardCallback | None = None
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        with args.main_process_first(local=args.save_on_each_node, desc="looking for unfinished checkpoints"):
+            if args.should_save:
+                _set_unfinished_aside(Path(args.output_dir or "."))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -167,19 +175,36 @@ class BetaHookCallback(TrainerCallback):
 
 
 def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """The newest whole checkpoint of a run with `BetaHookCallback`, for `resume_from_checkpoint`; None without any.
+    """The newest whole checkpoint of a run with `BetaHookCallback`, for `resume_from_checkpoint`; None without any."""
+    return next((str(folder) for folder in _checkpoints(Path(output_dir)) if _is_whole(folder)), None)
 
-    `resume_from_checkpoint=True` takes the newest folder, even the half-written one of a process that was killed
-    while it saved. The Trainer writes trainer_state.json last, so a folder is whole where that can be read.
-    """
+
+def _checkpoints(run: Path) -> list[Path]:
+    """The checkpoint folders of a run, the newest first."""
     prefix = f"{PREFIX_CHECKPOINT_DIR}-"
-    numbers = [folder.name.removeprefix(prefix) for folder in Path(output_dir).glob(f"{prefix}*")]
-    steps = sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
-    folders = [Path(output_dir, f"{prefix}{step}") for step in steps]
-    return next((str(folder) for folder in folders if _is_whole(folder)), None)
+    folders = [folder for folder in run.glob(f"{prefix}*/") if folder.name.removeprefix(prefix).isdecimal()]
+    return sorted(folders, key=lambda folder: int(folder.name.removeprefix(prefix)), reverse=True)
+
+
+def _set_unfinished_aside(run: Path) -> None:
+    """Rename the checkpoints that are newer than the newest whole one, in a run with betahook."""
+    folders = _checkpoints(run)
+    if not any(checkpoint.is_begun(folder) or not any(folder.iterdir()) for folder in folders):
+        return  # of a run without betahook nothing is known
+    for folder in itertools.takewhile(lambda folder: not _is_whole(folder), folders):
+        names = (f"unfinished-{folder.name}.{number}" for number in itertools.count(1))
+        aside = next(run / name for name in names if not (run / name).exists())
+        folder.rename(aside)
+        logger.warning(
+            "%s was not finished, its process ended while it saved. It is %s now, so that training resumes from %s",
+            folder,
+            aside.name,
+            last_checkpoint(run) or "nothing",
+        )
 
 
 def _is_whole(folder: Path) -> bool:
+    """Whether the state of the Trainer, which it writes last, and that of the hook can be read."""
     try:
         TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
         checkpoint.read(folder)

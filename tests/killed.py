@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint
 
 import betahook
 from betahook import checkpoint
@@ -37,8 +38,9 @@ def train(folder: Path, prepare: Callable[[], None] | None = None) -> None:
     rules = [betahook.Search(window=1, warmup=0, opening=0.3, largest=1.0), betahook.Cap(2.0)]
     callback = BetaHookCallback(rules, on_end="keep")
     settings = dict(save_strategy="steps", save_steps=SAVE_STEPS, save_total_limit=1, max_steps=STEPS)
+    (folder / "run").mkdir(exist_ok=True)
     trainer = make_trainer(folder / "run", callback, **settings)
-    trainer.train(resume_from_checkpoint=last_checkpoint(folder / "run"))
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder / "run") is not None)
     state = callback.hook.state_dict()
     torch.save([trainer.model.state_dict(), trainer.optimizer.state_dict(), state], folder / "end.pt")
 

@@ -1,6 +1,7 @@
 """The Trainer callback: one line for the user, values beside the loss."""
 
 import logging
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 
 import betahook
 from betahook import checkpoint
-from betahook.integrations.trainer import BetaHookCallback
+from betahook.integrations.trainer import BetaHookCallback, last_checkpoint
 from models import build, inputs
 
 LAYER = "model.layers.0.self_attn"
@@ -133,6 +134,86 @@ def test_keep_leaves_the_hook(tmp_path):
     callback.hook.detach()
     with pytest.raises(ValueError, match=r'on_end must be "fold" or "keep"; got .drop.'):
         BetaHookCallback(on_end="drop")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with checkpoints of the steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("run")
+    make_trainer(folder, BetaHookCallback(), save_strategy="steps", save_steps=2).train()
+    return folder
+
+
+@pytest.fixture
+def copy_of_run(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "run")
+
+
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def damage(file, text=None):
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
+
+
+@pytest.mark.parametrize("text", [None, '{"global_step": 6,'], ids=["missing", "half written"])
+def test_unfinished_checkpoints_are_set_aside(copy_of_run, caplog, text):
+    newest, before, whole = (copy_of_run / f"checkpoint-{step}" for step in (6, 4, 2))
+    damage(newest / "trainer_state.json", text)
+    damage(before / checkpoint.FILE)
+    (copy_of_run / "unfinished-checkpoint-6.1").mkdir()
+    expected = content(newest), content(before), content(whole)
+    trainer = make_trainer(copy_of_run, BetaHookCallback())
+    aside = copy_of_run / "unfinished-checkpoint-6.2", copy_of_run / "unfinished-checkpoint-4.1"
+    assert (*map(content, aside), content(whole)) == expected
+    assert last_checkpoint(copy_of_run) == str(whole)
+    assert (
+        "checkpoint-6 was not finished, its process ended while it saved. It is unfinished-checkpoint-6.2 now, so"
+        in (caplog.text)
+    )
+    assert f"training resumes from {whole}" in caplog.text
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 6
+
+
+def test_what_was_never_begun_is_set_aside(tmp_path, caplog):
+    (tmp_path / "checkpoint-2").mkdir()
+    make_trainer(tmp_path, BetaHookCallback())
+    assert (tmp_path / "unfinished-checkpoint-2.1").is_dir()
+    assert "training resumes from nothing" in caplog.text
+    assert last_checkpoint(tmp_path) is None
+
+
+def test_finished_checkpoints_stay(copy_of_run, caplog):
+    damage(copy_of_run / "checkpoint-4/trainer_state.json")  # older than a whole one: nothing resumes from it
+    expected = content(copy_of_run)
+    make_trainer(copy_of_run, BetaHookCallback())
+    assert content(copy_of_run) == expected
+    assert not caplog.text
+
+
+def test_checkpoints_of_a_run_without_betahook_stay(copy_of_run, caplog):
+    for step in (2, 4, 6):
+        (copy_of_run / f"checkpoint-{step}" / checkpoint.FILE).unlink()
+    damage(copy_of_run / "checkpoint-4/trainer_state.json")
+    expected = content(copy_of_run)
+    trainer = make_trainer(copy_of_run, BetaHookCallback())
+    assert content(copy_of_run) == expected
+    assert not caplog.text
+    with pytest.raises(FileNotFoundError, match="checkpoint-6.* the checkpoint was saved without betahook"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_other_ranks_rename_nothing(copy_of_run):
+    damage(copy_of_run / "checkpoint-6/trainer_state.json")
+    expected = content(copy_of_run)
+    arguments = TrainingArguments(output_dir=str(copy_of_run), report_to=[], use_cpu=True)
+    arguments.__class__ = type("OnRankOne", (TrainingArguments,), {"process_index": 1})
+    BetaHookCallback().on_init_end(arguments, TrainerState(), TrainerControl())
+    assert content(copy_of_run) == expected
 
 
 def test_what_cannot_be_folded_stays_hooked_and_says_so(tmp_path, caplog):
