@@ -135,6 +135,7 @@ class Hook:
         self._unit_cache: dict[tuple[bool, torch.device], Units] = {}
         self._recent = torch.zeros_like(state.table)
         self._acted = state.beta
+        self._loss_scale = 0.0  # of the next backward; 0 for unknown
         self._overflow = scores.overflow_logit(next((p.dtype for p in model.parameters()), torch.float32))
 
         for layer in layers:
@@ -196,8 +197,7 @@ class Hook:
         Args:
             scaler: the scaler of the loss in float16 training, after its `update()`. The sensitivities are divided by
                 its scale; where it skipped the optimizer step, on any rank, beta stays too. It is read back to the
-                host, as it does itself in every step. A step at whose end the scale grew, one in `growth_interval`,
-                cannot be told from a skipped one and counts as such.
+                host, as it does itself in every step.
 
         Raises:
             RuntimeError: the hook is detached, or no attention was seen before the first step.
@@ -212,7 +212,7 @@ class Hook:
                 f"ran, this version of betahook does not know the attention of transformers {transformers.__version__}"
             )
         collected = state.collect()
-        scale = 1.0 if scaler is None else _scale(scaler)
+        scale = 1.0 if scaler is None else self._scale_of_backward(scaler)
         if scale != 1:
             collected[statistics.ROW["sensitivity"]] /= scale
         *pooled, state.beta_default = statistics.all_reduce(collected, state.moments, state.beta_default)
@@ -305,6 +305,7 @@ class Hook:
                 "when": "always" if state.in_evaluation else "training",
             },
             "steps": self.steps,
+            "loss_scale": self._loss_scale,
             "beta": state.beta.clone(),
             "beta_default": state.beta_default.clone(),
             "sums": state.collect(),
@@ -336,7 +337,7 @@ class Hook:
         for controller, entry, known in zip(self.controllers, state["controllers"], like["controllers"], strict=True):
             memory = entry["state"]
             controller.state = {name: memory[name].to(start.device, copy=True) for name in known["state"] if memory}
-        self.steps = state["steps"]
+        self.steps, self._loss_scale = state["steps"], state["loss_scale"]
         own.measuring = self.steps % self._interval == 0
 
     def _latest(self, table: Tensor, sums: Tensor, *, weigh: bool, gather: bool) -> Tensor:
@@ -346,6 +347,17 @@ class Hook:
         for layer in self.layers.values() if weigh else ():
             layer.weigh(table, gather=gather)
         return table
+
+    def _scale_of_backward(self, scaler: GradScaler) -> float:
+        """What the loss of this step was multiplied by; NaN if the optimizer step was skipped."""
+        state = scaler.state_dict()
+        if not state:
+            return 1.0  # disabled
+        before, self._loss_scale = self._loss_scale, float(state["scale"])
+        if state["_growth_tracker"] > 0:
+            return self._loss_scale
+        # The scaler counts anew: its scale fell as it skipped a step, or grew as it skipped none for long.
+        return before if 0 < before <= self._loss_scale else math.nan
 
     def _remember(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("past_key_values") is None:  # a cache has moved on when it is used again
@@ -403,15 +415,6 @@ def _detached(nested: Any) -> Any:
     if type(nested) is dict:
         return {name: _detached(item) for name, item in nested.items()}
     return tuple(_detached(item) for item in nested) if type(nested) is tuple else nested
-
-
-def _scale(scaler: GradScaler) -> float:
-    """What the loss of this step was multiplied by; NaN if the optimizer step was skipped."""
-    state = scaler.state_dict()
-    if not state:
-        return 1.0  # disabled
-    # Anew after a skipped step, and after growth: only in between is the scale still that of the backward.
-    return float(state["scale"]) if state["_growth_tracker"] > 0 else math.nan
 
 
 def _check_model(model: nn.Module) -> None:

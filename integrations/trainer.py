@@ -196,10 +196,10 @@ def _set_unfinished_aside(run: Path) -> None:
         aside = next(run / name for name in names if not (run / name).exists())
         folder.rename(aside)
         logger.warning(
-            "%s was not finished, its process ended while it saved. It is %s now, so that training resumes from %s",
+            "%s was not finished, its process ended while it saved. It is called %s now; the newest whole one is %s",
             folder,
             aside.name,
-            last_checkpoint(run) or "nothing",
+            last_checkpoint(run) or "none",
         )
 
 

@@ -38,7 +38,6 @@ def train(folder: Path, prepare: Callable[[], None] | None = None) -> None:
     rules = [betahook.Search(window=1, warmup=0, opening=0.3, largest=1.0), betahook.Cap(2.0)]
     callback = BetaHookCallback(rules, on_end="keep")
     settings = dict(save_strategy="steps", save_steps=SAVE_STEPS, save_total_limit=1, max_steps=STEPS)
-    (folder / "run").mkdir(exist_ok=True)
     trainer = make_trainer(folder / "run", callback, **settings)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(folder / "run") is not None)
     state = callback.hook.state_dict()

@@ -84,6 +84,36 @@ def test_a_skipped_step_moves_no_beta():
         assert hook.metrics()[f"nonfinite/{LAYER}"] == 0
 
 
+def test_a_step_at_which_the_scale_grows_counts():
+    """Every second step here. The bits are those of a scale that stays, a power of two too."""
+    said = []
+    for interval in (1000, 2):
+        model, batch = build("llama"), inputs("llama")
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), make_scaler(growth_interval=interval)
+        with attach(model) as hook:
+            for _ in range(5):
+                scaled_step(model, optimizer, scaler, hook, batch)
+                said.append((sensitivities(hook), betas(hook)))
+                assert hook.metrics()[f"nonfinite/{LAYER}"] == 0
+            assert scaler.get_scale() == (2.0**12 if interval == 2 else 2.0**10)
+    assert said[:5] == said[5:]
+
+
+def test_growth_right_after_a_resume_counts():
+    model, batch = build("llama"), inputs("llama")
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), make_scaler(growth_interval=3)
+    with attach(model) as hook:
+        for _ in range(2):
+            scaled_step(model, optimizer, scaler, hook, batch)
+        state = hook.state_dict()
+    with attach(model) as hook:
+        hook.load_state_dict(state)
+        before = betas(hook)
+        scaled_step(model, optimizer, scaler, hook, batch)
+        assert scaler.get_scale() == 2.0**11
+        assert betas(hook) != before
+
+
 def test_a_skipped_step_is_no_reason_to_warn(caplog):
     model, batch, scaler = build("llama"), inputs("llama"), make_scaler(scale=torch.inf)
     with attach(model) as hook:
