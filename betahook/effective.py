@@ -19,7 +19,7 @@ def obstacle(module: nn.Module, adapter: nn.Module | None) -> str | None:
         return "offloaded, on the meta device outside the forward"
     if not weight.is_floating_point() and _dequantised(module) is None:
         return f"quantised in an unknown way, a {type(weight).__name__} of {weight.dtype}"
-    if weight.is_floating_point() and weight.numel() != _entries(module):
+    if weight.is_floating_point() and (weight.numel() != _entries(module) or _is_freed(weight)):
         return "sharded outside the forward"
     if adapter is not None and _is_active(adapter) and not _adds(adapter):
         return f"under an adapter that does more than add to it, {type(adapter).__name__}"
@@ -50,6 +50,11 @@ def _entries(module: nn.Module) -> int:
     out, width = getattr(module, "out_features", None), getattr(module, "in_features", None)
     weight: Any = module.weight
     return int(weight.numel() if out is None or width is None else out * width)
+
+
+def _is_freed(weight: Tensor) -> bool:
+    """Whether a plain tensor has lost its memory, as the views of the flat parameter of FSDP 1 outside the forward."""
+    return type(weight.data) is Tensor and weight.untyped_storage().nbytes() < weight.nbytes
 
 
 def _gathered(weight: Tensor) -> Tensor:

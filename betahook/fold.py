@@ -24,6 +24,8 @@ from betahook.layers import AttentionLayer
 
 NORMS = ("q_norm", "q_layernorm", "q_b_norm", "query_layernorm", "query_norm")
 """Norms of the query between its projection and the scores."""
+SHARDING = {"FSDPModule", "FullyShardedDataParallel"}
+"""Classes of modules whose weights, written to while they are whole, would come back from the shards: FSDP 2 and 1."""
 CLIPS = ("clip_qkv",)
 """Bounds on the entries of q: an input that stays within them would hide them."""
 
@@ -81,6 +83,8 @@ def fold(model: nn.Module | Hook) -> None:
         if bool(gain.isnan().any()):
             raise _refusal(layer, "its own beta is unknown before the first forward; run one")
     changed = [layer for layer, gain in gains.items() if bool((gain != 1).any())]
+    if changed:
+        _refuse_sharded(hook.model, changed[0])
     places = {layer: list(_places(layer, gains[layer])) for layer in changed}
     if changed:
         _refuse_shared(hook.model, places)
@@ -123,9 +127,22 @@ def _places(layer: AttentionLayer, gain: Tensor) -> Iterator[_Place]:
     yield _Place(list(query.parts()))
 
 
+def _refuse_sharded(model: nn.Module, layer: AttentionLayer) -> None:
+    """Not by the look of the weights: those of a model that FSDP 2 shards as one unit stay whole after a forward."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if SHARDING & kinds or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # DeepSpeed's ZeRO-3
+        reason = (
+            "its weights are sharded over ranks. Save the whole model, beta goes beside the weights, and in one "
+            "process load it, betahook.restore(model, folder) and fold"
+        )
+        raise _refusal(layer, reason)
+
+
 def _refuse_unwritable(layer: AttentionLayer, *parameters: Any) -> None:
     """Numbers can be written to plain floating-point tensors only."""
     for parameter in parameters:
+        if not isinstance(parameter, nn.Parameter):
+            raise _refusal(layer, "its query weight is made of others in every forward; fold the whole, plain model")
         if parameter.is_meta or type(parameter.data) is not Tensor:
             kind = "offloaded, on the meta device" if parameter.is_meta else f"a {type(parameter.data).__name__}"
             raise _refusal(layer, f"its query weight is {kind}; fold the whole, plain model on one device")

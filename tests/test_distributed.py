@@ -2,14 +2,21 @@
 
 import os
 import signal
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForCausalLM, TrainerControl, TrainerState
 
 import betahook
+from betahook import checkpoint
 from models import build, inputs
 from processes import run_ranks
 
@@ -85,8 +92,6 @@ def sharded(rank, steps, attach_first):
     said = train(model, hook, [rows(rank % 2, rank % 2 + 1)] * steps)
     layer = hook.layers[LAYERS[0]]
     assert layer.statistics.weight_std_q.isnan()  # of one rank alone: it must not wait for the others
-    with pytest.raises(betahook.FoldError, match="its query weight is a DTensor; fold the whole, plain model"):
-        betahook.fold(hook)
     return said
 
 
@@ -98,13 +103,69 @@ def sharded_last(rank, steps):
     return sharded(rank, steps, attach_first=True)
 
 
-SCENARIOS = [even, uneven, idle, sharded_first, sharded_last]
+def sharded_old(rank, steps, use_orig_params):
+    """FSDP 1, whose weights are out of reach outside the forward."""
+    model = build("llama")
+    hook = attach(model)
+    policy = ModuleWrapPolicy({type(model.model.layers[0])})
+    network = FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+    )
+    said = train(network, hook, [rows(rank % 2, rank % 2 + 1)] * steps)
+    with pytest.raises(betahook.FoldError, match="its weights are sharded over ranks"):
+        betahook.fold(hook)
+    return said
+
+
+def sharded_flat(rank, steps):
+    return sharded_old(rank, steps, use_orig_params=False)
+
+
+def sharded_views(rank, steps):
+    return sharded_old(rank, steps, use_orig_params=True)
+
+
+def save_sharded(rank, folder, whole):
+    """The end of training under FSDP 2; sharded as one unit (`whole`), the weights are not sharded after a forward."""
+    model = build("llama")
+    hook = attach(model)
+    shard(model) if not whole else fully_shard(model)
+    train(model, hook, [rows(rank, rank + 1)] * 2)
+    model.eval()
+    with torch.no_grad():
+        logits = model(**rows(0, 2)).logits
+    with pytest.raises(betahook.FoldError, match="its weights are sharded over ranks"):
+        betahook.fold(hook)
+    end_of_training(hook)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    model.save_pretrained(folder, state_dict=state, is_main_process=rank == 0)
+    hook.detach()
+    if rank == 0:
+        torch.save(logits, f"{folder}/logits.pt")
+
+
+def end_of_training(hook):
+    """The callback warns and leaves the hook, beta and all."""
+    from betahook.integrations import trainer
+
+    before, callback = hook.state_dict()["beta"], trainer.BetaHookCallback(hook=hook)
+    with mock.patch.object(trainer.logger, "warning") as warning:
+        callback.on_train_end(SimpleNamespace(load_best_model_at_end=False), TrainerState(), TrainerControl())
+    assert hook.attached
+    assert torch.equal(hook.state_dict()["beta"], before)
+    assert "betahook.restore(model, folder) and fold. Until then keep" in str(warning.call_args.args[1])
+
+
+SCENARIOS = [even, uneven, idle, sharded_first, sharded_last, sharded_flat, sharded_views]
 
 
 def run(rank, folder, steps):
     """Every scenario in the same processes, which take longer to start than to train."""
     for scenario in SCENARIOS:
         torch.save(scenario(rank, steps), f"{folder}/{scenario.__name__}-{rank}")
+    if dist.get_world_size() == 2:
+        for whole in (False, True):
+            save_sharded(rank, f"{folder}/{'one unit' if whole else 'by layer'}", whole)
 
 
 RUNS = [(2, 4), *(pytest.param((world, 200), marks=pytest.mark.slow) for world in (2, 4))]
@@ -117,7 +178,8 @@ def results(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(run, world, str(folder), str(folder), steps, limit=60 + 5 * steps)
     names = [scenario.__name__ for scenario in SCENARIOS]
-    return {name: [torch.load(folder / f"{name}-{rank}") for rank in range(world)] for name in names}, steps
+    results = {name: [torch.load(folder / f"{name}-{rank}") for rank in range(world)] for name in names}
+    return results, steps, folder
 
 
 @pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
@@ -131,11 +193,13 @@ def test_all_ranks_have_the_same_beta_at_every_step(results, scenario):
             assert metrics == metrics_other
 
 
-@pytest.mark.parametrize("scenario", ["even", "sharded_first", "sharded_last"])
+@pytest.mark.parametrize("scenario", ["even", "sharded_first", "sharded_last", "sharded_flat", "sharded_views"])
 def test_ranks_measure_what_one_process_does_on_the_joined_batch(results, scenario):
     """In the first steps: later ones are those of another model, as rounding errors grow."""
     alone = even(None, 4)
+    hidden = ("weight_std", "predicted_std") if scenario in ("sharded_flat", "sharded_views") else ("no metric",)
     for (metrics, _), (expected, _) in zip(results[0][scenario][0], alone, strict=False):
+        expected = {key: value for key, value in expected.items() if not key.startswith(hidden)}
         assert metrics.keys() == expected.keys()
         for key, value in expected.items():
             assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
@@ -156,7 +220,7 @@ def test_uneven_batches_are_pooled_by_their_pairs(results):
 
 
 def test_a_layer_that_one_rank_never_used_has_the_statistics_of_the_other(results):
-    said, _ = results
+    said = results[0]
     model = build("llama")
     with betahook.attach(model, controller="monitor") as hook:
         model(**rows(0, 2)).loss.backward()
@@ -165,6 +229,23 @@ def test_a_layer_that_one_rank_never_used_has_the_statistics_of_the_other(result
     for rank in said["idle"]:
         key = f"score_std/{LAYERS[1]}"
         assert rank[0][0][key] == pytest.approx(expected[key], rel=1e-5)
+
+
+@pytest.mark.parametrize("how", ["by layer", "one unit"])
+def test_what_was_trained_in_shards_is_folded_in_one_process(results, how):
+    folder = results[2] / how
+    if not folder.exists():
+        pytest.skip("saved by two ranks")
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    assert hasattr(model.config, checkpoint.MARK)
+    expected = torch.load(folder / "logits.pt")
+    with torch.no_grad():
+        assert (model(**rows(0, 2)).logits - expected).abs().max() > 1e-3
+        betahook.restore(model, folder)
+        torch.testing.assert_close(model(**rows(0, 2)).logits, expected, rtol=1e-5, atol=1e-5)
+        betahook.fold(model)
+        torch.testing.assert_close(model(**rows(0, 2)).logits, expected, rtol=1e-5, atol=1e-5)
+    assert not hasattr(model.config, checkpoint.MARK)
 
 
 def die(rank):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import betahook
 from models import CONFIGS, NORMED, build, inputs
@@ -102,6 +103,15 @@ def quantise(model):
     query.weight = nn.Parameter((query.weight / query.weight.abs().max() * 100).to(torch.int8), requires_grad=False)
 
 
+def parametrise(model):
+    weight_norm(model.model.layers[0].self_attn.q_proj)
+
+
+def partition(model):
+    """What DeepSpeed's ZeRO-3 leaves on its parameters."""
+    model.lm_head.weight.ds_id = 0
+
+
 @pytest.mark.parametrize(
     ("family", "change", "per_head", "message"),
     [
@@ -114,6 +124,8 @@ def quantise(model):
         ("llama", silence, False, "does not depend on beta"),
         ("llama", hide, False, "its query projection has no known form"),
         ("llama", quantise, False, "its query weight is of torch.int8; dequantise it first"),
+        ("llama", parametrise, False, "its query weight is made of others in every forward; fold the whole, plain"),
+        ("llama", partition, False, "its weights are sharded over ranks. Save the whole model"),
         (
             "llama",
             lambda model: setattr(model.model.layers[0].self_attn, "clip_qkv", 8.0),
