@@ -95,7 +95,8 @@ class Hook:
         layers: the hooked attention layers by module name.
         controllers: the rules that adapt beta, in order.
         steps: how often `step` was called, before a resume too.
-        last_input: positional and keyword arguments of the model's last forward without a cache; None before.
+        last_input: positional and keyword arguments of the model's last forward without a cache, on which `fold` checks
+            itself; None before, and after `detach`. So that batch stays in memory; set it to None to let it go.
         skipped: names of the modules that look like attention but are not reached, with the reason.
     """
 

@@ -1,7 +1,9 @@
 """attach, its options and refusals, and what a hook does from step to step."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -32,6 +34,22 @@ def train(model, hook, steps, batch=None):
         hook.step()
         path.append([layer.beta for layer in hook.layers.values()])
     return path
+
+
+def test_the_last_batch_stays_in_memory_until_the_next_or_detach():
+    model = build("llama")
+    hook = betahook.attach(model)
+    alive = []
+    for _ in range(2):
+        batch = {name: value.clone() for name, value in inputs("llama").items()}
+        model(**batch).loss.backward()
+        alive.append([weakref.ref(value) for value in batch.values()])
+        del batch
+    gc.collect()
+    assert [any(ref() is not None for ref in refs) for refs in alive] == [False, True]
+    hook.detach()
+    gc.collect()
+    assert all(ref() is None for ref in alive[1])
 
 
 @pytest.mark.parametrize(
