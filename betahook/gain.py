@@ -14,8 +14,8 @@ def scale_query(layer: AttentionLayer, query: Tensor, axis: int = 1) -> Tensor:
     """`query * beta / beta_default`, bit-identical to `query` while beta is the model's own; heads lie along `axis`."""
     layer.follow(query.device)
     shape = [1] * query.dim()
-    shape[axis] = layer.heads
-    gain = layer.current_gain.detach().to(query.device).view(shape)
+    shape[axis] = -1
+    gain = layer.gain_here.detach().to(query.device).view(shape)
     if torch.is_grad_enabled() and query.requires_grad:
         scaled: Tensor = ScaleQuery.apply(query, gain, layer.probe.to(query.device), axis)  # type: ignore[no-untyped-call]
         return scaled

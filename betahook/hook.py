@@ -67,7 +67,8 @@ def attach(
         The hook. Call its `step()` once per optimizer step, `detach()` at the end.
 
     Raises:
-        UnsupportedModelError: nothing in the model can be hooked, or it is tensor-parallel.
+        UnsupportedModelError: nothing in the model can be hooked, or it is tensor-parallel and its attention does not
+            go through the attention interface.
         ValueError: an option has a value that makes no sense; the model is wrapped or compiled already, or was saved
             while hooked and waits for `betahook.restore`.
         RuntimeError: the model is hooked already.
@@ -426,11 +427,6 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(f"the model is wrapped in {name}: attach to the model inside, betahook.attach(model.module)")
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise ValueError(f"{name} is compiled already: attach first, then compile")
-    if (getattr(model, "tp_size", None) or 1) > 1:
-        raise UnsupportedModelError(
-            f"cannot attach to {name}: it is tensor-parallel, every rank computes a part of the heads only; use data "
-            "parallelism or FSDP (fully_shard)"
-        )
     if checkpoint.is_marked(model):
         raise ValueError(
             f"{name} was saved with its beta beside the weights: betahook.restore(model, folder) attaches with that"
@@ -469,6 +465,12 @@ def _find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
     chosen = {path: found for path, found in seen.found.items() if _is_chosen(choice, path, found.module)}
     if not chosen:
         raise ValueError(f"layers={choice!r} matches none of the attention layers of {name}: {', '.join(seen.found)}")
+    if (getattr(model, "tp_size", None) or 1) > 1 and any(found.route != "interface" for found in chosen.values()):
+        raise UnsupportedModelError(
+            f"cannot attach to {name}: it is tensor-parallel, and of attention that does not go through the attention "
+            "interface of transformers it is unknown which heads a rank computes; use data parallelism or FSDP "
+            "(fully_shard)"
+        )
     return Survey(chosen, seen.skipped)
 
 

@@ -120,6 +120,8 @@ class AttentionLayer:
         self._state = state
         self._slice = slice(start, start + found.heads)
         self._components = slice(component, component + found.heads * found.head_dim)
+        # Where this rank writes: to all of that, unless other ranks compute the other heads.
+        self._here, self._components_here, self._parts = self._slice, self._components, 1
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """A copy would leave the tap without its hook, and beta with it."""
@@ -186,7 +188,10 @@ class AttentionLayer:
 
     @property
     def statistics(self) -> Statistics:
-        """Statistics of all forwards since the last `hook.step()`, pooled over the heads; scalar tensors."""
+        """Statistics of all forwards since the last `hook.step()`, pooled over the heads; scalar tensors.
+
+        Of this rank alone: its batches and, under tensor parallelism, its heads.
+        """
         table = self._table()
         return Statistics.from_table(statistics.pool(table, torch.tensor([self.heads], device=table.device)))[0]
 
@@ -204,7 +209,10 @@ class AttentionLayer:
     @property
     def current_gain(self) -> Tensor:
         """`beta / beta_default`, `[heads]`: 1 where beta is the model's own, NaN where that is not known yet."""
-        beta, default = self._state.beta[self._slice], self._state.beta_default[self._slice]
+        return self._gain(self._slice)
+
+    def _gain(self, heads: slice) -> Tensor:
+        beta, default = self._state.beta[heads], self._state.beta_default[heads]
         return torch.where(beta.isnan(), 1.0, beta / default)
 
     @contextmanager
@@ -237,9 +245,32 @@ class AttentionLayer:
         if self._state.beta.device.type == "cpu" and device.type != "cpu":
             self._state.to(device)
 
+    def has(self, heads: int) -> bool:
+        """Whether a query of so many heads is one of this layer: of all its heads, or of those of this rank.
+
+        Under tensor parallelism a rank has one of as many equal runs of heads as there are ranks, in their order.
+        """
+        if heads == self._here.stop - self._here.start:
+            return True
+        mesh = getattr(self.projections[0].module.weight, "device_mesh", None) if self.projections else None
+        if mesh is None or heads * mesh.size(mesh.ndim - 1) != self.heads:
+            return False
+        first = mesh.get_local_rank(mesh.ndim - 1) * heads  # the innermost dimension, further out data is parallel
+        self._here = _part(self._slice, first, heads)
+        self._components_here = _part(self._components, first * self.head_dim, heads * self.head_dim)
+        self._parts = self.heads // heads
+        return True
+
+    @property
+    def gain_here(self) -> Tensor:
+        """`current_gain` of the heads that this rank computes."""
+        return self._gain(self._here)
+
     @property
     def probe(self) -> Tensor:
-        return self._state.probe[self._slice]
+        """Of the heads that this rank computes. Sensitivities become means over all ranks, of which few have a head."""
+        probe = self._state.probe[self._here]
+        return probe if self._parts == 1 else self._parts * probe
 
     @torch.no_grad()
     def record(
@@ -248,7 +279,7 @@ class AttentionLayer:
         """Add one attention call; `query [batch, heads, queries, d_k]` and `key` as the score product gets them."""
         query, key = query.detach(), key.detach()
         of_query, of_key = scores.components(query, mask.queries), scores.components(key, mask.keys)
-        beta = self._state.current_beta[self._slice].to(query.device)
+        beta = self._state.current_beta[self._here].to(query.device)
         rows = scores.row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap)
         exact = scores.score_sums(query, key, mask, of_query.mean, of_key.mean)
         sums = replace(rows, scores=scores.choose(exact, rows.scores, mask))
@@ -279,6 +310,8 @@ class AttentionLayer:
     @torch.no_grad()
     def record_input(self, inputs: Tensor, *of: str) -> None:
         """Add the entries that enter the projection of the `of` "query", "key" or both."""
+        # A DTensor under tensor parallelism, the same on all ranks.
+        inputs = inputs.to_local() if hasattr(inputs, "to_local") else inputs
         flat = scores.at_least_float32(inputs.detach().flatten())
         sums = {
             "inputs": torch.full((), flat.numel(), device=flat.device),
@@ -304,7 +337,7 @@ class AttentionLayer:
         """Add the sums of one attention call and, unless its d_k is another than the module says, those of q and k."""
         pairs, tokens = sums.scores.pairs, {}
         if query.mean.shape[1] == self.head_dim:
-            moments.add(self._state.moments[:, self._components], query, key)
+            moments.add(self._state.moments[:, self._components_here], query, key)
             tokens = {"queries": query.count, "keys": key.count}
         self._add(
             pairs=pairs,
@@ -318,7 +351,11 @@ class AttentionLayer:
         )
 
     def _add(self, **values: Tensor) -> None:
-        statistics.add(self._state.table[:, self._slice], values)
+        statistics.add(self._state.table[:, self._here], values)
+
+
+def _part(whole: slice, first: int, count: int) -> slice:
+    return slice(whole.start + first, whole.start + first + count)
 
 
 def _as_one(values: Tensor) -> float | Tensor | None:

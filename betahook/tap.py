@@ -111,7 +111,7 @@ def _hooked(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if query.dim() != 4 or query.shape[1] != layer.heads:
+    if query.dim() != 4 or not layer.has(query.shape[1]):
         raise ValueError(
             f"{layer.name}: expected a query [batch, {layer.heads}, queries, d_k], got {list(query.shape)}. "
             "Detach betahook, or leave this layer out with layers=..."

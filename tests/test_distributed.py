@@ -23,10 +23,9 @@ from processes import run_ranks
 LAYERS = ("model.layers.0.self_attn", "model.layers.1.self_attn")
 
 
-def attach(model):
-    return betahook.attach(
-        model, controller=[betahook.Search(window=1, warmup=0, opening=0.3, largest=1.0), betahook.Cap(1.5)]
-    )
+def attach(model, **options):
+    rules = [betahook.Search(window=1, warmup=0, opening=0.3, largest=1.0), betahook.Cap(1.5)]
+    return betahook.attach(model, controller=rules, **options)
 
 
 def train(network, hook, batches, rate=0.1):
@@ -57,10 +56,10 @@ def shard(model):
     return fully_shard(model)
 
 
-def even(rank, steps):
+def even(rank, steps, **options):
     """One row of the batch per rank, or both without ranks."""
     model = build("llama")
-    hook = attach(model)
+    hook = attach(model, **options)
     network = model if rank is None else DistributedDataParallel(model)
     batch = rows(0, 2) if rank is None else rows(rank % 2, rank % 2 + 1)
     return train(network, hook, [batch] * steps)
@@ -125,21 +124,47 @@ def sharded_views(rank, steps):
     return sharded_old(rank, steps, use_orig_params=True)
 
 
+def divided(rank, folder, steps):
+    """Tensor parallelism: two of the four heads on each rank, which have the same batch."""
+    from transformers.distributed import DistributedConfig  # not in the oldest version
+
+    if rank == 0:
+        build("llama").save_pretrained(folder)
+    dist.barrier()
+    model = LlamaForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(tp_size=2, tp_plan="auto")
+    ).train()
+    hook = attach(model, per_head=True)
+    said = train(model, hook, [rows(0, 2)] * steps)
+    here = hook.layers[LAYERS[0]]
+    model(**rows(0, 2))
+    assert here.head_statistics.count.gt(0).tolist() == [rank == 0] * 2 + [rank == 1] * 2
+    with pytest.raises(betahook.FoldError, match="its query weight is a DTensor; fold the whole, plain model"):
+        betahook.fold(hook)
+    save(model.eval(), folder, rank)
+    return said
+
+
 def save_sharded(rank, folder, whole):
     """The end of training under FSDP 2; sharded as one unit (`whole`), the weights are not sharded after a forward."""
     model = build("llama")
     hook = attach(model)
     shard(model) if not whole else fully_shard(model)
     train(model, hook, [rows(rank, rank + 1)] * 2)
-    model.eval()
     with torch.no_grad():
-        logits = model(**rows(0, 2)).logits
+        model.eval()(**rows(0, 2))
     with pytest.raises(betahook.FoldError, match="its weights are sharded over ranks"):
         betahook.fold(hook)
     end_of_training(hook)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    model.save_pretrained(folder, state_dict=state, is_main_process=rank == 0)
-    hook.detach()
+    save(model, folder, rank, state_dict=state)
+
+
+def save(model, folder, rank, **options):
+    """The hooked model as it stands, and what it computes."""
+    with torch.no_grad():
+        logits = model(**rows(0, 2)).logits
+    model.save_pretrained(folder, is_main_process=rank == 0, **options)
     if rank == 0:
         torch.save(logits, f"{folder}/logits.pt")
 
@@ -164,6 +189,7 @@ def run(rank, folder, steps):
     for scenario in SCENARIOS:
         torch.save(scenario(rank, steps), f"{folder}/{scenario.__name__}-{rank}")
     if dist.get_world_size() == 2:
+        torch.save(divided(rank, f"{folder}/divided", steps), f"{folder}/divided-{rank}")
         for whole in (False, True):
             save_sharded(rank, f"{folder}/{'one unit' if whole else 'by layer'}", whole)
 
@@ -231,7 +257,22 @@ def test_a_layer_that_one_rank_never_used_has_the_statistics_of_the_other(result
         assert rank[0][0][key] == pytest.approx(expected[key], rel=1e-5)
 
 
-@pytest.mark.parametrize("how", ["by layer", "one unit"])
+def test_tensor_parallel_ranks_measure_what_one_process_does(results):
+    """Head by head, since each has a beta of its own."""
+    folder = results[2]
+    if not (folder / "divided").exists():
+        pytest.skip("by two ranks")
+    first, second = (torch.load(folder / f"divided-{rank}") for rank in range(2))
+    assert len(set(first[-1][1].tolist())) == 8
+    for (metrics, beta), (metrics_other, beta_other) in zip(first, second, strict=True):
+        assert metrics == metrics_other
+        assert torch.equal(beta, beta_other)
+    for (metrics, beta), (expected, beta_alone) in zip(first, even(None, 4, per_head=True), strict=False):
+        assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        torch.testing.assert_close(beta, beta_alone, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("how", ["by layer", "one unit", "divided"])
 def test_what_was_trained_in_shards_is_folded_in_one_process(results, how):
     folder = results[2] / how
     if not folder.exists():

@@ -97,11 +97,25 @@ def test_a_model_without_attention_is_refused():
         betahook.attach(nn.Linear(2, 2))
 
 
-def test_a_tensor_parallel_model_is_refused():
+def test_a_tensor_parallel_model_that_computes_its_scores_by_hand_is_refused():
     model = build("llama")
     model._tp_size = 2  # as from_pretrained(tp_plan="auto") on two ranks leaves it
-    with pytest.raises(betahook.UnsupportedModelError, match=r"it is tensor-parallel.*FSDP \(fully_shard\)"):
+    betahook.attach(model).detach()
+    model.model.layers[1].self_attn = HandWrittenAttention()
+    with pytest.raises(betahook.UnsupportedModelError, match=r"it is tensor-parallel, and.*FSDP \(fully_shard\)"):
         betahook.attach(model)
+    betahook.attach(model, layers="*.0.self_attn").detach()
+
+
+class HandWrittenAttention(nn.Module):
+    """An attention that does not go through the interface."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.head_dim = 2, 8
+
+    def forward(self, q, k, v):
+        return torch.softmax(q @ k.mT, -1) @ v
 
 
 def test_attaching_twice():
