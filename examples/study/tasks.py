@@ -219,7 +219,7 @@ def flip_task(name: str) -> Task:
 
 
 TRAINED = {name: treatment for name, treatment in CONTROLLERS.items() if name != "scaled-init"}
-LM_RATES, FINETUNING_RATES = (1e-3, 1e-2, 3e-2), (3e-4, 2e-3)
+LM_RATES = (1e-3, 1e-2, 3e-2)
 
 TASKS = {
     **{"flip-" + row.name.replace("/", "-"): flip_task(row.name) for row in flip.TABLE_1},
@@ -230,6 +230,6 @@ TASKS = {
     "lm-qwen3": Task(functools.partial(train_lm, "qwen3"), LM_RATES, 400, CONTROLLERS),
     "encoder": Task(train_encoder, (1e-3,), 400, CONTROLLERS),
     "digits": Task(train_digits, (1e-3,), 800, CONTROLLERS),
-    "finetune": Task(functools.partial(train_finetune, False), FINETUNING_RATES, 200, TRAINED, pretrain),
-    "finetune-lora": Task(functools.partial(train_finetune, True), FINETUNING_RATES, 200, TRAINED, pretrain),
+    "finetune": Task(functools.partial(train_finetune, False), (3e-4, 2e-3), 200, TRAINED, pretrain),
+    "finetune-lora": Task(functools.partial(train_finetune, True), (2e-3, 1e-2), 200, TRAINED, pretrain),
 }
