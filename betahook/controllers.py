@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -19,8 +19,11 @@ from betahook.statistics import Statistics
 DECADES = 3.0
 """Beta stays within so many decades of the model's own."""
 
-BELOW, ABOVE, SWEEPING = 2.0, 1.0, 10
-"""A sweep goes from so many decades below the model's own beta to so many above it, in so many windows."""
+BELOW, ABOVE, WAITING, SWEEPING = 2.0, 1.0, 70, 10
+"""A sweep waits so many decades below the model's own beta, then rises to so many above it: batches, windows."""
+
+RANDOM = 1.1
+"""Up to this `spectral_ratio` W_q and W_k pass for random: fresh ones have 0.85 to 1.05, what learned soon has more."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,17 @@ class Observation:
             this step's.
         predicted_std: standard deviation of the scores that W_q and W_k predict, NaN where they were not found.
         overflow: the largest logit whose exponential is finite in the dtype of the softmax.
+        step: number of updates before this one.
+        spectral_ratio: returns, as a scalar, the largest `theory.spectral_ratio` of all W_q and W_k, NaN where one was
+            not found. A function, since it takes a score of products with each of them.
     """
 
     beta_default: Tensor
     statistics: Statistics
     predicted_std: Tensor
     overflow: float
+    step: int
+    spectral_ratio: Callable[[], Tensor]
 
 
 @dataclass
@@ -111,22 +119,18 @@ class Search(Controller):
     reversal halves the step (bisection), a sign that persists lets it grow again, so that the bracket re-opens when
     the optimum drifts. The ceiling is the paper's overflow bound on the largest logit.
 
-    The warm-up and the small largest step are ours: before the model has learned anything the sensitivity is noise,
-    and following it far saturates the attention in a wrong pattern. On flip 100/20/15,000 they took the mean accuracy
-    of seeds 20 to 39, which they were not chosen on, from 0.84 to 0.91 and the worst from 0.21 to 0.74.
-
-    So is the sweep, for training from scratch that starts on a plateau. There, the first gradients of W_q and W_k come
-    from predictions that know nothing, and Adam makes full steps of them all the same. At a hundredth of beta they are
-    a hundredth of those that Adam remembers, so W_q and W_k wait; on the rise they exceed those remembered, so W_q and
-    W_k learn faster now that there is something to learn. On flip 100/20/15,000, seeds 0 to 9, it took the mean
-    accuracy from 0.84 to 0.96 and the worst from 0.17 to 0.86; a byte-level language model of 400 steps, whose
-    attention learns from the start, ended with a loss 2 % above that without.
+    The sweep is ours, for training that stands on a plateau: after the warm-up W_q and W_k still look random, so
+    nothing was learned that flat attention could undo. The first gradients of W_q and W_k come from predictions that
+    know nothing, and Adam makes full steps of them all the same. At a hundredth of beta they are a hundredth of those
+    that Adam remembers, so W_q and W_k wait while the rest of the model learns; on the rise they exceed those
+    remembered, so W_q and W_k learn faster now that there is something to learn.
 
     Args:
         window: batches between two steps.
         warmup: batches before the first window, in which beta stays.
-        sweep: spend the warm-up at a hundredth of the model's own beta, rise in ten windows to ten times it, whatever
-            the sensitivity, and search from there. Not for a trained model.
+        sweep: go to a hundredth of the model's own beta, wait, rise in ten windows to ten times it, whatever the
+            sensitivity, and search from there. None: after the warm-up, where W_q and W_k of all layers still look
+            random; True: at once, not for a trained model; False: never.
         opening: first step, in decades.
         growth: factor on the step while the sign persists; 1 keeps it.
         smallest: smallest step, in decades.
@@ -134,8 +138,8 @@ class Search(Controller):
     """
 
     window: int = 10
-    warmup: int = 100
-    sweep: bool = False
+    warmup: int = 30
+    sweep: bool | None = None
     opening: float = 0.1
     growth: float = 1.5
     smallest: float = 0.01
@@ -144,6 +148,7 @@ class Search(Controller):
     def __post_init__(self) -> None:
         _require(self.window >= 1 and self.window == int(self.window), "Search(window=...)", "1 or more", self.window)
         _require(self.warmup >= 0, "Search(warmup=...)", "0 or more", self.warmup)
+        _require(self.sweep in (None, True, False), "Search(sweep=...)", "None, True or False", self.sweep)
         _require(0 < self.smallest <= self.largest, "Search(smallest=...)", "above 0, at most largest", self.smallest)
         inside = self.smallest <= self.opening <= self.largest
         _require(inside, "Search(opening=...)", "between smallest and largest", self.opening)
@@ -151,10 +156,9 @@ class Search(Controller):
 
     def start(self, beta: Tensor) -> dict[str, Tensor]:
         zero = torch.zeros_like(beta)
-        left = zero + (SWEEPING if self.sweep else 0)
         return {
-            "seen": zero - self.warmup,
-            "sweeps": left,
+            "seen": zero - (WAITING if self.sweep else self.warmup),
+            "sweeps": zero + (SWEEPING if self.sweep else 0),
             "total": zero,
             "direction": zero,
             "step": zero + self.opening,
@@ -162,6 +166,9 @@ class Search(Controller):
 
     def update(self, beta: Tensor, observation: Observation) -> Tensor:
         seen, sweeps = self.state["seen"] + 1, self.state["sweeps"]
+        if self.sweep is None and observation.step == self.warmup:
+            begin = observation.spectral_ratio() <= RANDOM
+            seen, sweeps = torch.where(begin, 1 - WAITING, seen), torch.where(begin, SWEEPING, sweeps)
         total = torch.where(seen > 0, self.state["total"] + observation.statistics.sensitivity, 0)
         due = seen >= self.window
         searching = due & (sweeps == 0)
@@ -227,10 +234,10 @@ class Cap(Controller):
     maximum is that of the sampled query rows.
 
     Args:
-        threshold: largest absolute logit.
+        threshold: largest absolute logit; 100 is that of QK-clip. A healthy layer may need 70.
     """
 
-    threshold: float = 30.0
+    threshold: float = 100.0
 
     def __post_init__(self) -> None:
         _require(self.threshold > 0, "Cap(threshold)", "a positive number", self.threshold)
@@ -240,8 +247,8 @@ class Cap(Controller):
 
 
 def default() -> list[Controller]:
-    """The default: a `Search` that opens small, under a `Cap`."""
-    return [Search(), Cap()]
+    """The default: a `Search` with its own defaults."""
+    return [Search()]
 
 
 def apply(controllers: Iterable[Controller], beta: Tensor, observation: Observation) -> Tensor:

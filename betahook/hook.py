@@ -229,6 +229,8 @@ class Hook:
             statistics=observed,
             predicted_std=units.predicted_std(observed),
             overflow=self._overflow,
+            step=self.steps,
+            spectral_ratio=lambda: torch.stack([x.spectral_ratio().to(beta) for x in self.layers.values()]).max(),
         )
         new = rules.apply(self.controllers, beta, observation)
         # Only where it moved: a beta that was set for one head survives a controller that leaves its layer alone.

@@ -333,6 +333,18 @@ class AttentionLayer:
             for name, value in zip((f"{of}_weights", f"{of}_weight", f"{of}_weight_square"), sums, strict=True):
                 table[statistics.ROW[name], self._slice] = value.repeat_interleave(self.heads // len(value)).to(table)
 
+    @torch.no_grad()
+    def spectral_ratio(self) -> Tensor:
+        """The larger `theory.spectral_ratio` of W_q and W_k, a scalar; NaN where they are out of reach.
+
+        Every rank must call this, to gather what is sharded.
+        """
+        projections = self.projections
+        if projections is None or any(projection.obstacle for projection in projections):
+            return torch.tensor(math.nan)
+        query, key = (theory.spectral_ratio(projection.entries.flatten(0, 1)) for projection in projections)
+        return torch.maximum(query, key)
+
     def _add_sums(self, sums: RowSums, exact: bool | Tensor, query: Components, key: Components) -> None:
         """Add the sums of one attention call and, unless its d_k is another than the module says, those of q and k."""
         pairs, tokens = sums.scores.pairs, {}

@@ -11,7 +11,12 @@ which assumption of W. Chuang, "The scaling factor in self-attention" (2023), do
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
+
+POWER_ITERATIONS = 10
 
 
 def classic_std(head_dim: Tensor) -> Tensor:
@@ -44,3 +49,19 @@ def product_variance(query_mean: Tensor, query_variance: Tensor, key_mean: Tenso
     """Variance of the product of two independent numbers, the part of one component; shapes as they broadcast."""
     query_mean, key_mean = query_mean.square(), key_mean.square()
     return (query_variance + query_mean) * (key_variance + key_mean) - query_mean * key_mean
+
+
+def spectral_ratio(weight: Tensor) -> Tensor:
+    """Largest singular value of `weight [m, n]` over the one that independent entries of its size would give: a scalar.
+
+    Independent entries with mean 0 and standard deviation sigma give `sigma (sqrt(m) + sqrt(n))` in the limit of large
+    matrices (Bai and Yin, 1993). Found by power iteration, hence from below: 0.85 to 1.05 for random entries, soon 2
+    and more for weights that have learned something, whose first singular values stand out.
+    """
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    rows, columns = weight.shape
+    vector = torch.arange(columns, device=weight.device, dtype=weight.dtype).cos()  # any without a symmetry
+    for _ in range(POWER_ITERATIONS):
+        vector = weight.mT @ (weight @ (vector / vector.norm()))
+    spread = weight.square().mean().sqrt()
+    return vector.norm().sqrt() / (spread * (math.sqrt(rows) + math.sqrt(columns)))

@@ -1,7 +1,7 @@
 """Each rule against updates computed by hand, and what `apply` guarantees whatever the rule does."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from betahook.controllers import Observation
 NAN, INF = math.nan, math.inf
 
 
-def observe(*, units=1, predicted_std=NAN, beta_default=1.0, overflow=88.0, **measured):
+def observe(*, units=1, predicted_std=NAN, beta_default=1.0, overflow=88.0, step=0, spectral_ratio=NAN, **measured):
     """An observation of which only `measured` is known; a number stands for all units."""
 
     def tensor(value, dtype=torch.float64):
@@ -24,7 +24,14 @@ def observe(*, units=1, predicted_std=NAN, beta_default=1.0, overflow=88.0, **me
     values |= {
         name: tensor(value, torch.bool if name == "finite" else torch.float64) for name, value in measured.items()
     }
-    return Observation(tensor(beta_default), Statistics(**values), tensor(predicted_std), overflow)
+    return Observation(
+        beta_default=tensor(beta_default),
+        statistics=Statistics(**values),
+        predicted_std=tensor(predicted_std),
+        overflow=overflow,
+        step=step,
+        spectral_ratio=lambda: torch.tensor(spectral_ratio),
+    )
 
 
 def run(rules, observations, beta=1.0):
@@ -32,8 +39,8 @@ def run(rules, observations, beta=1.0):
     rules = rules if isinstance(rules, list) else [rules]
     beta = torch.as_tensor(beta, dtype=torch.float64).reshape(-1)
     history = []
-    for observation in observations:
-        beta = controllers.apply(rules, beta, observation)
+    for step, observation in enumerate(observations):
+        beta = controllers.apply(rules, beta, replace(observation, step=step))
         history.append(beta.item() if len(beta) == 1 else beta.tolist())
     return history
 
@@ -72,11 +79,15 @@ def test_variance_without_a_std_keeps_beta(source):
     assert run(Variance(source=source), [observe(**unknown)], 0.7) == [0.7]
 
 
+@pytest.fixture(autouse=True)
+def short_wait(monkeypatch):
+    monkeypatch.setattr(controllers, "WAITING", 3)
+
+
 def search(**options):
     """Search with nothing left to its defaults."""
-    return Search(
-        **{"window": 1, "opening": 0.5, "growth": 1.5, "smallest": 0.01, "warmup": 0, "largest": 1.0, **options}
-    )
+    plain = {"window": 1, "opening": 0.5, "growth": 1.5, "smallest": 0.01, "warmup": 0, "largest": 1.0, "sweep": False}
+    return Search(**{**plain, **options})
 
 
 def sensitivities(*values, **measured):
@@ -116,16 +127,42 @@ def test_search_warms_up_before_its_first_window():
 def test_search_sweeps_from_two_decades_below_to_one_above():
     """Whatever the sensitivity says; then the search goes on downward, as it wants."""
     observations = [observe(sensitivity=1, beta_default=0.5)] * 27
-    history = run(search(window=2, warmup=3, sweep=True), observations, 0.5)
+    history = run(search(window=2, sweep=True), observations, 0.5)
     windows = [-2 + 0.3 * index for index in range(1, 11)] + [1 - 0.5]
     expected = [-2] * 4 + [x for x in windows for _ in range(2)]
     assert [math.log10(beta / 0.5) for beta in history] == approx([*expected, 0.5 - 0.75])
 
 
 def test_a_sweep_stays_below_the_overflow_bound_and_ends_all_the_same():
-    history = run(search(sweep=True), [observe(sensitivity=1, max_score=44.0)] * 11)
+    history = run(search(sweep=True), [observe(sensitivity=1, max_score=44.0)] * 14)
     assert max(history) == approx(2.0)
     assert decades(history)[-1] == approx(math.log10(2) - 0.5)
+
+
+@pytest.mark.parametrize(("ratio", "sweeps"), [(0.9, True), (controllers.RANDOM, True), (1.2, False), (NAN, False)])
+def test_search_sweeps_after_the_warmup_where_all_weights_still_look_random(ratio, sweeps):
+    """It begins as if there had been no warm-up; else the first window after it is as without any sweep."""
+    observations = [observe(units=2, sensitivity=[1, -1], spectral_ratio=9.0)] * 2
+    observations += [observe(units=2, sensitivity=[1, -1], spectral_ratio=ratio)]
+    observations += [observe(units=2, sensitivity=[1, -1], spectral_ratio=NAN)] * 30
+    history = run(search(warmup=2, sweep=None), observations, [1.0, 1.0])
+    expected = run(search(sweep=sweeps), observations[2:], [1.0, 1.0])
+    assert history == [[1.0, 1.0], [1.0, 1.0], *expected]
+
+
+def test_search_looks_at_the_weights_once_and_only_if_it_has_to_decide():
+    looks = []
+
+    def look():
+        looks.append(1)
+        return torch.tensor(0.9)
+
+    observations = [replace(observe(sensitivity=1), spectral_ratio=look)] * 5
+    run(search(warmup=2, sweep=True), observations)
+    run(search(warmup=2, sweep=False), observations)
+    assert not looks
+    run(search(warmup=2, sweep=None), observations)
+    assert len(looks) == 1
 
 
 def test_search_without_sensitivity_stays_and_forgets_nothing():
@@ -180,9 +217,9 @@ def test_a_cap_without_a_maximum_does_not_hold_the_rules_before_it():
     assert run([Variance(smoothing=0), Cap(5.0)], [observe(std=0.25)]) == approx([4.0])
 
 
-def test_the_default_searches_under_a_cap():
+def test_the_default_is_a_search_of_its_own_each_time():
     rules = betahook.default()
-    assert [type(rule) for rule in rules] == [Search, Cap]
+    assert rules == [Search()]
     assert rules[0] is not betahook.default()[0]
 
 
@@ -295,7 +332,7 @@ def test_a_rule_that_goes_wrong_moves_nothing(value):
 def test_beta_keeps_its_precision(rule):
     beta = torch.tensor([0.5, 1.0, 2.0])
     observation = story(slice(None))[0]
-    observation = Observation(beta, observation.statistics, observation.predicted_std, observation.overflow)
+    observation = replace(observation, beta_default=beta)
     assert controllers.apply(as_list(RULES[rule]()), beta, observation).dtype == torch.float32
 
 
@@ -309,6 +346,7 @@ def test_beta_keeps_its_precision(rule):
         (Search, {"window": 0}, r"Search\(window=\.\.\.\) must be 1 or more; got 0"),
         (Search, {"window": 1.5}, r"Search\(window=\.\.\.\)"),
         (Search, {"warmup": -1}, r"Search\(warmup=\.\.\.\) must be 0 or more; got -1"),
+        (Search, {"sweep": "no"}, r"Search\(sweep=\.\.\.\) must be None, True or False; got 'no'"),
         (Search, {"smallest": 0}, r"Search\(smallest=\.\.\.\)"),
         (Search, {"opening": 2.0, "smallest": 0.1}, r"Search\(opening=\.\.\.\)"),
         (Search, {"opening": 0.1, "smallest": 0.2}, r"Search\(opening=\.\.\.\)"),

@@ -204,6 +204,26 @@ def test_per_head_controllers_move_heads_apart_and_per_layer_ones_do_not():
             assert torch.as_tensor(hook.layers[LAYER].beta).tolist() == pytest.approx(expected.tolist(), rel=1e-5)
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_the_default_sweeps_a_model_whose_weights_are_random_and_no_other(learned, monkeypatch):
+    monkeypatch.setattr(betahook.controllers, "WAITING", 3)
+    model = build("llama")
+    if learned:  # one layer is enough
+        weight = model.model.layers[1].self_attn.k_proj.weight
+        torch.nn.init.uniform_(weight.data[:, :1], 1, 2)
+    with betahook.attach(model, controller=betahook.Search(warmup=2)) as hook:
+        path = train(model, hook, 4)
+        own = hook.layers[LAYER].beta_default
+        assert path == [[own] * 2] * 4 if learned else path == [[own] * 2] * 2 + [[pytest.approx(own / 100)] * 2] * 2
+
+
+def test_weights_that_are_not_found_are_no_reason_to_sweep(monkeypatch):
+    model = build("llama")
+    with betahook.attach(model, controller=betahook.Search(warmup=0)) as hook:
+        monkeypatch.setattr(betahook.weights, "locate", lambda *arguments: None)
+        assert train(model, hook, 1) == [[hook.layers[LAYER].beta_default] * 2]
+
+
 def test_interval_measures_every_nth_step_and_keeps_the_rest():
     model, batch = build("llama"), inputs("llama")
     with betahook.attach(model, controller="monitor", interval=3) as hook:
@@ -325,7 +345,7 @@ def test_foreign_states_are_refused_and_change_nothing():
             ({**state, "version": 99}, "expected a betahook state of version 1, got 99"),
             ([], "expected a betahook state of version 1, got 'list'"),
             (other.state_dict(), f"other layers; these differ: {LAYER}.*transformer.h.0.attn"),
-            ({**state, "controllers": state["controllers"][:1]}, "belongs to other controllers: expected .*Cap"),
+            ({**state, "controllers": []}, "belongs to other controllers: expected .*Search"),
         ):
             with pytest.raises(ValueError, match=message):
                 hook.load_state_dict(foreign)

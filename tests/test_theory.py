@@ -90,3 +90,22 @@ def test_independent_variance_of_standard_components_is_classic():
     result = theory.independent_variance(zero, one, zero, one)
     assert result.shape == (2, 3)
     torch.testing.assert_close(result, theory.classic_std(torch.tensor(20.0)).square().expand(2, 3))
+
+
+@pytest.mark.parametrize("shape", [(20, 20), (64, 256), (300, 100)])
+def test_spectral_ratio_of_random_entries_is_about_one(shape, normal):
+    weight = 0.02 * normal(*shape)
+    exact = torch.linalg.matrix_norm(weight, 2) / weight.square().mean().sqrt() / sum(math.sqrt(x) for x in shape)
+    assert 0.8 < theory.spectral_ratio(weight).item() <= exact.item() < 1.1
+
+
+def test_spectral_ratio_is_exact_where_one_singular_value_stands_out(normal):
+    weight = normal(64, 128) + torch.outer(normal(64), normal(128))
+    exact = torch.linalg.matrix_norm(weight, 2) / weight.square().mean().sqrt() / (8 + math.sqrt(128))
+    assert exact > 2
+    assert theory.spectral_ratio(weight).item() == pytest.approx(exact.item(), rel=1e-3)
+    assert theory.spectral_ratio(weight.bfloat16()).item() == pytest.approx(exact.item(), rel=1e-2)
+
+
+def test_spectral_ratio_of_zeros_is_unknown():
+    assert theory.spectral_ratio(torch.zeros(4, 4)).isnan()

@@ -35,13 +35,13 @@ COLUMNS: dict[str, tuple[str, Callable[[Row, int], Run] | None]] = {
     "procedure": ("BetaSearch, every trial a run of its own", None),
     "betahook": ("betahook's default, one run", lambda row, seed: Run(row, seed, controller=betahook.default)),
     "sweep": (
-        "[Search(sweep=True), Cap()], one run",
-        lambda row, seed: Run(row, seed, controller=lambda: [betahook.Search(sweep=True), betahook.Cap()]),
+        "[Search(sweep=True)], one run",
+        lambda row, seed: Run(row, seed, controller=lambda: [betahook.Search(sweep=True)]),
     ),
     "variance": ("Variance(), one run", lambda row, seed: Run(row, seed, controller=betahook.Variance)),
     "gradient": (
-        "[Gradient(), Cap()], one run",
-        lambda row, seed: Run(row, seed, controller=lambda: [betahook.Gradient(), betahook.Cap()]),
+        "[Gradient(), Cap(30.0)], one run",
+        lambda row, seed: Run(row, seed, controller=lambda: [betahook.Gradient(), betahook.Cap(30.0)]),
     ),
 }
 

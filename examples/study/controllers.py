@@ -51,10 +51,10 @@ class Treatment:
 CONTROLLERS = {
     "plain": Treatment(),
     "default": Treatment(betahook.default),
-    "sweep": Treatment(lambda: [Search(sweep=True), Cap()]),
-    "gradient": Treatment(lambda: [Gradient(), Cap()]),
+    "sweep": Treatment(lambda: [Search(sweep=True)]),
+    "gradient": Treatment(lambda: [Gradient(), Cap(30.0)]),
     "variance": Treatment(lambda: [Variance()]),
-    "cap": Treatment(lambda: [Cap()]),
+    "cap": Treatment(lambda: [Cap(30.0)]),
     "scaled-init": Treatment(init=3.0),
     "uniform": Treatment(beta=1e-6),  # what the task has attention for
 }
