@@ -64,4 +64,5 @@ def spectral_ratio(weight: Tensor) -> Tensor:
     for _ in range(POWER_ITERATIONS):
         vector = weight.mT @ (weight @ (vector / vector.norm()))
     spread = weight.square().mean().sqrt()
-    return vector.norm().sqrt() / (spread * (math.sqrt(rows) + math.sqrt(columns)))
+    ratio: Tensor = vector.norm().sqrt() / (spread * (math.sqrt(rows) + math.sqrt(columns)))
+    return ratio
