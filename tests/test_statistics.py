@@ -4,11 +4,10 @@ from dataclasses import fields
 
 import pytest
 import torch
-from torch import distributed
-from torch.multiprocessing import spawn
 
 from betahook import statistics
 from betahook.statistics import ROW, SUMS, Statistics
+from processes import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -206,18 +205,16 @@ def _rank_table(raw, rank):
 
 def _reduce(rank, directory, raw):
     """One process: reduce its share and write the result down."""
-    distributed.init_process_group("gloo", init_method=f"file://{directory}/store", world_size=2, rank=rank)
     table = _rank_table(raw, rank)
     default = torch.full(table.shape[1:], 1 / 3)
     default[rank] = torch.nan  # a layer that this rank has not used
     default[2] = torch.nan  # one that neither has
     moments = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.float64) * 10**rank
     torch.save(statistics.all_reduce(table, moments, default), f"{directory}/{rank}.pt")
-    distributed.destroy_process_group()
 
 
 def test_two_processes_reduce_to_one_table_of_everything(raw, tmp_path):
-    spawn(_reduce, (str(tmp_path), raw), nprocs=2)
+    run_ranks(_reduce, 2, str(tmp_path), str(tmp_path), raw)
     (first, moments, default), (second, moments_other, default_other) = (
         torch.load(tmp_path / f"{rank}.pt") for rank in range(2)
     )
