@@ -15,7 +15,7 @@ from models import build, inputs
 CONTROLLERS = {
     "monitor": lambda: "monitor",
     "default": lambda: "default",
-    "all": lambda: [betahook.Variance(), betahook.Search(), betahook.Gradient(), betahook.Cap(30.0)],
+    "all": lambda: [betahook.Variance(), betahook.Search(warmup=1), betahook.Gradient(), betahook.Cap(30.0)],
 }
 
 
