@@ -24,8 +24,8 @@ LAYERS = ("model.layers.0.self_attn", "model.layers.1.self_attn")
 
 
 def attach(model, **options):
-    rules = [betahook.Search(window=1, warmup=0, opening=0.3, largest=1.0), betahook.Cap(1.5)]
-    return betahook.attach(model, controller=rules, **options)
+    search = betahook.Search(window=1, warmup=0, sweep=False, opening=0.3, largest=1.0)
+    return betahook.attach(model, controller=[search, betahook.Cap(1.5)], **options)
 
 
 def train(network, hook, batches, rate=0.1):

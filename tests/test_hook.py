@@ -219,7 +219,7 @@ def test_the_default_sweeps_a_model_whose_weights_are_random_and_no_other(learne
 
 def test_weights_that_are_not_found_are_no_reason_to_sweep(monkeypatch):
     model = build("llama")
-    with betahook.attach(model, controller=betahook.Search(warmup=0)) as hook:
+    with betahook.attach(model, controller=betahook.Search(warmup=0, sweep=False)) as hook:
         monkeypatch.setattr(betahook.weights, "locate", lambda *arguments: None)
         assert train(model, hook, 1) == [[hook.layers[LAYER].beta_default] * 2]
 
@@ -309,7 +309,7 @@ def test_half_precision_is_measured_in_float32():
 
 def test_a_nan_holds_beta_and_raises_a_flag():
     model, batch = build("llama"), inputs("llama")
-    with betahook.attach(model, controller=betahook.Search(window=1, warmup=0)) as hook:
+    with betahook.attach(model, controller=betahook.Search(window=1, warmup=0, sweep=False)) as hook:
         train(model, hook, 2)
         before = [layer.beta for layer in hook.layers.values()]
         state = {name: value.clone() for name, value in hook.controllers[0].state.items()}
@@ -324,7 +324,9 @@ def test_a_nan_holds_beta_and_raises_a_flag():
 
 def test_state_dict_goes_on_bit_identically():
     model = build("llama")
-    hook = betahook.attach(model, controller=[betahook.Search(window=2, warmup=0), betahook.Cap(2.0)], interval=2)
+    hook = betahook.attach(
+        model, controller=[betahook.Search(window=2, warmup=0, sweep=False), betahook.Cap(2.0)], interval=2
+    )
     train(model, hook, 3)
     model(**inputs("llama"))  # in the middle of a step
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(hook.state_dict())
@@ -332,7 +334,9 @@ def test_state_dict_goes_on_bit_identically():
     hook.detach()
 
     model.load_state_dict(weights)
-    again = betahook.attach(model, controller=[betahook.Search(window=2, warmup=0), betahook.Cap(2.0)], interval=2)
+    again = betahook.attach(
+        model, controller=[betahook.Search(window=2, warmup=0, sweep=False), betahook.Cap(2.0)], interval=2
+    )
     again.load_state_dict(state)
     assert train(model, again, 5) == expected
     again.detach()

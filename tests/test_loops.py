@@ -16,7 +16,7 @@ LAYER = "model.layers.0.self_attn"
 
 def attach(model):
     """A search that moves in every step."""
-    return betahook.attach(model, controller=betahook.Search(window=1, warmup=0, opening=0.1, growth=1.0))
+    return betahook.attach(model, controller=betahook.Search(window=1, warmup=0, sweep=False, opening=0.1, growth=1.0))
 
 
 def betas(hook):
