@@ -5,8 +5,9 @@ from betahook.audit import Audit, LayerAudit
 from betahook.beta_search import BetaSearch
 from betahook.controllers import Cap, Controller, Gradient, Monitor, Observation, Search, Variance, default
 from betahook.fold import FoldError, fold
-from betahook.hook import Hook, UnsupportedModelError, attach
+from betahook.hook import Hook, attach
 from betahook.layers import AttentionLayer
+from betahook.options import UnsupportedModelError
 from betahook.restore import restore
 from betahook.statistics import Statistics
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
@@ -16,24 +15,18 @@ import transformers
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from betahook import checkpoint, moments, scores, statistics, tap, theory
+from betahook import checkpoint, moments, options, scores, statistics, tap, theory
 from betahook import controllers as rules
 from betahook.alerts import Alerts
 from betahook.audit import Audit
-from betahook.controllers import Controller, Monitor, Observation
-from betahook.discovery import Found, Survey, survey
+from betahook.controllers import Controller, Observation
+from betahook.discovery import Found
 from betahook.layers import AttentionLayer, Layers, State, Units
-
-LayerChoice = str | Sequence[str] | Callable[[str, nn.Module], bool]
-ControllerChoice = Literal["default", "monitor"] | Controller | Sequence[Controller]
+from betahook.options import ControllerChoice, LayerChoice
 
 logger = logging.getLogger(__name__)
 
 STATE_VERSION = 1
-
-
-class UnsupportedModelError(ValueError):
-    """A model to which betahook cannot attach; the message says why."""
 
 
 def attach(
@@ -54,7 +47,7 @@ def attach(
     Args:
         model: any model with softmax attention over q . k: that of transformers, written by hand with torch's products,
             or torch's own. Attach before wrapping it (`DistributedDataParallel`) and before compiling it.
-        controller: "default", a search for beta under a cap on the logits; "monitor", beta stays; a controller; or a
+        controller: "default", a `Search` for beta; "monitor", beta stays; a controller; or a
             list of controllers, applied in order.
         layers: which attention layers: a glob over module names, a list of globs, or a predicate `(name, module) ->
             bool`; None for all.
@@ -74,8 +67,8 @@ def attach(
         RuntimeError: the model is hooked already.
         TypeError: `model` is no module, or an option has the wrong type.
     """
-    _check_model(model)
-    chain = _controllers(controller)
+    options.check_model(model)
+    chain = options.controllers(controller)
     if not isinstance(per_head, bool):
         raise TypeError(f"per_head must be True or False; got {per_head!r}")
     if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
@@ -84,7 +77,7 @@ def attach(
         raise ValueError(f'when must be "training" or "always"; got {when!r}')
     if not isinstance(alerts, Alerts | None):
         raise TypeError(f"alerts must be betahook.Alerts or None; got {alerts!r}")
-    seen = _find_layers(model, layers)
+    seen = options.find_layers(model, layers)
     return Hook(model, chain, seen.found, seen.skipped, per_head=per_head, interval=interval, when=when, alerts=alerts)
 
 
@@ -419,69 +412,3 @@ def _detached(nested: Any) -> Any:
     if type(nested) is dict:
         return {name: _detached(item) for name, item in nested.items()}
     return tuple(_detached(item) for item in nested) if type(nested) is tuple else nested
-
-
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"attach() takes a torch module, the model itself; got {type(model).__name__}")
-    name = type(model).__name__
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise ValueError(f"the model is wrapped in {name}: attach to the model inside, betahook.attach(model.module)")
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-        raise ValueError(f"{name} is compiled already: attach first, then compile")
-    if checkpoint.is_marked(model):
-        raise ValueError(
-            f"{name} was saved with its beta beside the weights: betahook.restore(model, folder) attaches with that"
-        )
-    hooked = [path or name for path, module in model.named_modules() if hasattr(module, tap.ATTRIBUTE)]
-    if hooked:
-        raise RuntimeError(f"{name} is hooked already (at {hooked[0]}): call detach() on its hook first")
-
-
-def _controllers(choice: ControllerChoice) -> list[Controller]:
-    if choice == "default":
-        return rules.default()
-    if choice == "monitor":
-        return [Monitor()]
-    chain = [choice] if isinstance(choice, Controller) else choice
-    if isinstance(chain, str) or not isinstance(chain, Sequence) or not all(isinstance(c, Controller) for c in chain):
-        raise TypeError(
-            f'controller must be "default", "monitor", a betahook controller or a list of them; got {choice!r}'
-        )
-    if not chain:
-        raise ValueError('controller is an empty list; use "monitor" to leave beta where it is')
-    if len({id(c) for c in chain}) < len(chain) or any(c.state for c in chain):
-        raise ValueError("a controller remembers its run: give every hook new controller objects")
-    return list(chain)
-
-
-def _find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
-    """The attention modules of a model, but of those that betahook can attach to only the chosen ones."""
-    name = type(model).__name__
-    seen = survey(model)
-    if not seen.found:
-        reasons = "; ".join(f"{path}, {reason}" for path, reason in list(seen.skipped.items())[:3])
-        raise UnsupportedModelError(
-            f"cannot attach to {name}: " + (reasons or "it has no module that computes softmax attention over q . k")
-        )
-    chosen = {path: found for path, found in seen.found.items() if _is_chosen(choice, path, found.module)}
-    if not chosen:
-        raise ValueError(f"layers={choice!r} matches none of the attention layers of {name}: {', '.join(seen.found)}")
-    if (getattr(model, "tp_size", None) or 1) > 1 and any(found.route != "interface" for found in chosen.values()):
-        raise UnsupportedModelError(
-            f"cannot attach to {name}: it is tensor-parallel, and of attention that does not go through the attention "
-            "interface of transformers it is unknown which heads a rank computes; use data parallelism or FSDP "
-            "(fully_shard)"
-        )
-    return Survey(chosen, seen.skipped)
-
-
-def _is_chosen(choice: LayerChoice | None, path: str, module: nn.Module) -> bool:
-    if choice is None:
-        return True
-    if callable(choice):
-        return bool(choice(path, module))
-    patterns = [choice] if isinstance(choice, str) else choice
-    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f"layers must be a glob, a list of globs or a predicate (name, module) -> bool; got {choice!r}")
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)

@@ -8,7 +8,8 @@ from pathlib import Path
 from torch import nn
 
 from betahook import checkpoint
-from betahook.hook import ControllerChoice, Hook, attach
+from betahook.hook import Hook, attach
+from betahook.options import ControllerChoice
 
 
 def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: ControllerChoice | None = None) -> Hook:

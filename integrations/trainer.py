@@ -17,8 +17,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from betahook import checkpoint
 from betahook.alerts import Alerts
 from betahook.fold import FoldError, fold
-from betahook.hook import ControllerChoice, Hook, LayerChoice, attach
+from betahook.hook import Hook, attach
 from betahook.integrations.tensorboard import TensorBoardWriter
+from betahook.options import ControllerChoice, LayerChoice
 
 logger = logging.getLogger(__name__)
 

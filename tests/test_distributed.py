@@ -56,6 +56,18 @@ def shard(model):
     return fully_shard(model)
 
 
+def check_spectral_ratio(model, hook):
+    """That of weights in shards is that of the whole ones; every rank must take part."""
+    whole = build("llama")
+    with torch.no_grad():
+        for own, part in zip(whole.parameters(), model.parameters(), strict=True):
+            own.copy_(part.full_tensor() if hasattr(part, "full_tensor") else part)
+    with betahook.attach(whole) as alone:
+        for name in LAYERS:
+            expected = alone.layers[name].spectral_ratio().item()
+            assert hook.layers[name].spectral_ratio().item() == pytest.approx(expected, rel=1e-5)
+
+
 def even(rank, steps, **options):
     """One row of the batch per rank, or both without ranks."""
     model = build("llama")
@@ -91,6 +103,7 @@ def sharded(rank, steps, attach_first):
     said = train(model, hook, [rows(rank % 2, rank % 2 + 1)] * steps)
     layer = hook.layers[LAYERS[0]]
     assert layer.statistics.weight_std_q.isnan()  # of one rank alone: it must not wait for the others
+    check_spectral_ratio(model, hook)
     return said
 
 
@@ -111,6 +124,7 @@ def sharded_old(rank, steps, use_orig_params):
         model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu")
     )
     said = train(network, hook, [rows(rank % 2, rank % 2 + 1)] * steps)
+    assert hook.layers[LAYERS[0]].spectral_ratio().isnan()
     with pytest.raises(betahook.FoldError, match="its weights are sharded over ranks"):
         betahook.fold(hook)
     return said
@@ -136,6 +150,7 @@ def divided(rank, folder, steps):
     ).train()
     hook = attach(model, per_head=True)
     said = train(model, hook, [rows(0, 2)] * steps)
+    check_spectral_ratio(model, hook)
     here = hook.layers[LAYERS[0]]
     model(**rows(0, 2))
     assert here.head_statistics.count.gt(0).tolist() == [rank == 0] * 2 + [rank == 1] * 2

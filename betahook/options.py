@@ -1,0 +1,88 @@
+"""What a user gives to `attach`: checked, with a message that says what to give instead."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from torch import nn
+
+from betahook import checkpoint, tap
+from betahook.controllers import Controller, Monitor, default
+from betahook.discovery import Survey, survey
+
+LayerChoice = str | Sequence[str] | Callable[[str, nn.Module], bool]
+ControllerChoice = Literal["default", "monitor"] | Controller | Sequence[Controller]
+
+
+class UnsupportedModelError(ValueError):
+    """A model to which betahook cannot attach; the message says why."""
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what is no model, or cannot be hooked as it is now."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach() takes a torch module, the model itself; got {type(model).__name__}")
+    name = type(model).__name__
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ValueError(f"the model is wrapped in {name}: attach to the model inside, betahook.attach(model.module)")
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise ValueError(f"{name} is compiled already: attach first, then compile")
+    if checkpoint.is_marked(model):
+        raise ValueError(
+            f"{name} was saved with its beta beside the weights: betahook.restore(model, folder) attaches with that"
+        )
+    hooked = [path or name for path, module in model.named_modules() if hasattr(module, tap.ATTRIBUTE)]
+    if hooked:
+        raise RuntimeError(f"{name} is hooked already (at {hooked[0]}): call detach() on its hook first")
+
+
+def controllers(choice: ControllerChoice) -> list[Controller]:
+    """The rules of a hook, in order."""
+    if choice == "default":
+        return default()
+    if choice == "monitor":
+        return [Monitor()]
+    chain = [choice] if isinstance(choice, Controller) else choice
+    if isinstance(chain, str) or not isinstance(chain, Sequence) or not all(isinstance(c, Controller) for c in chain):
+        raise TypeError(
+            f'controller must be "default", "monitor", a betahook controller or a list of them; got {choice!r}'
+        )
+    if not chain:
+        raise ValueError('controller is an empty list; use "monitor" to leave beta where it is')
+    if len({id(c) for c in chain}) < len(chain) or any(c.state for c in chain):
+        raise ValueError("a controller remembers its run: give every hook new controller objects")
+    return list(chain)
+
+
+def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
+    """The attention modules of a model, but of those that betahook can attach to only the chosen ones."""
+    name = type(model).__name__
+    seen = survey(model)
+    if not seen.found:
+        reasons = "; ".join(f"{path}, {reason}" for path, reason in list(seen.skipped.items())[:3])
+        raise UnsupportedModelError(
+            f"cannot attach to {name}: " + (reasons or "it has no module that computes softmax attention over q . k")
+        )
+    chosen = {path: found for path, found in seen.found.items() if _is_chosen(choice, path, found.module)}
+    if not chosen:
+        raise ValueError(f"layers={choice!r} matches none of the attention layers of {name}: {', '.join(seen.found)}")
+    if (getattr(model, "tp_size", None) or 1) > 1 and any(found.route != "interface" for found in chosen.values()):
+        raise UnsupportedModelError(
+            f"cannot attach to {name}: it is tensor-parallel, and of attention that does not go through the attention "
+            "interface of transformers it is unknown which heads a rank computes; use data parallelism or FSDP "
+            "(fully_shard)"
+        )
+    return Survey(chosen, seen.skipped)
+
+
+def _is_chosen(choice: LayerChoice | None, path: str, module: nn.Module) -> bool:
+    if choice is None:
+        return True
+    if callable(choice):
+        return bool(choice(path, module))
+    patterns = [choice] if isinstance(choice, str) else choice
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"layers must be a glob, a list of globs or a predicate (name, module) -> bool; got {choice!r}")
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
