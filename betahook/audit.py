@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 
 from betahook import theory
-from betahook.layers import Layers, Units
+from betahook.layers import Layers
 from betahook.statistics import Statistics
+from betahook.units import Units
 
 
 @dataclass(frozen=True)

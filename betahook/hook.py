@@ -21,8 +21,9 @@ from betahook.alerts import Alerts
 from betahook.audit import Audit
 from betahook.controllers import Controller, Observation
 from betahook.discovery import Found
-from betahook.layers import AttentionLayer, Layers, State, Units
+from betahook.layers import AttentionLayer, Layers, State
 from betahook.options import ControllerChoice, LayerChoice
+from betahook.units import Units
 
 logger = logging.getLogger(__name__)
 

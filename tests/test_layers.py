@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from betahook.discovery import Found
-from betahook.layers import AttentionLayer, Layers, State, Units
+from betahook.layers import AttentionLayer, Layers, State
 from betahook.masks import Band, Mask
+from betahook.units import Units
 
 CPU = torch.device("cpu")
 
