@@ -181,8 +181,9 @@ def _linear(module: object) -> nn.Module | None:
 
 def entry_sums(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Number, sum and sum of squares of the entries per head: `[heads, d_k, d_x]` to three times `[heads]`."""
-    # In place and in float32 or better: making the rows of a transposed weight contiguous takes eight times as long.
+    # In place, in float32 or better, and along memory: making a transposed weight contiguous takes longer than its sums.
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    total = weight.sum((1, 2), dtype=dtype)
-    square = torch.linalg.vector_norm(weight, dim=(1, 2), dtype=dtype).square()
+    along = 1 if weight.stride(1) == 1 else 2
+    total = weight.sum(2, dtype=dtype).sum(1)
+    square = torch.linalg.vector_norm(weight, dim=along, dtype=dtype).square().sum(1)
     return torch.full_like(total, weight[0].numel()), total, square

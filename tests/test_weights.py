@@ -184,9 +184,12 @@ def test_the_matrix_is_out_by_in(module):
     torch.testing.assert_close(inputs @ weights.matrix(module).T, module(inputs))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_sums_of_entries(dtype):
+def test_sums_of_entries(dtype, transposed):
     weight = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(1)).to(dtype) + 0.5
+    if transposed:  # as `Conv1D` keeps it
+        weight = weight.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     count, total, square = (x.double() for x in weights.entry_sums(weight))
     heads = weight.double().flatten(1)
     assert count.tolist() == [200] * 3
