@@ -278,10 +278,10 @@ class AttentionLayer:
     ) -> None:
         """Add one attention call; `query [batch, heads, queries, d_k]` and `key` as the score product gets them."""
         query, key = query.detach(), key.detach()
-        of_query, of_key = scores.components(query, mask.queries), scores.components(key, mask.keys)
+        of_query = scores.components(query, mask.queries)
         beta = self._state.current_beta[self._here].to(query.device)
         rows = scores.row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap)
-        exact = scores.score_sums(query, key, mask, of_query.mean, of_key.mean)
+        exact, of_key = scores.score_sums(query, key, mask, of_query.mean)
         sums = replace(rows, scores=scores.choose(exact, rows.scores, mask))
         self._add_sums(sums, scores.is_exact(mask, query.shape[2]), of_query, of_key)
 

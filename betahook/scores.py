@@ -96,20 +96,33 @@ class Components:
 
 def components(tokens: Tensor, valid: Tensor | None) -> Components:
     """Moments of `tokens [batch, heads, tokens, d_k]`, over those where `valid [batch or 1, tokens]` is True."""
-    batch, _, length, _ = tokens.shape
-    wide = sum_dtype(tokens.device)
+    length = tokens.shape[2]
     if valid is None:
-        count = torch.full((), batch * length, dtype=wide, device=tokens.device)
         total = tokens.sum((0, 2), dtype=torch.promote_types(tokens.dtype, torch.float32))
     else:
-        count = valid.expand(batch, -1).sum().to(wide)
         total = (tokens * _per_token(valid, at_least_float32(tokens))).sum((0, 2))
+    count = _count(tokens, valid)
     some = count.clamp(min=1)
     mean = total / some
     square = torch.zeros_like(mean)
     for start, stop in _slabs(length, tokens.device):
         square += _centred(tokens, mean, valid, start, stop).square_().sum((0, 2))
     return Components(count, mean, square / some)
+
+
+def _count(tokens: Tensor, valid: Tensor | None) -> Tensor:
+    """The number of tokens that take part, a scalar."""
+    batch, _, length, _ = tokens.shape
+    wide = sum_dtype(tokens.device)
+    if valid is None:
+        return torch.full((), batch * length, dtype=wide, device=tokens.device)
+    return valid.expand(batch, -1).sum().to(wide)
+
+
+def _near_mean(tokens: Tensor, valid: Tensor | None) -> Tensor:
+    """About the mean of each component, `[heads, d_k]`: that of a few tokens, the first and the last among them."""
+    picked = sampled_rows(tokens.shape[2], tokens.device)
+    return components(tokens[:, :, picked], None if valid is None else valid[:, picked]).mean
 
 
 def _per_token(valid: Tensor, tokens: Tensor) -> Tensor:
@@ -133,13 +146,10 @@ def _slabs(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
         yield start, min(start + slab, length)
 
 
-def _blocks(tokens: Tensor, before: int = 0) -> Tensor:
-    """`[..., n, d] -> [..., blocks, BLOCK, d]`, filled up with zeros: `before` of them in front, the rest behind."""
+def _filled(tokens: Tensor, before: int = 0) -> Tensor:
+    """`[..., n, d]` made whole blocks by zeros: `before` of them in front, the rest behind."""
     after = -(before + tokens.shape[-2]) % BLOCK
-    if before or after:
-        tokens = F.pad(tokens, (0, 0, before, after))
-    blocks: Tensor = tokens.unflatten(-2, (-1, BLOCK))
-    return blocks
+    return F.pad(tokens, (0, 0, before, after)) if before or after else tokens
 
 
 class _Below:
@@ -159,39 +169,52 @@ class _Below:
         self.vectors = torch.stack([torch.zeros_like(means), means], -1)
         self.gram = torch.zeros_like(means)[:, :, None].repeat(1, 1, mean.shape[-1])
 
-    def __call__(self, query: Tensor, groups: int, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, query: Tensor, groups: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """For the queries from `start` to `stop`, in blocks `[batch * key_heads * blocks, groups * BLOCK, d]`.
 
         Returns:
-            The sum of the scores of each query and its product with the mean key, both
-            `[batch * key_heads * blocks, groups * BLOCK]`, and the sum of the squares of all scores,
+            The sum of the scores of each query beside its product with the mean key,
+            `[batch * key_heads * blocks, groups * BLOCK, 2]`, and the sum of the squares of all scores,
             `[batch * key_heads * blocks, groups]`.
         """
-        first, last = (min(max(position + self.edge, 0), self.keys) for position in (start, stop))
-        for begin, end in _slabs(first - self.seen, query.device):
-            self._take(self._read(self.seen + begin, self.seen + end))
-        self.seen = max(self.seen, first)
+        first = min(max(start + self.edge, 0), self.keys)
+        last = min(max(stop + self.edge, 0), self.keys)
+        self._take_until(first)
         if first == last:
-            blocks = len(query) // len(self.gram)
+            blocks = query.shape[0] // self.gram.shape[0]
             return _seen_by_all(query, groups, *(x.repeat_interleave(blocks, 0) for x in (self.vectors, self.gram)))
 
         # The edge runs through these keys: of those in its own block a query sees the ones up to its own place.
-        key = _blocks(self._read(first, last), before=first - start - self.edge).flatten(0, 1)
+        key = _filled(self._read(first, last), before=first - start - self.edge).reshape(-1, BLOCK, query.shape[-1])
         self.seen = last
-        if len(key) == len(self.gram):
-            score, offset, square = _seen_by_all(query, groups, self.vectors, self.gram)
+        if key.shape[0] == self.gram.shape[0]:
+            score, square = _seen_by_all(query, groups, self.vectors, self.gram)
             self._take(key)
         else:
-            score, offset, square = _seen_by_all(query, groups, *self._take_blocks(key))
+            score, square = _seen_by_all(query, groups, *self._take_blocks(key))
         inside = torch.bmm(query, key.mT).view(-1, groups, BLOCK, BLOCK).tril_()
-        return score + inside.sum(-1).flatten(1), offset, square + torch.linalg.vector_norm(inside, dim=(2, 3)).square()
+        score.select(-1, 0).add_(inside.sum(-1).flatten(1))
+        return score, square.add_(torch.linalg.vector_norm(inside, dim=(2, 3)).square_())
+
+    def components(self) -> Components:
+        """Moments of all keys, those that no query sees included: sum and squares have been needed anyway."""
+        self._take_until(self.keys)
+        count = _count(self.key, self.valid)
+        sums = self.vectors.select(-1, 0), self.gram.diagonal(dim1=-2, dim2=-1)
+        rest, square = (x.view(-1, *self.mean.shape).sum(0, dtype=count.dtype) / count.clamp(min=1) for x in sums)
+        return Components(count, self.mean + rest, square - rest.square())
+
+    def _take_until(self, stop: int) -> None:
+        for start, end in _slabs(stop - self.seen, self.key.device):
+            self._take(self._read(self.seen + start, self.seen + end))
+        self.seen = max(self.seen, stop)
 
     def _read(self, start: int, stop: int) -> Tensor:
         return _centred(self.key, self.mean, self.valid, start, stop).flatten(0, 1)
 
     def _take(self, key: Tensor) -> None:
         """Add the keys `[batch * key_heads, n, d]`, in place: a copy of the Gram matrices would cost as much again."""
-        self.vectors[..., 0] += key.sum(1)
+        self.vectors.select(-1, 0).add_(key.sum(1))
         self.gram.baddbmm_(key.mT, key)
 
     def _take_blocks(self, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,15 +227,16 @@ class _Below:
         return vectors, gram
 
 
-def _seen_by_all(query: Tensor, groups: int, vectors: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _seen_by_all(query: Tensor, groups: int, vectors: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     """What keys with the sums `vectors [n, d, 2]` and `gram [n, d, d]` contribute; shapes as in `_Below.__call__`."""
     square = torch.bmm(query, gram).mul_(query)
-    score, offset = torch.bmm(query, vectors).unbind(-1)
-    return score, offset, square.view(len(query), groups, -1).sum(-1)
+    return torch.bmm(query, vectors), square.view(square.shape[0], groups, -1).sum(-1)
 
 
-def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor, key_mean: Tensor) -> ScoreSums:
+def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tuple[ScoreSums, Components]:
     """Exact number, sum and sum of squares of the scores over the pairs of a structured mask.
+
+    With them come the moments of the keys, which cost nothing beside the Gram matrices.
 
     Args:
         query: `[batch, heads, queries, d_k]`, any floating dtype.
@@ -220,40 +244,41 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor, key_m
             Gram matrix of each key head is computed once.
         mask: band and padding are used; `mask.pairs` is not.
         query_mean: `[heads, d_k]`, about the mean query. Any value gives the same sums; the mean makes them accurate.
-        key_mean: `[key_heads, d_k]`, likewise.
     """
     batch, heads, queries, width = query.shape
     key_heads, keys = key.shape[1:3]
     groups = heads // key_heads
-    wide = sum_dtype(query.device)
+    dtype, wide = torch.promote_types(query.dtype, torch.float32), sum_dtype(query.device)
     # What lies below the upper edge of the band less what lies below the lower one.
+    key_mean = _near_mean(key, mask.keys)
     below = [_Below(keys if mask.band.high is None else mask.band.high, key, key_mean, mask.keys)]
     if mask.band.low is not None:
         below.append(_Below(mask.band.low, key, key_mean, mask.keys))
 
     # The keys are centred, so that a large mean score does not cancel the digits of the variance:
     # s - shift = q . (k - key_mean) + offset   with   offset = q . key_mean - shift.
-    scores, offsets, squares = [], [], []
+    scores, squares = [], []
     for start, stop in _slabs(queries, query.device):
-        rows = at_least_float32(query[:, :, start:stop])
+        rows = query[:, :, start:stop].to(dtype)
         if mask.queries is not None:
             rows = rows * _per_token(mask.queries[:, start:stop], rows)
-        rows = _blocks(rows).unflatten(1, (key_heads, groups)).transpose(2, 3)
+        rows = _filled(rows).view(batch, key_heads, groups, -1, BLOCK, width).transpose(2, 3)
         blocks = rows.shape[2]
         rows = rows.reshape(-1, groups * BLOCK, width)
-        score, offset, square = below[0](rows, groups, start, stop)
+        score, square = below[0](rows, groups, start, stop)
         if len(below) == 2:
-            less, _, less_square = below[1](rows, groups, start, stop)
-            score, square = score - less, square - less_square
-        scores.append(score.view(batch, key_heads, blocks, groups, BLOCK))
-        offsets.append(offset.view(batch, key_heads, blocks, groups, BLOCK))
+            less, less_square = below[1](rows, groups, start, stop)
+            score.select(-1, 0).sub_(less.select(-1, 0))
+            square -= less_square
+        scores.append(score.view(batch, key_heads, blocks, groups, BLOCK, 2))
         squares.append(square.view(batch, key_heads, blocks, groups))
 
     # Per query from here on, `[batch, key_heads, blocks, groups, BLOCK]`.
     shift = (query_mean.unflatten(0, (key_heads, groups)) * key_mean[:, None]).sum(-1)
-    score, offset = torch.cat(scores, 2), torch.cat(offsets, 2) - shift[:, None, :, None]
+    score, offset = torch.cat(scores, 2).unbind(-1)
+    offset = offset - shift[:, None, :, None]
     count = _pairs_per_query(mask, queries, keys, query.device)
-    count_here = _blocks(count[..., None])[:, None, :, None, :, 0]
+    count_here = _filled(count[..., None]).view(len(count), 1, -1, 1, BLOCK)
     total = (score + count_here * offset).sum((0, 2, 4), dtype=wide)
     square = torch.cat(squares, 2).sum((0, 2), dtype=wide)
     square = square + (offset * (2 * score + count_here * offset)).sum((0, 2, 4), dtype=wide)
@@ -261,7 +286,7 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor, key_m
     pairs = count.expand(batch, -1).sum().to(wide)
     shift = shift.to(wide)
     sums = pairs.expand_as(shift), total + pairs * shift, square + 2 * shift * total + pairs * shift.square()
-    return ScoreSums(*(x.flatten() for x in sums))
+    return ScoreSums(*(x.flatten() for x in sums)), below[0].components()
 
 
 def _pairs_per_query(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor:

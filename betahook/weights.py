@@ -181,7 +181,7 @@ def _linear(module: object) -> nn.Module | None:
 
 def entry_sums(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Number, sum and sum of squares of the entries per head: `[heads, d_k, d_x]` to three times `[heads]`."""
-    # In place, in float32 or better, and along memory: making a transposed weight contiguous takes longer than its sums.
+    # In place, in float32 or better, and along memory: a copy of a transposed weight takes longer than its sums.
     dtype = torch.promote_types(weight.dtype, torch.float32)
     along = 1 if weight.stride(1) == 1 else 2
     total = weight.sum(2, dtype=dtype).sum(1)

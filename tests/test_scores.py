@@ -62,9 +62,21 @@ def used(query, key, allowed):
 
 
 def exact(query, key, mask):
-    """`score_sums` as a layer calls it, centred at the means of the tokens that take part."""
-    query_mean, key_mean = scores.components(query, mask.queries).mean, scores.components(key, mask.keys).mean
-    return scores.score_sums(query, key, mask, query_mean, key_mean)
+    """`score_sums` as a layer calls it, centred at the mean of the queries that take part."""
+    return with_key_moments(query, key, mask)[0]
+
+
+def with_key_moments(query, key, mask):
+    return scores.score_sums(query, key, mask, scores.components(query, mask.queries).mean)
+
+
+def assert_components(found, tokens, valid, rel=1e-5):
+    """Compare count, mean and variance with those of the tokens that take part, in float64."""
+    keep = torch.ones(1, tokens.shape[2], dtype=torch.bool) if valid is None else valid
+    chosen = tokens.double().transpose(1, 2)[keep.expand(len(tokens), -1)]
+    assert found.count == len(chosen)
+    torch.testing.assert_close(found.mean.double(), chosen.mean(0), rtol=rel, atol=1e-6)
+    torch.testing.assert_close(found.variance.double(), chosen.var(0, correction=0), rtol=rel, atol=0)
 
 
 def assert_sums(sums, expected, rel=1e-5):
@@ -153,12 +165,12 @@ def test_a_mean_far_above_the_spread_costs_no_digits(name):
     assert_sums(exact(query, key, Mask(band)), expected)
 
 
-def test_the_centres_change_the_rounding_only():
+def test_the_centre_changes_the_rounding_only():
     query, key = make(70, 70, dtype=torch.float64)
-    centres = torch.randn(2, 2, HEAD_DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    centre = torch.randn(2, HEAD_DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     expected = used(query, key, pairs_of(Band(None, 0), 70, 70))
-    for query_mean, key_mean in (centres, torch.zeros_like(centres)):
-        assert_sums(scores.score_sums(query, key, Mask(Band(None, 0)), query_mean, key_mean), expected, rel=1e-10)
+    for query_mean in (centre, torch.zeros_like(centre)):
+        assert_sums(scores.score_sums(query, key, Mask(Band(None, 0)), query_mean)[0], expected, rel=1e-10)
 
 
 @pytest.mark.parametrize(("dtype", "rel"), [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
@@ -325,17 +337,32 @@ def test_sampled_rows_are_as_good_as_documented(beta):
 def test_component_moments(valid):
     tokens = make(50, 1, dtype=torch.bfloat16, query_mean=1.5)[0]
     mask = valid if valid is None or valid.dim() == 2 else valid[None]
-    result = scores.components(tokens, mask)
-    keep = torch.ones(2, 50, dtype=torch.bool) if mask is None else mask.expand(2, -1)
-    chosen = tokens.double().transpose(1, 2)[keep]
-    torch.testing.assert_close(result.mean.double(), chosen.mean(0), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(result.variance.double(), chosen.var(0, correction=0), rtol=1e-5, atol=0)
+    assert_components(scores.components(tokens, mask), tokens, mask)
+
+
+@pytest.mark.parametrize("padding", [None, *PADDING])
+@pytest.mark.parametrize("length", [70, 300])
+@pytest.mark.parametrize("name", BANDS)
+def test_moments_of_the_keys_are_of_all_of_them(name, length, padding):
+    """Of those too that no query sees, and of both keys under a group of queries."""
+    band, more = BANDS[name]
+    query, key = make(70, length + more, heads=4, key_mean=-1.5)
+    valid = None if padding is None else PADDING[padding](torch.arange(length + more))[None]
+    if padding is not None:
+        key.masked_fill_(~valid[:, None, :, None], 1e3)
+    _, of_key = with_key_moments(query, key, Mask(band, keys=valid))
+    if padding != "everything":
+        assert_components(of_key, key, valid)
+    for found in (of_key.count, of_key.mean, of_key.variance):
+        assert found.any() == (padding != "everything")
 
 
 def test_component_moments_under_a_mean_far_above_the_spread():
-    tokens = make(4000, 1, query_mean=300)[0]
-    variance = scores.components(tokens, None).variance
-    torch.testing.assert_close(variance.double(), tokens.double().var((0, 2), correction=0), rtol=1e-4, atol=0)
+    query, key = make(4000, 4000, query_mean=300, key_mean=600)
+    of_query = scores.components(query, None)
+    _, of_key = with_key_moments(query, key, Mask(Band(None, 0)))
+    for found, tokens in ((of_query, query), (of_key, key)):
+        assert_components(found, tokens, None, rel=1e-4)
 
 
 def test_component_moments_without_a_token_are_zero():
