@@ -96,18 +96,20 @@ class Components:
 
 def components(tokens: Tensor, valid: Tensor | None) -> Components:
     """Moments of `tokens [batch, heads, tokens, d_k]`, over those where `valid [batch or 1, tokens]` is True."""
-    length = tokens.shape[2]
+    count, mean = _count_and_mean(tokens, valid)
+    square = torch.zeros_like(mean)
+    for start, stop in _slabs(tokens.shape[2], tokens.device):
+        square += _centred(tokens, mean, valid, start, stop).square_().sum((0, 2))
+    return Components(count, mean, square / count.clamp(min=1))
+
+
+def _count_and_mean(tokens: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    count = _count(tokens, valid)
     if valid is None:
         total = tokens.sum((0, 2), dtype=torch.promote_types(tokens.dtype, torch.float32))
     else:
         total = (tokens * _per_token(valid, at_least_float32(tokens))).sum((0, 2))
-    count = _count(tokens, valid)
-    some = count.clamp(min=1)
-    mean = total / some
-    square = torch.zeros_like(mean)
-    for start, stop in _slabs(length, tokens.device):
-        square += _centred(tokens, mean, valid, start, stop).square_().sum((0, 2))
-    return Components(count, mean, square / some)
+    return count, total / count.clamp(min=1)
 
 
 def _count(tokens: Tensor, valid: Tensor | None) -> Tensor:
@@ -120,9 +122,11 @@ def _count(tokens: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def _near_mean(tokens: Tensor, valid: Tensor | None) -> Tensor:
-    """About the mean of each component, `[heads, d_k]`: that of a few tokens, the first and the last among them."""
-    picked = sampled_rows(tokens.shape[2], tokens.device)
-    return components(tokens[:, :, picked], None if valid is None else valid[:, picked]).mean
+    """About the mean of each component, `[heads, d_k]`: that of a few evenly spaced tokens, the last among them."""
+    length = tokens.shape[2]
+    step = length // ROWS + 1
+    few = slice((length - 1) % step, None, step)
+    return _count_and_mean(tokens[:, :, few], None if valid is None else valid[:, few])[1]
 
 
 def _per_token(valid: Tensor, tokens: Tensor) -> Tensor:
