@@ -150,10 +150,14 @@ def _slabs(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
         yield start, min(start + slab, length)
 
 
-def _filled(tokens: Tensor, before: int = 0) -> Tensor:
-    """`[..., n, d]` made whole blocks by zeros: `before` of them in front, the rest behind."""
-    after = -(before + tokens.shape[-2]) % BLOCK
+def _filled(tokens: Tensor, length: int, before: int = 0) -> Tensor:
+    """`[..., n, d] -> [..., length, d]`, filled up with zeros: `before` of them in front, the rest behind."""
+    after = length - before - tokens.shape[-2]
     return F.pad(tokens, (0, 0, before, after)) if before or after else tokens
+
+
+def _whole_blocks(length: int) -> int:
+    return length + -length % BLOCK
 
 
 class _Below:
@@ -184,14 +188,15 @@ class _Below:
         first = min(max(start + self.edge, 0), self.keys)
         last = min(max(stop + self.edge, 0), self.keys)
         self._take_until(first)
+        blocks = query.shape[0] // self.gram.shape[0]
         if first == last:
-            blocks = query.shape[0] // self.gram.shape[0]
             return _seen_by_all(query, groups, *(x.repeat_interleave(blocks, 0) for x in (self.vectors, self.gram)))
 
         # The edge runs through these keys: of those in its own block a query sees the ones up to its own place.
-        key = _filled(self._read(first, last), before=first - start - self.edge).reshape(-1, BLOCK, query.shape[-1])
+        key = _filled(self._read(first, last), blocks * BLOCK, before=first - start - self.edge)
+        key = key.reshape(-1, BLOCK, key.shape[-1])
         self.seen = last
-        if key.shape[0] == self.gram.shape[0]:
+        if blocks == 1:
             score, square = _seen_by_all(query, groups, self.vectors, self.gram)
             self._take(key)
         else:
@@ -266,7 +271,9 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
         rows = query[:, :, start:stop].to(dtype)
         if mask.queries is not None:
             rows = rows * _per_token(mask.queries[:, start:stop], rows)
-        rows = _filled(rows).view(batch, key_heads, groups, -1, BLOCK, width).transpose(2, 3)
+        rows = (
+            _filled(rows, _whole_blocks(stop - start)).view(batch, key_heads, groups, -1, BLOCK, width).transpose(2, 3)
+        )
         blocks = rows.shape[2]
         rows = rows.reshape(-1, groups * BLOCK, width)
         score, square = below[0](rows, groups, start, stop)
@@ -282,7 +289,7 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
     score, offset = torch.cat(scores, 2).unbind(-1)
     offset = offset - shift[:, None, :, None]
     count = _pairs_per_query(mask, queries, keys, query.device)
-    count_here = _filled(count[..., None]).view(len(count), 1, -1, 1, BLOCK)
+    count_here = _filled(count[..., None], _whole_blocks(queries)).view(len(count), 1, -1, 1, BLOCK)
     total = (score + count_here * offset).sum((0, 2, 4), dtype=wide)
     square = torch.cat(squares, 2).sum((0, 2), dtype=wide)
     square = square + (offset * (2 * score + count_here * offset)).sum((0, 2, 4), dtype=wide)

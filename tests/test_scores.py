@@ -97,6 +97,18 @@ def assert_sums(sums, expected, rel=1e-5):
         )
 
 
+@pytest.fixture(params=[1, 3])
+def blocks_at_once(request, monkeypatch):
+    """How many blocks of queries are worked on at once: one on the CPU, more on an accelerator and compiled."""
+
+    def slabs(length, device):
+        step = request.param * scores.BLOCK
+        return [(start, min(start + step, length)) for start in range(0, length, step)]
+
+    monkeypatch.setattr(scores, "_slabs", slabs)
+
+
+@pytest.mark.usefixtures("blocks_at_once")
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", BANDS)
 def test_sums_over_bands(name, length):
@@ -143,6 +155,7 @@ def test_padding_takes_no_part(name, side, of, batch):
     assert rows.max_score.tolist() == pytest.approx([max([0, *x.abs().tolist()]) for x in expected], rel=1e-5)
 
 
+@pytest.mark.usefixtures("blocks_at_once")
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 @pytest.mark.parametrize("name", ["full", "causal behind a cache", "window in both directions"])
 def test_grouped_queries_share_their_key_head(name, key_heads):
