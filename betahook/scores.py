@@ -271,9 +271,8 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
         rows = query[:, :, start:stop].to(dtype)
         if mask.queries is not None:
             rows = rows * _per_token(mask.queries[:, start:stop], rows)
-        rows = (
-            _filled(rows, _whole_blocks(stop - start)).view(batch, key_heads, groups, -1, BLOCK, width).transpose(2, 3)
-        )
+        rows = _filled(rows, _whole_blocks(stop - start))
+        rows = rows.view(batch, key_heads, groups, -1, BLOCK, width).transpose(2, 3)
         blocks = rows.shape[2]
         rows = rows.reshape(-1, groups * BLOCK, width)
         score, square = below[0](rows, groups, start, stop)
