@@ -122,8 +122,8 @@ def check(state: object, own: dict[str, Any]) -> None:
         )
     if state["options"].get("per_head") is not own["options"]["per_head"]:
         raise ValueError(f"the state belongs to a hook with {state['options']}, this one has {own['options']}")
-    if not 0 <= state["steps"] < 2**53:
-        raise ValueError(f"the state is damaged: {state['steps']} steps")
+    if not 0 <= state["skipped"] <= state["steps"] < 2**53:
+        raise ValueError(f"the state is damaged: {state['steps']} steps, {state['skipped']} of them skipped")
     for name in TENSORS:
         _check_shape(name, state[name], own[name])
     for name in ("beta", "beta_default"):

@@ -19,8 +19,11 @@ from betahook.statistics import Statistics
 DECADES = 3.0
 """Beta stays within so many decades of the model's own."""
 
-BELOW, ABOVE, WAITING, SWEEPING = 2.0, 1.0, 70, 10
-"""A sweep waits so many decades below the model's own beta, then rises to so many above it: batches, windows."""
+ABOVE, RISING, FLAT = 1.0, 100, 4.0
+"""The rise of a fresh model ends so many decades above its own beta, after so many batches, or at that logit std."""
+
+BELOW, WAITING = 2.0, 70
+"""On a plateau it begins so many decades below, after so many batches there."""
 
 RANDOM = 1.1
 """Up to this `spectral_ratio` W_q and W_k pass for random: fresh ones have 0.85 to 1.05, what learned soon has more."""
@@ -36,7 +39,7 @@ class Observation:
             this step's.
         predicted_std: standard deviation of the scores that W_q and W_k predict, NaN where they were not found.
         overflow: the largest logit whose exponential is finite in the dtype of the softmax.
-        step: number of updates before this one.
+        step: number of updates before this one, skipped optimizer steps not counted.
         spectral_ratio: returns, as a scalar, the largest `theory.spectral_ratio` of all W_q and W_k, NaN where one was
             not found. A function, since it takes a score of products with each of them.
     """
@@ -119,18 +122,21 @@ class Search(Controller):
     reversal halves the step (bisection), a sign that persists lets it grow again, so that the bracket re-opens when
     the optimum drifts. The ceiling is the paper's overflow bound on the largest logit.
 
-    The sweep is ours, for training that stands on a plateau: after the warm-up W_q and W_k still look random, so
-    nothing was learned that flat attention could undo. The first gradients of W_q and W_k come from predictions that
-    know nothing, and Adam makes full steps of them all the same. At a hundredth of beta they are a hundredth of those
-    that Adam remembers, so W_q and W_k wait while the rest of the model learns; on the rise they exceed those
-    remembered, so W_q and W_k learn faster now that there is something to learn.
+    The rise is ours, for models whose W_q and W_k are random at the first step. Their attention is flat, and while it
+    is, the sensitivity is next to nothing: it sees the loss of this batch, not that W_q and W_k learn in proportion to
+    beta. So after the warm-up beta rises to ten times the model's own in 100 batches, whatever the sensitivity, in each
+    unit as long as the logits have a standard deviation below 4.
+
+    Where W_q and W_k still look random after the warm-up, training stands on a plateau: predictions that know nothing
+    gave them the gradients of which Adam made full steps. Then beta first waits at a hundredth of its own, which undoes
+    nothing. Gradients there are a hundredth of those that Adam remembers, so W_q and W_k hold still while the
+    rest of the model learns; on the rise they exceed those remembered, so W_q and W_k learn faster now that there is
+    something to learn.
 
     Args:
         window: batches between two steps.
         warmup: batches before the first window, in which beta stays.
-        sweep: go to a hundredth of the model's own beta, wait, rise in ten windows to ten times it, whatever the
-            sensitivity, and search from there. None: after the warm-up, where W_q and W_k of all layers still look
-            random; True: at once, not for a trained model; False: never.
+        rise: whether fresh models begin with a rise.
         opening: first step, in decades.
         growth: factor on the step while the sign persists; 1 keeps it.
         smallest: smallest step, in decades.
@@ -139,7 +145,7 @@ class Search(Controller):
 
     window: int = 10
     warmup: int = 30
-    sweep: bool | None = None
+    rise: bool = True
     opening: float = 0.1
     growth: float = 1.5
     smallest: float = 0.01
@@ -148,7 +154,7 @@ class Search(Controller):
     def __post_init__(self) -> None:
         _require(self.window >= 1 and self.window == int(self.window), "Search(window=...)", "1 or more", self.window)
         _require(self.warmup >= 0, "Search(warmup=...)", "0 or more", self.warmup)
-        _require(self.sweep in (None, True, False), "Search(sweep=...)", "None, True or False", self.sweep)
+        _require(isinstance(self.rise, bool), "Search(rise=...)", "True or False", self.rise)
         _require(0 < self.smallest <= self.largest, "Search(smallest=...)", "above 0, at most largest", self.smallest)
         inside = self.smallest <= self.opening <= self.largest
         _require(inside, "Search(opening=...)", "between smallest and largest", self.opening)
@@ -157,22 +163,30 @@ class Search(Controller):
     def start(self, beta: Tensor) -> dict[str, Tensor]:
         zero = torch.zeros_like(beta)
         return {
-            "seen": zero - (WAITING if self.sweep else self.warmup),
-            "sweeps": zero + (SWEEPING if self.sweep else 0),
+            "seen": zero - self.warmup,
+            "left": zero,
             "total": zero,
             "direction": zero,
             "step": zero + self.opening,
         }
 
     def update(self, beta: Tensor, observation: Observation) -> Tensor:
-        seen, sweeps = self.state["seen"] + 1, self.state["sweeps"]
-        if self.sweep is None and observation.step == self.warmup:
-            begin = observation.spectral_ratio() <= RANDOM
-            seen, sweeps = torch.where(begin, 1 - WAITING, seen), torch.where(begin, SWEEPING, sweeps)
+        seen, left = self.state["seen"] + 1, self.state["left"]
+        if self.rise and observation.step in (0, self.warmup):
+            random = observation.spectral_ratio() <= RANDOM
+            if observation.step == 0:
+                left = torch.where(random, RISING, left)
+            if observation.step == self.warmup:
+                stuck = random & (left > 0)
+                beta = torch.where(stuck, observation.beta_default / 10**BELOW, beta)
+                seen = torch.where(stuck, 1 - WAITING, seen)
+        left = torch.where(beta * observation.statistics.std < FLAT, left, 0)
+        rising = (seen > 0) & (left > 0)
+        climb = (observation.beta_default * 10**ABOVE / beta).log10().clamp(min=0) / left
+
+        seen = torch.where(rising, 0, seen)
         total = torch.where(seen > 0, self.state["total"] + observation.statistics.sensitivity, 0)
         due = seen >= self.window
-        searching = due & (sweeps == 0)
-
         direction = -total.sign()
         agreement = direction * self.state["direction"]
         step = torch.where(agreement < 0, self.state["step"] / 2, self.state["step"])
@@ -180,16 +194,13 @@ class Search(Controller):
 
         self.state = {
             "seen": torch.where(due, 0, seen),
-            "sweeps": torch.where(due & (sweeps > 0), sweeps - 1, sweeps),
+            "left": torch.where(rising, left - 1, left),
             "total": torch.where(due, 0, total),
-            "direction": torch.where(searching & (direction != 0), direction, self.state["direction"]),
-            "step": torch.where(searching, step, self.state["step"]),
+            "direction": torch.where(due & (direction != 0), direction, self.state["direction"]),
+            "step": torch.where(due, step, self.state["step"]),
         }
-        rise = due.to(step) * ((BELOW + ABOVE) / SWEEPING)
-        moved = beta * torch.where(searching, direction * step, rise).mul(math.log(10)).exp()
-        bottom = (sweeps == SWEEPING) & ~due
-        moved = torch.where(bottom, observation.beta_default / 10**BELOW, moved)
-        return _capped(moved, observation.overflow, observation)
+        decades = torch.where(rising, climb, torch.where(due, direction * step, 0))
+        return _capped(beta * (math.log(10) * decades).exp(), observation.overflow, observation)
 
 
 @dataclass

@@ -131,6 +131,7 @@ class Hook:
         self._unit_cache: dict[tuple[bool, torch.device], Units] = {}
         self._recent = torch.zeros_like(state.table)
         self._acted = state.beta
+        self._skipped = 0  # of these steps, by the optimizer
         self._loss_scale = 0.0  # of the next backward; 0 for unknown
         self._overflow = scores.overflow_logit(next((p.dtype for p in model.parameters()), torch.float32))
 
@@ -223,7 +224,7 @@ class Hook:
             statistics=observed,
             predicted_std=units.predicted_std(observed),
             overflow=self._overflow,
-            step=self.steps,
+            step=self.steps - self._skipped,
             spectral_ratio=lambda: torch.stack([x.spectral_ratio().to(beta) for x in self.layers.values()]).max(),
         )
         new = rules.apply(self.controllers, beta, observation)
@@ -232,7 +233,9 @@ class Hook:
         state.reset()
         self.last_input = _detached(self.last_input)
         self.steps += 1
-        if not math.isnan(scale):  # a skipped step is nothing to warn about
+        if math.isnan(scale):
+            self._skipped += 1
+        else:  # a skipped step is nothing to warn about
             since = self._nonfinite_since.to(table.device)
             broken = units.spread(~observed.finite) & (since == 0)
             self._nonfinite_since = torch.where(broken, self.steps, since)
@@ -303,6 +306,7 @@ class Hook:
                 "when": "always" if state.in_evaluation else "training",
             },
             "steps": self.steps,
+            "skipped": self._skipped,
             "loss_scale": self._loss_scale,
             "beta": state.beta.clone(),
             "beta_default": state.beta_default.clone(),
@@ -335,7 +339,7 @@ class Hook:
         for controller, entry, known in zip(self.controllers, state["controllers"], like["controllers"], strict=True):
             memory = entry["state"]
             controller.state = {name: memory[name].to(start.device, copy=True) for name in known["state"] if memory}
-        self.steps, self._loss_scale = state["steps"], state["loss_scale"]
+        self.steps, self._skipped, self._loss_scale = state["steps"], state["skipped"], state["loss_scale"]
         own.measuring = self.steps % self._interval == 0
 
     def _latest(self, table: Tensor, sums: Tensor, *, weigh: bool, gather: bool) -> Tensor:

@@ -35,7 +35,7 @@ def train(folder: Path, prepare: Callable[[], None] | None = None) -> None:
     torch.manual_seed(0)
     if prepare is not None:
         prepare()
-    rules = [betahook.Search(window=1, warmup=0, sweep=False, opening=0.3, largest=1.0), betahook.Cap(2.0)]
+    rules = [betahook.Search(window=1, warmup=0, rise=False, opening=0.3, largest=1.0), betahook.Cap(2.0)]
     callback = BetaHookCallback(rules, on_end="keep")
     settings = dict(save_strategy="steps", save_steps=SAVE_STEPS, save_total_limit=1, max_steps=STEPS)
     trainer = make_trainer(folder / "run", callback, **settings)

@@ -94,9 +94,9 @@ def test_an_adapter_of_another_kind_is_not_measured_and_said_so():
 def test_folding_waits_for_the_merge(before):
     """The base weights are no part of a saved adapter, so beta must not go there."""
     model, batch = build("llama"), inputs("llama")
-    hook = betahook.attach(model, controller=betahook.Search(window=1, warmup=0, sweep=False)) if before else None
+    hook = betahook.attach(model, controller=betahook.Search(window=1, warmup=0, rise=False)) if before else None
     adapted = adapt(model)
-    hook = hook or betahook.attach(adapted, controller=betahook.Search(window=1, warmup=0, sweep=False))
+    hook = hook or betahook.attach(adapted, controller=betahook.Search(window=1, warmup=0, rise=False))
     train(adapted, hook, 3)
     adapted.eval()
     expected = adapted(**batch).logits
@@ -114,7 +114,7 @@ def test_folding_waits_for_the_merge(before):
 
 def test_an_adapter_saves_beta_beside_it(tmp_path):
     adapted = adapt(build("llama"))
-    with betahook.attach(adapted, controller=betahook.Search(window=1, warmup=0, sweep=False)) as hook:
+    with betahook.attach(adapted, controller=betahook.Search(window=1, warmup=0, rise=False)) as hook:
         train(adapted, hook, 3)
         adapted.eval()
         adapted.save_pretrained(tmp_path)

@@ -20,7 +20,7 @@ from test_trainer import make_trainer
 
 
 def attach(model):
-    return betahook.attach(model, controller=[betahook.Search(window=2, warmup=0, sweep=False), betahook.Cap(2.0)])
+    return betahook.attach(model, controller=[betahook.Search(window=2, warmup=0, rise=False), betahook.Cap(2.0)])
 
 
 class Interrupt(TrainerCallback):
@@ -35,7 +35,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     def run(folder, *more, resume=None):
         torch.manual_seed(0)
         callback = BetaHookCallback(
-            controller=[betahook.Search(window=1, warmup=0, sweep=False, opening=0.3, largest=1.0), betahook.Cap(2.0)],
+            controller=[betahook.Search(window=1, warmup=0, rise=False, opening=0.3, largest=1.0), betahook.Cap(2.0)],
             on_end="keep",
         )
         trainer = make_trainer(folder, callback, save_strategy="steps", save_steps=3, max_steps=8)
@@ -258,7 +258,7 @@ def test_a_restored_run_goes_on(tmp_path):
         model.save_pretrained(tmp_path)
         expected = train(model, hook, 3)
     again = type(model).from_pretrained(tmp_path, attn_implementation="eager").train()
-    controller = [betahook.Search(window=2, warmup=0, sweep=False), betahook.Cap(2.0)]
+    controller = [betahook.Search(window=2, warmup=0, rise=False), betahook.Cap(2.0)]
     with betahook.restore(again, tmp_path, controller=controller) as hook:
         assert train(again, hook, 3) == expected
 

@@ -80,13 +80,14 @@ def test_variance_without_a_std_keeps_beta(source):
 
 
 @pytest.fixture(autouse=True)
-def short_wait(monkeypatch):
+def hurry(monkeypatch):
     monkeypatch.setattr(controllers, "WAITING", 3)
+    monkeypatch.setattr(controllers, "RISING", 10)
 
 
 def search(**options):
     """Search with nothing left to its defaults."""
-    plain = {"window": 1, "opening": 0.5, "growth": 1.5, "smallest": 0.01, "warmup": 0, "largest": 1.0, "sweep": False}
+    plain = {"window": 1, "opening": 0.5, "growth": 1.5, "smallest": 0.01, "warmup": 0, "largest": 1.0, "rise": False}
     return Search(**{**plain, **options})
 
 
@@ -124,33 +125,63 @@ def test_search_warms_up_before_its_first_window():
     assert decades(history) == approx([0, 0, 0, 0, -0.5, -0.5, -1.25])
 
 
-def test_search_sweeps_from_two_decades_below_to_one_above():
-    """Whatever the sensitivity says; then the search goes on downward, as it wants."""
-    observations = [observe(sensitivity=1, beta_default=0.5)] * 27
-    history = run(search(window=2, sweep=True), observations, 0.5)
-    windows = [-2 + 0.3 * index for index in range(1, 11)] + [1 - 0.5]
-    expected = [-2] * 4 + [x for x in windows for _ in range(2)]
-    assert [math.log10(beta / 0.5) for beta in history] == approx([*expected, 0.5 - 0.75])
+FRESH, LEARNED = controllers.RANDOM, 1.2
 
 
-def test_a_sweep_stays_below_the_overflow_bound_and_ends_all_the_same():
-    history = run(search(sweep=True), [observe(sensitivity=1, max_score=44.0)] * 14)
+def rising(ratios, count, **measured):
+    """Observations of a Search that looks at the weights in the first step and after a warm-up of two."""
+    first, *later = ratios
+    ratios = [first, NAN, *later, *[NAN] * count][:count]
+    return [observe(**{"sensitivity": 1, "std": 0.1, **measured}, spectral_ratio=ratio) for ratio in ratios]
+
+
+def test_search_rises_to_ten_times_the_beta_of_a_fresh_model_that_has_begun_to_learn():
+    """In ten batches, whatever the sensitivity says; then the search goes on downward, as it wants."""
+    observations = rising([FRESH, LEARNED], 14, beta_default=0.5)
+    history = run(search(warmup=2, window=2, rise=True), observations, 0.5)
+    climb = [0.1 * index for index in range(1, 11)]
+    assert [math.log10(beta / 0.5) for beta in history] == approx([0, 0, *climb, 1, 0.5])
+
+
+def test_search_begins_two_decades_below_where_weights_still_look_random_after_the_warmup():
+    history = run(search(warmup=2, rise=True), rising([FRESH, FRESH], 17))
+    climb = [-2 + 0.3 * index for index in range(1, 11)]
+    assert decades(history) == approx([0, 0, -2, -2, -2, *climb, 0.5, -0.25])
+
+
+def test_a_fresh_model_without_a_warmup_begins_below_at_once():
+    assert decades(run(search(rise=True), rising([FRESH], 4))) == approx([-2, -2, -2, -1.7])
+
+
+@pytest.mark.parametrize(
+    ("rise", "ratios"),
+    [(True, [LEARNED, FRESH]), (True, [NAN, FRESH]), (False, [FRESH, FRESH])],
+    ids=["trained", "unknown", "told not to"],
+)
+def test_search_does_not_rise_where_weights_have_learned_or_are_unknown(rise, ratios):
+    history = run(search(warmup=2, rise=rise), rising(ratios, 5))
+    assert decades(history) == approx([0, 0, -0.5, -1.25, -2.25])
+
+
+def test_each_unit_rises_while_its_logits_are_flat():
+    """The second has steep attention from the start; the first gets there by a beta of 2, unlike the third."""
+    std = [controllers.FLAT / 1.9, controllers.FLAT, 0.01]
+    history = run(
+        search(warmup=2, rise=True), rising([FRESH, LEARNED], 7, units=3, sensitivity=[-1, -1, 1], std=std), [1.0] * 3
+    )
+    first, second, third = ([math.log10(beta) for beta in path] for path in zip(*history, strict=True))
+    assert first == approx([0, 0, 0.1, 0.2, 0.3, 0.8, 0.8 + 0.75])
+    assert second == approx([0, 0, 0.5, 1.25, 2.25, 3, 3])
+    assert third == approx([0, 0, 0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+def test_a_rise_stays_below_the_overflow_bound_and_ends_all_the_same():
+    history = run(search(rise=True, warmup=2), rising([FRESH, LEARNED], 13, max_score=44.0))
     assert max(history) == approx(2.0)
     assert decades(history)[-1] == approx(math.log10(2) - 0.5)
 
 
-@pytest.mark.parametrize(("ratio", "sweeps"), [(0.9, True), (controllers.RANDOM, True), (1.2, False), (NAN, False)])
-def test_search_sweeps_after_the_warmup_where_all_weights_still_look_random(ratio, sweeps):
-    """It begins as if there had been no warm-up; else the first window after it is as without any sweep."""
-    observations = [observe(units=2, sensitivity=[1, -1], spectral_ratio=9.0)] * 2
-    observations += [observe(units=2, sensitivity=[1, -1], spectral_ratio=ratio)]
-    observations += [observe(units=2, sensitivity=[1, -1], spectral_ratio=NAN)] * 30
-    history = run(search(warmup=2, sweep=None), observations, [1.0, 1.0])
-    expected = run(search(sweep=sweeps), observations[2:], [1.0, 1.0])
-    assert history == [[1.0, 1.0], [1.0, 1.0], *expected]
-
-
-def test_search_looks_at_the_weights_once_and_only_if_it_has_to_decide():
+def test_search_looks_at_the_weights_twice_and_only_if_it_has_to_decide():
     looks = []
 
     def look():
@@ -158,11 +189,10 @@ def test_search_looks_at_the_weights_once_and_only_if_it_has_to_decide():
         return torch.tensor(0.9)
 
     observations = [replace(observe(sensitivity=1), spectral_ratio=look)] * 5
-    run(search(warmup=2, sweep=True), observations)
-    run(search(warmup=2, sweep=False), observations)
+    run(search(warmup=2, rise=False), observations)
     assert not looks
-    run(search(warmup=2, sweep=None), observations)
-    assert len(looks) == 1
+    run(search(warmup=2, rise=True), observations)
+    assert len(looks) == 2
 
 
 def test_search_without_sensitivity_stays_and_forgets_nothing():
@@ -238,7 +268,7 @@ RULES = {
     "variance from weights": lambda: Variance(source="weights"),
     "search": search,
     "search with a window": lambda: search(window=3),
-    "search with a sweep": lambda: search(window=2, sweep=True),
+    "search with a rise": lambda: search(window=2, rise=True),
     "gradient": Gradient,
     "cap": lambda: Cap(5.0),
     "search, cap": lambda: [search(), Cap(5.0)],
@@ -346,7 +376,7 @@ def test_beta_keeps_its_precision(rule):
         (Search, {"window": 0}, r"Search\(window=\.\.\.\) must be 1 or more; got 0"),
         (Search, {"window": 1.5}, r"Search\(window=\.\.\.\)"),
         (Search, {"warmup": -1}, r"Search\(warmup=\.\.\.\) must be 0 or more; got -1"),
-        (Search, {"sweep": "no"}, r"Search\(sweep=\.\.\.\) must be None, True or False; got 'no'"),
+        (Search, {"rise": "no"}, r"Search\(rise=\.\.\.\) must be True or False; got 'no'"),
         (Search, {"smallest": 0}, r"Search\(smallest=\.\.\.\)"),
         (Search, {"opening": 2.0, "smallest": 0.1}, r"Search\(opening=\.\.\.\)"),
         (Search, {"opening": 0.1, "smallest": 0.2}, r"Search\(opening=\.\.\.\)"),

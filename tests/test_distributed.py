@@ -24,7 +24,7 @@ LAYERS = ("model.layers.0.self_attn", "model.layers.1.self_attn")
 
 
 def attach(model, **options):
-    search = betahook.Search(window=1, warmup=0, sweep=False, opening=0.3, largest=1.0)
+    search = betahook.Search(window=1, warmup=0, rise=False, opening=0.3, largest=1.0)
     return betahook.attach(model, controller=[search, betahook.Cap(1.5)], **options)
 
 

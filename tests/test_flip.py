@@ -58,7 +58,7 @@ def test_a_table_from_runs_to_report_and_not_twice(flip, tmp_path, monkeypatch, 
     row = flip["task"].Row(4, 6, 512, 2.0, 0.25, 1.0)
     monkeypatch.setattr(flip["run"], "TABLE_1", (row,))
     arguments = ["--rows", row.name, "--test-strings", "100", "--output", str(tmp_path), "--seeds", "0"]
-    columns = ["default", "paper", "scaled-init", "betahook", "no-sweep", "variance", "gradient"]
+    columns = ["default", "paper", "scaled-init", "betahook", "no-rise", "variance", "gradient"]
     flip["run"].main([*arguments, "--columns", *columns])
     results = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [result["column"] for result in results] == columns

@@ -205,7 +205,7 @@ def test_per_head_controllers_move_heads_apart_and_per_layer_ones_do_not():
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_the_default_sweeps_a_model_whose_weights_are_random_and_no_other(learned, monkeypatch):
+def test_search_goes_to_a_hundredth_where_the_weights_of_all_layers_stay_random(learned, monkeypatch):
     monkeypatch.setattr(betahook.controllers, "WAITING", 3)
     model = build("llama")
     if learned:  # one layer is enough
@@ -217,9 +217,9 @@ def test_the_default_sweeps_a_model_whose_weights_are_random_and_no_other(learne
         assert path == [[own] * 2] * 4 if learned else path == [[own] * 2] * 2 + [[pytest.approx(own / 100)] * 2] * 2
 
 
-def test_weights_that_are_not_found_are_no_reason_to_sweep(monkeypatch):
+def test_weights_that_are_not_found_are_no_reason_to_rise(monkeypatch):
     model = build("llama")
-    with betahook.attach(model, controller=betahook.Search(warmup=0, sweep=False)) as hook:
+    with betahook.attach(model, controller=betahook.Search(warmup=0)) as hook:
         monkeypatch.setattr(betahook.weights, "locate", lambda *arguments: None)
         assert train(model, hook, 1) == [[hook.layers[LAYER].beta_default] * 2]
 
@@ -309,7 +309,7 @@ def test_half_precision_is_measured_in_float32():
 
 def test_a_nan_holds_beta_and_raises_a_flag():
     model, batch = build("llama"), inputs("llama")
-    with betahook.attach(model, controller=betahook.Search(window=1, warmup=0, sweep=False)) as hook:
+    with betahook.attach(model, controller=betahook.Search(window=1, warmup=0, rise=False)) as hook:
         train(model, hook, 2)
         before = [layer.beta for layer in hook.layers.values()]
         state = {name: value.clone() for name, value in hook.controllers[0].state.items()}
@@ -325,7 +325,7 @@ def test_a_nan_holds_beta_and_raises_a_flag():
 def test_state_dict_goes_on_bit_identically():
     model = build("llama")
     hook = betahook.attach(
-        model, controller=[betahook.Search(window=2, warmup=0, sweep=False), betahook.Cap(2.0)], interval=2
+        model, controller=[betahook.Search(window=2, warmup=0, rise=False), betahook.Cap(2.0)], interval=2
     )
     train(model, hook, 3)
     model(**inputs("llama"))  # in the middle of a step
@@ -335,7 +335,7 @@ def test_state_dict_goes_on_bit_identically():
 
     model.load_state_dict(weights)
     again = betahook.attach(
-        model, controller=[betahook.Search(window=2, warmup=0, sweep=False), betahook.Cap(2.0)], interval=2
+        model, controller=[betahook.Search(window=2, warmup=0, rise=False), betahook.Cap(2.0)], interval=2
     )
     again.load_state_dict(state)
     assert train(model, again, 5) == expected

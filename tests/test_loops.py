@@ -16,7 +16,7 @@ LAYER = "model.layers.0.self_attn"
 
 def attach(model):
     """A search that moves in every step."""
-    return betahook.attach(model, controller=betahook.Search(window=1, warmup=0, sweep=False, opening=0.1, growth=1.0))
+    return betahook.attach(model, controller=betahook.Search(window=1, warmup=0, rise=False, opening=0.1, growth=1.0))
 
 
 def betas(hook):
@@ -112,6 +112,31 @@ def test_growth_right_after_a_resume_counts():
         scaled_step(model, optimizer, scaler, hook, batch)
         assert scaler.get_scale() == 2.0**11
         assert betas(hook) != before
+
+
+def test_controllers_do_not_count_skipped_steps():
+    """Scalers begin too high, so that the first steps are skipped."""
+    seen = []
+
+    class Watch(betahook.Monitor):
+        def update(self, beta, observation):
+            seen.append(observation.step)
+            return beta
+
+    model, batch, scaler = build("llama"), inputs("llama"), make_scaler()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with betahook.attach(model, controller=Watch()) as hook:
+        handle = model.lm_head.weight.register_post_accumulate_grad_hook(overflow)
+        scaled_step(model, optimizer, scaler, hook, batch)
+        scaled_step(model, optimizer, scaler, hook, batch)
+        handle.remove()
+        state = hook.state_dict()
+        scaled_step(model, optimizer, scaler, hook, batch)
+    with betahook.attach(build("llama"), controller=Watch()) as hook:
+        hook.load_state_dict(state)
+        scaled_step(hook.model, torch.optim.SGD(hook.model.parameters(), lr=0.1), scaler, hook, batch)
+        assert hook.steps == 3
+    assert seen == [0, 0, 0, 0]
 
 
 def test_a_skipped_step_is_no_reason_to_warn(caplog):

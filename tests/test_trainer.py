@@ -66,7 +66,7 @@ def test_metrics_join_the_loss(tmp_path, report_to):
 
 def test_training_is_that_of_a_plain_loop(tmp_path):
     """The callback steps once per optimizer step: beta is that of attach() and hook.step() by hand."""
-    search = dict(window=2, warmup=0, sweep=False, opening=0.3, largest=1.0)
+    search = dict(window=2, warmup=0, rise=False, opening=0.3, largest=1.0)
     callback = BetaHookCallback(controller=betahook.Search(**search), on_end="keep")
     make_trainer(tmp_path, callback, gradient_accumulation_steps=2, max_grad_norm=0, optim="sgd", seed=5).train()
 
@@ -94,7 +94,7 @@ def test_the_model_is_plain_after_training_and_keeps_its_beta(tmp_path, best):
     """Folded, with the beta of the last step, or of the best checkpoint where the Trainer goes back to that."""
     keep = dict(load_best_model_at_end=True, save_strategy="steps", save_steps=1) if best else {}
     keep |= dict(metric_for_best_model="eval_loss", greater_is_better=True)  # so that the last step is not the best
-    callback = BetaHookCallback(controller=betahook.Search(window=1, warmup=0, sweep=False, opening=1.0, largest=1.0))
+    callback = BetaHookCallback(controller=betahook.Search(window=1, warmup=0, rise=False, opening=1.0, largest=1.0))
     trainer = make_trainer(tmp_path, callback, eval_strategy="steps", eval_steps=1, learning_rate=1.0, **keep)
     trainer.train()
     assert not callback.hook.attached
@@ -106,7 +106,7 @@ def test_the_model_is_plain_after_training_and_keeps_its_beta(tmp_path, best):
 @pytest.mark.parametrize("greater_is_better", [True, False])
 def test_the_best_beta_is_that_of_a_named_metric_in_a_named_direction(tmp_path, greater_is_better):
     callback = BetaHookCallback(
-        controller=betahook.Search(window=1, warmup=0, sweep=False, opening=1.0, largest=1.0), on_end="keep"
+        controller=betahook.Search(window=1, warmup=0, rise=False, opening=1.0, largest=1.0), on_end="keep"
     )
     steps = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, learning_rate=1.0)
     best = dict(load_best_model_at_end=True, metric_for_best_model="spread", greater_is_better=greater_is_better)
@@ -216,7 +216,7 @@ def test_other_ranks_rename_nothing(copy_of_run):
 
 
 def test_what_cannot_be_folded_stays_hooked_and_says_so(tmp_path, caplog):
-    callback = BetaHookCallback(controller=betahook.Search(window=1, warmup=0, sweep=False))
+    callback = BetaHookCallback(controller=betahook.Search(window=1, warmup=0, rise=False))
     trainer = make_trainer(tmp_path, callback)
     trainer.model.model.layers[0].self_attn.clip_qkv = 8.0
     trainer.train()

@@ -34,9 +34,9 @@ COLUMNS: dict[str, tuple[str, Callable[[Row, int], Run] | None]] = {
     ),
     "procedure": ("BetaSearch, every trial a run of its own", None),
     "betahook": ("betahook's default, one run", lambda row, seed: Run(row, seed, controller=betahook.default)),
-    "no-sweep": (
-        "[Search(sweep=False)], one run",
-        lambda row, seed: Run(row, seed, controller=lambda: [betahook.Search(sweep=False)]),
+    "no-rise": (
+        "[Search(rise=False)], one run",
+        lambda row, seed: Run(row, seed, controller=lambda: [betahook.Search(rise=False)]),
     ),
     "variance": ("Variance(), one run", lambda row, seed: Run(row, seed, controller=betahook.Variance)),
     "gradient": (

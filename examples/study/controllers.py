@@ -51,7 +51,7 @@ class Treatment:
 CONTROLLERS = {
     "plain": Treatment(),
     "default": Treatment(betahook.default),
-    "no-sweep": Treatment(lambda: [Search(sweep=False)]),
+    "no-rise": Treatment(lambda: [Search(rise=False)]),
     "gradient": Treatment(lambda: [Gradient(), Cap(30.0)]),
     "variance": Treatment(lambda: [Variance()]),
     "cap": Treatment(lambda: [Cap(30.0)]),
