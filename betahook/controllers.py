@@ -36,8 +36,9 @@ class Observation:
     Attributes:
         beta_default: the model's own inverse temperature.
         statistics: of this step; of the last measured one where this step was not measured. The sensitivity is always
-            this step's.
-        predicted_std: standard deviation of the scores that W_q and W_k predict, NaN where they were not found.
+            this step's. The std of W_q and W_k is not in it.
+        predicted_std: returns the standard deviation of the scores that W_q and W_k predict, NaN where they were not
+            found. A function, since it reads them all.
         overflow: the largest logit whose exponential is finite in the dtype of the softmax.
         step: number of updates before this one, skipped optimizer steps not counted.
         spectral_ratio: returns, as a scalar, the largest `theory.spectral_ratio` of all W_q and W_k, NaN where one was
@@ -46,7 +47,7 @@ class Observation:
 
     beta_default: Tensor
     statistics: Statistics
-    predicted_std: Tensor
+    predicted_std: Callable[[], Tensor]
     overflow: float
     step: int
     spectral_ratio: Callable[[], Tensor]
@@ -108,7 +109,7 @@ class Variance(Controller):
         _require(0 <= self.smoothing < 1, "Variance(smoothing=...)", "a number from 0 to below 1", self.smoothing)
 
     def update(self, beta: Tensor, observation: Observation) -> Tensor:
-        std = observation.statistics.std if self.source == "measured" else observation.predicted_std
+        std = observation.statistics.std if self.source == "measured" else observation.predicted_std()
         wanted = (self.target / std).log()
         return (self.smoothing * beta.log() + (1 - self.smoothing) * wanted).exp()
 

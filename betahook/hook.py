@@ -213,7 +213,9 @@ class Hook:
         if scale != 1:
             collected[statistics.ROW["sensitivity"]] /= scale
         *pooled, state.beta_default = statistics.all_reduce(collected, state.moments, state.beta_default)
-        self._recent = table = self._latest(*pooled, weigh=state.measuring, gather=True)
+        self._recent = table = self._latest(*pooled)
+        for layer in self.layers.values() if state.measuring else ():
+            layer.weigh(table, sharded=True)
 
         units = self._units(self._per_head)
         self._acted = state.current_beta
@@ -222,7 +224,7 @@ class Hook:
         observation = Observation(
             beta_default=units.first(state.beta_default),
             statistics=observed,
-            predicted_std=units.predicted_std(observed),
+            predicted_std=lambda: units.predicted_std(units.observe(self._weighed(table))),
             overflow=self._overflow,
             step=self.steps - self._skipped,
             spectral_ratio=lambda: torch.stack([x.spectral_ratio().to(beta) for x in self.layers.values()]).max(),
@@ -242,7 +244,7 @@ class Hook:
         state.measuring = self.steps % self._interval == 0
 
     def metrics(self) -> dict[str, float]:
-        """What the last step measured, and beta as it is now: flat, `quantity/layer` to a number, for any logger.
+        """What the last step measured, and beta, W_q and W_k as they are now: flat, `quantity/layer` to a number.
 
         Quantities: beta, score_mean, score_std, predicted_std (from W_q and W_k), independent_std (from the moments of
         q and k), classic_std (`sqrt(d_k)`), weight_std_q, weight_std_k, max_logit, entropy (nats), sensitivity,
@@ -284,12 +286,12 @@ class Hook:
             RuntimeError: nothing was measured yet.
         """
         units = self._units(per_head=False)
-        table = self._latest(self._state.collect(), self._state.moments, weigh=True, gather=False)
+        table = self._latest(self._state.collect(), self._state.moments)
         if not bool((table[statistics.ROW["pairs"]] > 0).any()):
             raise RuntimeError(
                 'audit() before any measurement: run a forward first (in training mode, or attach with when="always")'
             )
-        return Audit.of(self.layers, units, units.observe(table))
+        return Audit.of(self.layers, units, units.observe(self._weighed(table)))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that `step` depends on: tensors, numbers and strings only, ready for `torch.save`.
@@ -342,12 +344,16 @@ class Hook:
         self.steps, self._skipped, self._loss_scale = state["steps"], state["skipped"], state["loss_scale"]
         own.measuring = self.steps % self._interval == 0
 
-    def _latest(self, table: Tensor, sums: Tensor, *, weigh: bool, gather: bool) -> Tensor:
-        """`table` with what the moments `sums` say, what was last measured of idle heads, and W_q and W_k as now."""
+    def _latest(self, table: Tensor, sums: Tensor) -> Tensor:
+        """`table` with what the moments `sums` say, and what was last measured of idle heads."""
         moments.describe(table, sums, self._state.widths)
-        table = statistics.keep_measured(table, self._recent.to(table))
-        for layer in self.layers.values() if weigh else ():
-            layer.weigh(table, gather=gather)
+        return statistics.keep_measured(table, self._recent.to(table))
+
+    def _weighed(self, table: Tensor) -> Tensor:
+        """`table` with W_q and W_k as they are now; the sharded ones are in it since the step, where all ranks met."""
+        table = table.clone()
+        for layer in self.layers.values():
+            layer.weigh(table)
         return table
 
     def _scale_of_backward(self, scaler: GradScaler) -> float:
@@ -390,7 +396,7 @@ class Hook:
 
     def _quantities(self, units: Units) -> dict[str, Tensor]:
         """What `metrics` reports, `[units]` each."""
-        observed = units.observe(self._recent.to(self._state.table))
+        observed = units.observe(self._weighed(self._recent.to(self._state.table)))
         beta = units.first(self._state.current_beta)
         return {
             "beta": beta,

@@ -203,7 +203,7 @@ class AttentionLayer:
     def _table(self) -> Tensor:
         table = self._state.collect()
         moments.describe(table, self._state.moments, self._state.widths)
-        self.weigh(table, gather=False)
+        self.weigh(table)
         return table[:, self._slice]
 
     @property
@@ -321,13 +321,14 @@ class AttentionLayer:
         self._add(**{f"{which}_{name}": value for which in of for name, value in sums.items()})
 
     @torch.no_grad()
-    def weigh(self, table: Tensor, *, gather: bool = True) -> None:
-        """Write the sums of the entries of W_q and W_k into the columns of this layer of `table`.
+    def weigh(self, table: Tensor, *, sharded: bool = False) -> None:
+        """Write the sums of the entries of W_q and W_k, as they are now, into the columns of this layer of `table`.
 
-        Weights out of reach are left out, as are sharded ones unless `gather`, for which every rank must call this.
+        Of weights that are whole, or else of those that are sharded, for which every rank must call this; what is out
+        of reach is left out.
         """
         for of, projection in zip(("query", "key"), self.projections or (), strict=False):
-            if projection.obstacle is not None or (projection.is_sharded and not gather):
+            if projection.obstacle is not None or projection.is_sharded is not sharded:
                 continue
             sums = weights.entry_sums(projection.entries)
             for name, value in zip((f"{of}_weights", f"{of}_weight", f"{of}_weight_square"), sums, strict=True):

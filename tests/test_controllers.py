@@ -27,7 +27,7 @@ def observe(*, units=1, predicted_std=NAN, beta_default=1.0, overflow=88.0, step
     return Observation(
         beta_default=tensor(beta_default),
         statistics=Statistics(**values),
-        predicted_std=tensor(predicted_std),
+        predicted_std=lambda: tensor(predicted_std),
         overflow=overflow,
         step=step,
         spectral_ratio=lambda: torch.tensor(spectral_ratio),
@@ -319,7 +319,7 @@ def test_a_bad_observation_holds_its_unit_alone(rule, reason, bad):
                     name: torch.where(torch.tensor([False, True, False]), bad, getattr(observation.statistics, name))
                     for name in ("sensitivity", "std", "max_score")
                 }
-                predicted = torch.where(torch.tensor([False, True, False]), bad, observation.predicted_std)
+                predicted = torch.where(torch.tensor([False, True, False]), bad, observation.predicted_std())
                 observation = observe(units=3, **measured, **SICK[reason](False), predicted_std=predicted)
             beta = controllers.apply(rules, beta, observation)
             betas.append(beta.tolist())

@@ -224,6 +224,20 @@ def test_weights_that_are_not_found_are_no_reason_to_rise(monkeypatch):
         assert train(model, hook, 1) == [[hook.layers[LAYER].beta_default] * 2]
 
 
+def test_weights_are_read_when_somebody_asks_and_not_in_every_step(monkeypatch):
+    reads = []
+    entry_sums = betahook.weights.entry_sums
+    monkeypatch.setattr(betahook.weights, "entry_sums", lambda weight: reads.append(1) or entry_sums(weight))
+    model = build("llama")
+    with betahook.attach(model) as hook:
+        train(model, hook, 2)
+        assert not reads
+        weight = model.get_submodule(LAYER).q_proj.weight
+        weight.data.mul_(2)
+        assert hook.metrics()[f"weight_std_q/{LAYER}"] == pytest.approx(weight.std(correction=0).item(), rel=1e-5)
+        assert len(reads) == 4  # W_q and W_k of two layers
+
+
 def test_interval_measures_every_nth_step_and_keeps_the_rest():
     model, batch = build("llama"), inputs("llama")
     with betahook.attach(model, controller="monitor", interval=3) as hook:
