@@ -5,9 +5,9 @@
     python examples/benchmark.py --model llama --config num_hidden_layers=4 --dtype bfloat16 --device cuda --length 4096
     python examples/benchmark.py --scaling 1024 2048 4096 8192      # the statistics alone, against the sdpa forward
 
-Every round runs one step of each way, ten with `interval=10`; its ratio is to the unhooked step of the same round: what else
-the machine does slows both. On the CPU seconds are those of the process. Prints a table, writes `benchmark.json` and
-`benchmark.png`, or `scaling.json` and `scaling.png`.
+Every round runs one step of each way, ten with `interval=10`; a ratio is to the unhooked step of the same round: what
+else the machine does slows both. On the CPU seconds are those of the process. Prints a table, writes `benchmark.json`
+and `benchmark.png`, or `scaling.json` and `scaling.png`.
 """
 
 from __future__ import annotations
