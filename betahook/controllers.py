@@ -130,9 +130,9 @@ class Search(Controller):
 
     Where W_q and W_k still look random after the warm-up, training stands on a plateau: predictions that know nothing
     gave them the gradients of which Adam made full steps. Then beta first waits at a hundredth of its own, which undoes
-    nothing. Gradients there are a hundredth of those that Adam remembers, so W_q and W_k hold still while the
-    rest of the model learns; on the rise they exceed those remembered, so W_q and W_k learn faster now that there is
-    something to learn.
+    nothing. Gradients there are a hundredth of those that Adam remembers, so W_q and W_k hold still while the rest of
+    the model learns; on the rise they exceed those remembered, so W_q and W_k learn faster now that there is something
+    to learn.
 
     Args:
         window: batches between two steps.

@@ -48,8 +48,8 @@ def attach(
     Args:
         model: any model with softmax attention over q . k: that of transformers, written by hand with torch's products,
             or torch's own. Attach before wrapping it (`DistributedDataParallel`) and before compiling it.
-        controller: "default", a `Search` for beta; "monitor", beta stays; a controller; or a
-            list of controllers, applied in order.
+        controller: "default", a `Search` for beta; "monitor", beta stays; a controller; or a list of
+            controllers, applied in order.
         layers: which attention layers: a glob over module names, a list of globs, or a predicate `(name, module) ->
             bool`; None for all.
         per_head: one beta for each head instead of one for each layer.

@@ -257,7 +257,7 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
     batch, heads, queries, width = query.shape
     key_heads, keys = key.shape[1:3]
     groups = heads // key_heads
-    dtype, wide = torch.promote_types(query.dtype, torch.float32), sum_dtype(query.device)
+    wide = sum_dtype(query.device)
     # What lies below the upper edge of the band less what lies below the lower one.
     key_mean = _near_mean(key, mask.keys)
     below = [_Below(keys if mask.band.high is None else mask.band.high, key, key_mean, mask.keys)]
@@ -268,7 +268,7 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
     # s - shift = q . (k - key_mean) + offset   with   offset = q . key_mean - shift.
     scores, squares = [], []
     for start, stop in _slabs(queries, query.device):
-        rows = query[:, :, start:stop].to(dtype)
+        rows = at_least_float32(query[:, :, start:stop])
         if mask.queries is not None:
             rows = rows * _per_token(mask.queries[:, start:stop], rows)
         rows = _filled(rows, _whole_blocks(stop - start))
