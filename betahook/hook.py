@@ -212,7 +212,8 @@ class Hook:
         scale = 1.0 if scaler is None else self._scale_of_backward(scaler)
         if scale != 1:
             collected[statistics.ROW["sensitivity"]] /= scale
-        *pooled, state.beta_default = statistics.all_reduce(collected, state.moments, state.beta_default)
+        *pooled, beta_default = statistics.all_reduce(collected, state.moments, state.beta_default)
+        state.beta_default.copy_(beta_default)
         self._recent = table = self._latest(*pooled)
         for layer in self.layers.values() if state.measuring else ():
             layer.weigh(table, sharded=True)
@@ -231,7 +232,7 @@ class Hook:
         )
         new = rules.apply(self.controllers, beta, observation)
         # Only where it moved: a beta that was set for one head survives a controller that leaves its layer alone.
-        state.beta = torch.where(units.spread(new != beta), units.spread(new), state.beta)
+        state.beta.copy_(torch.where(units.spread(new != beta), units.spread(new), state.beta))
         state.reset()
         self.last_input = _detached(self.last_input)
         self.steps += 1
@@ -334,9 +335,9 @@ class Hook:
             entry["state"] = entry["state"] or controller.start(start)
         checkpoint.check(state, like)
 
-        own.beta, own.beta_default, own.table, own.moments, self._recent = (
-            state[name].to(like[name], copy=True) for name in checkpoint.TENSORS
-        )
+        tensors = (own.beta, own.beta_default, own.table, own.moments, self._recent)
+        for tensor, name in zip(tensors, checkpoint.TENSORS, strict=True):
+            tensor.copy_(state[name])
         own.probe.grad = own.table[statistics.ROW["sensitivity"]].to(own.probe)
         for controller, entry, known in zip(self.controllers, state["controllers"], like["controllers"], strict=True):
             memory = entry["state"]

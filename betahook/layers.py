@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 class State:
     """Everything that changes while a model trains, flat over all heads of all layers.
 
+    Forward and `hook.step()` write into the same tensors all the time: a CUDA graph knows them by their addresses.
+
     Attributes:
         beta: float32 `[heads]`, the inverse temperature; NaN stands for the model's own.
         beta_default: float32 `[heads]`, the model's own; NaN until the first forward.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import betahook
 from models import build, inputs
@@ -68,6 +69,79 @@ def test_nothing_is_read_back_between_the_forward_and_the_metrics(family, contro
             hook.metrics()
         assert readbacks.calls["tolist"] == 1
         assert sum(waits.calls.values()) > 0
+
+
+class OnTheHost(TorchDispatchMode):
+    """Count the operations that read or write a tensor on the CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        if any(tensor.device.type == "cpu" for tensor in tensors):
+            self.calls[str(function)] += 1
+        return result
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
+def test_everything_stays_on_the_device_of_the_model(family, controller):
+    """Shown on the meta device, which has no values: what asked for one would fail."""
+    model = build(family, "sdpa").to("meta")
+    batch = {name: tensor.to("meta") for name, tensor in inputs(family, padded=False).items()}
+    with betahook.attach(model, controller=CONTROLLERS[controller](), interval=2) as hook:
+        for _ in range(2):  # in which Search asks whether W_q and W_k are random: here nobody knows
+            step(model, hook, batch)
+        for _ in range(2):
+            with OnTheHost() as host:
+                step(model, hook, batch)
+            assert not host.calls
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
+def test_forward_and_step_write_to_the_same_places_all_the_time(family):
+    """A CUDA graph reads and writes where it did when it was captured."""
+    model, batch = build(family, "sdpa"), inputs(family)
+
+    def places():
+        state = hook._state
+        return [x.data_ptr() for x in (state.beta, state.beta_default, state.probe, state.table, state.moments)]
+
+    with betahook.attach(model, controller=betahook.Search(warmup=0, window=1, rise=False)) as hook:
+        before, betas = places(), set()
+        for _ in range(3):
+            step(model, hook, batch)
+            betas.add(next(iter(hook.layers.values())).beta)
+        hook.load_state_dict(hook.state_dict())
+        assert places() == before
+        assert len(betas) == 3
+
+
+def losses_and_statistics(compiled, model, batch):
+    """Of four steps with a beta that moves."""
+    said = []
+    with betahook.attach(model, controller=betahook.Search(warmup=0, window=1, rise=False)) as hook:
+        forward = torch.compile(model, **compiled) if compiled else model
+        for _ in range(4):
+            model.zero_grad()
+            loss = forward(**batch).loss
+            loss.backward()
+            hook.step()
+            said.append([loss.item(), *hook.metrics().values()])
+    return said
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_graphs_know_of_beta_and_of_the_statistics():
+    model, batch = build("llama", "sdpa").cuda(), inputs("llama", padded=False)
+    batch = {name: tensor.cuda() for name, tensor in batch.items()}
+    plain = losses_and_statistics({}, model, batch)
+    captured = losses_and_statistics(dict(mode="reduce-overhead", fullgraph=True), model, batch)
+    for a, b in zip(plain, captured, strict=True):
+        assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
