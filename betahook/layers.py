@@ -16,7 +16,8 @@ from betahook.discovery import Found
 from betahook.families import facts
 from betahook.masks import Mask
 from betahook.pairs import pair_sums
-from betahook.scores import Components, RowSums
+from betahook.rows import RowSums, choose, is_exact, row_sums
+from betahook.scores import Components
 from betahook.statistics import Statistics
 from betahook.weights import Projection
 
@@ -282,10 +283,10 @@ class AttentionLayer:
         query, key = query.detach(), key.detach()
         of_query = scores.components(query, mask.queries)
         beta = self._state.current_beta[self._here].to(query.device)
-        rows = scores.row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap)
+        sampled = row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap)
         exact, of_key = scores.score_sums(query, key, mask, of_query.mean)
-        sums = replace(rows, scores=scores.choose(exact, rows.scores, mask))
-        self._add_sums(sums, scores.is_exact(mask, query.shape[2]), of_query, of_key)
+        sums = replace(sampled, scores=choose(exact, sampled.scores, mask))
+        self._add_sums(sums, is_exact(mask, query.shape[2]), of_query, of_key)
 
     @torch.no_grad()
     def record_pairs(

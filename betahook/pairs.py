@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from betahook.scores import RowSums, ScoreSums, at_least_float32, sum_dtype
+from betahook.rows import RowSums
+from betahook.scores import ScoreSums, at_least_float32, sum_dtype
 
 
 def pair_sums(scores: Tensor, logits: Tensor, allowed: Tensor) -> RowSums:

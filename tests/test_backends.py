@@ -5,7 +5,7 @@ import torch
 import torch._dynamo.testing
 
 import betahook
-from betahook import scores
+from betahook.rows import ROWS, sampled_rows
 from models import build, inputs, trace
 
 
@@ -42,11 +42,11 @@ def test_a_mask_without_structure(length):
         model(**batch)
         for layer, call in zip(hook.layers.values(), calls, strict=True):
             values, allowed = call.scores()
-            if length > scores.ROWS:
-                rows = scores.sampled_rows(length, values.device)
+            if length > ROWS:
+                rows = sampled_rows(length, values.device)
                 values, allowed = values[:, :, rows], allowed[:, :, rows]
             used = values[allowed.expand_as(values)]
-            assert bool(layer.statistics.exact) is (length <= scores.ROWS)
+            assert bool(layer.statistics.exact) is (length <= ROWS)
             assert float(layer.statistics.count) == len(used)
             assert float(layer.statistics.std) == pytest.approx(float(used.std(correction=0)), rel=1e-5)
 
