@@ -19,11 +19,14 @@ from betahook.statistics import Statistics
 DECADES = 3.0
 """Beta stays within so many decades of the model's own."""
 
+MUTED = 0.5
+"""A fresh model warms up at a beta so many decades below its own."""
+
 ABOVE, RISING, FLAT = 1.0, 100, 4.0
-"""The rise of a fresh model ends so many decades above its own beta, after so many batches, or at that logit std."""
+"""Its rise ends so many decades above, after so many batches, or at that logit std."""
 
 BELOW, WAITING = 2.0, 70
-"""On a plateau it begins so many decades below, after so many batches there."""
+"""On a plateau the rise begins so many decades below, after so many batches there."""
 
 RANDOM = 1.1
 """Up to this `spectral_ratio` W_q and W_k pass for random: fresh ones have 0.85 to 1.05, what learned soon has more."""
@@ -132,11 +135,12 @@ class Search(Controller):
     gave them the gradients of which Adam made full steps. Then beta first waits at a hundredth of its own, which undoes
     nothing. Gradients there are a hundredth of those that Adam remembers, so W_q and W_k hold still while the rest of
     the model learns; on the rise they exceed those remembered, so W_q and W_k learn faster now that there is something
-    to learn.
+    to learn. For that Adam must not remember much, and it remembers a thousand batches: a fresh model warms up at a
+    third of its own beta.
 
     Args:
         window: batches between two steps.
-        warmup: batches before the first window, in which beta stays.
+        warmup: batches before the first window, in which beta stays, at a third where a rise follows.
         rise: whether fresh models begin with a rise.
         opening: first step, in decades.
         growth: factor on the step while the sign persists; 1 keeps it.
@@ -177,7 +181,9 @@ class Search(Controller):
             random = observation.spectral_ratio() <= RANDOM
             if observation.step == 0:
                 left = torch.where(random, RISING, left)
+                beta = torch.where(left > 0, beta / 10**MUTED, beta)
             if observation.step == self.warmup:
+                beta = torch.where(left > 0, beta * 10**MUTED, beta)
                 stuck = random & (left > 0)
                 beta = torch.where(stuck, observation.beta_default / 10**BELOW, beta)
                 seen = torch.where(stuck, 1 - WAITING, seen)

@@ -140,13 +140,13 @@ def test_search_rises_to_ten_times_the_beta_of_a_fresh_model_that_has_begun_to_l
     observations = rising([FRESH, LEARNED], 14, beta_default=0.5)
     history = run(search(warmup=2, window=2, rise=True), observations, 0.5)
     climb = [0.1 * index for index in range(1, 11)]
-    assert [math.log10(beta / 0.5) for beta in history] == approx([0, 0, *climb, 1, 0.5])
+    assert [math.log10(beta / 0.5) for beta in history] == approx([-0.5, -0.5, *climb, 1, 0.5])
 
 
 def test_search_begins_two_decades_below_where_weights_still_look_random_after_the_warmup():
     history = run(search(warmup=2, rise=True), rising([FRESH, FRESH], 17))
     climb = [-2 + 0.3 * index for index in range(1, 11)]
-    assert decades(history) == approx([0, 0, -2, -2, -2, *climb, 0.5, -0.25])
+    assert decades(history) == approx([-0.5, -0.5, -2, -2, -2, *climb, 0.5, -0.25])
 
 
 def test_a_fresh_model_without_a_warmup_begins_below_at_once():
@@ -170,9 +170,9 @@ def test_each_unit_rises_while_its_logits_are_flat():
         search(warmup=2, rise=True), rising([FRESH, LEARNED], 7, units=3, sensitivity=[-1, -1, 1], std=std), [1.0] * 3
     )
     first, second, third = ([math.log10(beta) for beta in path] for path in zip(*history, strict=True))
-    assert first == approx([0, 0, 0.1, 0.2, 0.3, 0.8, 0.8 + 0.75])
-    assert second == approx([0, 0, 0.5, 1.25, 2.25, 3, 3])
-    assert third == approx([0, 0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    assert first == approx([-0.5, -0.5, 0.1, 0.2, 0.3, 0.8, 0.8 + 0.75])
+    assert second == approx([-0.5, -0.5, 0.5, 1.25, 2.25, 3, 3])
+    assert third == approx([-0.5, -0.5, 0.1, 0.2, 0.3, 0.4, 0.5])
 
 
 def test_a_rise_stays_below_the_overflow_bound_and_ends_all_the_same():

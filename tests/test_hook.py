@@ -205,7 +205,7 @@ def test_per_head_controllers_move_heads_apart_and_per_layer_ones_do_not():
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_search_goes_to_a_hundredth_where_the_weights_of_all_layers_stay_random(learned, monkeypatch):
+def test_search_goes_to_a_third_and_a_hundredth_where_the_weights_of_all_layers_are_and_stay_random(learned, monkeypatch):
     monkeypatch.setattr(betahook.controllers, "WAITING", 3)
     model = build("llama")
     if learned:  # one layer is enough
@@ -214,7 +214,8 @@ def test_search_goes_to_a_hundredth_where_the_weights_of_all_layers_stay_random(
     with betahook.attach(model, controller=betahook.Search(warmup=2)) as hook:
         path = train(model, hook, 4)
         own = hook.layers[LAYER].beta_default
-        assert path == [[own] * 2] * 4 if learned else path == [[own] * 2] * 2 + [[pytest.approx(own / 100)] * 2] * 2
+        expected = [own] * 4 if learned else [own / 10**0.5] * 2 + [own / 100] * 2
+        assert path == [[pytest.approx(beta)] * 2 for beta in expected]
 
 
 def test_weights_that_are_not_found_are_no_reason_to_rise(monkeypatch):
