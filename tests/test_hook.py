@@ -205,7 +205,7 @@ def test_per_head_controllers_move_heads_apart_and_per_layer_ones_do_not():
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_search_goes_to_a_third_and_a_hundredth_where_the_weights_of_all_layers_are_and_stay_random(learned, monkeypatch):
+def test_search_looks_at_the_weights_of_all_layers_to_begin_below_and_to_wait(learned, monkeypatch):
     monkeypatch.setattr(betahook.controllers, "WAITING", 3)
     model = build("llama")
     if learned:  # one layer is enough
