@@ -181,10 +181,11 @@ class Search(Controller):
             random = observation.spectral_ratio() <= RANDOM
             if observation.step == 0:
                 left = torch.where(random, RISING, left)
-                beta = torch.where(left > 0, beta / 10**MUTED, beta)
+                beta = torch.where(random, beta / 10**MUTED, beta)
             if observation.step == self.warmup:
-                beta = torch.where(left > 0, beta * 10**MUTED, beta)
-                stuck = random & (left > 0)
+                fresh = left > 0
+                beta = torch.where(fresh, beta * 10**MUTED, beta)
+                stuck = random & fresh
                 beta = torch.where(stuck, observation.beta_default / 10**BELOW, beta)
                 seen = torch.where(stuck, 1 - WAITING, seen)
         left = torch.where(beta * observation.statistics.std < FLAT, left, 0)

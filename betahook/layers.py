@@ -221,13 +221,13 @@ class AttentionLayer:
     @contextmanager
     def acting(self, gain: Tensor) -> Iterator[None]:
         """Let another `beta / beta_default` `[heads]` act for a while."""
-        state, kept = self._state, self._state.beta
-        state.beta = kept.clone()
-        state.beta[self._slice] = (gain * state.beta_default[self._slice]).to(kept)
+        beta, default = (values[self._slice] for values in (self._state.beta, self._state.beta_default))
+        kept = beta.clone()
+        beta.copy_(gain * default)
         try:
             yield
         finally:
-            state.beta = kept
+            beta.copy_(kept)
 
     # What follows is called by the tap.
 

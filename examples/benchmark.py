@@ -31,8 +31,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from transformers.modeling_utils import AttentionInterface
 
 import betahook
-from betahook import rows, scores
+from betahook import scores
 from betahook.masks import Band, Mask
+from betahook.rows import row_sums
 
 INTERVAL = 10
 OURS = {
@@ -221,7 +222,7 @@ def statistics_alone(heads: int, head_dim: int, length: int, device: str, dtype:
     return {
         "attention": lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True),
         "exact std": lambda: scores.score_sums(query, key, mask, query_mean),
-        "sampled rows": lambda: rows.row_sums(query, key, mask, beta),
+        "sampled rows": lambda: row_sums(query, key, mask, beta),
         "moments of q": lambda: scores.components(query, None),
     }
 

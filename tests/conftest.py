@@ -10,6 +10,7 @@ OLDEST = {
     "half_of_beta_is_half_of_the_query[gpt2-eager]": "GPT-2 passes no scaling that the test could change",
     "one_graph_serves_every_beta": "torch cannot trace the models at all",
     "a_compiled_model_folds": "torch cannot trace the models at all",
+    "cuda_graphs_know": "torch cannot trace the models at all",
     "two_processes_reduce": "a rank may hang when the other has left",
     "test_distributed.py": "FSDP 2 does not run on a CPU",
     "test_families_that_write_their_attention": "the zoo reads configs that are dataclasses",
@@ -17,6 +18,8 @@ OLDEST = {
     "test_fold_zoo.py": "the zoo reads configs that are dataclasses",
 }
 """What cannot be tested with torch 2.6 and transformers 5.1, by a part of the test's name."""
+
+pytest.register_assert_rewrite("matrices")  # whose assertions are to show their values too
 
 
 @pytest.fixture(autouse=True)

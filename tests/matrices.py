@@ -9,6 +9,7 @@ from betahook import scores
 from betahook.masks import Band
 
 HEAD_DIM = 8
+
 BANDS = {
     "full": (Band(), 0),
     "causal": (Band(None, 0), 0),

@@ -15,7 +15,8 @@ import betahook
 from betahook import checkpoint
 from betahook.integrations.trainer import BetaHookCallback
 from models import build, inputs
-from test_hook import fingerprint, train
+from test_attach import fingerprint
+from test_hook import train
 from test_trainer import make_trainer
 
 
