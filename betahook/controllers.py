@@ -22,8 +22,8 @@ DECADES = 3.0
 MUTED = 0.5
 """A fresh model warms up at a beta so many decades below its own."""
 
-ABOVE, RISING, FLAT = 1.0, 100, 4.0
-"""Its rise ends so many decades above, after so many batches, or at that logit std."""
+ABOVE, RISING, HELD = 1.0, 100, 4.0
+"""Its rise ends so many decades above, after so many batches, in which it is held at that logit std."""
 
 BELOW, WAITING = 2.0, 70
 """On a plateau the rise begins so many decades below, after so many batches there."""
@@ -128,8 +128,8 @@ class Search(Controller):
 
     The rise is ours, for models whose W_q and W_k are random at the first step. Their attention is flat, and while it
     is, the sensitivity is next to nothing: it sees the loss of this batch, not that W_q and W_k learn in proportion to
-    beta. So after the warm-up beta rises to ten times the model's own in 100 batches, whatever the sensitivity, in each
-    unit as long as the logits have a standard deviation below 4.
+    beta. So after the warm-up beta rises to ten times the model's own in 100 batches, whatever the sensitivity, but in
+    no unit beyond a logit std of 4: where the scores grow, as they do at high learning rates, beta falls with them.
 
     Where W_q and W_k still look random after the warm-up, training stands on a plateau: predictions that know nothing
     gave them the gradients of which Adam made full steps. Then beta first waits at a hundredth of its own, which undoes
@@ -188,9 +188,9 @@ class Search(Controller):
                 stuck = random & fresh
                 beta = torch.where(stuck, observation.beta_default / 10**BELOW, beta)
                 seen = torch.where(stuck, 1 - WAITING, seen)
-        left = torch.where(beta * observation.statistics.std < FLAT, left, 0)
         rising = (seen > 0) & (left > 0)
         climb = (observation.beta_default * 10**ABOVE / beta).log10().clamp(min=0) / left
+        climb = torch.minimum(climb, (HELD / (beta * observation.statistics.std)).log10())
 
         seen = torch.where(rising, 0, seen)
         total = torch.where(seen > 0, self.state["total"] + observation.statistics.sensitivity, 0)

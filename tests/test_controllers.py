@@ -163,16 +163,20 @@ def test_search_does_not_rise_where_weights_have_learned_or_are_unknown(rise, ra
     assert decades(history) == approx([0, 0, -0.5, -1.25, -2.25])
 
 
-def test_each_unit_rises_while_its_logits_are_flat():
-    """The second has steep attention from the start; the first gets there by a beta of 2, unlike the third."""
-    std = [controllers.FLAT / 1.9, controllers.FLAT, 0.01]
-    history = run(
-        search(warmup=2, rise=True), rising([FRESH, LEARNED], 7, units=3, sensitivity=[-1, -1, 1], std=std), [1.0] * 3
-    )
+def test_the_logits_of_a_rising_unit_are_held_at_their_std_until_the_rise_is_over():
+    """The scores of the first two keep their std, those of the third grow tenfold in the fifth batch."""
+    held = controllers.HELD
+    observations = rising([FRESH, LEARNED], 13, units=3, std=[held / 2, held * 2, held / 2])
+    observations[4:] = [
+        replace(one, statistics=replace(one.statistics, std=one.statistics.std * torch.tensor([1, 1, 10])))
+        for one in observations[4:]
+    ]
+    history = run(search(warmup=2, rise=True), observations, [1.0] * 3)
     first, second, third = ([math.log10(beta) for beta in path] for path in zip(*history, strict=True))
-    assert first == approx([-0.5, -0.5, 0.1, 0.2, 0.3, 0.8, 0.8 + 0.75])
-    assert second == approx([-0.5, -0.5, 0.5, 1.25, 2.25, 3, 3])
-    assert third == approx([-0.5, -0.5, 0.1, 0.2, 0.3, 0.4, 0.5])
+    two = math.log10(2)
+    assert first == approx([-0.5, -0.5, 0.1, 0.2, 0.3, *[two] * 7, two - 0.5])
+    assert second == approx([-0.5, -0.5, *[-two] * 10, -two - 0.5])
+    assert third == approx([-0.5, -0.5, 0.1, 0.2, *[two - 1] * 8, two - 1 - 0.5])
 
 
 def test_a_rise_stays_below_the_overflow_bound_and_ends_all_the_same():
