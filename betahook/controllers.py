@@ -23,7 +23,7 @@ MUTED = 0.5
 """A fresh model warms up at a beta so many decades below its own."""
 
 ABOVE, RISING, HELD = 1.0, 100, 4.0
-"""Its rise ends so many decades above, after so many batches, in which it is held at that logit std."""
+"""Its rise ends so many decades above, after so many batches; until then its logits have at most that std."""
 
 BELOW, WAITING = 2.0, 70
 """On a plateau the rise begins so many decades below, after so many batches there."""
