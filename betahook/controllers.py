@@ -131,6 +131,11 @@ class Search(Controller):
     beta. So after the warm-up beta rises to ten times the model's own in 100 batches, whatever the sensitivity, but in
     no unit beyond a logit std of 4: where the scores grow, as they do at high learning rates, beta falls with them.
 
+    Where W_q and W_k look random no more within a third of the warm-up, the learning rate is so high that what they
+    learn from flat attention would be all they learn: their later steps are small beside it. There the warm-up ends and
+    the logits have a std of 4 at once, whatever beta that takes, so that W_q and W_k learn from attention that looks
+    somewhere.
+
     Where W_q and W_k still look random after the warm-up, training stands on a plateau: predictions that know nothing
     gave them the gradients of which Adam made full steps. Then beta first waits at a hundredth of its own, which undoes
     nothing. Gradients there are a hundredth of those that Adam remembers, so W_q and W_k hold still while the rest of
@@ -177,17 +182,20 @@ class Search(Controller):
 
     def update(self, beta: Tensor, observation: Observation) -> Tensor:
         seen, left = self.state["seen"] + 1, self.state["left"]
-        if self.rise and observation.step in (0, self.warmup):
+        if self.rise and observation.step in (*range(self.warmup // 3 + 1), self.warmup):
             random = observation.spectral_ratio() <= RANDOM
             if observation.step == 0:
                 left = torch.where(random, RISING, left)
                 beta = torch.where(random, beta / 10**MUTED, beta)
+            fresh = left == RISING
             if observation.step == self.warmup:
-                fresh = left > 0
                 beta = torch.where(fresh, beta * 10**MUTED, beta)
-                stuck = random & fresh
-                beta = torch.where(stuck, observation.beta_default / 10**BELOW, beta)
-                seen = torch.where(stuck, 1 - WAITING, seen)
+                beta = torch.where(fresh & random, observation.beta_default / 10**BELOW, beta)
+                seen = torch.where(fresh & random, 1 - WAITING, seen)
+            else:
+                fast = fresh & ~random
+                beta = torch.where(fast, HELD / observation.statistics.std, beta)
+                seen = torch.where(fast, 1, seen)
         rising = (seen > 0) & (left > 0)
         climb = (observation.beta_default * 10**ABOVE / beta).log10().clamp(min=0) / left
         climb = torch.minimum(climb, (HELD / (beta * observation.statistics.std)).log10())

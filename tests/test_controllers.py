@@ -185,18 +185,33 @@ def test_a_rise_stays_below_the_overflow_bound_and_ends_all_the_same():
     assert decades(history)[-1] == approx(math.log10(2) - 0.5)
 
 
-def test_search_looks_at_the_weights_twice_and_only_if_it_has_to_decide():
+def test_where_weights_learn_in_the_first_third_of_the_warmup_the_rise_begins_at_the_std_that_holds_it():
+    """In the third batch, two thirds of a decade above and below the model's own; it ends ten batches later."""
+    ratios = [FRESH, FRESH, LEARNED, *[FRESH] * 10]
+    apart = 10 ** (2 / 3)
+    std = [controllers.HELD / apart, controllers.HELD * apart]
+    observations = [observe(units=2, sensitivity=1, std=std, spectral_ratio=ratio) for ratio in ratios]
+    above, below = zip(*run(search(warmup=6, rise=True), observations, [1.0] * 2), strict=True)
+    assert decades(above) == approx([-0.5, -0.5, *[2 / 3] * 10, 2 / 3 - 0.5])
+    assert decades(below) == approx([-0.5, -0.5, *[-2 / 3] * 10, -2 / 3 - 0.5])
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, [0]), (2, [0, 2]), (7, [0, 1, 2, 7])])
+def test_search_looks_at_the_weights_only_when_it_has_to_decide(warmup, steps):
     looks = []
 
-    def look():
-        looks.append(1)
-        return torch.tensor(0.9)
+    def observed(step):
+        def look():
+            looks.append(step)
+            return torch.tensor(FRESH)
 
-    observations = [replace(observe(sensitivity=1), spectral_ratio=look)] * 5
-    run(search(warmup=2, rise=False), observations)
+        return replace(observe(sensitivity=1), spectral_ratio=look)
+
+    observations = [observed(step) for step in range(9)]
+    run(search(warmup=warmup, rise=False), observations)
     assert not looks
-    run(search(warmup=2, rise=True), observations)
-    assert len(looks) == 2
+    run(search(warmup=warmup, rise=True), observations)
+    assert looks == steps
 
 
 def test_search_without_sensitivity_stays_and_forgets_nothing():
