@@ -23,7 +23,7 @@ MUTED = 0.5
 """A fresh model warms up at a beta so many decades below its own."""
 
 ABOVE, RISING, HELD = 1.0, 100, 4.0
-"""Its rise ends so many decades above, after so many batches; until then its logits have at most that std."""
+"""Its rise ends so many decades above, after so many batches; in it the logits have at most that std."""
 
 BELOW, WAITING = 2.0, 70
 """On a plateau the rise begins so many decades below, after so many batches there."""
@@ -131,10 +131,9 @@ class Search(Controller):
     beta. So after the warm-up beta rises to ten times the model's own in 100 batches, whatever the sensitivity, but in
     no unit beyond a logit std of 4: where the scores grow, as they do at high learning rates, beta falls with them.
 
-    Where W_q and W_k look random no more within a third of the warm-up, the learning rate is so high that what they
-    learn from flat attention would be all they learn: their later steps are small beside it. There the warm-up ends and
-    the logits have a std of 4 at once, whatever beta that takes, so that W_q and W_k learn from attention that looks
-    somewhere.
+    Where W_q and W_k do not look random any more within the first third of the warm-up, the learning rate is very high,
+    and what they learn from flat attention decides how the run ends. There the logits have that std of 4 at once,
+    whatever beta it takes, and the 100 batches begin.
 
     Where W_q and W_k still look random after the warm-up, training stands on a plateau: predictions that know nothing
     gave them the gradients of which Adam made full steps. Then beta first waits at a hundredth of its own, which undoes
@@ -145,7 +144,8 @@ class Search(Controller):
 
     Args:
         window: batches between two steps.
-        warmup: batches before the first window, in which beta stays, at a third where a rise follows.
+        warmup: batches before the first window, in which beta stays, at a third where a rise follows; over at once where
+            W_q and W_k learn in the first third of them.
         rise: whether fresh models begin with a rise.
         opening: first step, in decades.
         growth: factor on the step while the sign persists; 1 keeps it.
@@ -182,20 +182,8 @@ class Search(Controller):
 
     def update(self, beta: Tensor, observation: Observation) -> Tensor:
         seen, left = self.state["seen"] + 1, self.state["left"]
-        if self.rise and observation.step in (*range(self.warmup // 3 + 1), self.warmup):
-            random = observation.spectral_ratio() <= RANDOM
-            if observation.step == 0:
-                left = torch.where(random, RISING, left)
-                beta = torch.where(random, beta / 10**MUTED, beta)
-            fresh = left == RISING
-            if observation.step == self.warmup:
-                beta = torch.where(fresh, beta * 10**MUTED, beta)
-                beta = torch.where(fresh & random, observation.beta_default / 10**BELOW, beta)
-                seen = torch.where(fresh & random, 1 - WAITING, seen)
-            else:
-                fast = fresh & ~random
-                beta = torch.where(fast, HELD / observation.statistics.std, beta)
-                seen = torch.where(fast, 1, seen)
+        if self.rise and (observation.step <= self.warmup / 3 or observation.step == self.warmup):
+            beta, seen, left = self._look_at_weights(beta, seen, left, observation)
         rising = (seen > 0) & (left > 0)
         climb = (observation.beta_default * 10**ABOVE / beta).log10().clamp(min=0) / left
         climb = torch.minimum(climb, (HELD / (beta * observation.statistics.std)).log10())
@@ -217,6 +205,26 @@ class Search(Controller):
         }
         decades = torch.where(rising, climb, torch.where(due, direction * step, 0))
         return _capped(beta * (math.log(10) * decades).exp(), observation.overflow, observation)
+
+    def _look_at_weights(
+        self, beta: Tensor, seen: Tensor, left: Tensor, observation: Observation
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Beta, `seen` and `left` after a look at W_q and W_k: whether a rise begins, when, and from where."""
+        random = observation.spectral_ratio() <= RANDOM
+        if observation.step == 0:
+            left = torch.where(random, RISING, left)
+            beta = torch.where(random, beta / 10**MUTED, beta)
+        fresh = left == RISING
+        if observation.step == self.warmup:
+            stuck = fresh & random
+            beta = torch.where(fresh, beta * 10**MUTED, beta)
+            beta = torch.where(stuck, observation.beta_default / 10**BELOW, beta)
+            seen = torch.where(stuck, 1 - WAITING, seen)
+        else:
+            fast = fresh & ~random
+            beta = torch.where(fast, HELD / observation.statistics.std, beta)
+            seen = torch.where(fast, 1, seen)
+        return beta, seen, left
 
 
 @dataclass
