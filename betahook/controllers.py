@@ -144,7 +144,7 @@ class Search(Controller):
 
     Args:
         window: batches between two steps.
-        warmup: batches before the first window, in which beta stays, at a third where a rise follows; over at once where
+        warmup: batches before the first window, in which beta stays, at a third where a rise follows; over early where
             W_q and W_k learn in the first third of them.
         rise: whether fresh models begin with a rise.
         opening: first step, in decades.
