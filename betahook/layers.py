@@ -345,7 +345,7 @@ class AttentionLayer:
         """
         projections = self.projections
         if projections is None or any(projection.obstacle for projection in projections):
-            return torch.tensor(math.nan)
+            return self._state.beta.new_full((), math.nan)
         query, key = (theory.spectral_ratio(projection.entries.flatten(0, 1)) for projection in projections)
         return torch.maximum(query, key)
 
