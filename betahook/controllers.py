@@ -124,7 +124,9 @@ class Search(Controller):
     The paper's second algorithm tries `beta = 10^N` and bisects, one training run a trial. Here the trial is a window
     of batches and the outcome the sign of the summed sensitivity `dL/d log beta`: log beta steps against it, a
     reversal halves the step (bisection), a sign that persists lets it grow again, so that the bracket re-opens when
-    the optimum drifts. The ceiling is the paper's overflow bound on the largest logit.
+    the optimum drifts. The ceiling is the paper's overflow bound on the largest logit. No step takes a logit up beyond
+    half of it, which is ours: further apart than the bound, the smaller of two weights underflows, and so does the
+    gradient that could correct attention to the wrong place.
 
     The rise is ours, for models whose W_q and W_k are random at the first step. Their attention is flat, and while it
     is, the sensitivity is next to nothing: it sees the loss of this batch, not that W_q and W_k learn in proportion to
@@ -204,7 +206,9 @@ class Search(Controller):
             "step": torch.where(due, step, self.state["step"]),
         }
         decades = torch.where(rising, climb, torch.where(due, direction * step, 0))
-        return _capped(beta * (math.log(10) * decades).exp(), observation.overflow, observation)
+        new = beta * (math.log(10) * decades).exp()
+        new = torch.maximum(torch.minimum(new, beta), _capped(new, observation.overflow / 2, observation))
+        return _capped(new, observation.overflow, observation)
 
     def _look_at_weights(
         self, beta: Tensor, seen: Tensor, left: Tensor, observation: Observation

@@ -34,7 +34,7 @@ class State:
     Attributes:
         beta: float32 `[heads]`, the inverse temperature; NaN stands for the model's own.
         beta_default: float32 `[heads]`, the model's own; NaN until the first forward.
-        probe: float32 `[heads]`, zeros that require grad; its gradient is the sensitivity (see `tap.ScaleQuery`).
+        probe: float32 `[heads]`, zeros that require grad; its gradient is the sensitivity (see `gain.ScaleQuery`).
         table: the sums since the last step, see `betahook.statistics`.
         moments: those of q and k, `[4, sum of widths]`, see `betahook.moments`.
         widths: `[heads]`, d_k of each.

@@ -179,8 +179,8 @@ def test_the_logits_of_a_rising_unit_are_held_at_their_std_until_the_rise_is_ove
     assert third == approx([-0.5, -0.5, 0.1, 0.2, *[two - 1] * 8, two - 1 - 0.5])
 
 
-def test_a_rise_stays_below_the_overflow_bound_and_ends_all_the_same():
-    history = run(search(rise=True, warmup=2), rising([FRESH, LEARNED], 13, max_score=44.0))
+def test_a_rise_takes_no_logit_beyond_half_the_overflow_bound_and_ends_all_the_same():
+    history = run(search(rise=True, warmup=2), rising([FRESH, LEARNED], 13, max_score=22.0))
     assert max(history) == approx(2.0)
     assert decades(history)[-1] == approx(math.log10(2) - 0.5)
 
@@ -219,9 +219,19 @@ def test_search_without_sensitivity_stays_and_forgets_nothing():
     assert decades(history) == approx([0.5, 0.5, 0.25])
 
 
+def test_a_step_up_takes_no_logit_beyond_half_the_overflow_bound_and_those_beyond_keep_their_beta():
+    observations = [observe(units=2, sensitivity=value, max_score=[22.0, 66.0]) for value in (-1, -1, 1)]
+    history = run(search(), observations, [1.0, 1.0])
+    below, beyond = zip(*history, strict=True)
+    assert below[:2] == approx([2.0, 2.0])
+    assert beyond[:2] == (1.0, 1.0)
+    assert all(last < before for _, before, last in (below, beyond))
+
+
 def test_search_stays_below_the_overflow_bound():
-    history = run(search(opening=1.0), sensitivities(-1, -1, -1, overflow=40.0, max_score=20.0))
-    assert history == approx([2.0, 2.0, 2.0])
+    """Of a score that grows by itself: a step up does not come near it."""
+    observations = [observe(sensitivity=0, overflow=88.0, max_score=score) for score in (44, 88, 176)]
+    assert run(search(), observations) == approx([1.0, 1.0, 0.5])
 
 
 def test_search_finds_the_minimum_of_a_loss_in_one_run():
