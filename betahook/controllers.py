@@ -124,9 +124,9 @@ class Search(Controller):
     The paper's second algorithm tries `beta = 10^N` and bisects, one training run a trial. Here the trial is a window
     of batches and the outcome the sign of the summed sensitivity `dL/d log beta`: log beta steps against it, a
     reversal halves the step (bisection), a sign that persists lets it grow again, so that the bracket re-opens when
-    the optimum drifts. The ceiling is the paper's overflow bound on the largest logit. No step takes a logit up beyond
-    half of it, which is ours: further apart than the bound, the smaller of two weights underflows, and so does the
-    gradient that could correct attention to the wrong place.
+    the optimum drifts. The ceiling is the paper's overflow bound on the largest logit. In a model that was fresh, no
+    step takes a logit up beyond half of it, which is ours: further apart than the bound, the smaller of two weights
+    underflows, and so does the gradient that could correct attention to the wrong place.
 
     The rise is ours, for models whose W_q and W_k are random at the first step. Their attention is flat, and while it
     is, the sensitivity is next to nothing: it sees the loss of this batch, not that W_q and W_k learn in proportion to
@@ -176,7 +176,7 @@ class Search(Controller):
         zero = torch.zeros_like(beta)
         return {
             "seen": zero - self.warmup,
-            "left": zero,
+            "left": zero - 1,  # below 0 without a rise
             "total": zero,
             "direction": zero,
             "step": zero + self.opening,
@@ -207,7 +207,8 @@ class Search(Controller):
         }
         decades = torch.where(rising, climb, torch.where(due, direction * step, 0))
         new = beta * (math.log(10) * decades).exp()
-        new = torch.maximum(torch.minimum(new, beta), _capped(new, observation.overflow / 2, observation))
+        bounded = torch.maximum(torch.minimum(new, beta), _capped(new, observation.overflow / 2, observation))
+        new = torch.where(left >= 0, bounded, new)
         return _capped(new, observation.overflow, observation)
 
     def _look_at_weights(

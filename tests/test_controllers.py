@@ -219,13 +219,14 @@ def test_search_without_sensitivity_stays_and_forgets_nothing():
     assert decades(history) == approx([0.5, 0.5, 0.25])
 
 
-def test_a_step_up_takes_no_logit_beyond_half_the_overflow_bound_and_those_beyond_keep_their_beta():
-    observations = [observe(units=2, sensitivity=value, max_score=[22.0, 66.0]) for value in (-1, -1, 1)]
-    history = run(search(), observations, [1.0, 1.0])
-    below, beyond = zip(*history, strict=True)
-    assert below[:2] == approx([2.0, 2.0])
-    assert beyond[:2] == (1.0, 1.0)
-    assert all(last < before for _, before, last in (below, beyond))
+def test_in_a_model_that_was_fresh_no_step_takes_a_logit_up_beyond_half_the_overflow_bound():
+    """Neither in the rise nor after it; in a trained one the bound itself is the limit."""
+    fresh, trained = (
+        run(search(warmup=2, rise=True), rising(ratios, 16, max_score=22.0, sensitivity=-1))
+        for ratios in ([FRESH, LEARNED], [LEARNED, NAN])
+    )
+    assert max(fresh) == fresh[-1] == approx(2.0)
+    assert max(trained) == trained[-1] == approx(4.0)
 
 
 def test_search_stays_below_the_overflow_bound():
