@@ -229,10 +229,16 @@ def test_in_a_model_that_was_fresh_no_step_takes_a_logit_up_beyond_half_the_over
     assert max(trained) == trained[-1] == approx(4.0)
 
 
+def test_where_a_logit_grows_beyond_half_the_overflow_bound_by_itself_beta_stays_up_to_the_bound():
+    observations = rising([FRESH, LEARNED], 15, sensitivity=-1)
+    for step, score in ((12, 44.0), (13, 66.0), (14, 176.0)):
+        observations[step] = observe(sensitivity=-1, std=0.1, max_score=score / 10)
+    assert run(search(warmup=2, rise=True), observations)[11:] == approx([10.0, 10.0, 10.0, 5.0])
+
+
 def test_search_stays_below_the_overflow_bound():
-    """Of a score that grows by itself: a step up does not come near it."""
-    observations = [observe(sensitivity=0, overflow=88.0, max_score=score) for score in (44, 88, 176)]
-    assert run(search(), observations) == approx([1.0, 1.0, 0.5])
+    history = run(search(opening=1.0), sensitivities(-1, -1, -1, overflow=40.0, max_score=20.0))
+    assert history == approx([2.0, 2.0, 2.0])
 
 
 def test_search_finds_the_minimum_of_a_loss_in_one_run():
