@@ -23,21 +23,24 @@ class Treatment:
         rule: makes the controllers that adapt beta.
         beta: factor on beta, from the first step on.
         init: factor on the scores at initialisation; W_q and W_k are multiplied by its root.
+        per_head: one beta for each head instead of one for each layer.
         qk_norm: take the model that normalises q and k; only tasks that have one offer it.
     """
 
     rule: Callable[[], Sequence[Controller]] = monitor
     beta: float = 1.0
     init: float = 1.0
+    per_head: bool = False
     qk_norm: bool = False
 
     def __str__(self) -> str:
         """All that sets it apart, the options of the controllers included."""
-        return f"{self.rule()}, beta x {self.beta:g}, initial scores x {self.init:g}{', QK-norm' * self.qk_norm}"
+        flags = ", per head" * self.per_head + ", QK-norm" * self.qk_norm
+        return f"{self.rule()}, beta x {self.beta:g}, initial scores x {self.init:g}{flags}"
 
     def attach(self, model: nn.Module) -> Hook:
         """Hook a model whose own beta is `1/sqrt(d_k)` and that has just been initialised."""
-        hook = betahook.attach(model, controller=self.rule())
+        hook = betahook.attach(model, controller=self.rule(), per_head=self.per_head)
         for layer in hook.layers.values():
             if self.beta != 1:
                 layer.beta = self.beta * layer.head_dim**-0.5
@@ -51,6 +54,7 @@ class Treatment:
 CONTROLLERS = {
     "plain": Treatment(),
     "default": Treatment(betahook.default),
+    "per-head": Treatment(betahook.default, per_head=True),
     "no-rise": Treatment(lambda: [Search(rise=False)]),
     "gradient": Treatment(lambda: [Gradient(), Cap(30.0)]),
     "variance": Treatment(lambda: [Variance()]),

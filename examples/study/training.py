@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -51,7 +52,13 @@ class Watch(TrainerCallback):
         self.hook.step()
         if state.global_step in self.points:
             control.should_evaluate = True
-            self.betas.append((state.global_step, [layer.beta for layer in self.hook.layers.values()]))
+            self.betas.append((state.global_step, list(betas(self.hook).values())))
+
+
+def betas(hook: Hook) -> dict[str, Any]:
+    """Every layer's beta, ready for JSON: a number, or a list where the heads differ."""
+    found = {name: layer.beta for name, layer in hook.layers.items()}
+    return {name: beta.tolist() if isinstance(beta, Tensor) else beta for name, beta in found.items()}
 
 
 def fit(
@@ -124,7 +131,7 @@ def fit(
         **{name: curve[-1][1] for name, curve in curves.items() if curve},
         **{f"{name}_curve": curve for name, curve in curves.items() if curve},
         "training_losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "beta": {name: layer.beta for name, layer in hook.layers.items()},
+        "beta": betas(hook),
         "beta_curve": watch.betas,
         "max_logit": {name: metrics.get(f"max_logit/{name}") for name in hook.layers},
         "seconds": seconds,
