@@ -247,10 +247,11 @@ class Hook:
     def metrics(self) -> dict[str, float]:
         """What the last step measured, and beta, W_q and W_k as they are now: flat, `quantity/layer` to a number.
 
-        Quantities: beta, score_mean, score_std, predicted_std (from W_q and W_k), independent_std (from the moments of
-        q and k), classic_std (`sqrt(d_k)`), weight_std_q, weight_std_k, max_logit, entropy (nats), sensitivity,
-        nonfinite (1 where a NaN, an infinity or a skipped optimizer step held the controllers), at_bound (1 where beta
-        is as far from the model's own as controllers may take it), exact (0 where mean and std are of sampled rows).
+        Quantities: beta (the geometric mean where heads differ), score_mean, score_std, predicted_std (from W_q and
+        W_k), independent_std (from the moments of q and k), classic_std (`sqrt(d_k)`), weight_std_q, weight_std_k,
+        max_logit, entropy (nats), sensitivity, nonfinite (1 where a NaN, an infinity or a skipped optimizer step held
+        the controllers), at_bound (1 where a beta is as far from the model's own as controllers may take it), exact (0
+        where mean and std are of sampled rows).
         What was not measured is left out. Reads the device back, so call it when you log, not in every step.
 
         The first call after a NaN or an infinity logs a warning, the only one, with the layers and their steps.
@@ -397,10 +398,13 @@ class Hook:
 
     def _quantities(self, units: Units) -> dict[str, Tensor]:
         """What `metrics` reports, `[units]` each."""
-        observed = units.observe(self._weighed(self._recent.to(self._state.table)))
-        beta = units.first(self._state.current_beta)
+        table = self._weighed(self._recent.to(self._state.table))
+        observed = units.observe(table)
+        beta = self._state.current_beta
+        # By head first: the head with the largest score need not be the one with the largest logit.
+        logit = units.largest(table[statistics.ROW["max_score"]] * self._acted.to(table))
         return {
-            "beta": beta,
+            "beta": units.geometric_mean(beta),
             "score_mean": observed.mean,
             "score_std": observed.std,
             "predicted_std": units.predicted_std(observed),
@@ -408,11 +412,11 @@ class Hook:
             "classic_std": theory.classic_std(units.head_dim),
             "weight_std_q": observed.weight_std_q,
             "weight_std_k": observed.weight_std_k,
-            "max_logit": observed.max_score * units.first(self._acted.to(beta)),
+            "max_logit": logit.masked_fill(observed.count == 0, torch.nan),
             "entropy": observed.entropy,
             "sensitivity": observed.sensitivity,
             "nonfinite": ~observed.finite,
-            "at_bound": rules.at_bound(beta, units.first(self._state.beta_default)),
+            "at_bound": units.largest(rules.at_bound(beta, self._state.beta_default).to(table)),
             "exact": observed.exact,
         }
 

@@ -46,6 +46,17 @@ class Units:
         """`[heads] -> [units]`, the value of the first head of each."""
         return values[self.lengths.cumsum(0) - self.lengths]
 
+    def largest(self, values: Tensor) -> Tensor:
+        """`[heads] -> [units]`, the largest value in each."""
+        # unsafe: the check of the lengths would read them back to the host.
+        return torch.segment_reduce(values, "max", lengths=self.lengths, unsafe=True)
+
+    def geometric_mean(self, values: Tensor) -> Tensor:
+        """`[heads] -> [units]`; the value itself, bit by bit, where the heads of a unit agree."""
+        first = self.first(values)
+        logs = torch.segment_reduce((values / self.spread(first)).log(), "mean", lengths=self.lengths, unsafe=True)
+        return first * logs.exp()
+
     def spread(self, values: Tensor) -> Tensor:
         """`[units] -> [heads]`."""
         return values.repeat_interleave(self.lengths, output_size=self.heads)

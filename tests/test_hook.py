@@ -282,6 +282,23 @@ def test_metrics_are_flat_numbers_per_layer():
     assert metrics[f"sensitivity/{LAYER}"] == pytest.approx(float(heads[f"sensitivity/{LAYER}"].sum()))
 
 
+def test_with_a_beta_a_head_metrics_are_of_the_head_where_it_matters():
+    """The largest logit is of the head with the largest beta, whose scores need not be the largest."""
+    model, heard = build("llama"), []
+    alerts = betahook.Alerts(heard.append, max_logit=1.0, beta=True)
+    with betahook.attach(model, controller="monitor", per_head=True, alerts=alerts) as hook:
+        train(model, hook, 1)
+        layer = hook.layers[LAYER]
+        layer.beta = torch.tensor([1.0, 1.0, 1.0, 1000.0]) * layer.beta_default
+        train(model, hook, 1)
+        metrics, heads = hook.metrics(), hook.head_metrics()
+        assert metrics[f"max_logit/{LAYER}"] == float(heads[f"max_logit/{LAYER}"].max())
+        assert int(heads[f"max_logit/{LAYER}"].argmax()) == 3
+        assert metrics[f"at_bound/{LAYER}"] == 1
+        assert metrics[f"beta/{LAYER}"] == pytest.approx(1000**0.25 * layer.beta_default)  # the geometric mean
+        assert {(alert.quantity, alert.layer) for alert in heard} >= {("max_logit", LAYER), ("beta", LAYER)}
+
+
 def test_audit_of_a_fresh_model_follows_the_weights():
     """Fresh layer-normed inputs and random weights: the formula from W_q and W_k is within a few per cent."""
     torch.manual_seed(0)
