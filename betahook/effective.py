@@ -7,35 +7,37 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def obstacle(module: nn.Module, adapter: nn.Module | None) -> str | None:
-    """Why the weight of a linear module cannot be read now; None where `read` does.
+def obstacle(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> str | None:
+    """Why a weight cannot be read now; None where `read` does.
 
     Args:
-        module: the linear module.
-        adapter: what stands around it and adds to what it returns, if anything does.
+        weight: as its module stores it.
+        module: the module that owns it.
+        adapter: what stands around that and adds to what it returns, if anything does.
     """
-    weight: Any = module.weight
     if weight.is_meta:
         return "offloaded, on the meta device outside the forward"
-    if not weight.is_floating_point() and _dequantised(module) is None:
+    if not weight.is_floating_point() and _dequantised(weight, module) is None:
         return f"quantised in an unknown way, a {type(weight).__name__} of {weight.dtype}"
-    if weight.is_floating_point() and (weight.numel() != _entries(module) or _is_freed(weight)):
+    if weight.is_floating_point() and (weight.numel() != _entries(weight, module) or _is_freed(weight)):
         return "sharded outside the forward"
     if adapter is not None and _is_active(adapter) and not _adds(adapter):
         return f"under an adapter that does more than add to it, {type(adapter).__name__}"
     return None
 
 
-def is_sharded(module: nn.Module) -> bool:
+def is_sharded(weight: Tensor) -> bool:
     """Whether `read` is a collective operation, in which every rank must take part."""
-    return hasattr(module.weight, "full_tensor")  # a DTensor; torch need not be built with distributed
+    return hasattr(weight, "full_tensor")  # a DTensor; torch need not be built with distributed
 
 
-def read(module: nn.Module, adapter: nn.Module | None) -> Tensor:
-    """The weight of a linear module, in floating point and as the module stores its dimensions, with its adapter."""
-    dequantised = _dequantised(module)
-    assert isinstance(module.weight, Tensor)
-    weight = _gathered(module.weight.detach() if dequantised is None else dequantised)
+def read(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> Tensor:
+    """The weight in floating point, with its adapter; its dimensions are in the order in which the module stores them.
+
+    Args: as of `obstacle`.
+    """
+    dequantised = _dequantised(weight, module)
+    weight = _gathered(weight.detach() if dequantised is None else dequantised)
     if adapter is None or not _is_active(adapter):
         return weight
     peft: Any = adapter
@@ -45,10 +47,9 @@ def read(module: nn.Module, adapter: nn.Module | None) -> Tensor:
     return weight
 
 
-def _entries(module: nn.Module) -> int:
+def _entries(weight: Tensor, module: nn.Module) -> int:
     """Entries of the whole weight; FSDP 1 and ZeRO-3 leave fewer, or none, outside the forward."""
     out, width = getattr(module, "out_features", None), getattr(module, "in_features", None)
-    weight: Any = module.weight
     return int(weight.numel() if out is None or width is None else out * width)
 
 
@@ -63,9 +64,9 @@ def _gathered(weight: Tensor) -> Tensor:
     return whole
 
 
-def _dequantised(module: Any) -> Tensor | None:
+def _dequantised(weight: Any, module: Any) -> Tensor | None:
     """The weight of a linear module of bitsandbytes or torchao in floating point; None for any other."""
-    weight, kind = module.weight, type(module.weight).__name__
+    kind = type(weight).__name__
     found: Tensor | None = None
     if kind == "Params4bit" and getattr(weight, "quant_state", None) is not None:
         from bitsandbytes.functional import dequantize_4bit

@@ -255,7 +255,7 @@ class AttentionLayer:
         """
         if heads == self._here.stop - self._here.start:
             return True
-        mesh = getattr(self.projections[0].module.weight, "device_mesh", None) if self.projections else None
+        mesh = getattr(self.projections[0].stored, "device_mesh", None) if self.projections else None
         if mesh is None or heads * mesh.size(mesh.ndim - 1) != self.heads:
             return False
         first = mesh.get_local_rank(mesh.ndim - 1) * heads  # the innermost dimension, further out data is parallel

@@ -70,11 +70,12 @@ def connect(layer: AttentionLayer) -> list[RemovableHandle]:
     """Let the layer's module pass through the tap; the handles are of hooks on it and on its projections."""
     setattr(layer.module, ATTRIBUTE, layer)
     handles = products.connect(layer) if layer.route != "interface" else []
-    watched: dict[nn.Module, list[str]] = {}
+    watched: dict[tuple[nn.Module, int], list[str]] = {}
     for of, projection in zip(("query", "key"), layer.projections or (), strict=False):
-        watched.setdefault(projection.module, []).append(of)
+        watched.setdefault((projection.module, projection.argument), []).append(of)
     return handles + [
-        module.register_forward_pre_hook(functools.partial(_record_input, layer, of)) for module, of in watched.items()
+        module.register_forward_pre_hook(functools.partial(_record_input, layer, of, argument))
+        for (module, argument), of in watched.items()
     ]
 
 
@@ -83,9 +84,11 @@ def disconnect(layer: AttentionLayer) -> None:
     delattr(layer.module, ATTRIBUTE)
 
 
-def _record_input(layer: AttentionLayer, of: list[str], module: nn.Module, args: tuple[Tensor, ...]) -> None:
-    if args and is_recording(layer):
-        layer.record_input(args[0], *of)
+def _record_input(
+    layer: AttentionLayer, of: list[str], argument: int, module: nn.Module, args: tuple[Tensor, ...]
+) -> None:
+    if len(args) > argument and is_recording(layer):
+        layer.record_input(args[argument], *of)
 
 
 def _get_interface(self: AttentionInterface, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,52 +45,65 @@ INSIDE = ("linear", "base_layer")
 
 @dataclass(frozen=True)
 class Projection:
-    """The part of a linear module that makes q, or k.
+    """The part of a linear map that makes q, or k.
 
     Attributes:
         module: the module that owns the weight and sees the input.
         select: the rows that belong to q or k, out of the weight `[out, d_x]`, as a view `[heads, d_k, d_x]`.
         adapter: what stands between the attention module and `module` and adds to what that returns, if anything does.
+        prefix: of the names "weight" and "bias" in the module.
+        argument: which of the module's positional arguments is the input.
     """
 
     module: nn.Module
     select: Callable[[Tensor], Tensor]
     adapter: nn.Module | None = None
+    prefix: str = ""
+    argument: int = 0
+
+    @property
+    def stored(self) -> Tensor:
+        """The weight that holds W_q or W_k, as the module stores it."""
+        stored = getattr(self.module, f"{self.prefix}weight")
+        assert isinstance(stored, Tensor)
+        return stored
 
     @property
     def weight(self) -> Tensor:
         """W_q or W_k, `[heads, d_k, d_x]`, detached; a view of the parameter."""
-        return self.select(matrix(self.module).detach())
+        return self.select(self._out_by_in(self.stored.detach()))
 
     @property
     def width(self) -> int:
         """d_x."""
         width = getattr(self.module, "in_features", None)  # what is quantised may be stored in another shape
-        return width if isinstance(width, int) else matrix(self.module).shape[1]
+        return width if isinstance(width, int) else self._out_by_in(self.stored).shape[1]
 
     @property
     def obstacle(self) -> str | None:
         """Why `entries` is out of reach, None where it is not."""
-        return effective.obstacle(self.module, self.adapter)
+        return effective.obstacle(self.stored, self.module, self.adapter)
 
     @property
     def is_sharded(self) -> bool:
         """Whether every rank must take part in reading `entries`."""
-        return effective.is_sharded(self.module)
+        return effective.is_sharded(self.stored)
 
     @property
     def entries(self) -> Tensor:
         """W_q or W_k as it acts, `[heads, d_k, d_x]` in floating point: gathered, dequantised, with its adapter."""
-        weight = effective.read(self.module, self.adapter)
-        return self.select(weight.mT if is_transposed(self.module) else weight)
+        return self.select(self._out_by_in(effective.read(self.stored, self.module, self.adapter)))
 
     def parts(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Weight and, where there is one, bias: each with the view `[heads, d_k, d_x or 1]` of its rows of q or k."""
-        weight, bias = self.module.weight, getattr(self.module, "bias", None)
+        weight, bias = self.stored, getattr(self.module, f"{self.prefix}bias", None)
         assert isinstance(weight, nn.Parameter)
         yield weight, self.weight
         if isinstance(bias, nn.Parameter):
             yield bias, self.select(bias.detach()[:, None])
+
+    def _out_by_in(self, weight: Tensor) -> Tensor:
+        return weight.mT if is_transposed(self.module) else weight
 
 
 def matrix(module: nn.Module) -> Tensor:
@@ -119,6 +132,11 @@ def locate(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Pr
         linear = _linear(child)
         return None if linear is None else Projection(linear, select, child if hasattr(child, "base_layer") else None)
 
+    if isinstance(module, nn.MultiheadAttention):
+        if module.in_proj_weight is None:  # q, k and v have other widths, and a weight each
+            return None
+        query = Projection(module, rows(0, heads), prefix="in_proj_")
+        return query, replace(query, select=rows(heads * head_dim, heads), argument=1)
     for query_name, key_name in SEPARATE:
         # A gated query projection has further rows behind those of each head.
         query = projection(query_name, lambda weight: weight.unflatten(0, (heads, -1))[:, :head_dim])

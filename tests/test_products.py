@@ -214,8 +214,9 @@ def test_sensitivity_is_the_derivative_in_log_beta(kind, x):
         loss().backward()
         sensitivity = hook.layers["1"].statistics.sensitivity.item()
         beta = hook.layers["1"].beta_default
-        up, down = (loss(beta * math.exp(step)).item() for step in (1e-4, -1e-4))
-    assert sensitivity == pytest.approx((up - down) / 2e-4, rel=1e-2)
+        # A five-point stencil, as wide as a beta that is kept in float32 needs.
+        two_down, down, up, two_up = (loss(beta * math.exp(0.01 * shift)).item() for shift in (-2, -1, 1, 2))
+    assert sensitivity == pytest.approx((8 * (up - down) - (two_up - two_down)) / 0.12, rel=1e-4)
 
 
 def test_the_mode_ends_with_the_forward_even_when_that_fails(x):
@@ -284,6 +285,34 @@ def test_multihead_attention(x, mask, need_weights):
         model.in_proj_weight[:WIDTH] *= 2
         model.in_proj_bias[:WIDTH] *= 2
     torch.testing.assert_close(doubled, model(x, x, x, **MASKS[mask])[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_weights_and_inputs_of_multihead_attention(x):
+    """Query and key enter one module, as its first two arguments, and meet two thirds of one weight."""
+    torch.manual_seed(0)
+    model, keys = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), 3 * x + 1
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x, keys, keys)
+        measured = hook.layers[""].statistics
+    query_rows, key_rows, _ = model.in_proj_weight.detach().chunk(3)
+    for got, entries in (
+        (measured.weight_std_q, query_rows),
+        (measured.weight_std_k, key_rows),
+        (measured.input_std_q, x),
+        (measured.input_std_k, keys),
+    ):
+        torch.testing.assert_close(got, entries.double().std(correction=0), rtol=1e-5, atol=0)
+
+
+def test_multihead_attention_with_keys_of_another_width_has_no_known_weights(x):
+    model = nn.MultiheadAttention(WIDTH, HEADS, kdim=8, batch_first=True)
+    with betahook.attach(model, controller="monitor") as hook:
+        keys = x[..., :8]
+        model(x, keys, x)
+        statistics = hook.layers[""].statistics
+    assert statistics.count == 3 * HEADS * LENGTH**2
+    assert statistics.weight_std_q.isnan()
+    assert hook.layers[""].remarks == ["W_q and W_k have no known form, their std is not measured"]
 
 
 @pytest.mark.parametrize("training", [True, False])
