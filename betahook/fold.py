@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betahook import tap
+from betahook import products, tap
 from betahook.hook import Hook
 from betahook.layers import AttentionLayer
 
@@ -123,7 +123,7 @@ def _places(layer: AttentionLayer, gain: Tensor) -> Iterator[_Place]:
     if layer.projections is None:
         raise _refusal(layer, "its query projection has no known form")
     query = layer.projections[0]
-    _refuse_unwritable(layer, query.module.weight)
+    _refuse_unwritable(layer, query.stored)
     yield _Place(list(query.parts()))
 
 
@@ -180,7 +180,7 @@ def _keep_exact(hook: Hook, places: dict[AttentionLayer, list[_Place]], gains: d
         # A cache that the model makes by itself is full by now.
         again = [None if hasattr(value, "get_seq_length") else value for value in args]
         options = {name: None if hasattr(value, "get_seq_length") else value for name, value in kwargs.items()}
-        run = partial(module.forward, *again, **options)
+        run = partial(_run, layer, module, *again, **options)
         try:
             places[layer] = [place for place in places[layer] if _is_exact(layer, place, gains[layer], run)]
         except RuntimeError as error:
@@ -199,6 +199,12 @@ def _keep_exact(hook: Hook, places: dict[AttentionLayer, list[_Place]], gains: d
     for layer in places:
         if layer not in called:
             raise _refusal(layer, "the last forward of the model did not use it; run one that does")
+
+
+def _run(layer: AttentionLayer, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The module's forward with its tap in place; the module's own hooks, of which one calls this, do not run again."""
+    with products.ScoreProducts(layer) if layer.route != "interface" else nullcontext():
+        return module.forward(*args, **kwargs)
 
 
 def _is_exact(layer: AttentionLayer, place: _Place, gain: Tensor, run: Any) -> bool:

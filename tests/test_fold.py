@@ -9,6 +9,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import betahook
 from models import CONFIGS, NORMED, build, inputs
+from test_products import HEADS, LENGTH, WIDTH, ByHandAttention, FusedAttention
 
 
 def move(hook, per_head):
@@ -48,6 +49,44 @@ def test_the_folded_model_saves_and_loads_like_any_other(tmp_path):
     model.save_pretrained(tmp_path)
     plain = type(model).from_pretrained(tmp_path, attn_implementation="eager").eval()
     torch.testing.assert_close(plain(**batch).logits, adapted, rtol=1e-5, atol=1e-5)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+OUTSIDE = {
+    "by hand": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), ByHandAttention()),
+    "asked of torch": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), FusedAttention()),
+    "nn.MultiheadAttention": SelfAttention,
+    "nn.TransformerEncoder": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True), 2
+    ),
+}
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("name", OUTSIDE)
+@torch.no_grad()
+def test_attention_outside_the_interface_of_transformers_folds(name, per_head):
+    torch.manual_seed(0)
+    model, x = OUTSIDE[name](), torch.randn(3, LENGTH, WIDTH)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.normal_()  # biases too
+    with betahook.attach(model, controller="monitor") as hook:
+        before = model(x)
+        move(hook, per_head)
+        adapted = model(x)
+        assert (adapted - before).abs().max() > 1e-3
+        betahook.fold(model)
+        assert not hook.attached
+    torch.testing.assert_close(model(x), adapted, rtol=1e-5, atol=1e-5)
 
 
 def adapter(model):

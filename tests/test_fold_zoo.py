@@ -10,7 +10,8 @@ from test_fold import move
 from zoo.build import MODEL_TYPES, build, inputs
 
 FOLDABLE = """
-    bart bert clip cohere deepseek_v2 deepseek_v3 gemma gemma2 gemma3_text glm4v_moe_text glm_image_text
+    bart bert bloom clip codegen cohere deepseek_v2 deepseek_v3 falcon gemma gemma2 gemma3_text glm4v_moe_text
+    glm_image_text gptj
     glm_image_vision glmasr_encoder gpt2 gpt_bigcode gpt_neox granite granite4_vision_text granitemoe helium hyperclovax
     idefics2_vision idefics3_vision ijepa instructblip_qformer instructblip_vision_model instructblipvideo_qformer
     instructblipvideo_vision_model internvl_vision jais2 janus_vision_model kosmos_2_vision_model layoutlm
