@@ -7,7 +7,7 @@ OLDEST := .venv-oldest
 .PHONY: demo test test-slow test-families test-oldest support lint format clean
 
 demo: $(VENV)/ready
-	$(RUN) examples/flip/run.py --columns default betahook --seeds 7 --output runs/demo
+	$(RUN) examples/flip/run.py --columns plain betahook --seeds 7 --output runs/demo
 
 test: $(VENV)/ready
 	$(RUN) -m pytest -n 2

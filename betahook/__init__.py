@@ -3,7 +3,7 @@
 from betahook.alerts import Alert, Alerts
 from betahook.audit import Audit, LayerAudit
 from betahook.beta_search import BetaSearch
-from betahook.controllers import Cap, Controller, Gradient, Monitor, Observation, Search, Variance, default
+from betahook.controllers import Cap, Controller, Gradient, Monitor, Observation, Search, Variance
 from betahook.fold import FoldError, fold
 from betahook.hook import Hook, attach
 from betahook.layers import AttentionLayer
@@ -32,7 +32,6 @@ __all__ = [
     "UnsupportedModelError",
     "Variance",
     "attach",
-    "default",
     "fold",
     "restore",
 ]

@@ -6,10 +6,10 @@ statistics that are already pooled over ranks, so every rank computes the same b
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,17 +19,17 @@ from betahook.statistics import Statistics
 DECADES = 3.0
 """Beta stays within so many decades of the model's own."""
 
-MUTED = 0.5
-"""A fresh model warms up at a beta so many decades below its own."""
-
-ABOVE, RISING, HELD = 1.0, 100, 4.0
-"""Its rise ends so many decades above, after so many batches; in it the logits have at most that std."""
-
-BELOW, WAITING = 2.0, 70
-"""On a plateau the rise begins so many decades below, after so many batches there."""
-
-RANDOM = 1.1
+FRESH_RATIO = 1.1
 """Up to this `spectral_ratio` W_q and W_k pass for random: fresh ones have 0.85 to 1.05, what learned soon has more."""
+
+WARMUP_DECADES = -0.5
+"""Beta of a fresh model in the warm-up, in decades from its own."""
+
+RISE_DECADES, RISE_BATCHES, RISE_LOGIT_STD = 1.0, 100, 4.0
+"""The rise of a fresh model: how far above its own beta it ends, how long it takes, the std of the logits in it."""
+
+PLATEAU_DECADES, PLATEAU_BATCHES = -2.0, 70
+"""Where W_q and W_k have not learned by the end of the warm-up: at which beta the rise waits to begin, and how long."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Variance(Controller):
     """
 
     target: float = 1.0
-    source: str = "measured"
+    source: Literal["measured", "weights"] = "measured"
     smoothing: float = 0.9
 
     def __post_init__(self) -> None:
@@ -164,8 +164,9 @@ class Search(Controller):
     largest: float = 0.2
 
     def __post_init__(self) -> None:
-        _require(self.window >= 1 and self.window == int(self.window), "Search(window=...)", "1 or more", self.window)
-        _require(self.warmup >= 0, "Search(warmup=...)", "0 or more", self.warmup)
+        for name, value, least in (("window", self.window, 1), ("warmup", self.warmup, 0)):
+            whole = isinstance(value, int) and value >= least
+            _require(whole, f"Search({name}=...)", f"a whole number, {least} or more", value)
         _require(isinstance(self.rise, bool), "Search(rise=...)", "True or False", self.rise)
         _require(0 < self.smallest <= self.largest, "Search(smallest=...)", "above 0, at most largest", self.smallest)
         inside = self.smallest <= self.opening <= self.largest
@@ -175,61 +176,69 @@ class Search(Controller):
     def start(self, beta: Tensor) -> dict[str, Tensor]:
         zero = torch.zeros_like(beta)
         return {
-            "seen": zero - self.warmup,
-            "left": zero - 1,  # below 0 without a rise
+            "clock": zero - self.warmup,  # batches since the window began; negative while beta waits for the first one
+            "rise_left": zero - 1,  # batches of the rise to come, 0 after it; -1 where none was ever due
             "total": zero,
             "direction": zero,
             "step": zero + self.opening,
         }
 
     def update(self, beta: Tensor, observation: Observation) -> Tensor:
-        seen, left = self.state["seen"] + 1, self.state["left"]
+        start, clock, rise_left = beta, self.state["clock"] + 1, self.state["rise_left"]
         if self.rise and (observation.step <= self.warmup / 3 or observation.step == self.warmup):
-            beta, seen, left = self._look_at_weights(beta, seen, left, observation)
-        rising = (seen > 0) & (left > 0)
-        climb = (observation.beta_default * 10**ABOVE / beta).log10().clamp(min=0) / left
-        climb = torch.minimum(climb, (HELD / (beta * observation.statistics.std)).log10())
+            start, clock, rise_left = self._plan_rise(start, clock, rise_left, observation)
+        rising = (clock > 0) & (rise_left > 0)
+        clock = torch.where(rising, 0, clock)
+        search = self._search(clock, observation.statistics.sensitivity)
+        decades = torch.where(rising, _climb(start, rise_left, observation), search)
+        self.state = {**self.state, "rise_left": torch.where(rising, rise_left - 1, rise_left)}
 
-        seen = torch.where(rising, 0, seen)
-        total = torch.where(seen > 0, self.state["total"] + observation.statistics.sensitivity, 0)
-        due = seen >= self.window
+        new = start * 10**decades
+        bound = torch.where(rise_left >= 0, observation.overflow / 2, observation.overflow)
+        return torch.maximum(torch.minimum(new, beta), _capped(new, bound, observation))
+
+    def _search(self, clock: Tensor, sensitivity: Tensor) -> Tensor:
+        """The step in decades, `[units]`: 0 but at the end of a window."""
+        total = torch.where(clock > 0, self.state["total"] + sensitivity, 0)
+        due = clock >= self.window
         direction = -total.sign()
         agreement = direction * self.state["direction"]
         step = torch.where(agreement < 0, self.state["step"] / 2, self.state["step"])
         step = torch.where(agreement > 0, step * self.growth, step).clamp(self.smallest, self.largest)
-
         self.state = {
-            "seen": torch.where(due, 0, seen),
-            "left": torch.where(rising, left - 1, left),
+            **self.state,
+            "clock": torch.where(due, 0, clock),
             "total": torch.where(due, 0, total),
             "direction": torch.where(due & (direction != 0), direction, self.state["direction"]),
             "step": torch.where(due, step, self.state["step"]),
         }
-        decades = torch.where(rising, climb, torch.where(due, direction * step, 0))
-        new = beta * (math.log(10) * decades).exp()
-        bounded = torch.maximum(torch.minimum(new, beta), _capped(new, observation.overflow / 2, observation))
-        new = torch.where(left >= 0, bounded, new)
-        return _capped(new, observation.overflow, observation)
+        return torch.where(due, direction * step, 0)
 
-    def _look_at_weights(
-        self, beta: Tensor, seen: Tensor, left: Tensor, observation: Observation
+    def _plan_rise(
+        self, beta: Tensor, clock: Tensor, rise_left: Tensor, observation: Observation
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Beta, `seen` and `left` after a look at W_q and W_k: whether a rise begins, when, and from where."""
-        random = observation.spectral_ratio() <= RANDOM
+        """Look at W_q and W_k: beta, clock and `rise_left`, by whether a rise is due, when, and from which beta."""
+        random = observation.spectral_ratio() <= FRESH_RATIO
         if observation.step == 0:
-            left = torch.where(random, RISING, left)
-            beta = torch.where(random, beta / 10**MUTED, beta)
-        fresh = left == RISING
+            rise_left = torch.where(random, RISE_BATCHES, rise_left)
+            beta = torch.where(random, beta * 10**WARMUP_DECADES, beta)
+        waiting = rise_left == RISE_BATCHES
         if observation.step == self.warmup:
-            stuck = fresh & random
-            beta = torch.where(fresh, beta * 10**MUTED, beta)
-            beta = torch.where(stuck, observation.beta_default / 10**BELOW, beta)
-            seen = torch.where(stuck, 1 - WAITING, seen)
+            plateau = waiting & random
+            beta = torch.where(waiting, beta / 10**WARMUP_DECADES, beta)
+            beta = torch.where(plateau, observation.beta_default * 10**PLATEAU_DECADES, beta)
+            clock = torch.where(plateau, 1 - PLATEAU_BATCHES, clock)
         else:
-            fast = fresh & ~random
-            beta = torch.where(fast, HELD / observation.statistics.std, beta)
-            seen = torch.where(fast, 1, seen)
-        return beta, seen, left
+            learns_fast = waiting & ~random
+            beta = torch.where(learns_fast, RISE_LOGIT_STD / observation.statistics.std, beta)
+            clock = torch.where(learns_fast, 1, clock)
+        return beta, clock, rise_left
+
+
+def _climb(beta: Tensor, rise_left: Tensor, observation: Observation) -> Tensor:
+    """Decades to rise in this batch: an equal share of what is left, or fewer to hold the std of the logits."""
+    share = (observation.beta_default * 10**RISE_DECADES / beta).log10().clamp(min=0) / rise_left
+    return torch.minimum(share, (RISE_LOGIT_STD / (beta * observation.statistics.std)).log10())
 
 
 @dataclass
@@ -286,11 +295,6 @@ class Cap(Controller):
         return _capped(beta, self.threshold, observation)
 
 
-def default() -> list[Controller]:
-    """The default: a `Search` with its own defaults."""
-    return [Search()]
-
-
 def apply(controllers: Iterable[Controller], beta: Tensor, observation: Observation) -> Tensor:
     """Run the controllers in order; a unit keeps beta and state where anything is not finite.
 
@@ -316,7 +320,7 @@ def at_bound(beta: Tensor, beta_default: Tensor) -> Tensor:
     return (beta / beta_default).log10().abs() >= DECADES - 1e-4
 
 
-def _capped(beta: Tensor, logit: float, observation: Observation) -> Tensor:
+def _capped(beta: Tensor, logit: float | Tensor, observation: Observation) -> Tensor:
     """Beta, at most such that the largest score makes `logit`; without a measured score there is no ceiling."""
     ceiling = logit / observation.statistics.max_score
     return torch.minimum(beta, ceiling.nan_to_num(nan=torch.inf))

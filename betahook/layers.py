@@ -399,6 +399,9 @@ class Layers(Mapping[str, AttentionLayer]):
             raise KeyError(f"no hooked layer is called {name!r}; there are {', '.join(self._layers)}")
         return self._layers[name]
 
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self.values()))
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._layers)
 

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import nn
 
 from betahook import checkpoint, tap
-from betahook.controllers import Controller, Monitor, default
+from betahook.controllers import Controller, Monitor, Search
 from betahook.discovery import Survey, survey
 
 LayerChoice = str | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -41,7 +41,7 @@ def check_model(model: nn.Module) -> None:
 def controllers(choice: ControllerChoice) -> list[Controller]:
     """The rules of a hook, in order."""
     if choice == "default":
-        return default()
+        return [Search()]
     if choice == "monitor":
         return [Monitor()]
     chain = [choice] if isinstance(choice, Controller) else choice

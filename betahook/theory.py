@@ -29,7 +29,7 @@ def projected_variance(width: Tensor, input_std: Tensor, weight_std: Tensor) -> 
     return width * (input_std * weight_std).square()
 
 
-def weights_std(head_dim: Tensor, query_variance: Tensor, key_variance: Tensor) -> Tensor:
+def predicted_std(head_dim: Tensor, query_variance: Tensor, key_variance: Tensor) -> Tensor:
     """`sqrt(d_k (d_x sigma_X^2 sigma_Wq^2)(d_x sigma_X^2 sigma_Wk^2))`: assumption (ii) relaxed.
 
     The two variances are those of `projected_variance` for W_q and W_k.
@@ -47,8 +47,9 @@ def independent_variance(query_mean: Tensor, query_variance: Tensor, key_mean: T
 
 def product_variance(query_mean: Tensor, query_variance: Tensor, key_mean: Tensor, key_variance: Tensor) -> Tensor:
     """Variance of the product of two independent numbers, the part of one component; shapes as they broadcast."""
-    query_mean, key_mean = query_mean.square(), key_mean.square()
-    return (query_variance + query_mean) * (key_variance + key_mean) - query_mean * key_mean
+    query_mean_square, key_mean_square = query_mean.square(), key_mean.square()
+    squares = (query_variance + query_mean_square) * (key_variance + key_mean_square)
+    return squares - query_mean_square * key_mean_square
 
 
 def spectral_ratio(weight: Tensor) -> Tensor:

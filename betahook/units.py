@@ -73,5 +73,5 @@ class Units:
         )
 
     def predicted_std(self, observed: Statistics) -> Tensor:
-        """What W_q, W_k and their inputs predict, `[units]`; see `theory.weights_std`."""
-        return theory.weights_std(self.head_dim, *self.projected_variances(observed))
+        """What W_q, W_k and their inputs predict, `[units]`; see `theory.predicted_std`."""
+        return theory.predicted_std(self.head_dim, *self.projected_variances(observed))

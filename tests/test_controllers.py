@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 import pytest
 import torch
 
-import betahook
 from betahook import Cap, Controller, Gradient, Monitor, Search, Statistics, Variance, controllers
 from betahook.controllers import Observation
 
@@ -81,8 +80,8 @@ def test_variance_without_a_std_keeps_beta(source):
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch):
-    monkeypatch.setattr(controllers, "WAITING", 3)
-    monkeypatch.setattr(controllers, "RISING", 10)
+    monkeypatch.setattr(controllers, "PLATEAU_BATCHES", 3)
+    monkeypatch.setattr(controllers, "RISE_BATCHES", 10)
 
 
 def search(**options):
@@ -125,7 +124,7 @@ def test_search_warms_up_before_its_first_window():
     assert decades(history) == approx([0, 0, 0, 0, -0.5, -0.5, -1.25])
 
 
-FRESH, LEARNED = controllers.RANDOM, 1.2
+FRESH, LEARNED = controllers.FRESH_RATIO, 1.2
 
 
 def rising(ratios, count, **measured):
@@ -165,7 +164,7 @@ def test_search_does_not_rise_where_weights_have_learned_or_are_unknown(rise, ra
 
 def test_the_logits_of_a_rising_unit_are_held_at_their_std_until_the_rise_is_over():
     """The scores of the first two keep their std, those of the third grow tenfold in the fifth batch."""
-    held = controllers.HELD
+    held = controllers.RISE_LOGIT_STD
     observations = rising([FRESH, LEARNED], 13, units=3, std=[held / 2, held * 2, held / 2])
     observations[4:] = [
         replace(one, statistics=replace(one.statistics, std=one.statistics.std * torch.tensor([1, 1, 10])))
@@ -189,7 +188,7 @@ def test_where_weights_learn_in_the_first_third_of_the_warmup_the_rise_begins_at
     """In the third batch, two thirds of a decade above and below the model's own; it ends ten batches later."""
     ratios = [FRESH, FRESH, LEARNED, *[FRESH] * 10]
     apart = 10 ** (2 / 3)
-    std = [controllers.HELD / apart, controllers.HELD * apart]
+    std = [controllers.RISE_LOGIT_STD / apart, controllers.RISE_LOGIT_STD * apart]
     observations = [observe(units=2, sensitivity=1, std=std, spectral_ratio=ratio) for ratio in ratios]
     above, below = zip(*run(search(warmup=6, rise=True), observations, [1.0] * 2), strict=True)
     assert decades(above) == approx([-0.5, -0.5, *[2 / 3] * 10, 2 / 3 - 0.5])
@@ -283,12 +282,6 @@ def test_a_cap_without_a_maximum_does_not_hold_the_rules_before_it():
     assert run([Variance(smoothing=0), Cap(5.0)], [observe(std=0.25)]) == approx([4.0])
 
 
-def test_the_default_is_a_search_of_its_own_each_time():
-    rules = betahook.default()
-    assert rules == [Search()]
-    assert rules[0] is not betahook.default()[0]
-
-
 @pytest.mark.parametrize(("std", "expected"), [(1e-9, 500.0), (1e9, 0.0005)])
 def test_beta_stays_within_three_decades_of_the_model_s_own(std, expected):
     assert run(Variance(smoothing=0), [observe(std=std, beta_default=0.5)]) == approx([expected])
@@ -320,7 +313,14 @@ def story(units):
     generator = torch.Generator().manual_seed(2)
     draws = torch.randn(7, 4, 3, generator=generator, dtype=torch.float64)[..., units]
     return [
-        observe(units=slope.numel(), sensitivity=slope, std=a.exp(), predicted_std=b.exp(), max_score=3 * c.exp())
+        observe(
+            units=slope.numel(),
+            sensitivity=slope,
+            std=a.exp(),
+            predicted_std=b.exp(),
+            max_score=3 * c.exp(),
+            spectral_ratio=FRESH,
+        )
         for slope, a, b, c in draws
     ]
 
@@ -356,8 +356,10 @@ def test_a_bad_observation_holds_its_unit_alone(rule, reason, bad):
                     for name in ("sensitivity", "std", "max_score")
                 }
                 predicted = torch.where(torch.tensor([False, True, False]), bad, observation.predicted_std())
-                observation = observe(units=3, **measured, **SICK[reason](False), predicted_std=predicted)
-            beta = controllers.apply(rules, beta, observation)
+                observation = observe(
+                    units=3, **measured, **SICK[reason](False), predicted_std=predicted, spectral_ratio=FRESH
+                )
+            beta = controllers.apply(rules, beta, replace(observation, step=len(betas)))
             betas.append(beta.tolist())
         return betas
 
@@ -409,9 +411,10 @@ def test_beta_keeps_its_precision(rule):
         (Variance, {"source": "guess"}, r"Variance\(source=\.\.\.\) must be \"measured\" or \"weights\"; got 'guess'"),
         (Variance, {"smoothing": 1.0}, r"Variance\(smoothing=\.\.\.\) must be a number from 0 to below 1; got 1\.0"),
         (Variance, {"smoothing": -0.1}, r"Variance\(smoothing"),
-        (Search, {"window": 0}, r"Search\(window=\.\.\.\) must be 1 or more; got 0"),
+        (Search, {"window": 0}, r"Search\(window=\.\.\.\) must be a whole number, 1 or more; got 0"),
         (Search, {"window": 1.5}, r"Search\(window=\.\.\.\)"),
-        (Search, {"warmup": -1}, r"Search\(warmup=\.\.\.\) must be 0 or more; got -1"),
+        (Search, {"warmup": 2.5}, r"Search\(warmup=\.\.\.\) must be a whole number, 0 or more; got 2.5"),
+        (Search, {"warmup": -1}, r"Search\(warmup=\.\.\.\) must be a whole number, 0 or more; got -1"),
         (Search, {"rise": "no"}, r"Search\(rise=\.\.\.\) must be True or False; got 'no'"),
         (Search, {"smallest": 0}, r"Search\(smallest=\.\.\.\)"),
         (Search, {"opening": 2.0, "smallest": 0.1}, r"Search\(opening=\.\.\.\)"),

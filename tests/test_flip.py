@@ -58,12 +58,12 @@ def test_a_table_from_runs_to_report_and_not_twice(flip, tmp_path, monkeypatch, 
     row = flip["task"].Row(4, 6, 512, 2.0, 0.25, 1.0)
     monkeypatch.setattr(flip["run"], "TABLE_1", (row,))
     arguments = ["--rows", row.name, "--test-strings", "100", "--output", str(tmp_path), "--seeds", "0"]
-    columns = ["default", "paper", "scaled-init", "betahook", "no-rise", "variance", "gradient"]
+    columns = ["plain", "paper", "scaled-init", "betahook", "no-rise", "variance", "gradient"]
     flip["run"].main([*arguments, "--columns", *columns])
     results = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [result["column"] for result in results] == columns
     by_column = {result["column"]: result for result in results}
-    assert by_column["default"]["beta"] == pytest.approx(6**-0.5)
+    assert by_column["plain"]["beta"] == pytest.approx(6**-0.5)
     assert by_column["paper"]["beta"] == 2.0
     assert by_column["variance"]["beta"] != pytest.approx(6**-0.5, rel=1e-3)
     assert all(0 <= result["accuracy"] <= 1 for result in results)

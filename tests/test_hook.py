@@ -103,7 +103,7 @@ def test_per_head_controllers_move_heads_apart_and_per_layer_ones_do_not():
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_search_looks_at_the_weights_of_all_layers_to_begin_below_and_to_wait(learned, monkeypatch):
-    monkeypatch.setattr(betahook.controllers, "WAITING", 3)
+    monkeypatch.setattr(betahook.controllers, "PLATEAU_BATCHES", 3)
     model = build("llama")
     if learned:  # one layer is enough
         weight = model.model.layers[1].self_attn.k_proj.weight

@@ -1,4 +1,4 @@
-"""The README's Python runs, block by block."""
+"""The Python in the README and in docs/API.md runs, block by block."""
 
 import os
 import re
@@ -7,16 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
+import betahook
 from models import build
 from test_trainer import Tokens
 
-README = Path(__file__).parent.parent / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+ROOT = Path(__file__).parent.parent
+BLOCKS = [
+    (page, block)
+    for page in ("README.md", "docs/API.md")
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*")
-@pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
-def test_block(code, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("page", "code"), BLOCKS, ids=range(len(BLOCKS)))
+def test_block(page, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     model = build("llama")
@@ -26,10 +31,15 @@ def test_block(code, tmp_path, monkeypatch):
         "batches": torch.utils.data.DataLoader(Tokens(), batch_size=8),
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
     }
-    exec(compile(code, str(README), "exec"), names)
+    exec(compile(code, page, "exec"), names)
     if "save_model" in code:
         assert os.path.exists("plain/model.safetensors")
 
 
 def test_there_are_blocks():
-    assert len(BLOCKS) == 4
+    assert [page for page, _ in BLOCKS] == ["README.md"] * 4 + ["docs/API.md"]
+
+
+def test_the_public_names_are_all_described():
+    described = (ROOT / "docs/API.md").read_text()
+    assert [name for name in betahook.__all__ if f"`{name}" not in described] == []

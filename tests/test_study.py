@@ -139,14 +139,14 @@ def test_a_rule_is_told_from_another_by_its_options(study):
 @pytest.mark.parametrize(
     ("task", "controller"),
     [
-        ("lm", "default"),
+        ("lm", "betahook"),
         ("lm", "per-head"),
         ("lm-llama", "qk-norm"),
         ("lm-qwen3", "cap"),
         ("encoder", "gradient"),
         ("digits", "variance"),
-        ("finetune", "default"),
-        ("finetune-lora", "default"),
+        ("finetune", "betahook"),
+        ("finetune-lora", "betahook"),
     ],
 )
 def test_each_task_trains(study, settings, task, controller):
@@ -271,16 +271,16 @@ def test_the_standard_error_is_that_of_the_mean(study):
 
 
 def test_a_table_of_losses_by_hand(study):
-    """Plain 1 and 3, mean 2; default 1.1 and 2.4 on the same seeds, and one seed that plain has not."""
-    losses = {"default": {0: 1.1, 1: 2.4, 5: 100.0}, "plain": {0: 1.0, 1: 3.0, 7: math.nan}}
+    """Plain 1 and 3, mean 2; betahook 1.1 and 2.4 on the same seeds, and one seed that plain has not."""
+    losses = {"betahook": {0: 1.1, 1: 2.4, 5: 100.0}, "plain": {0: 1.0, 1: 3.0, 7: math.nan}}
     cells = {
         (name, 1e-3): {seed: {"loss": loss, "seconds": 2.0 + seed} for seed, loss in seeds.items()}
         for name, seeds in losses.items()
     }
-    plain, default = study["report"].values_table(cells, "loss")[2:4]
+    plain, adapted = study["report"].values_table(cells, "loss")[2:4]
     assert plain == "| 0.001 | plain | nan |  | nan |  |  | 3 | 1 | 5 |"
     # Of 5 % and -30 %: the mean, and half their distance.
-    assert default == "| 0.001 | default | 34.5000 | 32.7522 | 100.0000 | -12.50 | 17.50 | 3 | 1 | 4 |"
+    assert adapted == "| 0.001 | betahook | 34.5000 | 32.7522 | 100.0000 | -12.50 | 17.50 | 3 | 1 | 4 |"
 
 
 def test_a_table_of_accuracies_by_hand(study):
@@ -339,9 +339,9 @@ def test_the_report_has_tables_and_plots(study, fake, tmp_path, capsys):
 
 
 def test_the_report_keeps_to_the_newest_rule(study):
-    old, new = ({"task": "lm", "steps": 4, "controller": "default", "rate": 1e-3, "seed": 0, "rule": r} for r in "ab")
+    old, new = ({"task": "lm", "steps": 4, "controller": "betahook", "rate": 1e-3, "seed": 0, "rule": r} for r in "ab")
     (cells,) = study["report"].by_task([old, {**old, "seed": 1}, new]).values()
-    assert cells == {("default", 1e-3): {0: new}}
+    assert cells == {("betahook", 1e-3): {0: new}}
 
 
 # The paper's procedure.

@@ -40,12 +40,12 @@ def test_projected_variance_is_seen_in_random_projections(normal):
     assert projected.var().item() == pytest.approx(expected.item(), rel=0.03)
 
 
-def test_weights_std_closed_form():
-    result = theory.weights_std(torch.tensor([16.0, 9.0]), torch.tensor([1.0, 4.0]), torch.tensor([1.0, 0.25]))
+def test_predicted_std_closed_form():
+    result = theory.predicted_std(torch.tensor([16.0, 9.0]), torch.tensor([1.0, 4.0]), torch.tensor([1.0, 0.25]))
     assert result.tolist() == pytest.approx([4, 3])
 
 
-def test_weights_std_is_seen_in_scores_of_random_projections(normal):
+def test_predicted_std_is_seen_in_scores_of_random_projections(normal):
     width, head_dim, input_std, query_std, key_std = 64, 32, 1.3, 0.2, 0.05
     squares = []
     for _ in range(200):
@@ -53,7 +53,7 @@ def test_weights_std_is_seen_in_scores_of_random_projections(normal):
         query, key = inputs[0] @ (query_std * normal(width, head_dim)), inputs[1] @ (key_std * normal(width, head_dim))
         squares.append((query @ key.T).square().mean())
     variances = (theory.projected_variance(*torch.tensor([width, input_std, std])) for std in (query_std, key_std))
-    predicted = theory.weights_std(torch.tensor(float(head_dim)), *variances)
+    predicted = theory.predicted_std(torch.tensor(float(head_dim)), *variances)
     assert torch.stack(squares).mean().sqrt().item() == pytest.approx(predicted.item(), rel=0.03)
 
 

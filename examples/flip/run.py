@@ -26,14 +26,14 @@ Identity = tuple[str, str, float | None, int]
 """Column, row, the paper's beta where it matters, seed."""
 
 COLUMNS: dict[str, tuple[str, Callable[[Row, int], Run] | None]] = {
-    "default": ("1/sqrt(d_k)", lambda row, seed: Run(row, seed)),
+    "plain": ("1/sqrt(d_k)", lambda row, seed: Run(row, seed)),
     "paper": ("the paper's beta", lambda row, seed: Run(row, seed, beta=row.beta)),
     "scaled-init": (
         "1/sqrt(d_k), W_q and W_k scaled so that the first logits are those of the paper's beta",
         lambda row, seed: Run(row, seed, init_scale=(row.beta * row.length**0.5) ** 0.5),
     ),
     "procedure": ("BetaSearch, every trial a run of its own", None),
-    "betahook": ("betahook's default, one run", lambda row, seed: Run(row, seed, controller=betahook.default)),
+    "betahook": ("betahook's default, one run", lambda row, seed: Run(row, seed, controller=betahook.Search)),
     "no-rise": (
         "[Search(rise=False)], one run",
         lambda row, seed: Run(row, seed, controller=lambda: [betahook.Search(rise=False)]),

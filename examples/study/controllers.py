@@ -53,8 +53,8 @@ class Treatment:
 
 CONTROLLERS = {
     "plain": Treatment(),
-    "default": Treatment(betahook.default),
-    "per-head": Treatment(betahook.default, per_head=True),
+    "betahook": Treatment(lambda: [Search()]),
+    "per-head": Treatment(lambda: [Search()], per_head=True),
     "no-rise": Treatment(lambda: [Search(rise=False)]),
     "gradient": Treatment(lambda: [Gradient(), Cap(30.0)]),
     "variance": Treatment(lambda: [Variance()]),

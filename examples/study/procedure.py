@@ -86,11 +86,11 @@ class Trials:
 
     def __call__(self, strings: int, beta: float | None) -> Result:
         row = replace(self.row, strings=strings)
-        identity = {"row": row.name, "seed": self.seed, "fixed": beta, "rule": repr(betahook.default())}
+        identity = {"row": row.name, "seed": self.seed, "fixed": beta, "rule": repr(betahook.Search())}
         known = (result for result in self.results if identity.items() <= result.items())
         result = next(known, None)
         if result is None:
-            run = flip.Run(row, self.seed, beta=beta, controller=betahook.default if beta is None else None)
+            run = flip.Run(row, self.seed, beta=beta, controller=betahook.Search if beta is None else None)
             result = {**flip.train(run, test_strings=self.test_strings), **identity, "strings": strings}
             self.results.add(result)
             print(

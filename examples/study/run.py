@@ -1,6 +1,6 @@
 """Tasks x controllers x learning rates x seeds, each a training run of its own; then report.py draws what was seen.
 
-    python examples/study/run.py --tasks lm --controllers plain default --rates 1e-3 1e-2 3e-2 --seeds 0 1 2 --jobs 2
+    python examples/study/run.py --tasks lm --controllers plain betahook --rates 1e-3 1e-2 3e-2 --seeds 0 1 2 --jobs 2
     python examples/study/report.py
 
 Every finished run is a line of `results.jsonl`; runs that are in it are not repeated.
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--controllers",
         nargs="+",
-        default=["plain", "default"],
+        default=["plain", "betahook"],
         metavar="GLOB",
         help=f"{', '.join([*controllers, BEST_FIXED])}; where a task offers them",
     )
