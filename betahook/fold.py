@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -58,6 +58,7 @@ class _Place:
     def write(self, values: list[Tensor]) -> None:
         for (_, part), value in zip(self.parts, values, strict=True):
             part.copy_(value)
+        torch.clear_autocast_cache()  # a forward under autocast would go on with its copy of the old values
 
 
 @torch.no_grad()
@@ -71,11 +72,12 @@ def fold(model: nn.Module | Hook) -> None:
         model: a hooked model, or its hook.
 
     Raises:
-        FoldError: a layer has no exact fold, or its new weights would not be finite. Nothing is changed, the hook
-            stays attached.
-        ValueError: the model is not hooked.
+        FoldError: a layer has no exact fold, its new weights would not be finite, or the model does not run again.
+            Nothing is changed, the hook stays attached.
+        ValueError: the model is not hooked, or has several hooks.
+        TypeError: `model` is neither a module nor a hook.
     """
-    hook = model if isinstance(model, Hook) else _hook_of(model)
+    hook = model if isinstance(model, Hook) else _only_hook(model)
     if not hook.attached:
         raise ValueError("fold() on a detached hook: beta is the model's own, there is nothing to fold")
     gains = {layer: layer.current_gain.double() for layer in hook.layers.values()}
@@ -95,12 +97,18 @@ def fold(model: nn.Module | Hook) -> None:
     hook.detach()
 
 
-def _hook_of(model: nn.Module) -> Hook:
-    for module in model.modules():
-        layer = getattr(module, tap.ATTRIBUTE, None)
-        if isinstance(layer, AttentionLayer):
-            return layer.hook
-    raise ValueError(f"{type(model).__name__} is not hooked: call betahook.attach(model) first")
+def _only_hook(model: nn.Module) -> Hook:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fold() takes a hooked model or its hook; got {type(model).__name__}")
+    layers = (getattr(module, tap.ATTRIBUTE, None) for module in model.modules())
+    hooks = {id(layer.hook): layer.hook for layer in layers if isinstance(layer, AttentionLayer)}
+    if not hooks:
+        raise ValueError(f"{type(model).__name__} is not hooked: call betahook.attach(model) first")
+    if len(hooks) > 1:
+        raise ValueError(
+            f"{type(model).__name__} has {len(hooks)} hooks, of parts of it: fold each, betahook.fold(hook)"
+        )
+    return next(iter(hooks.values()))
 
 
 def _places(layer: AttentionLayer, gain: Tensor) -> Iterator[_Place]:
@@ -159,7 +167,11 @@ def _refuse_shared(model: nn.Module, places: dict[AttentionLayer, list[_Place]])
     for name, module in model.named_modules():
         if hasattr(module, "base_layer"):
             layer = next(iter(places))
-            raise _refusal(layer, f"{name} is wrapped by an adapter, saved without the weights below; merge that first")
+            reason = (
+                f"{name} is wrapped by an adapter, saved without the weights below; merge that first, "
+                "merged = model.merge_and_unload(), betahook.fold(merged)"
+            )
+            raise _refusal(layer, reason)
 
 
 def _refuse_infinite(places: dict[AttentionLayer, list[_Place]], gains: dict[AttentionLayer, Tensor]) -> None:
@@ -186,7 +198,9 @@ def _keep_exact(hook: Hook, places: dict[AttentionLayer, list[_Place]], gains: d
         except RuntimeError as error:
             raise _refusal(layer, f"it does not run twice on one input ({error})") from error
         if not places[layer]:
-            reason = "its output is not that of a scaled query projection or norm, or does not depend on beta"
+            if _has_effect(layer, gains[layer], run):
+                raise _refusal(layer, "its output is not that of a scaled query projection or norm")
+            reason = "its output on the input of the last forward does not depend on beta; run one where it does"
             raise _refusal(layer, reason)
 
     args, kwargs = hook.last_input
@@ -195,7 +209,13 @@ def _keep_exact(hook: Hook, places: dict[AttentionLayer, list[_Place]], gains: d
         for layer in places:
             handle = layer.module.register_forward_hook(partial(check, layer), with_kwargs=True)
             handles.callback(handle.remove)
-        hook.model(*args, **kwargs)
+        try:
+            hook.model(*args, **kwargs)
+        except FoldError:
+            raise
+        except Exception as error:
+            reason = f"{type(hook.model).__name__} does not run again on the input of its last forward"
+            raise FoldError(f"cannot fold beta: {reason} ({type(error).__name__}: {error})") from error
     for layer in places:
         if layer not in called:
             raise _refusal(layer, "the last forward of the model did not use it; run one that does")
@@ -207,13 +227,26 @@ def _run(layer: AttentionLayer, module: nn.Module, *args: Any, **kwargs: Any) ->
         return module.forward(*args, **kwargs)
 
 
-def _is_exact(layer: AttentionLayer, place: _Place, gain: Tensor, run: Any) -> bool:
+def _has_effect(layer: AttentionLayer, gain: Tensor, run: Callable[[], Any]) -> bool:
+    """Whether the output depends on beta at all: it does not where the queries see one key, say."""
+    outputs = []
+    for factors in (torch.ones_like(gain), _far(gain)):
+        with layer.acting(factors):
+            outputs.append(run())
+    return _distance(*outputs) > 0
+
+
+def _far(gain: Tensor) -> Tensor:
+    """Factors that are far from 1 and from those of the layer."""
+    return gain / gain.max() / 2
+
+
+def _is_exact(layer: AttentionLayer, place: _Place, gain: Tensor, run: Callable[[], Any]) -> bool:
     """Whether scaling a place does what the gain does: that of the layer, and one far from 1."""
-    far = gain / gain.max() / 2
     with layer.acting(torch.ones_like(gain)):
         plain = run()
     kept = [part.clone() for _, part in place.parts]
-    for factors in (far, gain):
+    for factors in (_far(gain), gain):
         with layer.acting(factors):
             expected = run()
         place.write(place.scaled(factors))

@@ -187,6 +187,52 @@ def test_refusals_change_nothing(family, change, per_head, message):
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
+def test_a_model_with_a_hook_for_each_of_its_parts_is_not_folded_by_half():
+    model, batch = build("t5").eval(), inputs("t5")
+    hooks = [betahook.attach(part, controller="monitor") for part in (model.encoder, model.decoder)]
+    model(**batch)
+    with pytest.raises(ValueError, match=r"has 2 hooks, of parts of it: fold each, betahook.fold\(hook\)"):
+        betahook.fold(model)
+    for hook in hooks:
+        assert hook.attached
+        betahook.fold(hook)
+    assert not any(hook.attached for hook in hooks)
+
+
+def test_a_model_that_does_not_run_twice_on_one_input_is_not_folded():
+    class Taking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = build("llama").eval()
+
+        def forward(self, batch):
+            return self.model(batch.pop("input_ids"))
+
+    model, batch = Taking(), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model({"input_ids": batch["input_ids"]})
+        move(hook, per_head=False)
+        message = r"Taking does not run again on the input of its last forward \(KeyError: 'input_ids'\)"
+        with pytest.raises(betahook.FoldError, match=message):
+            betahook.fold(model)
+        assert hook.attached
+
+
+def test_one_token_does_not_tell_where_beta_belongs():
+    model, batch = build("llama").eval(), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        move(hook, per_head=False)
+        model(input_ids=batch["input_ids"][:, :1])
+        with pytest.raises(betahook.FoldError, match="the input of the last forward does not depend on beta; run one"):
+            betahook.fold(model)
+
+
+def test_only_models_and_hooks_are_folded():
+    with pytest.raises(TypeError, match=r"fold\(\) takes a hooked model or its hook; got str"):
+        betahook.fold("model")
+
+
 def test_without_a_hook_there_is_nothing_to_fold():
     model = build("llama")
     with pytest.raises(ValueError, match=r"LlamaForCausalLM is not hooked: call betahook.attach\(model\) first"):

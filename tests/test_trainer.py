@@ -46,6 +46,14 @@ def events(folder):
     return accumulator.Reload()
 
 
+def test_a_run_in_bfloat16_ends_plain(tmp_path):
+    """Accelerate wraps the model's forward in autocast, which keeps copies of the weights."""
+    callback = BetaHookCallback([betahook.Search(window=1, warmup=0, rise=False)])
+    trainer = make_trainer(tmp_path, callback, bf16=True)
+    trainer.train()
+    assert not callback.hook.attached
+
+
 @pytest.mark.parametrize("report_to", ["tensorboard", "none"])
 def test_metrics_join_the_loss(tmp_path, report_to):
     callback = BetaHookCallback()
