@@ -78,7 +78,14 @@ class Controller(ABC):
         Args:
             beta: `[units]`, as the controllers before this one in the list left it.
             observation: what was measured.
+
+        Returns:
+            `[units]`; where it is NaN, infinite or not positive, beta stays.
         """
+
+    def is_passing(self) -> bool:
+        """Whether beta is on its way somewhere: training that ends now ends too early. Reads the device back."""
+        return False
 
 
 @dataclass
@@ -197,6 +204,9 @@ class Search(Controller):
         bound = torch.where(rise_left >= 0, observation.overflow / 2, observation.overflow)
         return torch.maximum(torch.minimum(new, beta), _capped(new, bound, observation))
 
+    def is_passing(self) -> bool:
+        return bool((self.state["rise_left"] > 0).any()) if self.state else False
+
     def _search(self, clock: Tensor, sensitivity: Tensor) -> Tensor:
         """The step in decades, `[units]`: 0 but at the end of a window."""
         total = torch.where(clock > 0, self.state["total"] + sensitivity, 0)
@@ -296,12 +306,13 @@ class Cap(Controller):
 
 
 def apply(controllers: Iterable[Controller], beta: Tensor, observation: Observation) -> Tensor:
-    """Run the controllers in order; a unit keeps beta and state where anything is not finite.
+    """Run the controllers in order; a unit keeps beta and state where anything is not finite, or was never measured.
 
     The controllers compute in the precision of the statistics, float64 where the device has it. Wherever they move
     beta, it stays within `DECADES` of the model's own.
     """
-    healthy = observation.statistics.finite & observation.beta_default.isfinite()
+    measured = observation.statistics.finite & (observation.statistics.count > 0)
+    healthy = measured & observation.beta_default.isfinite()
     old = new = beta.to(observation.statistics.std.dtype)
     for controller in controllers:
         before = controller.state or controller.start(old)

@@ -7,6 +7,7 @@ last forward, and must give the outputs of the hooked module.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from betahook import products, tap
 from betahook.hook import Hook
 from betahook.layers import AttentionLayer
+
+logger = logging.getLogger(__name__)
 
 NORMS = ("q_norm", "q_layernorm", "q_b_norm", "query_layernorm", "query_norm")
 """Norms of the query between its projection and the scores."""
@@ -66,7 +69,8 @@ def fold(model: nn.Module | Hook) -> None:
     """Bake the current beta of a hooked model into its weights and detach: a plain model with the same outputs.
 
     Checks itself before anything is written: the model runs once more on the input of its last forward, in evaluation
-    mode, and every layer must give the same output from its folded weights.
+    mode, and every layer must give the same output from its folded weights. Warns where a controller was still bringing
+    beta to where it wants it.
 
     Args:
         model: a hooked model, or its hook.
@@ -94,6 +98,13 @@ def fold(model: nn.Module | Hook) -> None:
         _keep_exact(hook, places, gains)
     for layer, (place, *_) in places.items():
         place.write(place.scaled(gains[layer]))
+    if any(controller.is_passing() for controller in hook.controllers):
+        logger.warning(
+            "fold() after %d steps, in the opening of %s, whose beta is on its way: train for some hundred steps more, "
+            "or without an opening, Search(rise=False)",
+            hook.steps,
+            hook.controllers,
+        )
     hook.detach()
 
 

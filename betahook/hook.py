@@ -107,7 +107,9 @@ class Hook:
         when: str,
         alerts: Alerts | None,
     ) -> None:
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        # Weights that are offloaded, or not there yet, are on the meta device, where nothing can be computed.
+        devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+        device = next(devices, torch.device("cpu"))
         widths = [found.head_dim for found in modules.values() for _ in range(found.heads)]
         state = State.create(widths, device, in_evaluation=when == "always")
         layers, start, component = [], 0, 0
@@ -207,6 +209,11 @@ class Hook:
             raise RuntimeError(
                 "step() before any attention of the hooked layers was seen: run a forward of the model first. If one "
                 f"ran, this version of betahook does not know the attention of transformers {transformers.__version__}"
+            )
+        if self.steps == 0 and state.seen and state.measuring and not state.recorded:
+            logger.warning(
+                "no attention was measured before the first step(): the hooked layers ran in evaluation mode only, and "
+                'beta stays where it is. Call model.train(), or attach(..., when="always")'
             )
         collected = state.collect()
         scale = 1.0 if scaler is None else self._scale_of_backward(scaler)
@@ -402,7 +409,11 @@ class Hook:
         observed = units.observe(table)
         beta = self._state.current_beta
         # By head first: the head with the largest score need not be the one with the largest logit.
-        logit = units.largest(table[statistics.ROW["max_score"]] * self._acted.to(table))
+        max_logit = units.largest(table[statistics.ROW["max_score"]] * self._acted.to(table))
+
+        def measured(values: Tensor) -> Tensor:
+            return values.to(table).masked_fill(observed.count == 0, torch.nan)
+
         return {
             "beta": units.geometric_mean(beta),
             "score_mean": observed.mean,
@@ -412,12 +423,12 @@ class Hook:
             "classic_std": theory.classic_std(units.head_dim),
             "weight_std_q": observed.weight_std_q,
             "weight_std_k": observed.weight_std_k,
-            "max_logit": logit.masked_fill(observed.count == 0, torch.nan),
+            "max_logit": measured(max_logit),
             "entropy": observed.entropy,
-            "sensitivity": observed.sensitivity,
-            "nonfinite": ~observed.finite,
+            "sensitivity": measured(observed.sensitivity),
+            "nonfinite": measured(~observed.finite),
             "at_bound": units.largest(rules.at_bound(beta, self._state.beta_default).to(table)),
-            "exact": observed.exact,
+            "exact": measured(observed.exact),
         }
 
 

@@ -41,6 +41,7 @@ class State:
         measuring: whether this step is one of those that are measured.
         in_evaluation: whether forwards in evaluation mode are measured too.
         seen: whether any attention of the model has passed the tap.
+        recorded: whether any has been measured.
     """
 
     beta: Tensor
@@ -52,16 +53,17 @@ class State:
     measuring: bool = True
     in_evaluation: bool = False
     seen: bool = False
+    recorded: bool = False
 
     @classmethod
     def create(cls, widths: list[int], device: torch.device, in_evaluation: bool) -> State:
         """Of heads with these d_k."""
         heads = len(widths)
-        unknown = torch.full((heads,), torch.nan, device=device)
+        unknown = torch.full((heads,), torch.nan, dtype=torch.float32, device=device)
         return cls(
             beta=unknown.clone(),
             beta_default=unknown,
-            probe=torch.zeros(heads, device=device, requires_grad=True),
+            probe=torch.zeros(heads, dtype=torch.float32, device=device, requires_grad=True),
             table=statistics.empty(heads, device),
             moments=moments.empty(sum(widths), device),
             widths=torch.tensor(widths, device=device),
@@ -315,6 +317,7 @@ class AttentionLayer:
         """Add the entries that enter the projection of the `of` "query", "key" or both."""
         # A DTensor under tensor parallelism, the same on all ranks.
         inputs = inputs.to_local() if hasattr(inputs, "to_local") else inputs
+        self.follow(inputs.device)
         flat = scores.at_least_float32(inputs.detach().flatten())
         sums = {
             "inputs": torch.full((), flat.numel(), device=flat.device),
@@ -351,6 +354,7 @@ class AttentionLayer:
 
     def _add_sums(self, sums: RowSums, exact: bool | Tensor, query: Components, key: Components) -> None:
         """Add the sums of one attention call and, unless its d_k is another than the module says, those of q and k."""
+        self._state.recorded = True
         pairs, tokens = sums.scores.pairs, {}
         if query.mean.shape[1] == self.head_dim:
             moments.add(self._state.moments[:, self._components_here], query, key)

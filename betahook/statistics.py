@@ -55,6 +55,7 @@ def empty(heads: int, device: torch.device) -> Tensor:
 
 def add(table: Tensor, values: dict[str, Tensor]) -> None:
     """Add `values`, name to a tensor `[heads]` or scalar, to `table` in place; `max_score` takes the larger one."""
+    values = {name: value.to(table.device) for name, value in values.items()}  # a layer may be on another device
     zero = table.new_zeros(table.shape[1])
     # All at once: on an accelerator an addition for each row would cost more than the sums themselves.
     table[:-1] += torch.stack([values[name].expand_as(zero) if name in values else zero for name in SUMS])

@@ -20,6 +20,7 @@ def observe(*, units=1, predicted_std=NAN, beta_default=1.0, overflow=88.0, step
 
     values = {field.name: tensor(NAN) for field in fields(Statistics)}
     values["finite"] = values["exact"] = tensor(True, torch.bool)
+    values["count"] = tensor(1)
     values |= {
         name: tensor(value, torch.bool if name == "finite" else torch.float64) for name, value in measured.items()
     }
@@ -228,11 +229,13 @@ def test_in_a_model_that_was_fresh_no_step_takes_a_logit_up_beyond_half_the_over
     assert max(trained) == trained[-1] == approx(4.0)
 
 
-def test_where_a_logit_grows_beyond_half_the_overflow_bound_by_itself_beta_stays_up_to_the_bound():
-    observations = rising([FRESH, LEARNED], 15, sensitivity=-1)
-    for step, score in ((12, 44.0), (13, 66.0), (14, 176.0)):
-        observations[step] = observe(sensitivity=-1, std=0.1, max_score=score / 10)
-    assert run(search(warmup=2, rise=True), observations)[11:] == approx([10.0, 10.0, 10.0, 5.0])
+def test_a_logit_beyond_the_bound_takes_nothing_from_beta_but_the_steps_up():
+    """It grew there by itself, in a model that was fresh, or was there from the start, in a trained one."""
+    large = {"std": 0.1, "max_score": 17.6}
+    fresh = rising([FRESH, LEARNED], 12, sensitivity=-1)
+    assert run(search(warmup=2, rise=True), [*fresh, observe(sensitivity=-1, **large)])[11:] == approx([10.0, 10.0])
+    trained = sensitivities(-1, 1, -1, max_score=176.0)
+    assert decades(run(search(), trained)) == approx([0, -0.25, -0.25])
 
 
 def test_search_stays_below_the_overflow_bound():

@@ -228,6 +228,18 @@ def test_one_token_does_not_tell_where_beta_belongs():
             betahook.fold(model)
 
 
+@pytest.mark.parametrize("rise", [True, False])
+def test_a_fold_in_the_opening_of_a_search_says_so(rise, caplog):
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller=betahook.Search(rise=rise)) as hook:
+        for _ in range(2):
+            model(**batch).loss.backward()
+            hook.step()
+        betahook.fold(model)
+    messages = [record.message for record in caplog.records]
+    assert ["fold() after 2 steps, in the opening of [Search(" in message for message in messages] == [True] * rise
+
+
 def test_only_models_and_hooks_are_folded():
     with pytest.raises(TypeError, match=r"fold\(\) takes a hooked model or its hook; got str"):
         betahook.fold("model")

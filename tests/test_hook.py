@@ -2,11 +2,13 @@
 
 import copy
 import gc
+import math
 import pickle
 import weakref
 
 import pytest
 import torch
+from accelerate import cpu_offload
 
 import betahook
 from models import build, inputs
@@ -280,6 +282,58 @@ def test_metrics_are_flat_numbers_per_layer():
     assert metrics.keys() == heads.keys()
     assert all(value.shape == (4,) for value in heads.values())
     assert metrics[f"sensitivity/{LAYER}"] == pytest.approx(float(heads[f"sensitivity/{LAYER}"].sum()))
+
+
+def test_what_was_not_measured_is_no_metric():
+    model = build("llama")
+    with betahook.attach(model) as hook:
+        model(**inputs("llama")).loss.backward()
+        quantities = {key.split("/")[0] for key in hook.metrics()}  # step() was forgotten
+    assert quantities == {"beta", "classic_std", "at_bound", "weight_std_q", "weight_std_k"}
+
+
+def test_training_in_evaluation_mode_leaves_beta_alone_and_says_so(caplog):
+    """`from_pretrained` returns a model in that mode."""
+    model = build("llama").eval()
+    with betahook.attach(model, controller=betahook.Search(window=1, warmup=0)) as hook:
+        train(model, hook, 3)
+        assert all(layer.beta == layer.beta_default for layer in hook.layers.values())
+    (record,) = caplog.records
+    assert "the hooked layers ran in evaluation mode only" in record.message
+    assert "Call model.train()" in record.message
+
+
+def test_a_low_default_precision_is_not_that_of_beta():
+    model = build("llama")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        hook = betahook.attach(model, controller=betahook.Gradient(learning_rate=1e-3))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with hook:
+        train(model, hook, 1)
+        layer = hook.layers[LAYER]
+        assert abs(math.log(layer.beta / layer.beta_default)) == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("when", ["before the weights are there", "while they are offloaded"])
+def test_weights_on_the_meta_device_say_nothing_of_where_the_model_runs(when):
+    model, batch = build("llama"), inputs("llama")
+    expected = model(**batch).logits
+    weights = copy.deepcopy(model.state_dict())
+    if when == "while they are offloaded":
+        cpu_offload(model, execution_device=torch.device("cpu"))
+        hook = betahook.attach(model, controller="monitor")
+    else:
+        with torch.device("meta"):
+            model = type(model)(model.config)
+        hook = betahook.attach(model, controller="monitor")
+        model.to_empty(device="cpu").load_state_dict(weights)
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are not in the weights
+    with hook:
+        assert torch.equal(model(**batch).logits, expected)
+        hook.step()
+        assert hook.metrics()[f"score_std/{LAYER}"] > 0
 
 
 def test_with_a_beta_a_head_metrics_are_of_the_head_where_it_matters():

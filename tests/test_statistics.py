@@ -96,6 +96,12 @@ def test_pooling_adds_runs_of_heads_and_takes_their_largest(lengths):
     torch.testing.assert_close(pooled, torch.stack(expected, 1), rtol=1e-14, atol=0)
 
 
+def test_a_layer_may_be_on_another_device_than_the_table():
+    table = statistics.empty(2, torch.device("meta"))
+    statistics.add(table, {"pairs": torch.ones(2), "max_score": torch.ones(2)})
+    assert table.is_meta
+
+
 @pytest.mark.parametrize("row", ["score", "max_score"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_pooling_hides_no_bad_number(row, bad):
