@@ -33,7 +33,8 @@ class Alert:
 class Alerts:
     """What to watch in the metrics of a hook, `attach(model, alerts=Alerts(print, max_logit=50))`.
 
-    Looked at where `Hook.metrics` is called, once a step: a step that is not logged raises no alert.
+    Looked at where `Hook.metrics` is called, once a step: every logged step beyond a limit raises an alert, a step that
+    is not logged raises none.
 
     Args:
         call: called with each `Alert`; what it raises ends the training.
@@ -52,8 +53,11 @@ class Alerts:
             raise TypeError(f"Alerts(call) must be a function of an Alert; got {self.call!r}")
         for name in ("max_logit", "entropy"):
             limit = getattr(self, name)
-            if limit is not None and not limit > 0:
+            number = isinstance(limit, int | float) and not isinstance(limit, bool)
+            if limit is not None and not (number and limit > 0):
                 raise ValueError(f"Alerts({name}=...) must be a positive number or None; got {limit!r}")
+        if not isinstance(self.beta, bool):
+            raise ValueError(f"Alerts(beta=...) must be True or False; got {self.beta!r}")
 
     def check(self, metrics: Mapping[str, float], step: int) -> None:
         """Call back for every limit that `metrics`, as from `Hook.metrics`, cross."""

@@ -60,7 +60,9 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(folder, FILE)
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: the checkpoint was saved without betahook")
+        raise FileNotFoundError(
+            f"{path} does not exist: the checkpoint was saved without betahook. Load its model and begin a new run"
+        )
     try:
         with safe_open(path, "pt") as file:
             header = (file.metadata() or {}).get(HEADER)
@@ -133,7 +135,10 @@ def check(state: object, own: dict[str, Any]) -> None:
     entries = [entry if isinstance(entry, dict) else {} for entry in state["controllers"]]
     given = [entry.get("rule") for entry in entries]
     if given != rules:
-        raise ValueError(f"the state belongs to other controllers: expected {rules}, got {given}")
+        raise ValueError(
+            f"the state belongs to other controllers: expected {rules}, got {given}. Go on with those, or begin with "
+            "others on the folded model: betahook.fold(betahook.restore(model, folder))"
+        )
     for rule, entry, like in zip(rules, entries, own["controllers"], strict=True):
         memory = entry.get("state")
         if not isinstance(memory, dict) or (memory and memory.keys() != like["state"].keys()):

@@ -70,14 +70,7 @@ def attach(
     """
     options.check_model(model)
     chain = options.controllers(controller)
-    if not isinstance(per_head, bool):
-        raise TypeError(f"per_head must be True or False; got {per_head!r}")
-    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
-        raise ValueError(f"interval must be a whole number of steps, 1 or more; got {interval!r}")
-    if when not in ("training", "always"):
-        raise ValueError(f'when must be "training" or "always"; got {when!r}')
-    if not isinstance(alerts, Alerts | None):
-        raise TypeError(f"alerts must be betahook.Alerts or None; got {alerts!r}")
+    options.check_settings(per_head=per_head, interval=interval, when=when, alerts=alerts)
     seen = options.find_layers(model, layers)
     return Hook(model, chain, seen.found, seen.skipped, per_head=per_head, interval=interval, when=when, alerts=alerts)
 

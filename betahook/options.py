@@ -9,6 +9,7 @@ from typing import Literal
 from torch import nn
 
 from betahook import checkpoint, tap
+from betahook.alerts import Alerts
 from betahook.controllers import Controller, Monitor, Search
 from betahook.discovery import Survey, survey
 
@@ -31,11 +32,15 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(f"{name} is compiled already: attach first, then compile")
     if checkpoint.is_marked(model):
         raise ValueError(
-            f"{name} was saved with its beta beside the weights: betahook.restore(model, folder) attaches with that"
+            f"{name} was saved with its beta beside the weights: betahook.restore(model, folder) attaches with that and "
+            "returns the hook, BetaHookCallback(hook=...) trains on with it"
         )
     hooked = [path or name for path, module in model.named_modules() if hasattr(module, tap.ATTRIBUTE)]
     if hooked:
-        raise RuntimeError(f"{name} is hooked already (at {hooked[0]}): call detach() on its hook first")
+        raise RuntimeError(
+            f"{name} is hooked already (at {hooked[0]}): call detach() on its hook, after a Trainer that of its callback, "
+            "or give it to the next Trainer, BetaHookCallback(hook=hook)"
+        )
 
 
 def controllers(choice: ControllerChoice) -> list[Controller]:
@@ -47,13 +52,26 @@ def controllers(choice: ControllerChoice) -> list[Controller]:
     chain = [choice] if isinstance(choice, Controller) else choice
     if isinstance(chain, str) or not isinstance(chain, Sequence) or not all(isinstance(c, Controller) for c in chain):
         raise TypeError(
-            f'controller must be "default", "monitor", a betahook controller or a list of them; got {choice!r}'
+            'controller must be "default", "monitor", a controller (Search(), Variance(), Gradient(), Cap(), ...) or a '
+            f"list of them; got {choice!r}"
         )
     if not chain:
         raise ValueError('controller is an empty list; use "monitor" to leave beta where it is')
     if len({id(c) for c in chain}) < len(chain) or any(c.state for c in chain):
         raise ValueError("a controller remembers its run: give every hook new controller objects")
     return list(chain)
+
+
+def check_settings(*, per_head: bool, interval: int, when: str, alerts: Alerts | None) -> None:
+    """Refuse values that make no sense."""
+    if not isinstance(per_head, bool):
+        raise TypeError(f"per_head must be True or False; got {per_head!r}")
+    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+        raise ValueError(f"interval must be a whole number of steps, 1 or more; got {interval!r}")
+    if when not in ("training", "always"):
+        raise ValueError(f'when must be "training" or "always"; got {when!r}')
+    if not isinstance(alerts, Alerts | None):
+        raise TypeError(f"alerts must be betahook.Alerts or None; got {alerts!r}")
 
 
 def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 import logging
 import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback, default_logdir
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from betahook import checkpoint
+from betahook import checkpoint, options
 from betahook.alerts import Alerts
 from betahook.fold import FoldError, fold
 from betahook.hook import Hook, attach
@@ -52,7 +55,8 @@ class BetaHookCallback(TrainerCallback):
     lose it. With `load_best_model_at_end`, it is the beta that stood when the best checkpoint was saved.
 
     Args:
-        controller, layers, per_head, interval, when, alerts: as for `betahook.attach`.
+        controller, layers, per_head, interval, when, alerts: as for `betahook.attach`. Controllers are copied for every
+            training.
         hook: a hook that is attached to the model already, instead of these options.
         on_end: "fold", as above; where a layer has no exact fold, the hook stays and a warning says why. "keep" leaves
             the model hooked, with its beta, for you to `fold` or `detach`.
@@ -61,7 +65,8 @@ class BetaHookCallback(TrainerCallback):
         hook: the hook, from the begin of training on; None before, unless it was given.
 
     Raises:
-        ValueError: both a hook and options for a new one are given, or `on_end` is neither word.
+        ValueError: both a hook and options for a new one are given, or an option has a value that makes no sense.
+        TypeError: an option has the wrong type.
     """
 
     def __init__(
@@ -86,9 +91,12 @@ class BetaHookCallback(TrainerCallback):
         }
         if hook is not None and self._options != _DEFAULTS:
             raise ValueError("BetaHookCallback(hook=...) takes no other option: they belong to attach(), which made it")
+        options.controllers(copy.deepcopy(controller))
+        options.check_settings(per_head=per_head, interval=interval, when=when, alerts=alerts)
         if on_end not in ("fold", "keep"):
             raise ValueError(f'on_end must be "fold" or "keep"; got {on_end!r}')
         self.hook = hook
+        self._is_given = hook is not None
         self._on_end = on_end
         self._writer: TensorBoardWriter | None = None
         self._loss_writer: TensorBoardCallback | None = None
@@ -101,10 +109,16 @@ class BetaHookCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        resumed = state.global_step > 0
+        resumed, model = state.global_step > 0, kwargs["model"]
+        if self.hook is not None and self.hook.attached and not _is_on(self.hook, model):
+            if self._is_given:
+                raise ValueError(
+                    "BetaHookCallback(hook=...) got the hook of another model than the one that the Trainer trains"
+                )
+            self.hook.detach()  # of a training that was broken off
         if self.hook is None or not self.hook.attached:
-            with checkpoint.unmarked(kwargs["model"]) if resumed else nullcontext():
-                self.hook = attach(kwargs["model"], **self._options)
+            with checkpoint.unmarked(model) if resumed else nullcontext():
+                self.hook = attach(model, **{**self._options, "controller": copy.deepcopy(self._options["controller"])})
         if resumed:
             checkpoint.load(self.hook, _resumed_folder(args, state))
         if state.is_world_process_zero:
@@ -219,10 +233,31 @@ def _checkpoint(args: TrainingArguments, step: int) -> Path:
     return Path(args.output_dir or ".", f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
 
+def _is_on(hook: Hook, model: nn.Module) -> bool:
+    modules = set(model.modules())
+    return all(layer.module in modules for layer in hook.layers.values())
+
+
 def _resumed_folder(args: TrainingArguments, state: TrainerState) -> Path:
-    """The checkpoint that the Trainer has resumed from; it does not tell callbacks one that lies elsewhere."""
+    """The checkpoint that the Trainer has resumed from.
+
+    Raises:
+        ValueError: it is not the one of this step in `output_dir`; the Trainer does not tell callbacks where it is.
+    """
     given = args.resume_from_checkpoint
-    return Path(given) if isinstance(given, str) else _checkpoint(args, state.global_step)
+    if isinstance(given, str):
+        return Path(given)
+    folder = _checkpoint(args, state.global_step)
+    try:
+        there = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).log_history
+    except FileNotFoundError:
+        there = None
+    if json.dumps(there) != json.dumps(state.log_history):  # by text: a NaN is no other NaN's equal
+        raise ValueError(
+            f"the checkpoint to resume from is not {folder}. Name it in the arguments too, "
+            "TrainingArguments(resume_from_checkpoint=folder), for betahook to find its beta"
+        )
+    return folder
 
 
 def _newest_run(runs: Path) -> str | None:

@@ -97,6 +97,9 @@ def test_a_controller_that_runs_away_ends_at_the_bound():
     [
         ({"call": 3}, TypeError, r"must be a function of an Alert; got 3"),
         ({"call": print, "max_logit": -1}, ValueError, r"Alerts\(max_logit=...\) must be a positive number or None"),
+        ({"call": print, "max_logit": "50"}, ValueError, r"must be a positive number or None; got '50'"),
+        ({"call": print, "max_logit": True}, ValueError, r"must be a positive number or None; got True"),
+        ({"call": print, "beta": 0.3}, ValueError, r"Alerts\(beta=...\) must be True or False; got 0.3"),
         ({"call": print, "entropy": float("nan")}, ValueError, r"Alerts\(entropy=...\) must be a positive .* got nan"),
     ],
 )

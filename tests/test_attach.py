@@ -23,7 +23,7 @@ def fingerprint(model):
         (
             {"controller": "adam"},
             TypeError,
-            '"default", "monitor", a betahook controller or a list of them; got .adam.',
+            r'"default", "monitor", a controller \(Search\(\), .*\) or a list of them; got .adam.',
         ),
         ({"controller": []}, ValueError, 'use "monitor"'),
         ({"controller": [betahook.Cap(), 3]}, TypeError, "or a list of them"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import betahook
 from betahook import checkpoint
@@ -245,6 +245,64 @@ def test_other_ranks_log_nothing(tmp_path):
     callback.on_train_end(arguments, state, control)
     assert state.log_history == [{"loss": 1.0}]
     assert not list(tmp_path.rglob("events*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"controller": "serach"}, TypeError), ({"interval": 0}, ValueError), ({"on_end": "melt"}, ValueError)],
+)
+def test_options_are_checked_when_the_callback_is_made(options, error):
+    with pytest.raises(error, match=f"{next(iter(options))} must be"):
+        BetaHookCallback(**options)
+
+
+def test_every_training_gets_controllers_of_its_own(tmp_path):
+    callback = BetaHookCallback(betahook.Search(window=1, warmup=0, rise=False))
+    for _ in range(2):
+        trainer = make_trainer(tmp_path, callback)
+        trainer.train()
+        (controller,) = callback.hook.controllers
+        assert float(controller.state["clock"].max()) == 0
+        assert callback.hook.steps == 6
+
+
+def test_a_training_that_was_broken_off_leaves_nothing_to_the_next(tmp_path):
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    callback = BetaHookCallback(on_end="keep")
+    first = make_trainer(tmp_path, callback)
+    first.add_callback(Interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    second = make_trainer(tmp_path, callback)
+    second.train()
+    assert callback.hook.model is second.model
+    assert callback.hook.steps == 6
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not hooked"):
+        betahook.fold(first.model)
+
+
+def test_the_hook_of_another_model_is_refused(tmp_path):
+    with betahook.attach(build("llama")) as hook:
+        trainer = make_trainer(tmp_path, BetaHookCallback(hook=hook))
+        with pytest.raises(ValueError, match="got the hook of another model than the one that the Trainer trains"):
+            trainer.train()
+
+
+def test_beta_is_resumed_from_where_the_weights_are(tmp_path):
+    """Whatever checkpoint of the same step lies in the output folder."""
+    saving = dict(save_strategy="steps", save_steps=4, logging_steps=2)
+    for name, rate in (("one", 1e-3), ("other", 1e-2)):
+        make_trainer(tmp_path / name, BetaHookCallback(), learning_rate=rate, **saving).train()
+    there = str(tmp_path / "one/checkpoint-4")
+    for output in ("other", "new"):
+        trainer = make_trainer(tmp_path / output, BetaHookCallback())
+        with pytest.raises(ValueError, match=r"resume from is not .*Name it in the arguments too, TrainingArguments\("):
+            trainer.train(resume_from_checkpoint=there)
+        trainer = make_trainer(tmp_path / output, BetaHookCallback(), resume_from_checkpoint=there)
+        trainer.train(resume_from_checkpoint=there)
 
 
 def test_a_hook_takes_no_further_options():
