@@ -32,14 +32,14 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(f"{name} is compiled already: attach first, then compile")
     if checkpoint.is_marked(model):
         raise ValueError(
-            f"{name} was saved with its beta beside the weights: betahook.restore(model, folder) attaches with that and "
-            "returns the hook, BetaHookCallback(hook=...) trains on with it"
+            f"{name} was saved with its beta beside the weights: betahook.restore(model, folder) attaches with that "
+            "and returns the hook, BetaHookCallback(hook=...) trains on with it"
         )
     hooked = [path or name for path, module in model.named_modules() if hasattr(module, tap.ATTRIBUTE)]
     if hooked:
         raise RuntimeError(
-            f"{name} is hooked already (at {hooked[0]}): call detach() on its hook, after a Trainer that of its callback, "
-            "or give it to the next Trainer, BetaHookCallback(hook=hook)"
+            f"{name} is hooked already (at {hooked[0]}): call detach() on its hook, after a Trainer that of its "
+            "callback, or give it to the next Trainer, BetaHookCallback(hook=hook)"
         )
 
 
