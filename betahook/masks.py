@@ -49,8 +49,10 @@ class Mask:
         pairs: boolean `[batch or 1, heads or 1, queries, keys]`, the mask that the attention was given; None if it
             was given none.
         bias: the same shape, what the attention adds to its logits where `pairs` holds; None for nothing.
-        structured: boolean scalar tensor, whether `pairs` equals band, queries and keys taken together; None stands
-            for a structure that holds by construction.
+        documents: integer `[batch or 1, tokens]`, in packed sequences the document of each token, which pairs do not
+            leave; None where there is but one.
+        structured: boolean scalar tensor, whether the pairs are those of band, queries and keys taken together; None
+            stands for a structure that holds by construction.
     """
 
     band: Band
@@ -58,6 +60,7 @@ class Mask:
     keys: Tensor | None = None
     pairs: Tensor | None = None
     bias: Tensor | None = None
+    documents: Tensor | None = None
     structured: Tensor | None = None
 
 
@@ -109,3 +112,8 @@ def from_padding(mask: Tensor, band: Band, queries: int) -> Mask:
     """Describe a 2-D padding mask `[batch, keys]`, nonzero at real tokens, as flash attention takes it."""
     keys = mask != 0
     return Mask(band, keys if keys.shape[-1] == queries else None, keys)
+
+
+def from_documents(documents: Tensor, band: Band) -> Mask:
+    """Describe sequences that are packed into one, `documents [1, tokens]`: exact where there is but one."""
+    return Mask(band, documents=documents, structured=(documents == documents[:, :1]).all())

@@ -57,7 +57,7 @@ def row_sums(
     Args:
         query: `[batch, heads, queries, d_k]`.
         key: `[batch, key_heads, keys, d_k]`.
-        mask: `mask.pairs` where given, else band and padding.
+        mask: `mask.pairs` where given, else band, padding and documents.
         beta: `[heads]` or a scalar, the inverse temperature in force; used for the entropy only.
         position_bias: `[batch or 1, heads or 1, queries or 1, keys]`, added to the logits as the attention does.
         softcap: the model's soft cap of its logits, `softcap * tanh(logit / softcap)`.
@@ -157,6 +157,8 @@ def _allowed_rows(mask: Mask, rows: Tensor, keys: int) -> Tensor:
         pairs = pairs & mask.queries[:, None, rows, None]
     if mask.keys is not None:
         pairs = pairs & mask.keys[:, None, None, :]
+    if mask.documents is not None:
+        pairs = pairs & (mask.documents[:, None, rows, None] == mask.documents[:, None, None, :])
     return pairs
 
 

@@ -224,7 +224,7 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
         query: `[batch, heads, queries, d_k]`, any floating dtype.
         key: `[batch, key_heads, keys, d_k]`; `heads` is a multiple of `key_heads` (grouped-query attention), and the
             Gram matrix of each key head is computed once.
-        mask: band and padding are used; `mask.pairs` is not.
+        mask: band and padding are used; `mask.pairs` and `mask.documents` are not.
         query_mean: `[heads, d_k]`, about the mean query. Any value gives the same sums; the mean makes them accurate.
     """
     batch, heads, queries, width = query.shape

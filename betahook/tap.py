@@ -159,7 +159,8 @@ def describe_mask(
         if implementation == "eager" or implementation == "flex_attention":
             return Mask(Band())
         if "flash" in implementation:
-            return Mask(band)
+            documents = _documents(queries, query.device, options) if len(query) == 1 and queries == keys else None
+            return Mask(band) if documents is None else masks.from_documents(documents, band)
         return Mask(Band(None, 0) if causal and queries > 1 else Band())
     if not isinstance(mask, Tensor):
         mask = _dense(mask, queries, keys, query.device)
@@ -170,6 +171,16 @@ def describe_mask(
     # Some models leave a dimension at 1 for the attention to broadcast.
     pairs = mask[..., :keys].expand(*mask.shape[:2], queries, keys)
     return masks.from_tensor(pairs, band)
+
+
+def _documents(tokens: int, device: torch.device, options: dict[str, Any]) -> Tensor | None:
+    """To which document each token of a packed sequence belongs, `[1, tokens]`, by what flash attention goes by."""
+    ends, positions = options.get("cu_seq_lens_q"), options.get("position_ids")
+    if ends is not None:
+        return torch.bucketize(torch.arange(tokens, device=device), ends[1:], right=True)[None]
+    if positions is not None and positions.shape == (1, tokens):
+        return (positions == positions.min()).cumsum(-1)
+    return None
 
 
 def _dense(mask: Any, queries: int, keys: int, device: torch.device) -> Tensor:

@@ -3,6 +3,9 @@
 import pytest
 import torch
 import torch._dynamo.testing
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import flash_attention_mask
 
 import betahook
 from betahook.rows import ROWS, sampled_rows
@@ -49,6 +52,51 @@ def test_a_mask_without_structure(length):
             assert bool(layer.statistics.exact) is (length <= ROWS)
             assert float(layer.statistics.count) == len(used)
             assert float(layer.statistics.std) == pytest.approx(float(used.std(correction=0)), rel=1e-5)
+
+
+@pytest.fixture
+def flash():
+    """A stand-in for flash attention, which has no kernel for the CPU, under a name and with arguments like its own."""
+
+    def attention(module, query, key, value, mask, scaling, documents, **options):
+        assert mask is None
+        same = documents[:, None] == documents
+        pairs = torch.where(same.tril(), 0.0, -torch.inf)[None, None]
+        return sdpa_attention_forward(module, query, key, value, pairs, scaling=scaling, is_causal=False)
+
+    AttentionInterface.register("flash_stand_in", attention)
+    AttentionMaskInterface.register("flash_stand_in", flash_attention_mask)
+    yield "flash_stand_in"
+    del AttentionInterface._global_mapping["flash_stand_in"]
+    del AttentionMaskInterface._global_mapping["flash_stand_in"]
+
+
+@pytest.mark.parametrize("lengths", [[30], [10, 12, 8], [50], [20, 25, 5]], ids=str)
+@pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens_q"])
+def test_packed_sequences(flash, lengths, told_by):
+    """Exact up to the number of rows that are looked at in full and where nothing is packed; else sampled."""
+    length = sum(lengths)
+    ids = inputs("llama", length, padded=False)["input_ids"][:1]
+    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ends = {"cu_seq_lens_q": torch.tensor([0, *lengths]).cumsum(0)} if told_by == "cu_seq_lens_q" else {}
+    mask = (documents[:, None] == documents).tril()
+    allowed = torch.where(mask, 0.0, torch.finfo(torch.float32).min)[None, None]
+    with trace() as calls:
+        expected = build("llama")(input_ids=ids, position_ids=positions, attention_mask=allowed).logits
+    model = build("llama", "sdpa")
+    model.config._attn_implementation = flash  # the setter looks for kernels
+    with betahook.attach(model, controller="monitor") as hook:
+        logits = model(input_ids=ids, position_ids=positions, documents=documents, **ends).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+        for layer, call in zip(hook.layers.values(), calls, strict=True):
+            values, _ = call.scores()
+            exact = length <= ROWS or len(lengths) == 1
+            rows = torch.arange(length) if exact else sampled_rows(length, values.device)
+            used = values[:, :, rows][mask[rows].expand(1, values.shape[1], -1, -1)]
+            assert bool(layer.statistics.exact) is exact
+            assert float(layer.statistics.count) == len(used)
+            assert float(layer.statistics.std) == pytest.approx(float(used.std(correction=0)), rel=1e-4)
 
 
 def test_packed_windows_longer_than_the_sampled_rows_are_exact():
