@@ -37,11 +37,11 @@ class Observation:
     """What a controller may look at after a step.
 
     Attributes:
-        beta_default: the model's own inverse temperature.
+        beta_default: the model's own inverse temperature, `[units]`, float32.
         statistics: of this step; of the last measured one where this step was not measured. The sensitivity is always
             this step's. The std of W_q and W_k is not in it.
-        predicted_std: returns the standard deviation of the scores that W_q and W_k predict, NaN where they were not
-            found. A function, since it reads them all.
+        predicted_std: returns the standard deviation of the scores that W_q and W_k predict, `[units]`, NaN where they
+            were not found. A function, since it reads them all.
         overflow: the largest logit whose exponential is finite in the dtype of the softmax.
         step: number of updates before this one, skipped optimizer steps not counted.
         spectral_ratio: returns, as a scalar, the largest `theory.spectral_ratio` of all W_q and W_k, NaN where one was
@@ -107,6 +107,9 @@ class Variance(Controller):
         target: standard deviation that the logits shall have.
         source: "measured", the scores themselves; or "weights", the prediction from W_q, W_k and their input.
         smoothing: share of the old log beta in the new one, from 0 to below 1.
+
+    Raises:
+        ValueError: an option has a value that makes no sense.
     """
 
     target: float = 1.0
@@ -131,35 +134,38 @@ class Search(Controller):
     The paper's second algorithm tries `beta = 10^N` and bisects, one training run a trial. Here the trial is a window
     of batches and the outcome the sign of the summed sensitivity `dL/d log beta`: log beta steps against it, a
     reversal halves the step (bisection), a sign that persists lets it grow again, so that the bracket re-opens when
-    the optimum drifts. The ceiling is the paper's overflow bound on the largest logit. In a model that was fresh, no
-    step takes a logit up beyond half of it, which is ours: further apart than the bound, the smaller of two weights
-    underflows, and so does the gradient that could correct attention to the wrong place.
+    the optimum drifts.
 
-    The rise is ours, for models whose W_q and W_k are random at the first step. Their attention is flat, and while it
-    is, the sensitivity is next to nothing: it sees the loss of this batch, not that W_q and W_k learn in proportion to
-    beta. So after the warm-up beta rises to ten times the model's own in 100 batches, whatever the sensitivity, but in
-    no unit beyond a logit std of 4: where the scores grow, as they do at high learning rates, beta falls with them.
+    No step takes the largest logit above the paper's bound, the logarithm of the largest number of the softmax's dtype,
+    or above half of it in a model that was fresh: further apart than the bound, the smaller of two weights underflows,
+    and so does the gradient that could correct attention to the wrong place. Logits that are there already, or grow by
+    themselves, cost beta nothing.
 
-    Where W_q and W_k do not look random any more within the first third of the warm-up, the learning rate is very high,
-    and what they learn from flat attention decides how the run ends. There the logits have that std of 4 at once,
-    whatever beta it takes, and the 100 batches begin.
+    A fresh model, one whose W_q and W_k are random at the first step, begins with a rise, which is ours. Its attention
+    is flat, and while it is, the sensitivity is next to nothing: it sees the loss of this batch, not that W_q and W_k
+    learn in proportion to beta. Where beta goes depends on what W_q and W_k look like (`theory.spectral_ratio`), and on
+    `beta_0`, the model's own:
 
-    Where W_q and W_k still look random after the warm-up, training stands on a plateau: predictions that know nothing
-    gave them the gradients of which Adam made full steps. Then beta first waits at a hundredth of its own, which undoes
-    nothing. Gradients there are a hundredth of those that Adam remembers, so W_q and W_k hold still while the rest of
-    the model learns; on the rise they exceed those remembered, so W_q and W_k learn faster now that there is something
-    to learn. For that Adam must not remember much, and it remembers a thousand batches: a fresh model warms up at a
-    third of its own beta.
+    * usually: `beta_0 / 3` in the warm-up, then from `beta_0` to `10 beta_0` in 100 batches, whatever the sensitivity,
+      but in no unit beyond a logit std of 4: where the scores grow, beta falls;
+    * if W_q and W_k learn within the first third of the warm-up, the learning rate is very high, and what they learn
+      from flat attention decides how the run ends: the logits have that std at once, and the 100 batches begin;
+    * if W_q and W_k still look random after the warm-up, training stands on a plateau: `beta_0 / 100` for 70 batches,
+      where gradients are so small beside those that Adam remembers that W_q and W_k hold still while the rest of the
+      model learns, then to `10 beta_0` in 100 batches, where they are so large that W_q and W_k learn faster. For that
+      Adam must not remember much, and it remembers a thousand batches: hence the third in the warm-up.
 
     Args:
         window: batches between two steps.
-        warmup: batches before the first window, in which beta stays, at a third where a rise follows; over early where
-            W_q and W_k learn in the first third of them.
+        warmup: batches before the first window, in which beta stays, or those before the rise.
         rise: whether fresh models begin with a rise.
         opening: first step, in decades.
         growth: factor on the step while the sign persists; 1 keeps it.
         smallest: smallest step, in decades.
         largest: largest step, in decades.
+
+    Raises:
+        ValueError: an option has a value that makes no sense.
     """
 
     window: int = 10
@@ -258,6 +264,9 @@ class Gradient(Controller):
     Args:
         learning_rate: step of Adam in log beta.
         betas: decay of Adam's two averages.
+
+    Raises:
+        ValueError: an option has a value that makes no sense.
     """
 
     learning_rate: float = 0.02
@@ -294,6 +303,9 @@ class Cap(Controller):
 
     Args:
         threshold: largest absolute logit; 100 is that of QK-clip. A healthy layer may need 70.
+
+    Raises:
+        ValueError: an option has a value that makes no sense.
     """
 
     threshold: float = 100.0
