@@ -1,4 +1,4 @@
-"""The first tap, and the one place that knows transformers: attention that goes through its attention interface.
+"""The first tap: attention that goes through the attention interface of transformers.
 
 Models ask `AttentionInterface.get_interface` for their attention function, whatever the backend. While any model is
 hooked, that one method is wrapped. The wrapper leaves modules without a layer alone, and for the others multiplies the
