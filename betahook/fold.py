@@ -11,7 +11,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betahook import products, tap
+from betahook import tap
 from betahook.hook import Hook
 from betahook.layers import AttentionLayer
 
@@ -203,7 +203,8 @@ def _keep_exact(hook: Hook, places: dict[AttentionLayer, list[_Place]], gains: d
         # A cache that the model makes by itself is full by now.
         again = [None if hasattr(value, "get_seq_length") else value for value in args]
         options = {name: None if hasattr(value, "get_seq_length") else value for name, value in kwargs.items()}
-        run = partial(_run, layer, module, *again, **options)
+        # Not through `__call__`: the module's hooks, of which this is one, do not run again.
+        run = partial(module.forward, *again, **options)
         try:
             places[layer] = [place for place in places[layer] if _is_exact(layer, place, gains[layer], run)]
         except RuntimeError as error:
@@ -230,12 +231,6 @@ def _keep_exact(hook: Hook, places: dict[AttentionLayer, list[_Place]], gains: d
     for layer in places:
         if layer not in called:
             raise _refusal(layer, "the last forward of the model did not use it; run one that does")
-
-
-def _run(layer: AttentionLayer, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The module's forward with its tap in place; the module's own hooks, of which one calls this, do not run again."""
-    with products.ScoreProducts(layer) if layer.route != "interface" else nullcontext():
-        return module.forward(*args, **kwargs)
 
 
 def _has_effect(layer: AttentionLayer, gain: Tensor, run: Callable[[], Any]) -> bool:

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from betahook import contraction, masks
@@ -74,22 +73,40 @@ class Trace:
         return replace(self, factor=1.0, value=value, inside=self.inside * self.factor)
 
 
-def connect(layer: AttentionLayer) -> list[RemovableHandle]:
-    """Watch every forward of the layer's module; the handles undo it."""
-    running: list[ScoreProducts] = []
+class Override:
+    """Gives an attribute of a module another value, until `remove()`; `active` says whether that is still to come."""
 
-    def begin(module: nn.Module, args: Any) -> None:
-        running.append(ScoreProducts(layer))
-        running[-1].__enter__()  # type: ignore[no-untyped-call]
+    active = True
 
-    def end(module: nn.Module, args: Any, output: Any) -> None:
-        running.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
+        self._module, self._name, self._value = module, name, value
+        self._before = {key: kept for key, kept in vars(module).items() if key == name}
+        vars(module)[name] = value
 
-    return [
-        layer.module.register_forward_pre_hook(begin),
-        # Also when the forward raises: a mode that stays would act on everything that follows.
-        layer.module.register_forward_hook(end, always_call=True),
-    ]
+    def remove(self) -> None:
+        """Leave the module as it was, unless another value has taken the place of this one."""
+        self.active = False
+        attributes = vars(self._module)
+        if attributes.get(self._name) is self._value:
+            del attributes[self._name]
+            attributes.update(self._before)
+
+
+def connect(layer: AttentionLayer) -> Override:
+    """Watch every forward of the layer's module; the handle undoes it."""
+    forward = layer.module.forward
+
+    # No hooks: torch runs none after a KeyboardInterrupt, and a mode that stays acts on everything that follows.
+    @functools.wraps(forward)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if not handle.active:  # who has wrapped this meanwhile, as Accelerate does, calls it for good
+            return forward(*args, **kwargs)
+        with ScoreProducts(layer):
+            return forward(*args, **kwargs)
+
+    # Left out of compiled graphs: torch fails to compile what the mode does in `nn.MultiheadAttention`.
+    handle = Override(layer.module, "forward", torch.compiler.disable(watched))
+    return handle
 
 
 class ScoreProducts(TorchFunctionMode):

@@ -66,10 +66,12 @@ def release() -> None:
         AttentionInterface.get_interface = _original  # type: ignore[method-assign]
 
 
-def connect(layer: AttentionLayer) -> list[RemovableHandle]:
-    """Let the layer's module pass through the tap; the handles are of hooks on it and on its projections."""
+def connect(layer: AttentionLayer) -> list[RemovableHandle | products.Override]:
+    """Let the layer's module pass through the tap; the handles are of what is put on it and on its projections."""
     setattr(layer.module, ATTRIBUTE, layer)
-    handles = products.connect(layer) if layer.route != "interface" else []
+    handles: list[RemovableHandle | products.Override] = []
+    if layer.route != "interface":
+        handles.append(products.connect(layer))
     watched: dict[tuple[nn.Module, int], list[str]] = {}
     for of, projection in zip(("query", "key"), layer.projections or (), strict=False):
         watched.setdefault((projection.module, projection.argument), []).append(of)

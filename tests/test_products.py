@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 
 import betahook
@@ -219,17 +220,50 @@ def test_sensitivity_is_the_derivative_in_log_beta(kind, x):
     assert sensitivity == pytest.approx((8 * (up - down) - (two_up - two_down)) / 0.12, rel=1e-4)
 
 
-def test_the_mode_ends_with_the_forward_even_when_that_fails(x):
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_the_mode_ends_with_the_forward_whatever_is_raised(x, error):
     class FailingAttention(ByHandAttention):
-        def mix(self, q, k, v):
-            torch.softmax(q @ k.mT, -1)
-            raise RuntimeError("out of order")
+        fails = True
+
+        def values(self, logits, v):
+            if self.fails:
+                raise error("out of order")
+            return torch.softmax(logits, -1) @ v
 
     model = make(FailingAttention)
-    with betahook.attach(model, controller="monitor"):
-        with pytest.raises(RuntimeError, match="out of order"):
+    expected = make(ByHandAttention)(x)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        with pytest.raises(error, match="out of order"):
             model(x)
         assert torch.overrides._get_current_function_mode_stack() == []
+        FailingAttention.fails = False
+        assert torch.equal(model(x), expected)
+        assert hook.layers["1"].statistics.count == causal_scores(make(ByHandAttention), x).numel()
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_forward_that_accelerate_wraps_is_followed_and_left_alone(x, order):
+    model = make(ByHandAttention)
+    expected = model(x)
+    if order == "before":
+        add_hook_to_module(model[1], ModelHook())
+    own = dict(vars(model[1]))
+    hook = betahook.attach(model, controller="monitor")
+    if order == "after":
+        add_hook_to_module(model[1], ModelHook())
+    model(x)
+    hook.layers["1"].beta = 2 * hook.layers["1"].beta_default
+    doubled = model(x)
+    assert hook.layers["1"].statistics.count == 2 * causal_scores(make(ByHandAttention), x).numel()
+    hook.detach()
+    assert torch.equal(model(x), expected)
+    if order == "before":
+        assert vars(model[1]) == own
+    remove_hook_from_module(model[1])
+    assert torch.equal(model(x), expected)
+    for parameter in model[1].q_proj.parameters():
+        parameter.data *= 2
+    torch.testing.assert_close(doubled, model(x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_beta_before_the_first_forward_is_refused():
@@ -362,8 +396,8 @@ def test_families_that_write_their_attention(model_type):
 
 def test_nothing_of_it_stays_behind():
     model = make(ByHandAttention)
-    before = [sorted(vars(module)) for module in model.modules()]
+    before = [dict(vars(module)) for module in model.modules()]
     hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
     betahook.attach(model).detach()
-    assert [sorted(vars(module)) for module in model.modules()] == before
+    assert [vars(module) for module in model.modules()] == before
     assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
