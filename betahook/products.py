@@ -321,19 +321,28 @@ class ScoreProducts(TorchFunctionMode):
 
 def _scaled(divide: bool, left: tuple[Any, Trace | None], right: tuple[Any, Trace | None]) -> Trace | None:
     """The trace of `left * right`, or of `left / right`."""
-    if left[1] is None and right[1] is not None and not divide:
+    if not divide and left[1] is None and (right[1] is not None or _number(left[0]) is not None):
         left, right = right, left
     (tensor, trace), (factor, other) = left, right
-    number = isinstance(factor, (int, float)) or factor.dim() == 0
-    if other is not None or (trace is None and not (number and isinstance(tensor, Tensor))):
+    number = _number(factor)
+    # One number times another is a number still: it is read where it meets an activation.
+    if other is not None or (trace is None and (number is None or _number(tensor) is not None)):
         return None
     trace = Trace("operand") if trace is None else trace
-    if trace.kind == "weights" or (trace.kind == "operand" and not number):
+    if trace.kind == "weights" or (trace.kind == "operand" and number is None):
         return trace  # a rotation, say; it is linear, and what it does to the spread belongs to the operand
-    if not number and factor.shape[-2:] != (1, 1):
-        return trace  # a mask
-    factor = factor.detach() if isinstance(factor, Tensor) else factor
-    return replace(trace, factor=trace.factor / factor if divide else trace.factor * factor)
+    if number is None:
+        if factor.shape[-2:] != (1, 1):
+            return trace  # a mask
+        number = factor.detach()
+    return replace(trace, factor=trace.factor / number if divide else trace.factor * number)
+
+
+def _number(factor: Any) -> float | Tensor | None:
+    """A factor that is the same for all: a number, or a tensor of one element, without its axes. None for any other."""
+    if isinstance(factor, Tensor):
+        return factor.detach().reshape(()) if factor.numel() == 1 else None
+    return factor if isinstance(factor, (int, float)) else None
 
 
 def _added(traces: list[Trace], others: int) -> Trace | None:

@@ -220,6 +220,51 @@ def test_sensitivity_is_the_derivative_in_log_beta(kind, x):
     assert sensitivity == pytest.approx((8 * (up - down) - (two_up - two_down)) / 0.12, rel=1e-4)
 
 
+SCALED = {
+    "scores by a tensor": lambda q, k, root: (q @ k.mT) / root,
+    "scores by its power": lambda q, k, root: (q @ k.mT) * root**-1,
+    "scores by a tensor of as many axes": lambda q, k, root: torch.mul(1 / root[None, None, None], q @ k.mT),
+    "scores by a number times a tensor": lambda q, k, root: (q @ k.mT) / (root * 0.5) / 2,
+    "query by a tensor": lambda q, k, root: (q / root) @ k.mT,
+    "tensor by the query": lambda q, k, root: (1 / root * q) @ k.mT,
+    "a product of tensors by the query": lambda q, k, root: (0.5 * root * q) @ (2 * k / root**2).mT,
+}
+
+
+@pytest.mark.parametrize("way", SCALED)
+def test_a_factor_may_be_a_tensor_of_one_element(x, way):
+    """As in `self.scale = torch.sqrt(torch.FloatTensor([head_dim]))`."""
+
+    class TensorScaledAttention(Block):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("root", torch.sqrt(torch.FloatTensor([self.head_dim])))
+
+        def mix(self, q, k, v):
+            scores = SCALED[way](q, k, self.root)
+            return torch.softmax(scores + torch.full((LENGTH, LENGTH), -1e4).triu(1), -1) @ v
+
+    check_whole(TensorScaledAttention, x)
+
+
+def check_whole(kind, x):
+    """Against the causal scores in float64, and the effect of beta against another query."""
+    model, expected = make(kind), make(ByHandAttention)(x)
+    scores = causal_scores(make(kind), x)
+    with betahook.attach(model, controller="monitor") as hook:
+        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+        measured = hook.layers["1"].statistics
+        assert hook.layers["1"].beta_default == pytest.approx(8**-0.5)
+        hook.layers["1"].beta = 2 * hook.layers["1"].beta_default
+        doubled = model(x)
+    assert measured.count == scores.numel()
+    torch.testing.assert_close(measured.std, scores.std(correction=0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(measured.max_score, scores.abs().max(), rtol=1e-5, atol=1e-5)
+    for parameter in model[1].q_proj.parameters():
+        parameter.data *= 2
+    torch.testing.assert_close(doubled, model(x), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_the_mode_ends_with_the_forward_whatever_is_raised(x, error):
     class FailingAttention(ByHandAttention):
