@@ -90,16 +90,23 @@ def read(function: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[s
         return _read_einsum(*args)
     if function.__name__ == "baddbmm":
         return _read_baddbmm(*args, **kwargs)
-    left, right = [*args, *kwargs.values()][:2]
+    left, right = operands(args, kwargs)[:2]
     if left.dim() < 3 or right.dim() < 3:
         return None
+    options = {name: value for name, value in kwargs.items() if value is not left and value is not right}
 
     def run(x: Tensor) -> Tensor:
-        return function(x, right)
+        return function(x, right, **options)
 
     batch = "abcdefgh"[: max(left.dim(), right.dim()) - 2]
     left_batch, right_batch = batch[2 - left.dim() :], batch[2 - right.dim() :]
     return Contraction(left, right, run, run, f"{left_batch}xz", f"{right_batch}zy", left_batch, "z")
+
+
+def operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a call in the order of torch's signatures, those given by name too."""
+    order = {"input": 0, "tensors": 0, "other": 1}
+    return [*args, *(kwargs[name] for name in sorted(kwargs, key=lambda name: order.get(name, 2)))]
 
 
 def _read_baddbmm(

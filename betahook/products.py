@@ -12,6 +12,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -230,14 +231,15 @@ class ScoreProducts(TorchFunctionMode):
 
     def _follow(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a function and note what it makes of the tensors that are followed."""
-        trace = self._trace(args[0]) if args else None
+        target = contraction.operands(args, kwargs)[0]
+        trace = self._trace(target)
         if (
             trace is not None
             and trace.value is not None
             and (name in IN_PLACE or (name.endswith("_") and name[0] != "_"))
         ):
             # The value may share the memory that is about to change.
-            self._note(args[0], replace(trace, value=trace.value.clone()))
+            self._note(target, replace(trace, value=trace.value.clone()))
         with torch.no_grad():
             derived = self._derive(name, func, args, kwargs)
         output = func(*args, **kwargs)
@@ -248,19 +250,20 @@ class ScoreProducts(TorchFunctionMode):
         self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Trace | list[Trace] | None:
         traces = [trace for tensor in _tensors((args, kwargs)) if (trace := self._trace(tensor)) is not None]
+        operands = contraction.operands(args, kwargs)
         if name in MULTIPLY | DIVIDE:
-            return _scaled(name in DIVIDE, *((x, self._trace(x)) for x in args[:2]))
-        if not traces or (name == "max" and sum(isinstance(x, Tensor) for x in args) < 2):
+            return _scaled(name in DIVIDE, *((x, self._trace(x)) for x in operands[:2]))
+        if not traces or (name == "max" and sum(isinstance(x, Tensor) for x in operands) < 2):
             return None  # a maximum over scores is none of them
         if name in MOVE:
-            if self._trace(args[0]) is None and not isinstance(args[0], (list, tuple)):
+            if self._trace(operands[0]) is None and not isinstance(operands[0], (list, tuple)):
                 return None  # only the shape of a followed tensor was used
             return self._moved(func, args, kwargs)
         if name in ADD:
-            return _added(traces, others=2 - len(traces) if all(isinstance(x, Tensor) for x in args[:2]) else 0)
+            return _added(traces, others=2 - len(traces) if all(isinstance(x, Tensor) for x in operands[:2]) else 0)
         if name == "where" and len(traces) == 2:
             return self._moved(func, args, kwargs)
-        return traces[0] if name == "where" or self._trace(args[0]) is not None else None
+        return traces[0] if name == "where" or self._trace(operands[0]) is not None else None
 
     @torch.no_grad()
     def _moved(
@@ -332,7 +335,7 @@ def _scaled(divide: bool, left: tuple[Any, Trace | None], right: tuple[Any, Trac
     if trace.kind == "weights" or (trace.kind == "operand" and number is None):
         return trace  # a rotation, say; it is linear, and what it does to the spread belongs to the operand
     if number is None:
-        if factor.shape[-2:] != (1, 1):
+        if not isinstance(factor, Tensor) or factor.shape[-2:] != (1, 1):
             return trace  # a mask
         number = factor.detach()
     return replace(trace, factor=trace.factor / number if divide else trace.factor * number)
@@ -342,7 +345,7 @@ def _number(factor: Any) -> float | Tensor | None:
     """A factor that is the same for all: a number, or a tensor of one element, without its axes. None for any other."""
     if isinstance(factor, Tensor):
         return factor.detach().reshape(()) if factor.numel() == 1 else None
-    return factor if isinstance(factor, (int, float)) else None
+    return float(factor) if isinstance(factor, Real) else None  # one of numpy would not multiply a tensor
 
 
 def _added(traces: list[Trace], others: int) -> Trace | None:

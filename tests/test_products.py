@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -245,6 +246,41 @@ def test_a_factor_may_be_a_tensor_of_one_element(x, way):
             return torch.softmax(scores + torch.full((LENGTH, LENGTH), -1e4).triu(1), -1) @ v
 
     check_whole(TensorScaledAttention, x)
+
+
+def into_a_buffer(q, k):
+    buffer = torch.empty(*q.shape[:-1], LENGTH)
+    torch.matmul(q.detach(), k.detach().mT, out=buffer)
+    return buffer * 8**-0.5
+
+
+CALLS = {
+    "a number of numpy": lambda q, k: (q @ k.mT) / np.float32(math.sqrt(8)),
+    "a number of numpy, by the query": lambda q, k: (np.float32(8**-0.5) * q) @ k.mT,
+    "matmul": lambda q, k: torch.matmul(other=k.mT, input=q) * 8**-0.5,
+    "matmul with out": into_a_buffer,
+    "mul": lambda q, k: torch.mul(other=8**-0.5, input=q @ k.mT),
+    "mul by a tensor": lambda q, k: torch.mul(input=torch.tensor(8**-0.5), other=q @ k.mT),
+    "div": lambda q, k: torch.div(input=q @ k.mT, rounding_mode=None, other=math.sqrt(8)),
+    "div of the query": lambda q, k: torch.div(input=q, other=math.sqrt(8)) @ k.mT,
+    "add": lambda q, k: torch.add(input=q @ k.mT * 8**-0.5, other=torch.zeros(LENGTH)),
+    "transpose": lambda q, k: torch.transpose(input=k @ q.mT * 8**-0.5, dim0=-2, dim1=-1),
+    "cat": lambda q, k: torch.cat(dim=-1, tensors=(q @ k.mT * 8**-0.5).split([5, LENGTH - 5], -1)),
+    "masked_fill": lambda q, k: torch.masked_fill(
+        input=q @ k.mT * 8**-0.5, mask=torch.ones(LENGTH, LENGTH).triu(1).bool(), value=-1e9
+    ),
+    "maximum": lambda q, k: torch.max(input=q @ k.mT * 8**-0.5, other=torch.tensor(-1e9)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_operands_of_a_call_may_be_of_numpy_or_named(x, call):
+    class NamedAttention(Block):
+        def mix(self, q, k, v):
+            scores = CALLS[call](q, k)
+            return torch.softmax(input=scores + torch.full((LENGTH, LENGTH), -1e4).triu(1), dim=-1) @ v
+
+    check_whole(NamedAttention, x)
 
 
 def check_whole(kind, x):
