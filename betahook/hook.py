@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from betahook import checkpoint, moments, options, scores, statistics, tap, theory
+from betahook import checkpoint, moments, options, products, scores, statistics, tap, theory
 from betahook import controllers as rules
 from betahook.alerts import Alerts
 from betahook.audit import Audit
@@ -136,6 +136,7 @@ class Hook:
         # Called once, by detach or when the hook is collected together with its model.
         self._release = weakref.finalize(self, tap.release)
         self._handles = [handle for layer in layers for handle in tap.connect(layer)]
+        self._handles += products.keep_padding(model, layers)
         self._handles.append(model.register_forward_pre_hook(self._remember, with_kwargs=True))
         self._stop_saving = checkpoint.connect(self)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal
@@ -108,6 +108,20 @@ def connect(layer: AttentionLayer) -> Override:
     # Left out of compiled graphs: torch fails to compile what the mode does in `nn.MultiheadAttention`.
     handle = Override(layer.module, "forward", torch.compiler.disable(watched))
     return handle
+
+
+def keep_padding(model: nn.Module, layers: Iterable[AttentionLayer]) -> list[Override]:
+    """Let torch's encoders around the layers take a padded batch as it is; the handles undo it.
+
+    In evaluation they pack it into a nested tensor, which `nn.MultiheadAttention` takes on its fast path only, and that
+    no hook sees. At padded positions they now return what they do in training, instead of zeros.
+    """
+    attention = {layer.module for layer in layers}
+    return [
+        Override(encoder, "use_nested_tensor", False)
+        for encoder in model.modules()
+        if isinstance(encoder, nn.TransformerEncoder) and not attention.isdisjoint(encoder.modules())
+    ]
 
 
 class ScoreProducts(TorchFunctionMode):

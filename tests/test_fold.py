@@ -9,7 +9,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import betahook
 from models import CONFIGS, NORMED, build, inputs
-from test_products import HEADS, LENGTH, WIDTH, ByHandAttention, FusedAttention
+from test_products import HEADS, LENGTH, PADDING, WIDTH, ByHandAttention, FusedAttention, padded_encoder
 
 
 def move(hook, per_head):
@@ -87,6 +87,19 @@ def test_attention_outside_the_interface_of_transformers_folds(name, per_head):
         betahook.fold(model)
         assert not hook.attached
     torch.testing.assert_close(model(x), adapted, rtol=1e-5, atol=1e-5)
+
+
+def test_an_encoder_folds_after_a_padded_batch():
+    """The check runs in evaluation mode, in which torch would pack that batch."""
+    model, x = padded_encoder(), torch.randn(3, LENGTH, WIDTH)
+    with betahook.attach(model, controller="monitor") as hook:
+        before = model(x, src_key_padding_mask=PADDING)
+        move(hook, per_head=True)
+        adapted = model(x, src_key_padding_mask=PADDING)
+        assert (adapted - before).abs().max() > 1e-3
+        betahook.fold(model)
+        assert not hook.attached
+    torch.testing.assert_close(model(x, src_key_padding_mask=PADDING), adapted, rtol=1e-5, atol=1e-5)
 
 
 def adapter(model):

@@ -444,6 +444,43 @@ def test_transformer_encoder_and_its_fast_path(x, training):
         assert torch.equal(model(x), expected)
 
 
+def padded_encoder():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2)
+
+
+PADDING = MASKS["padding"]["key_padding_mask"]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@torch.no_grad()
+def test_a_transformer_encoder_takes_padding_in_evaluation(x):
+    """Where it alone makes a nested tensor of the batch, for its fast path."""
+    model = nn.Sequential(padded_encoder()).eval()
+    expected = model[0](x, src_key_padding_mask=PADDING)
+    assert (expected[PADDING] == 0).all()
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        got = model[0](x, src_key_padding_mask=PADDING)
+        for layer in hook.layers.values():
+            assert layer.statistics.count == HEADS * LENGTH * (~PADDING).sum()
+    torch.testing.assert_close(got[~PADDING], expected[~PADDING], rtol=1e-5, atol=1e-5)
+    assert torch.equal(model[0](x, src_key_padding_mask=PADDING), expected)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("nested", [True, False])
+def test_the_nested_tensors_of_an_encoder_come_back(nested, first):
+    model = nn.ModuleList([padded_encoder(), padded_encoder(), padded_encoder()])
+    model[0].use_nested_tensor = nested
+    hooks = [betahook.attach(model, layers="0.layers.1.*"), betahook.attach(model[1])]
+    assert [encoder.use_nested_tensor for encoder in model] == [False, False, True]
+    hooks[first].detach()
+    assert [encoder.use_nested_tensor for encoder in model] == [nested and first == 0, first == 1, True]
+    hooks[1 - first].detach()
+    assert [encoder.use_nested_tensor for encoder in model] == [nested, True, True]
+
+
 SUMS = ["deberta-v2", "xlnet"]
 """Their scores are sums of products, which they scale together; elsewhere further products make a bias."""
 BY_HAND = [*SUMS, "bloom", "big_bird", "gptj", "longformer", "swinv2", "sam_vision_model", "wavlm"]
