@@ -11,6 +11,7 @@ import transformers
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 import betahook
+from betahook import checkpoint
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,8 +45,11 @@ def report(folder: Path) -> str:
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
     with torch.device("meta"):
         model: PreTrainedModel = architecture(config) if architecture else AutoModel.from_config(config)
-    with betahook.attach(model, controller="monitor") as hook:
+    marked = checkpoint.is_marked(model)
+    with checkpoint.unmarked(model), betahook.attach(model, controller="monitor") as hook:
         lines = [f"{type(model).__name__}: betahook attaches to {len(hook.layers)} attention layers"]
+        if marked:
+            lines.append("  saved with beta beside the weights: load it with betahook.restore(model, folder)")
         for layer in hook.layers.values():
             lines.append(f"  {layer.name}: {layer.heads} heads of {layer.head_dim}")
             lines += [f"    {remark}" for remark in layer.remarks]

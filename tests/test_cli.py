@@ -1,8 +1,9 @@
 """The command, called as the console script calls it."""
 
 import pytest
-from transformers import GptOssConfig, LlamaConfig, RwkvConfig
+from transformers import GptOssConfig, LlamaConfig, LlamaForCausalLM, RwkvConfig
 
+import betahook
 from betahook.cli import main
 from models import SIZE
 
@@ -30,6 +31,18 @@ def test_inspect_without_a_named_architecture(tmp_path, capsys):
     LlamaConfig(**SIZE).save_pretrained(tmp_path)
     assert main(["inspect", str(tmp_path)]) == 0
     assert "layers.0.self_attn: 4 heads of 8" in capsys.readouterr().out
+
+
+def test_inspect_reads_no_weights_and_so_needs_no_beta(tmp_path, capsys):
+    model = LlamaForCausalLM(LlamaConfig(**SIZE))
+    with betahook.attach(model) as hook:
+        for layer in hook.layers.values():
+            layer.beta = 0.5
+        model.save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "LlamaForCausalLM: betahook attaches to 2 attention layers"
+    assert lines[1] == "  saved with beta beside the weights: load it with betahook.restore(model, folder)"
 
 
 def test_inspect_says_why_it_cannot(tmp_path, capsys):
