@@ -40,11 +40,21 @@ def report(folder: Path) -> str:
         ValueError: betahook cannot attach; the message says why.
     """
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} has no config.json; give the folder of a model saved by save_pretrained()")
-    config = AutoConfig.from_pretrained(folder)
-    architecture = getattr(transformers, (config.architectures or [""])[0], None)
-    with torch.device("meta"):
-        model: PreTrainedModel = architecture(config) if architecture else AutoModel.from_config(config)
+        raise FileNotFoundError(f"{folder} {obstacle(folder)}")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        architecture = getattr(transformers, (config.architectures or [""])[0], None)
+        with torch.device("meta"):
+            model: PreTrainedModel = (
+                architecture(config) if architecture else AutoModel.from_config(config, trust_remote_code=False)
+            )
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{folder} needs code of its own (auto_map in config.json), which inspect does not run; load the model in "
+            'Python and print(betahook.attach(model, controller="monitor"))'
+        ) from error
     marked = checkpoint.is_marked(model)
     with checkpoint.unmarked(model), betahook.attach(model, controller="monitor") as hook:
         lines = [f"{type(model).__name__}: betahook attaches to {len(hook.layers)} attention layers"]
@@ -55,3 +65,14 @@ def report(folder: Path) -> str:
             lines += [f"    {remark}" for remark in layer.remarks]
         lines += [f"  not reached: {name}, {reason}" for name, reason in hook.skipped.items()]
     return "\n".join(lines)
+
+
+def obstacle(folder: Path) -> str:
+    """Why no config can be read from there, and what to do."""
+    if folder.is_file():
+        return "is a file; give the folder of the model"
+    if not folder.exists():
+        return "does not exist; give a folder on this machine, names on the Hugging Face Hub are not looked up"
+    if (folder / "adapter_config.json").is_file():
+        return "holds an adapter and no model; give the folder of its base model"
+    return "has no config.json; give the folder of a model saved by save_pretrained()"

@@ -1,5 +1,7 @@
 """The command, called as the console script calls it."""
 
+import json
+
 import pytest
 from transformers import GptOssConfig, LlamaConfig, LlamaForCausalLM, RwkvConfig
 
@@ -51,6 +53,35 @@ def test_inspect_says_why_it_cannot(tmp_path, capsys):
     RwkvConfig(hidden_size=8, num_hidden_layers=1, vocab_size=16).save_pretrained(tmp_path)
     assert main(["inspect", str(tmp_path)]) == 1
     assert "cannot attach to RwkvModel" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpt2", "gpt2 does not exist; give a folder on this machine, names on the Hugging Face Hub are not looked up"),
+        ("file.json", "file.json is a file; give the folder of the model"),
+        ("adapter", "adapter holds an adapter and no model; give the folder of its base model"),
+        ("empty", "empty has no config.json; give the folder of a model saved by save_pretrained()"),
+    ],
+)
+def test_inspect_says_what_is_no_folder_of_a_model(tmp_path, capsys, name, message):
+    (tmp_path / "file.json").write_text("{}")
+    for folder in ("adapter", "empty"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    assert main(["inspect", str(tmp_path / name)]) == 1
+    assert capsys.readouterr().err == f"betahook inspect: {tmp_path}/{message}\n"
+
+
+@pytest.mark.parametrize("model_type", ["mine", "blip_text_model"])  # the config has that code, or the model alone
+def test_inspect_neither_runs_code_of_the_model_nor_asks(tmp_path, capsys, monkeypatch, model_type):
+    config = {"model_type": model_type, "auto_map": {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
+    assert main(["inspect", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "needs code of its own (auto_map in config.json), which inspect does not run" in said.err
+    assert "trust_remote_code" not in said.err + said.out
 
 
 def test_unknown_commands_are_refused(capsys):
