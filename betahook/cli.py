@@ -61,10 +61,20 @@ def report(folder: Path) -> str:
         if marked:
             lines.append("  saved with beta beside the weights: load it with betahook.restore(model, folder)")
         for layer in hook.layers.values():
-            lines.append(f"  {layer.name}: {layer.heads} heads of {layer.head_dim}")
+            lines.append(f"  {layer.name}: {layer.heads} heads of {layer.head_dim}{places(layer)}")
             lines += [f"    {remark}" for remark in layer.remarks]
         lines += [f"  not reached: {name}, {reason}" for name, reason in hook.skipped.items()]
     return "\n".join(lines)
+
+
+def places(layer: betahook.AttentionLayer) -> str:
+    """Where W_q and W_k are, in names relative to the attention module; nothing where that is not known."""
+    if layer.projections is None:
+        return ""
+    names = {module: name for name, module in layer.module.named_modules()}
+    # nn.MultiheadAttention holds them itself.
+    query, key = (names[projection.module] or f"{projection.prefix}weight" for projection in layer.projections)
+    return f"; W_q and W_k in {query}" if query == key else f"; W_q in {query}, W_k in {key}"
 
 
 def obstacle(folder: Path) -> str:

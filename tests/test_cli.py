@@ -3,7 +3,15 @@
 import json
 
 import pytest
-from transformers import GptOssConfig, LlamaConfig, LlamaForCausalLM, RwkvConfig
+from transformers import (
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RwkvConfig,
+    SiglipVisionConfig,
+    XLNetConfig,
+)
 
 import betahook
 from betahook.cli import main
@@ -15,8 +23,8 @@ def test_inspect_names_every_layer(tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "LlamaForCausalLM: betahook attaches to 2 attention layers"
-    assert lines[1] == "  model.layers.0.self_attn: 4 heads of 8"
-    assert lines[2] == "  model.layers.1.self_attn: 4 heads of 8"  # nothing special, though there are no weights
+    assert lines[1] == "  model.layers.0.self_attn: 4 heads of 8; W_q in q_proj, W_k in k_proj"
+    assert len(lines) == 3  # nothing special, though there are no weights
 
 
 def test_inspect_says_what_is_special(tmp_path, capsys):
@@ -27,6 +35,20 @@ def test_inspect_says_what_is_special(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     remark = "the factor of its rotary embedding (YaRN) is in q and k, a part of the scores and not of beta"
     assert lines[2] == f"    {remark}"
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (GPT2Config(n_embd=32, n_head=4, n_layer=1), "h.0.attn: 4 heads of 8; W_q and W_k in c_attn"),
+        (SiglipVisionConfig(**SIZE), "head.attention: 4 heads of 8; W_q and W_k in in_proj_weight"),
+        (XLNetConfig(d_model=32, n_head=4, n_layer=1), "layer.0.rel_attn: 4 heads of 8"),  # of no known form
+    ],
+)
+def test_inspect_says_where_the_weights_are(tmp_path, capsys, config, line):
+    config.save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert f"  {line}" in capsys.readouterr().out.splitlines()
 
 
 def test_inspect_without_a_named_architecture(tmp_path, capsys):
