@@ -17,7 +17,7 @@ from betahook import checkpoint
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="betahook", description=betahook.__doc__)
-    parser.add_argument("--version", action="version", version=betahook.__version__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {betahook.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser(
         "inspect", help="say where betahook would attach to a model, and where W_q and W_k are"

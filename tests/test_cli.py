@@ -110,3 +110,9 @@ def test_unknown_commands_are_refused(capsys):
     with pytest.raises(SystemExit):
         main(["tune"])
     assert "invalid choice: 'tune'" in capsys.readouterr().err
+
+
+def test_the_version_names_the_program(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"betahook {betahook.__version__}\n"
