@@ -20,7 +20,7 @@ from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 
 import betahook
-from language_model import Windows, build, read_library
+from language_model import Windows, build, positive, read_library
 
 STATE = "state"
 
@@ -48,6 +48,7 @@ def train(options: argparse.Namespace) -> None:
     if options.resume:
         accelerator.load_state(str(options.output / STATE))
         step = hook.steps
+        accelerator.print(f"goes on after step {step}, from {options.output / STATE}")
         batches = accelerator.skip_first_batches(batches, step * accelerator.gradient_accumulation_steps)
     for batch in batches:
         with accelerator.accumulate(wrapped):
@@ -60,8 +61,9 @@ def train(options: argparse.Namespace) -> None:
         hook.step(accelerator.scaler)  # the scaler is None but in float16
         step += 1
         if step % options.log_every == 0:
-            losses = accelerator.gather(loss.detach())
-            accelerator.log({"loss": losses.mean().item(), **hook.metrics()}, step)
+            mean = accelerator.gather(loss.detach()).mean().item()
+            accelerator.print(f"step {step}: loss {mean:.4f}")
+            accelerator.log({"loss": mean, **hook.metrics()}, step)
         if step % options.save_every == 0:
             accelerator.save_state(str(options.output / STATE))
         if step == options.steps:
@@ -76,15 +78,17 @@ def train(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps, of two batches each")
-    parser.add_argument("--length", type=int, default=64, help="bytes in a window")
+    parser.add_argument("--steps", type=positive, default=200, help="optimizer steps, of two batches each")
+    parser.add_argument("--length", type=positive, default=64, help="bytes in a window")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log-every", type=int, default=10)
-    parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--log-every", type=positive, default=10)
+    parser.add_argument("--save-every", type=positive, default=50)
     parser.add_argument("--resume", action="store_true", help="go on from the state that was saved last")
     parser.add_argument("--cpu", action="store_true", help="even where there is a GPU")
     parser.add_argument("--output", type=Path, default=Path("runs/accelerate"))
     options = parser.parse_args(arguments)
+    if options.resume and not (options.output / STATE).is_dir():
+        parser.error(f"--resume: there is no {options.output / STATE}; a run saves it every --save-every steps")
     train(options)
     print(f"curves: {sys.executable} -m tensorboard.main --logdir {options.output}")
 

@@ -104,6 +104,14 @@ class Bar(ProgressCallback):
         """No second bar."""
 
 
+def positive(text: str) -> int:
+    """The type of an option that counts something."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
 def train(controller: str, learning_rate: float, seed: int, options: argparse.Namespace) -> list[tuple[int, float]]:
     """One run; step and validation loss (nats a byte) along it."""
     torch.manual_seed(seed)

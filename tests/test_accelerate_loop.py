@@ -41,7 +41,7 @@ def logged(folder, tag):
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*")
-def test_a_resumed_run_ends_with_the_same_bits(example, tmp_path):
+def test_a_resumed_run_ends_with_the_same_bits(example, tmp_path, capsys):
     options = ["--save-every", "4"]
     example(tmp_path / "whole", "--steps", "8", *options)
     example(tmp_path / "parts", "--steps", "6", *options)
@@ -57,7 +57,30 @@ def test_a_resumed_run_ends_with_the_same_bits(example, tmp_path):
         assert len(whole) > 10
         assert differences(whole, parts) == []
     assert set(logged(tmp_path / "whole", f"beta/{LAYER}")) == {2, 4, 6, 8}
-    assert set(logged(tmp_path / "whole", "loss")) == {2, 4, 6, 8}
+    losses = logged(tmp_path / "whole", "loss")
+    assert set(losses) == {2, 4, 6, 8}
+
+    def said(steps):
+        return [f"step {step}: loss {losses[step]:.4f}" for step in steps]
+
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("curves")]
+    resumed = f"goes on after step 4, from {tmp_path / 'parts' / 'state'}"
+    assert lines == [*said((2, 4, 6, 8)), *said((2, 4, 6)), resumed, *said((6, 8))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "--resume: there is no {}/state; a run saves it every --save-every steps"),
+        (["--log-every", "0"], "argument --log-every: must be at least 1, not 0"),
+        (["--save-every", "-1"], "argument --save-every: must be at least 1, not -1"),
+        (["--steps", "0"], "argument --steps: must be at least 1, not 0"),
+    ],
+)
+def test_bad_options_of_the_loop_are_refused(example, tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        example(tmp_path, *arguments)
+    assert message.format(tmp_path) in capsys.readouterr().err
 
 
 @pytest.mark.slow
