@@ -48,6 +48,10 @@ def train(options: argparse.Namespace) -> None:
     if options.resume:
         accelerator.load_state(str(options.output / STATE))
         step = hook.steps
+        if step >= options.steps:
+            raise SystemExit(
+                f"{options.output / STATE} is of step {step} already: give more than --steps {options.steps}"
+            )
         accelerator.print(f"goes on after step {step}, from {options.output / STATE}")
         batches = accelerator.skip_first_batches(batches, step * accelerator.gradient_accumulation_steps)
     for batch in batches:

@@ -68,6 +68,13 @@ def test_a_resumed_run_ends_with_the_same_bits(example, tmp_path, capsys):
     assert lines == [*said((2, 4, 6, 8)), *said((2, 4, 6)), resumed, *said((6, 8))]
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*")
+def test_a_run_that_is_done_is_not_trained_further(example, tmp_path):
+    example(tmp_path, "--steps", "2", "--save-every", "2")
+    with pytest.raises(SystemExit, match="state is of step 2 already: give more than --steps 2"):
+        example(tmp_path, "--steps", "2", "--resume")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
