@@ -149,8 +149,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", choices=["gpt2", "llama", "qwen3"], default="gpt2")
     parser.add_argument("--learning-rates", nargs="+", type=float, default=[1e-2])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--length", type=int, default=128, help="bytes in a window")
+    parser.add_argument("--steps", type=positive, default=400)
+    parser.add_argument("--length", type=positive, default=128, help="bytes in a window")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/language_model"), help="folder of the TensorBoard runs"
     )

@@ -40,3 +40,10 @@ def test_both_losses_are_printed_side_by_side(example, model, tmp_path, capsys):
     assert [row[2] for row in rows] == ["1", "2", "3", "4"]
     assert all(1 < float(row[3]) < 8 and 1 < float(row[4]) < 8 for row in rows)
     assert len(list(tmp_path.glob("*/runs/*/events*"))) == 4  # of the Trainer and of betahook, for each of the two
+
+
+@pytest.mark.parametrize("option", ["--steps", "--length"])
+def test_nothing_to_train_is_refused(example, capsys, option):
+    with pytest.raises(SystemExit, match="2"):
+        example.main([option, "0"])
+    assert f"argument {option}: must be at least 1, not 0" in capsys.readouterr().err
