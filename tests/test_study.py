@@ -262,6 +262,21 @@ def test_what_no_task_offers_is_refused(study, tmp_path, capsys):
     assert "no run has such a task and such a controller" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "lm", "foo*"], "--tasks: foo* matches none of flip-"),
+        (["--controllers", "foo"], "--controllers: foo matches none of plain, betahook, "),
+        (["--jobs", "0"], "argument --jobs: must be at least 1, not 0"),
+        (["--steps", "0"], "argument --steps: must be at least 1, not 0"),
+    ],
+)
+def test_bad_options_of_the_study_are_refused(study, tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        study["run"].main([*arguments, "--output", str(tmp_path)])
+    assert message in capsys.readouterr().err
+
+
 # The report.
 
 
@@ -338,6 +353,12 @@ def test_the_report_has_tables_and_plots(study, fake, tmp_path, capsys):
         assert (tmp_path / plot).read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_report_of_nothing_is_refused(study, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        study["report"].main(["--output", str(tmp_path / "none")])
+    assert f"--output: there is no result in {tmp_path}/none/results.jsonl" in capsys.readouterr().err
+
+
 def test_the_report_keeps_to_the_newest_rule(study):
     old, new = ({"task": "lm", "steps": 4, "controller": "betahook", "rate": 1e-3, "seed": 0, "rule": r} for r in "ab")
     (cells,) = study["report"].by_task([old, {**old, "seed": 1}, new]).values()
@@ -370,6 +391,12 @@ def test_the_procedure_finds_enough_data_beta_and_least_data(study):
 def test_a_procedure_that_never_passes_says_so(study):
     with pytest.raises(RuntimeError, match=r"beta = 1 does not pass 50 % with 25600 strings: begin with more than 100"):
         study["procedure"].procedure(lambda strings, beta: {"validation_accuracy": 0.1}, 4, 100)
+
+
+def test_a_procedure_without_strings_is_refused(study, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        study["procedure"].main(["--strings", "0"])
+    assert "argument --strings: must be at least 1, not 0" in capsys.readouterr().err
 
 
 def test_the_procedure_is_not_run_twice(study, tmp_path, monkeypatch, capsys):

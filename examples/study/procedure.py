@@ -22,6 +22,7 @@ import torch
 import betahook
 import neighbours  # noqa: F401
 import task as flip
+from language_model import positive
 from runs import Result, Results, best_fixed
 
 PASSES, KEEPS, SHRINK = 0.5, 0.95, 0.8
@@ -108,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     rows = {row.name: row for row in flip.TABLE_1}
     parser.add_argument("--row", default="100/20/15000", choices=list(rows), metavar="ROW", help="symbols and length")
-    parser.add_argument("--strings", type=int, help="the smallest data (default: a quarter of the row's)")
+    parser.add_argument("--strings", type=positive, help="the smallest data (default: a quarter of the row's)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--test-strings", type=int, default=100_000)
     parser.add_argument("--output", type=Path, default=Path("runs/study"))

@@ -268,7 +268,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/study"), help="folder of the study")
     options = parser.parse_args(arguments)
-    text = report(Results(options.output / "results.jsonl"), options.output)
+    store = options.output / "results.jsonl"
+    results = Results(store)
+    if not results:
+        parser.error(f"--output: there is no result in {store}; give the folder into which run.py has put some")
+    text = report(results, options.output)
     (options.output / "report.md").write_text(text)
     print(text)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import neighbours  # noqa: F401
 from controllers import BEST_FIXED, Treatment
+from language_model import positive
 from runs import Result, Results, best_fixed, execute
 from tasks import TASKS, Settings
 
@@ -74,11 +75,18 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--rates", nargs="+", type=float, help="learning rates (default: the task's)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--steps", type=int, help="optimizer steps (default: the task's); flip always takes its own")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument(
+        "--steps", type=positive, help="optimizer steps (default: the task's); flip always takes its own"
+    )
+    parser.add_argument("--jobs", type=positive, default=1, help="runs at a time")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args(arguments)
 
+    offered = {"tasks": list(TASKS), "controllers": [*controllers, BEST_FIXED]}
+    for option, names in offered.items():
+        for pattern in getattr(options, option):
+            if not matching([pattern], names):
+                parser.error(f"--{option}: {pattern} matches none of {', '.join(names)}")
     runs = {tuple(identity.values()): (identity, settings) for identity, settings in plan(options)}
     if not runs:
         parser.error("no run has such a task and such a controller")
