@@ -78,6 +78,12 @@ def test_a_table_from_runs_to_report_and_not_twice(flip, tmp_path, monkeypatch, 
     assert capsys.readouterr().out == printed
 
 
+def test_runs_of_no_job_are_refused(flip, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        flip["run"].main(["--jobs", "0"])
+    assert "--jobs must be at least 1, not 0" in capsys.readouterr().err
+
+
 def test_the_procedure_searches_by_validation_accuracy(flip, monkeypatch):
     """With a training run whose accuracy is known: best at beta = 0.2."""
 

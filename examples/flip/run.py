@@ -70,6 +70,8 @@ def main(arguments: list[str] | None = None) -> None:
         "--output", type=Path, default=Path("runs/flip"), help="folder for results, plot and TensorBoard"
     )
     options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, not {options.jobs}")
 
     rows = [row for row in TABLE_1 if row.name in options.rows or "all" in options.rows]
     store = options.output / "results.jsonl"
