@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 from transformers.modeling_utils import AttentionInterface
 
 import betahook
@@ -109,6 +109,8 @@ TODAY: dict[str, Callable[[nn.Module], AbstractContextManager[dict[str, Any]]]] 
 
 def build(name: str, overrides: dict[str, Any], device: str, dtype: torch.dtype) -> nn.Module:
     """A fresh model of a model type of transformers, with a language modelling head."""
+    if name not in CONFIG_MAPPING:
+        raise SystemExit(f"--model {name}: transformers has no such model type; give one such as gpt2, llama or bert")
     config = AutoConfig.for_model(name, **overrides)
     for head in (AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM):
         if type(config) in head._model_mapping:
@@ -337,7 +339,9 @@ def draw_scaling(result: dict[str, Any], path: Path) -> None:
 
 def override(text: str) -> tuple[str, Any]:
     """`name=value`, the value as JSON where it is."""
-    name, _, value = text.partition("=")
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, such as n_layer=3, not {text}")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
@@ -361,6 +365,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, help="of the CPU")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmark"), help="folder of the results")
     options = parser.parse_args(arguments)
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {options.device}: torch finds no CUDA here; give --device cpu")
 
     if options.threads:
         torch.set_num_threads(options.threads)

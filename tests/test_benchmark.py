@@ -75,6 +75,23 @@ def test_no_way_leaves_anything_behind(example):
 def test_a_type_without_a_language_model_is_named(example):
     with pytest.raises(SystemExit, match="--model vit: transformers has no language model"):
         example.build("vit", {}, "cpu", torch.float32)
+    with pytest.raises(SystemExit, match="--model foo: transformers has no such model type"):
+        example.build("foo", {}, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "n_layer"], "argument --config: expected NAME=VALUE, such as n_layer=3, not n_layer"),
+        (["--device", "cuda"], "--device cuda: torch finds no CUDA here; give --device cpu"),
+    ],
+)
+def test_bad_options_of_the_benchmark_are_refused(example, tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        example.main([*arguments, "--output", str(tmp_path / "new")])
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
