@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -389,4 +390,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler says where it starts and stops, up to 5
     main()

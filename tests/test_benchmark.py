@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,11 @@ def test_a_hook_holds_no_more_than_the_scaled_queries(example):
     unhooked, hooked = bench.peak(ways["unhooked"]), bench.peak(ways["default"])
     queries = layers * 2 * length * width * 4
     assert unhooked < hooked < unhooked + 1.1 * queries
+
+
+def test_the_profiler_does_not_write_between_the_lines(tmp_path):
+    command = [sys.executable, str(PATH), "--config", *TINY, "--length", "16", "--rounds", "1", "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path)], check=True, timeout=240, capture_output=True, text=True
+    )
+    assert "profiler_start" not in done.stderr + done.stdout
