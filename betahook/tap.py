@@ -177,7 +177,8 @@ def describe_mask(
 
 def _documents(tokens: int, device: torch.device, options: dict[str, Any]) -> Tensor | None:
     """To which document each token of a packed sequence belongs, `[1, tokens]`, by what flash attention goes by."""
-    ends, positions = options.get("cu_seq_lens_q"), options.get("position_ids")
+    ends: Tensor | None = options.get("cu_seq_lens_q")
+    positions: Tensor | None = options.get("position_ids")
     if ends is not None:
         return torch.bucketize(torch.arange(tokens, device=device), ends[1:], right=True)[None]
     if positions is not None and positions.shape == (1, tokens):

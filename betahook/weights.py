@@ -135,8 +135,8 @@ def locate(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Pr
     if isinstance(module, nn.MultiheadAttention):
         if module.in_proj_weight is None:  # q, k and v have other widths, and a weight each
             return None
-        query = Projection(module, rows(0, heads), prefix="in_proj_")
-        return query, replace(query, select=rows(heads * head_dim, heads), argument=1)
+        whole = Projection(module, rows(0, heads), prefix="in_proj_")
+        return whole, replace(whole, select=rows(heads * head_dim, heads), argument=1)
     for query_name, key_name in SEPARATE:
         # A gated query projection has further rows behind those of each head.
         query = projection(query_name, lambda weight: weight.unflatten(0, (heads, -1))[:, :head_dim])
