@@ -197,18 +197,18 @@ class Search(Controller):
         }
 
     def update(self, beta: Tensor, observation: Observation) -> Tensor:
-        start, clock, rise_left = beta, self.state["clock"] + 1, self.state["rise_left"]
+        old, clock, rise_left = beta, self.state["clock"] + 1, self.state["rise_left"]
         if self.rise and (observation.step <= self.warmup / 3 or observation.step == self.warmup):
-            start, clock, rise_left = self._plan_rise(start, clock, rise_left, observation)
+            beta, clock, rise_left = self._plan_rise(beta, clock, rise_left, observation)
         rising = (clock > 0) & (rise_left > 0)
         clock = torch.where(rising, 0, clock)
         search = self._search(clock, observation.statistics.sensitivity)
-        decades = torch.where(rising, _climb(start, rise_left, observation), search)
+        decades = torch.where(rising, _climb(beta, rise_left, observation), search)
         self.state = {**self.state, "rise_left": torch.where(rising, rise_left - 1, rise_left)}
 
-        new = start * 10**decades
+        new = beta * 10**decades
         bound = torch.where(rise_left >= 0, observation.overflow / 2, observation.overflow)
-        return torch.maximum(torch.minimum(new, beta), _capped(new, bound, observation))
+        return torch.maximum(torch.minimum(new, old), _capped(new, bound, observation))
 
     def is_passing(self) -> bool:
         return bool((self.state["rise_left"] > 0).any()) if self.state else False
