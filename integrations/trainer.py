@@ -91,12 +91,12 @@ class BetaHookCallback(TrainerCallback):
         }
         if hook is not None and self._options != _DEFAULTS:
             raise ValueError("BetaHookCallback(hook=...) takes no other option: they belong to attach(), which made it")
-        options.controllers(copy.deepcopy(controller))
+        options.controllers(controller)
         options.check_settings(per_head=per_head, interval=interval, when=when, alerts=alerts)
         if on_end not in ("fold", "keep"):
             raise ValueError(f'on_end must be "fold" or "keep"; got {on_end!r}')
         self.hook = hook
-        self._is_given = hook is not None
+        self._given = hook
         self._on_end = on_end
         self._writer: TensorBoardWriter | None = None
         self._loss_writer: TensorBoardCallback | None = None
@@ -111,7 +111,7 @@ class BetaHookCallback(TrainerCallback):
     ) -> None:
         resumed, model = state.global_step > 0, kwargs["model"]
         if self.hook is not None and self.hook.attached and not _is_on(self.hook, model):
-            if self._is_given:
+            if self.hook is self._given:
                 raise ValueError(
                     "BetaHookCallback(hook=...) got the hook of another model than the one that the Trainer trains"
                 )

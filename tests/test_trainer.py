@@ -266,11 +266,12 @@ def test_every_training_gets_controllers_of_its_own(tmp_path):
         assert callback.hook.steps == 6
 
 
-def test_a_training_that_was_broken_off_leaves_nothing_to_the_next(tmp_path):
-    class Interrupt(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            raise KeyboardInterrupt
+class Interrupt(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        raise KeyboardInterrupt
 
+
+def test_a_training_that_was_broken_off_leaves_nothing_to_the_next(tmp_path):
     callback = BetaHookCallback(on_end="keep")
     first = make_trainer(tmp_path, callback)
     first.add_callback(Interrupt())
@@ -282,6 +283,21 @@ def test_a_training_that_was_broken_off_leaves_nothing_to_the_next(tmp_path):
     assert callback.hook.steps == 6
     with pytest.raises(ValueError, match="LlamaForCausalLM is not hooked"):
         betahook.fold(first.model)
+
+
+def test_after_the_hook_that_it_was_given_a_callback_has_hooks_of_its_own(tmp_path):
+    trainer = make_trainer(tmp_path, Interrupt())
+    trainer.pop_callback(Interrupt)
+    callback = BetaHookCallback(hook=betahook.attach(trainer.model, controller="monitor"))
+    trainer.add_callback(callback)
+    trainer.train()
+    broken_off = make_trainer(tmp_path, callback)
+    broken_off.add_callback(Interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        broken_off.train()
+    last = make_trainer(tmp_path, callback)
+    last.train()
+    assert callback.hook.model is last.model
 
 
 def test_the_hook_of_another_model_is_refused(tmp_path):
