@@ -112,14 +112,14 @@ def _only_hook(model: nn.Module) -> Hook:
     if not isinstance(model, nn.Module):
         raise TypeError(f"fold() takes a hooked model or its hook; got {type(model).__name__}")
     layers = (getattr(module, tap.ATTRIBUTE, None) for module in model.modules())
-    hooks = {id(layer.hook): layer.hook for layer in layers if isinstance(layer, AttentionLayer)}
+    hooks = {layer.hook for layer in layers if isinstance(layer, AttentionLayer)}
     if not hooks:
         raise ValueError(f"{type(model).__name__} is not hooked: call betahook.attach(model) first")
     if len(hooks) > 1:
         raise ValueError(
             f"{type(model).__name__} has {len(hooks)} hooks, of parts of it: fold each, betahook.fold(hook)"
         )
-    return next(iter(hooks.values()))
+    return hooks.pop()
 
 
 def _places(layer: AttentionLayer, gain: Tensor) -> Iterator[_Place]:

@@ -245,26 +245,30 @@ class ScoreProducts(TorchFunctionMode):
 
     def _follow(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a function and note what it makes of the tensors that are followed."""
-        target = contraction.operands(args, kwargs)[0]
-        trace = self._trace(target)
+        operands = contraction.operands(args, kwargs)
+        trace = self._trace(operands[0])
         if (
             trace is not None
             and trace.value is not None
             and (name in IN_PLACE or (name.endswith("_") and name[0] != "_"))
         ):
             # The value may share the memory that is about to change.
-            self._note(target, replace(trace, value=trace.value.clone()))
+            self._note(operands[0], replace(trace, value=trace.value.clone()))
         with torch.no_grad():
-            derived = self._derive(name, func, args, kwargs)
+            derived = self._derive(name, func, args, kwargs, operands)
         output = func(*args, **kwargs)
         self._note(output, derived)
         return output
 
     def _derive(
-        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        name: str,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        operands: list[Any],
     ) -> Trace | list[Trace] | None:
         traces = [trace for tensor in _tensors((args, kwargs)) if (trace := self._trace(tensor)) is not None]
-        operands = contraction.operands(args, kwargs)
         if name in MULTIPLY | DIVIDE:
             return _scaled(name in DIVIDE, *((x, self._trace(x)) for x in operands[:2]))
         if not traces or (name == "max" and sum(isinstance(x, Tensor) for x in operands) < 2):

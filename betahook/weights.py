@@ -71,13 +71,13 @@ class Projection:
     @property
     def weight(self) -> Tensor:
         """W_q or W_k, `[heads, d_k, d_x]`, detached; a view of the parameter."""
-        return self.select(self._out_by_in(self.stored.detach()))
+        return self.select(_out_by_in(self.module, self.stored.detach()))
 
     @property
     def width(self) -> int:
         """d_x."""
         width = getattr(self.module, "in_features", None)  # what is quantised may be stored in another shape
-        return width if isinstance(width, int) else self._out_by_in(self.stored).shape[1]
+        return width if isinstance(width, int) else _out_by_in(self.module, self.stored).shape[1]
 
     @property
     def obstacle(self) -> str | None:
@@ -92,7 +92,7 @@ class Projection:
     @property
     def entries(self) -> Tensor:
         """W_q or W_k as it acts, `[heads, d_k, d_x]` in floating point: gathered, dequantised, with its adapter."""
-        return self.select(self._out_by_in(effective.read(self.stored, self.module, self.adapter)))
+        return self.select(_out_by_in(self.module, effective.read(self.stored, self.module, self.adapter)))
 
     def parts(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Weight and, where there is one, bias: each with the view `[heads, d_k, d_x or 1]` of its rows of q or k."""
@@ -102,14 +102,15 @@ class Projection:
         if isinstance(bias, nn.Parameter):
             yield bias, self.select(bias.detach()[:, None])
 
-    def _out_by_in(self, weight: Tensor) -> Tensor:
-        return weight.mT if is_transposed(self.module) else weight
-
 
 def matrix(module: nn.Module) -> Tensor:
     """The weight of a linear module as `[out, in]`; `Conv1D` of transformers stores it the other way round."""
     weight = module.weight
     assert isinstance(weight, Tensor)
+    return _out_by_in(module, weight)
+
+
+def _out_by_in(module: nn.Module, weight: Tensor) -> Tensor:
     return weight.mT if is_transposed(module) else weight
 
 
