@@ -9,7 +9,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import betahook
 from models import CONFIGS, NORMED, build, inputs
-from test_products import HEADS, LENGTH, PADDING, WIDTH, ByHandAttention, FusedAttention, padded_encoder
+from test_multihead_attention import PADDING, padded_encoder
+from test_products import HEADS, LENGTH, WIDTH, ByHandAttention, FusedAttention
 
 
 def move(hook, per_head):
