@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 FILE = "betahook.safetensors"
 """Name of the file in a checkpoint folder."""
 HEADER = "betahook"
-TENSORS = ("beta", "beta_default", "sums", "moments", "recent")
+TENSORS = ("beta", "beta_default", "table", "moments", "recent")
 """The tensors of a state; those of the controllers come on top."""
 MARK = "betahook"
-"""Key in the config of a model whose weights are not all: its beta is in `FILE`."""
+"""Config key that marks a saved model whose beta is not in its weights but in `FILE`."""
 NOTE = f"beta is in {FILE}: load the model, then call betahook.restore(model, folder)"
 
 
@@ -124,8 +124,8 @@ def check(state: object, own: dict[str, Any]) -> None:
         )
     if state["options"].get("per_head") is not own["options"]["per_head"]:
         raise ValueError(f"the state belongs to a hook with {state['options']}, this one has {own['options']}")
-    if not 0 <= state["skipped"] <= state["steps"] < 2**53:
-        raise ValueError(f"the state is damaged: {state['steps']} steps, {state['skipped']} of them skipped")
+    if not 0 <= state["skipped_steps"] <= state["steps"] < 2**53:
+        raise ValueError(f"the state is damaged: {state['steps']} steps, {state['skipped_steps']} of them skipped")
     for name in TENSORS:
         _check_shape(name, state[name], own[name])
     for name in ("beta", "beta_default"):

@@ -63,7 +63,7 @@ def report(folder: Path) -> str:
         for layer in hook.layers.values():
             lines.append(f"  {layer.name}: {layer.heads} heads of {layer.head_dim}{places(layer)}")
             lines += [f"    {remark}" for remark in layer.remarks]
-        lines += [f"  not reached: {name}, {reason}" for name, reason in hook.skipped.items()]
+        lines += [f"  not reached: {name}, {reason}" for name, reason in hook.not_reached.items()]
     return "\n".join(lines)
 
 

@@ -18,6 +18,10 @@ Axis = int | Literal["flat"]
 NAMES = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 
 
+class UnknownHeadsError(ValueError):
+    """No axis of an operand can be that of the heads."""
+
+
 @dataclass(frozen=True)
 class Contraction:
     """One product of two tensors, and how to run it again with another left operand.
@@ -55,14 +59,18 @@ class Contraction:
         return self.run is not self.alone
 
     def head_axis(self, heads: int, known: Axis | None) -> Axis:
-        """The axis of `left` that the heads lie along."""
+        """The axis of `left` that the heads lie along.
+
+        Raises:
+            UnknownHeadsError: there is none.
+        """
         sizes = [self.left.shape[self.left_axes.index(axis)] for axis in self.batch]
         if heads not in sizes and self.equation is not None and known is None:
             # Not common to both operands, as where k has no heads of its own.
-            own = [axis for axis in self.left_axes if axis not in self.batch + self.summed]
-            return self.left_axes.index(
-                next(axis for axis in own if self.left.shape[self.left_axes.index(axis)] == heads)
-            )
+            own = [place for place, axis in enumerate(self.left_axes) if axis not in self.batch + self.summed]
+            fitting = [place for place in own if self.left.shape[place] == heads]
+            if fitting:
+                return fitting[0]
         place = axis_of(sizes, heads, known)
         return place if place == "flat" else self.left_axes.index(self.batch[place])
 
@@ -151,7 +159,7 @@ def axis_of(sizes: Sequence[int], heads: int, known: Axis | None) -> Axis:
     """Which of the axes before the last two holds the heads, by their `sizes`; `known` goes before.
 
     Raises:
-        ValueError: none of them does.
+        UnknownHeadsError: none of them does.
     """
     if known is not None and len(sizes) > 1:
         return known
@@ -160,7 +168,7 @@ def axis_of(sizes: Sequence[int], heads: int, known: Axis | None) -> Axis:
         return 1 if 1 in fitting else fitting[-1]
     if len(sizes) == 1 and sizes[0] % heads == 0:
         return "flat"
-    raise ValueError(f"expected an axis of {heads} heads before the last two, got {list(sizes)}")
+    raise UnknownHeadsError(f"expected an axis of {heads} heads before the last two, got axes of {list(sizes)}")
 
 
 def on_heads(tensor: Tensor, axis: Axis, heads: int, function: Callable[[Tensor, int], Tensor]) -> Tensor:

@@ -83,7 +83,7 @@ class Controller(ABC):
             `[units]`; where it is NaN, infinite or not positive, beta stays.
         """
 
-    def is_passing(self) -> bool:
+    def is_in_transition(self) -> bool:
         """Whether beta is on its way somewhere: training that ends now ends too early. Reads the device back."""
         return False
 
@@ -182,73 +182,83 @@ class Search(Controller):
             _require(whole, f"Search({name}=...)", f"a whole number, {least} or more", value)
         _require(isinstance(self.rise, bool), "Search(rise=...)", "True or False", self.rise)
         _require(0 < self.smallest <= self.largest, "Search(smallest=...)", "above 0, at most largest", self.smallest)
-        inside = self.smallest <= self.opening <= self.largest
-        _require(inside, "Search(opening=...)", "between smallest and largest", self.opening)
+        ordered = self.smallest <= self.opening <= self.largest
+        _require(ordered, "Search(opening=...)", "between smallest and largest", self.opening)
         _require(self.growth >= 1, "Search(growth=...)", "1 or more", self.growth)
 
     def start(self, beta: Tensor) -> dict[str, Tensor]:
         zero = torch.zeros_like(beta)
         return {
-            "clock": zero - self.warmup,  # batches since the window began; negative while beta waits for the first one
-            "rise_left": zero - 1,  # batches of the rise to come, 0 after it; -1 where none was ever due
+            "wait": zero + self.warmup,  # batches left in which beta stays
+            "rise": zero,  # batches left of the rise that comes then
+            "fresh": zero,  # 1 where W_q and W_k were random at the first step
+            "batches": zero,  # of the window so far, and the sensitivity summed over them
             "total": zero,
-            "direction": zero,
+            "direction": zero,  # of the last step of the search, and its size
             "step": zero + self.opening,
         }
 
     def update(self, beta: Tensor, observation: Observation) -> Tensor:
-        old, clock, rise_left = beta, self.state["clock"] + 1, self.state["rise_left"]
+        old = beta
         if self.rise and (observation.step <= self.warmup / 3 or observation.step == self.warmup):
-            beta, clock, rise_left = self._plan_rise(beta, clock, rise_left, observation)
-        rising = (clock > 0) & (rise_left > 0)
-        clock = torch.where(rising, 0, clock)
-        search = self._search(clock, observation.statistics.sensitivity)
-        decades = torch.where(rising, _climb(beta, rise_left, observation), search)
-        self.state = {**self.state, "rise_left": torch.where(rising, rise_left - 1, rise_left)}
-
-        new = beta * 10**decades
-        bound = torch.where(rise_left >= 0, observation.overflow / 2, observation.overflow)
+            beta = self._look_at_weights(beta, observation)
+        wait, rise = self.state["wait"], self.state["rise"]
+        waiting = wait > 0
+        rising = ~waiting & (rise > 0)
+        self.state = {
+            **self.state,
+            "wait": torch.where(waiting, wait - 1, wait),
+            "rise": torch.where(rising, rise - 1, rise),
+        }
+        search = self._search(~waiting & ~rising, observation.statistics.sensitivity)
+        new = beta * 10 ** torch.where(rising, _climb(beta, rise, observation), search)
+        bound = torch.where(self.state["fresh"] > 0, observation.overflow / 2, observation.overflow)
         return torch.maximum(torch.minimum(new, old), _capped(new, bound, observation))
 
-    def is_passing(self) -> bool:
-        return bool((self.state["rise_left"] > 0).any()) if self.state else False
+    def is_in_transition(self) -> bool:
+        return bool((self.state["rise"] > 0).any()) if self.state else False
 
-    def _search(self, clock: Tensor, sensitivity: Tensor) -> Tensor:
+    def _look_at_weights(self, beta: Tensor, observation: Observation) -> Tensor:
+        """Plan the rise by what W_q and W_k look like: beta to wait at, or to begin from."""
+        random = observation.spectral_ratio() <= FRESH_RATIO
+        state = self.state
+        if observation.step == 0:
+            state = {
+                **state,
+                "fresh": torch.where(random, 1, state["fresh"]),
+                "rise": torch.where(random, RISE_BATCHES, state["rise"]),
+            }
+            beta = torch.where(random, beta * 10**WARMUP_DECADES, beta)
+        planned = state["rise"] == RISE_BATCHES
+        if observation.step == self.warmup:
+            plateau = planned & random
+            beta = torch.where(planned, beta / 10**WARMUP_DECADES, beta)
+            beta = torch.where(plateau, observation.beta_default * 10**PLATEAU_DECADES, beta)
+            wait = torch.where(plateau, PLATEAU_BATCHES, state["wait"])
+        else:
+            learns_fast = planned & ~random
+            beta = torch.where(learns_fast, RISE_LOGIT_STD / observation.statistics.std, beta)
+            wait = torch.where(learns_fast, 0, state["wait"])
+        self.state = {**state, "wait": wait}
+        return beta
+
+    def _search(self, searching: Tensor, sensitivity: Tensor) -> Tensor:
         """The step in decades, `[units]`: 0 but at the end of a window."""
-        total = torch.where(clock > 0, self.state["total"] + sensitivity, 0)
-        due = clock >= self.window
+        batches = torch.where(searching, self.state["batches"] + 1, 0)
+        total = torch.where(searching, self.state["total"] + sensitivity, 0)
+        due = batches >= self.window
         direction = -total.sign()
         agreement = direction * self.state["direction"]
         step = torch.where(agreement < 0, self.state["step"] / 2, self.state["step"])
         step = torch.where(agreement > 0, step * self.growth, step).clamp(self.smallest, self.largest)
         self.state = {
             **self.state,
-            "clock": torch.where(due, 0, clock),
+            "batches": torch.where(due, 0, batches),
             "total": torch.where(due, 0, total),
             "direction": torch.where(due & (direction != 0), direction, self.state["direction"]),
             "step": torch.where(due, step, self.state["step"]),
         }
         return torch.where(due, direction * step, 0)
-
-    def _plan_rise(
-        self, beta: Tensor, clock: Tensor, rise_left: Tensor, observation: Observation
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Look at W_q and W_k: beta, clock and `rise_left`, by whether a rise is due, when, and from which beta."""
-        random = observation.spectral_ratio() <= FRESH_RATIO
-        if observation.step == 0:
-            rise_left = torch.where(random, RISE_BATCHES, rise_left)
-            beta = torch.where(random, beta * 10**WARMUP_DECADES, beta)
-        waiting = rise_left == RISE_BATCHES
-        if observation.step == self.warmup:
-            plateau = waiting & random
-            beta = torch.where(waiting, beta / 10**WARMUP_DECADES, beta)
-            beta = torch.where(plateau, observation.beta_default * 10**PLATEAU_DECADES, beta)
-            clock = torch.where(plateau, 1 - PLATEAU_BATCHES, clock)
-        else:
-            learns_fast = waiting & ~random
-            beta = torch.where(learns_fast, RISE_LOGIT_STD / observation.statistics.std, beta)
-            clock = torch.where(learns_fast, 1, clock)
-        return beta, clock, rise_left
 
 
 def _climb(beta: Tensor, rise_left: Tensor, observation: Observation) -> Tensor:

@@ -60,11 +60,11 @@ class Survey:
 
     Attributes:
         found: the modules to which betahook can attach, by name.
-        skipped: names of those that look like attention, with the reason why it cannot.
+        not_reached: names of those that look like attention, with the reason why it cannot.
     """
 
     found: dict[str, Found] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
+    not_reached: dict[str, str] = field(default_factory=dict)
 
 
 def survey(model: nn.Module) -> Survey:
@@ -79,19 +79,19 @@ def survey(model: nn.Module) -> Survey:
         if route != "interface" and any(part in able for part in module.modules() if part is not module):
             continue
         if isinstance(route, Refused):
-            result.skipped[name] = route
+            result.not_reached[name] = route
         elif (size := count_heads(module)) is None:
-            result.skipped[name] = "it says neither how many heads it has nor how wide they are"
+            result.not_reached[name] = "it says neither how many heads it has nor how wide they are"
         elif getattr(module, "reorder_and_upcast_attn", False):  # GPT-2: past the interface, in eager
             result.found[name] = Found(module, *size, "by hand")
         else:
             result.found[name] = Found(module, *size, route)
-    # Parts of what is reached are no news, unless they look like attention of their own.
+    # Parts of a hooked module are not reported, unless they were refused for a reason of their own.
     reached = {part for found in result.found.values() for part in found.module.modules()}
-    modules = {name: model.get_submodule(name) for name in result.skipped}
-    result.skipped = {
+    modules = {name: model.get_submodule(name) for name in result.not_reached}
+    result.not_reached = {
         name or "the model": f"{type(modules[name]).__name__}: {reason}"
-        for name, reason in result.skipped.items()
+        for name, reason in result.not_reached.items()
         if reason is not NOT_FOUND or modules[name] not in reached
     }
     return result

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Facts:
-    """What to know of a class. All but `inside` and `remark` is about scores that are computed by hand.
+    """What to know of a class. All but `prescale` and `remark` is about scores that are computed by hand.
 
     Attributes:
-        inside: the factor that the module puts on the query before it asks for its attention; part of its beta.
+        prescale: the factor that the module puts on the query before it asks for its attention; part of its beta.
         remark: what betahook does not measure as one would think, in words.
         heads: how many, where the module does not say.
         skipped_products: products before the first one that makes scores.
@@ -26,7 +26,7 @@ class Facts:
         temperature: the factor that the module learns, `[heads]` or to be broadcast to that.
     """
 
-    inside: Callable[[Any], float] | None = None
+    prescale: Callable[[Any], float] | None = None
     remark: str | None = None
     heads: int | None = None
     skipped_products: int = 0
@@ -46,7 +46,7 @@ def _logit_scale(module: Any) -> Tensor:
 _SUM = Facts(every_product=True)
 _CHUNKED = Facts(every_product=True, folded="bcxd,bcyd->bcxy", score_axis=2)
 
-_PRESCALED = Facts(inside=lambda module: module.scaling)
+_PRESCALED = Facts(prescale=lambda module: module.scaling)
 _NOT_BETA = ", a part of the scores and not of beta"
 _ROTATED = Facts(remark="the factor of its rotary embedding (YaRN) is in q and k" + _NOT_BETA)
 _NORMED = Facts(remark="q carries a constant factor behind its norm" + _NOT_BETA)
@@ -62,7 +62,7 @@ FACTS = {
     "BigBirdPegasusBlockSparseAttention": _SPARSE,
     "BrosSelfAttention": _SUM,
     "DisentangledSelfAttention": _SUM,
-    "EsmSelfAttention": Facts(inside=lambda module: module.attention_head_size**-0.5),
+    "EsmSelfAttention": Facts(prescale=lambda module: module.attention_head_size**-0.5),
     "FastSpeech2ConformerAttention": _SUM,
     "FunnelRelMultiheadAttention": _SUM,
     "Gemma3nAudioAttention": Facts(every_product=True, remark=_LEARNED.remark),
@@ -88,7 +88,7 @@ FACTS = {
     "MossTranscribeDiarizeAudioAttention": _PRESCALED,
     "MuseGlimmerTextAttention": _NORMED,
     "MuseSparkTextAttention": _NORMED,
-    "OpenAIPrivacyFilterAttention": Facts(inside=lambda module: module.scaling**2, remark=_ROTATED.remark),
+    "OpenAIPrivacyFilterAttention": Facts(prescale=lambda module: module.scaling**2, remark=_ROTATED.remark),
     "OPTAttention": _PRESCALED,
     "PegasusXGlobalLocalAttention": Facts(every_product=True, product_axis=1, score_axis=1),
     "Qwen2AudioAttention": _PRESCALED,

@@ -98,10 +98,10 @@ def fold(model: nn.Module | Hook) -> None:
         _keep_exact(hook, places, gains)
     for layer, (place, *_) in places.items():
         place.write(place.scaled(gains[layer]))
-    if any(controller.is_passing() for controller in hook.controllers):
+    if any(controller.is_in_transition() for controller in hook.controllers):
         logger.warning(
-            "fold() after %d steps, in the opening of %s, whose beta is on its way: train for some hundred steps more, "
-            "or without an opening, Search(rise=False)",
+            "fold() after %d steps, in the warm-up or the rise of %s, while beta is on its way: train for some hundred "
+            "steps more, or without a rise, Search(rise=False)",
             hook.steps,
             hook.controllers,
         )
@@ -211,7 +211,11 @@ def _keep_exact(hook: Hook, places: dict[AttentionLayer, list[_Place]], gains: d
             raise _refusal(layer, f"it does not run twice on one input ({error})") from error
         if not places[layer]:
             if _has_effect(layer, gains[layer], run):
-                raise _refusal(layer, "its output is not that of a scaled query projection or norm")
+                reason = (
+                    "its output is not that of a scaled query projection or norm. Probably the query is used outside "
+                    "the scores too, as in some relative position biases"
+                )
+                raise _refusal(layer, reason)
             reason = "its output on the input of the last forward does not depend on beta; run one where it does"
             raise _refusal(layer, reason)
 
@@ -234,7 +238,7 @@ def _keep_exact(hook: Hook, places: dict[AttentionLayer, list[_Place]], gains: d
 
 
 def _has_effect(layer: AttentionLayer, gain: Tensor, run: Callable[[], Any]) -> bool:
-    """Whether the output depends on beta at all: it does not where the queries see one key, say."""
+    """Whether the output depends on beta at all. It does not, for example, where every query sees a single key."""
     outputs = []
     for factors in (torch.ones_like(gain), _far(gain)):
         with layer.acting(factors):
@@ -316,5 +320,5 @@ def _tolerance(output: Any) -> float:
 def _refusal(layer: AttentionLayer, reason: str) -> FoldError:
     return FoldError(
         f"cannot fold beta into {layer.name} ({type(layer.module).__name__}): {reason}. "
-        "Until then keep the hook attached, or leave the layer out with layers=..."
+        "Or keep the hook: save_pretrained() writes beta beside the weights, betahook.restore() brings it back"
     )

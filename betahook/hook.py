@@ -72,7 +72,9 @@ def attach(
     chain = options.controllers(controller)
     options.check_settings(per_head=per_head, interval=interval, when=when, alerts=alerts)
     seen = options.find_layers(model, layers)
-    return Hook(model, chain, seen.found, seen.skipped, per_head=per_head, interval=interval, when=when, alerts=alerts)
+    return Hook(
+        model, chain, seen.found, seen.not_reached, per_head=per_head, interval=interval, when=when, alerts=alerts
+    )
 
 
 class Hook:
@@ -114,7 +116,7 @@ class Hook:
         self.layers = Layers(layers)
         self.controllers = controllers
         self.last_input: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self.skipped = skipped
+        self.not_reached = skipped
         self._state = state
         self._per_head = per_head
         self._interval = interval
@@ -125,8 +127,7 @@ class Hook:
         self._alerts_seen = 0
         self._unit_cache: dict[tuple[bool, torch.device], Units] = {}
         self._recent = torch.zeros_like(state.table)
-        self._acted = state.beta
-        self._skipped = 0  # of these steps, by the optimizer
+        self._skipped_steps = 0  # of these steps, by the optimizer
         self._loss_scale = 0.0  # of the next backward; 0 for unknown
         self._overflow = scores.overflow_logit(next((p.dtype for p in model.parameters()), torch.float32))
 
@@ -180,7 +181,7 @@ class Hook:
         lines += [f"  {layer.name}: {layer.heads} heads of {layer.head_dim}" for layer in self.layers.values()]
         for layer in self.layers.values():
             lines += [f"  {layer.name}: {remark}" for remark in layer.remarks + layer.obstacles]
-        lines += [f"  not reached: {name}, {reason}" for name, reason in self.skipped.items()]
+        lines += [f"  not reached: {name}, {reason}" for name, reason in self.not_reached.items()]
         return "\n".join(lines)
 
     @torch.no_grad()
@@ -217,18 +218,17 @@ class Hook:
         state.beta_default.copy_(beta_default)
         self._recent = table = self._latest(*pooled)
         for layer in self.layers.values() if state.measuring else ():
-            layer.weigh(table, sharded=True)
+            layer.write_weight_sums(table, sharded=True)
 
         units = self._units(self._per_head)
-        self._acted = state.current_beta
-        beta = units.first(self._acted)
+        beta = units.first(state.current_beta)
         observed = units.observe(table)
         observation = Observation(
             beta_default=units.first(state.beta_default),
             statistics=observed,
-            predicted_std=lambda: units.predicted_std(units.observe(self._weighed(table))),
+            predicted_std=lambda: units.predicted_std(units.observe(self._with_weights(table))),
             overflow=self._overflow,
-            step=self.steps - self._skipped,
+            step=self.steps - self._skipped_steps,
             spectral_ratio=lambda: torch.stack([x.spectral_ratio().to(beta) for x in self.layers.values()]).max(),
         )
         new = rules.apply(self.controllers, beta, observation)
@@ -238,7 +238,7 @@ class Hook:
         self.last_input = _detached(self.last_input)
         self.steps += 1
         if math.isnan(scale):
-            self._skipped += 1
+            self._skipped_steps += 1
         else:  # a skipped step is nothing to warn about
             since = self._nonfinite_since.to(table.device)
             broken = units.spread(~observed.finite) & (since == 0)
@@ -294,7 +294,7 @@ class Hook:
             raise RuntimeError(
                 'audit() before any measurement: run a forward first (in training mode, or attach with when="always")'
             )
-        return Audit.of(self.layers, units, units.observe(self._weighed(table)))
+        return Audit.of(self.layers, units, units.observe(self._with_weights(table)))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that `step` depends on: tensors, numbers and strings only, ready for `torch.save`.
@@ -311,11 +311,11 @@ class Hook:
                 "when": "always" if state.in_evaluation else "training",
             },
             "steps": self.steps,
-            "skipped": self._skipped,
+            "skipped_steps": self._skipped_steps,
             "loss_scale": self._loss_scale,
             "beta": state.beta.clone(),
             "beta_default": state.beta_default.clone(),
-            "sums": state.collect(),
+            "table": state.collect(),
             "moments": state.moments.clone(),
             "recent": self._recent.clone(),
             "controllers": [
@@ -344,19 +344,19 @@ class Hook:
         for controller, entry, known in zip(self.controllers, state["controllers"], like["controllers"], strict=True):
             memory = entry["state"]
             controller.state = {name: memory[name].to(start.device, copy=True) for name in known["state"] if memory}
-        self.steps, self._skipped, self._loss_scale = state["steps"], state["skipped"], state["loss_scale"]
+        self.steps, self._skipped_steps, self._loss_scale = state["steps"], state["skipped_steps"], state["loss_scale"]
         own.measuring = self.steps % self._interval == 0
 
-    def _latest(self, table: Tensor, sums: Tensor) -> Tensor:
-        """`table` with what the moments `sums` say, and what was last measured of idle heads."""
-        moments.describe(table, sums, self._state.widths)
+    def _latest(self, table: Tensor, component_sums: Tensor) -> Tensor:
+        """`table` with what the moments of q and k say, and what was last measured of idle heads."""
+        moments.describe(table, component_sums, self._state.widths)
         return statistics.keep_measured(table, self._recent.to(table))
 
-    def _weighed(self, table: Tensor) -> Tensor:
+    def _with_weights(self, table: Tensor) -> Tensor:
         """`table` with W_q and W_k as they are now; the sharded ones are in it since the step, where all ranks met."""
         table = table.clone()
         for layer in self.layers.values():
-            layer.weigh(table)
+            layer.write_weight_sums(table)
         return table
 
     def _scale_of_backward(self, scaler: GradScaler) -> float:
@@ -399,11 +399,9 @@ class Hook:
 
     def _quantities(self, units: Units) -> dict[str, Tensor]:
         """What `metrics` reports, `[units]` each."""
-        table = self._weighed(self._recent.to(self._state.table))
+        table = self._with_weights(self._recent.to(self._state.table))
         observed = units.observe(table)
         beta = self._state.current_beta
-        # By head first: the head with the largest score need not be the one with the largest logit.
-        max_logit = units.largest(table[statistics.ROW["max_score"]] * self._acted.to(table))
 
         def measured(values: Tensor) -> Tensor:
             return values.to(table).masked_fill(observed.count == 0, torch.nan)
@@ -417,7 +415,7 @@ class Hook:
             "classic_std": theory.classic_std(units.head_dim),
             "weight_std_q": observed.weight_std_q,
             "weight_std_k": observed.weight_std_k,
-            "max_logit": measured(max_logit),
+            "max_logit": observed.max_logit,
             "entropy": observed.entropy,
             "sensitivity": measured(observed.sensitivity),
             "nonfinite": measured(~observed.finite),

@@ -57,7 +57,7 @@ class State:
 
     @classmethod
     def create(cls, widths: list[int], device: torch.device, in_evaluation: bool) -> State:
-        """Of heads with these d_k."""
+        """The state of `len(widths)` heads; `widths` holds d_k of each."""
         heads = len(widths)
         unknown = torch.full((heads,), torch.nan, dtype=torch.float32, device=device)
         return cls(
@@ -161,35 +161,56 @@ class AttentionLayer:
         ]
 
     @property
-    def beta_default(self) -> float | Tensor | None:
-        """The inverse temperature that the model itself applies, as `beta`; None before the first forward."""
-        return _as_one(self._state.beta_default[self._slice])
+    def beta_default(self) -> float:
+        """The inverse temperature that the model itself applies, read as `beta`; NaN before the first forward."""
+        return self._mean_over_heads(self._state.beta_default)
 
     @property
-    def beta(self) -> float | Tensor | None:
-        """The inverse temperature in force: a float, or a tensor `[heads]` where the heads differ.
+    def beta(self) -> float:
+        """The inverse temperature in force; the geometric mean where the heads differ. Assign a number to set it.
 
-        None before the first forward if none was set: the model's own is known only then. Assign a positive number,
-        or a tensor of `heads` positive numbers, to set it.
+        NaN before the first forward if none was set: the model's own is known only then.
         """
-        return _as_one(self._state.current_beta[self._slice])
+        return self._mean_over_heads(self._state.current_beta)
 
     @beta.setter
-    def beta(self, value: float | Tensor) -> None:
-        new = torch.as_tensor(value, dtype=torch.float32).detach()
-        if new.shape not in ((), (1,), (self.heads,)):
+    def beta(self, value: float) -> None:
+        new = torch.as_tensor(value, dtype=torch.float32)
+        if new.numel() != 1:
             raise ValueError(
-                f"beta of {self.name!r} must be a number or a tensor of {self.heads} numbers, one a head; "
-                f"got a tensor of shape {list(new.shape)}"
+                f"beta of {self.name!r} must be one number, got a tensor of shape {list(new.shape)}; assign a number "
+                "for each head to head_beta"
             )
+        self._set_beta(new.flatten(), value)
+
+    @property
+    def head_beta(self) -> Tensor:
+        """The inverse temperature of each head, `[heads]`, float32 on the CPU. Assign such a tensor to set it."""
+        return self._state.current_beta[self._slice].cpu()
+
+    @head_beta.setter
+    def head_beta(self, value: Tensor) -> None:
+        new = torch.as_tensor(value, dtype=torch.float32)
+        if new.shape != (self.heads,):
+            raise ValueError(
+                f"head_beta of {self.name!r} must be {self.heads} numbers, one a head; got a tensor of shape "
+                f"{list(new.shape)}"
+            )
+        self._set_beta(new, value)
+
+    def _set_beta(self, new: Tensor, given: object) -> None:
         if not bool((new.isfinite() & (new > 0)).all()):
-            raise ValueError(f"beta of {self.name!r} must be positive and finite; got {value}")
-        if self.route != "interface" and self.beta_default is None:
+            raise ValueError(f"beta of {self.name!r} must be positive and finite; got {given}")
+        if self.route != "interface" and math.isnan(self.beta_default):
             raise RuntimeError(
                 f"beta of {self.name!r} cannot be set before the first forward: only that shows the model's own, by "
                 "which this module scales its scores itself. Run a forward first"
             )
-        self._state.beta[self._slice] = new.to(self._state.beta.device)
+        self._state.beta[self._slice] = new.detach().to(self._state.beta.device)
+
+    def _mean_over_heads(self, values: Tensor) -> float:
+        own = values[self._slice]
+        return float(statistics.geometric_mean(own, torch.tensor([self.heads], device=own.device)))
 
     @property
     def statistics(self) -> Statistics:
@@ -208,7 +229,7 @@ class AttentionLayer:
     def _table(self) -> Tensor:
         table = self._state.collect()
         moments.describe(table, self._state.moments, self._state.widths)
-        self.weigh(table)
+        self.write_weight_sums(table)
         return table[:, self._slice]
 
     @property
@@ -250,8 +271,8 @@ class AttentionLayer:
         if self._state.beta.device.type == "cpu" and device.type != "cpu":
             self._state.to(device)
 
-    def has(self, heads: int) -> bool:
-        """Whether a query of so many heads is one of this layer: of all its heads, or of those of this rank.
+    def select_local_heads(self, heads: int) -> bool:
+        """Point the layer at the heads that this rank computes; False if a query of so many is none of this layer.
 
         Under tensor parallelism a rank has one of as many equal runs of heads as there are ranks, in their order.
         """
@@ -273,7 +294,11 @@ class AttentionLayer:
 
     @property
     def probe(self) -> Tensor:
-        """Of the heads that this rank computes. Sensitivities become means over all ranks, of which few have a head."""
+        """That of the heads that this rank computes.
+
+        Scaled by the number of tensor-parallel ranks: the reduction takes the mean over all ranks, and only one of them
+        computes a head.
+        """
         probe = self._state.probe[self._here]
         return probe if self._parts == 1 else self._parts * probe
 
@@ -297,18 +322,18 @@ class AttentionLayer:
         logits: Tensor,
         allowed: Tensor,
         operands: tuple[Tensor, Tensor],
-        inside: float | Tensor,
+        prescale: float | Tensor,
     ) -> None:
         """Add one attention whose scores exist: `raw`, `logits` and `allowed` are `[batch, heads, queries, keys]`.
 
-        `operands` are q and k, `[1, heads, tokens, d_k]`. They carry the factor `inside`, which is no part of a score;
-        `raw` carries that and the gain.
+        `operands` are q and k, `[1, heads, tokens, d_k]`. They carry the factor `prescale`, which is no part of a
+        score; `raw` carries that and the gain.
         """
         gain = self.current_gain.to(raw.device).view(-1, 1, 1)
-        sums = pair_sums(raw / (inside * gain), logits, allowed)
+        sums = pair_sums(raw / (prescale * gain), logits, allowed)
         of_query, of_key = (
             scores.components(tokens, _valid(allowed.any(axis), tokens))
-            for tokens, axis in ((operands[0] / inside, -1), (operands[1], -2))
+            for tokens, axis in ((operands[0] / prescale, -1), (operands[1], -2))
         )
         self._add_sums(sums, True, of_query, of_key)
 
@@ -327,14 +352,14 @@ class AttentionLayer:
         self._add(**{f"{which}_{name}": value for which in of for name, value in sums.items()})
 
     @torch.no_grad()
-    def weigh(self, table: Tensor, *, sharded: bool = False) -> None:
+    def write_weight_sums(self, table: Tensor, *, sharded: bool = False) -> None:
         """Write the sums of the entries of W_q and W_k, as they are now, into the columns of this layer of `table`.
 
         Of weights that are whole, or else of those that are sharded, for which every rank must call this; what is out
         of reach is left out.
         """
         for of, projection in zip(("query", "key"), self.projections or (), strict=False):
-            if projection.obstacle is not None or projection.is_sharded is not sharded:
+            if projection.is_sharded is not sharded or projection.obstacle is not None:
                 continue
             sums = weights.entry_sums(projection.entries)
             for name, value in zip((f"{of}_weights", f"{of}_weight", f"{of}_weight_square"), sums, strict=True):
@@ -367,6 +392,7 @@ class AttentionLayer:
             rows=sums.rows,
             entropy=sums.entropy,
             max_score=sums.max_score,
+            max_logit=sums.max_score * self._state.current_beta[self._here].to(sums.max_score),
             **tokens,
         )
 
@@ -376,14 +402,6 @@ class AttentionLayer:
 
 def _part(whole: slice, first: int, count: int) -> slice:
     return slice(whole.start + first, whole.start + first + count)
-
-
-def _as_one(values: Tensor) -> float | Tensor | None:
-    """A number where all heads agree, a tensor on the CPU where they do not, None where nothing is known."""
-    values = values.detach().cpu()
-    if bool((values == values[0]).all()):
-        return values[0].item()
-    return None if bool(values.isnan().all()) else values
 
 
 def _valid(seen: Tensor, tokens: Tensor) -> Tensor | None:

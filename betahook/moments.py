@@ -11,7 +11,7 @@ from torch import Tensor
 
 from betahook import theory
 from betahook.scores import Components, sum_dtype
-from betahook.statistics import ROW
+from betahook.statistics import ROW, by_segment
 
 
 def empty(components: int, device: torch.device) -> Tensor:
@@ -39,8 +39,7 @@ def describe(table: Tensor, moments: Tensor, widths: Tensor) -> None:
     query_variance, key_variance = query_square - query_mean.square(), key_square - key_mean.square()
     product = theory.product_variance(query_mean, query_variance, key_mean, key_variance)
     columns = torch.stack([query_mean.square(), query_variance, key_mean.square(), key_variance, product], 1)
-    # unsafe: the check of the lengths would read them back to the host.
-    sums = torch.segment_reduce(columns.clamp(min=0), "sum", lengths=widths, unsafe=True).T
+    sums = by_segment(columns.clamp(min=0), "sum", widths).T
     table[ROW["query_mean_square"]] = queries * sums[0] / widths
     table[ROW["query_variance"]] = queries * sums[1] / widths
     table[ROW["key_mean_square"]] = keys * sums[2] / widths

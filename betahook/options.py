@@ -79,7 +79,7 @@ def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
     name = type(model).__name__
     seen = survey(model)
     if not seen.found:
-        reasons = "; ".join(f"{path}, {reason}" for path, reason in list(seen.skipped.items())[:3])
+        reasons = "; ".join(f"{path}, {reason}" for path, reason in list(seen.not_reached.items())[:3])
         raise UnsupportedModelError(
             f"cannot attach to {name}: " + (reasons or "it has no module that computes softmax attention over q . k")
         )
@@ -92,7 +92,7 @@ def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
             "interface of transformers it is unknown which heads a rank computes; use data parallelism or FSDP "
             "(fully_shard)"
         )
-    return Survey(chosen, seen.skipped)
+    return Survey(chosen, seen.not_reached)
 
 
 def _is_chosen(choice: LayerChoice | None, path: str, module: nn.Module) -> bool:

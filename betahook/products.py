@@ -45,7 +45,7 @@ KEEP = set(
 """Functions after which an element still stems from the same score, whatever has become of it."""
 FOLLOWED = MULTIPLY | DIVIDE | ADD | MOVE | KEEP
 PROPERTIES = {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
-"""Those that move; their functions are all called the same."""
+"""Those that transpose. The getters of all properties are called `__get__`, so these are known by identity."""
 IN_PLACE = {"__imul__", "__itruediv__", "__iadd__", "__isub__", "__setitem__"}
 
 
@@ -55,23 +55,23 @@ class Trace:
 
     Attributes:
         kind: "operand", an activation times `factor`; "scores", which equal `factor * value + bias` with
-            `value = inside * q . k`; or "weights", what comes out of a softmax.
+            `value = prescale * q . k`; or "weights", what comes out of a softmax.
         factor: see `kind`; a number, a 0-dim tensor or one that broadcasts over heads.
         value: the scores in the layout that they have by now, without masks and biases; None where nobody asks.
-        inside: the factors that the operands of the product carried.
+        prescale: the factors that the operands of the product carried.
         operands: q and k of the product, of the first of several.
     """
 
     kind: Literal["operand", "scores", "weights"]
     factor: float | Tensor = 1.0
     value: Tensor | None = None
-    inside: float | Tensor = 1.0
+    prescale: float | Tensor = 1.0
     operands: tuple[Tensor, Tensor] | None = None
 
     def scaled(self) -> Trace:
         """The same with the factor moved into the value."""
         value = None if self.value is None else self.value * self.factor
-        return replace(self, factor=1.0, value=value, inside=self.inside * self.factor)
+        return replace(self, factor=1.0, value=value, prescale=self.prescale * self.factor)
 
 
 class Override:
@@ -100,10 +100,15 @@ def connect(layer: AttentionLayer) -> Override:
     # No hooks: torch runs none after a KeyboardInterrupt, and a mode that stays acts on everything that follows.
     @functools.wraps(forward)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if not handle.active:  # who has wrapped this meanwhile, as Accelerate does, calls it for good
+        if not handle.active:  # a wrapper that came later, such as that of Accelerate, goes on calling this
             return forward(*args, **kwargs)
         with ScoreProducts(layer):
-            return forward(*args, **kwargs)
+            try:
+                return forward(*args, **kwargs)
+            except contraction.UnknownHeadsError as error:
+                raise ValueError(
+                    f"{layer.name}: {error}. Detach betahook, or leave this layer out with layers=..."
+                ) from error
 
     # Left out of compiled graphs: torch fails to compile what the mode does in `nn.MultiheadAttention`.
     handle = Override(layer.module, "forward", torch.compiler.disable(watched))
@@ -171,12 +176,12 @@ class ScoreProducts(TorchFunctionMode):
         axis = product.head_axis(layer.heads, "flat" if folded else self._known.product_axis)
         query = contraction.on_heads(product.left, axis, layer.heads, functools.partial(scale_query, layer))
         output = product.run(query)
-        inside = self._factor(product.left) * self._factor(product.right)
+        prescale = self._factor(product.left) * self._factor(product.right)
         value = operands = None
         if self._recording:
             value = product.alone(query.detach()) if product.biased else output.detach()
             operands = product.tokens(axis, layer.heads)
-        self._note(output, Trace("scores", product.alpha, value, inside, operands))
+        self._note(output, Trace("scores", product.alpha, value, prescale, operands))
         return output
 
     def _is_score_product(self, product: Contraction) -> bool:
@@ -204,7 +209,7 @@ class ScoreProducts(TorchFunctionMode):
         self._products = 0
         layer = self._layer
         if self._known.temperature is None:
-            layer.note_default(trace.factor * trace.inside)
+            layer.note_default(trace.factor * trace.prescale)
         if trace.value is not None:
             dim = kwargs.get("dim", args[0] if args else -1)
             scores, logits = (x.detach().movedim(dim, -1) for x in (trace.value, input))
@@ -213,7 +218,7 @@ class ScoreProducts(TorchFunctionMode):
                 contraction.scores_by_head(x, layer.heads, self._known.score_axis) for x in (scores, logits, bias)
             )
             assert trace.operands is not None
-            layer.record_pairs(scores, logits, bias > masks.MASKED, trace.operands, trace.inside)
+            layer.record_pairs(scores, logits, bias > masks.MASKED, trace.operands, trace.prescale)
         return output
 
     def _fused(
@@ -231,10 +236,10 @@ class ScoreProducts(TorchFunctionMode):
         """Follow `torch.nn.functional.scaled_dot_product_attention`."""
         layer = self._layer
         heads, axis = layer.heads, contraction.axis_of(query.shape[:-2], layer.heads, self._known.product_axis)
-        inside = self._factor(query) * self._factor(key)
-        layer.note_default(inside * (query.shape[-1] ** -0.5 if scale is None else scale))
+        prescale = self._factor(query) * self._factor(key)
+        layer.note_default(prescale * (query.shape[-1] ** -0.5 if scale is None else scale))
         if self._recording:
-            q, k = (contraction.batched(x, axis, heads) for x in (query.detach() / inside, key.detach()))
+            q, k = (contraction.batched(x, axis, heads) for x in (query.detach() / prescale, key.detach()))
             mask = Mask(Band(None, 0 if is_causal else None))
             if attn_mask is not None:
                 pairs = attn_mask.detach().expand(*query.shape[:-1], key.shape[-2])

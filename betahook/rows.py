@@ -64,10 +64,10 @@ def row_sums(
 
     The entropy is that of the attention row itself: mask, biases and soft cap included, attention sinks not.
 
-    Of a sequence longer than `ROWS` these are estimates, from `n` rows (`ROWS` times the batch), and as good as rows
-    without a period allow. The largest score is never too large, and with 95 % confidence at most a share `3 / n` of
-    all rows holds a larger one. The standard error of the mean entropy is at most `log(keys) / (2 sqrt(n))`, for a row
-    has between 0 and `log(keys)`.
+    Of a sequence longer than `ROWS` these are estimates, from `n` rows (`ROWS` times the batch), as good as random rows
+    unless attention is periodic in the distance between them. The largest score is never too large, and with 95 %
+    confidence at most a share `3 / n` of all rows holds a larger one. The standard error of the mean entropy is at most
+    `log(keys) / (2 sqrt(n))`, for a row has between 0 and `log(keys)`.
     """
     batch, heads, queries, _ = query.shape
     keys = key.shape[-2]

@@ -174,9 +174,9 @@ class _Below:
             self._take(key)
         else:
             score, square = _seen_by_all(query, groups, *self._take_blocks(key))
-        inside = torch.bmm(query, key.mT).view(-1, groups, BLOCK, BLOCK).tril_()
-        score.select(-1, 0).add_(inside.sum(-1).flatten(1))
-        return score, square.add_(torch.linalg.vector_norm(inside, dim=(2, 3)).square_())
+        in_block = torch.bmm(query, key.mT).view(-1, groups, BLOCK, BLOCK).tril_()
+        score.select(-1, 0).add_(in_block.sum(-1).flatten(1))
+        return score, square.add_(torch.linalg.vector_norm(in_block, dim=(2, 3)).square_())
 
     def components(self) -> Components:
         """Moments of all keys, those that no query sees included: sum and squares have been needed anyway."""

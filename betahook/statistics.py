@@ -1,12 +1,13 @@
 """What is measured: one flat table of sums over all heads of all layers, and the statistics that follow from it.
 
 Every quantity is kept as a sum, so that micro-batches, ranks and the heads of a layer are pooled by adding columns.
-The one exception is the last row, a maximum.
+The exceptions are the last rows, maxima.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -45,7 +46,8 @@ SUMS = (
     "key_weight_square",
     "sensitivity",
 )
-ROW = {name: index for index, name in enumerate((*SUMS, "max_score"))}
+MAXIMA = ("max_score", "max_logit")
+ROW = {name: index for index, name in enumerate((*SUMS, *MAXIMA))}
 
 
 def empty(heads: int, device: torch.device) -> Tensor:
@@ -54,13 +56,14 @@ def empty(heads: int, device: torch.device) -> Tensor:
 
 
 def add(table: Tensor, values: dict[str, Tensor]) -> None:
-    """Add `values`, name to a tensor `[heads]` or scalar, to `table` in place; `max_score` takes the larger one."""
+    """Add `values`, name to a tensor `[heads]` or scalar, to `table` in place; maxima take the larger one."""
     values = {name: value.to(table.device) for name, value in values.items()}  # a layer may be on another device
     zero = table.new_zeros(table.shape[1])
     # All at once: on an accelerator an addition for each row would cost more than the sums themselves.
-    table[:-1] += torch.stack([values[name].expand_as(zero) if name in values else zero for name in SUMS])
-    if "max_score" in values:
-        table[-1] = torch.maximum(table[-1], values["max_score"])
+    table[: len(SUMS)] += torch.stack([values[name].expand_as(zero) if name in values else zero for name in SUMS])
+    for name in MAXIMA:
+        if name in values:
+            table[ROW[name]] = torch.maximum(table[ROW[name]], values[name])
 
 
 def pool(table: Tensor, lengths: Tensor) -> Tensor:
@@ -68,11 +71,21 @@ def pool(table: Tensor, lengths: Tensor) -> Tensor:
 
     By segments and not by scattering, so that the order of the additions, and every bit, is the same on all ranks.
     """
-    columns = table.T.contiguous()
+    sums, maxima = table.T.split([len(SUMS), len(MAXIMA)], 1)
+    return torch.cat([by_segment(sums, "sum", lengths), by_segment(maxima, "max", lengths)], 1).T
+
+
+def by_segment(values: Tensor, reduction: Literal["sum", "mean", "max"], lengths: Tensor) -> Tensor:
+    """Reduce runs of `lengths [segments]` entries of `values [entries, ...]`: `[segments, ...]`."""
     # unsafe: the check of the lengths would read them back to the host.
-    sums = torch.segment_reduce(columns[:, :-1].contiguous(), "sum", lengths=lengths, unsafe=True)
-    maxima = torch.segment_reduce(columns[:, -1:].contiguous(), "max", lengths=lengths, unsafe=True)
-    return torch.cat([sums, maxima], 1).T
+    return torch.segment_reduce(values.contiguous(), reduction, lengths=lengths, unsafe=True)
+
+
+def geometric_mean(values: Tensor, lengths: Tensor) -> Tensor:
+    """Of runs of positive values, `[entries] -> [segments]`; where those of a run agree, that value bit by bit."""
+    first = values[lengths.cumsum(0) - lengths]
+    ratios = values / first.repeat_interleave(lengths, output_size=len(values))
+    return first * by_segment(ratios.log(), "mean", lengths).exp()
 
 
 def keep_measured(new: Tensor, old: Tensor) -> Tensor:
@@ -99,16 +112,17 @@ def all_reduce(table: Tensor, moments: Tensor, beta_default: Tensor) -> tuple[Te
         return table, moments, beta_default
     distributed = torch.distributed
     world, rank = distributed.get_world_size(), distributed.get_rank()
-    maxima = torch.zeros(world, table.shape[1], dtype=table.dtype, device=table.device)
-    maxima[rank] = table[-1]
+    sums, own = table.split([len(SUMS), len(MAXIMA)])
+    maxima = table.new_zeros(world, *own.shape)
+    maxima[rank] = own
     known = ~beta_default.isnan()
-    by_head = torch.cat([table[:-1], maxima, torch.stack([beta_default.nan_to_num(), known]).to(table)])
+    by_head = torch.cat([sums, maxima.flatten(0, 1), torch.stack([beta_default.nan_to_num(), known]).to(table)])
     packed = torch.cat([by_head.flatten(), moments.flatten()])
     distributed.all_reduce(packed)
     by_head, moments = packed[: by_head.numel()].view_as(by_head), packed[by_head.numel() :].view_as(moments)
-    sums, maxima, (default, users) = by_head.split([len(SUMS), world, 2])
+    sums, maxima, (default, users) = by_head.split([len(SUMS), world * len(MAXIMA), 2])
     sums[ROW["sensitivity"]] /= world
-    return torch.cat([sums, maxima.amax(0, keepdim=True)]), moments, (default / users).to(beta_default)
+    return torch.cat([sums, maxima.unflatten(0, (world, -1)).amax(0)]), moments, (default / users).to(beta_default)
 
 
 @dataclass(frozen=True)
@@ -122,12 +136,13 @@ class Statistics:
         mean: mean of the raw scores `q . k`.
         std: standard deviation of the raw scores, not of the logits.
         exact: True where mean and std cover every pair, False where they come from sampled query rows.
-        max_score: largest absolute score in the sampled query rows; times beta it is the max logit.
+        max_score: largest absolute score in the sampled query rows.
+        max_logit: largest absolute score times the beta of its forward, in the same rows.
         entropy: mean entropy of the attention rows, in nats, over the sampled query rows.
-        query_mean_square: square of the mean of a component of q, averaged over the components.
-        query_variance: variance of a component of q, averaged over the components.
-        key_mean_square: the same as `query_mean_square`, of k.
-        key_variance: the same as `query_variance`, of k.
+        component_mean_square_q: square of the mean of a component of q, averaged over the components.
+        component_variance_q: variance of a component of q, averaged over the components.
+        component_mean_square_k: the same as `component_mean_square_q`, of k.
+        component_variance_k: the same as `component_variance_q`, of k.
         independent_std: standard deviation that independent components of q and k would give the scores, from their
             moments over all tokens of a head.
         input_std_q: standard deviation of the entries that enter the query projection.
@@ -143,11 +158,12 @@ class Statistics:
     std: Tensor
     exact: Tensor
     max_score: Tensor
+    max_logit: Tensor
     entropy: Tensor
-    query_mean_square: Tensor
-    query_variance: Tensor
-    key_mean_square: Tensor
-    key_variance: Tensor
+    component_mean_square_q: Tensor
+    component_variance_q: Tensor
+    component_mean_square_k: Tensor
+    component_variance_k: Tensor
     independent_std: Tensor
     input_std_q: Tensor
     input_std_k: Tensor
@@ -172,11 +188,12 @@ class Statistics:
             std=std("pairs", "score"),
             exact=sums["exact_pairs"] == pairs,
             max_score=sums["max_score"].masked_fill(pairs == 0, torch.nan),
+            max_logit=sums["max_logit"].masked_fill(pairs == 0, torch.nan),
             entropy=sums["entropy"] / sums["rows"],
-            query_mean_square=sums["query_mean_square"] / sums["queries"],
-            query_variance=sums["query_variance"] / sums["queries"],
-            key_mean_square=sums["key_mean_square"] / sums["keys"],
-            key_variance=sums["key_variance"] / sums["keys"],
+            component_mean_square_q=sums["query_mean_square"] / sums["queries"],
+            component_variance_q=sums["query_variance"] / sums["queries"],
+            component_mean_square_k=sums["key_mean_square"] / sums["keys"],
+            component_variance_k=sums["key_variance"] / sums["keys"],
             independent_std=(sums["independent_variance"] / sums["queries"]).sqrt(),
             input_std_q=std("query_inputs", "query_input"),
             input_std_k=std("key_inputs", "key_input"),

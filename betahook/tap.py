@@ -29,8 +29,8 @@ ATTRIBUTE = "_betahook"
 
 if len(inspect.signature(getattr(AttentionInterface, "get_interface", lambda: None)).parameters) != 3:
     raise ImportError(
-        f"betahook needs transformers 5.1 or later, whose AttentionInterface has get_interface(name, default); that "
-        f"of transformers {transformers.__version__} has not. Another version of one of the two is needed"
+        f"betahook needs transformers 5.1 or later, whose AttentionInterface has get_interface(name, default). That of "
+        f"transformers {transformers.__version__} has not: upgrade transformers, or betahook"
     )
 _original = AttentionInterface.get_interface
 _users = 0
@@ -116,7 +116,7 @@ def _hooked(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if query.dim() != 4 or not layer.has(query.shape[1]):
+    if query.dim() != 4 or not layer.select_local_heads(query.shape[1]):
         raise ValueError(
             f"{layer.name}: expected a query [batch, {layer.heads}, queries, d_k], got {list(query.shape)}. "
             "Detach betahook, or leave this layer out with layers=..."
@@ -124,12 +124,12 @@ def _hooked(
     scaling = kwargs.get("scaling")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5  # what every backend does without one
-    inside = 1.0 if layer.facts.inside is None else layer.facts.inside(module)
-    layer.note_default(scaling * inside)
+    prescale = 1.0 if layer.facts.prescale is None else layer.facts.prescale(module)
+    layer.note_default(scaling * prescale)
     if is_recording(layer):
         mask = args[0] if args else kwargs.get("attention_mask")
         described = describe_mask(implementation, module, query, key, mask, kwargs)
-        raw = query if inside == 1 else query / inside
+        raw = query if prescale == 1 else query / prescale
         layer.record(raw, key, described, position_bias=kwargs.get("position_bias"), softcap=kwargs.get("softcap"))
     return function(module, scale_query(layer, query), key, value, *args, **kwargs)
 

@@ -48,14 +48,11 @@ class Units:
 
     def largest(self, values: Tensor) -> Tensor:
         """`[heads] -> [units]`, the largest value in each."""
-        # unsafe: the check of the lengths would read them back to the host.
-        return torch.segment_reduce(values, "max", lengths=self.lengths, unsafe=True)
+        return statistics.by_segment(values, "max", self.lengths)
 
     def geometric_mean(self, values: Tensor) -> Tensor:
-        """`[heads] -> [units]`; the value itself, bit by bit, where the heads of a unit agree."""
-        first = self.first(values)
-        logs = torch.segment_reduce((values / self.spread(first)).log(), "mean", lengths=self.lengths, unsafe=True)
-        return first * logs.exp()
+        """`[heads] -> [units]`, of positive values."""
+        return statistics.geometric_mean(values, self.lengths)
 
     def spread(self, values: Tensor) -> Tensor:
         """`[units] -> [heads]`."""

@@ -39,7 +39,7 @@ INTERLEAVED = {
     "PersimmonAttention",
 }
 """Classes whose fused projection holds q, k and v of one head after another."""
-INSIDE = ("linear", "base_layer")
+WRAPPED = ("linear", "base_layer")
 """Attributes under which a wrapper module keeps the linear module that owns the weight; the second is an adapter's."""
 
 
@@ -193,7 +193,7 @@ def _linear(module: object) -> nn.Module | None:
     if not isinstance(module, nn.Module):
         return None
     # Inside first: an adapter shows the weight of what it wraps as its own, but not how that is stored.
-    inner = next((inner for name in INSIDE if (inner := _linear(getattr(module, name, None))) is not None), None)
+    inner = next((inner for name in WRAPPED if (inner := _linear(getattr(module, name, None))) is not None), None)
     weight = getattr(module, "weight", None)
     return module if inner is None and isinstance(weight, Tensor) and weight.dim() == 2 else inner
 

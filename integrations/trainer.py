@@ -62,7 +62,7 @@ class BetaHookCallback(TrainerCallback):
             the model hooked, with its beta, for you to `fold` or `detach`.
 
     Attributes:
-        hook: the hook, from the begin of training on; None before, unless it was given.
+        hook: the hook, set when training begins; None before, unless it was given.
 
     Raises:
         ValueError: both a hook and options for a new one are given, or an option has a value that makes no sense.

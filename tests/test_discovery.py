@@ -199,10 +199,10 @@ def test_attention_that_is_not_reached_is_named_with_the_reason():
     model.around.attention = sized(Calls())
     seen = survey(model)
     assert list(seen.found) == ["inside", "around.attention"]
-    assert seen.skipped == {
+    assert seen.not_reached == {
         "inside.indexer": "SparseIndexer: it picks the keys of another attention, without a softmax",
         "linear": "LinearAttention: no product with a softmax behind it was found in its code",
         "unknown": "ByHandAttention: it says neither how many heads it has nor how wide they are",
         "landmarks": "NystromformerSelfAttention: it approximates the softmax by landmarks",
     }
-    assert list(survey(LinearAttention()).skipped) == ["the model"]
+    assert list(survey(LinearAttention()).not_reached) == ["the model"]

@@ -17,7 +17,7 @@ def move(hook, per_head):
     """Give every layer, or every head, a beta of its own."""
     for index, layer in enumerate(hook.layers.values()):
         factor = torch.linspace(0.5, 1.5, layer.heads) if per_head else 1.3 + 0.1 * index
-        layer.beta = factor * layer.beta_default
+        layer.head_beta = factor * layer.head_beta
 
 
 FOLDABLE = [family for family in (*CONFIGS, *NORMED) if family != "stablelm"]
@@ -170,7 +170,7 @@ def partition(model):
     [
         ("qwen3", None, True, r"model.layers.0.self_attn \(Qwen3Attention\): its query norm is shared by all heads"),
         ("stablelm", None, False, "its output is not that of a scaled query projection or norm"),
-        ("llama", adapter, False, "q_proj is wrapped by an adapter.*merge that first.*keep the hook attached"),
+        ("llama", adapter, False, "q_proj is wrapped by an adapter.*merge that first.*Or keep the hook: save"),
         ("llama", share, False, "another module shares its query weight, which cannot hold two factors"),
         ("llama", poison, False, "would be NaN or infinite"),
         ("llama", squash, False, r"model.layers.1.self_attn \(LlamaAttention\): its output is not that of a scaled"),
@@ -243,7 +243,7 @@ def test_one_token_does_not_tell_where_beta_belongs():
 
 
 @pytest.mark.parametrize("rise", [True, False])
-def test_a_fold_in_the_opening_of_a_search_says_so(rise, caplog):
+def test_a_fold_before_the_search_says_so(rise, caplog):
     model, batch = build("llama"), inputs("llama")
     with betahook.attach(model, controller=betahook.Search(rise=rise)) as hook:
         for _ in range(2):
@@ -251,7 +251,7 @@ def test_a_fold_in_the_opening_of_a_search_says_so(rise, caplog):
             hook.step()
         betahook.fold(model)
     messages = [record.message for record in caplog.records]
-    assert ["fold() after 2 steps, in the opening of [Search(" in message for message in messages] == [True] * rise
+    assert ["fold() after 2 steps, in the warm-up or the rise of" in message for message in messages] == [True] * rise
 
 
 def test_only_models_and_hooks_are_folded():

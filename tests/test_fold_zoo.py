@@ -1,6 +1,7 @@
 """Folding, over the zoo: the plain model gives the outputs of the hooked one, or nothing was changed."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -97,9 +98,9 @@ def test_no_type_is_folded_wrongly(model_type):
         pytest.skip(f"{type(error).__name__}: {error}")
     with hook:
         run(model, batch)
-        used = [layer for layer in hook.layers.values() if layer.beta_default is not None]
+        used = [layer for layer in hook.layers.values() if not math.isnan(layer.beta_default)]
         for index, layer in enumerate(used):
-            layer.beta = (1.3 + 0.1 * (index % 5)) * layer.beta_default
+            layer.head_beta = (1.3 + 0.1 * (index % 5)) * layer.head_beta
         adapted = run(model, batch)
         try:
             betahook.fold(model)

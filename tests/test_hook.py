@@ -66,7 +66,7 @@ def test_step_and_audit_say_when_they_cannot():
 def test_beta_set_before_the_first_forward_acts():
     model, batch = build("llama"), inputs("llama")
     with betahook.attach(model, controller="monitor") as hook:
-        assert hook.layers[LAYER].beta is None
+        assert math.isnan(hook.layers[LAYER].beta)
         hook.layers[LAYER].beta = 0.5
         early = model(**batch).logits
         assert hook.layers[LAYER].beta == 0.5
@@ -81,11 +81,11 @@ def test_per_head_beta_acts_on_its_head_alone():
     model, batch = build("llama"), inputs("llama")
     heads = torch.tensor([0.1, 0.2, 0.3, 0.4])
     with betahook.attach(model, controller="monitor") as hook:
-        hook.layers[LAYER].beta = heads
+        hook.layers[LAYER].head_beta = heads
         acted = model(**batch).logits
-        assert torch.equal(hook.layers[LAYER].beta, heads)
+        assert torch.equal(hook.layers[LAYER].head_beta, heads)
         hook.step()  # a monitor leaves it
-        assert torch.equal(hook.layers[LAYER].beta, heads)
+        assert torch.equal(hook.layers[LAYER].head_beta, heads)
     with torch.no_grad():
         factor = (heads / 8**-0.5).repeat_interleave(8)[:, None]
         model.get_submodule(LAYER).q_proj.weight.mul_(factor)
@@ -97,10 +97,10 @@ def test_per_head_controllers_move_heads_apart_and_per_layer_ones_do_not():
         model = build("llama")
         with betahook.attach(model, controller=betahook.Variance(smoothing=0.0), per_head=per_head) as hook:
             model(**inputs("llama"))
-            std = hook.layers[LAYER].head_statistics.std if per_head else hook.layers[LAYER].statistics.std
+            layer = hook.layers[LAYER]
+            std = layer.head_statistics.std if per_head else layer.statistics.std.expand(layer.heads)
             hook.step()
-            expected = 1 / std
-            assert torch.as_tensor(hook.layers[LAYER].beta).tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+            torch.testing.assert_close(layer.head_beta, (1 / std).float(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("learned", [False, True])
@@ -343,7 +343,7 @@ def test_with_a_beta_a_head_metrics_are_of_the_head_where_it_matters():
     with betahook.attach(model, controller="monitor", per_head=True, alerts=alerts) as hook:
         train(model, hook, 1)
         layer = hook.layers[LAYER]
-        layer.beta = torch.tensor([1.0, 1.0, 1.0, 1000.0]) * layer.beta_default
+        layer.head_beta = torch.tensor([1.0, 1.0, 1.0, 1000.0]) * layer.beta_default
         train(model, hook, 1)
         metrics, heads = hook.metrics(), hook.head_metrics()
         assert metrics[f"max_logit/{LAYER}"] == float(heads[f"max_logit/{LAYER}"].max())
@@ -351,6 +351,20 @@ def test_with_a_beta_a_head_metrics_are_of_the_head_where_it_matters():
         assert metrics[f"at_bound/{LAYER}"] == 1
         assert metrics[f"beta/{LAYER}"] == pytest.approx(1000**0.25 * layer.beta_default)  # the geometric mean
         assert {(alert.quantity, alert.layer) for alert in heard} >= {("max_logit", LAYER), ("beta", LAYER)}
+
+
+def test_the_largest_logit_is_one_that_a_forward_had():
+    """In steps that are not measured beta moves on, and with it what the largest score would give now."""
+    model = build("llama")
+    with betahook.attach(model, controller=betahook.Search(window=1, warmup=0, rise=False), interval=3) as hook:
+        train(model, hook, 1)
+        layer = hook.layers[LAYER]
+        measured = hook.metrics()[f"max_logit/{LAYER}"]
+        train(model, hook, 1)
+        assert layer.beta != layer.beta_default
+        assert hook.metrics()[f"max_logit/{LAYER}"] == measured
+        hook.load_state_dict(hook.state_dict())
+        assert hook.metrics()[f"max_logit/{LAYER}"] == measured
 
 
 def test_audit_of_a_fresh_model_follows_the_weights():

@@ -1,5 +1,7 @@
 """Beta as its owner reads and sets it, and what a layer records."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -29,12 +31,14 @@ def pair(state):
 
 def test_beta_is_the_model_s_own_until_it_is_set(pair):
     first, second = pair
-    assert first.beta is first.beta_default is None
+    assert math.isnan(first.beta)
+    assert math.isnan(first.beta_default)
+    assert first.head_beta.isnan().all()
     assert first.current_gain.tolist() == [1.0] * 4
     first.note_default(0.25)
     assert first.current_gain.tolist() == [1.0] * 4
     assert first.beta == first.beta_default == 0.25
-    assert second.beta is None
+    assert math.isnan(second.beta)
     first.beta = 0.5
     assert (first.beta, first.beta_default) == (0.5, 0.25)
     assert first.current_gain.tolist() == [2.0] * 4
@@ -44,7 +48,8 @@ def test_beta_is_the_model_s_own_until_it_is_set(pair):
 def test_a_beta_set_before_the_first_forward_stands(pair):
     first, _ = pair
     first.beta = 2
-    assert (first.beta, first.beta_default) == (2.0, None)
+    assert first.beta == 2
+    assert math.isnan(first.beta_default)
 
 
 @pytest.mark.parametrize("value", [0.5, 3, torch.tensor(0.5), torch.tensor([0.5])], ids=str)
@@ -56,25 +61,28 @@ def test_one_number_sets_all_heads_of_its_layer_and_no_others(pair, state, value
 
 
 def test_heads_may_differ(pair):
-    pair[1].beta = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
-    assert pair[1].beta.tolist() == [0.5, 2.0]
-    assert not pair[1].beta.requires_grad
-    pair[1].beta[0] = 9  # what was read is a copy
-    assert pair[1].beta.tolist() == [0.5, 2.0]
+    pair[1].head_beta = torch.tensor([0.5, 8.0], dtype=torch.float64, requires_grad=True)
+    assert pair[1].head_beta.tolist() == [0.5, 8.0]
+    assert pair[1].beta == pytest.approx(2.0)  # the geometric mean
+    assert not pair[1].head_beta.requires_grad
+    pair[1].head_beta[0] = 9  # what was read is a copy
+    assert pair[1].head_beta.tolist() == [0.5, 8.0]
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("name", "value", "message"),
     [
-        *[(x, rf"beta of 'b' must be positive and finite; got {x}") for x in (0, -1.0, float("nan"), float("inf"))],
-        (torch.tensor([1.0, 0.0]), r"beta of 'b' must be positive and finite; got tensor\(\[1\., 0\.\]\)"),
-        (torch.ones(3), r"beta of 'b' must be a number or a tensor of 2 numbers, one a head; .* shape \[3\]"),
-        (torch.ones(2, 1), r"shape \[2, 1\]"),
+        *[("beta", x, rf"must be positive and finite; got {x}") for x in (0, -1.0, float("nan"), float("inf"))],
+        ("beta", torch.ones(2), r"must be one number, got a tensor of shape \[2\]; .* each head to head_beta"),
+        ("head_beta", torch.tensor([1.0, 0.0]), r"must be positive and finite; got tensor\(\[1\., 0\.\]\)"),
+        ("head_beta", torch.ones(3), r"must be 2 numbers, one a head; got a tensor of shape \[3\]"),
+        ("head_beta", torch.ones(2, 1), r".* shape \[2, 1\]"),
+        ("head_beta", 0.5, r".* shape \[\]"),
     ],
 )
-def test_a_beta_that_makes_no_sense_is_refused(pair, state, value, message):
-    with pytest.raises(ValueError, match=message):
-        pair[1].beta = value
+def test_a_beta_that_makes_no_sense_is_refused(pair, state, name, value, message):
+    with pytest.raises(ValueError, match=rf"beta of 'b' {message}"):
+        setattr(pair[1], name, value)
     assert state.beta.isnan().all()
 
 
@@ -143,9 +151,13 @@ def test_independent_prediction_uses_the_moments_of_each_head(measured):
     (query_mean, query_variance), (key_mean, key_variance) = moments(query), moments(key.repeat_interleave(2, 1))
     expected = (query_variance + query_mean**2) * (key_variance + key_mean**2) - query_mean**2 * key_mean**2
     torch.testing.assert_close(first.head_statistics.independent_std, expected.sum(1).sqrt(), rtol=1e-5, atol=0)
-    torch.testing.assert_close(first.head_statistics.key_variance, key_variance.mean(1), rtol=1e-5, atol=0)
-    torch.testing.assert_close(first.head_statistics.query_mean_square, query_mean.square().mean(1), rtol=1e-5, atol=0)
-    torch.testing.assert_close(first.head_statistics.key_mean_square, key_mean.square().mean(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(first.head_statistics.component_variance_k, key_variance.mean(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        first.head_statistics.component_mean_square_q, query_mean.square().mean(1), rtol=1e-5, atol=0
+    )
+    torch.testing.assert_close(
+        first.head_statistics.component_mean_square_k, key_mean.square().mean(1), rtol=1e-5, atol=0
+    )
 
 
 def test_a_call_with_another_d_k_than_the_module_says_has_no_part_in_that_prediction(measured):
@@ -196,7 +208,7 @@ def test_units_predict_from_weights_and_inputs(measured, state):
     first.record_input(torch.tensor([3.0, -3.0]), "key")
     units = Units.of(Layers([first, second]), per_head=False, device=CPU)
     table = state.collect()
-    first.weigh(table)
+    first.write_weight_sums(table)
     query, key = (w.double().var(correction=0) for w in (first.module.q_proj.weight, first.module.k_proj.weight))
     expected = (8 * (24 * query) * (24 * 9 * key)).sqrt()
     predicted = units.predicted_std(units.observe(table))

@@ -49,7 +49,10 @@ def expected(calls):
 
 def assert_moments(calls, rel):
     found = measured(calls)
-    names = ("query_mean_square", "query_variance", "key_mean_square", "key_variance", "independent_std")
+    names = (
+        *("component_mean_square_q", "component_variance_q", "component_mean_square_k", "component_variance_k"),
+        "independent_std",
+    )
     for name, value in zip(names, expected(calls), strict=True):
         torch.testing.assert_close(getattr(found, name), value, rtol=rel, atol=0, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -88,7 +91,7 @@ def test_heads_may_have_different_widths():
     moments.describe(table, sums, torch.tensor(widths))
     variances = [part.double().var((0, 1, 2), correction=0) for part in parts]
     torch.testing.assert_close(
-        Statistics.from_table(table).query_variance, torch.stack([v.mean() for v in variances]), rtol=1e-5, atol=0
+        Statistics.from_table(table).component_variance_q, torch.stack([v.mean() for v in variances]), rtol=1e-5, atol=0
     )
 
 

@@ -148,7 +148,7 @@ def test_statistics_are_those_of_all_allowed_pairs(kind, x):
     torch.testing.assert_close(heads.std, scores.std(1, correction=0), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(measured.max_score, scores.abs().max(), rtol=1e-5, atol=1e-5)
     assert layer.beta_default == pytest.approx(0.25 if kind in (ScaledAttention, InPlaceAttention) else 8**-0.5)
-    assert measured.query_variance > 0
+    assert measured.component_variance_q > 0
     assert measured.weight_std_q > 0
 
 
@@ -195,10 +195,10 @@ def test_a_changed_beta_does_not_change_what_is_measured(kind, x):
         model(x)
         before = hook.layers["1"].statistics
         hook.step()
-        hook.layers["1"].beta = torch.tensor([0.1, 0.2, 0.4, 0.8])
+        hook.layers["1"].head_beta = torch.tensor([0.1, 0.2, 0.4, 0.8])
         model(x)
         after = hook.layers["1"].statistics
-        for quantity in ("mean", "std", "max_score", "query_variance", "independent_std"):
+        for quantity in ("mean", "std", "max_score", "component_variance_q", "independent_std"):
             torch.testing.assert_close(getattr(after, quantity), getattr(before, quantity), rtol=1e-5, atol=1e-5)
         assert after.entropy != before.entropy
 
@@ -358,7 +358,10 @@ def test_a_beta_before_the_first_forward_is_refused():
 def test_other_heads_than_were_found_are_an_error(x):
     model = make(ByHandAttention)
     model[1].num_heads = 3
-    with betahook.attach(model), pytest.raises(ValueError, match=r"expected an axis of 3 heads .* got \[2, 4\]"):
+    with (
+        betahook.attach(model),
+        pytest.raises(ValueError, match=r"^1: expected an axis of 3 heads .* got axes of \[2, 4\]"),
+    ):
         model(x[:2])
 
 
@@ -380,11 +383,11 @@ def test_families_that_write_their_attention(model_type):
         for name, attention in before.items():
             assert hook.layers[name].statistics.exact
             if not attention.is_sum:
-                std = attention.std / attention.inside
+                std = attention.std / attention.prescale
                 assert hook.layers[name].statistics.std.item() == pytest.approx(std, rel=1e-5)
         # The last layer: what enters it does not depend on its own beta.
         name, layer = list(hook.layers.items())[-1]
-        layer.beta = layer.beta / 2
+        layer.head_beta = layer.head_beta / 2
         with truth.watch(model) as after:
             model(**batch)
         for old, new in zip(before[name].calls, after[name].calls, strict=True):

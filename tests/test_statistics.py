@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from betahook import statistics
-from betahook.statistics import ROW, SUMS, Statistics
+from betahook.statistics import MAXIMA, ROW, SUMS, Statistics
 from processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -20,10 +20,10 @@ SAMPLES = {
     "weight_std_k": ("key_weights", "key_weight", "key_weight_square"),
 }
 WEIGHTED = {
-    "query_mean_square": "query_mean_square",
-    "query_variance": "query_variance",
-    "key_mean_square": "key_mean_square",
-    "key_variance": "key_variance",
+    "query_mean_square": "component_mean_square_q",
+    "query_variance": "component_variance_q",
+    "key_mean_square": "component_mean_square_k",
+    "key_variance": "component_variance_k",
     "independent_variance": "independent_std",
 }
 """Sums that are weighted by tokens, and the statistics that are made of them."""
@@ -59,28 +59,30 @@ def tabulate(raw, part=slice(None)):
     values = {name: scores.shape[1] * x for name, x in weighted.items()}
     values |= {name: torch.tensor(scores.shape[1]) for name in ("queries", "keys")}
     values |= {"rows": torch.tensor(entropy.shape[1]), "entropy": entropy.sum(1), "sensitivity": sensitivity}
-    values |= {"exact_pairs": torch.tensor(scores.shape[1]), "max_score": scores.abs().amax(1)}
+    values |= {"exact_pairs": torch.tensor(scores.shape[1])}
+    values |= {"max_score": scores.abs().amax(1), "max_logit": 2 * scores.abs().amax(1)}
     statistics.add(table, values)
     return table
 
 
-def test_an_empty_table_has_a_row_for_every_sum_and_the_maximum():
+def test_an_empty_table_has_a_row_for_every_sum_and_maximum():
     table = statistics.empty(3, CPU)
-    assert table.shape == (len(SUMS) + 1, 3)
+    assert table.shape == (len(SUMS) + len(MAXIMA), 3)
     assert table.dtype == torch.float64
     assert not table.any()
-    assert ROW["max_score"] == len(SUMS)
+    assert list(ROW) == [*SUMS, *MAXIMA]
 
 
-def test_adding_sums_everything_but_the_maximum():
+def test_adding_sums_everything_but_the_maxima():
     table = random_table(4)
     before = table.clone()
     statistics.add(table[:, 1:3], {"score": torch.tensor([1.0, -2.0]), "rows": torch.tensor(5)})
-    statistics.add(table[:, 1:3], {"max_score": torch.tensor([1e3, -1.0])})
+    statistics.add(table[:, 1:3], {"max_score": torch.tensor([1e3, -1.0]), "max_logit": torch.tensor([-1.0, 1e4])})
     expected = before.clone()
     expected[ROW["score"], 1:3] += torch.tensor([1.0, -2.0])
     expected[ROW["rows"], 1:3] += 5
     expected[ROW["max_score"], 1] = 1e3
+    expected[ROW["max_logit"], 2] = 1e4
     assert torch.equal(table, expected)
 
 
@@ -90,7 +92,7 @@ def test_pooling_adds_runs_of_heads_and_takes_their_largest(lengths):
     expected, start = [], 0
     for length in lengths:
         columns = table[:, start : start + length]
-        expected.append(torch.cat([columns[:-1].sum(1), columns[-1:].amax(1)]))
+        expected.append(torch.cat([columns[: len(SUMS)].sum(1), columns[len(SUMS) :].amax(1)]))
         start += length
     pooled = statistics.pool(table, torch.tensor(lengths))
     torch.testing.assert_close(pooled, torch.stack(expected, 1), rtol=1e-14, atol=0)
@@ -102,7 +104,7 @@ def test_a_layer_may_be_on_another_device_than_the_table():
     assert table.is_meta
 
 
-@pytest.mark.parametrize("row", ["score", "max_score"])
+@pytest.mark.parametrize("row", ["score", "max_score", "max_logit"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_pooling_hides_no_bad_number(row, bad):
     table = random_table(6)
@@ -116,7 +118,7 @@ def test_adding_hides_no_bad_maximum(bad):
     table = random_table(1)
     statistics.add(table, {"max_score": torch.tensor([bad])})
     statistics.add(table, {"max_score": torch.tensor([1.0])})
-    assert not table[-1].isfinite()
+    assert not table[ROW["max_score"]].isfinite()
 
 
 def test_heads_without_scores_keep_what_was_last_measured():
@@ -136,14 +138,14 @@ def test_statistics_are_those_of_the_raw_numbers(raw):
     # Two micro-batches of different size.
     table = tabulate(raw, slice(0, 5))
     second = tabulate(raw, slice(5, None))
-    expected_rows = {name: second[ROW[name]] for name in SUMS}
-    statistics.add(table, {**expected_rows, "max_score": second[-1]})
+    statistics.add(table, {name: second[row] for name, row in ROW.items()})
     measured = Statistics.from_table(table)
     expected = {
         "count": torch.full((3,), 40.0, dtype=torch.float64),
         "mean": samples["std"].mean(1),
         "exact": torch.tensor([True] * 3),
         "max_score": samples["std"].abs().amax(1),
+        "max_logit": 2 * samples["std"].abs().amax(1),
         "entropy": entropy.mean(1),
         "sensitivity": 2 * sensitivity,
         "finite": torch.tensor([True] * 3),

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -46,19 +45,13 @@ class Watch(TrainerCallback):
     def __init__(self, hook: Hook, settings: Settings) -> None:
         self.hook = hook
         self.points = {settings.steps * (i + 1) // settings.evaluations for i in range(settings.evaluations)}
-        self.betas: list[tuple[int, list[Any]]] = []
+        self.betas: list[tuple[int, list[float]]] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.hook.step()
         if state.global_step in self.points:
             control.should_evaluate = True
-            self.betas.append((state.global_step, list(betas(self.hook).values())))
-
-
-def betas(hook: Hook) -> dict[str, Any]:
-    """Every layer's beta, ready for JSON: a number, or a list where the heads differ."""
-    found = {name: layer.beta for name, layer in hook.layers.items()}
-    return {name: beta.tolist() if isinstance(beta, Tensor) else beta for name, beta in found.items()}
+            self.betas.append((state.global_step, [layer.beta for layer in self.hook.layers.values()]))
 
 
 def fit(
@@ -131,7 +124,7 @@ def fit(
         **{name: curve[-1][1] for name, curve in curves.items() if curve},
         **{f"{name}_curve": curve for name, curve in curves.items() if curve},
         "training_losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "beta": betas(hook),
+        "beta": {name: layer.beta for name, layer in hook.layers.items()},
         "beta_curve": watch.betas,
         "max_logit": {name: metrics.get(f"max_logit/{name}") for name in hook.layers},
         "seconds": seconds,

@@ -53,7 +53,7 @@ def _count(part: int, whole: int) -> str:
 
 
 def _fold(verdict: Verdict) -> str:
-    refused = re.search(r"\): (.*)\. Until then", verdict.folds)
+    refused = re.search(r"\): (.*?)\. ", verdict.folds)
     return refused[1] if refused else verdict.folds
 
 

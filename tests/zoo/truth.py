@@ -38,14 +38,14 @@ class Softmax:
         factor: what the score was multiplied by on the way.
         others: the sum of the further products, factors included; 0 where there are none.
         logits: what the softmax received.
-        inside: numbers by which q or k were multiplied as a whole before the product, multiplied together.
+        prescale: numbers by which q or k were multiplied as a whole before the product, multiplied together.
     """
 
     score: Tensor
     factor: Tensor
     others: Tensor
     logits: Tensor
-    inside: float
+    prescale: float
 
     @property
     def bias(self) -> Tensor:
@@ -87,9 +87,9 @@ class Attention:
         return sorted({float(f"{value:.6g}") for value in self._pool(lambda call: call.factor).unique().tolist()})
 
     @property
-    def inside(self) -> float:
+    def prescale(self) -> float:
         """What q and k had been multiplied by before the product."""
-        return self.calls[0].inside
+        return self.calls[0].prescale
 
     @property
     def is_sum(self) -> bool:
@@ -161,13 +161,13 @@ class _Shadow:
     Attributes:
         size: its length in elements.
         stack: the modules inside which the product was taken.
-        inside: see `Softmax`.
+        prescale: see `Softmax`.
         terms: score and factor of each product, flat.
     """
 
     size: int
     stack: list[nn.Module]
-    inside: float
+    prescale: float
     terms: Terms = field(default_factory=list)
 
 
@@ -203,9 +203,9 @@ class _Shadows(TorchDispatchMode):
             logits = logits.masked_fill(torch.ones(score.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
         if mask is not None:
             logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask.double()
-        inside = self._scalar(query) * self._scalar(key)
+        prescale = self._scalar(query) * self._scalar(key)
         zeros = torch.zeros_like(score)
-        self.report(Softmax(score, zeros + factor, zeros, logits, inside), self.stack)
+        self.report(Softmax(score, zeros + factor, zeros, logits, prescale), self.stack)
 
     def _softmax(self, logits: Tensor) -> None:
         terms = self._terms(logits)
@@ -214,7 +214,7 @@ class _Shadows(TorchDispatchMode):
         (score, factor), *rest = terms
         others = sum(((s * f).nan_to_num(0) for s, f in rest), torch.zeros_like(score))
         shadow = self.memory[_key(logits)]
-        call = Softmax(score.clone(), factor.clone(), others, logits.detach().double(), shadow.inside)
+        call = Softmax(score.clone(), factor.clone(), others, logits.detach().double(), shadow.prescale)
         self.report(call, [a for a, b in zip(shadow.stack, self.stack, strict=False) if a is b])
 
     def _terms(self, tensor: Any) -> Terms:
@@ -228,11 +228,11 @@ class _Shadows(TorchDispatchMode):
     def _scalar(self, tensor: Tensor) -> float:
         return self.scalars.get(_key(tensor), 1.0)
 
-    def _write(self, result: Tensor, terms: Terms, stack: list[nn.Module], inside: float) -> None:
+    def _write(self, result: Tensor, terms: Terms, stack: list[nn.Module], prescale: float) -> None:
         """Give memory that was just written its shadow."""
         self.alive.append(result)
         size = result.untyped_storage().nbytes() // result.element_size()
-        shadow = self.memory.setdefault(_key(result), _Shadow(size, stack, inside))
+        shadow = self.memory.setdefault(_key(result), _Shadow(size, stack, prescale))
         nothing = (torch.full((), math.nan, dtype=torch.float64), torch.ones((), dtype=torch.float64))
         while len(shadow.terms) < len(terms):
             score, factor = (filler.repeat(size) for filler in nothing)
@@ -260,9 +260,9 @@ class _Shadows(TorchDispatchMode):
         if terms is None and packet in MOVED:
             terms = self._moved(packet, args, kwargs)
         if terms is not None:
-            self._write(result, terms, source.stack, source.inside)
+            self._write(result, terms, source.stack, source.prescale)
         elif in_place:
-            self._write(result, [], source.stack, source.inside)
+            self._write(result, [], source.stack, source.prescale)
 
     def _follow_operand(self, packet: Any, result: Tensor, tensors: list[Tensor], args: tuple[Any, ...]) -> None:
         """Outside of scores: know a weight that was moved, and the number by which all of a tensor was multiplied."""
@@ -276,12 +276,12 @@ class _Shadows(TorchDispatchMode):
             if packet in LINEAR:
                 numbers = [x.item() if isinstance(x, Tensor) and x.dim() == 0 else x for x in args[:2]]
                 held += [x for x in numbers if isinstance(x, (int, float))]
-                inside = functools.reduce(LINEAR[packet], held) if 0 not in held else 1.0
+                prescale = functools.reduce(LINEAR[packet], held) if 0 not in held else 1.0
             else:
-                inside = held[0] if len(set(held)) == 1 else 1.0
-            if inside != 1:
+                prescale = held[0] if len(set(held)) == 1 else 1.0
+            if prescale != 1:
                 self.alive.append(result)
-                self.scalars[key] = inside
+                self.scalars[key] = prescale
 
     def _arithmetic(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Terms | None:
         """The terms of what an element-wise operation returns; None where it leaves no scores."""
@@ -327,7 +327,7 @@ class _Shadows(TorchDispatchMode):
 
 
 class _Fused(TorchFunctionMode):
-    """Sees `scaled_dot_product_attention` before torch picks a kernel for it, and keeps its inside from the shadows."""
+    """Sees `scaled_dot_product_attention` before torch picks a kernel for it, hiding its inside from the shadows."""
 
     def __init__(self, shadows: _Shadows):
         super().__init__()

@@ -98,7 +98,7 @@ def verify(model_type: str, backend: str) -> Verdict | None:
 
 def halve(layers: dict[str, betahook.AttentionLayer]) -> None:
     for layer in layers.values():
-        layer.beta = torch.as_tensor(layer.beta) / 2
+        layer.head_beta = layer.head_beta / 2
 
 
 def fold(model: nn.Module, run: Callable[[], Any], names: set[str]) -> str:
@@ -128,7 +128,7 @@ def is_measured(layer: betahook.AttentionLayer) -> bool:
 def wrong_layers(hook: Hook, found: dict[str, Attention]) -> Iterator[str]:
     """Attention that is neither hooked nor named, and what is hooked and no attention."""
     for name in found:
-        if name not in hook.layers and name not in hook.skipped:
+        if name not in hook.layers and name not in hook.not_reached:
             yield f"{name}: is attention, neither hooked nor named"
     for name, layer in hook.layers.items():
         if is_measured(layer) and name not in found:
@@ -142,16 +142,20 @@ def wrong_statistics(hook: Hook, name: str, attention: Attention) -> Iterator[st
     if not is_measured(layer):
         yield f"{name}: is not measured"
         return
-    default = sorted(set(torch.as_tensor(layer.beta).flatten().tolist()))  # none was set yet: the model's own
+    default = sorted(set(layer.head_beta.tolist()))  # none was set yet: the model's own
     # What the model multiplied q or k by before the product may be part of the scores, or of beta.
-    inside = next(
-        (x for x in (1.0, attention.inside) if default == pytest.approx([x * f for f in attention.factors], rel=1e-4)),
+    prescale = next(
+        (
+            x
+            for x in (1.0, attention.prescale)
+            if default == pytest.approx([x * f for f in attention.factors], rel=1e-4)
+        ),
         0,
     )
-    if not inside:
-        yield f"{name}: beta_default {default} instead of {attention.factors}, {attention.inside} in the operands"
+    if not prescale:
+        yield f"{name}: beta_default {default} instead of {attention.factors}, {attention.prescale} in the operands"
         return
-    scores = (attention.whole_scores if is_whole(hook, name, attention) else attention.scores) / inside
+    scores = (attention.whole_scores if is_whole(hook, name, attention) else attention.scores) / prescale
     mean, std = scores.mean().item(), scores.std(correction=0).item()
     if not bool(seen.exact):
         if not math.isclose(seen.std.item(), std, rel_tol=0.2):
