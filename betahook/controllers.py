@@ -261,9 +261,9 @@ class Search(Controller):
         return torch.where(due, direction * step, 0)
 
 
-def _climb(beta: Tensor, rise_left: Tensor, observation: Observation) -> Tensor:
+def _climb(beta: Tensor, rise: Tensor, observation: Observation) -> Tensor:
     """Decades to rise in this batch: an equal share of what is left, or fewer to hold the std of the logits."""
-    share = (observation.beta_default * 10**RISE_DECADES / beta).log10().clamp(min=0) / rise_left
+    share = (observation.beta_default * 10**RISE_DECADES / beta).log10().clamp(min=0) / rise
     return torch.minimum(share, (RISE_LOGIT_STD / (beta * observation.statistics.std)).log10())
 
 

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betahook import tap
 from betahook.hook import Hook
-from betahook.layers import AttentionLayer
+from betahook.layers import ATTRIBUTE, AttentionLayer
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +110,7 @@ def fold(model: nn.Module | Hook) -> None:
 def _only_hook(model: nn.Module) -> Hook:
     if not isinstance(model, nn.Module):
         raise TypeError(f"fold() takes a hooked model or its hook; got {type(model).__name__}")
-    layers = (getattr(module, tap.ATTRIBUTE, None) for module in model.modules())
+    layers = (getattr(module, ATTRIBUTE, None) for module in model.modules())
     hooks = {layer.hook for layer in layers if isinstance(layer, AttentionLayer)}
     if not hooks:
         raise ValueError(f"{type(model).__name__} is not hooked: call betahook.attach(model) first")

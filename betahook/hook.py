@@ -11,11 +11,10 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from betahook import checkpoint, moments, options, products, scores, statistics, tap, theory
+from betahook import checkpoint, interface, moments, options, scores, statistics, tap, theory
 from betahook import controllers as rules
 from betahook.alerts import Alerts
 from betahook.audit import Audit
@@ -133,11 +132,10 @@ class Hook:
 
         for layer in layers:
             layer.hook = self
-        tap.acquire()
+        interface.acquire()
         # Called once, by detach or when the hook is collected together with its model.
-        self._release = weakref.finalize(self, tap.release)
-        self._handles = [handle for layer in layers for handle in tap.connect(layer)]
-        self._handles += products.keep_padding(model, layers)
+        self._release = weakref.finalize(self, interface.release)
+        self._handles = tap.connect(model, layers)
         self._handles.append(model.register_forward_pre_hook(self._remember, with_kwargs=True))
         self._stop_saving = checkpoint.connect(self)
 
@@ -147,8 +145,7 @@ class Hook:
             return
         for handle in self._handles:
             handle.remove()
-        for layer in self.layers.values():
-            tap.disconnect(layer)
+        tap.disconnect(self.layers.values())
         self._stop_saving()
         self.last_input = None
         self._release()
@@ -203,7 +200,7 @@ class Hook:
         if self.steps == 0 and not (state.seen or statistics.is_distributed()):
             raise RuntimeError(
                 "step() before any attention of the hooked layers was seen: run a forward of the model first. If one "
-                f"ran, this version of betahook does not know the attention of transformers {transformers.__version__}"
+                f"ran, {interface.UNKNOWN}"
             )
         if self.steps == 0 and state.seen and state.measuring and not state.recorded:
             logger.warning(

@@ -24,6 +24,9 @@ from betahook.weights import Projection
 if TYPE_CHECKING:
     from betahook.hook import Hook
 
+ATTRIBUTE = "_betahook"
+"""Where a hooked module keeps its `AttentionLayer`."""
+
 
 @dataclass
 class State:

@@ -8,10 +8,11 @@ from typing import Literal
 
 from torch import nn
 
-from betahook import checkpoint, tap
+from betahook import checkpoint
 from betahook.alerts import Alerts
 from betahook.controllers import Controller, Monitor, Search
 from betahook.discovery import Survey, survey
+from betahook.layers import ATTRIBUTE
 
 LayerChoice = str | Sequence[str] | Callable[[str, nn.Module], bool]
 ControllerChoice = Literal["default", "monitor"] | Controller | Sequence[Controller]
@@ -35,7 +36,7 @@ def check_model(model: nn.Module) -> None:
             f"{name} was saved with its beta beside the weights: betahook.restore(model, folder) attaches with that "
             "and returns the hook, BetaHookCallback(hook=...) trains on with it"
         )
-    hooked = [path or name for path, module in model.named_modules() if hasattr(module, tap.ATTRIBUTE)]
+    hooked = [path or name for path, module in model.named_modules() if hasattr(module, ATTRIBUTE)]
     if hooked:
         raise RuntimeError(
             f"{name} is hooked already (at {hooked[0]}): call detach() on its hook, after a Trainer that of its "

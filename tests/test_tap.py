@@ -10,7 +10,7 @@ import torch
 from transformers.modeling_utils import AttentionInterface
 
 import betahook
-from betahook import tap
+from betahook import interface
 from models import FAMILIES, build, inputs, trace
 
 
@@ -164,7 +164,7 @@ def test_one_registration_removed_with_the_last_hook():
     second = betahook.attach(build("gpt2"))
     assert AttentionInterface.get_interface is not original
     first.detach()
-    assert AttentionInterface.get_interface is tap._get_interface
+    assert AttentionInterface.get_interface is interface._get_interface
     second.detach()
     second.detach()
     assert AttentionInterface.get_interface is original
@@ -211,8 +211,8 @@ def test_a_transformers_that_asks_elsewhere_is_named(monkeypatch):
     """As if the functions were kept by another class, on which the wrapped method has no effect."""
     original = AttentionInterface.get_interface
     elsewhere = type("Elsewhere", (), {"get_interface": lambda self, name, default: default})()
-    monkeypatch.setattr(tap, "ALL_ATTENTION_FUNCTIONS", elsewhere)
-    with pytest.raises(RuntimeError, match=r"transformers \S+ gives out its attention functions in a way"):
+    monkeypatch.setattr(interface, "ALL_ATTENTION_FUNCTIONS", elsewhere)
+    with pytest.raises(RuntimeError, match=r"does not know how transformers \S+ comes to its attention functions"):
         betahook.attach(build("llama"))
     assert AttentionInterface.get_interface is original
 
@@ -221,7 +221,7 @@ def test_attention_that_bypasses_the_tap_is_no_silent_success(monkeypatch):
     """As if the modules had bound their attention function before."""
     model = build("llama")
     with betahook.attach(model) as hook:
-        monkeypatch.setattr(AttentionInterface, "get_interface", tap._original)
+        monkeypatch.setattr(AttentionInterface, "get_interface", interface._original)
         model(**inputs("llama"))
         with pytest.raises(RuntimeError, match=r"step\(\) before any attention of the hooked layers was seen"):
             hook.step()
