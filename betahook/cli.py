@@ -22,7 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
     inspect = commands.add_parser(
         "inspect", help="say where betahook would attach to a model, and where W_q and W_k are"
     )
-    inspect.add_argument("model", type=Path, help="a saved model, a folder with a config.json; weights are not read")
+    inspect.add_argument(
+        "model", help="a folder with a config.json, or a name on the Hugging Face Hub; weights are not read"
+    )
     options = parser.parse_args(arguments)
     try:
         print(report(options.model))
@@ -32,32 +34,37 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def report(folder: Path) -> str:
-    """What `attach` finds in the model that a folder's config describes.
+def report(name: str) -> str:
+    """What `attach` finds in the model that the config of a folder, or of a name on the Hub, describes.
 
     Raises:
         OSError: there is no config.
         ValueError: betahook cannot attach; the message says why.
     """
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} {obstacle(folder)}")
+    if (reason := obstacle(name)) is not None:
+        raise FileNotFoundError(f"{name} {reason}")
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         architecture = getattr(transformers, (config.architectures or [""])[0], None)
         with torch.device("meta"):
             model: PreTrainedModel = (
                 architecture(config) if architecture else AutoModel.from_config(config, trust_remote_code=False)
             )
+    except OSError as error:
+        if Path(name).exists():
+            raise
+        raise OSError(f"{name} is no folder on this machine, nor found on the Hugging Face Hub. {error}") from error
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
         raise ValueError(
-            f"{folder} needs code of its own (auto_map in config.json), which inspect does not run; load the model in "
+            f"{name} needs code of its own (auto_map in config.json), which inspect does not run; load the model in "
             'Python and print(betahook.attach(model, controller="monitor"))'
         ) from error
     marked = checkpoint.is_marked(model)
     with checkpoint.unmarked(model), betahook.attach(model, controller="monitor") as hook:
-        lines = [f"{type(model).__name__}: betahook attaches to {len(hook.layers)} attention layers"]
+        layers = "1 attention layer" if len(hook.layers) == 1 else f"{len(hook.layers)} attention layers"
+        lines = [f"{type(model).__name__}: betahook attaches to {layers}"]
         if marked:
             lines.append("  saved with beta beside the weights: load it with betahook.restore(model, folder)")
         for layer in hook.layers.values():
@@ -77,12 +84,16 @@ def places(layer: betahook.AttentionLayer) -> str:
     return f"; W_q and W_k in {query}" if query == key else f"; W_q in {query}, W_k in {key}"
 
 
-def obstacle(folder: Path) -> str:
-    """Why no config can be read from there, and what to do."""
+def obstacle(name: str) -> str | None:
+    """Why no config can be read from there, and what to do; None for a folder with one, and for a name on the Hub."""
+    folder = Path(name)
+    if (folder / "config.json").is_file():
+        return None
+    if not folder.exists():
+        is_path = folder.is_absolute() or name.startswith(".") or len(folder.parts) > 2
+        return "does not exist; give the folder of a model, or a name on the Hugging Face Hub" if is_path else None
     if folder.is_file():
         return "is a file; give the folder of the model"
-    if not folder.exists():
-        return "does not exist; give a folder on this machine, names on the Hugging Face Hub are not looked up"
     if (folder / "adapter_config.json").is_file():
         return "holds an adapter and no model; give the folder of its base model"
     return "has no config.json; give the folder of a model saved by save_pretrained()"

@@ -80,7 +80,7 @@ def test_inspect_says_why_it_cannot(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpt2", "gpt2 does not exist; give a folder on this machine, names on the Hugging Face Hub are not looked up"),
+        ("gone", "gone does not exist; give the folder of a model, or a name on the Hugging Face Hub"),
         ("file.json", "file.json is a file; give the folder of the model"),
         ("adapter", "adapter holds an adapter and no model; give the folder of its base model"),
         ("empty", "empty has no config.json; give the folder of a model saved by save_pretrained()"),
@@ -93,6 +93,22 @@ def test_inspect_says_what_is_no_folder_of_a_model(tmp_path, capsys, name, messa
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     assert main(["inspect", str(tmp_path / name)]) == 1
     assert capsys.readouterr().err == f"betahook inspect: {tmp_path}/{message}\n"
+
+
+def test_inspect_asks_the_hub_for_what_is_no_folder(capsys, monkeypatch):
+    hub = {"someone/llama": LlamaConfig(**SIZE)}
+
+    def look_up(name, trust_remote_code):
+        if name not in hub:
+            raise OSError("We couldn't connect")
+        return hub[name]
+
+    monkeypatch.setattr(betahook.cli.AutoConfig, "from_pretrained", look_up)
+    assert main(["inspect", "someone/llama"]) == 0
+    assert "layers.0.self_attn: 4 heads of 8" in capsys.readouterr().out
+    assert main(["inspect", "gpt2"]) == 1
+    message = "gpt2 is no folder on this machine, nor found on the Hugging Face Hub. We couldn't connect"
+    assert capsys.readouterr().err == f"betahook inspect: {message}\n"
 
 
 @pytest.mark.parametrize("model_type", ["mine", "blip_text_model"])  # the config has that code, or the model alone
