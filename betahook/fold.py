@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from betahook.hook import Hook
 from betahook.layers import ATTRIBUTE, AttentionLayer
+from betahook.weights import Part
 
 logger = logging.getLogger(__name__)
 
@@ -41,25 +42,28 @@ class _Place:
     """Weights that scale the query.
 
     Attributes:
-        parts: parameters, each with a view `[heads or 1, rows, columns]` of its entries that belong to the query.
+        parts: of parameters; of a norm that all heads share, those of one head.
         offset: what the module adds to the entries of the first part, 1 in norms whose factor is `1 + w`.
     """
 
-    parts: list[tuple[nn.Parameter, Tensor]]
+    parts: list[Part]
     offset: float = 0.0
 
     def scaled(self, gain: Tensor) -> list[Tensor]:
         """New values of the parts, for the factors `gain [heads]`."""
         values = []
-        for index, (_, part) in enumerate(self.parts):
+        for index, entries in enumerate(self.read()):
             offset = self.offset if index == 0 else 0.0
-            factor = gain[: len(part), None, None].to(part.device)
-            values.append(((part.double() + offset) * factor - offset).to(part.dtype))
+            factor = gain[: len(entries), None, None].to(entries.device)
+            values.append(((entries.double() + offset) * factor - offset).to(entries.dtype))
         return values
 
+    def read(self) -> list[Tensor]:
+        return [part.read() for part in self.parts]
+
     def write(self, values: list[Tensor]) -> None:
-        for (_, part), value in zip(self.parts, values, strict=True):
-            part.copy_(value)
+        for part, value in zip(self.parts, values, strict=True):
+            part.write(value)
         torch.clear_autocast_cache()  # a forward under autocast would go on with its copy of the old values
 
 
@@ -135,7 +139,8 @@ def _places(layer: AttentionLayer, gain: Tensor) -> Iterator[_Place]:
             raise _refusal(layer, "its query norm is shared by all heads, whose betas differ")
         parameters = [p for p in (weight, bias) if isinstance(p, nn.Parameter)]
         _refuse_unwritable(layer, *parameters)
-        parts = [(p, p.detach().view(-1, layer.head_dim, 1)) for p in parameters]
+        rows = torch.arange(weight.numel(), device=weight.device).view(-1, layer.head_dim)
+        parts = [Part(p, p.detach().view(-1, 1), rows) for p in parameters]
         yield _Place(parts)
         yield _Place(parts, offset=1.0)
     if layer.projections is None:
@@ -172,7 +177,7 @@ def _refuse_shared(model: nn.Module, places: dict[AttentionLayer, list[_Place]])
     """A weight with another user has one value for both; an adapter is saved without the weights below it."""
     users = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     for layer, candidates in places.items():
-        if any(users[id(parameter)] > 1 for place in candidates for parameter, _ in place.parts):
+        if any(users[id(part.parameter)] > 1 for place in candidates for part in place.parts):
             raise _refusal(layer, "another module shares its query weight, which cannot hold two factors")
     for name, module in model.named_modules():
         if hasattr(module, "base_layer"):
@@ -254,7 +259,7 @@ def _is_exact(layer: AttentionLayer, place: _Place, gain: Tensor, run: Callable[
     """Whether scaling a place does what the gain does: that of the layer, and one far from 1."""
     with layer.acting(torch.ones_like(gain)):
         plain = run()
-    kept = [part.clone() for _, part in place.parts]
+    kept = place.read()
     for factors in (_far(gain), gain):
         with layer.acting(factors):
             expected = run()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from betahook.layers import AttentionLayer
+from betahook.scores import at_least_float32
 
 
 def scale_query(layer: AttentionLayer, query: Tensor, axis: int = 1) -> Tensor:
@@ -43,7 +44,7 @@ class ScaleQuery(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor, None]:
         scaled, gain = ctx.saved_tensors
         others = [axis for axis in range(gradient.dim()) if axis != ctx.axis]
-        sensitivity = (gradient * scaled).sum(others, dtype=gain.dtype)
+        sensitivity = (at_least_float32(gradient) * scaled).sum(others, dtype=gain.dtype)
         return (gradient * gain).to(gradient.dtype), None, sensitivity, None
 
 

@@ -313,8 +313,9 @@ class AttentionLayer:
         query, key = query.detach(), key.detach()
         of_query = scores.components(query, mask.queries)
         beta = self._state.current_beta[self._here].to(query.device)
-        sampled = row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap)
-        exact, of_key = scores.score_sums(query, key, mask, of_query.mean)
+        with scores.no_autocast(query.device):
+            sampled = row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap)
+            exact, of_key = scores.score_sums(query, key, mask, of_query.mean)
         sums = replace(sampled, scores=choose(exact, sampled.scores, mask))
         self._add_sums(sums, is_exact(mask, query.shape[2]), of_query, of_key)
 

@@ -322,7 +322,7 @@ class ScoreProducts(TorchFunctionMode):
         trace = trace.scaled()
         if trace.value is not None:
             before = None if into is None else into.scaled().value
-            value = torch.zeros_like(target, requires_grad=False) if before is None else before.clone()
+            value = torch.zeros_like(target, requires_grad=False) if before is None else before
             value[index] = trace.value
             trace = replace(trace, value=value)
         self._note(target, trace)

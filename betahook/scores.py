@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,11 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 def at_least_float32(tensor: Tensor) -> Tensor:
     """The tensor itself, or a float32 copy of one in half precision."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Let the model's autocast, which would take products of float32 in half precision, not reach what is inside."""
+    return torch.autocast(device.type, enabled=False) if device.type != "meta" else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -278,10 +284,10 @@ def _pairs_per_query(mask: Mask, queries: int, keys: int, device: torch.device) 
     last = positions.new_full((), keys) if mask.band.high is None else (positions + mask.band.high + 1).clamp(0, keys)
     first = positions.new_zeros(()) if mask.band.low is None else (positions + mask.band.low + 1).clamp(0, keys)
     if mask.keys is None:
-        seen = (last - first).clamp(min=0).expand(1, queries)
+        seen = (last - first).expand(1, queries)
     else:
         before = F.pad(mask.keys.long().cumsum(-1), (1, 0))
-        seen = (before[:, last.expand(queries)] - before[:, first.expand(queries)]).clamp(min=0)
+        seen = before[:, last.expand(queries)] - before[:, first.expand(queries)]
     return seen if mask.queries is None else seen * mask.queries
 
 

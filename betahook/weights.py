@@ -44,12 +44,35 @@ WRAPPED = ("linear", "base_layer")
 
 
 @dataclass(frozen=True)
+class Part:
+    """Those rows of a parameter that belong to q or k.
+
+    Attributes:
+        parameter: a weight or a bias.
+        whole: all of it, as a view `[out, columns]`.
+        rows: which rows, `[heads, d_k]`; those of one head need not lie side by side with those of the next.
+    """
+
+    parameter: nn.Parameter
+    whole: Tensor
+    rows: Tensor
+
+    def read(self) -> Tensor:
+        """A copy of the entries, `[heads, d_k, columns]`."""
+        return self.whole[self.rows]
+
+    def write(self, entries: Tensor) -> None:
+        """Set them."""
+        self.whole[self.rows] = entries
+
+
+@dataclass(frozen=True)
 class Projection:
     """The part of a linear map that makes q, or k.
 
     Attributes:
         module: the module that owns the weight and sees the input.
-        select: the rows that belong to q or k, out of the weight `[out, d_x]`, as a view `[heads, d_k, d_x]`.
+        select: takes the rows that belong to q or k out of the weight `[out, d_x]`, as `[heads, d_k, d_x]`.
         adapter: what stands between the attention module and `module` and adds to what that returns, if anything does.
         prefix: of the names "weight" and "bias" in the module.
         argument: which of the module's positional arguments is the input.
@@ -67,11 +90,6 @@ class Projection:
         stored = getattr(self.module, f"{self.prefix}weight")
         assert isinstance(stored, Tensor)
         return stored
-
-    @property
-    def weight(self) -> Tensor:
-        """W_q or W_k, `[heads, d_k, d_x]`, detached; a view of the parameter."""
-        return self.select(_out_by_in(self.module, self.stored.detach()))
 
     @property
     def width(self) -> int:
@@ -94,13 +112,15 @@ class Projection:
         """W_q or W_k as it acts, `[heads, d_k, d_x]` in floating point: gathered, dequantised, with its adapter."""
         return self.select(_out_by_in(self.module, effective.read(self.stored, self.module, self.adapter)))
 
-    def parts(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Weight and, where there is one, bias: each with the view `[heads, d_k, d_x or 1]` of its rows of q or k."""
+    def parts(self) -> Iterator[Part]:
+        """W_q or W_k in the weight and, where there is one, in the bias."""
         weight, bias = self.stored, getattr(self.module, f"{self.prefix}bias", None)
         assert isinstance(weight, nn.Parameter)
-        yield weight, self.weight
+        whole = _out_by_in(self.module, weight.detach())
+        rows = self.select(torch.arange(len(whole), device=whole.device)[:, None]).squeeze(-1)
+        yield Part(weight, whole, rows)
         if isinstance(bias, nn.Parameter):
-            yield bias, self.select(bias.detach()[:, None])
+            yield Part(bias, bias.detach()[:, None], rows)
 
 
 def matrix(module: nn.Module) -> Tensor:

@@ -138,15 +138,16 @@ def target():
 def test_any_arguments_attach_or_are_refused_with_a_reason(target, options):
     model, before, expected = target
     arguments = {"model": model, **options}
+    refusal = None
     try:
         hook = betahook.attach(**arguments)
     except (TypeError, ValueError) as caught:
-        message = str(caught)
+        refusal = str(caught)
     else:
-        message = "attached and detached"
         with hook:
             assert torch.equal(model(**inputs("llama")).logits, expected)
             hook.step()
-    assert len(message) > 20
+    if refusal is not None and not callable(options.get("layers")):  # what a predicate raises is its own
+        assert any(word in refusal for word in ("attach()", "layers", *options))
     assert fingerprint(model) == before
     assert torch.equal(model(**inputs("llama")).logits, expected)

@@ -437,3 +437,15 @@ def test_beta_keeps_its_precision(rule):
 def test_options_that_make_no_sense_are_refused(rule, options, message):
     with pytest.raises(ValueError, match=message):
         rule(**options)
+
+
+def test_a_rise_takes_nothing_back_from_a_beta_beyond_its_end():
+    history = run(search(warmup=2, rise=True), rising([FRESH, LEARNED], 12, std=0.01), 100.0)
+    assert decades(history) == approx([1.5, 1.5, *[2] * 10])
+
+
+def test_a_rise_begins_at_the_beta_that_was_set():
+    history = run(search(warmup=2, rise=True), rising([FRESH, LEARNED], 12, beta_default=0.5), 1.0)
+    first = math.log10(2)
+    climb = [first + (1 - first) * index / 10 for index in range(1, 11)]
+    assert [math.log10(beta / 0.5) for beta in history] == approx([first - 0.5] * 2 + climb)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -367,3 +368,66 @@ def test_a_compiled_model_folds(in_place):
         adapted = compiled(**batch).logits
         betahook.fold(model)
     torch.testing.assert_close(model.forward(**batch).logits, adapted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_that_does_not_run_twice_keeps_its_beta():
+    class TiringAttention(ByHandAttention):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls == 4:
+                raise RuntimeError("no more")
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), TiringAttention())
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(3, LENGTH, WIDTH))
+        move(hook, per_head=True)
+        before = hook.layers["1"].head_beta
+        with pytest.raises(betahook.FoldError, match=r"does not run twice on one input \(no more\)"):
+            betahook.fold(model)
+        assert torch.equal(hook.layers["1"].head_beta, before)
+
+
+def test_bounds_that_only_the_folded_query_meets_are_noticed():
+    class ClampedAttention(ByHandAttention):
+        def mix(self, q, k, v):
+            return super().mix(q.clamp(-self.bound, self.bound), k, v)
+
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), ClampedAttention()), torch.randn(3, LENGTH, WIDTH)
+    with torch.no_grad():
+        model[1].bound = 1.01 * float(model[1].q_proj(model[0](x)).abs().max())
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        hook.layers["1"].beta = 2 * hook.layers["1"].beta_default
+        with pytest.raises(betahook.FoldError, match="not that of a scaled query projection or norm"):
+            betahook.fold(model)
+
+
+SIZES = {"num_attention_heads": 8, "num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 64}
+APART = {
+    "codegen": (transformers.CodeGenForCausalLM, transformers.CodeGenConfig(**SIZES, rotary_dim=4, n_positions=64)),
+    "falcon": (
+        transformers.FalconForCausalLM,
+        transformers.FalconConfig(**SIZES, new_decoder_architecture=True, num_kv_heads=2),
+    ),
+}
+"""Fused projections in which the rows of q lie in several runs, each of several heads."""
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("family", APART)
+def test_the_rows_of_q_may_lie_apart(family, per_head):
+    torch.manual_seed(0)
+    kind, config = APART[family]
+    model, ids = kind(config).eval(), torch.arange(3, 15)[None]
+    for parameter in model.parameters():
+        parameter.data *= 3
+    with betahook.attach(model, controller="monitor") as hook:
+        before = model(ids).logits
+        move(hook, per_head)
+        adapted = model(ids).logits
+        assert (adapted - before).abs().max() > 1e-3
+        betahook.fold(model)
+    torch.testing.assert_close(model(ids).logits, adapted, rtol=1e-5, atol=1e-5)

@@ -11,6 +11,7 @@ import torch
 from accelerate import cpu_offload
 
 import betahook
+from betahook.audit import _closest
 from models import build, inputs
 
 LAYER = "model.layers.0.self_attn"
@@ -391,3 +392,53 @@ def test_a_hooked_model_is_not_copied_without_its_beta(duplicate):
     with betahook.attach(model), pytest.raises(TypeError, match=r"cannot be copied or pickled: fold\(\) or detach\(\)"):
         duplicate(model)
     duplicate(model)
+
+
+def test_a_state_in_the_middle_of_a_step_has_its_sensitivity():
+    model = build("llama")
+    hook = betahook.attach(model, controller=betahook.Gradient())
+    train(model, hook, 3)
+    model(**inputs("llama")).loss.backward()
+    model.zero_grad()
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(hook.state_dict())
+    expected = train(model, hook, 5)
+    hook.detach()
+    model.load_state_dict(weights)
+    with betahook.attach(model, controller=betahook.Gradient()) as again:
+        again.load_state_dict(state)
+        assert train(model, again, 5) == expected
+
+
+def test_a_forward_with_a_cache_is_not_the_one_to_check_on():
+    model, ids = build("llama").eval(), inputs("llama")["input_ids"]
+    with betahook.attach(model, controller="monitor") as hook:
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+        model(input_ids=ids[:, :1], past_key_values=cache)
+        assert torch.equal(hook.last_input[1]["input_ids"], ids)
+
+
+def test_the_last_batch_holds_no_graph():
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(inputs_embeds=model.get_input_embeddings()(inputs("llama")["input_ids"])).logits.sum().backward()
+        hook.step()
+        assert hook.last_input[1]["inputs_embeds"].grad_fn is None
+
+
+def test_the_first_of_several_bad_steps_is_named(caplog):
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        train(model, hook, 1)
+        for _ in range(2):
+            (model(**inputs("llama")).loss * torch.nan).backward()
+            hook.step()
+        hook.metrics()
+    assert f"{LAYER} in step 2" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("predicted", "name"),
+    [({"a": 0.5, "b": 3.0}, "a"), ({"a": 0.1, "b": 3.0}, "b"), ({"a": 0.0, "b": math.nan}, "none")],
+)
+def test_the_closest_formula_is_so_as_a_ratio(predicted, name):
+    assert _closest(1.0, predicted) == name

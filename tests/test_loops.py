@@ -8,8 +8,11 @@ from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import betahook
+from betahook.gain import ScaleQuery
 from betahook.integrations.trainer import BetaHookCallback
+from matrices import full
 from models import build, inputs
+from test_products import WIDTH, FusedAttention
 
 LAYER = "model.layers.0.self_attn"
 
@@ -283,3 +286,30 @@ def test_a_model_split_by_a_device_map(tmp_path, second):
         assert metrics[f"score_std/{name}"] > 0
     assert f"weight_std_q/{LAYER}" in metrics
     assert ("weight_std_q/model.layers.1.self_attn" in metrics) is (second == "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_under_autocast_are_measured_in_float32(dtype):
+    """In float16 the sums would be infinite."""
+    torch.manual_seed(0)
+    model, x, seen = nn.Sequential(nn.Linear(WIDTH, WIDTH), FusedAttention()), torch.randn(2, 512, WIDTH), []
+    with torch.no_grad():
+        for projection in (model[1].q_proj, model[1].k_proj):
+            projection.bias += 5
+            projection.register_forward_hook(lambda module, args, output: seen.append(model[1].split(output)))
+    with betahook.attach(model, controller="monitor") as hook, torch.autocast("cpu", dtype=dtype):
+        model(x)
+        measured = hook.layers["1"].head_statistics
+    allowed = torch.ones(512, 512, dtype=torch.bool).tril()
+    scores = full(*(part.detach() for part in seen))[:, :, allowed].transpose(0, 1).flatten(1)
+    torch.testing.assert_close(measured.mean, scores.mean(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(measured.std, scores.std(1, correction=0), rtol=1e-5, atol=0)
+
+
+def test_the_sensitivity_of_half_precision_is_summed_in_float32():
+    query = torch.full((1, 2, 3, 1), 200.0, dtype=torch.float16, requires_grad=True)
+    probe = torch.zeros(2, requires_grad=True)
+    scaled = ScaleQuery.apply(query, torch.ones(1, 2, 1, 1), probe, 1)
+    scaled.backward(torch.full_like(scaled, 400.0))
+    assert query.grad.isfinite().all()
+    assert probe.grad.tolist() == [3 * 200 * 400] * 2

@@ -403,3 +403,30 @@ def test_nothing_of_it_stays_behind():
     betahook.attach(model).detach()
     assert [vars(module) for module in model.modules()] == before
     assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
+
+
+def test_keys_that_nobody_sees_have_no_part_in_the_moments():
+    class PaddedAttention(ByHandAttention):
+        def mix(self, q, k, v):
+            scores = q @ k.transpose(-1, -2) / math.sqrt(self.head_dim)
+            return self.values(scores.masked_fill(torch.arange(LENGTH) >= LENGTH - 4, float("-inf")), v)
+
+    model, x = make(PaddedAttention), torch.randn(3, LENGTH, WIDTH)
+    x[:, -4:] *= 100
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        measured = hook.layers["1"].head_statistics
+    keys = model[1].split(model[1].k_proj(model[0](x[:, :-4])))
+    expected = keys.double().transpose(0, 1).flatten(1, 2).var(1, correction=0).mean(-1)
+    torch.testing.assert_close(measured.component_variance_k, expected, rtol=1e-4, atol=0)
+
+
+def test_the_factor_of_a_part_of_the_query_is_not_one_of_beta(x):
+    class AddedAttention(ByHandAttention):
+        def mix(self, q, k, v):
+            return super().mix(q * 0.5 + torch.linspace(0, 1, self.head_dim), k, v)
+
+    model = make(AddedAttention)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        assert hook.layers["1"].beta_default == pytest.approx(8**-0.5)

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from betahook import masks
+from betahook import masks, rows
 from betahook.masks import Band, Mask
 from betahook.rows import ROWS, choose, is_exact, row_sums, sampled_rows
 from matrices import assert_sums, exact, full, make, pairs_of, scattered, used
@@ -189,3 +189,18 @@ def test_nothing_is_read_back_to_the_host(structure):
     rows = row_sums(query, key, mask, torch.empty(2, device="meta"))
     chosen = choose(exact(query, key, mask), rows.scores, mask)
     assert {x.shape for x in (*vars(chosen).values(), rows.rows, rows.entropy, rows.max_score)} == {(2,)}
+
+
+@pytest.mark.parametrize("slab", [1, 3, 32])
+@pytest.mark.parametrize("band", [Band(-9, 0), Band(-9, 8), Band(None, 0), Band(-9, None)], ids=str)
+def test_it_does_not_matter_how_many_rows_are_worked_on_at_once(band, slab, monkeypatch):
+    query, key = make(100, 100)
+    monkeypatch.setattr(rows, "CACHED", slab * 2 * 2 * 100)
+    sums = row_sums(query, key, Mask(band), torch.tensor(0.35))
+    picked = sampled_rows(100, query.device)
+    scores, allowed = full(query, key)[:, :, picked], pairs_of(band, 100, 100)[picked]
+    weights = (0.35 * scores).masked_fill(~allowed, -math.inf).softmax(-1)
+    torch.testing.assert_close(sums.entropy, torch.special.entr(weights).sum((0, 2, 3)), rtol=1e-5, atol=1e-5)
+    expected = scores.masked_fill(~allowed, 0)
+    torch.testing.assert_close(sums.max_score, expected.abs().amax((0, 2, 3)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(sums.scores.score, expected.sum((0, 2, 3)), rtol=1e-5, atol=1e-4)

@@ -242,9 +242,11 @@ def test_other_ranks_log_nothing(tmp_path):
     model(**inputs("llama"))
     callback.on_step_end(arguments, state, control)
     callback.on_log(arguments, state, control, logs={"loss": 1.0})
+    (tmp_path / "checkpoint-0").mkdir()
+    callback.on_save(arguments, state, control)
     callback.on_train_end(arguments, state, control)
     assert state.log_history == [{"loss": 1.0}]
-    assert not list(tmp_path.rglob("events*"))
+    assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-0"]
 
 
 @pytest.mark.parametrize(

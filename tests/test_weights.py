@@ -98,21 +98,23 @@ def test_projections_are_those_of_the_module(name, operands):
     projections = weights.locate(attention, HEADS, HEAD_DIM)
     of = (inputs, others if isinstance(options, str) else inputs)
     for projection, x, result, bias in zip(projections, of, computed, biases, strict=True):
-        weight = projection.weight
+        weight = projection.entries
         assert weight.shape == (result.shape[1], HEAD_DIM, WIDTH)
         torch.testing.assert_close(torch.einsum("btx,hdx->bhtd", x, weight), result - bias, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_the_weight_is_a_view_that_asks_for_no_gradient(name):
+def test_what_is_written_to_a_part_is_in_the_parameter(name):
     attention = ATTENTIONS[name][0]()
     for projection in weights.locate(attention, HEADS, HEAD_DIM):
-        assert not projection.weight.requires_grad
-        parameter = projection.module.weight
-        assert projection.weight.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
-        with torch.no_grad():
-            parameter.fill_(7.0)
-        assert (projection.weight == 7.0).all()
+        for part in projection.parts():
+            nn.init.normal_(part.parameter)
+            entries, before = part.read(), part.parameter.detach().clone()
+            part.write(2 * entries)
+            assert torch.equal(part.read(), 2 * entries)
+            assert not part.read().requires_grad
+            assert (part.parameter != before).sum() == entries.numel()
+        assert torch.equal(projection.entries, next(projection.parts()).read())
 
 
 @pytest.mark.parametrize("rank", [8, None])
@@ -128,9 +130,9 @@ def test_latent_attention_is_known_by_its_projections_up(rank, operands):
     inputs = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     computed = operands(attention, inputs, None, UNROTATED)
     for projection, x, result in zip(projections, entered, computed, strict=True):
-        made = torch.einsum("btx,hdx->bhtd", x, projection.weight)
+        made = torch.einsum("btx,hdx->bhtd", x, projection.entries)
         torch.testing.assert_close(made, result[..., : made.shape[-1]], rtol=1e-10, atol=1e-10)
-    assert [projection.weight.shape[1] for projection in projections] == [HEAD_DIM, 6]
+    assert [projection.entries.shape[1] for projection in projections] == [HEAD_DIM, 6]
 
 
 class Holder(nn.Module):

@@ -46,8 +46,8 @@ class Treatment:
                 layer.beta = self.beta * layer.head_dim**-0.5
             if self.init != 1:
                 for projection in layer.projections or ():
-                    for _, rows in projection.parts():
-                        rows.mul_(self.init**0.5)
+                    for part in projection.parts():
+                        part.write(self.init**0.5 * part.read())
         return hook
 
 
