@@ -6,7 +6,7 @@ import dis
 import inspect
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import CodeType
 from typing import Literal
 
@@ -22,6 +22,10 @@ HEAD_DIM = (
 )
 
 Route = Literal["interface", "torch", "by hand"]
+
+
+WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
+"""Under which activation checkpointing, FSDP 1 and `torch.compile` keep a module; weights are saved without them."""
 
 
 class Refused(str):
@@ -54,7 +58,7 @@ class Found:
     route: Route
 
 
-@dataclass
+@dataclass(frozen=True)
 class Survey:
     """What attention a model has.
 
@@ -63,38 +67,44 @@ class Survey:
         not_reached: names of those that look like attention, with the reason why it cannot.
     """
 
-    found: dict[str, Found] = field(default_factory=dict)
-    not_reached: dict[str, str] = field(default_factory=dict)
+    found: dict[str, Found]
+    not_reached: dict[str, str]
 
 
 def survey(model: nn.Module) -> Survey:
     """Look at every module of a model."""
-    result = Survey()
+    found: dict[str, Found] = {}
+    refused: dict[str, tuple[nn.Module, str]] = {}
     routes = {kind: _route(module) for kind, module in {type(module): module for module in model.modules()}.items()}
     able = {module for module in model.modules() if not isinstance(routes[type(module)], Refused | None)}
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         route = routes[type(module)]
         if route is None:
             continue
         if route != "interface" and any(part in able for part in module.modules() if part is not module):
             continue
         if isinstance(route, Refused):
-            result.not_reached[name] = route
+            refused[name] = module, route
         elif (size := count_heads(module)) is None:
-            result.not_reached[name] = "it says neither how many heads it has nor how wide they are"
+            refused[name] = module, "it says neither how many heads it has nor how wide they are"
         elif getattr(module, "reorder_and_upcast_attn", False):  # GPT-2: past the interface, in eager
-            result.found[name] = Found(module, *size, "by hand")
+            found[name] = Found(module, *size, "by hand")
         else:
-            result.found[name] = Found(module, *size, route)
+            found[name] = Found(module, *size, route)
     # Parts of a hooked module are not reported, unless they were refused for a reason of their own.
-    reached = {part for found in result.found.values() for part in found.module.modules()}
-    modules = {name: model.get_submodule(name) for name in result.not_reached}
-    result.not_reached = {
-        name or "the model": f"{type(modules[name]).__name__}: {reason}"
-        for name, reason in result.not_reached.items()
-        if reason is not NOT_FOUND or modules[name] not in reached
+    reached = {part for one in found.values() for part in one.module.modules()}
+    not_reached = {
+        name or "the model": f"{type(module).__name__}: {reason}"
+        for name, (module, reason) in refused.items()
+        if reason is not NOT_FOUND or module not in reached
     }
-    return result
+    return Survey(found, not_reached)
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules, the names as those of the weights in a saved model, without what wrappers add to them."""
+    for path, module in model.named_modules():
+        yield ".".join(part for part in path.split(".") if part not in WRAPPERS), module
 
 
 def _route(module: nn.Module) -> Route | Refused | None:

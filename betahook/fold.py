@@ -153,7 +153,9 @@ def _places(layer: AttentionLayer, gain: Tensor) -> Iterator[_Place]:
 def _refuse_sharded(model: nn.Module, layer: AttentionLayer) -> None:
     """Not by the look of the weights: those of a model that FSDP 2 shards as one unit stay whole after a forward."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    if SHARDING & kinds or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # DeepSpeed's ZeRO-3
+    if SHARDING & kinds or any(
+        hasattr(parameter, "ds_id") for parameter in model.parameters()
+    ):  # DeepSpeed's ZeRO-3
         reason = (
             "its weights are sharded over ranks. Save the whole model, beta goes beside the weights, and in one "
             "process load it, betahook.restore(model, folder) and fold"
@@ -179,14 +181,16 @@ def _refuse_shared(model: nn.Module, places: dict[AttentionLayer, list[_Place]])
     for layer, candidates in places.items():
         if any(users[id(part.parameter)] > 1 for place in candidates for part in place.parts):
             raise _refusal(layer, "another module shares its query weight, which cannot hold two factors")
+    layer = next(iter(places))
     for name, module in model.named_modules():
         if hasattr(module, "base_layer"):
-            layer = next(iter(places))
             reason = (
                 f"{name} is wrapped by an adapter, saved without the weights below; merge that first, "
                 "merged = model.merge_and_unload(), betahook.fold(merged)"
             )
             raise _refusal(layer, reason)
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise _refusal(layer, "the model learns prompts, which are saved without the weights below")
 
 
 def _refuse_infinite(places: dict[AttentionLayer, list[_Place]], gains: dict[AttentionLayer, Tensor]) -> None:

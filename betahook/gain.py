@@ -11,13 +11,23 @@ from betahook.layers import AttentionLayer
 from betahook.scores import at_least_float32
 
 
-def scale_query(layer: AttentionLayer, query: Tensor, axis: int = 1) -> Tensor:
-    """`query * beta / beta_default`, bit-identical to `query` while beta is the model's own; heads lie along `axis`."""
+def scale_query(
+    layer: AttentionLayer, query: Tensor, *others: Tensor, axis: int = 1, default: float | Tensor | None = None
+) -> Tensor:
+    """`query * beta / beta_default`, bit-identical to `query` while beta is the model's own.
+
+    Args:
+        layer: whose beta.
+        query: heads lie along `axis`.
+        others: what else goes into the attention: through one of them too a gradient may reach the logits.
+        axis: of the heads.
+        default: the model's own beta, where this call shows it.
+    """
     layer.follow(query.device)
     shape = [1] * query.dim()
     shape[axis] = -1
-    gain = layer.gain_here.detach().to(query.device).view(shape)
-    if torch.is_grad_enabled() and query.requires_grad:
+    gain = layer.local_gain(default).detach().to(query.device).view(shape)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, *others)):
         scaled: Tensor = ScaleQuery.apply(query, gain, layer.probe.to(query.device), axis)  # type: ignore[no-untyped-call]
         return scaled
     return (query * gain).to(query.dtype)
@@ -41,11 +51,12 @@ class ScaleQuery(torch.autograd.Function):
         ctx.axis = inputs[3]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor, None]:
         scaled, gain = ctx.saved_tensors
         others = [axis for axis in range(gradient.dim()) if axis != ctx.axis]
         sensitivity = (at_least_float32(gradient) * scaled).sum(others, dtype=gain.dtype)
-        return (gradient * gain).to(gradient.dtype), None, sensitivity, None
+        of_query = (gradient * gain).to(gradient.dtype) if ctx.needs_input_grad[0] else None
+        return of_query, None, sensitivity, None
 
 
 def is_recording(layer: AttentionLayer) -> bool:

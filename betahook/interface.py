@@ -97,13 +97,15 @@ def _hooked(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5  # what every backend does without one
     prescale = 1.0 if layer.facts.prescale is None else layer.facts.prescale(module)
-    layer.note_default(scaling * prescale)
+    default = scaling * prescale
+    layer.note_default(default)
     if is_recording(layer):
         mask = args[0] if args else kwargs.get("attention_mask")
         described = describe_mask(implementation, module, query, key, mask, kwargs)
         raw = query if prescale == 1 else query / prescale
         layer.record(raw, key, described, position_bias=kwargs.get("position_bias"), softcap=kwargs.get("softcap"))
-    return function(module, scale_query(layer, query), key, value, *args, **kwargs)
+    query = scale_query(layer, query, key, value, default=default)
+    return function(module, query, key, value, *args, **kwargs)
 
 
 def describe_mask(

@@ -106,7 +106,7 @@ class AttentionLayer:
     """One attention layer of a hooked model.
 
     Attributes:
-        name: as in `model.named_modules()`.
+        name: as in `model.named_modules()`, without what wrappers add to that.
         module: the attention module.
         heads: number of query heads.
         head_dim: d_k.
@@ -238,11 +238,7 @@ class AttentionLayer:
     @property
     def current_gain(self) -> Tensor:
         """`beta / beta_default`, `[heads]`: 1 where beta is the model's own, NaN where that is not known yet."""
-        return self._gain(self._slice)
-
-    def _gain(self, heads: slice) -> Tensor:
-        beta, default = self._state.beta[heads], self._state.beta_default[heads]
-        return torch.where(beta.isnan(), 1.0, beta / default)
+        return _gain(self._state.beta[self._slice], self._state.beta_default[self._slice])
 
     @contextmanager
     def acting(self, gain: Tensor) -> Iterator[None]:
@@ -290,10 +286,14 @@ class AttentionLayer:
         self._parts = self.heads // heads
         return True
 
-    @property
-    def gain_here(self) -> Tensor:
-        """`current_gain` of the heads that this rank computes."""
-        return self._gain(self._here)
+    def local_gain(self, default: float | Tensor | None) -> Tensor:
+        """`current_gain` of the heads that this rank computes.
+
+        By the `default` that the call shows where it is a number: compiled graphs may compute the gain once more in the
+        backward, when the layers after this one have written theirs into the tensor of all defaults.
+        """
+        beta, noted = self._state.beta[self._here], self._state.beta_default[self._here]
+        return _gain(beta, torch.full_like(beta, default) if isinstance(default, float) else noted)
 
     @property
     def probe(self) -> Tensor:
@@ -402,6 +402,10 @@ class AttentionLayer:
 
     def _add(self, **values: Tensor) -> None:
         statistics.add(self._state.table[:, self._here], values)
+
+
+def _gain(beta: Tensor, default: Tensor) -> Tensor:
+    return torch.where(beta.isnan(), 1.0, beta / default)
 
 
 def _part(whole: slice, first: int, count: int) -> slice:

@@ -174,7 +174,9 @@ class ScoreProducts(TorchFunctionMode):
         layer = self._layer
         folded = product.equation is not None and product.equation == self._known.folded
         axis = product.head_axis(layer.heads, "flat" if folded else self._known.product_axis)
-        query = contraction.on_heads(product.left, axis, layer.heads, functools.partial(scale_query, layer))
+        query = contraction.on_heads(
+            product.left, axis, layer.heads, lambda left, axis: scale_query(layer, left, product.right, axis=axis)
+        )
         output = product.run(query)
         prescale = self._factor(product.left) * self._factor(product.right)
         value = operands = None
@@ -245,7 +247,9 @@ class ScoreProducts(TorchFunctionMode):
                 pairs = attn_mask.detach().expand(*query.shape[:-1], key.shape[-2])
                 mask = masks.from_tensor(contraction.batched(pairs, axis, heads), Band())
             layer.record(q, k, mask, position_bias=None, softcap=None)
-        query = contraction.on_heads(query, axis, heads, functools.partial(scale_query, layer))
+        query = contraction.on_heads(
+            query, axis, heads, lambda query, axis: scale_query(layer, query, key, value, axis=axis)
+        )
         return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
 
     def _follow(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from betahook import checkpoint
+from betahook.discovery import named_modules
 from betahook.hook import Hook, attach
 from betahook.options import ControllerChoice
 
@@ -42,7 +43,7 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
         chosen = {"per_head": options["per_head"], "interval": options["interval"], "when": options["when"]}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no state of a hook: layers or options are missing") from error
-    missing = sorted(set(names) - {name for name, _ in model.named_modules()})
+    missing = sorted(set(names) - {name for name, _ in named_modules(model)})
     if missing:
         raise ValueError(f"{path}: the state belongs to a model with other layers; these differ: {', '.join(missing)}")
     with checkpoint.unmarked(model):

@@ -97,6 +97,7 @@ class BetaHookCallback(TrainerCallback):
             raise ValueError(f'on_end must be "fold" or "keep"; got {on_end!r}')
         self.hook = hook
         self._given = hook
+        self._is_training = False
         self._on_end = on_end
         self._writer: TensorBoardWriter | None = None
         self._loss_writer: TensorBoardCallback | None = None
@@ -115,7 +116,10 @@ class BetaHookCallback(TrainerCallback):
                 raise ValueError(
                     "BetaHookCallback(hook=...) got the hook of another model than the one that the Trainer trains"
                 )
-            self.hook.detach()  # of a training that was broken off
+            if self._is_training:  # it was broken off
+                self.hook.detach()
+            self.hook = None
+        self._is_training = True
         if self.hook is None or not self.hook.attached:
             with checkpoint.unmarked(model) if resumed else nullcontext():
                 self.hook = attach(model, **{**self._options, "controller": copy.deepcopy(self._options["controller"])})
@@ -158,6 +162,7 @@ class BetaHookCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         assert self.hook is not None
+        self._is_training = False
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             checkpoint.load(self.hook, state.best_model_checkpoint)
         if self._on_end == "fold" and self.hook.attached:
@@ -242,22 +247,23 @@ def _resumed_folder(args: TrainingArguments, state: TrainerState) -> Path:
     """The checkpoint that the Trainer has resumed from.
 
     Raises:
-        ValueError: it is not the one of this step in `output_dir`; the Trainer does not tell callbacks where it is.
+        ValueError: it is neither the one that the arguments name nor that of this step in `output_dir`; the Trainer
+            does not tell callbacks where it is.
     """
-    given = args.resume_from_checkpoint
-    if isinstance(given, str):
-        return Path(given)
-    folder = _checkpoint(args, state.global_step)
-    try:
-        there = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).log_history
-    except FileNotFoundError:
-        there = None
-    if json.dumps(there) != json.dumps(state.log_history):  # by text: a NaN is no other NaN's equal
-        raise ValueError(
-            f"the checkpoint to resume from is not {folder}. Name it in the arguments too, "
-            "TrainingArguments(resume_from_checkpoint=folder), for betahook to find its beta"
-        )
-    return folder
+    named, last = args.resume_from_checkpoint, _checkpoint(args, state.global_step)
+    folders = [Path(named), last] if isinstance(named, str) else [last]
+    for folder in folders:
+        try:
+            there = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+        except FileNotFoundError:
+            continue
+        # By text: a NaN is no other NaN's equal.
+        if there.global_step == state.global_step and json.dumps(there.log_history) == json.dumps(state.log_history):
+            return folder
+    raise ValueError(
+        f"the checkpoint to resume from is not {' or '.join(map(str, folders))}. Name it in the arguments too, "
+        "TrainingArguments(resume_from_checkpoint=folder), for betahook to find its beta"
+    )
 
 
 def _newest_run(runs: Path) -> str | None:

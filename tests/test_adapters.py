@@ -1,6 +1,7 @@
 """Adapters and quantised weights: the weights as they act are what is measured, and what is folded."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -188,3 +189,32 @@ def test_quantised_weights_are_dequantised(kind, tolerance):
         hook.layers[LAYER].beta = 0.5
         with pytest.raises(betahook.FoldError, match="its query weight is"):
             betahook.fold(hook)
+
+
+@pytest.mark.parametrize("target", ["v_proj", "k_proj"])
+def test_the_sensitivity_needs_no_gradient_of_the_query(target):
+    model = build("llama").double()
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=[target], layers_to_transform=[0]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    batch = inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch).loss.backward()
+        layer = next(iter(hook.layers.values()))
+        sensitivity, own, losses = float(layer.statistics.sensitivity), layer.beta, []
+        for shift in (-5e-3, 5e-3):
+            layer.beta = own * math.exp(shift)
+            losses.append(float(model(**batch).loss.detach()))
+    assert sensitivity == pytest.approx((losses[1] - losses[0]) / 1e-2, rel=1e-3)
+
+
+def test_a_model_of_learned_prompts_is_saved_without_the_weights_that_would_be_folded():
+    model = peft.get_peft_model(build("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama"))
+        for layer in hook.layers.values():
+            layer.beta = 2 * layer.beta_default
+        with pytest.raises(betahook.FoldError, match="learns prompts, which are saved without the weights"):
+            betahook.fold(model)
+        assert hook.attached

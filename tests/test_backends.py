@@ -10,6 +10,7 @@ from transformers.masking_utils import flash_attention_mask
 import betahook
 from betahook.rows import ROWS, sampled_rows
 from models import build, inputs, trace
+from test_hook import enable_checkpointing
 
 
 def statistics(hook):
@@ -177,3 +178,19 @@ def test_a_mask_that_is_left_to_broadcast():
         for layer in a.layers:
             assert float(b.layers[layer].statistics.std) == float(a.layers[layer].statistics.std)
             assert bool(b.layers[layer].statistics.exact)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of the same
+def test_compiled_checkpointing_computes_the_gain_again():
+    """In the backward, when the layers after have noted their own beta."""
+    losses = []
+    for compiles in (False, True):
+        model = build("t5").train()
+        with betahook.attach(model, controller="monitor") as hook:
+            enable_checkpointing(model, reentrant=False)
+            if compiles:
+                model.compile(backend="aot_eager")
+            model(**inputs("t5")).loss.backward()
+            losses.append([float(layer.statistics.sensitivity) for layer in hook.layers.values()])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4, abs=1e-6)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from transformers import TrainerCallback
 
 import betahook
@@ -16,7 +17,7 @@ from betahook import checkpoint
 from betahook.integrations.trainer import BetaHookCallback
 from models import build, inputs
 from test_attach import fingerprint
-from test_hook import train
+from test_hook import LAYER, train
 from test_trainer import make_trainer
 
 
@@ -307,3 +308,18 @@ def test_a_replaced_save_pretrained_is_put_back(tmp_path):
         model.save_pretrained(tmp_path)
         checkpoint.load(hook, tmp_path)
     assert model.save_pretrained is own
+
+
+def test_what_wrappers_add_to_a_name_is_not_saved(tmp_path):
+    """As with activation checkpointing under FSDP: the weights have plain names too."""
+    model = build("llama")
+    apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ == "LlamaDecoderLayer")
+    with betahook.attach(model, controller="monitor") as hook:
+        assert list(hook.layers) == [f"model.layers.{index}.self_attn" for index in range(2)]
+        model(**inputs("llama"))
+        hook.layers[LAYER].beta = 0.5
+        expected = model(**inputs("llama")).logits
+        model.save_pretrained(tmp_path)
+    plain = type(model).from_pretrained(tmp_path)
+    with betahook.restore(plain, tmp_path):
+        torch.testing.assert_close(plain(**inputs("llama")).logits, expected, rtol=1e-5, atol=1e-5)

@@ -289,6 +289,17 @@ def test_a_training_that_was_broken_off_leaves_nothing_to_the_next(tmp_path):
         betahook.fold(first.model)
 
 
+def test_a_hook_that_was_kept_stays_when_its_callback_goes_on(tmp_path):
+    callback = BetaHookCallback(betahook.Gradient(), on_end="keep")
+    first, second = (make_trainer(tmp_path, callback) for _ in range(2))
+    first.train()
+    kept = callback.hook
+    second.train()
+    assert kept.attached
+    assert kept.model is first.model
+    assert callback.hook.model is second.model
+
+
 def test_after_the_hook_that_it_was_given_a_callback_has_hooks_of_its_own(tmp_path):
     trainer = make_trainer(tmp_path, Interrupt())
     trainer.pop_callback(Interrupt)
@@ -323,6 +334,12 @@ def test_beta_is_resumed_from_where_the_weights_are(tmp_path):
             trainer.train(resume_from_checkpoint=there)
         trainer = make_trainer(tmp_path / output, BetaHookCallback(), resume_from_checkpoint=there)
         trainer.train(resume_from_checkpoint=there)
+    # What the arguments still name is not what is resumed from.
+    trainer = make_trainer(
+        tmp_path / "one", BetaHookCallback(), resume_from_checkpoint=str(tmp_path / "other/checkpoint-4")
+    )
+    trainer.train(resume_from_checkpoint=there)
+    assert trainer.state.global_step == 6
 
 
 def test_a_hook_takes_no_further_options():
