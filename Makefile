@@ -51,4 +51,4 @@ $(OLDEST)/ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) runs
+	rm -rf $(VENV) $(OLDEST) runs build betahook.egg-info

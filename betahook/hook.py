@@ -42,7 +42,8 @@ def attach(
     """Measure the attention scores of a model from now on, and let a controller adapt beta after every step.
 
     Nothing about the model changes but the inverse temperature of its attention, and with `controller="monitor"` not
-    even that: outputs, gradients and random state are then bit-identical to those of the model alone.
+    even that: outputs, gradients and random state are then bit-identical to those of the model alone. (One exception: in
+    evaluation `nn.TransformerEncoder` loses torch's fast path, and its outputs differ by rounding.)
 
     Args:
         model: any model with softmax attention over q . k: that of transformers, written by hand with torch's products,

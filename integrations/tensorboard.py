@@ -32,7 +32,7 @@ class TensorBoardWriter:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ImportError("TensorBoard is not installed: pip install 'betahook[trainer]'") from error
+            raise ImportError("TensorBoard is not installed: pip install tensorboard") from error
         self.writer: Any = SummaryWriter(logdir, filename_suffix=".betahook")
         self._has_layout = False
 
