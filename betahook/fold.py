@@ -153,9 +153,7 @@ def _places(layer: AttentionLayer, gain: Tensor) -> Iterator[_Place]:
 def _refuse_sharded(model: nn.Module, layer: AttentionLayer) -> None:
     """Not by the look of the weights: those of a model that FSDP 2 shards as one unit stay whole after a forward."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    if SHARDING & kinds or any(
-        hasattr(parameter, "ds_id") for parameter in model.parameters()
-    ):  # DeepSpeed's ZeRO-3
+    if SHARDING & kinds or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # DeepSpeed's ZeRO-3
         reason = (
             "its weights are sharded over ranks. Save the whole model, beta goes beside the weights, and in one "
             "process load it, betahook.restore(model, folder) and fold"

@@ -4,10 +4,11 @@
     python examples/benchmark.py --config n_layer=3 vocab_size=8192 --rounds 9
     python examples/benchmark.py --model llama --config num_hidden_layers=4 --dtype bfloat16 --device cuda --length 4096
     python examples/benchmark.py --scaling 1024 2048 4096 8192      # the statistics alone, against the sdpa forward
+    python examples/benchmark.py --attention                        # one attention layer in turn: for a busy machine
 
 Every round runs one step of each way, ten with `interval=10`; a ratio is to the unhooked step of the same round: what
 else the machine does slows both. On the CPU seconds are those of the process. Prints a table, writes `benchmark.json`
-and `benchmark.png`, or `scaling.json` and `scaling.png`.
+and `benchmark.png`, or `scaling.json` and `scaling.png`, or `attention.json`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 from transformers.modeling_utils import AttentionInterface
 
@@ -37,6 +39,9 @@ from betahook.masks import Band, Mask
 from betahook.rows import row_sums
 
 INTERVAL = 10
+PAIRS = 20
+"""Of runs of one attention layer for every whole step."""
+
 OURS = {
     "monitor": dict(controller="monitor"),
     "default": dict(),
@@ -137,15 +142,16 @@ class Bench:
 
     def step(self, hook: betahook.Hook | None = None, **further: Any) -> float:
         """Seconds of one step."""
-        start = self._clock()
+        start = self.clock()
         self.model(**self.inputs, **further).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         if hook is not None:
             hook.step()
-        return self._clock() - start
+        return self.clock() - start
 
-    def _clock(self) -> float:
+    def clock(self) -> float:
+        """Seconds until now: of the process on the CPU, else once the device has done all that it was given."""
         if self.device.type == "cpu":
             return time.process_time()
         torch.accelerator.synchronize()
@@ -190,6 +196,64 @@ def allocated(run: Callable[[], object]) -> int:
         now += event.nbytes()
         peak = max(peak, now)
     return peak
+
+
+def capture(model: nn.Module, inputs: dict[str, Any], module: nn.Module) -> Callable[[], Any]:
+    """A function that runs one module, forward and backward, on what it gets in a forward of the model."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    handle = module.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    model(**inputs, use_cache=False)
+    handle.remove()
+    args, kwargs = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.is_floating_point()), calls[0])
+
+    def run() -> None:
+        output = module(*args, **kwargs)
+        (output if isinstance(output, Tensor) else output[0]).sum().backward()
+
+    return run
+
+
+def compare_attention(bench: Bench, rounds: int) -> dict[str, Any]:
+    """What the default controller adds to a whole step, from runs of the first attention layer with and without it.
+
+    Whole steps differ by more than what betahook costs, where the machine does other things too; the layer is where
+    it costs. All layers count as the first one.
+    """
+
+    def seconds(function: Callable[[], object]) -> float:
+        start = bench.clock()
+        function()
+        return bench.clock() - start
+
+    with betahook.attach(bench.model) as hook:
+        layers, module = len(hook.layers), next(iter(hook.layers.values())).module
+    run = capture(bench.model, bench.inputs, module)
+    added: dict[str, list[float]] = {"unhooked": [], "measured": [], "not measured": []}
+    steps = []
+    for turn in range(rounds + 1):
+        for _ in range(PAIRS):
+            before = seconds(run)
+            with betahook.attach(bench.model, interval=2, controller=betahook.Search(rise=False)) as hook:
+                measured, stepping = seconds(run), seconds(hook.step)
+                others = seconds(run)
+            after = seconds(run)
+            if turn:  # the first round is dearer
+                unhooked = (before + after) / 2
+                added["unhooked"].append(layers * (after - before))
+                added["measured"].append(layers * (measured - unhooked) + stepping)
+                added["not measured"].append(layers * (others - unhooked) + stepping)
+        bench.model.zero_grad()
+        steps.append(bench.step())
+    step = statistics.median(steps[1:])
+    shares = {name: share(values, step) for name, values in added.items()}
+    mixed = [(a + (INTERVAL - 1) * b) / INTERVAL for a, b in zip(added["measured"], added["not measured"], strict=True)]
+    return {"step": step, "added": {**shares, f"interval={INTERVAL}": share(mixed, step)}}
+
+
+def share(seconds: list[float], step: float) -> dict[str, float]:
+    """Their median as a share of a step, and its standard error, as that of normal values."""
+    error = 1.25 * statistics.stdev(seconds) / len(seconds) ** 0.5
+    return {"median": statistics.median(seconds) / step, "error": error / step}
 
 
 def summary(values: list[float]) -> dict[str, float]:
@@ -297,6 +361,12 @@ def print_comparison(result: dict[str, dict[str, Any]]) -> None:
         )
 
 
+def print_attention(result: dict[str, Any]) -> None:
+    print(f"a step takes {result['step']:.3f} s; added to it by the attention layers and hook.step()")
+    for name, row in result["added"].items():
+        print(f"{name:26} {100 * row['median']:>+7.2f} % +- {100 * row['error']:.2f}")
+
+
 def print_scaling(result: dict[str, Any]) -> None:
     names = list(result["exponents"])
     print(f"{'ratio to the attention':>22} " + " ".join(f"{name:>18}" for name in names))
@@ -359,6 +429,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--scaling", nargs="+", type=int, metavar="LENGTH", help="the statistics alone, at these lengths"
     )
+    parser.add_argument("--attention", action="store_true", help="one attention layer, against a whole step")
     parser.add_argument("--heads", type=int, default=12, help="with --scaling")
     parser.add_argument("--head-dim", type=int, default=64, help="with --scaling")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -377,13 +448,19 @@ def main(arguments: list[str] | None = None) -> None:
     print(machine(options.device))
     if options.scaling:
         result = scale(options.heads, options.head_dim, options.scaling, options.rounds, options.device, dtype)
-        name, show, draw = "scaling", print_scaling, draw_scaling
+        name = "scaling"
+        print_scaling(result)
+        draw_scaling(result, options.output / "scaling.png")
     else:
         model = build(options.model, dict(options.config), options.device, dtype)
-        result = compare(Bench(model, options.batch, options.length), options.rounds)
-        name, show, draw = "benchmark", print_comparison, draw_comparison
-    show(result)
-    draw(result, options.output / f"{name}.png")
+        bench = Bench(model, options.batch, options.length)
+        if options.attention:
+            name, result = "attention", compare_attention(bench, options.rounds)
+            print_attention(result)
+        else:
+            name, result = "benchmark", compare(bench, options.rounds)
+            print_comparison(result)
+            draw_comparison(result, options.output / "benchmark.png")
     settings = {key: str(value) for key, value in vars(options).items()}
     text = json.dumps({"machine": machine(options.device), "settings": settings, "result": result}, indent=1)
     (options.output / f"{name}.json").write_text(text)
