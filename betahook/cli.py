@@ -53,7 +53,9 @@ def report(name: str) -> str:
     except OSError as error:
         if Path(name).exists():
             raise
-        raise OSError(f"{name} is no folder on this machine, nor found on the Hugging Face Hub. {error}") from error
+        raise OSError(
+            f"{name} is no folder on this machine, and no config of it could be read from the Hugging Face Hub. {error}"
+        ) from error
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
@@ -90,8 +92,10 @@ def obstacle(name: str) -> str | None:
     if (folder / "config.json").is_file():
         return None
     if not folder.exists():
-        is_path = folder.is_absolute() or name.startswith(".") or len(folder.parts) > 2
-        return "does not exist; give the folder of a model, or a name on the Hugging Face Hub" if is_path else None
+        is_path = folder.is_absolute() or name.startswith((".", "~")) or name.endswith("/") or len(folder.parts) > 2
+        if is_path or (len(folder.parts) == 2 and folder.parent.is_dir()):
+            return "does not exist; give the folder of a model, or a name on the Hugging Face Hub"
+        return None
     if folder.is_file():
         return "is a file; give the folder of the model"
     if (folder / "adapter_config.json").is_file():

@@ -97,6 +97,7 @@ def fold(model: nn.Module | Hook) -> None:
     places = {layer: list(_places(layer, gains[layer])) for layer in changed}
     if changed:
         _refuse_shared(hook.model, places)
+        _refuse_prompts(model if isinstance(model, nn.Module) else hook.model, changed[0])
         _refuse_infinite(places, gains)
         _keep_exact(hook, places, gains)
     for layer, (place, *_) in places.items():
@@ -187,8 +188,12 @@ def _refuse_shared(model: nn.Module, places: dict[AttentionLayer, list[_Place]])
                 "merged = model.merge_and_unload(), betahook.fold(merged)"
             )
             raise _refusal(layer, reason)
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise _refusal(layer, "the model learns prompts, which are saved without the weights below")
+
+
+def _refuse_prompts(model: nn.Module, layer: AttentionLayer) -> None:
+    for module in model.modules():
+        if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
+            raise _refusal(layer, "the model learns prompts, which are saved without the weights below")
 
 
 def _refuse_infinite(places: dict[AttentionLayer, list[_Place]], gains: dict[AttentionLayer, Tensor]) -> None:

@@ -26,7 +26,7 @@ from betahook.units import Units
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 def attach(
@@ -42,8 +42,8 @@ def attach(
     """Measure the attention scores of a model from now on, and let a controller adapt beta after every step.
 
     Nothing about the model changes but the inverse temperature of its attention, and with `controller="monitor"` not
-    even that: outputs, gradients and random state are then bit-identical to those of the model alone. (One exception: in
-    evaluation `nn.TransformerEncoder` loses torch's fast path, and its outputs differ by rounding.)
+    even that: outputs, gradients and random state are then bit-identical to those of the model alone. (One exception:
+    in evaluation `nn.TransformerEncoder` loses torch's fast path, and its outputs differ by rounding.)
 
     Args:
         model: any model with softmax attention over q . k: that of transformers, written by hand with torch's products,
@@ -87,7 +87,7 @@ class Hook:
         steps: how often `step` was called, before a resume too.
         last_input: positional and keyword arguments of the model's last forward without a cache, on which `fold` checks
             itself; None before, and after `detach`. So that batch stays in memory; set it to None to let it go.
-        skipped: names of the modules that look like attention but are not reached, with the reason.
+        not_reached: names of the modules that look like attention but are not reached, with the reason.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Hook:
         model: nn.Module,
         controllers: list[Controller],
         modules: dict[str, Found],
-        skipped: dict[str, str],
+        not_reached: dict[str, str],
         *,
         per_head: bool,
         interval: int,
@@ -116,7 +116,7 @@ class Hook:
         self.layers = Layers(layers)
         self.controllers = controllers
         self.last_input: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self.not_reached = skipped
+        self.not_reached = not_reached
         self._state = state
         self._per_head = per_head
         self._interval = interval

@@ -32,7 +32,7 @@ UNKNOWN = (
     f"this version of betahook does not know how transformers {transformers.__version__} comes to its attention "
     "functions: upgrade one of the two"
 )
-"""What to say where the tap is passed by."""
+"""What to say where attention bypasses the tap."""
 
 _original = AttentionInterface.get_interface
 _users = 0

@@ -165,14 +165,20 @@ class AttentionLayer:
 
     @property
     def beta_default(self) -> float:
-        """The inverse temperature that the model itself applies, read as `beta`; NaN before the first forward."""
+        """The inverse temperature that the model itself applies, a number like `beta`; NaN before the first forward."""
         return self._mean_over_heads(self._state.beta_default)
+
+    @property
+    def head_beta_default(self) -> Tensor:
+        """The inverse temperature that the model itself applies to each head, `[heads]`, float32 on the CPU."""
+        return self._state.beta_default[self._slice].cpu()
 
     @property
     def beta(self) -> float:
         """The inverse temperature in force; the geometric mean where the heads differ. Assign a number to set it.
 
-        NaN before the first forward if none was set: the model's own is known only then.
+        A number is that of all heads, also where the model's own differ. NaN before the first forward if none was set:
+        the model's own is known only then.
         """
         return self._mean_over_heads(self._state.current_beta)
 
@@ -212,8 +218,7 @@ class AttentionLayer:
         self._state.beta[self._slice] = new.detach().to(self._state.beta.device)
 
     def _mean_over_heads(self, values: Tensor) -> float:
-        own = values[self._slice]
-        return float(statistics.geometric_mean(own, torch.tensor([self.heads], device=own.device)))
+        return float(statistics.geometric_mean(values[self._slice].cpu(), torch.tensor([self.heads])))
 
     @property
     def statistics(self) -> Statistics:

@@ -174,8 +174,10 @@ class ScoreProducts(TorchFunctionMode):
         layer = self._layer
         folded = product.equation is not None and product.equation == self._known.folded
         axis = product.head_axis(layer.heads, "flat" if folded else self._known.product_axis)
+        # The values, not seen yet, may ask for a gradient where q and k do not; a product into a buffer has none.
+        others = [product.right, *([] if "out" in kwargs else layer.module.parameters())]
         query = contraction.on_heads(
-            product.left, axis, layer.heads, lambda left, axis: scale_query(layer, left, product.right, axis=axis)
+            product.left, axis, layer.heads, lambda left, axis: scale_query(layer, left, *others, axis=axis)
         )
         output = product.run(query)
         prescale = self._factor(product.left) * self._factor(product.right)

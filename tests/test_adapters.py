@@ -218,3 +218,14 @@ def test_a_model_of_learned_prompts_is_saved_without_the_weights_that_would_be_f
         with pytest.raises(betahook.FoldError, match="learns prompts, which are saved without the weights"):
             betahook.fold(model)
         assert hook.attached
+
+
+def test_learned_prompts_around_a_hooked_model_are_seen():
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama"))
+        for layer in hook.layers.values():
+            layer.beta = 2 * layer.beta_default
+        prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+        with pytest.raises(betahook.FoldError, match="learns prompts"):
+            betahook.fold(peft.get_peft_model(model, prompts))

@@ -107,8 +107,17 @@ def test_inspect_asks_the_hub_for_what_is_no_folder(capsys, monkeypatch):
     assert main(["inspect", "someone/llama"]) == 0
     assert "layers.0.self_attn: 4 heads of 8" in capsys.readouterr().out
     assert main(["inspect", "gpt2"]) == 1
-    message = "gpt2 is no folder on this machine, nor found on the Hugging Face Hub. We couldn't connect"
-    assert capsys.readouterr().err == f"betahook inspect: {message}\n"
+    message = "gpt2 is no folder on this machine, and no config of it could be read from the Hugging Face Hub."
+    assert capsys.readouterr().err == f"betahook inspect: {message} We couldn't connect\n"
+
+
+def test_inspect_does_not_ask_the_hub_for_a_mistyped_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr(betahook.cli.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("it asked"))
+    for name in ("runs/chekpoint-4", "nowhere/", "~/model", "./model", "a/b/c"):
+        assert main(["inspect", name]) == 1
+        assert f"{name} does not exist; give the folder of a model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model_type", ["mine", "blip_text_model"])  # the config has that code, or the model alone

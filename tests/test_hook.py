@@ -261,8 +261,8 @@ def test_foreign_states_are_refused_and_change_nothing():
     with betahook.attach(build("llama")) as hook, betahook.attach(build("gpt2")) as other:
         state = hook.state_dict()
         for foreign, message in (
-            ({**state, "version": 99}, "expected a betahook state of version 1, got 99"),
-            ([], "expected a betahook state of version 1, got 'list'"),
+            ({**state, "version": 99}, "expected a betahook state of version 2, got 99"),
+            ([], "expected a betahook state of version 2, got 'list'"),
             (other.state_dict(), f"other layers; these differ: {LAYER}.*transformer.h.0.attn"),
             ({**state, "controllers": []}, "belongs to other controllers: expected .*Search"),
         ):

@@ -34,10 +34,12 @@ def test_beta_is_the_model_s_own_until_it_is_set(pair):
     assert math.isnan(first.beta)
     assert math.isnan(first.beta_default)
     assert first.head_beta.isnan().all()
+    assert first.head_beta_default.isnan().all()
     assert first.current_gain.tolist() == [1.0] * 4
     first.note_default(0.25)
     assert first.current_gain.tolist() == [1.0] * 4
     assert first.beta == first.beta_default == 0.25
+    assert first.head_beta_default.tolist() == [0.25] * 4
     assert math.isnan(second.beta)
     first.beta = 0.5
     assert (first.beta, first.beta_default) == (0.5, 0.25)

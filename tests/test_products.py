@@ -430,3 +430,17 @@ def test_the_factor_of_a_part_of_the_query_is_not_one_of_beta(x):
     with betahook.attach(model, controller="monitor") as hook:
         model(x)
         assert hook.layers["1"].beta_default == pytest.approx(8**-0.5)
+
+
+@pytest.mark.parametrize("kind", [ByHandAttention, FusedAttention])
+def test_the_sensitivity_needs_a_gradient_of_the_values_alone(kind, x):
+    model, x, losses = make(kind).double().requires_grad_(False), x.double(), []
+    model[1].v_proj.requires_grad_(True)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x).square().mean().backward()
+        layer = hook.layers["1"]
+        sensitivity, own = float(layer.statistics.sensitivity), layer.beta
+        for shift in (-5e-3, 5e-3):
+            layer.beta = own * math.exp(shift)
+            losses.append(model(x).square().mean().item())
+    assert sensitivity == pytest.approx((losses[1] - losses[0]) / 1e-2, rel=1e-3)
