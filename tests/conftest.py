@@ -9,6 +9,7 @@ OLDEST = {
     "a_layer_that_was_not_used": "T5 writes its attention by hand",
     "half_of_beta_is_half_of_the_query[gpt2-eager]": "GPT-2 passes no scaling that the test could change",
     "one_graph_serves_every_beta": "torch cannot trace the models at all",
+    "compiled_checkpointing": "torch cannot trace the models at all",
     "a_compiled_model_folds": "torch cannot trace the models at all",
     "cuda_graphs_know": "torch cannot trace the models at all",
     "two_processes_reduce": "a rank may hang when the other has left",
