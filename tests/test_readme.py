@@ -40,6 +40,17 @@ def test_there_are_blocks():
     assert [page for page, _ in BLOCKS] == ["README.md"] * 4 + ["docs/API.md"]
 
 
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_begin_with_a_title_and_link_to_what_is_there(page):
+    text = page.read_text()
+    assert text.startswith("# ")
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if not link.startswith("http")]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
 def test_the_public_names_are_all_described():
     described = (ROOT / "docs/API.md").read_text()
     assert [name for name in betahook.__all__ if f"`{name}" not in described] == []
