@@ -171,7 +171,7 @@ class AttentionLayer:
     @property
     def head_beta_default(self) -> Tensor:
         """The inverse temperature that the model itself applies to each head, `[heads]`, float32 on the CPU."""
-        return self._state.beta_default[self._slice].cpu()
+        return self._state.beta_default[self._slice].to("cpu", copy=True)
 
     @property
     def beta(self) -> float:

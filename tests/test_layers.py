@@ -40,6 +40,8 @@ def test_beta_is_the_model_s_own_until_it_is_set(pair):
     assert first.current_gain.tolist() == [1.0] * 4
     assert first.beta == first.beta_default == 0.25
     assert first.head_beta_default.tolist() == [0.25] * 4
+    first.head_beta_default[0] = 9  # what was read is a copy
+    assert first.head_beta_default.tolist() == [0.25] * 4
     assert math.isnan(second.beta)
     first.beta = 0.5
     assert (first.beta, first.beta_default) == (0.5, 0.25)
