@@ -97,7 +97,7 @@ def fold(model: nn.Module | Hook) -> None:
     places = {layer: list(_places(layer, gains[layer])) for layer in changed}
     if changed:
         _refuse_shared(hook.model, places)
-        _refuse_prompts(model if isinstance(model, nn.Module) else hook.model, changed[0])
+        _refuse_adapters(hook.model, model if isinstance(model, nn.Module) else hook.model, changed[0])
         _refuse_infinite(places, gains)
         _keep_exact(hook, places, gains)
     for layer, (place, *_) in places.items():
@@ -175,23 +175,23 @@ def _refuse_unwritable(layer: AttentionLayer, *parameters: Any) -> None:
 
 
 def _refuse_shared(model: nn.Module, places: dict[AttentionLayer, list[_Place]]) -> None:
-    """A weight with another user has one value for both; an adapter is saved without the weights below it."""
+    """A weight with another user has one value for both."""
     users = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     for layer, candidates in places.items():
         if any(users[id(part.parameter)] > 1 for place in candidates for part in place.parts):
             raise _refusal(layer, "another module shares its query weight, which cannot hold two factors")
-    layer = next(iter(places))
-    for name, module in model.named_modules():
+
+
+def _refuse_adapters(hooked: nn.Module, given: nn.Module, layer: AttentionLayer) -> None:
+    """What an adapter saves leaves out the weights below it; learned prompts may stand around the hooked model."""
+    for name, module in hooked.named_modules():
         if hasattr(module, "base_layer"):
             reason = (
                 f"{name} is wrapped by an adapter, saved without the weights below; merge that first, "
                 "merged = model.merge_and_unload(), betahook.fold(merged)"
             )
             raise _refusal(layer, reason)
-
-
-def _refuse_prompts(model: nn.Module, layer: AttentionLayer) -> None:
-    for module in model.modules():
+    for module in given.modules():
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
             raise _refusal(layer, "the model learns prompts, which are saved without the weights below")
 

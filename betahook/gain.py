@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,14 +13,18 @@ from betahook.scores import at_least_float32
 
 
 def scale_query(
-    layer: AttentionLayer, query: Tensor, *others: Tensor, axis: int = 1, default: float | Tensor | None = None
+    layer: AttentionLayer,
+    query: Tensor,
+    others: Iterable[Tensor],
+    axis: int = 1,
+    default: float | Tensor | None = None,
 ) -> Tensor:
     """`query * beta / beta_default`, bit-identical to `query` while beta is the model's own.
 
     Args:
         layer: whose beta.
         query: heads lie along `axis`.
-        others: what else goes into the attention: through one of them too a gradient may reach the logits.
+        others: what else goes into the attention: where one of them asks for a gradient, the logits have one too.
         axis: of the heads.
         default: the model's own beta, where this call shows it.
     """
@@ -27,7 +32,7 @@ def scale_query(
     shape = [1] * query.dim()
     shape[axis] = -1
     gain = layer.local_gain(default).detach().to(query.device).view(shape)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, *others)):
+    if torch.is_grad_enabled() and (query.requires_grad or any(x.requires_grad for x in others)):
         scaled: Tensor = ScaleQuery.apply(query, gain, layer.probe.to(query.device), axis)  # type: ignore[no-untyped-call]
         return scaled
     return (query * gain).to(query.dtype)

@@ -104,7 +104,7 @@ def _hooked(
         described = describe_mask(implementation, module, query, key, mask, kwargs)
         raw = query if prescale == 1 else query / prescale
         layer.record(raw, key, described, position_bias=kwargs.get("position_bias"), softcap=kwargs.get("softcap"))
-    query = scale_query(layer, query, key, value, default=default)
+    query = scale_query(layer, query, (key, value), default=default)
     return function(module, query, key, value, *args, **kwargs)
 
 

@@ -9,6 +9,7 @@ biases them. The factors on the way make the model's own beta, and the softmax s
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -175,9 +176,9 @@ class ScoreProducts(TorchFunctionMode):
         folded = product.equation is not None and product.equation == self._known.folded
         axis = product.head_axis(layer.heads, "flat" if folded else self._known.product_axis)
         # The values, not seen yet, may ask for a gradient where q and k do not; a product into a buffer has none.
-        others = [product.right, *([] if "out" in kwargs else layer.module.parameters())]
+        others = itertools.chain([product.right], () if "out" in kwargs else layer.module.parameters())
         query = contraction.on_heads(
-            product.left, axis, layer.heads, lambda left, axis: scale_query(layer, left, *others, axis=axis)
+            product.left, axis, layer.heads, lambda left, axis: scale_query(layer, left, others, axis)
         )
         output = product.run(query)
         prescale = self._factor(product.left) * self._factor(product.right)
@@ -250,7 +251,7 @@ class ScoreProducts(TorchFunctionMode):
                 mask = masks.from_tensor(contraction.batched(pairs, axis, heads), Band())
             layer.record(q, k, mask, position_bias=None, softcap=None)
         query = contraction.on_heads(
-            query, axis, heads, lambda query, axis: scale_query(layer, query, key, value, axis=axis)
+            query, axis, heads, lambda query, axis: scale_query(layer, query, (key, value), axis)
         )
         return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
 

@@ -81,9 +81,14 @@ def by_segment(values: Tensor, reduction: Literal["sum", "mean", "max"], lengths
     return torch.segment_reduce(values.contiguous(), reduction, lengths=lengths, unsafe=True)
 
 
+def first_of_each(values: Tensor, lengths: Tensor) -> Tensor:
+    """The first entry of each run, `[entries] -> [segments]`."""
+    return values[lengths.cumsum(0) - lengths]
+
+
 def geometric_mean(values: Tensor, lengths: Tensor) -> Tensor:
     """Of runs of positive values, `[entries] -> [segments]`; where those of a run agree, that value bit by bit."""
-    first = values[lengths.cumsum(0) - lengths]
+    first = first_of_each(values, lengths)
     ratios = values / first.repeat_interleave(lengths, output_size=len(values))
     return first * by_segment(ratios.log(), "mean", lengths).exp()
 

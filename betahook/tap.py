@@ -6,7 +6,7 @@ Attention that transformers computes passes `betahook.interface`, any other `bet
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -16,7 +16,7 @@ from betahook.gain import is_recording
 from betahook.layers import ATTRIBUTE, AttentionLayer
 
 
-def connect(model: nn.Module, layers: Iterable[AttentionLayer]) -> list[RemovableHandle | products.Override]:
+def connect(model: nn.Module, layers: Collection[AttentionLayer]) -> list[RemovableHandle | products.Override]:
     """Let the modules of the layers pass through the tap, and what enters W_q and W_k too.
 
     Returns:

@@ -44,7 +44,7 @@ class Units:
 
     def first(self, values: Tensor) -> Tensor:
         """`[heads] -> [units]`, the value of the first head of each."""
-        return values[self.lengths.cumsum(0) - self.lengths]
+        return statistics.first_of_each(values, self.lengths)
 
     def largest(self, values: Tensor) -> Tensor:
         """`[heads] -> [units]`, the largest value in each."""

@@ -125,6 +125,20 @@ def build(name: str, overrides: dict[str, Any], device: str, dtype: torch.dtype)
     raise SystemExit(f"--model {name}: transformers has no language model of this type")
 
 
+def seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Seconds that a call takes: of the process on the CPU, else until the device has done all that it was given."""
+
+    def clock() -> float:
+        if device.type == "cpu":
+            return time.process_time()
+        torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    start = clock()
+    function()
+    return clock() - start
+
+
 class Bench:
     """Steps of training of one model, timed.
 
@@ -142,20 +156,15 @@ class Bench:
 
     def step(self, hook: betahook.Hook | None = None, **further: Any) -> float:
         """Seconds of one step."""
-        start = self.clock()
-        self.model(**self.inputs, **further).loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if hook is not None:
-            hook.step()
-        return self.clock() - start
 
-    def clock(self) -> float:
-        """Seconds until now: of the process on the CPU, else once the device has done all that it was given."""
-        if self.device.type == "cpu":
-            return time.process_time()
-        torch.accelerator.synchronize()
-        return time.perf_counter()
+        def train() -> None:
+            self.model(**self.inputs, **further).loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if hook is not None:
+                hook.step()
+
+        return seconds(train, self.device)
 
     def ways(self) -> dict[str, Callable[[], float]]:
         """Name to a function that runs a step, or `interval` of them, and returns the seconds of one without set-up."""
@@ -220,11 +229,6 @@ def compare_attention(bench: Bench, rounds: int) -> dict[str, Any]:
     it costs. All layers count as the first one.
     """
 
-    def seconds(function: Callable[[], object]) -> float:
-        start = bench.clock()
-        function()
-        return bench.clock() - start
-
     with betahook.attach(bench.model) as hook:
         layers, module = len(hook.layers), next(iter(hook.layers.values())).module
     run = capture(bench.model, bench.inputs, module)
@@ -232,11 +236,12 @@ def compare_attention(bench: Bench, rounds: int) -> dict[str, Any]:
     steps = []
     for turn in range(rounds + 1):
         for _ in range(PAIRS):
-            before = seconds(run)
+            before = seconds(run, bench.device)
+            # The rise looks at W_q and W_k in the first steps only.
             with betahook.attach(bench.model, interval=2, controller=betahook.Search(rise=False)) as hook:
-                measured, stepping = seconds(run), seconds(hook.step)
-                others = seconds(run)
-            after = seconds(run)
+                measured, stepping = seconds(run, bench.device), seconds(hook.step, bench.device)
+                others = seconds(run, bench.device)
+            after = seconds(run, bench.device)
             if turn:  # the first round is dearer
                 unhooked = (before + after) / 2
                 added["unhooked"].append(layers * (after - before))
@@ -250,10 +255,10 @@ def compare_attention(bench: Bench, rounds: int) -> dict[str, Any]:
     return {"step": step, "added": {**shares, f"interval={INTERVAL}": share(mixed, step)}}
 
 
-def share(seconds: list[float], step: float) -> dict[str, float]:
-    """Their median as a share of a step, and its standard error, as that of normal values."""
-    error = 1.25 * statistics.stdev(seconds) / len(seconds) ** 0.5
-    return {"median": statistics.median(seconds) / step, "error": error / step}
+def share(added: list[float], step: float) -> dict[str, float]:
+    """The median of what was added as a share of a step, and its standard error, as that of normal values."""
+    error = 1.25 * statistics.stdev(added) / len(added) ** 0.5
+    return {"median": statistics.median(added) / step, "error": error / step}
 
 
 def summary(values: list[float]) -> dict[str, float]:
@@ -299,22 +304,15 @@ def scale(
     heads: int, head_dim: int, lengths: list[int], rounds: int, device: str, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Seconds and ratios by length and statistic, and the exponents of their growth."""
-
-    def seconds(function: Callable[[], object]) -> float:
-        synchronize = torch.accelerator.synchronize if device != "cpu" else lambda: None
-        clock = time.process_time if device == "cpu" else time.perf_counter
-        synchronize()
-        start = clock()
-        function()
-        synchronize()
-        return clock() - start
-
     table: dict[int, dict[str, list[float]]] = {}
     for length in lengths:
         functions = statistics_alone(heads, head_dim, length, device, dtype)
         for function in functions.values():
             function()
-        rows = [{name: seconds(function) for name, function in functions.items()} for _ in range(rounds)]
+        rows = [
+            {name: seconds(function, torch.device(device)) for name, function in functions.items()}
+            for _ in range(rounds)
+        ]
         for row in rows:
             row["all statistics"] = sum(row.values()) - row["attention"]
         table[length] = {name: [row[name] for row in rows] for name in rows[0]}

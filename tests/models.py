@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -150,3 +151,13 @@ def trace() -> Iterator[list[Traced]]:
 
     with mock.patch("torch.matmul", watched_matmul), mock.patch("torch.nn.functional.softmax", watched_softmax):
         yield calls
+
+
+def derivative(layer, loss, shift=5e-3):
+    """dL / d log beta of a layer by a central difference; `loss()` is a tensor."""
+    own, losses = layer.head_beta, []
+    for factor in (math.exp(-shift), math.exp(shift)):
+        layer.head_beta = factor * own
+        losses.append(float(loss().detach()))
+    layer.head_beta = own
+    return (losses[1] - losses[0]) / (2 * shift)

@@ -276,12 +276,18 @@ class Interrupt(TrainerCallback):
         raise KeyboardInterrupt
 
 
+def break_off(folder, callback):
+    """A Trainer that was interrupted after its first step."""
+    trainer = make_trainer(folder, callback)
+    trainer.add_callback(Interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    return trainer
+
+
 def test_a_training_that_was_broken_off_leaves_nothing_to_the_next(tmp_path):
     callback = BetaHookCallback(on_end="keep")
-    first = make_trainer(tmp_path, callback)
-    first.add_callback(Interrupt())
-    with pytest.raises(KeyboardInterrupt):
-        first.train()
+    first = break_off(tmp_path, callback)
     second = make_trainer(tmp_path, callback)
     second.train()
     assert callback.hook.model is second.model
@@ -307,10 +313,7 @@ def test_after_the_hook_that_it_was_given_a_callback_has_hooks_of_its_own(tmp_pa
     callback = BetaHookCallback(hook=betahook.attach(trainer.model, controller="monitor"))
     trainer.add_callback(callback)
     trainer.train()
-    broken_off = make_trainer(tmp_path, callback)
-    broken_off.add_callback(Interrupt())
-    with pytest.raises(KeyboardInterrupt):
-        broken_off.train()
+    break_off(tmp_path, callback)
     last = make_trainer(tmp_path, callback)
     last.train()
     assert callback.hook.model is last.model
