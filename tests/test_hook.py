@@ -358,11 +358,14 @@ def test_the_largest_logit_is_one_that_a_forward_had():
     """In steps that are not measured beta moves on, and with it what the largest score would give now."""
     model = build("llama")
     with betahook.attach(model, controller=betahook.Search(window=1, warmup=0, rise=False), interval=3) as hook:
-        train(model, hook, 1)
+        model(**inputs("llama")).loss.backward()
         layer = hook.layers[LAYER]
-        measured = hook.metrics()[f"max_logit/{LAYER}"]
-        train(model, hook, 1)
+        expected = layer.beta_default * float(layer.statistics.max_score)
+        hook.step()
         assert layer.beta != layer.beta_default
+        measured = hook.metrics()[f"max_logit/{LAYER}"]
+        assert measured == pytest.approx(expected, rel=1e-5)
+        train(model, hook, 1)
         assert hook.metrics()[f"max_logit/{LAYER}"] == measured
         hook.load_state_dict(hook.state_dict())
         assert hook.metrics()[f"max_logit/{LAYER}"] == measured

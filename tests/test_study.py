@@ -109,6 +109,17 @@ def test_a_fixed_beta_is_relative_to_that_of_the_model(study):
         assert [layer.beta for layer in hook.layers.values()] == pytest.approx([5 / math.sqrt(32)] * 4)
 
 
+def test_betas_that_differ_by_head_are_ready_for_json(study):
+    model = study["language_model"].build("llama", 16)
+    with study["controllers"].Treatment(per_head=True).attach(model) as hook:
+        layers = list(hook.layers.values())
+        for layer in layers:
+            layer.beta = 0.25
+        layers[0].head_beta = torch.tensor([0.25, 0.5, 1.0, 2.0])
+        betas = study["training"].betas(hook)
+    assert json.loads(json.dumps(list(betas.values()))) == [[0.25, 0.5, 1.0, 2.0], 0.25, 0.25, 0.25]
+
+
 def test_qwen3_is_llama_with_norms_of_q_and_k(study):
     weights = []
     for name in ("llama", "qwen3"):

@@ -45,13 +45,19 @@ class Watch(TrainerCallback):
     def __init__(self, hook: Hook, settings: Settings) -> None:
         self.hook = hook
         self.points = {settings.steps * (i + 1) // settings.evaluations for i in range(settings.evaluations)}
-        self.betas: list[tuple[int, list[float]]] = []
+        self.betas: list[tuple[int, list[Any]]] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.hook.step()
         if state.global_step in self.points:
             control.should_evaluate = True
-            self.betas.append((state.global_step, [layer.beta for layer in self.hook.layers.values()]))
+            self.betas.append((state.global_step, list(betas(self.hook).values())))
+
+
+def betas(hook: Hook) -> dict[str, Any]:
+    """Every layer's beta, ready for JSON: a number, or a list where the heads differ."""
+    found = {name: layer.head_beta.tolist() for name, layer in hook.layers.items()}
+    return {name: heads if len(set(heads)) > 1 else heads[0] for name, heads in found.items()}
 
 
 def fit(
@@ -124,7 +130,7 @@ def fit(
         **{name: curve[-1][1] for name, curve in curves.items() if curve},
         **{f"{name}_curve": curve for name, curve in curves.items() if curve},
         "training_losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "beta": {name: layer.beta for name, layer in hook.layers.items()},
+        "beta": betas(hook),
         "beta_curve": watch.betas,
         "max_logit": {name: metrics.get(f"max_logit/{name}") for name in hook.layers},
         "seconds": seconds,
