@@ -1,5 +1,6 @@
 """The tap against the model alone, bit by bit, and against an independent trace of its attention."""
 
+import gc
 import math
 import subprocess
 import sys
@@ -158,8 +159,15 @@ def test_sensitivity_equals_a_finite_difference(family, backend):
             assert sensitivity == pytest.approx(expected, rel=1e-4)
 
 
-def test_one_registration_removed_with_the_last_hook():
-    original = AttentionInterface.get_interface
+@pytest.fixture
+def original():
+    """The method of transformers, free of the hooks of earlier tests, which go with the garbage collector."""
+    gc.collect()
+    assert AttentionInterface.get_interface is interface._original
+    return interface._original
+
+
+def test_one_registration_removed_with_the_last_hook(original):
     first = betahook.attach(build("llama"))
     second = betahook.attach(build("gpt2"))
     assert AttentionInterface.get_interface is not original
@@ -207,9 +215,8 @@ def test_a_transformers_without_the_interface_is_named(change):
     assert "ImportError: betahook needs transformers 5.1 or later" in run.stderr
 
 
-def test_a_transformers_that_asks_elsewhere_is_named(monkeypatch):
+def test_a_transformers_that_asks_elsewhere_is_named(monkeypatch, original):
     """As if the functions were kept by another class, on which the wrapped method has no effect."""
-    original = AttentionInterface.get_interface
     elsewhere = type("Elsewhere", (), {"get_interface": lambda self, name, default: default})()
     monkeypatch.setattr(interface, "ALL_ATTENTION_FUNCTIONS", elsewhere)
     with pytest.raises(RuntimeError, match=r"does not know how transformers \S+ comes to its attention functions"):
@@ -221,8 +228,9 @@ def test_attention_that_bypasses_the_tap_is_no_silent_success(monkeypatch):
     """As if the modules had bound their attention function before."""
     model = build("llama")
     with betahook.attach(model) as hook:
-        monkeypatch.setattr(AttentionInterface, "get_interface", interface._original)
-        model(**inputs("llama"))
+        with monkeypatch.context() as patch:
+            patch.setattr(AttentionInterface, "get_interface", interface._original)
+            model(**inputs("llama"))
         with pytest.raises(RuntimeError, match=r"step\(\) before any attention of the hooked layers was seen"):
             hook.step()
 
