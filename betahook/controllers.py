@@ -143,8 +143,8 @@ class Search(Controller):
 
     A fresh model, one whose W_q and W_k are random at the first step, begins with a rise, which is ours. Its attention
     is flat, and while it is, the sensitivity is next to nothing: it sees the loss of this batch, not that W_q and W_k
-    learn in proportion to beta. Where beta goes depends on what W_q and W_k look like (`theory.spectral_ratio`), and on
-    `beta_0`, the model's own:
+    learn in proportion to beta. A layer that is first used later rises with the others, or after their warm-up at once.
+    Where beta goes depends on what W_q and W_k look like (`theory.spectral_ratio`), and on `beta_0`, the model's own:
 
     * usually: `beta_0 / 3` in the warm-up, then from `beta_0` to `10 beta_0` in 100 batches, whatever the sensitivity,
       but in no unit beyond a logit std of 4: where the scores grow, beta falls;
@@ -191,7 +191,7 @@ class Search(Controller):
         return {
             "wait": zero + self.warmup,  # batches left in which beta stays
             "rise": zero,  # batches left of the rise that comes then
-            "fresh": zero,  # 1 where W_q and W_k were random at the first step
+            "fresh": zero - 1,  # 1 in a model whose W_q and W_k were random at the first step, 0 in others; -1 before
             "batches": zero,  # of the window so far, and the sensitivity summed over them
             "total": zero,
             "direction": zero,  # of the last step of the search, and its size
@@ -200,8 +200,12 @@ class Search(Controller):
 
     def update(self, beta: Tensor, observation: Observation) -> Tensor:
         old = beta
-        if self.rise and (observation.step <= self.warmup / 3 or observation.step == self.warmup):
-            beta = self._look_at_weights(beta, observation)
+        if self.rise:
+            looks = observation.step <= self.warmup / 3 or observation.step == self.warmup
+            random = observation.spectral_ratio() <= FRESH_RATIO if looks else None
+            beta = self._plan_rise(beta, observation.step, random)
+            if random is not None:
+                beta = self._revise_plan(beta, observation, random)
         wait, rise = self.state["wait"], self.state["rise"]
         waiting = wait > 0
         rising = ~waiting & (rise > 0)
@@ -218,17 +222,27 @@ class Search(Controller):
     def is_in_transition(self) -> bool:
         return bool((self.state["rise"] > 0).any()) if self.state else False
 
-    def _look_at_weights(self, beta: Tensor, observation: Observation) -> Tensor:
-        """Plan the rise by what W_q and W_k look like: beta to wait at, or to begin from."""
-        random = observation.spectral_ratio() <= FRESH_RATIO
+    def _plan_rise(self, beta: Tensor, step: int, random: Tensor | None) -> Tensor:
+        """Plan the rise of the units that are seen for the first time, all of them or none by what the first ones saw.
+
+        `random` is whether W_q and W_k look random now, None where nobody looked.
+        """
         state = self.state
-        if observation.step == 0:
-            state = {
-                **state,
-                "fresh": torch.where(random, 1, state["fresh"]),
-                "rise": torch.where(random, RISE_BATCHES, state["rise"]),
-            }
-            beta = torch.where(random, beta * 10**WARMUP_DECADES, beta)
+        seen_before = state["fresh"].max()
+        fresh = seen_before if random is None else torch.where(seen_before < 0, random.to(beta), seen_before)
+        new = state["fresh"] < 0
+        rises = new & (fresh > 0)
+        self.state = {
+            **state,
+            "wait": torch.where(rises, max(self.warmup - step, 0), state["wait"]),
+            "rise": torch.where(rises, RISE_BATCHES, state["rise"]),
+            "fresh": torch.where(new, fresh.clamp(min=0), state["fresh"]),
+        }
+        return torch.where(rises, beta * 10**WARMUP_DECADES, beta) if step <= self.warmup else beta
+
+    def _revise_plan(self, beta: Tensor, observation: Observation, random: Tensor) -> Tensor:
+        """By what W_q and W_k look like some batches later: beta to wait at, or to begin from."""
+        state = self.state
         planned = state["rise"] == RISE_BATCHES
         if observation.step == self.warmup:
             plateau = planned & random

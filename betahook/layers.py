@@ -218,7 +218,7 @@ class AttentionLayer:
         self._state.beta[self._slice] = new.detach().to(self._state.beta.device)
 
     def _mean_over_heads(self, values: Tensor) -> float:
-        return float(statistics.geometric_mean(values[self._slice].cpu(), torch.tensor([self.heads])))
+        return float(statistics.geometric_mean(values[self._slice].cpu(), torch.tensor([self.heads], device="cpu")))
 
     @property
     def statistics(self) -> Statistics:

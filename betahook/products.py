@@ -184,8 +184,9 @@ class ScoreProducts(TorchFunctionMode):
         prescale = self._factor(product.left) * self._factor(product.right)
         value = operands = None
         if self._recording:
-            value = product.alone(query.detach()) if product.biased else output.detach()
-            operands = product.tokens(axis, layer.heads)
+            with torch.no_grad():  # a checkpointed forward must save as much for its backward as its recomputation
+                value = product.alone(query) if product.biased else output.detach()
+                operands = product.tokens(axis, layer.heads)
         self._note(output, Trace("scores", product.alpha, value, prescale, operands))
         return output
 

@@ -53,8 +53,8 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Let the model's autocast, which would take products of float32 in half precision, not reach what is inside."""
-    has_any = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if has_any else nullcontext()
+    acts = device.type != "meta" and torch.is_autocast_enabled(device.type)  # torch knows of none for meta
+    return torch.autocast(device.type, enabled=False) if acts else nullcontext()
 
 
 @dataclass(frozen=True)

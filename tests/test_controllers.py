@@ -179,6 +179,37 @@ def test_the_logits_of_a_rising_unit_are_held_at_their_std_until_the_rise_is_ove
     assert third == approx([-0.5, -0.5, 0.1, 0.2, *[two - 1] * 8, two - 1 - 0.5])
 
 
+@pytest.mark.parametrize("first", [1, 2, 5])
+def test_a_unit_that_is_seen_later_rises_too(first):
+    """As with LayerDrop, or where the first batches have no images: with the others, or after their warm-up at once."""
+    observations = [
+        replace(one, statistics=replace(one.statistics, count=torch.tensor([1.0, float(step >= first)])))
+        for step, one in enumerate(rising([FRESH, LEARNED], 17, units=2))
+    ]
+    used, late = zip(*run(search(warmup=2, rise=True), observations, [1.0] * 2), strict=True)
+    rise = [0.1 * index for index in range(1, 11)]
+    assert decades(used) == approx([-0.5, -0.5, *rise, 0.5, -0.25, -1.25, -2.25, -3])
+    waits = [-0.5] if first == 1 else []
+    ends = [0.5, -0.25, -1.25, -2.25, -3][: 17 - first - len(waits) - 10]
+    assert decades(late) == approx([*[0] * first, *waits, *rise, *ends])
+
+
+def test_a_unit_that_is_seen_later_does_not_rise_in_a_trained_model():
+    observations = [
+        replace(one, statistics=replace(one.statistics, count=torch.tensor([1.0, float(step >= 1)])))
+        for step, one in enumerate(rising([LEARNED, FRESH], 4, units=2))
+    ]
+    _, late = zip(*run(search(warmup=2, rise=True), observations, [1.0] * 2), strict=True)
+    assert decades(late) == approx([0, 0, 0, -0.5])
+
+
+def test_where_nothing_is_seen_at_first_the_first_look_at_a_unit_decides():
+    """Steps in evaluation mode, say."""
+    observations = [replace(one, spectral_ratio=lambda: torch.tensor(FRESH)) for one in rising([FRESH, FRESH], 4)]
+    observations[0] = replace(observations[0], statistics=replace(observations[0].statistics, count=torch.zeros(1)))
+    assert decades(run(search(warmup=4, rise=True), observations)) == approx([0, -0.5, -0.5, -0.5])
+
+
 def test_a_rise_takes_no_logit_beyond_half_the_overflow_bound_and_ends_all_the_same():
     history = run(search(rise=True, warmup=2), rising([FRESH, LEARNED], 13, max_score=22.0))
     assert max(history) == approx(2.0)
