@@ -10,8 +10,8 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from betahook.override import Override
 
 if TYPE_CHECKING:
     from betahook.hook import Hook
@@ -186,17 +188,17 @@ def unmarked(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def connect(hook: Hook) -> Callable[[], None]:
-    """Let `save_pretrained` of the hooked model write the hook's state too, until the function returned is called."""
-    model = hook.model
-    original = getattr(model, "save_pretrained", None)
+def connect(hook: Hook, undo: ExitStack) -> None:
+    """Let `save_pretrained` of the hooked model write the hook's state too, until `undo` is closed."""
+    original = getattr(hook.model, "save_pretrained", None)
     if original is None:
-        return lambda: None
-    own = {name: value for name, value in vars(model).items() if name == "save_pretrained"}
+        return
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def save_pretrained(save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        if not override.active:  # a wrapper that came later goes on calling this
+            return original(save_directory, *args, **kwargs)
         bound = signature.bind(save_directory, *args, **kwargs).arguments
         options = {**bound, **bound.get("kwargs", {})}
         if options.get("push_to_hub"):
@@ -211,12 +213,8 @@ def connect(hook: Hook) -> Callable[[], None]:
         with _marked(hook):
             return original(save_directory, *args, **kwargs)
 
-    def disconnect() -> None:
-        del vars(model)["save_pretrained"]
-        vars(model).update(own)
-
-    vars(model)["save_pretrained"] = save_pretrained
-    return disconnect
+    override = Override(hook.model, "save_pretrained", save_pretrained)
+    undo.callback(override.remove)
 
 
 @contextmanager

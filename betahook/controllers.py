@@ -354,6 +354,11 @@ def apply(controllers: Iterable[Controller], beta: Tensor, observation: Observat
         before = controller.state or controller.start(old)
         controller.state = before
         proposed = controller.update(new, observation)
+        if controller.state.keys() != before.keys():
+            raise ValueError(
+                f"update() of {controller} made the state {sorted(controller.state)}, but start() {sorted(before)}; "
+                "start() must return every name of the state"
+            )
         # A rule without an answer (a prediction without weights, say) leaves the others theirs.
         new = torch.where(proposed.isfinite() & (proposed > 0), proposed, new)
         controller.state = {name: torch.where(healthy, controller.state[name], before[name]) for name in before}

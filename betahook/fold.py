@@ -176,7 +176,8 @@ def _refuse_unwritable(layer: AttentionLayer, *parameters: Any) -> None:
 
 def _refuse_shared(model: nn.Module, places: dict[AttentionLayer, list[_Place]]) -> None:
     """A weight with another user has one value for both."""
-    users = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    children = (child for parent in model.modules() for child in parent.children())  # a shared one for each parent
+    users = Counter(id(p) for child in children for p in child._parameters.values() if p is not None)
     for layer, candidates in places.items():
         if any(users[id(part.parameter)] > 1 for place in candidates for part in place.parts):
             raise _refusal(layer, "another module shares its query weight, which cannot hold two factors")
@@ -243,9 +244,12 @@ def _keep_exact(hook: Hook, places: dict[AttentionLayer, list[_Place]], gains: d
         except Exception as error:
             reason = f"{type(hook.model).__name__} does not run again on the input of its last forward"
             raise FoldError(f"cannot fold beta: {reason} ({type(error).__name__}: {error})") from error
+    modules = set(hook.model.modules())
     for layer in places:
         if layer not in called:
-            raise _refusal(layer, "the last forward of the model did not use it; run one that does")
+            gone = "the model has lost this module since attach(); detach and attach again"
+            idle = "the last forward of the model did not use it; run one that does"
+            raise _refusal(layer, idle if layer.module in modules else gone)
 
 
 def _has_effect(layer: AttentionLayer, gain: Tensor, run: Callable[[], Any]) -> bool:

@@ -32,7 +32,7 @@ def scale_query(
     shape = [1] * query.dim()
     shape[axis] = -1
     gain = layer.local_gain(default).detach().to(query.device).view(shape)
-    if torch.is_grad_enabled() and (query.requires_grad or any(x.requires_grad for x in others)):
+    if torch.is_grad_enabled() and not layer.paused and (query.requires_grad or any(x.requires_grad for x in others)):
         scaled: Tensor = ScaleQuery.apply(query, gain, layer.probe.to(query.device), axis)  # type: ignore[no-untyped-call]
         return scaled
     return (query * gain).to(query.dtype)
@@ -52,12 +52,14 @@ class ScaleQuery(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
-        ctx.save_for_backward(output, inputs[1])
+        ctx.save_for_backward(output, *inputs[1:3])
         ctx.axis = inputs[3]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor, None]:
-        scaled, gain = ctx.saved_tensors
+        scaled, gain, probe = ctx.saved_tensors
+        if torch.is_grad_enabled():  # this backward is differentiated in turn, and beta acts in it once more
+            gain = gain * probe.exp().view(gain.shape)
         others = [axis for axis in range(gradient.dim()) if axis != ctx.axis]
         sensitivity = (at_least_float32(gradient) * scaled).sum(others, dtype=gain.dtype)
         of_query = (gradient * gain).to(gradient.dtype) if ctx.needs_input_grad[0] else None

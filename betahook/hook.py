@@ -6,7 +6,7 @@ import logging
 import math
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Literal
 
@@ -136,29 +136,31 @@ class Hook:
         interface.acquire()
         # Called once, by detach or when the hook is collected together with its model.
         self._release = weakref.finalize(self, interface.release)
-        self._handles = tap.connect(model, layers)
-        self._handles.append(model.register_forward_pre_hook(self._remember, with_kwargs=True))
-        self._stop_saving = checkpoint.connect(self)
+        with ExitStack() as undo:  # also where something below fails
+            undo.callback(self._release)
+            tap.connect(model, layers, undo)
+            undo.callback(model.register_forward_pre_hook(self._remember, with_kwargs=True).remove)
+            checkpoint.connect(self, undo)
+            self._undo = undo.pop_all()
 
     def detach(self) -> None:
         """Leave the model exactly as it was before `attach`; beta is the model's own again."""
-        if not self.attached:
-            return
-        for handle in self._handles:
-            handle.remove()
-        tap.disconnect(self.layers.values())
-        self._stop_saving()
-        self.last_input = None
-        self._release()
+        if self.attached:
+            self._undo.close()
+            self.last_input = None
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Measure nothing for a while; beta acts as before."""
-        measuring, self._state.measuring = self._state.measuring, False
+        """Measure no forward that runs in it, nor its backward; beta acts as before.
+
+        For a loss whose gradients are thrown away, as those of a generator in its discriminator: the sensitivity of a
+        step is that of all its backwards, and `zero_grad` takes nothing from it.
+        """
+        paused, self._state.paused = self._state.paused, True
         try:
             yield
         finally:
-            self._state.measuring = measuring
+            self._state.paused = paused
 
     @property
     def attached(self) -> bool:
@@ -270,7 +272,7 @@ class Hook:
         return metrics
 
     def head_metrics(self) -> dict[str, Tensor]:
-        """The same for each head: `quantity/layer` to a tensor `[heads]` on the CPU, for histograms."""
+        """The same for each head: `quantity/layer` to a tensor `[heads]` on the CPU; NaN where nothing was measured."""
         values = self._quantities(self._units(per_head=True))
         table = torch.stack([column.double() for column in values.values()]).cpu()
         lengths = [layer.heads for layer in self.layers.values()]
@@ -343,6 +345,9 @@ class Hook:
             memory = entry["state"]
             controller.state = {name: memory[name].to(start.device, copy=True) for name in known["state"] if memory}
         self.steps, self._skipped_steps, self._loss_scale = state["steps"], state["skipped_steps"], state["loss_scale"]
+        # What was said of steps that now lie ahead again says nothing of them.
+        self._nonfinite_since.zero_()
+        self._has_warned, self._alerts_seen = False, 0
         own.measuring = self.steps % self._interval == 0
 
     def _latest(self, table: Tensor, component_sums: Tensor) -> Tensor:

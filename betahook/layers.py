@@ -42,6 +42,7 @@ class State:
         moments: those of q and k, `[4, sum of widths]`, see `betahook.moments`.
         widths: `[heads]`, d_k of each.
         measuring: whether this step is one of those that are measured.
+        paused: whether neither forwards nor their backwards are measured.
         in_evaluation: whether forwards in evaluation mode are measured too.
         seen: whether any attention of the model has passed the tap.
         recorded: whether any has been measured.
@@ -54,11 +55,13 @@ class State:
     moments: Tensor
     widths: Tensor
     measuring: bool = True
+    paused: bool = False
     in_evaluation: bool = False
     seen: bool = False
     recorded: bool = False
 
     @classmethod
+    @torch.inference_mode(False)  # what is made in it could never be written to outside of it
     def create(cls, widths: list[int], device: torch.device, in_evaluation: bool) -> State:
         """The state of `len(widths)` heads; `widths` holds d_k of each."""
         heads = len(widths)
@@ -73,6 +76,7 @@ class State:
             in_evaluation=in_evaluation,
         )
 
+    @torch.inference_mode(False)
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
         self.beta, self.beta_default, self.table, self.moments, self.widths = (
@@ -92,7 +96,7 @@ class State:
         """The table with the sensitivity in it."""
         table = self.table.clone()
         if self.probe.grad is not None:
-            table[statistics.ROW["sensitivity"]] = self.probe.grad
+            table[statistics.ROW["sensitivity"]] = self.probe.grad.detach()
         return table
 
     def reset(self) -> None:
@@ -175,10 +179,10 @@ class AttentionLayer:
 
     @property
     def beta(self) -> float:
-        """The inverse temperature in force; the geometric mean where the heads differ. Assign a number to set it.
+        """The inverse temperature; the geometric mean where the heads differ. Assign a number to set it.
 
         A number is that of all heads, also where the model's own differ. NaN before the first forward if none was set:
-        the model's own is known only then.
+        the model's own is known only then. In force until `detach`; after it, what it was.
         """
         return self._mean_over_heads(self._state.current_beta)
 
@@ -261,7 +265,13 @@ class AttentionLayer:
     @property
     def measuring(self) -> bool:
         """Whether a forward of the module is to be recorded now."""
-        return self._state.measuring and (self.module.training or self._state.in_evaluation)
+        state = self._state
+        return state.measuring and not state.paused and (self.module.training or state.in_evaluation)
+
+    @property
+    def paused(self) -> bool:
+        """Whether the backward of a forward that runs now shall give no sensitivity."""
+        return self._state.paused
 
     @torch.no_grad()
     def note_default(self, beta: float | Tensor) -> None:
@@ -302,7 +312,7 @@ class AttentionLayer:
 
     @property
     def probe(self) -> Tensor:
-        """That of the heads that this rank computes.
+        """Zeros whose gradient is the sensitivity, of the heads that this rank computes.
 
         Scaled by the number of tensor-parallel ranks: the reduction takes the mean over all ranks, and only one of them
         computes a head.
@@ -315,6 +325,8 @@ class AttentionLayer:
         self, query: Tensor, key: Tensor, mask: Mask, *, position_bias: Tensor | None, softcap: float | None
     ) -> None:
         """Add one attention call; `query [batch, heads, queries, d_k]` and `key` as the score product gets them."""
+        if query.numel() == 0 or key.numel() == 0:
+            return
         query, key = query.detach(), key.detach()
         of_query = scores.components(query, mask.queries)
         beta = self._state.current_beta[self._here].to(query.device)
@@ -335,14 +347,16 @@ class AttentionLayer:
     ) -> None:
         """Add one attention whose scores exist: `raw`, `logits` and `allowed` are `[batch, heads, queries, keys]`.
 
-        `operands` are q and k, `[1, heads, tokens, d_k]`. They carry the factor `prescale`, which is no part of a
-        score; `raw` carries that and the gain.
+        `operands` are q and k, `[1, heads, tokens, d_k]`. `raw` carries the factor `prescale`, which is no part of a
+        score, and the gain.
         """
+        if raw.numel() == 0:
+            return
         gain = self.current_gain.to(raw.device).view(-1, 1, 1)
         sums = pair_sums(raw / (prescale * gain), logits, allowed)
         of_query, of_key = (
             scores.components(tokens, _valid(allowed.any(axis), tokens))
-            for tokens, axis in ((operands[0] / prescale, -1), (operands[1], -2))
+            for tokens, axis in zip(operands, (-1, -2), strict=True)
         )
         self._add_sums(sums, True, of_query, of_key)
 

@@ -27,6 +27,7 @@ from betahook.contraction import Contraction
 from betahook.gain import is_recording, scale_query
 from betahook.layers import AttentionLayer
 from betahook.masks import Band, Mask
+from betahook.override import Override
 
 MULTIPLY = {"mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"}
 DIVIDE = {"div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"}
@@ -60,7 +61,7 @@ class Trace:
         factor: see `kind`; a number, a 0-dim tensor or one that broadcasts over heads.
         value: the scores in the layout that they have by now, without masks and biases; None where nobody asks.
         prescale: the factors that the operands of the product carried.
-        operands: q and k of the product, of the first of several.
+        operands: q and k of the product without these factors, of the first of several.
     """
 
     kind: Literal["operand", "scores", "weights"]
@@ -73,25 +74,6 @@ class Trace:
         """The same with the factor moved into the value."""
         value = None if self.value is None else self.value * self.factor
         return replace(self, factor=1.0, value=value, prescale=self.prescale * self.factor)
-
-
-class Override:
-    """Gives an attribute of a module another value, until `remove()`; `active` says whether that is still to come."""
-
-    active = True
-
-    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
-        self._module, self._name, self._value = module, name, value
-        self._before = {key: kept for key, kept in vars(module).items() if key == name}
-        vars(module)[name] = value
-
-    def remove(self) -> None:
-        """Leave the module as it was, unless another value has taken the place of this one."""
-        self.active = False
-        attributes = vars(self._module)
-        if attributes.get(self._name) is self._value:
-            del attributes[self._name]
-            attributes.update(self._before)
 
 
 def connect(layer: AttentionLayer) -> Override:
@@ -181,13 +163,14 @@ class ScoreProducts(TorchFunctionMode):
             product.left, axis, layer.heads, lambda left, axis: scale_query(layer, left, others, axis)
         )
         output = product.run(query)
-        prescale = self._factor(product.left) * self._factor(product.right)
+        factors = self._factor(product.left), self._factor(product.right)
         value = operands = None
         if self._recording:
             with torch.no_grad():  # a checkpointed forward must save as much for its backward as its recomputation
                 value = product.alone(query) if product.biased else output.detach()
-                operands = product.tokens(axis, layer.heads)
-        self._note(output, Trace("scores", product.alpha, value, prescale, operands))
+                left, right = product.tokens(axis, layer.heads)
+                operands = left / factors[0], right / factors[1]
+        self._note(output, Trace("scores", product.alpha, value, factors[0] * factors[1], operands))
         return output
 
     def _is_score_product(self, product: Contraction) -> bool:
@@ -217,7 +200,7 @@ class ScoreProducts(TorchFunctionMode):
         if self._known.temperature is None:
             layer.note_default(trace.factor * trace.prescale)
         if trace.value is not None:
-            dim = kwargs.get("dim", args[0] if args else -1)
+            dim = kwargs.get("dim", kwargs.get("axis", args[0] if args else -1))
             scores, logits = (x.detach().movedim(dim, -1) for x in (trace.value, input))
             bias = logits - scores * trace.factor
             scores, logits, bias = (
@@ -242,10 +225,13 @@ class ScoreProducts(TorchFunctionMode):
         """Follow `torch.nn.functional.scaled_dot_product_attention`."""
         layer = self._layer
         heads, axis = layer.heads, contraction.axis_of(query.shape[:-2], layer.heads, self._known.product_axis)
-        prescale = self._factor(query) * self._factor(key)
-        layer.note_default(prescale * (query.shape[-1] ** -0.5 if scale is None else scale))
+        of_query, of_key = self._factor(query), self._factor(key)
+        layer.note_default(of_query * of_key * (query.shape[-1] ** -0.5 if scale is None else scale))
         if self._recording:
-            q, k = (contraction.batched(x, axis, heads) for x in (query.detach() / prescale, key.detach()))
+            raw = query.detach() / of_query, key.detach() / of_key
+            q, k = (contraction.batched(x, axis, heads) for x in raw)
+            batch = max(len(q), len(k))  # one of them may be the same for all
+            q, k = (x.expand(batch, *x.shape[1:]) for x in (q, k))
             mask = Mask(Band(None, 0 if is_causal else None))
             if attn_mask is not None:
                 pairs = attn_mask.detach().expand(*query.shape[:-1], key.shape[-2])
@@ -418,7 +404,6 @@ def _replaced(nested: Any, value: Callable[[Tensor], Tensor]) -> Any:
     return nested
 
 
-@functools.cache
 def _multi_head_attention() -> Callable[..., Any]:
     """`F.multi_head_attention_forward` without its first lines, which would hand it to the mode again and again."""
     original = F.multi_head_attention_forward

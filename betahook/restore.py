@@ -37,7 +37,13 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
             f"the config of this {type(model).__name__} does not say that it needs betahook: its beta is in the "
             "weights already, or is the default"
         )
-    path, state = Path(folder, checkpoint.FILE), checkpoint.read(folder)
+    path = Path(folder, checkpoint.FILE)
+    if checkpoint.is_marked(model) and not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist, but beta of this model is in that file: the folder is a copy that left it behind. "
+            "Name the folder that the hooked model was saved to"
+        )
+    state = checkpoint.read(folder)
     try:
         names, options = list(state["layers"]), dict(state["options"])
         chosen = {"per_head": options["per_head"], "interval": options["interval"], "when": options["when"]}

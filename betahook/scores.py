@@ -88,7 +88,7 @@ def _count_and_mean(tokens: Tensor, valid: Tensor | None) -> tuple[Tensor, Tenso
     if valid is None:
         total = tokens.sum((0, 2), dtype=torch.promote_types(tokens.dtype, torch.float32))
     else:
-        total = (tokens * _per_token(valid, at_least_float32(tokens))).sum((0, 2))
+        total = (tokens * _per_token(valid, torch.promote_types(tokens.dtype, torch.float32))).sum((0, 2))
     return count, total / count.clamp(min=1)
 
 
@@ -109,15 +109,15 @@ def _near_mean(tokens: Tensor, valid: Tensor | None) -> Tensor:
     return _count_and_mean(tokens[:, :, some], None if valid is None else valid[:, some])[1]
 
 
-def _per_token(valid: Tensor, tokens: Tensor) -> Tensor:
-    """`[batch or 1, tokens]` as a factor for `tokens [batch, heads, tokens, d]`."""
-    return valid[:, None, :, None].to(tokens.dtype)
+def _per_token(valid: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[batch or 1, tokens]` as a factor for `[batch, heads, tokens, d]`."""
+    return valid[:, None, :, None].to(dtype)
 
 
 def _centred(tokens: Tensor, mean: Tensor, valid: Tensor | None, start: int, stop: int) -> Tensor:
     """Tokens `start` to `stop` less the mean of their head, `[heads, d]`: a new tensor, zero where not valid."""
     part = tokens[:, :, start:stop] - mean[:, None, :]
-    return part if valid is None else part.mul_(_per_token(valid[:, start:stop], part))
+    return part if valid is None else part.mul_(_per_token(valid[:, start:stop], part.dtype))
 
 
 def _slabs(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
@@ -250,7 +250,7 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
     for start, stop in _slabs(queries, query.device):
         rows = at_least_float32(query[:, :, start:stop])
         if mask.queries is not None:
-            rows = rows * _per_token(mask.queries[:, start:stop], rows)
+            rows = rows * _per_token(mask.queries[:, start:stop], rows.dtype)
         rows = _filled(rows, _whole_blocks(stop - start))
         rows = rows.view(batch, key_heads, groups, -1, BLOCK, width).transpose(2, 3)
         blocks = rows.shape[2]

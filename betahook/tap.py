@@ -6,45 +6,46 @@ Attention that transformers computes passes `betahook.interface`, any other `bet
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable
+import inspect
+from collections.abc import Collection
+from contextlib import ExitStack
+from typing import Any
 
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
 from betahook import products
 from betahook.gain import is_recording
 from betahook.layers import ATTRIBUTE, AttentionLayer
 
 
-def connect(model: nn.Module, layers: Collection[AttentionLayer]) -> list[RemovableHandle | products.Override]:
-    """Let the modules of the layers pass through the tap, and what enters W_q and W_k too.
-
-    Returns:
-        Handles, of which each undoes a part by its `remove()`; the rest is undone by `disconnect`.
-    """
-    handles: list[RemovableHandle | products.Override] = []
+def connect(model: nn.Module, layers: Collection[AttentionLayer], undo: ExitStack) -> None:
+    """Let the modules of the layers pass through the tap, and what enters W_q and W_k too, until `undo` is closed."""
     for layer in layers:
         setattr(layer.module, ATTRIBUTE, layer)
-        if layer.route != "interface":
-            handles.append(products.connect(layer))
+        undo.callback(delattr, layer.module, ATTRIBUTE)
         watched: dict[tuple[nn.Module, int], list[str]] = {}
         for of, projection in zip(("query", "key"), layer.projections or (), strict=False):
             watched.setdefault((projection.module, projection.argument), []).append(of)
-        handles += [
-            module.register_forward_pre_hook(functools.partial(_record_input, layer, of, argument))
-            for (module, argument), of in watched.items()
-        ]
-    return handles + products.keep_padding(model, layers)
-
-
-def disconnect(layers: Iterable[AttentionLayer]) -> None:
-    """Undo `connect`, but for the handles."""
-    for layer in layers:
-        delattr(layer.module, ATTRIBUTE)
+        for (module, argument), of in watched.items():
+            name = list(inspect.signature(module.forward).parameters)[argument]
+            record = functools.partial(_record_input, layer, of, argument, name)
+            undo.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
+        if layer.route != "interface":
+            undo.callback(products.connect(layer).remove)
+    for override in products.keep_padding(model, layers):
+        undo.callback(override.remove)
 
 
 def _record_input(
-    layer: AttentionLayer, of: list[str], argument: int, module: nn.Module, args: tuple[Tensor, ...]
+    layer: AttentionLayer,
+    of: list[str],
+    argument: int,
+    name: str,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
-    if len(args) > argument and is_recording(layer):
-        layer.record_input(args[argument], *of)
+    """Record the argument that stands at a position, or is given by name."""
+    given = args[argument] if len(args) > argument else kwargs.get(name)
+    if given is not None and is_recording(layer):
+        layer.record_input(given, *of)

@@ -131,12 +131,7 @@ def matrix(module: nn.Module) -> Tensor:
 
 
 def _out_by_in(module: nn.Module, weight: Tensor) -> Tensor:
-    return weight.mT if is_transposed(module) else weight
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a linear module stores its weight as `[in, out]`."""
-    return type(module).__name__ == "Conv1D"
+    return weight.mT if type(module).__name__ == "Conv1D" else weight
 
 
 def locate(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Projection] | None:

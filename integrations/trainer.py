@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import json
 import logging
@@ -16,6 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations.integration_utils import TensorBoardCallback, default_logdir
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import CONFIG_NAME
 
 from betahook import checkpoint, options
 from betahook.alerts import Alerts
@@ -27,12 +29,9 @@ from betahook.options import ControllerChoice, LayerChoice
 logger = logging.getLogger(__name__)
 
 _DEFAULTS = {
-    "controller": "default",
-    "layers": None,
-    "per_head": False,
-    "interval": 1,
-    "when": "training",
-    "alerts": None,
+    name: parameter.default
+    for name, parameter in inspect.signature(attach).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
 }
 
 
@@ -111,6 +110,11 @@ class BetaHookCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         resumed, model = state.global_step > 0, kwargs["model"]
+        if self._given is not None and not self._given.attached:
+            raise ValueError(
+                "the hook of BetaHookCallback(hook=...) is detached, by a fold perhaps: attach to the model again and "
+                "give that hook to a new callback"
+            )
         if self.hook is not None and self.hook.attached and not _is_on(self.hook, model):
             if self.hook is self._given:
                 raise ValueError(
@@ -154,9 +158,20 @@ class BetaHookCallback(TrainerCallback):
             self._writer.write(self.hook, state.global_step, metrics)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        folder = _checkpoint(args, state.global_step)
-        if self.hook is not None and state.is_world_process_zero and folder.is_dir():
+        if self.hook is None or not state.is_world_process_zero:
+            return
+        folder = _checkpoint(args, state)
+        if folder.is_dir():
             checkpoint.save(self.hook, folder)
+        else:
+            logger.warning("beta of step %d was not saved: there is no %s", state.global_step, folder)
+
+    def on_push_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # The Trainer copies the files that it knows from the checkpoint to here, and pushes what is here.
+        if self.hook is not None and self.hook.attached:
+            checkpoint.save(self.hook, args.output_dir)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -165,6 +180,8 @@ class BetaHookCallback(TrainerCallback):
         self._is_training = False
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             checkpoint.load(self.hook, state.best_model_checkpoint)
+        elif hasattr(kwargs.get("optimizer"), "eval"):
+            kwargs["optimizer"].eval()  # a schedule-free one trains other weights than those that it ends with
         if self._on_end == "fold" and self.hook.attached:
             try:
                 fold(self.hook)
@@ -196,7 +213,8 @@ class BetaHookCallback(TrainerCallback):
 
 def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     """The newest whole checkpoint of a run with `BetaHookCallback`, for `resume_from_checkpoint`; None without any."""
-    return next((str(folder) for folder in _checkpoints(Path(output_dir)) if _is_whole(folder)), None)
+    folders = _checkpoints(Path(output_dir))
+    return next((str(folder) for folder in folders if checkpoint.is_begun(folder) and _is_whole(folder)), None)
 
 
 def _checkpoints(run: Path) -> list[Path]:
@@ -224,18 +242,24 @@ def _set_unfinished_aside(run: Path) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether the state of the Trainer, which it writes last, and that of the hook can be read."""
+    """Whether the state of the Trainer, which it writes last, and that of the hook, if there was one, can be read."""
     try:
         TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
-        checkpoint.read(folder)
+        config = json.loads((folder / CONFIG_NAME).read_text()) if (folder / CONFIG_NAME).exists() else None
+        # A model of transformers that is hooked writes the state of its hook before its config.
+        if config is None or checkpoint.MARK in config or checkpoint.is_begun(folder):
+            checkpoint.read(folder)
     except (OSError, ValueError):
         return False
     return True
 
 
-def _checkpoint(args: TrainingArguments, step: int) -> Path:
-    """The folder that the Trainer gives to the checkpoint of a step."""
-    return Path(args.output_dir or ".", f"{PREFIX_CHECKPOINT_DIR}-{step}")
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    """The folder that the Trainer gives to the checkpoint of this step."""
+    run, name = Path(args.output_dir or "."), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    if state.is_hyper_param_search:  # each trial has a folder, whose name callbacks are not told
+        return max(run.glob(f"*/{name}"), key=lambda folder: folder.stat().st_mtime_ns, default=run / name)
+    return run / name
 
 
 def _is_on(hook: Hook, model: nn.Module) -> bool:
@@ -250,7 +274,7 @@ def _resumed_folder(args: TrainingArguments, state: TrainerState) -> Path:
         ValueError: it is neither the one that the arguments name nor that of this step in `output_dir`; the Trainer
             does not tell callbacks where it is.
     """
-    named, last = args.resume_from_checkpoint, _checkpoint(args, state.global_step)
+    named, last = args.resume_from_checkpoint, _checkpoint(args, state)
     folders = [Path(named), last] if isinstance(named, str) else [last]
     for folder in folders:
         try:

@@ -1,7 +1,9 @@
 """The Trainer callback: one line for the user, values beside the loss."""
 
+import json
 import logging
 import shutil
+import time
 from unittest import mock
 
 import pytest
@@ -215,6 +217,19 @@ def test_checkpoints_of_a_run_without_betahook_stay(copy_of_run, caplog):
         trainer.train(resume_from_checkpoint=True)
 
 
+def test_checkpoints_of_a_later_training_without_betahook_stay(copy_of_run, caplog):
+    newest = copy_of_run / "checkpoint-6"
+    (newest / checkpoint.FILE).unlink()
+    config = json.loads((newest / "config.json").read_text())
+    del config[checkpoint.MARK]
+    (newest / "config.json").write_text(json.dumps(config))
+    expected = content(copy_of_run)
+    make_trainer(copy_of_run, BetaHookCallback())
+    assert content(copy_of_run) == expected
+    assert not caplog.text
+    assert last_checkpoint(copy_of_run) == str(copy_of_run / "checkpoint-4")
+
+
 def test_other_ranks_rename_nothing(copy_of_run):
     damage(copy_of_run / "checkpoint-6/trainer_state.json")
     expected = content(copy_of_run)
@@ -307,16 +322,64 @@ def test_a_hook_that_was_kept_stays_when_its_callback_goes_on(tmp_path):
     assert callback.hook.model is second.model
 
 
-def test_after_the_hook_that_it_was_given_a_callback_has_hooks_of_its_own(tmp_path):
+def test_after_the_fold_of_the_hook_that_it_was_given_a_callback_makes_no_other(tmp_path):
+    """It knows nothing of the options that the hook was attached with."""
     trainer = make_trainer(tmp_path, Interrupt())
     trainer.pop_callback(Interrupt)
-    callback = BetaHookCallback(hook=betahook.attach(trainer.model, controller="monitor"))
-    trainer.add_callback(callback)
+    trainer.add_callback(BetaHookCallback(hook=betahook.attach(trainer.model, controller="monitor", interval=5)))
     trainer.train()
-    break_off(tmp_path, callback)
-    last = make_trainer(tmp_path, callback)
-    last.train()
-    assert callback.hook.model is last.model
+    with pytest.raises(ValueError, match=r"BetaHookCallback\(hook=...\) is detached, by a fold perhaps: attach"):
+        trainer.train()
+
+
+def test_the_files_that_are_pushed_have_beta_beside_them(tmp_path):
+    """The Trainer copies to its output folder what it knows of a checkpoint, and pushes that."""
+    callback = BetaHookCallback(betahook.Search(window=1, warmup=0, rise=False), on_end="keep")
+    trainer = make_trainer(tmp_path, callback)
+    trainer.train()
+    trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
+    assert torch.equal(checkpoint.read(tmp_path)["beta"], callback.hook.state_dict()["beta"])
+    callback.hook.detach()
+    (tmp_path / checkpoint.FILE).unlink()
+    trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
+    assert not (tmp_path / checkpoint.FILE).exists()
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Has two modes, as those of schedulefree, which put other weights into the model in each."""
+
+    training = False
+
+    def train(self):
+        self.training = True
+
+    def eval(self):
+        self.training = False
+
+
+def test_the_weights_that_a_schedule_free_optimizer_ends_with_are_folded(tmp_path):
+    trainer = make_trainer(tmp_path, BetaHookCallback())
+    optimizer = trainer.optimizer = ScheduleFree(trainer.model.parameters(), lr=0.1)
+    modes = []
+    with mock.patch("betahook.integrations.trainer.fold", side_effect=lambda hook: modes.append(optimizer.training)):
+        trainer.train()
+    assert modes == [False]
+
+
+def test_the_checkpoints_of_a_trial_lie_in_a_folder_of_their_own(tmp_path, caplog):
+    """In a search for hyperparameters; a plain module does not save beta by itself."""
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    state, control, callback = TrainerState(global_step=2), TrainerControl(), BetaHookCallback()
+    state.is_hyper_param_search = True
+    for trial in ("run-0", "run-1"):
+        (tmp_path / trial / "checkpoint-2").mkdir(parents=True)
+        time.sleep(0.01)
+    with betahook.attach(build("llama")) as callback.hook:
+        callback.on_save(arguments, state, control)
+        assert [path.parent.parent.name for path in tmp_path.rglob(checkpoint.FILE)] == ["run-1"]
+        state.global_step = 3
+        callback.on_save(arguments, state, control)
+    assert f"beta of step 3 was not saved: there is no {tmp_path / 'checkpoint-3'}" in caplog.text
 
 
 def test_the_hook_of_another_model_is_refused(tmp_path):
