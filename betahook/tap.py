@@ -24,8 +24,8 @@ def connect(model: nn.Module, layers: Collection[AttentionLayer], undo: ExitStac
         setattr(layer.module, ATTRIBUTE, layer)
         undo.callback(delattr, layer.module, ATTRIBUTE)
         watched: dict[tuple[nn.Module, int], list[str]] = {}
-        for of, projection in zip(("query", "key"), layer.projections or (), strict=False):
-            watched.setdefault((projection.module, projection.argument), []).append(of)
+        for made, projection in zip(("query", "key"), layer.projections or (), strict=False):
+            watched.setdefault((projection.module, projection.argument), []).append(made)
         for (module, argument), of in watched.items():
             name = list(inspect.signature(module.forward).parameters)[argument]
             record = functools.partial(_record_input, layer, of, argument, name)

@@ -171,7 +171,7 @@ class BetaHookCallback(TrainerCallback):
     ) -> None:
         # The Trainer copies the files that it knows from the checkpoint to here, and pushes what is here.
         if self.hook is not None and self.hook.attached:
-            checkpoint.save(self.hook, args.output_dir)
+            checkpoint.save(self.hook, args.output_dir or ".")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -151,3 +151,20 @@ def test_any_arguments_attach_or_are_refused_with_a_reason(target, options):
         assert any(word in refusal for word in ("attach()", "layers", *options))
     assert fingerprint(model) == before
     assert torch.equal(model(**inputs("llama")).logits, expected)
+
+
+def test_an_attach_that_fails_half_way_leaves_the_model_as_it_was(monkeypatch):
+    model = build("llama")
+    before = fingerprint(model)
+
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(betahook.checkpoint, "connect", fail)
+        with pytest.raises(KeyboardInterrupt):
+            betahook.attach(model)
+    assert fingerprint(model) == before
+    with betahook.attach(model):
+        assert fingerprint(model) != before
+    assert fingerprint(model) == before

@@ -284,7 +284,7 @@ def test_what_cannot_be_restored_leaves_the_model_as_it_was(tmp_path):
         assert str(tmp_path / checkpoint.FILE) in str(caught.value)
         assert fingerprint(other) == before
         assert hasattr(other.config, "betahook")
-    with pytest.raises(FileNotFoundError, match="saved without betahook"):
+    with pytest.raises(FileNotFoundError, match="a copy that left it behind"):
         betahook.restore(same, tmp_path / "elsewhere")
 
 
@@ -323,3 +323,22 @@ def test_what_wrappers_add_to_a_name_is_not_saved(tmp_path):
     plain = type(model).from_pretrained(tmp_path)
     with betahook.restore(plain, tmp_path):
         torch.testing.assert_close(plain(**inputs("llama")).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["wrapped", "deleted"])
+def test_a_save_pretrained_that_was_changed_after_attach_stays(tmp_path, change):
+    model = build("llama")
+    hook = betahook.attach(model)
+    model(**inputs("llama"))
+    ours = model.save_pretrained
+    if change == "wrapped":
+        model.save_pretrained = lambda folder: ours(folder)
+    else:
+        del model.save_pretrained
+    kept = model.save_pretrained
+    hook.detach()
+    assert not hook.attached
+    assert model.save_pretrained == kept
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").exists()
+    assert not (tmp_path / checkpoint.FILE).exists()

@@ -480,3 +480,14 @@ def test_a_rise_begins_at_the_beta_that_was_set():
     first = math.log10(2)
     climb = [first + (1 - first) * index / 10 for index in range(1, 11)]
     assert [math.log10(beta / 0.5) for beta in history] == approx([first - 0.5] * 2 + climb)
+
+
+def test_a_state_that_start_does_not_know_is_an_error():
+    @dataclass
+    class Counting(Controller):
+        def update(self, beta, observation):
+            self.state = {"count": beta + 1}
+            return beta
+
+    with pytest.raises(ValueError, match=r"Counting\(\) made the state \['count'\], but start\(\) \[\]; start"):
+        run(Counting(), [observe()])

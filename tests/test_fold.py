@@ -431,3 +431,27 @@ def test_the_rows_of_q_may_lie_apart(family, per_head):
         assert (adapted - before).abs().max() > 1e-3
         betahook.fold(model)
     torch.testing.assert_close(model(ids).logits, adapted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_projection_module_that_two_attentions_share_is_refused():
+    model, batch = build("llama"), inputs("llama")
+    first, second = (layer.self_attn for layer in model.model.layers)
+    second.q_proj = first.q_proj
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        for layer, factor in zip(hook.layers.values(), (2.0, 0.5), strict=True):
+            layer.beta = factor * layer.beta_default
+        with pytest.raises(betahook.FoldError, match="another module shares its query weight"):
+            betahook.fold(model)
+
+
+def test_a_module_that_the_model_has_lost_is_named():
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        for layer in hook.layers.values():
+            layer.beta = 0.7
+        del model.model.layers[1]
+        model.config.num_hidden_layers = 1
+        with pytest.raises(betahook.FoldError, match=r"layers.1.self_attn.*: the model has lost this module since att"):
+            betahook.fold(model)

@@ -445,3 +445,70 @@ def test_the_first_of_several_bad_steps_is_named(caplog):
 )
 def test_the_closest_formula_is_so_as_a_ratio(predicted, name):
     assert _closest(1.0, predicted) == name
+
+
+def test_what_is_paused_is_in_no_statistic():
+    """As with the loss of a generator, whose gradients in the discriminator are thrown away."""
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch).loss.backward()
+        before = hook.layers[LAYER].statistics
+        with hook.pause():
+            loss = 100 * model(**batch).loss
+        loss.backward()
+        after = hook.layers[LAYER].statistics
+        assert after.count == before.count > 0
+        assert after.sensitivity == before.sensitivity != 0
+
+
+def test_a_step_does_not_end_a_pause():
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        with hook.pause():
+            hook.step()
+            model(**batch)
+            assert hook.layers[LAYER].statistics.count == 0
+        model(**batch)
+        assert hook.layers[LAYER].statistics.count > 0
+
+
+def test_attach_inside_of_inference_mode():
+    model, batch = build("llama"), inputs("llama")
+    with torch.inference_mode():
+        hook = betahook.attach(model, controller="monitor", when="always")
+        model(**batch)
+    with hook:
+        model(**batch).loss.backward()
+        hook.step()
+        assert hook.metrics()[f"sensitivity/{LAYER}"] != 0
+
+
+def test_beta_is_read_on_the_cpu_whatever_the_default_device_is():
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama"))
+        with torch.device("meta"):
+            assert hook.layers[LAYER].beta == pytest.approx(8**-0.5)
+
+
+def test_going_back_forgets_what_was_said_of_later_steps(caplog):
+    model, batch, crossed = build("llama"), inputs("llama"), []
+    alerts = betahook.Alerts(lambda alert: crossed.append(alert.step), max_logit=1e-9)
+    with betahook.attach(model, controller="monitor", alerts=alerts) as hook:
+        for step in range(3):
+            if step == 1:
+                state = hook.state_dict()
+            model(**batch).loss.backward()
+            if step == 2:
+                hook._state.probe.grad[0] = torch.nan
+            hook.step()
+            hook.metrics()
+        assert "in step 3" in caplog.text
+        hook.load_state_dict(state)
+        caplog.clear()
+        model(**batch).loss.backward()
+        hook.step()
+        hook.metrics()
+    assert crossed[-1] == 2
+    assert not caplog.text

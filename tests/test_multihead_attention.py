@@ -132,3 +132,36 @@ def test_the_nested_tensors_of_an_encoder_come_back(nested, first):
     assert [encoder.use_nested_tensor for encoder in model] == [nested and first == 0, first == 1, True]
     hooks[1 - first].detach()
     assert [encoder.use_nested_tensor for encoder in model] == [nested, True, True]
+
+
+def test_arguments_may_be_given_by_name(x):
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    predicted = []
+    for call in (lambda: model(x, 2 * x, x), lambda: model(value=x, key=2 * x, query=x)):
+        with betahook.attach(model, controller="monitor") as hook:
+            call()
+            hook.step()
+            predicted.append(hook.metrics()["predicted_std/"])
+    assert predicted[0] == predicted[1]
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("shape", [(2, 0, WIDTH), (0, 4, WIDTH)])
+def test_an_empty_query_adds_nothing(shape, need_weights):
+    """No boxes to track, or no sample on this rank."""
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    query, key = torch.zeros(shape), torch.zeros(shape[0], 4, WIDTH)
+    with betahook.attach(model, controller="monitor") as hook:
+        output, _ = model(query, key, key, need_weights=need_weights)
+        assert output.shape == shape
+        assert hook.layers[""].statistics.count == 0
+
+
+def test_a_patch_of_torch_is_seen(x, monkeypatch):
+    """By someone else, while the model is hooked."""
+    model, linear, calls = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), torch.nn.functional.linear, []
+    with betahook.attach(model, controller="monitor"):
+        model(x, x, x, need_weights=False)
+        monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: (calls.append(1), linear(*args))[1])
+        model(x, x, x, need_weights=False)
+    assert calls

@@ -1,11 +1,13 @@
 """The second tap: attention written by hand, or asked of torch, and families of transformers that write theirs."""
 
+import functools
 import math
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 
@@ -41,11 +43,11 @@ class FusedAttention(Block):
 
 
 class ScaledAttention(Block):
-    """Scale and mask handed over."""
+    """Scale and mask handed over, and factors on q and k that are none of theirs."""
 
     def mix(self, q, k, v):
         mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-        return F.scaled_dot_product_attention(q * 0.5, k, v, attn_mask=mask, scale=0.5)
+        return F.scaled_dot_product_attention(q * 0.5, k * 0.25, v, attn_mask=mask, scale=2.0)
 
 
 class ByHandAttention(Block):
@@ -62,8 +64,8 @@ class InPlaceAttention(ByHandAttention):
 
     def mix(self, q, k, v):
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        scores = torch.bmm(q * 0.5, k.mT)
-        scores *= 0.5
+        scores = torch.bmm(q * 0.5, k.mT * 0.25)
+        scores *= 2.0
         scores += torch.linspace(0, 3, LENGTH)
         scores += torch.full((LENGTH, LENGTH), -1e4).triu(1)
         return self.values(scores, v).unflatten(0, (-1, HEADS))
@@ -89,7 +91,26 @@ class AddendAttention(ByHandAttention):
         return self.values(scores, v).unflatten(0, (-1, HEADS))
 
 
-KINDS = [FusedAttention, ScaledAttention, ByHandAttention, InPlaceAttention, EinsumAttention, AddendAttention]
+class CollectedAttention(ByHandAttention):
+    """Scaled scores are put together again, in a buffer and from two tensors that have the others' rows as well."""
+
+    def mix(self, q, k, v):
+        scores = q.new_empty(*q.shape[:-1], LENGTH)
+        scores[:] = q @ k.mT * self.head_dim**-0.5
+        above, below = (torch.cat([half, half], -2) for half in scores.chunk(2, -2))
+        scores = torch.where(torch.arange(LENGTH)[:, None] < LENGTH // 2, above, below)
+        return self.values(scores.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), float("-inf")), v)
+
+
+KINDS = [
+    FusedAttention,
+    ScaledAttention,
+    ByHandAttention,
+    InPlaceAttention,
+    EinsumAttention,
+    AddendAttention,
+    CollectedAttention,
+]
 
 
 @pytest.fixture
@@ -105,17 +126,23 @@ def make(kind):
     return model
 
 
-def causal_scores(model, x):
-    """Raw scores over the causal pairs, in float64, `[heads, pairs]`."""
+@torch.no_grad()
+def components(model, x):
+    """q and k in float64, `[batch, heads, tokens, d_k]` each."""
     model = model.double()
     hidden = model[0](x.double())
     q, k = (
         projection(hidden).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         for projection in (model[1].q_proj, model[1].k_proj)
     )
-    scores = (q @ k.mT).detach()
     model.float()
-    return scores[:, :, torch.ones(LENGTH, LENGTH).tril().bool()].transpose(0, 1).flatten(1)
+    return q, k
+
+
+def causal_scores(model, x):
+    """Raw scores over the causal pairs, in float64, `[heads, pairs]`."""
+    q, k = components(model, x)
+    return (q @ k.mT)[:, :, torch.ones(LENGTH, LENGTH).tril().bool()].transpose(0, 1).flatten(1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -149,7 +176,11 @@ def test_statistics_are_those_of_all_allowed_pairs(kind, x):
     torch.testing.assert_close(heads.std, scores.std(1, correction=0), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(measured.max_score, scores.abs().max(), rtol=1e-5, atol=1e-5)
     assert layer.beta_default == pytest.approx(0.25 if kind in (ScaledAttention, InPlaceAttention) else 8**-0.5)
-    assert measured.component_variance_q > 0
+    for tokens, measured_variance in zip(
+        components(model, x), (heads.component_variance_q, heads.component_variance_k), strict=True
+    ):
+        variance = tokens.transpose(0, 1).flatten(1, 2).var(1, correction=0).mean(-1)
+        torch.testing.assert_close(measured_variance, variance, rtol=1e-5, atol=0)
     assert measured.weight_std_q > 0
 
 
@@ -442,3 +473,82 @@ def test_the_sensitivity_needs_a_gradient_of_the_values_alone(kind, x):
         layer = hook.layers["1"]
         sensitivity = float(layer.statistics.sensitivity)
         assert sensitivity == pytest.approx(derivative(layer, lambda: model(x).square().mean()), rel=1e-3)
+
+
+class LatentAttention(Block):
+    """Learned queries that are the same for all samples, or keys that are."""
+
+    def __init__(self, learned):
+        super().__init__()
+        self.learned = learned
+        self.latents = nn.Parameter(torch.randn(1, 40, WIDTH))
+
+    def forward(self, x):
+        of_query, of_key = (self.latents, x) if self.learned == "queries" else (x, self.latents)
+        q, k, v = self.q_proj(of_query), self.k_proj(of_key), self.v_proj(of_key)
+        return self.mix(*map(self.split, (q, k, v))).transpose(1, 2).flatten(2)
+
+
+class FusedLatentAttention(LatentAttention):
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class ByHandLatentAttention(LatentAttention):
+    def mix(self, q, k, v):
+        return (q @ k.mT * self.head_dim**-0.5).softmax(axis=-1) @ v
+
+
+@pytest.mark.parametrize("learned", ["queries", "keys"])
+@pytest.mark.parametrize("kind", [FusedLatentAttention, ByHandLatentAttention])
+def test_what_is_the_same_for_all_samples_counts_for_each(x, kind, learned):
+    model = nn.Sequential(kind(learned))
+    attention, x = model[0], x * torch.tensor([0.1, 1, 5]).view(-1, 1, 1)
+    with betahook.attach(model, controller="monitor") as hook, torch.no_grad():
+        model(x)
+        measured = hook.layers["0"].head_statistics
+    of_query, of_key = (attention.latents, x) if learned == "queries" else (x, attention.latents)
+    q, k = attention.split(attention.q_proj(of_query)), attention.split(attention.k_proj(of_key))
+    scores = q.double() @ k.double().mT
+    expected = scores.transpose(0, 1).flatten(1)
+    assert (measured.count == expected.shape[1]).all()
+    torch.testing.assert_close(measured.std, expected.std(1, correction=0), rtol=1e-5, atol=0)
+
+
+def test_each_of_several_attentions_in_one_forward_is_followed(x):
+    class TwiceAttention(ByHandAttention):
+        def mix(self, q, k, v):
+            return super().mix(q, k, super().mix(q, k, v))
+
+    model = make(TwiceAttention)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        layer = hook.layers["1"]
+        assert layer.statistics.count == 2 * causal_scores(model, x).numel()
+        layer.beta = 2 * layer.beta_default
+        output = model(x)
+    for parameter in model[1].q_proj.parameters():
+        parameter.data *= 2
+    torch.testing.assert_close(output, model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [ByHandAttention, AddendAttention, FusedAttention])
+def test_gradient_checkpointing_without_reentry(kind, x):
+    """It counts what the forward saves for its backward, and what the recomputation does."""
+    model = make(kind)
+    with betahook.attach(model, controller="monitor") as hook:
+        sensitivities = []
+        for checkpointed in (False, True):
+            run = functools.partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=False)
+            (run if checkpointed else model)(x).square().sum().backward()
+            sensitivities.append(hook.layers["1"].statistics.sensitivity)
+            hook.step()
+    torch.testing.assert_close(*sensitivities, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", [ByHandAttention, FusedAttention])
+def test_an_empty_batch_adds_nothing(kind, x):
+    model = make(kind)
+    with betahook.attach(model, controller="monitor") as hook:
+        assert model(x[:0]).shape == (0, LENGTH, WIDTH)
+        assert hook.layers["1"].statistics.count == 0

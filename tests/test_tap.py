@@ -12,7 +12,7 @@ from transformers.modeling_utils import AttentionInterface
 
 import betahook
 from betahook import interface
-from models import FAMILIES, build, inputs, trace
+from models import FAMILIES, build, derivative, inputs, trace
 
 
 def run(model, batch):
@@ -157,6 +157,34 @@ def test_sensitivity_equals_a_finite_difference(family, backend):
             # Five-point stencil: the error is of fourth order in h.
             expected = (8 * (values[1] - values[-1]) - (values[2] - values[-2])) / (12 * h)
             assert sensitivity == pytest.approx(expected, rel=1e-4)
+
+
+def test_sensitivity_of_a_loss_that_contains_a_gradient():
+    """A gradient penalty: beta acts in the forward and in the backward that is differentiated again."""
+    model, batch = build("llama", "eager").double(), inputs("llama")
+    embedded = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
+
+    def loss():
+        with mock.patch.object(torch, "float32", torch.float64):
+            output = model(inputs_embeds=embedded, **batch).loss
+        (gradient,) = torch.autograd.grad(output, embedded, create_graph=True)
+        return 1e3 * gradient.square().sum()
+
+    with betahook.attach(model, controller="monitor") as hook:
+        loss().backward()
+        layers = list(hook.layers.values())
+        sensitivities = [float(layer.statistics.sensitivity) for layer in layers]
+        assert sensitivities == pytest.approx([derivative(layer, loss) for layer in layers], rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_statistics_have_no_graph():
+    model = build("llama", "eager")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama")).loss.backward(create_graph=True)
+        assert not any(layer.statistics.sensitivity.requires_grad for layer in hook.layers.values())
+        hook.step()
+        model.zero_grad()
 
 
 @pytest.fixture
