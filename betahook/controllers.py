@@ -157,7 +157,8 @@ class Search(Controller):
 
     Args:
         window: batches between two steps.
-        warmup: batches before the first window, in which beta stays, or those before the rise.
+        warmup: batches before the first window, in which beta stays, or those before the rise. After very few nothing
+            has learned yet, and every fresh model waits as on a plateau.
         rise: whether fresh models begin with a rise.
         opening: first step, in decades.
         growth: factor on the step while the sign persists; 1 keeps it.

@@ -49,12 +49,16 @@ class _Place:
     parts: list[Part]
     offset: float = 0.0
 
-    def scaled(self, gain: Tensor) -> list[Tensor]:
-        """New values of the parts, for the factors `gain [heads]`."""
+    def scaled(self, gain: Tensor, error: float = 0.0) -> list[Tensor]:
+        """New values of the parts, for the factors `gain [heads]`; every entry is off by a relative `error`."""
         values = []
+        generator = torch.Generator().manual_seed(0)
         for index, entries in enumerate(self.read()):
             offset = self.offset if index == 0 else 0.0
             factor = gain[: len(entries), None, None].to(entries.device)
+            if error:
+                signs = 2 * torch.randint(2, entries.shape, generator=generator) - 1
+                factor = factor * (1 + error * signs.to(entries.device))
             values.append(((entries.double() + offset) * factor - offset).to(entries.dtype))
         return values
 
@@ -268,21 +272,25 @@ def _far(gain: Tensor) -> Tensor:
 
 def _is_exact(layer: AttentionLayer, place: _Place, gain: Tensor, run: Callable[[], Any]) -> bool:
     """Whether scaling a place does what the gain does: that of the layer, and one far from 1."""
-    with layer.acting(torch.ones_like(gain)):
-        plain = run()
     kept = place.read()
+
+    def run_with(values: list[Tensor]) -> Any:
+        place.write(values)
+        try:
+            with layer.acting(torch.ones_like(gain)):
+                return run()
+        finally:
+            place.write(kept)
+
+    plain = run_with(kept)
     for factors in (_far(gain), gain):
         with layer.acting(factors):
             expected = run()
-        place.write(place.scaled(factors))
-        try:
-            with layer.acting(torch.ones_like(gain)):
-                actual = run()
-        finally:
-            place.write(kept)
-        effect = math.inf if factors is gain else _distance(plain, expected)
+        actual = run_with(place.scaled(factors))
         error = _distance(actual, expected)
-        if not (error <= _tolerance(expected) and error < effect / 4):
+        rounding = _distance(actual, run_with(place.scaled(factors, _precision(expected))))
+        effect = math.inf if factors is gain else _distance(plain, expected)
+        if not (error <= max(4 * rounding, 1e-5 * _norm(expected)) and error < effect / 4):
             return False
     return True
 
@@ -325,11 +333,15 @@ def _distance(one: Any, other: Any) -> float:
     return math.sqrt(total)
 
 
-def _tolerance(output: Any) -> float:
-    """What rounding may make of an output: 1e-5 of its norm, more where its dtype is coarse."""
-    tensors = [tensor.masked_fill(~tensor.isfinite(), 0).double() for tensor in _tensors(output)]
-    precision = max((torch.finfo(tensor.dtype).eps for tensor in _tensors(output)), default=0.0)
-    return max(1e-5, 8 * precision) * math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
+def _norm(output: Any) -> float:
+    """Of what is finite in an output."""
+    finite = (tensor.masked_fill(~tensor.isfinite(), 0).double() for tensor in _tensors(output))
+    return math.sqrt(sum(float(tensor.square().sum()) for tensor in finite))
+
+
+def _precision(output: Any) -> float:
+    """Relative spacing of the numbers of an output; that of the coarsest dtype in it."""
+    return max((torch.finfo(tensor.dtype).eps for tensor in _tensors(output)), default=0.0)
 
 
 def _refusal(layer: AttentionLayer, reason: str) -> FoldError:

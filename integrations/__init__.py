@@ -1,1 +1,1 @@
-"""Adapters to training frameworks and loggers; each module imports its framework, the package itself none."""
+"""Adapters to training frameworks and loggers; each module imports its own, the rest of the package none of them."""

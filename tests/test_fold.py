@@ -455,3 +455,19 @@ def test_a_module_that_the_model_has_lost_is_named():
         model.config.num_hidden_layers = 1
         with pytest.raises(betahook.FoldError, match=r"layers.1.self_attn.*: the model has lost this module since att"):
             betahook.fold(model)
+
+
+def test_a_model_whose_logits_have_exploded_folds():
+    """The rounding of a weight moves a logit of ten thousand by a thousandth, and the output with it."""
+    for seed in range(6):
+        model = build("llama", num_hidden_layers=1)
+        torch.manual_seed(seed)
+        attention = model.model.layers[0].self_attn
+        for projection in (attention.q_proj, attention.k_proj):
+            nn.init.normal_(projection.weight, std=10)
+        with betahook.attach(model, controller="monitor") as hook:
+            model(torch.randint(3, 64, (4, 64)))
+            (layer,) = hook.layers.values()
+            assert layer.statistics.max_logit > 1e4
+            layer.beta = 1.37 * layer.beta_default
+            betahook.fold(model)

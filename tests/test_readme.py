@@ -1,14 +1,16 @@
-"""The Python in the README and in docs/API.md runs, block by block."""
+"""The Python in the README and in docs runs, block by block."""
 
+import copy
 import os
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
 import betahook
-from models import build
+from models import build, inputs
 from test_trainer import Tokens
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +40,27 @@ def test_block(page, code, tmp_path, monkeypatch):
 
 def test_there_are_blocks():
     assert [page for page, _ in BLOCKS] == ["README.md"] * 4 + ["docs/API.md"]
+
+
+def test_an_average_of_the_weights_gets_beta():
+    """The block of docs/CHECKPOINTS.md."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/CHECKPOINTS.md").read_text(), re.DOTALL)
+    model, batch = build("llama").train(), inputs("llama")
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with betahook.attach(model) as hook:
+        for _ in range(3):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            hook.step()
+            average.update_parameters(model)
+        weights = copy.deepcopy(average.module.state_dict())
+        exec(textwrap.dedent(code), {"betahook": betahook, "average": average, "hook": hook, "batch": batch})
+        plain = average.module(**batch).logits
+        model.load_state_dict(weights)
+        torch.testing.assert_close(plain, model(**batch).logits)
+        assert hook.layers["model.layers.0.self_attn"].beta != pytest.approx(8**-0.5)
 
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
