@@ -462,11 +462,12 @@ def test_a_model_whose_logits_have_exploded_folds():
     for seed in range(6):
         model = build("llama", num_hidden_layers=1)
         torch.manual_seed(seed)
+        tokens = torch.randint(3, 64, (4, 64))
         attention = model.model.layers[0].self_attn
         for projection in (attention.q_proj, attention.k_proj):
             nn.init.normal_(projection.weight, std=10)
         with betahook.attach(model, controller="monitor") as hook:
-            model(torch.randint(3, 64, (4, 64)))
+            model(tokens)
             (layer,) = hook.layers.values()
             assert layer.statistics.max_logit > 1e4
             layer.beta = 1.37 * layer.beta_default
