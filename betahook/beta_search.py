@@ -39,13 +39,13 @@ class BetaSearch:
             raise ValueError(f"BetaSearch(start=...) must be a positive number; got {start!r}")
         if mode not in ("max", "min"):
             raise ValueError(f'BetaSearch(mode=...) must be "max" or "min"; got {mode!r}')
-        if decades < 1:
-            raise ValueError(f"BetaSearch(decades=...) must be 1 or more; got {decades!r}")
+        if not isinstance(decades, int) or decades < 1:
+            raise ValueError(f"BetaSearch(decades=...) must be a whole number, 1 or more; got {decades!r}")
         if not 0 < resolution <= 1:
             raise ValueError(f"BetaSearch(resolution=...) must be above 0 and at most 1; got {resolution!r}")
         self.start = float(start)
         self.mode = mode
-        self.decades = int(decades)
+        self.decades = decades
         self.resolution = float(resolution)
         self._scores: dict[float, float] = {}  # log10(beta / start) to score; sums of powers of two, hence exact
 
@@ -55,7 +55,7 @@ class BetaSearch:
         return None if offset is None else self.start * 10**offset
 
     def tell(self, beta: float, score: float) -> None:
-        """Report the score of the beta last asked for; NaN stands for a run that failed.
+        """Report the score of the beta last asked for; NaN or an infinity stands for a run that failed.
 
         Raises:
             ValueError: `beta` is not the one that was asked for.
@@ -66,7 +66,7 @@ class BetaSearch:
         expected = self.start * 10**offset
         if not math.isclose(beta, expected, rel_tol=1e-9):
             raise ValueError(f"expected the score of beta={expected!r}, which ask() returned; got one of beta={beta!r}")
-        self._scores[offset] = float(score)
+        self._scores[offset] = float(score) if math.isfinite(score) else math.nan
 
     @property
     def best(self) -> tuple[float, float] | None:

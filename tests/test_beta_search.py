@@ -109,6 +109,16 @@ def test_a_search_resumes_from_json(mode, told):
     assert resumed.state_dict().keys() == search.state_dict().keys()
 
 
+@pytest.mark.parametrize("failed", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_run_that_failed_is_worse_than_any_other(mode, failed):
+    search = BetaSearch(mode=mode)
+    search.tell(search.ask(), failed)
+    search.tell(search.ask(), 3.0)
+    assert search.best == (10.0, 3.0)
+    json.dumps(search.state_dict(), allow_nan=False)
+
+
 @pytest.mark.parametrize("beta", [1.0000001, 10.0, -1.0, math.nan])
 def test_the_score_of_another_beta_is_refused(beta):
     search = BetaSearch()
@@ -130,7 +140,7 @@ def test_a_score_after_the_end_is_refused():
     [
         *[({"start": x}, r"start=\.\.\.\) must be a positive number; got ") for x in (0, -1.0, math.nan, math.inf)],
         ({"mode": "best"}, r"mode=\.\.\.\) must be \"max\" or \"min\"; got 'best'"),
-        ({"decades": 0}, r"decades=\.\.\.\) must be 1 or more; got 0"),
+        *[({"decades": x}, r"decades=\.\.\.\) must be a whole number, 1 or more; got ") for x in (0, 2.9)],
         *[({"resolution": x}, r"resolution=\.\.\.\) must be above 0 and at most 1; got ") for x in (0, 1.5, math.nan)],
     ],
 )
