@@ -169,7 +169,7 @@ class ScoreProducts(TorchFunctionMode):
             with torch.no_grad():  # a checkpointed forward must save as much for its backward as its recomputation
                 value = product.alone(query) if product.biased else output.detach()
                 left, right = product.tokens(axis, layer.heads)
-                operands = left / factors[0], right / factors[1]
+                operands = _divided(left, factors[0]), _divided(right, factors[1])
         self._note(output, Trace("scores", product.alpha, value, factors[0] * factors[1], operands))
         return output
 
@@ -228,7 +228,7 @@ class ScoreProducts(TorchFunctionMode):
         of_query, of_key = self._factor(query), self._factor(key)
         layer.note_default(of_query * of_key * (query.shape[-1] ** -0.5 if scale is None else scale))
         if self._recording:
-            raw = query.detach() / of_query, key.detach() / of_key
+            raw = _divided(query.detach(), of_query), _divided(key.detach(), of_key)
             q, k = (contraction.batched(x, axis, heads) for x in raw)
             batch = max(len(q), len(k))  # one of them may be the same for all
             q, k = (x.expand(batch, *x.shape[1:]) for x in (q, k))
@@ -356,6 +356,11 @@ def _scaled(divide: bool, left: tuple[Any, Trace | None], right: tuple[Any, Trac
             return trace  # a mask
         number = factor.detach()
     return replace(trace, factor=trace.factor / number if divide else trace.factor * number)
+
+
+def _divided(tensor: Tensor, factor: float | Tensor) -> Tensor:
+    """`tensor / factor`, without a copy where that is the tensor itself."""
+    return tensor if isinstance(factor, float) and factor == 1 else tensor / factor
 
 
 def _number(factor: Any) -> float | Tensor | None:
