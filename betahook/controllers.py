@@ -192,7 +192,8 @@ class Search(Controller):
         return {
             "wait": zero + self.warmup,  # batches left in which beta stays
             "rise": zero,  # batches left of the rise that comes then
-            "fresh": zero - 1,  # 1 in a model whose W_q and W_k were random at the first step, 0 in others; -1 before
+            "fresh": zero
+            - 1,  # 1 in a model whose W_q and W_k were random at the first look, 0 in others; -1 before it
             "batches": zero,  # of the window so far, and the sensitivity summed over them
             "total": zero,
             "direction": zero,  # of the last step of the search, and its size
@@ -237,7 +238,7 @@ class Search(Controller):
             **state,
             "wait": torch.where(rises, max(self.warmup - step, 0), state["wait"]),
             "rise": torch.where(rises, RISE_BATCHES, state["rise"]),
-            "fresh": torch.where(new, fresh.clamp(min=0), state["fresh"]),
+            "fresh": torch.where(new, fresh, state["fresh"]),
         }
         return torch.where(rises, beta * 10**WARMUP_DECADES, beta) if step <= self.warmup else beta
 
@@ -356,9 +357,10 @@ def apply(controllers: Iterable[Controller], beta: Tensor, observation: Observat
         controller.state = before
         proposed = controller.update(new, observation)
         if controller.state.keys() != before.keys():
+            made, controller.state = controller.state, before
             raise ValueError(
-                f"update() of {controller} made the state {sorted(controller.state)}, but start() {sorted(before)}; "
-                "start() must return every name of the state"
+                f"update() of {controller} made the state {sorted(made)}, but start() {sorted(before)}; start() must "
+                "return every name of the state"
             )
         # A rule without an answer (a prediction without weights, say) leaves the others theirs.
         new = torch.where(proposed.isfinite() & (proposed > 0), proposed, new)

@@ -180,8 +180,13 @@ def _refuse_unwritable(layer: AttentionLayer, *parameters: Any) -> None:
 
 def _refuse_shared(model: nn.Module, places: dict[AttentionLayer, list[_Place]]) -> None:
     """A weight with another user has one value for both."""
-    children = (child for parent in model.modules() for child in parent.children())  # a shared one for each parent
-    users = Counter(id(p) for child in children for p in child._parameters.values() if p is not None)
+    lists = (nn.ModuleList, nn.ModuleDict)  # which call none of what they hold
+    callers = Counter(child for m in model.modules() if not isinstance(m, lists) for child in m.children())
+    attention = {layer.module for layer in places}  # has one beta, whoever calls it
+    users: Counter[int] = Counter()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users[id(parameter)] += 1 if module in attention else max(1, callers[module])
     for layer, candidates in places.items():
         if any(users[id(part.parameter)] > 1 for place in candidates for part in place.parts):
             raise _refusal(layer, "another module shares its query weight, which cannot hold two factors")
@@ -288,9 +293,11 @@ def _is_exact(layer: AttentionLayer, place: _Place, gain: Tensor, run: Callable[
             expected = run()
         actual = run_with(place.scaled(factors))
         error = _distance(actual, expected)
-        rounding = _distance(actual, run_with(place.scaled(factors, _precision(expected))))
+        precision = _precision([expected, kept])
+        rounding = _distance(actual, run_with(place.scaled(factors, precision)))
+        tolerance = max(4 * rounding, max(1e-5, precision / 4) * _norm(expected))
         effect = math.inf if factors is gain else _distance(plain, expected)
-        if not (error <= max(4 * rounding, 1e-5 * _norm(expected)) and error < effect / 4):
+        if not (error <= tolerance and error < effect / 4):
             return False
     return True
 
@@ -339,9 +346,9 @@ def _norm(output: Any) -> float:
     return math.sqrt(sum(float(tensor.square().sum()) for tensor in finite))
 
 
-def _precision(output: Any) -> float:
-    """Relative spacing of the numbers of an output; that of the coarsest dtype in it."""
-    return max((torch.finfo(tensor.dtype).eps for tensor in _tensors(output)), default=0.0)
+def _precision(nested: Any) -> float:
+    """Relative spacing of the numbers in nested tensors; that of the coarsest dtype."""
+    return max((torch.finfo(tensor.dtype).eps for tensor in _tensors(nested)), default=0.0)
 
 
 def _refusal(layer: AttentionLayer, reason: str) -> FoldError:

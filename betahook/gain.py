@@ -32,8 +32,10 @@ def scale_query(
     shape = [1] * query.dim()
     shape[axis] = -1
     gain = layer.local_gain(default).detach().to(query.device).view(shape)
-    if torch.is_grad_enabled() and not layer.paused and (query.requires_grad or any(x.requires_grad for x in others)):
-        scaled: Tensor = ScaleQuery.apply(query, gain, layer.probe.to(query.device), axis)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and (query.requires_grad or any(x.requires_grad for x in others)):
+        probe = layer.probe.to(query.device)
+        # Also while paused: gradient checkpointing counts what a forward saves, and its recomputation comes later.
+        scaled: Tensor = ScaleQuery.apply(query, gain, probe, axis, not layer.paused)  # type: ignore[no-untyped-call]
         return scaled
     return (query * gain).to(query.dtype)
 
@@ -46,24 +48,34 @@ class ScaleQuery(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(query: Tensor, gain: Tensor, probe: Tensor, axis: int) -> Tensor:
-        """Args: query of any shape, heads along `axis`; gain, float32, broadcasts to it; probe `[heads]`, float32."""
+    def forward(query: Tensor, gain: Tensor, probe: Tensor, axis: int, measured: bool) -> Tensor:
+        """Scale a query.
+
+        Args:
+            query: of any shape, heads along `axis`.
+            gain: float32, broadcasts to the query.
+            probe: float32 `[heads]`.
+            axis: of the heads.
+            measured: whether the backward gives the sensitivity.
+        """
         return (query * gain).to(query.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
-        ctx.save_for_backward(output, *inputs[1:3])
-        ctx.axis = inputs[3]
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, bool], output: Tensor) -> None:
+        _, gain, probe, ctx.axis, ctx.measured = inputs
+        ctx.save_for_backward(output, gain, probe)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
         scaled, gain, probe = ctx.saved_tensors
-        if torch.is_grad_enabled():  # this backward is differentiated in turn, and beta acts in it once more
-            gain = gain * probe.exp().view(gain.shape)
-        others = [axis for axis in range(gradient.dim()) if axis != ctx.axis]
-        sensitivity = (at_least_float32(gradient) * scaled).sum(others, dtype=gain.dtype)
+        sensitivity = None
+        if ctx.measured:
+            if torch.is_grad_enabled():  # this backward is differentiated in turn, and beta acts in it once more
+                gain = gain * probe.exp().view(gain.shape)
+            others = [axis for axis in range(gradient.dim()) if axis != ctx.axis]
+            sensitivity = (at_least_float32(gradient) * scaled).sum(others, dtype=gain.dtype)
         of_query = (gradient * gain).to(gradient.dtype) if ctx.needs_input_grad[0] else None
-        return of_query, None, sensitivity, None
+        return of_query, None, sensitivity, None, None
 
 
 def is_recording(layer: AttentionLayer) -> bool:

@@ -90,6 +90,7 @@ class Hook:
         not_reached: names of the modules that look like attention but are not reached, with the reason.
     """
 
+    @torch.inference_mode(False)  # what is made in it could never be written to outside of it
     def __init__(
         self,
         model: nn.Module,
@@ -154,7 +155,8 @@ class Hook:
         """Measure no forward that runs in it, nor its backward; beta acts as before.
 
         For a loss whose gradients are thrown away, as those of a generator in its discriminator: the sensitivity of a
-        step is that of all its backwards, and `zero_grad` takes nothing from it.
+        step is that of all its backwards, and `zero_grad` takes nothing from it. Reentrant gradient checkpointing runs
+        the forward that counts in the backward, which then must be in the pause too.
         """
         paused, self._state.paused = self._state.paused, True
         try:
@@ -184,6 +186,7 @@ class Hook:
         lines += [f"  not reached: {name}, {reason}" for name, reason in self.not_reached.items()]
         return "\n".join(lines)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def step(self, scaler: GradScaler | None = None) -> None:
         """Pool the statistics over ranks, run the controllers and write beta: once per optimizer step, after it.
@@ -324,6 +327,7 @@ class Hook:
             ],
         }
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned; on an error nothing is changed.
 
@@ -345,9 +349,11 @@ class Hook:
             memory = entry["state"]
             controller.state = {name: memory[name].to(start.device, copy=True) for name in known["state"] if memory}
         self.steps, self._skipped_steps, self._loss_scale = state["steps"], state["skipped_steps"], state["loss_scale"]
-        # What was said of steps that now lie ahead again says nothing of them.
-        self._nonfinite_since.zero_()
-        self._has_warned, self._alerts_seen = False, 0
+        # What is known of steps that now lie ahead again says nothing of them.
+        forgotten = self._nonfinite_since > self.steps
+        self._nonfinite_since.masked_fill_(forgotten, 0)
+        self._has_warned = self._has_warned and not bool(forgotten.any())
+        self._alerts_seen = min(self._alerts_seen, self.steps)
         own.measuring = self.steps % self._interval == 0
 
     def _latest(self, table: Tensor, component_sums: Tensor) -> Tensor:

@@ -61,7 +61,6 @@ class State:
     recorded: bool = False
 
     @classmethod
-    @torch.inference_mode(False)  # what is made in it could never be written to outside of it
     def create(cls, widths: list[int], device: torch.device, in_evaluation: bool) -> State:
         """The state of `len(widths)` heads; `widths` holds d_k of each."""
         heads = len(widths)

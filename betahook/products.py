@@ -230,11 +230,11 @@ class ScoreProducts(TorchFunctionMode):
         if self._recording:
             raw = _divided(query.detach(), of_query), _divided(key.detach(), of_key)
             q, k = (contraction.batched(x, axis, heads) for x in raw)
-            batch = max(len(q), len(k))  # one of them may be the same for all
-            q, k = (x.expand(batch, *x.shape[1:]) for x in (q, k))
+            q, k = (x.expand(max(len(q), len(k)), *x.shape[1:]) for x in (q, k))  # one may be the same for all
             mask = Mask(Band(None, 0 if is_causal else None))
             if attn_mask is not None:
-                pairs = attn_mask.detach().expand(*query.shape[:-1], key.shape[-2])
+                first = max(len(query), len(key))
+                pairs = attn_mask.detach().expand(first, *query.shape[1:-1], key.shape[-2])
                 mask = masks.from_tensor(contraction.batched(pairs, axis, heads), Band())
             layer.record(q, k, mask, position_bias=None, softcap=None)
         query = contraction.on_heads(

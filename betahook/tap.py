@@ -27,8 +27,7 @@ def connect(model: nn.Module, layers: Collection[AttentionLayer], undo: ExitStac
         for made, projection in zip(("query", "key"), layer.projections or (), strict=False):
             watched.setdefault((projection.module, projection.argument), []).append(made)
         for (module, argument), of in watched.items():
-            name = list(inspect.signature(module.forward).parameters)[argument]
-            record = functools.partial(_record_input, layer, of, argument, name)
+            record = functools.partial(_record_input, layer, of, argument, _name_of(argument, module))
             undo.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
         if layer.route != "interface":
             undo.callback(products.connect(layer).remove)
@@ -36,16 +35,25 @@ def connect(model: nn.Module, layers: Collection[AttentionLayer], undo: ExitStac
         undo.callback(override.remove)
 
 
+def _name_of(argument: int, module: nn.Module) -> str | None:
+    """The name of a positional argument of a module; None where its forward does not tell."""
+    try:
+        names = list(inspect.signature(module.forward).parameters)
+    except ValueError:  # of code that is not Python's
+        return None
+    return names[argument] if argument < len(names) else None
+
+
 def _record_input(
     layer: AttentionLayer,
     of: list[str],
     argument: int,
-    name: str,
+    name: str | None,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
     """Record the argument that stands at a position, or is given by name."""
-    given = args[argument] if len(args) > argument else kwargs.get(name)
+    given = args[argument] if len(args) > argument else kwargs.get(name or "")
     if given is not None and is_recording(layer):
         layer.record_input(given, *of)

@@ -169,9 +169,14 @@ class BetaHookCallback(TrainerCallback):
     def on_push_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if self.hook is None or not state.is_world_process_zero:
+            return
         # The Trainer copies the files that it knows from the checkpoint to here, and pushes what is here.
-        if self.hook is not None and self.hook.attached:
-            checkpoint.save(self.hook, args.output_dir or ".")
+        folder = Path(args.output_dir or ".")
+        if self.hook.attached:
+            checkpoint.save(self.hook, folder)
+        else:
+            (folder / checkpoint.FILE).unlink(missing_ok=True)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -1,11 +1,14 @@
 """attach: its options, and what it refuses."""
 
+import gc
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import SwiftFormerConfig, SwiftFormerModel
+from transformers.modeling_utils import AttentionInterface
 
 import betahook
 from models import build, inputs
@@ -154,7 +157,8 @@ def test_any_arguments_attach_or_are_refused_with_a_reason(target, options):
 
 
 def test_an_attach_that_fails_half_way_leaves_the_model_as_it_was(monkeypatch):
-    model = build("llama")
+    gc.collect()  # hooks of other tests
+    model, registered = build("llama"), AttentionInterface.get_interface
     before = fingerprint(model)
 
     def fail(*args):
@@ -165,6 +169,21 @@ def test_an_attach_that_fails_half_way_leaves_the_model_as_it_was(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             betahook.attach(model)
     assert fingerprint(model) == before
+    assert AttentionInterface.get_interface is registered
     with betahook.attach(model):
         assert fingerprint(model) != before
     assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize("forward", [lambda f: lambda *args: f(*args), lambda f: lambda x: f(x)])
+def test_a_forward_that_does_not_tell_its_arguments(forward):
+    model, batch = build("llama"), inputs("llama")
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.forward = forward(projection.forward)
+    attention = nn.MultiheadAttention(8, 2)
+    attention.forward = forward(attention.forward)
+    for module in (model, attention):
+        with betahook.attach(module, controller="monitor") as hook:
+            if module is model:
+                model(**batch)
+                assert hook.layers[LAYER].statistics.input_std_q > 0

@@ -203,6 +203,15 @@ def test_a_unit_that_is_seen_later_does_not_rise_in_a_trained_model():
     assert decades(late) == approx([0, 0, 0, -0.5])
 
 
+@pytest.mark.parametrize(("ratio", "then"), [(FRESH, [-2, -2, -2, -1.7]), (LEARNED, [0, 0, -0.5, -1.25])])
+def test_what_is_first_seen_when_nobody_looks_waits_for_the_next_look(ratio, then):
+    """After the first third of the warm-up, and before its end."""
+    observations = [observe(sensitivity=1, std=0.1, spectral_ratio=ratio) for _ in range(8)]
+    observations[:2] = [replace(x, statistics=replace(x.statistics, count=torch.zeros(1))) for x in observations[:2]]
+    history = run(search(warmup=4, rise=True), observations)
+    assert decades(history) == approx([0, 0, 0, 0, *then])
+
+
 def test_where_nothing_is_seen_at_first_the_first_look_at_a_unit_decides():
     """Steps in evaluation mode, say."""
     observations = [replace(one, spectral_ratio=lambda: torch.tensor(FRESH)) for one in rising([FRESH, FRESH], 4)]
@@ -489,5 +498,7 @@ def test_a_state_that_start_does_not_know_is_an_error():
             self.state = {"count": beta + 1}
             return beta
 
-    with pytest.raises(ValueError, match=r"Counting\(\) made the state \['count'\], but start\(\) \[\]; start"):
-        run(Counting(), [observe()])
+    rule = Counting()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"Counting\(\) made the state \['count'\], but start\(\) \[\]; start"):
+            run(rule, [observe()])

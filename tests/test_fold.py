@@ -472,3 +472,77 @@ def test_a_model_whose_logits_have_exploded_folds():
             assert layer.statistics.max_logit > 1e4
             layer.beta = 1.37 * layer.beta_default
             betahook.fold(model)
+
+
+class Leaking(nn.Module):
+    """A self-attention whose query, `leak` times, goes past the scores into the output."""
+
+    def __init__(self, leak, heads=2, width=16):
+        super().__init__()
+        self.num_heads, self.head_dim, self.leak = heads, width // heads, leak
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        q, k, v = (
+            projection(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        values = nn.functional.scaled_dot_product_attention(q, k, v) + self.leak * q
+        return values.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(("dtype", "leak"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02), (torch.float16, 0.003)])
+def test_the_check_tells_a_small_error_from_rounding(dtype, leak):
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x = torch.randn(2, 12, 16, dtype=dtype)
+        for refused in (True, False):
+            model = nn.Sequential(Leaking(leak if refused else 0.0))
+            for projection in (model[0].q_proj, model[0].k_proj):
+                projection.weight.data *= 4
+            model = model.to(dtype)
+            with betahook.attach(model, controller="monitor") as hook:
+                model(x)
+                hook.layers["0"].beta = 1.5 * hook.layers["0"].beta_default
+                if refused:
+                    with pytest.raises(betahook.FoldError, match="its output is not that of a scaled query projection"):
+                        betahook.fold(model)
+                else:
+                    betahook.fold(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gain", [0.01, 1 / 3, 3.0])
+def test_nearly_flat_attention_folds(dtype, gain):
+    """It moves the output by less than the dtype can tell."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = build("llama", "sdpa", dtype=dtype)
+        with betahook.attach(model, controller="monitor") as hook:
+            model(torch.randint(3, 64, (1, 8)))
+            for layer in hook.layers.values():
+                layer.beta = gain * layer.beta_default
+            betahook.fold(model)
+
+
+def test_the_root_s_own_parameter_is_a_user_of_a_query_weight():
+    model = nn.Sequential(Leaking(0.0))
+    model.tied = model[0].q_proj.weight
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(2, 5, 16))
+        hook.layers["0"].beta = 0.7
+        with pytest.raises(betahook.FoldError, match="another module shares its query weight"):
+            betahook.fold(model)
+
+
+def test_a_module_that_is_listed_besides_is_no_other():
+    model, x = nn.Sequential(Leaking(0.0)), torch.randn(2, 5, 16)
+    model.listed = nn.ModuleList([model[0].q_proj, model[0]])
+    model.forward = lambda x: model[0](x)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        (layer,) = hook.layers.values()
+        layer.beta = 0.7
+        adapted = model(x)
+        betahook.fold(model)
+    torch.testing.assert_close(model(x), adapted)

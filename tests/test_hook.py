@@ -1,5 +1,6 @@
 """What a hook does from step to step."""
 
+import contextlib
 import copy
 import gc
 import math
@@ -461,6 +462,25 @@ def test_what_is_paused_is_in_no_statistic():
         assert after.sensitivity == before.sensitivity != 0
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_pause_goes_with_gradient_checkpointing(reentrant):
+    """Which counts what the forward saves and what its recomputation does, inside or outside of the pause."""
+    model, batch = build("llama").train(), inputs("llama")
+    enable_checkpointing(model, reentrant)
+    with betahook.attach(model, controller="monitor") as hook:
+        with hook.pause():
+            loss = model(**batch).loss
+            if reentrant:
+                loss.backward()
+        if not reentrant:
+            loss.backward()
+        assert hook.layers[LAYER].statistics.sensitivity == 0
+        loss = model(**batch).loss
+        with contextlib.nullcontext() if reentrant else hook.pause():
+            loss.backward()
+        assert hook.layers[LAYER].statistics.sensitivity != 0
+
+
 def test_a_step_does_not_end_a_pause():
     model, batch = build("llama"), inputs("llama")
     with betahook.attach(model, controller="monitor") as hook:
@@ -473,12 +493,15 @@ def test_a_step_does_not_end_a_pause():
         assert hook.layers[LAYER].statistics.count > 0
 
 
-def test_attach_inside_of_inference_mode():
+def test_what_is_done_in_inference_mode_can_go_on_outside_of_it():
     model, batch = build("llama"), inputs("llama")
     with torch.inference_mode():
         hook = betahook.attach(model, controller="monitor", when="always")
         model(**batch)
+        hook.step()
+        hook.load_state_dict(hook.state_dict())
     with hook:
+        hook.load_state_dict(hook.state_dict())
         model(**batch).loss.backward()
         hook.step()
         assert hook.metrics()[f"sensitivity/{LAYER}"] != 0
@@ -510,5 +533,9 @@ def test_going_back_forgets_what_was_said_of_later_steps(caplog):
         model(**batch).loss.backward()
         hook.step()
         hook.metrics()
-    assert crossed[-1] == 2
-    assert not caplog.text
+        assert crossed[-1] == 2
+        assert not caplog.text
+        crossed.clear()
+        hook.load_state_dict(hook.state_dict())
+        hook.metrics()
+        assert not crossed

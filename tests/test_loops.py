@@ -309,7 +309,7 @@ def test_scores_under_autocast_are_measured_in_float32(dtype):
 def test_the_sensitivity_of_half_precision_is_summed_in_float32():
     query = torch.full((1, 2, 3, 1), 200.0, dtype=torch.float16, requires_grad=True)
     probe = torch.zeros(2, requires_grad=True)
-    scaled = ScaleQuery.apply(query, torch.ones(1, 2, 1, 1), probe, 1)
+    scaled = ScaleQuery.apply(query, torch.ones(1, 2, 1, 1), probe, 1, True)
     scaled.backward(torch.full_like(scaled, 400.0))
     assert query.grad.isfinite().all()
     assert probe.grad.tolist() == [3 * 200 * 400] * 2

@@ -494,13 +494,21 @@ class FusedLatentAttention(LatentAttention):
         return F.scaled_dot_product_attention(q, k, v)
 
 
+class MaskedLatentAttention(LatentAttention):
+    """The mask is of the samples, which one operand does not tell apart; it lets everything pass."""
+
+    def mix(self, q, k, v):
+        pairs = torch.ones(max(len(q), len(k)), 1, 1, k.shape[-2], dtype=torch.bool)
+        return F.scaled_dot_product_attention(q, k, v, pairs)
+
+
 class ByHandLatentAttention(LatentAttention):
     def mix(self, q, k, v):
         return (q @ k.mT * self.head_dim**-0.5).softmax(axis=-1) @ v
 
 
 @pytest.mark.parametrize("learned", ["queries", "keys"])
-@pytest.mark.parametrize("kind", [FusedLatentAttention, ByHandLatentAttention])
+@pytest.mark.parametrize("kind", [FusedLatentAttention, MaskedLatentAttention, ByHandLatentAttention])
 def test_what_is_the_same_for_all_samples_counts_for_each(x, kind, learned):
     model = nn.Sequential(kind(learned))
     attention, x = model[0], x * torch.tensor([0.1, 1, 5]).view(-1, 1, 1)
@@ -544,6 +552,19 @@ def test_gradient_checkpointing_without_reentry(kind, x):
             sensitivities.append(hook.layers["1"].statistics.sensitivity)
             hook.step()
     torch.testing.assert_close(*sensitivities, rtol=1e-6, atol=0)
+
+
+def test_without_keys_nothing_is_added(x):
+    """As in a memory that is still empty."""
+
+    class MemoryAttention(ByHandAttention):
+        def mix(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k[:, :, :0], v[:, :, :0])
+
+    model = make(MemoryAttention)
+    with betahook.attach(model, controller="monitor") as hook:
+        assert model(x).shape == (3, LENGTH, WIDTH)
+        assert hook.layers["1"].statistics.count == 0
 
 
 @pytest.mark.parametrize("kind", [ByHandAttention, FusedAttention])

@@ -339,10 +339,16 @@ def test_the_files_that_are_pushed_have_beta_beside_them(tmp_path):
     trainer.train()
     trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
     assert torch.equal(checkpoint.read(tmp_path)["beta"], callback.hook.state_dict()["beta"])
-    callback.hook.detach()
-    (tmp_path / checkpoint.FILE).unlink()
+    trainer.state.is_world_process_zero = False
+    content_of_zero = (tmp_path / checkpoint.FILE).read_bytes()
+    (tmp_path / checkpoint.FILE).write_bytes(b"of rank 0")
     trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
-    assert not (tmp_path / checkpoint.FILE).exists()
+    assert (tmp_path / checkpoint.FILE).read_bytes() == b"of rank 0"
+    (tmp_path / checkpoint.FILE).write_bytes(content_of_zero)
+    trainer.state.is_world_process_zero = True
+    betahook.fold(callback.hook)
+    trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
+    assert not (tmp_path / checkpoint.FILE).exists()  # beside weights that have beta in them
 
 
 class ScheduleFree(torch.optim.SGD):
