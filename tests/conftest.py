@@ -1,3 +1,4 @@
+import hypothesis
 import pytest
 import torch
 import transformers
@@ -21,6 +22,9 @@ OLDEST = {
 """What cannot be tested with torch 2.6 and transformers 5.1, by a part of the test's name."""
 
 pytest.register_assert_rewrite("matrices")  # whose assertions are to show their values too
+
+hypothesis.settings.register_profile("repeatable", derandomize=True)  # a change is judged by the same examples
+hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)
