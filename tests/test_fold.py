@@ -491,7 +491,7 @@ class Leaking(nn.Module):
         return values.transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize(("dtype", "leak"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02), (torch.float16, 0.003)])
+@pytest.mark.parametrize(("dtype", "leak"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03), (torch.float16, 0.003)])
 def test_the_check_tells_a_small_error_from_rounding(dtype, leak):
     for seed in range(5):
         torch.manual_seed(seed)
