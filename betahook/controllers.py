@@ -192,8 +192,7 @@ class Search(Controller):
         return {
             "wait": zero + self.warmup,  # batches left in which beta stays
             "rise": zero,  # batches left of the rise that comes then
-            "fresh": zero
-            - 1,  # 1 in a model whose W_q and W_k were random at the first look, 0 in others; -1 before it
+            "fresh": zero - 1,  # 1 where W_q and W_k were random at the first look, 0 where not; -1 before it
             "batches": zero,  # of the window so far, and the sensitivity summed over them
             "total": zero,
             "direction": zero,  # of the last step of the search, and its size

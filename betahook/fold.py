@@ -253,12 +253,11 @@ def _keep_exact(hook: Hook, places: dict[AttentionLayer, list[_Place]], gains: d
         except Exception as error:
             reason = f"{type(hook.model).__name__} does not run again on the input of its last forward"
             raise FoldError(f"cannot fold beta: {reason} ({type(error).__name__}: {error})") from error
-    modules = set(hook.model.modules())
     for layer in places:
         if layer not in called:
             gone = "the model has lost this module since attach(); detach and attach again"
             idle = "the last forward of the model did not use it; run one that does"
-            raise _refusal(layer, idle if layer.module in modules else gone)
+            raise _refusal(layer, idle if layer.module in hook.model.modules() else gone)
 
 
 def _has_effect(layer: AttentionLayer, gain: Tensor, run: Callable[[], Any]) -> bool:
@@ -293,11 +292,14 @@ def _is_exact(layer: AttentionLayer, place: _Place, gain: Tensor, run: Callable[
             expected = run()
         actual = run_with(place.scaled(factors))
         error = _distance(actual, expected)
-        precision = _precision([expected, kept])
-        rounding = _distance(actual, run_with(place.scaled(factors, precision)))
-        tolerance = max(4 * rounding, max(1e-5, precision / 4) * _norm(expected))
         effect = math.inf if factors is gain else _distance(plain, expected)
-        if not (error <= tolerance and error < effect / 4):
+        if not error < effect / 4:
+            return False
+        precision = _precision([expected, kept])
+        if error <= max(1e-5, precision / 4) * _norm(expected):
+            continue
+        rounding = _distance(actual, run_with(place.scaled(factors, precision)))
+        if not error <= 4 * rounding:
             return False
     return True
 

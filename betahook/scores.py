@@ -84,11 +84,8 @@ def components(tokens: Tensor, valid: Tensor | None) -> Components:
 
 
 def _count_and_mean(tokens: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    count = _count(tokens, valid)
-    if valid is None:
-        total = tokens.sum((0, 2), dtype=torch.promote_types(tokens.dtype, torch.float32))
-    else:
-        total = (tokens * _per_token(valid, torch.promote_types(tokens.dtype, torch.float32))).sum((0, 2))
+    count, dtype = _count(tokens, valid), torch.promote_types(tokens.dtype, torch.float32)
+    total = tokens.sum((0, 2), dtype=dtype) if valid is None else (tokens * _per_token(valid, dtype)).sum((0, 2))
     return count, total / count.clamp(min=1)
 
 

@@ -47,23 +47,9 @@ def test_the_statistics_are_swept_over_lengths(example, tmp_path, capsys):
 @pytest.mark.parametrize("model", ["gpt2", "llama", "bert"])
 def test_one_attention_layer_is_compared_with_a_whole_step(example, tmp_path, capsys, monkeypatch, model):
     monkeypatch.setattr(example, "PAIRS", 2)
-    sizes = (
-        TINY if model == "gpt2" else ["hidden_size=8", "num_attention_heads=2", "num_hidden_layers=2", "vocab_size=16"]
-    )
-    command = [
-        "--attention",
-        "--model",
-        model,
-        "--config",
-        *sizes,
-        "--length",
-        "16",
-        "--rounds",
-        "2",
-        "--device",
-        "cpu",
-    ]
-    example.main([*command, "--output", str(tmp_path)])
+    sizes = ["hidden_size=8", "num_attention_heads=2", "num_hidden_layers=2", "vocab_size=16"]
+    command = ["--attention", "--model", model, "--config", *(TINY if model == "gpt2" else sizes), "--length", "16"]
+    example.main([*command, "--rounds", "2", "--device", "cpu", "--output", str(tmp_path)])
     result = json.loads((tmp_path / "attention.json").read_text())["result"]
     assert list(result["added"]) == ["unhooked", "measured", "not measured", "interval=10"]
     assert result["added"]["measured"]["median"] > 0

@@ -179,13 +179,15 @@ def test_the_logits_of_a_rising_unit_are_held_at_their_std_until_the_rise_is_ove
     assert third == approx([-0.5, -0.5, 0.1, 0.2, *[two - 1] * 8, two - 1 - 0.5])
 
 
+def seen(observation, *counts):
+    """The same, but of as many pairs in each unit."""
+    return replace(observation, statistics=replace(observation.statistics, count=torch.tensor(counts)))
+
+
 @pytest.mark.parametrize("first", [1, 2, 5])
 def test_a_unit_that_is_seen_later_rises_too(first):
     """As with LayerDrop, or where the first batches have no images: with the others, or after their warm-up at once."""
-    observations = [
-        replace(one, statistics=replace(one.statistics, count=torch.tensor([1.0, float(step >= first)])))
-        for step, one in enumerate(rising([FRESH, LEARNED], 17, units=2))
-    ]
+    observations = [seen(one, 1, step >= first) for step, one in enumerate(rising([FRESH, LEARNED], 17, units=2))]
     used, late = zip(*run(search(warmup=2, rise=True), observations, [1.0] * 2), strict=True)
     rise = [0.1 * index for index in range(1, 11)]
     assert decades(used) == approx([-0.5, -0.5, *rise, 0.5, -0.25, -1.25, -2.25, -3])
@@ -195,10 +197,7 @@ def test_a_unit_that_is_seen_later_rises_too(first):
 
 
 def test_a_unit_that_is_seen_later_does_not_rise_in_a_trained_model():
-    observations = [
-        replace(one, statistics=replace(one.statistics, count=torch.tensor([1.0, float(step >= 1)])))
-        for step, one in enumerate(rising([LEARNED, FRESH], 4, units=2))
-    ]
+    observations = [seen(one, 1, step >= 1) for step, one in enumerate(rising([LEARNED, FRESH], 4, units=2))]
     _, late = zip(*run(search(warmup=2, rise=True), observations, [1.0] * 2), strict=True)
     assert decades(late) == approx([0, 0, 0, -0.5])
 
@@ -207,7 +206,7 @@ def test_a_unit_that_is_seen_later_does_not_rise_in_a_trained_model():
 def test_what_is_first_seen_when_nobody_looks_waits_for_the_next_look(ratio, then):
     """After the first third of the warm-up, and before its end."""
     observations = [observe(sensitivity=1, std=0.1, spectral_ratio=ratio) for _ in range(8)]
-    observations[:2] = [replace(x, statistics=replace(x.statistics, count=torch.zeros(1))) for x in observations[:2]]
+    observations[:2] = [seen(one, 0) for one in observations[:2]]
     history = run(search(warmup=4, rise=True), observations)
     assert decades(history) == approx([0, 0, 0, 0, *then])
 
@@ -215,7 +214,7 @@ def test_what_is_first_seen_when_nobody_looks_waits_for_the_next_look(ratio, the
 def test_where_nothing_is_seen_at_first_the_first_look_at_a_unit_decides():
     """Steps in evaluation mode, say."""
     observations = [replace(one, spectral_ratio=lambda: torch.tensor(FRESH)) for one in rising([FRESH, FRESH], 4)]
-    observations[0] = replace(observations[0], statistics=replace(observations[0].statistics, count=torch.zeros(1)))
+    observations[0] = seen(observations[0], 0)
     assert decades(run(search(warmup=4, rise=True), observations)) == approx([0, -0.5, -0.5, -0.5])
 
 

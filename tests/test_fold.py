@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import betahook
 from models import CONFIGS, NORMED, build, inputs
 from test_multihead_attention import PADDING, padded_encoder
-from test_products import HEADS, LENGTH, WIDTH, ByHandAttention, FusedAttention
+from test_products import HEADS, LENGTH, WIDTH, Block, ByHandAttention, FusedAttention
 
 
 def move(hook, per_head):
@@ -474,30 +474,24 @@ def test_a_model_whose_logits_have_exploded_folds():
             betahook.fold(model)
 
 
-class Leaking(nn.Module):
-    """A self-attention whose query, `leak` times, goes past the scores into the output."""
+class LeakingAttention(Block):
+    """The query, `leak` times, goes past the scores into the output."""
 
-    def __init__(self, leak, heads=2, width=16):
+    def __init__(self, leak):
         super().__init__()
-        self.num_heads, self.head_dim, self.leak = heads, width // heads, leak
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
+        self.leak = leak
 
-    def forward(self, x):
-        q, k, v = (
-            projection(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        values = nn.functional.scaled_dot_product_attention(q, k, v) + self.leak * q
-        return values.transpose(1, 2).flatten(2)
+    def mix(self, q, k, v):
+        return nn.functional.scaled_dot_product_attention(q, k, v) + self.leak * q
 
 
 @pytest.mark.parametrize(("dtype", "leak"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03), (torch.float16, 0.003)])
 def test_the_check_tells_a_small_error_from_rounding(dtype, leak):
     for seed in range(5):
         torch.manual_seed(seed)
-        x = torch.randn(2, 12, 16, dtype=dtype)
+        x = torch.randn(2, LENGTH, WIDTH, dtype=dtype)
         for refused in (True, False):
-            model = nn.Sequential(Leaking(leak if refused else 0.0))
+            model = nn.Sequential(LeakingAttention(leak if refused else 0.0))
             for projection in (model[0].q_proj, model[0].k_proj):
                 projection.weight.data *= 4
             model = model.to(dtype)
@@ -526,17 +520,17 @@ def test_nearly_flat_attention_folds(dtype, gain):
 
 
 def test_the_root_s_own_parameter_is_a_user_of_a_query_weight():
-    model = nn.Sequential(Leaking(0.0))
+    model = nn.Sequential(LeakingAttention(0.0))
     model.tied = model[0].q_proj.weight
     with betahook.attach(model, controller="monitor") as hook:
-        model(torch.randn(2, 5, 16))
+        model(torch.randn(2, LENGTH, WIDTH))
         hook.layers["0"].beta = 0.7
         with pytest.raises(betahook.FoldError, match="another module shares its query weight"):
             betahook.fold(model)
 
 
 def test_a_module_that_is_listed_besides_is_no_other():
-    model, x = nn.Sequential(Leaking(0.0)), torch.randn(2, 5, 16)
+    model, x = nn.Sequential(LeakingAttention(0.0)), torch.randn(2, LENGTH, WIDTH)
     model.listed = nn.ModuleList([model[0].q_proj, model[0]])
     model.forward = lambda x: model[0](x)
     with betahook.attach(model, controller="monitor") as hook:
