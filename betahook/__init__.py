@@ -1,15 +1,15 @@
 """betahook: measure the scale of attention scores while a model trains, and adapt the softmax inverse temperature."""
 
-from betahook.alerts import Alert, Alerts
-from betahook.audit import Audit, LayerAudit
-from betahook.beta_search import BetaSearch
-from betahook.controllers import Cap, Controller, Gradient, Monitor, Observation, Search, Variance
-from betahook.fold import FoldError, fold
+from betahook.control.beta_search import BetaSearch
+from betahook.control.controllers import Cap, Controller, Gradient, Monitor, Observation, Search, Variance
 from betahook.hook import Hook, attach
+from betahook.keep.folding import FoldError, fold
+from betahook.keep.restoring import restore
 from betahook.layers import AttentionLayer
+from betahook.measure.statistics import Statistics
 from betahook.options import UnsupportedModelError
-from betahook.restore import restore
-from betahook.statistics import Statistics
+from betahook.report.alerts import Alert, Alerts
+from betahook.report.audit import Audit, LayerAudit
 
 __version__ = "0.1.0"
 

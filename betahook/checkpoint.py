@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from betahook.override import Override
+from betahook.tap.override import Override
 
 if TYPE_CHECKING:
     from betahook.hook import Hook

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from betahook import checkpoint, interface, moments, options, scores, statistics, tap, theory
-from betahook import controllers as rules
-from betahook.alerts import Alerts
-from betahook.audit import Audit
-from betahook.controllers import Controller, Observation
-from betahook.discovery import Found
+from betahook import checkpoint, options, theory
+from betahook.control import controllers as rules
+from betahook.control.controllers import Controller, Observation
+from betahook.groups import HeadGroups
 from betahook.layers import AttentionLayer, Layers, State
+from betahook.measure import components, scores, statistics
+from betahook.models.discovery import Found
 from betahook.options import ControllerChoice, LayerChoice
-from betahook.units import Units
+from betahook.report.alerts import Alerts
+from betahook.report.audit import Audit
+from betahook.tap import install, interface
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +128,7 @@ class Hook:
         self._nonfinite_since = torch.zeros_like(state.beta)  # the step, from 1 on; 0 for never
         self._has_warned = False
         self._alerts_seen = 0
-        self._unit_cache: dict[tuple[bool, torch.device], Units] = {}
+        self._unit_cache: dict[tuple[bool, torch.device], HeadGroups] = {}
         self._recent = torch.zeros_like(state.table)
         self._skipped_steps = 0  # of these steps, by the optimizer
         self._loss_scale = 0.0  # of the next backward; 0 for unknown
@@ -139,7 +141,7 @@ class Hook:
         self._release = weakref.finalize(self, interface.release)
         with ExitStack() as undo:  # also where something below fails
             undo.callback(self._release)
-            tap.connect(model, layers, undo)
+            install.connect(model, layers, undo)
             undo.callback(model.register_forward_pre_hook(self._remember, with_kwargs=True).remove)
             checkpoint.connect(self, undo)
             self._undo = undo.pop_all()
@@ -358,7 +360,7 @@ class Hook:
 
     def _latest(self, table: Tensor, component_sums: Tensor) -> Tensor:
         """`table` with what the moments of q and k say, and what was last measured of idle heads."""
-        moments.describe(table, component_sums, self._state.widths)
+        components.describe(table, component_sums, self._state.widths)
         return statistics.keep_measured(table, self._recent.to(table))
 
     def _with_weights(self, table: Tensor) -> Tensor:
@@ -400,13 +402,13 @@ class Hook:
                 others,
             )
 
-    def _units(self, per_head: bool) -> Units:
+    def _units(self, per_head: bool) -> HeadGroups:
         key = (per_head, self._state.table.device)
         if key not in self._unit_cache:
-            self._unit_cache[key] = Units.of(self.layers, per_head=per_head, device=key[1])
+            self._unit_cache[key] = HeadGroups.of(self.layers, per_head=per_head, device=key[1])
         return self._unit_cache[key]
 
-    def _quantities(self, units: Units) -> dict[str, Tensor]:
+    def _quantities(self, units: HeadGroups) -> dict[str, Tensor]:
         """What `metrics` reports, `[units]` each."""
         table = self._with_weights(self._recent.to(self._state.table))
         observed = units.observe(table)

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from betahook import moments, scores, statistics, theory, weights
-from betahook.discovery import Found
-from betahook.families import facts
-from betahook.masks import Mask
-from betahook.pairs import pair_sums
-from betahook.rows import RowSums, choose, is_exact, row_sums
-from betahook.scores import Components
-from betahook.statistics import Statistics
-from betahook.weights import Projection
+from betahook import theory
+from betahook.measure import components, scores, statistics
+from betahook.measure.dense import pair_sums
+from betahook.measure.masks import Mask
+from betahook.measure.rows import RowSums, choose, is_exact, row_sums
+from betahook.measure.scores import Components
+from betahook.measure.statistics import Statistics
+from betahook.models import projections
+from betahook.models.discovery import Found
+from betahook.models.families import facts
+from betahook.models.projections import Projection
 
 if TYPE_CHECKING:
     from betahook.hook import Hook
@@ -38,8 +40,8 @@ class State:
         beta: float32 `[heads]`, the inverse temperature; NaN stands for the model's own.
         beta_default: float32 `[heads]`, the model's own; NaN until the first forward.
         probe: float32 `[heads]`, zeros that require grad; its gradient is the sensitivity (see `gain.ScaleQuery`).
-        table: the sums since the last step, see `betahook.statistics`.
-        moments: those of q and k, `[4, sum of widths]`, see `betahook.moments`.
+        table: the sums since the last step, see `betahook.measure.statistics`.
+        moments: those of q and k, `[4, sum of widths]`, see `betahook.measure.components`.
         widths: `[heads]`, d_k of each.
         measuring: whether this step is one of those that are measured.
         paused: whether neither forwards nor their backwards are measured.
@@ -70,7 +72,7 @@ class State:
             beta_default=unknown,
             probe=torch.zeros(heads, dtype=torch.float32, device=device, requires_grad=True),
             table=statistics.empty(heads, device),
-            moments=moments.empty(sum(widths), device),
+            moments=components.empty(sum(widths), device),
             widths=torch.tensor(widths, device=device),
             in_evaluation=in_evaluation,
         )
@@ -113,7 +115,7 @@ class AttentionLayer:
         module: the attention module.
         heads: number of query heads.
         head_dim: d_k.
-        route: where the module's scores come from, see `betahook.discovery.Found`.
+        route: where the module's scores come from, see `betahook.models.discovery.Found`.
         facts: what is known of the module's class.
         hook: the hook that the layer belongs to; it lives as long as the hooked model, whoever else holds it.
     """
@@ -147,7 +149,7 @@ class AttentionLayer:
     @property
     def projections(self) -> tuple[Projection, Projection] | None:
         """Where W_q and W_k are now, adapters come and go; None where the module keeps them in no known form."""
-        return weights.locate(self.module, self.heads, self.head_dim)
+        return projections.locate(self.module, self.heads, self.head_dim)
 
     @property
     def remarks(self) -> list[str]:
@@ -239,7 +241,7 @@ class AttentionLayer:
 
     def _table(self) -> Tensor:
         table = self._state.collect()
-        moments.describe(table, self._state.moments, self._state.widths)
+        components.describe(table, self._state.moments, self._state.widths)
         self.write_weight_sums(table)
         return table[:, self._slice]
 
@@ -383,7 +385,7 @@ class AttentionLayer:
         for of, projection in zip(("query", "key"), self.projections or (), strict=False):
             if projection.is_sharded is not sharded or projection.obstacle is not None:
                 continue
-            sums = weights.entry_sums(projection.entries)
+            sums = projections.entry_sums(projection.entries)
             for name, value in zip((f"{of}_weights", f"{of}_weight", f"{of}_weight_square"), sums, strict=True):
                 table[statistics.ROW[name], self._slice] = value.repeat_interleave(self.heads // len(value)).to(table)
 
@@ -404,7 +406,7 @@ class AttentionLayer:
         self._state.recorded = True
         pairs, tokens = sums.scores.pairs, {}
         if query.mean.shape[1] == self.head_dim:
-            moments.add(self._state.moments[:, self._components_here], query, key)
+            components.add(self._state.moments[:, self._components_here], query, key)
             tokens = {"queries": query.count, "keys": key.count}
         self._add(
             pairs=pairs,

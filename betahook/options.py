@@ -9,10 +9,10 @@ from typing import Literal
 from torch import nn
 
 from betahook import checkpoint
-from betahook.alerts import Alerts
-from betahook.controllers import Controller, Monitor, Search
-from betahook.discovery import Survey, survey
+from betahook.control.controllers import Controller, Monitor, Search
 from betahook.layers import ATTRIBUTE
+from betahook.models.discovery import Survey, survey
+from betahook.report.alerts import Alerts
 
 LayerChoice = str | Sequence[str] | Callable[[str, nn.Module], bool]
 ControllerChoice = Literal["default", "monitor"] | Controller | Sequence[Controller]

@@ -34,9 +34,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoM
 from transformers.modeling_utils import AttentionInterface
 
 import betahook
-from betahook import scores
-from betahook.masks import Band, Mask
-from betahook.rows import row_sums
+from betahook.measure import scores
+from betahook.measure.masks import Band, Mask
+from betahook.measure.rows import row_sums
 
 INTERVAL = 10
 PAIRS = 20

@@ -20,11 +20,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 
 from betahook import checkpoint, options
-from betahook.alerts import Alerts
-from betahook.fold import FoldError, fold
 from betahook.hook import Hook, attach
 from betahook.integrations.tensorboard import TensorBoardWriter
+from betahook.keep.folding import FoldError, fold
 from betahook.options import ControllerChoice, LayerChoice
+from betahook.report.alerts import Alerts
 
 logger = logging.getLogger(__name__)
 

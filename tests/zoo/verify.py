@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import betahook
 from betahook import Hook
-from betahook.families import facts
+from betahook.models.families import facts
 from zoo import build, truth
 from zoo.truth import Attention
 

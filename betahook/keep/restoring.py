@@ -1,0 +1,64 @@
+"""Bring back a model that was saved while it was hooked."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch import nn
+
+from betahook import checkpoint
+from betahook.hook import Hook, attach
+from betahook.models.discovery import named_modules
+from betahook.options import ControllerChoice
+
+
+def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: ControllerChoice | None = None) -> Hook:
+    """Attach to a model whose checkpoint needs betahook, with the beta that was saved beside the weights.
+
+        model = AutoModelForCausalLM.from_pretrained(folder)  # attention as if beta were the default
+        hook = betahook.restore(model, folder)  # as it was trained; fold(model) makes it plain
+
+    Layers, `per_head`, `interval` and `when` are those of the hook that was saved.
+
+    Args:
+        model: the model, with the weights of the folder.
+        folder: where `save_pretrained` of the hooked model, or the Trainer, put weights and `betahook.safetensors`.
+        controller: None keeps beta where it is; the controllers of the saved hook go on from their saved state.
+
+    Raises:
+        FileNotFoundError: the folder has no state of betahook.
+        ValueError: the model's config does not say that it needs betahook; the file is damaged or of another model or
+            other controllers.
+    """
+    # The config beside an adapter is the adapter's; it takes no mark.
+    if hasattr(model, "config") and not hasattr(model, "peft_config") and not checkpoint.is_marked(model):
+        raise ValueError(
+            f"the config of this {type(model).__name__} does not say that it needs betahook: its beta is in the "
+            "weights already, or is the default"
+        )
+    path = Path(folder, checkpoint.FILE)
+    if checkpoint.is_marked(model) and not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist, but beta of this model is in that file: the folder is a copy that left it behind. "
+            "Name the folder that the hooked model was saved to"
+        )
+    state = checkpoint.read(folder)
+    try:
+        names, options = list(state["layers"]), dict(state["options"])
+        chosen = {"per_head": options["per_head"], "interval": options["interval"], "when": options["when"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no state of a hook: layers or options are missing") from error
+    missing = sorted(set(names) - {name for name, _ in named_modules(model)})
+    if missing:
+        raise ValueError(f"{path}: the state belongs to a model with other layers; these differ: {', '.join(missing)}")
+    with checkpoint.unmarked(model):
+        hook = attach(model, controller=controller or "monitor", layers=lambda name, module: name in names, **chosen)
+        if controller is None:
+            state["controllers"] = hook.state_dict()["controllers"]
+        try:
+            hook.load_state_dict(state)
+        except ValueError as error:
+            hook.detach()
+            raise ValueError(f"{path}: {error}") from error
+    return hook

@@ -1,0 +1,298 @@
+"""Exact moments of attention scores, and of the q and k that they are products of, without an N x N tensor.
+
+A score is `s_ij = q_i . k_j`. The first two moments of a query's scores need no more than sums over its keys,
+
+    sum_j s_ij = q_i . (sum_j k_j)            sum_j s_ij^2 = q_i^T (sum_j k_j k_j^T) q_i
+
+and under a causal mask those sums are carried from one block of queries to the next. The cost is O(N d^2) instead of
+O(N^2 d), the extra memory O(d^2). What has no such form (maximum, entropy, masks without structure) is in
+`betahook.measure.rows`.
+
+Nothing here draws random numbers, reads a value back to the host, or needs autograd; everything is computed in
+float32 or better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from betahook.measure.masks import Mask
+
+BLOCK = 64
+"""Queries per block of the causal sum: about d_k, where the work inside blocks equals the work between them."""
+
+BLOCKS_AT_ONCE = 64
+"""On an accelerator, where starting a kernel costs more than running it; on the CPU one, which stays in the cache."""
+
+
+@dataclass(frozen=True)
+class ScoreSums:
+    """Sums over the pairs that a mask allows, pooled over the batch; every tensor is float64 of shape `[heads]`."""
+
+    pairs: Tensor
+    score: Tensor
+    score_square: Tensor
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of sums: float64, except where the device has none."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a float32 copy of one in half precision."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Let the model's autocast, which would take products of float32 in half precision, not reach what is inside."""
+    acts = device.type != "meta" and torch.is_autocast_enabled(device.type)  # torch knows of none for meta
+    return torch.autocast(device.type, enabled=False) if acts else nullcontext()
+
+
+@dataclass(frozen=True)
+class Components:
+    """Mean and variance of each component of q or k over batch and tokens, `[heads, d_k]`, float32 or better.
+
+    `count`, a scalar, is the number of tokens that they are of.
+    """
+
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Sum and sum of squares over the tokens, float64."""
+        mean = self.mean.to(self.count.dtype)
+        return mean * self.count, (mean.square() + self.variance) * self.count
+
+
+def components(tokens: Tensor, valid: Tensor | None) -> Components:
+    """Moments of `tokens [batch, heads, tokens, d_k]`, over those where `valid [batch or 1, tokens]` is True."""
+    count, mean = _count_and_mean(tokens, valid)
+    square = torch.zeros_like(mean)
+    for start, stop in _slabs(tokens.shape[2], tokens.device):
+        square += _centred(tokens, mean, valid, start, stop).square_().sum((0, 2))
+    return Components(count, mean, square / count.clamp(min=1))
+
+
+def _count_and_mean(tokens: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    count, dtype = _count(tokens, valid), torch.promote_types(tokens.dtype, torch.float32)
+    total = tokens.sum((0, 2), dtype=dtype) if valid is None else (tokens * _per_token(valid, dtype)).sum((0, 2))
+    return count, total / count.clamp(min=1)
+
+
+def _count(tokens: Tensor, valid: Tensor | None) -> Tensor:
+    """The number of tokens that take part, a scalar."""
+    batch, _, length, _ = tokens.shape
+    wide = sum_dtype(tokens.device)
+    if valid is None:
+        return torch.full((), batch * length, dtype=wide, device=tokens.device)
+    return valid.expand(batch, -1).sum().to(wide)
+
+
+def _near_mean(tokens: Tensor, valid: Tensor | None) -> Tensor:
+    """About the mean of each component, `[heads, d_k]`: that of some evenly spaced tokens, the last among them."""
+    length = tokens.shape[2]
+    step = length // BLOCK + 1
+    some = slice((length - 1) % step, None, step)
+    return _count_and_mean(tokens[:, :, some], None if valid is None else valid[:, some])[1]
+
+
+def _per_token(valid: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[batch or 1, tokens]` as a factor for `[batch, heads, tokens, d]`."""
+    return valid[:, None, :, None].to(dtype)
+
+
+def _centred(tokens: Tensor, mean: Tensor, valid: Tensor | None, start: int, stop: int) -> Tensor:
+    """Tokens `start` to `stop` less the mean of their head, `[heads, d]`: a new tensor, zero where not valid."""
+    part = tokens[:, :, start:stop] - mean[:, None, :]
+    return part if valid is None else part.mul_(_per_token(valid[:, start:stop], part.dtype))
+
+
+def _slabs(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Start and stop of the runs of tokens, whole blocks but for the last, that are worked on at once."""
+    if torch.compiler.is_compiling():  # without a loop one graph serves every length
+        yield 0, length
+        return
+    slab = BLOCK if device.type == "cpu" else BLOCK * BLOCKS_AT_ONCE
+    for start in range(0, length, slab):
+        yield start, min(start + slab, length)
+
+
+def _filled(tokens: Tensor, length: int, before: int = 0) -> Tensor:
+    """`[..., n, d] -> [..., length, d]`, filled up with zeros: `before` of them in front, the rest behind."""
+    after = length - before - tokens.shape[-2]
+    return F.pad(tokens, (0, 0, before, after)) if before or after else tokens
+
+
+def _whole_blocks(length: int) -> int:
+    return length + -length % BLOCK
+
+
+class _Below:
+    """Sums over the scores of queries with the centred keys `j <= i + edge`.
+
+    It is called with slab after slab of queries. All that it carries from one to the next are the sums over the keys
+    that every later query sees: `gram [batch * key_heads, d, d]`, and `vectors [batch * key_heads, d, 2]`, the sum of
+    the keys beside their mean, which costs next to nothing to multiply by in the same call.
+    """
+
+    def __init__(self, edge: int, key: Tensor, mean: Tensor, valid: Tensor | None) -> None:
+        batch, _, self.keys, _ = key.shape
+        self.edge = edge
+        self.key, self.mean, self.valid = key, mean, valid
+        self.seen = 0
+        means = mean.repeat(batch, 1)
+        self.vectors = torch.stack([torch.zeros_like(means), means], -1)
+        self.gram = torch.zeros_like(means)[:, :, None].repeat(1, 1, mean.shape[-1])
+
+    def __call__(self, query: Tensor, groups: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """For the queries from `start` to `stop`, in blocks `[batch * key_heads * blocks, groups * BLOCK, d]`.
+
+        Returns:
+            The sum of the scores of each query beside its product with the mean key,
+            `[batch * key_heads * blocks, groups * BLOCK, 2]`, and the sum of the squares of all scores,
+            `[batch * key_heads * blocks, groups]`.
+        """
+        first = min(max(start + self.edge, 0), self.keys)
+        last = min(max(stop + self.edge, 0), self.keys)
+        self._take_until(first)
+        blocks = query.shape[0] // self.gram.shape[0]
+        if first == last:
+            return _seen_by_all(query, groups, *(x.repeat_interleave(blocks, 0) for x in (self.vectors, self.gram)))
+
+        # The edge runs through these keys: of those in its own block a query sees the ones up to its own place.
+        key = _filled(self._read(first, last), blocks * BLOCK, before=first - start - self.edge)
+        key = key.reshape(-1, BLOCK, key.shape[-1])
+        self.seen = last
+        if blocks == 1:
+            score, square = _seen_by_all(query, groups, self.vectors, self.gram)
+            self._take(key)
+        else:
+            score, square = _seen_by_all(query, groups, *self._take_blocks(key))
+        in_block = torch.bmm(query, key.mT).view(-1, groups, BLOCK, BLOCK).tril_()
+        score.select(-1, 0).add_(in_block.sum(-1).flatten(1))
+        return score, square.add_(torch.linalg.vector_norm(in_block, dim=(2, 3)).square_())
+
+    def components(self) -> Components:
+        """Moments of all keys, those that no query sees included: sum and squares have been needed anyway."""
+        self._take_until(self.keys)
+        count = _count(self.key, self.valid)
+        sums = self.vectors.select(-1, 0), self.gram.diagonal(dim1=-2, dim2=-1)
+        rest, square = (x.view(-1, *self.mean.shape).sum(0, dtype=count.dtype) / count.clamp(min=1) for x in sums)
+        return Components(count, self.mean + rest, square - rest.square())
+
+    def _take_until(self, stop: int) -> None:
+        for start, end in _slabs(stop - self.seen, self.key.device):
+            self._take(self._read(self.seen + start, self.seen + end))
+        self.seen = max(self.seen, stop)
+
+    def _read(self, start: int, stop: int) -> Tensor:
+        return _centred(self.key, self.mean, self.valid, start, stop).flatten(0, 1)
+
+    def _take(self, key: Tensor) -> None:
+        """Add the keys `[batch * key_heads, n, d]`, in place: a copy of the Gram matrices would cost as much again."""
+        self.vectors.select(-1, 0).add_(key.sum(1))
+        self.gram.baddbmm_(key.mT, key)
+
+    def _take_blocks(self, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the keys `[batch * key_heads * blocks, n, d]`; returns vectors and gram in front of each block."""
+        vectors = torch.stack([key.sum(1), torch.zeros_like(key[:, 0])], -1)
+        parts = [x.unflatten(0, (len(self.gram), -1)) for x in (vectors, torch.bmm(key.mT, key))]
+        after = [x[:, None] + part.cumsum(1) for x, part in zip((self.vectors, self.gram), parts, strict=True)]
+        self.vectors, self.gram = (x[:, -1].clone() for x in after)
+        vectors, gram = ((x - part).flatten(0, 1) for x, part in zip(after, parts, strict=True))
+        return vectors, gram
+
+
+def _seen_by_all(query: Tensor, groups: int, vectors: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """What keys with the sums `vectors [n, d, 2]` and `gram [n, d, d]` contribute; shapes as in `_Below.__call__`."""
+    square = torch.bmm(query, gram).mul_(query)
+    return torch.bmm(query, vectors), square.view(square.shape[0], groups, -1).sum(-1)
+
+
+def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tuple[ScoreSums, Components]:
+    """Exact number, sum and sum of squares of the scores over the pairs of a structured mask.
+
+    With them come the moments of the keys, which cost nothing beside the Gram matrices.
+
+    Args:
+        query: `[batch, heads, queries, d_k]`, any floating dtype.
+        key: `[batch, key_heads, keys, d_k]`; `heads` is a multiple of `key_heads` (grouped-query attention), and the
+            Gram matrix of each key head is computed once.
+        mask: band and padding are used; `mask.pairs` and `mask.documents` are not.
+        query_mean: `[heads, d_k]`, about the mean query. Any value gives the same sums; the mean makes them accurate.
+    """
+    batch, heads, queries, width = query.shape
+    key_heads, keys = key.shape[1:3]
+    groups = heads // key_heads
+    wide = sum_dtype(query.device)
+    # What lies below the upper edge of the band less what lies below the lower one.
+    key_mean = _near_mean(key, mask.keys)
+    below = [_Below(keys if mask.band.high is None else mask.band.high, key, key_mean, mask.keys)]
+    if mask.band.low is not None:
+        below.append(_Below(mask.band.low, key, key_mean, mask.keys))
+
+    # The keys are centred, so that a large mean score does not cancel the digits of the variance:
+    # s - shift = q . (k - key_mean) + offset   with   offset = q . key_mean - shift.
+    scores, squares = [], []
+    for start, stop in _slabs(queries, query.device):
+        rows = at_least_float32(query[:, :, start:stop])
+        if mask.queries is not None:
+            rows = rows * _per_token(mask.queries[:, start:stop], rows.dtype)
+        rows = _filled(rows, _whole_blocks(stop - start))
+        rows = rows.view(batch, key_heads, groups, -1, BLOCK, width).transpose(2, 3)
+        blocks = rows.shape[2]
+        rows = rows.reshape(-1, groups * BLOCK, width)
+        score, square = below[0](rows, groups, start, stop)
+        if len(below) == 2:
+            less, less_square = below[1](rows, groups, start, stop)
+            score.select(-1, 0).sub_(less.select(-1, 0))
+            square -= less_square
+        scores.append(score.view(batch, key_heads, blocks, groups, BLOCK, 2))
+        squares.append(square.view(batch, key_heads, blocks, groups))
+
+    # Per query from here on, `[batch, key_heads, blocks, groups, BLOCK]`.
+    shift = (query_mean.unflatten(0, (key_heads, groups)) * key_mean[:, None]).sum(-1)
+    score, offset = torch.cat(scores, 2).unbind(-1)
+    offset = offset - shift[:, None, :, None]
+    count = _pairs_per_query(mask, queries, keys, query.device)
+    count_here = _filled(count[..., None], _whole_blocks(queries)).view(len(count), 1, -1, 1, BLOCK)
+    total = (score + count_here * offset).sum((0, 2, 4), dtype=wide)
+    square = torch.cat(squares, 2).sum((0, 2), dtype=wide)
+    square = square + (offset * (2 * score + count_here * offset)).sum((0, 2, 4), dtype=wide)
+
+    pairs = count.expand(batch, -1).sum().to(wide)
+    shift = shift.to(wide)
+    sums = pairs.expand_as(shift), total + pairs * shift, square + 2 * shift * total + pairs * shift.square()
+    return ScoreSums(*(x.flatten() for x in sums)), below[0].components()
+
+
+def _pairs_per_query(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor:
+    """`[batch or 1, queries]`: for each query, the number of valid keys between the two edges of the band."""
+    positions = torch.arange(queries, device=device)
+    last = positions.new_full((), keys) if mask.band.high is None else (positions + mask.band.high + 1).clamp(0, keys)
+    first = positions.new_zeros(()) if mask.band.low is None else (positions + mask.band.low + 1).clamp(0, keys)
+    if mask.keys is None:
+        seen = (last - first).expand(1, queries)
+    else:
+        before = F.pad(mask.keys.long().cumsum(-1), (1, 0))
+        seen = before[:, last.expand(queries)] - before[:, first.expand(queries)]
+    return seen if mask.queries is None else seen * mask.queries
+
+
+def overflow_logit(dtype: torch.dtype) -> float:
+    """The largest logit whose exponential is finite, in the dtype in which a softmax over `dtype` logits is taken.
+
+    709 in float64 and 88.7 in every narrower dtype, since their softmax runs in float32. (Paper, section 3: the upper
+    end of the search for beta.)
+    """
+    return math.log(torch.finfo(torch.promote_types(dtype, torch.float32)).max)

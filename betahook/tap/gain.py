@@ -1,0 +1,89 @@
+"""What both taps do: a factor on the query sets beta, and its backward gives the sensitivity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from betahook.layers import AttentionLayer
+from betahook.measure.scores import at_least_float32
+
+
+def scale_query(
+    layer: AttentionLayer,
+    query: Tensor,
+    others: Iterable[Tensor],
+    axis: int = 1,
+    default: float | Tensor | None = None,
+) -> Tensor:
+    """`query * beta / beta_default`, bit-identical to `query` while beta is the model's own.
+
+    Args:
+        layer: whose beta.
+        query: heads lie along `axis`.
+        others: what else goes into the attention: where one of them asks for a gradient, the logits have one too.
+        axis: of the heads.
+        default: the model's own beta, where this call shows it.
+    """
+    layer.follow(query.device)
+    shape = [1] * query.dim()
+    shape[axis] = -1
+    gain = layer.local_gain(default).detach().to(query.device).view(shape)
+    if torch.is_grad_enabled() and (query.requires_grad or any(x.requires_grad for x in others)):
+        probe = layer.probe.to(query.device)
+        # Also while paused: gradient checkpointing counts what a forward saves, and its recomputation comes later.
+        scaled: Tensor = ScaleQuery.apply(query, gain, probe, axis, not layer.paused)  # type: ignore[no-untyped-call]
+        return scaled
+    return (query * gain).to(query.dtype)
+
+
+class ScaleQuery(torch.autograd.Function):
+    """`query * gain`, whose backward also gives the sensitivity to `log gain`, as the gradient of a probe.
+
+    Logits are linear in the query, so `dL/d log beta = <query * gain, dL/d(query * gain)>`, for each head. Both factors
+    are at hand: the scaled query is what the attention keeps for its own backward, hence no further memory.
+    """
+
+    @staticmethod
+    def forward(query: Tensor, gain: Tensor, probe: Tensor, axis: int, measured: bool) -> Tensor:
+        """Scale a query.
+
+        Args:
+            query: of any shape, heads along `axis`.
+            gain: float32, broadcasts to the query.
+            probe: float32 `[heads]`.
+            axis: of the heads.
+            measured: whether the backward gives the sensitivity.
+        """
+        return (query * gain).to(query.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, bool], output: Tensor) -> None:
+        _, gain, probe, ctx.axis, ctx.measured = inputs
+        ctx.save_for_backward(output, gain, probe)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+        scaled, gain, probe = ctx.saved_tensors
+        sensitivity = None
+        if ctx.measured:
+            if torch.is_grad_enabled():  # this backward is differentiated in turn, and beta acts in it once more
+                gain = gain * probe.exp().view(gain.shape)
+            others = [axis for axis in range(gradient.dim()) if axis != ctx.axis]
+            sensitivity = (at_least_float32(gradient) * scaled).sum(others, dtype=gain.dtype)
+        of_query = (gradient * gain).to(gradient.dtype) if ctx.needs_input_grad[0] else None
+        return of_query, None, sensitivity, None, None
+
+
+def is_recording(layer: AttentionLayer) -> bool:
+    """Whether the forward that runs now is to be measured."""
+    return layer.measuring and not is_recomputation()
+
+
+def is_recomputation() -> bool:
+    """Whether this forward is run again by gradient checkpointing, inside a backward."""
+    # Private, hence behind a name; compiled graphs recompute on their own terms and never come here twice.
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -1,0 +1,168 @@
+"""The first tap: attention that goes through the attention interface of transformers.
+
+Models ask `AttentionInterface.get_interface` for their attention function, whatever the backend. While any model is
+hooked, that one method is wrapped. The wrapper leaves modules without a layer alone, and for the others multiplies the
+query by `beta / beta_default` and records the scores; the model's own function does the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from betahook.layers import ATTRIBUTE, AttentionLayer
+from betahook.measure import masks
+from betahook.measure.masks import Band, Mask
+from betahook.tap.gain import is_recording, scale_query
+
+if len(inspect.signature(getattr(AttentionInterface, "get_interface", lambda: None)).parameters) != 3:
+    raise ImportError(
+        f"betahook needs transformers 5.1 or later, whose AttentionInterface has get_interface(name, default). That of "
+        f"transformers {transformers.__version__} has not: upgrade transformers, or betahook"
+    )
+UNKNOWN = (
+    f"this version of betahook does not know how transformers {transformers.__version__} comes to its attention "
+    "functions: upgrade one of the two"
+)
+"""What to say where attention bypasses the tap."""
+
+_original = AttentionInterface.get_interface
+_users = 0
+
+
+def acquire() -> None:
+    """Register the tap, if this is its first user.
+
+    Raises:
+        RuntimeError: transformers does not come here for its attention functions.
+    """
+    global _users
+    if _users == 0:
+        AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign, assignment]
+        answer = ALL_ATTENTION_FUNCTIONS.get_interface("eager", acquire)
+        if getattr(answer, "func", None) is not _attention:
+            AttentionInterface.get_interface = _original  # type: ignore[method-assign]
+            raise RuntimeError(UNKNOWN)
+    _users += 1
+    if "torch._dynamo" in sys.modules:
+        # What was compiled before goes past the tap, and serves every model of the same class.
+        torch.compiler.reset()
+
+
+def release() -> None:
+    """Undo one `acquire`; the last one restores transformers."""
+    global _users
+    _users -= 1
+    if _users == 0 and AttentionInterface.get_interface is _get_interface:
+        AttentionInterface.get_interface = _original  # type: ignore[method-assign]
+
+
+def _get_interface(self: AttentionInterface, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    function = _original(self, implementation, default)
+    return functools.partial(_attention, function, implementation)
+
+
+def _attention(function: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    layer: AttentionLayer | None = getattr(module, ATTRIBUTE, None)
+    if layer is None or layer.route != "interface":
+        return function(module, *args, **kwargs)
+    return _hooked(layer, function, implementation, module, *args, **kwargs)
+
+
+def _hooked(
+    layer: AttentionLayer,
+    function: Callable[..., Any],
+    implementation: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if query.dim() != 4 or not layer.select_local_heads(query.shape[1]):
+        raise ValueError(
+            f"{layer.name}: expected a query [batch, {layer.heads}, queries, d_k], got {list(query.shape)}. "
+            "Detach betahook, or leave this layer out with layers=..."
+        )
+    scaling = kwargs.get("scaling")
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5  # what every backend does without one
+    prescale = 1.0 if layer.facts.prescale is None else layer.facts.prescale(module)
+    default = scaling * prescale
+    layer.note_default(default)
+    if is_recording(layer):
+        mask = args[0] if args else kwargs.get("attention_mask")
+        described = describe_mask(implementation, module, query, key, mask, kwargs)
+        raw = query if prescale == 1 else query / prescale
+        layer.record(raw, key, described, position_bias=kwargs.get("position_bias"), softcap=kwargs.get("softcap"))
+    query = scale_query(layer, query, (key, value), default=default)
+    return function(module, query, key, value, *args, **kwargs)
+
+
+def describe_mask(
+    implementation: str, module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]
+) -> Mask:
+    """Which pairs the attention function called `implementation` will use, as it decides that itself.
+
+    Args:
+        mask: what the model passes as `attention_mask`: None, a 4-D tensor, a 2-D padding mask or a `BlockMask`.
+        options: the other keyword arguments of the call.
+    """
+    queries, keys = query.shape[-2], key.shape[-2]
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    window = options.get("sliding_window") or getattr(module, "sliding_window", None)
+    if not isinstance(window, int):
+        window = None
+    # Masks count positions from the end of the keys, which a cache makes longer than the queries.
+    last = keys - queries
+    if causal:
+        band = Band(None if window is None else last - window, last)
+    else:
+        band = Band() if window is None else Band(-window - 1, window)
+
+    if mask is None:
+        if implementation == "eager" or implementation == "flex_attention":
+            return Mask(Band())
+        if "flash" in implementation:
+            documents = _documents(queries, query.device, options) if len(query) == 1 and queries == keys else None
+            return Mask(band) if documents is None else masks.from_documents(documents, band)
+        return Mask(Band(None, 0) if causal and queries > 1 else Band())
+    if not isinstance(mask, Tensor):
+        mask = _dense(mask, queries, keys, query.device)
+    if mask.dim() == 2:
+        return masks.from_padding(mask, band, queries)
+    if implementation == "eager" and not mask.is_floating_point():
+        mask = mask.float()  # eager adds whatever it gets, and so does not mask with a boolean
+    # Some models leave a dimension at 1 for the attention to broadcast.
+    pairs = mask[..., :keys].expand(*mask.shape[:2], queries, keys)
+    return masks.from_tensor(pairs, band)
+
+
+def _documents(tokens: int, device: torch.device, options: dict[str, Any]) -> Tensor | None:
+    """To which document each token of a packed sequence belongs, `[1, tokens]`, by what flash attention goes by."""
+    ends: Tensor | None = options.get("cu_seq_lens_q")
+    positions: Tensor | None = options.get("position_ids")
+    if ends is not None:
+        return torch.bucketize(torch.arange(tokens, device=device), ends[1:], right=True)[None]
+    if positions is not None and positions.shape == (1, tokens):
+        return (positions == positions.min()).cumsum(-1)
+    return None
+
+
+def _dense(mask: Any, queries: int, keys: int, device: torch.device) -> Tensor:
+    """The pairs of a `BlockMask` of flex attention, boolean `[batch, heads, queries, keys]`."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    batch, heads = mask.shape[:2]
+    return create_mask(mask.mask_mod, batch, heads, queries, keys, device=str(device))

@@ -1,0 +1,110 @@
+"""The Accelerate example: on one process and on two, killed and resumed."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from support.killed import differences, flatten
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LAYER = "transformer.h.0.attn"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    spec = importlib.util.spec_from_file_location("accelerate_loop", EXAMPLES / "accelerate_loop.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def run(folder, *arguments):
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        module.main(["--cpu", "--length", "16", "--log-every", "2", "--output", str(folder), *arguments])
+
+    yield run
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def logged(folder, tag):
+    (events,) = {path.parent for path in (folder / "logs").rglob("events*")}
+    return {event.step: event.value for event in EventAccumulator(str(events)).Reload().Scalars(tag)}
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*")
+def test_a_resumed_run_ends_with_the_same_bits(example, tmp_path, capsys):
+    options = ["--save-every", "4"]
+    example(tmp_path / "whole", "--steps", "8", *options)
+    example(tmp_path / "parts", "--steps", "6", *options)
+    example(tmp_path / "parts", "--steps", "8", *options, "--resume")
+    files = {
+        "model/model.safetensors": load_file,
+        "state/model.safetensors": load_file,
+        "state/optimizer.bin": torch.load,
+        "state/custom_checkpoint_0.pkl": torch.load,  # betahook's, in the form that Accelerate gives it
+    }
+    for file, load in files.items():
+        whole, parts = (flatten(load(tmp_path / run / file)) for run in ("whole", "parts"))
+        assert len(whole) > 10
+        assert differences(whole, parts) == []
+    assert set(logged(tmp_path / "whole", f"beta/{LAYER}")) == {2, 4, 6, 8}
+    losses = logged(tmp_path / "whole", "loss")
+    assert set(losses) == {2, 4, 6, 8}
+
+    def said(steps):
+        return [f"step {step}: loss {losses[step]:.4f}" for step in steps]
+
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("curves")]
+    resumed = f"goes on after step 4, from {tmp_path / 'parts' / 'state'}"
+    assert lines == [*said((2, 4, 6, 8)), *said((2, 4, 6)), resumed, *said((6, 8))]
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*")
+def test_a_run_that_is_done_is_not_trained_further(example, tmp_path):
+    example(tmp_path, "--steps", "2", "--save-every", "2")
+    with pytest.raises(SystemExit, match="state is of step 2 already: give more than --steps 2"):
+        example(tmp_path, "--steps", "2", "--resume")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "--resume: there is no {}/state; a run saves it every --save-every steps"),
+        (["--log-every", "0"], "argument --log-every: must be at least 1, not 0"),
+        (["--save-every", "-1"], "argument --save-every: must be at least 1, not -1"),
+        (["--steps", "0"], "argument --steps: must be at least 1, not 0"),
+    ],
+)
+def test_bad_options_of_the_loop_are_refused(example, tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        example(tmp_path, *arguments)
+    assert message.format(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_accelerate_launch_on_two_processes(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", str(EXAMPLES / "accelerate_loop.py")]
+    command += ["--cpu", "--steps", "4", "--length", "16", "--log-every", "2", "--output", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "0"}
+    subprocess.run(command, check=True, timeout=240, env=environment, cwd=tmp_path)
+    assert set(logged(tmp_path, f"beta/{LAYER}")) == {2, 4}
+    assert (tmp_path / "model" / "model.safetensors").is_file()

@@ -1,0 +1,103 @@
+"""The flip example: its model, its data, and a whole run of a table with tiny rows."""
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "examples" / "flip"
+
+
+@pytest.fixture
+def flip(monkeypatch):
+    """The modules of the example, which run from their own folder."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    names = ("model", "task", "report", "runs", "run")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield {name: importlib.import_module(name) for name in names}
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_the_model_is_that_of_the_paper(flip):
+    model = flip["model"].FlipModel(flip["model"].FlipConfig(attn_implementation="eager"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 8_000
+    bound = math.sqrt(6 / (20 + 60))  # Xavier-uniform on the fused shape
+    weight = model.attention.qkv.weight.detach()
+    assert weight.abs().max() <= bound
+    assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05)
+    assert not model.attention.qkv.bias.any()
+
+
+def test_labels_are_the_reversed_string(flip):
+    row = flip["task"].TABLE_1[0]
+    example = flip["task"].Strings(3, row, torch.Generator().manual_seed(0))[1]
+    assert example["input_ids"].shape == (20,)
+    assert example["labels"].tolist() == example["input_ids"].tolist()[::-1]
+
+
+def test_the_schedule_warms_up_and_ends_at_zero(flip):
+    parameter = torch.nn.Linear(1, 1)
+    optimizer, schedule = flip["task"].optimizer_and_schedule(parameter, 100)
+    rates = []
+    for _ in range(100):
+        rates.append(optimizer.param_groups[0]["lr"] / 5e-4)
+        optimizer.step()
+        schedule.step()
+    assert rates[0] == 0
+    assert rates[25] == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.25)) * 0.5)
+    assert rates[75] == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.75)))
+
+
+def test_a_table_from_runs_to_report_and_not_twice(flip, tmp_path, monkeypatch, capsys):
+    row = flip["task"].Row(4, 6, 512, 2.0, 0.25, 1.0)
+    monkeypatch.setattr(flip["run"], "TABLE_1", (row,))
+    arguments = ["--rows", row.name, "--test-strings", "100", "--output", str(tmp_path), "--seeds", "0"]
+    columns = ["plain", "paper", "scaled-init", "betahook", "no-rise", "variance", "gradient"]
+    flip["run"].main([*arguments, "--columns", *columns])
+    results = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [result["column"] for result in results] == columns
+    by_column = {result["column"]: result for result in results}
+    assert by_column["plain"]["beta"] == pytest.approx(6**-0.5)
+    assert by_column["paper"]["beta"] == 2.0
+    assert by_column["variance"]["beta"] != pytest.approx(6**-0.5, rel=1e-3)
+    assert all(0 <= result["accuracy"] <= 1 for result in results)
+    printed = capsys.readouterr().out
+    for column in columns:
+        accuracy = by_column[column]["accuracy"]
+        assert any(line.startswith(column) and f"{100 * accuracy:.2f} %" in line for line in printed.splitlines())
+    assert (tmp_path / "flip.png").read_bytes().startswith(b"\x89PNG")
+
+    monkeypatch.setattr(flip["run"], "measure", lambda *_: pytest.fail("a finished run was repeated"))
+    flip["run"].main([*arguments, "--columns", *columns])
+    assert capsys.readouterr().out == printed
+
+
+def test_runs_of_no_job_are_refused(flip, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        flip["run"].main(["--jobs", "0"])
+    assert "--jobs must be at least 1, not 0" in capsys.readouterr().err
+
+
+def test_the_procedure_searches_by_validation_accuracy(flip, monkeypatch):
+    """With a training run whose accuracy is known: best at beta = 0.2."""
+
+    def train(run, **options):
+        validation = 1 - abs(math.log10(run.beta / 0.2)) / 10
+        return {"accuracy": run.beta, "validation_accuracy": validation, "beta": run.beta, "seconds": 1.0}
+
+    monkeypatch.setattr(flip["run"], "train", train)
+    result = flip["run"].measure("procedure", flip["task"].TABLE_1[0], 0, {})
+    assert result["accuracy"] == result["beta"] == pytest.approx(0.2, rel=0.5)
+    assert result["validation_accuracy"] == max(score for _, score in result["trials"])
+    assert result["runs"] == len(result["trials"]) > 4
+
+
+def test_scaled_initialisation_starts_with_the_logits_of_the_paper_beta(flip):
+    run = flip["run"].COLUMNS["scaled-init"][1](flip["task"].TABLE_1[0], 0)
+    assert run.init_scale**2 / math.sqrt(20) == pytest.approx(5.0)

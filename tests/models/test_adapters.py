@@ -1,0 +1,218 @@
+"""Adapters and quantised weights: the weights as they act are what is measured, and what is folded."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import betahook
+from support.models import build, derivative, inputs
+from support.training import train
+
+peft = pytest.importorskip("peft")
+
+LAYER = "model.layers.0.self_attn"
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT reads it
+
+
+def adapt(model, **options):
+    """LoRA on q and k, with a B that is not zero."""
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "k_proj"], **options)
+    adapted = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return adapted
+
+
+def stds(model, name):
+    """What W + BA of q and k spread by, without betahook or PEFT's own sums."""
+    attention = model.get_submodule(name)
+    for projection in (attention.q_proj, attention.k_proj):
+        added = projection.lora_B["default"].weight @ projection.lora_A["default"].weight
+        weight = projection.base_layer.weight + 8 / 4 * added
+        yield weight.double().std(correction=0).item()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_std_of_adapted_weights_is_that_of_their_sum(before):
+    model, batch = build("llama"), inputs("llama")
+    if before:
+        hook = betahook.attach(model, controller="monitor")
+        adapted, name = adapt(model), LAYER
+    else:
+        adapted, name = adapt(model), f"base_model.model.{LAYER}"
+        hook = betahook.attach(adapted, controller="monitor")
+    with hook:
+        adapted(**batch).loss.backward()
+        hook.step()
+        metrics = hook.metrics()
+        expected = list(stds(model, LAYER))
+        measured = [metrics[f"weight_std_q/{name}"], metrics[f"weight_std_k/{name}"]]
+        assert measured == pytest.approx(expected, rel=1e-5)
+        assert metrics[f"sensitivity/{name}"] != 0
+        with adapted.disable_adapter():
+            seen = hook.layers[name].statistics.weight_std_q.item()
+            base = model.get_submodule(LAYER).q_proj.base_layer.weight
+            assert seen == pytest.approx(base.double().std(correction=0).item(), rel=1e-5)
+        adapted.merge_adapter()
+        assert hook.layers[name].statistics.weight_std_q.item() == pytest.approx(expected[0], rel=1e-5)
+
+
+def test_an_adapter_on_a_transposed_weight():
+    """GPT-2 stores q, k and v as one matrix `[d_x, 3 d_x]`."""
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True)
+    adapted = peft.get_peft_model(build("gpt2"), config)
+    name = "base_model.model.transformer.h.0.attn"
+    projection = adapted.get_submodule(name).c_attn
+    torch.nn.init.normal_(projection.lora_B["default"].weight, generator=torch.Generator().manual_seed(3))
+    whole = (
+        projection.base_layer.weight
+        + 8 / 4 * (projection.lora_B["default"].weight @ projection.lora_A["default"].weight).mT
+    )
+    with betahook.attach(adapted, controller="monitor") as hook:
+        adapted(**inputs("gpt2"))
+        hook.step()
+        for part, columns in zip("qk", whole.double().chunk(3, dim=1), strict=False):
+            expected = columns.std(correction=0).item()
+            assert hook.metrics()[f"weight_std_{part}/{name}"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_adapter_of_another_kind_is_not_measured_and_said_so():
+    adapted = adapt(build("llama"), use_dora=True)
+    with betahook.attach(adapted, controller="monitor") as hook:
+        adapted(**inputs("llama"))
+        hook.step()
+        assert not any(key.startswith("weight_std") for key in hook.metrics())
+        assert f"{LAYER}: the std of W_q is not measured, it is under an adapter that does more than add" in repr(hook)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_folding_waits_for_the_merge(before):
+    """The base weights are no part of a saved adapter, so beta must not go there."""
+    model, batch = build("llama"), inputs("llama")
+    hook = betahook.attach(model, controller=betahook.Search(window=1, warmup=0, rise=False)) if before else None
+    adapted = adapt(model)
+    hook = hook or betahook.attach(adapted, controller=betahook.Search(window=1, warmup=0, rise=False))
+    train(adapted, hook, 3)
+    adapted.eval()
+    expected = adapted(**batch).logits
+    weights = copy.deepcopy(adapted.state_dict())
+    with pytest.raises(betahook.FoldError, match=r"q_proj is wrapped by an adapter.*merge that first"):
+        betahook.fold(hook)
+    assert all(torch.equal(value, weights[name]) for name, value in adapted.state_dict().items())
+
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(merged(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+    betahook.fold(hook)
+    assert merged is model
+    torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_saves_beta_beside_it(tmp_path):
+    adapted = adapt(build("llama"))
+    with betahook.attach(adapted, controller=betahook.Search(window=1, warmup=0, rise=False)) as hook:
+        train(adapted, hook, 3)
+        adapted.eval()
+        adapted.save_pretrained(tmp_path)
+        expected = adapted(**inputs("llama")).logits
+        adapted.save_pretrained(tmp_path / "other rank", is_main_process=False)
+    assert not list(tmp_path.glob("other rank/betahook*"))
+    again = peft.PeftModel.from_pretrained(build("llama"), tmp_path).eval()
+    with betahook.restore(again, tmp_path):
+        assert torch.equal(again(**inputs("llama")).logits, expected)
+
+
+class Packed(nn.Module):
+    """A linear module with eight bits a weight, in a form that nobody knows."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scale = linear.weight.detach().abs().max() / 127
+        self.weight = nn.Parameter((linear.weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x):
+        return x @ (self.weight * self.scale).T
+
+
+def test_weights_quantised_in_an_unknown_way_leave_the_scores():
+    model, batch = build("llama"), inputs("llama")
+    attention = model.get_submodule(LAYER)
+    attention.q_proj = Packed(attention.q_proj)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch).loss.backward()
+        hook.step()
+        metrics = hook.metrics()
+        said = f"{LAYER}: the std of W_q is not measured, it is quantised in an unknown way, a Parameter of torch.int8"
+        assert said in repr(hook)
+    assert metrics[f"score_std/{LAYER}"] > 0
+    assert metrics[f"sensitivity/{LAYER}"] != 0
+    assert f"weight_std_q/{LAYER}" not in metrics
+    assert metrics[f"weight_std_k/{LAYER}"] > 0
+
+
+def bits(module, kind):
+    """`module` with q and k quantised by a library, which keeps them as weights of its own class."""
+    if kind == "torchao":
+        quantization = pytest.importorskip("torchao.quantization")
+        quantization.quantize_(module, quantization.Int8WeightOnlyConfig(), lambda m, name: name.endswith("q_proj"))
+        return
+    library = pytest.importorskip("bitsandbytes").nn
+    for attention in (layer.self_attn for layer in module.model.layers):
+        old = attention.q_proj
+        if kind == "4 bit":
+            new = library.Linear4bit(old.in_features, old.out_features, bias=False, compute_dtype=torch.float32)
+        else:
+            new = library.Linear8bitLt(old.in_features, old.out_features, bias=False, has_fp16_weights=False)
+        new.load_state_dict(old.state_dict())
+        attention.q_proj = new.to("cpu")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "tolerance"), [("torchao", 1e-2), ("8 bit", 1e-2), ("4 bit", 5e-2)])
+def test_quantised_weights_are_dequantised(kind, tolerance):
+    model, batch = build("llama", hidden_size=64), inputs("llama")
+    exact = model.get_submodule(LAYER).q_proj.weight.double().std(correction=0).item()
+    bits(model, kind)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch).loss.backward()
+        hook.step()
+        metrics = hook.metrics()
+        assert metrics[f"weight_std_q/{LAYER}"] == pytest.approx(exact, rel=tolerance)
+        assert metrics[f"weight_std_q/{LAYER}"] != exact
+        assert metrics[f"predicted_std/{LAYER}"] > 0
+        hook.layers[LAYER].beta = 0.5
+        with pytest.raises(betahook.FoldError, match="its query weight is"):
+            betahook.fold(hook)
+
+
+@pytest.mark.parametrize("target", ["v_proj", "k_proj"])
+def test_the_sensitivity_needs_no_gradient_of_the_query(target):
+    model = build("llama").double()
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=[target], layers_to_transform=[0]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    batch = inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch).loss.backward()
+        layer = next(iter(hook.layers.values()))
+        sensitivity = float(layer.statistics.sensitivity)
+        assert sensitivity == pytest.approx(derivative(layer, lambda: model(**batch).loss), rel=1e-3)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_model_of_learned_prompts_is_saved_without_the_weights_that_would_be_folded(before):
+    prompts, model = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), build("llama")
+    model = peft.get_peft_model(model, prompts) if before else model
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama"))
+        for layer in hook.layers.values():
+            layer.beta = 2 * layer.beta_default
+        with pytest.raises(betahook.FoldError, match="learns prompts, which are saved without the weights"):
+            betahook.fold(model if before else peft.get_peft_model(model, prompts))
+        assert hook.attached

@@ -1,0 +1,188 @@
+"""What a hook must not do to a step of training: wait for the device, or keep the graph."""
+
+import gc
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import betahook
+from support.models import build, inputs
+
+CONTROLLERS = {
+    "monitor": lambda: "monitor",
+    "default": lambda: "default",
+    "all": lambda: [betahook.Variance(), betahook.Search(warmup=1), betahook.Gradient(), betahook.Cap(30.0)],
+}
+
+
+def step(model, hook, batch):
+    model(**batch).loss.backward()
+    hook.step()
+
+
+class Readbacks(TorchFunctionMode):
+    """Count the calls through which Python gets to know a value of a tensor."""
+
+    names = ("item", "tolist", "cpu", "numpy", "equal", "allclose", "__bool__", "__int__", "__float__", "__index__")
+
+    def __init__(self):
+        self.calls = Counter()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function.__name__ in self.names:
+            self.calls[function.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Counting(TorchDispatchMode):
+    """Count some operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+
+class Waits(Counting):
+    """Count the operations that end in a number of the host, or in a tensor whose shape depends on values."""
+
+    names = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "aten.equal", "repeat_interleave.Tensor")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(name in str(function) for name in self.names) and "output_size" not in (kwargs or {}):
+            self.calls[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
+def test_nothing_is_read_back_between_the_forward_and_the_metrics(family, controller):
+    model, batch = build(family, "sdpa"), inputs(family)
+    with Readbacks() as alone_readbacks, Waits() as alone_waits:
+        model(**batch).loss.backward()
+    with betahook.attach(model, controller=CONTROLLERS[controller](), interval=2) as hook:
+        for _ in range(3):
+            with Readbacks() as readbacks, Waits() as waits:
+                step(model, hook, batch)
+            assert (readbacks.calls, waits.calls) == (alone_readbacks.calls, alone_waits.calls)
+        with Readbacks() as readbacks, Waits() as waits:
+            hook.metrics()
+        assert readbacks.calls["tolist"] == 1
+        assert sum(waits.calls.values()) > 0
+
+
+class OnTheHost(Counting):
+    """Count the operations that read or write a tensor on the CPU."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        if any(tensor.device.type == "cpu" for tensor in tensors):
+            self.calls[str(function)] += 1
+        return result
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("family", ["gpt2", "bert", "t5"])
+def test_everything_stays_on_the_device_of_the_model(family, controller):
+    """Shown on the meta device, which has no values, and for transformers 5.1 no rotary embedding."""
+    model = build(family, "sdpa").to("meta")
+    batch = {name: tensor.to("meta") for name, tensor in inputs(family, padded=False).items()}
+    with betahook.attach(model, controller=CONTROLLERS[controller](), interval=2) as hook:
+        step(model, hook, batch)  # takes what betahook keeps there
+        for _ in range(2):  # in which Search asks whether W_q and W_k are random: here nobody knows
+            with OnTheHost() as host:
+                step(model, hook, batch)
+            assert not host.calls
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
+def test_forward_and_step_write_to_the_same_places_all_the_time(family):
+    """A CUDA graph reads and writes where it did when it was captured."""
+    model, batch = build(family, "sdpa"), inputs(family)
+
+    def places():
+        state = hook._state
+        return [x.data_ptr() for x in (state.beta, state.beta_default, state.probe, state.table, state.moments)]
+
+    with betahook.attach(model, controller=betahook.Search(warmup=0, window=1, rise=False)) as hook:
+        before, betas = places(), set()
+        for _ in range(3):
+            step(model, hook, batch)
+            betas.add(next(iter(hook.layers.values())).beta)
+        hook.load_state_dict(hook.state_dict())
+        assert places() == before
+        assert len(betas) == 3
+
+
+def losses_and_statistics(compiled, model, batch):
+    """Of four steps with a beta that moves."""
+    said = []
+    with betahook.attach(model, controller=betahook.Search(warmup=0, window=1, rise=False)) as hook:
+        forward = torch.compile(model, **compiled) if compiled else model
+        for _ in range(4):
+            model.zero_grad()
+            loss = forward(**batch).loss
+            loss.backward()
+            hook.step()
+            said.append([loss.item(), *hook.metrics().values()])
+    return said
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_graphs_know_of_beta_and_of_the_statistics():
+    model, batch = build("llama", "sdpa").cuda(), inputs("llama", padded=False)
+    batch = {name: tensor.cuda() for name, tensor in batch.items()}
+    plain = losses_and_statistics({}, model, batch)
+    captured = losses_and_statistics(dict(mode="reduce-overhead", fullgraph=True), model, batch)
+    for a, b in zip(plain, captured, strict=True):
+        assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_the_host_never_waits_for_a_gpu(controller):
+    # Without padding: transformers reads a padding mask back to see whether it masks anything.
+    model, batch = build("llama", "sdpa").cuda(), inputs("llama", padded=False)
+    batch = {name: tensor.cuda() for name, tensor in batch.items()}
+    with betahook.attach(model, controller=CONTROLLERS[controller](), interval=2) as hook:
+        step(model, hook, batch)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(3):
+                step(model, hook, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["no backward", "backward"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_no_graph_is_kept_alive(family, backward):
+    model, batch = build(family, "sdpa"), inputs(family)
+    with betahook.attach(model) as hook:
+        model(**batch).loss.backward()
+        activations = []
+
+        def watch(module, args, output):
+            parts = output if isinstance(output, tuple) else (output,)
+            activations.extend(weakref.ref(part) for part in parts if isinstance(part, torch.Tensor))
+
+        handles = [module.register_forward_hook(watch) for module in model.modules()]
+        gc.disable()  # what goes away has to go away by itself
+        try:
+            output = model(**batch)
+            assert len(activations) > 10
+            if backward:
+                output.loss.backward()
+                hook.step()
+            del output
+            assert [reference for reference in activations if reference() is not None] == []
+        finally:
+            gc.enable()
+        for handle in handles:
+            handle.remove()
+        assert not any(tensor.requires_grad for tensor in hook.state_dict().values() if torch.is_tensor(tensor))

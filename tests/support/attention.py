@@ -1,0 +1,52 @@
+"""Attention modules that are written by hand, or ask torch for their attention."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+HEADS, WIDTH, LENGTH = 4, 32, 12
+
+
+class Block(nn.Module):
+    """An attention with separate projections; `mix` turns q, k and v `[batch, heads, length, d]` into values."""
+
+    def __init__(self, mix=None):
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, WIDTH // HEADS
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.mix = mix or self.mix
+
+    def split(self, x):
+        return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+    def forward(self, x):
+        q, k, v = (self.split(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        return self.mix(q, k, v).transpose(1, 2).flatten(2)
+
+
+class FusedAttention(Block):
+    """As in nanoGPT."""
+
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class ByHandAttention(Block):
+    def mix(self, q, k, v):
+        scores = q @ k.transpose(-1, -2) / math.sqrt(self.head_dim)
+        return self.values(scores.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), float("-inf")), v)
+
+    def values(self, logits, v):
+        return torch.softmax(logits, -1) @ v
+
+
+PADDING = torch.arange(LENGTH) >= torch.tensor([[12], [9], [7]])
+"""Where each of three sequences is padded."""
+
+
+def padded_encoder():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2)

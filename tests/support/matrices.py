@@ -1,0 +1,90 @@
+"""The full score matrix in float64, and sums that are to agree with it."""
+
+import math
+
+import pytest
+import torch
+
+from betahook.measure import scores
+from betahook.measure.masks import Band
+
+HEAD_DIM = 8
+
+BANDS = {
+    "full": (Band(), 0),
+    "causal": (Band(None, 0), 0),
+    "causal behind a cache": (Band(None, 5), 5),
+    "causal behind a cache longer than a block": (Band(None, 70), 70),
+    "sliding window": (Band(-9, 0), 0),
+    "sliding window longer than a block": (Band(-67, 0), 0),
+    "sliding window behind a cache": (Band(-4, 6), 6),
+    "sliding window longer than everything": (Band(-1000, 0), 0),
+    "window in both directions": (Band(-8, 7), 0),
+    "window in both directions longer than a block": (Band(-70, 69), 0),
+    "full, fewer keys": (Band(), -3),
+    "causal, fewer keys": (Band(None, -3), -3),
+    "causal, fewer keys, all that came before": (Band(None, 0), -3),
+    "window in both directions, fewer keys": (Band(-8, 7), -3),
+    "open above": (Band(2, None), 0),
+}
+"""A band, and by how many the keys exceed the queries."""
+
+
+def make(queries, keys, *, batch=2, heads=2, key_heads=2, dtype=torch.float32, query_mean=0.0, key_mean=0.0):
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(batch, heads, queries, HEAD_DIM, generator=generator, dtype=torch.float64)
+    key = torch.randn(batch, key_heads, keys, HEAD_DIM, generator=generator, dtype=torch.float64)
+    return (query + query_mean).to(dtype), (2 * key + key_mean).to(dtype)
+
+
+def pairs_of(band, queries, keys):
+    distance = torch.arange(keys) - torch.arange(queries)[:, None]
+    low = -math.inf if band.low is None else band.low
+    high = math.inf if band.high is None else band.high
+    return (distance > low) & (distance <= high)
+
+
+def full(query, key):
+    """All scores in float64, `[batch, heads, queries, keys]`, the keys repeated for grouped-query attention."""
+    key = key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
+    return torch.einsum("bhqd,bhkd->bhqk", query.double(), key)
+
+
+def used(query, key, allowed):
+    """The scores of each head over the allowed pairs, one flat tensor a head."""
+    matrix = full(query, key)
+    return [head[pairs] for head, pairs in zip(matrix.unbind(1), allowed.expand_as(matrix).unbind(1), strict=True)]
+
+
+def exact(query, key, mask):
+    """`score_sums` as a layer calls it, centred at the mean of the queries that take part."""
+    return with_key_moments(query, key, mask)[0]
+
+
+def with_key_moments(query, key, mask):
+    return scores.score_sums(query, key, mask, scores.components(query, mask.queries).mean)
+
+
+def assert_sums(sums, expected, rel=1e-5):
+    """Compare number, mean and standard deviation; the sums themselves would hide a wrong spread under a large mean."""
+    assert sums.pairs.tolist() == [len(x) for x in expected]
+    for head, x in enumerate(expected):
+        count = sums.pairs[head].item()
+        if count == 0:
+            assert sums.score[head] == sums.score_square[head] == 0
+            continue
+        mean = sums.score[head].item() / count
+        variance = sums.score_square[head].item() / count - mean**2
+        assert mean == pytest.approx(x.mean().item(), rel=rel, abs=rel * x.std(correction=0).item() + 1e-12)
+        # One score has no spread: what is left is the rounding of its square.
+        noise = 1e-6 * x.square().mean().item()
+        assert math.sqrt(max(variance, 0)) == pytest.approx(
+            x.std(correction=0).item(), rel=rel, abs=math.sqrt(noise) if count == 1 else 0
+        )
+
+
+def scattered(heads, queries, keys):
+    """A 4-D mask without structure, which leaves at least one key to every query."""
+    mask = torch.rand(2, heads, queries, keys, generator=torch.Generator().manual_seed(4)) < 0.3
+    mask[..., 0] = True
+    return mask

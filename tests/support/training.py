@@ -1,0 +1,39 @@
+"""Steps of plain training, and what to compare before and after."""
+
+import torch
+
+from support.models import inputs
+
+LAYER = "model.layers.0.self_attn"
+"""The first layer of the tiny Llama."""
+
+
+def train(model, hook, steps, batch=None):
+    """A few steps of plain SGD; returns beta of every layer after each."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = batch or inputs("llama")
+    path = []
+    for _ in range(steps):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        hook.step()
+        path.append([layer.beta for layer in hook.layers.values()])
+    return path
+
+
+def enable_checkpointing(model, reentrant):
+    """Under its name of today, or of older releases."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+
+
+def fingerprint(model):
+    return [(name, sorted(vars(module)), len(module._forward_pre_hooks)) for name, module in model.named_modules()]
+
+
+def move(hook, per_head):
+    """Give every layer, or every head, a beta of its own."""
+    for index, layer in enumerate(hook.layers.values()):
+        factor = torch.linspace(0.5, 1.5, layer.heads) if per_head else 1.3 + 0.1 * index
+        layer.head_beta = factor * layer.head_beta

@@ -1,0 +1,409 @@
+"""The Trainer callback: one line for the user, values beside the loss."""
+
+import json
+import logging
+import shutil
+import time
+from unittest import mock
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+import betahook
+from betahook import checkpoint
+from betahook.integrations.trainer import BetaHookCallback, last_checkpoint
+from support.models import build, inputs
+from support.trainer import make_trainer
+
+LAYER = "model.layers.0.self_attn"
+
+
+def events(folder):
+    """Every scalar tag of the one TensorBoard run below a folder."""
+    runs = {path.parent for path in folder.rglob("events.out.tfevents.*")}
+    assert len(runs) == 1
+    accumulator = EventAccumulator(str(runs.pop()), size_guidance={"scalars": 0})
+    return accumulator.Reload()
+
+
+def test_a_run_in_bfloat16_ends_plain(tmp_path):
+    """Accelerate wraps the model's forward in autocast, which keeps copies of the weights."""
+    callback = BetaHookCallback([betahook.Search(window=1, warmup=0, rise=False)])
+    trainer = make_trainer(tmp_path, callback, bf16=True)
+    trainer.train()
+    assert not callback.hook.attached
+
+
+@pytest.mark.parametrize("report_to", ["tensorboard", "none"])
+def test_metrics_join_the_loss(tmp_path, report_to):
+    callback = BetaHookCallback()
+    trainer = make_trainer(tmp_path, callback, report_to=report_to, eval_strategy="steps", eval_steps=3)
+    trainer.train()
+
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in entries] == [2, 4, 6]
+    assert all(f"score_std/{LAYER}" in entry for entry in entries)
+    assert not any(f"score_std/{LAYER}" in entry for entry in trainer.state.log_history if "eval_loss" in entry)
+
+    run = events(tmp_path)
+    for tag in ("train/loss", "eval/loss", f"beta/{LAYER}"):
+        assert tag in run.Tags()["scalars"]
+    logged = {event.step: event.value for event in run.Scalars(f"score_std/{LAYER}")}
+    assert logged == pytest.approx({entry["step"]: entry[f"score_std/{LAYER}"] for entry in entries})
+
+
+def test_training_is_that_of_a_plain_loop(tmp_path):
+    """The callback steps once per optimizer step: beta is that of attach() and hook.step() by hand."""
+    search = dict(window=2, warmup=0, rise=False, opening=0.3, largest=1.0)
+    callback = BetaHookCallback(controller=betahook.Search(**search), on_end="keep")
+    make_trainer(tmp_path, callback, gradient_accumulation_steps=2, max_grad_norm=0, optim="sgd", seed=5).train()
+
+    model = build("llama", "sdpa")
+    hook = betahook.attach(model, controller=betahook.Search(**search))
+    reference = make_trainer(tmp_path / "reference", BetaHookCallback(hook=hook), seed=5, gradient_accumulation_steps=2)
+    batches = iter(reference.get_train_dataloader())
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    torch.manual_seed(5)
+    for step in range(6):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (1 - step / 6)
+        for _ in range(2):
+            (model(**next(batches)).loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        hook.step()
+    trained = {name: layer.beta for name, layer in callback.hook.layers.items()}
+    assert trained == pytest.approx({name: layer.beta for name, layer in hook.layers.items()}, rel=1e-6)
+    assert any(layer.beta != pytest.approx(layer.beta_default) for layer in hook.layers.values())
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_the_model_is_plain_after_training_and_keeps_its_beta(tmp_path, best):
+    """Folded, with the beta of the last step, or of the best checkpoint where the Trainer goes back to that."""
+    keep = dict(load_best_model_at_end=True, save_strategy="steps", save_steps=1) if best else {}
+    keep |= dict(metric_for_best_model="eval_loss", greater_is_better=True)  # so that the last step is not the best
+    callback = BetaHookCallback(controller=betahook.Search(window=1, warmup=0, rise=False, opening=1.0, largest=1.0))
+    trainer = make_trainer(tmp_path, callback, eval_strategy="steps", eval_steps=1, learning_rate=1.0, **keep)
+    trainer.train()
+    assert not callback.hook.attached
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert losses[-1] < max(losses) - 1e-3
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(max(losses) if best else losses[-1], rel=1e-5)
+
+
+@pytest.mark.parametrize("greater_is_better", [True, False])
+def test_the_best_beta_is_that_of_a_named_metric_in_a_named_direction(tmp_path, greater_is_better):
+    callback = BetaHookCallback(
+        controller=betahook.Search(window=1, warmup=0, rise=False, opening=1.0, largest=1.0), on_end="keep"
+    )
+    steps = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, learning_rate=1.0)
+    best = dict(load_best_model_at_end=True, metric_for_best_model="spread", greater_is_better=greater_is_better)
+    trainer = make_trainer(tmp_path, callback, **steps, **best)
+    trainer.compute_metrics = lambda prediction: {"spread": float(prediction.predictions.std())}
+    trainer.train()
+    seen = [entry["eval_spread"] for entry in trainer.state.log_history if "eval_spread" in entry]
+    expected = max(seen) if greater_is_better else min(seen)
+    assert max(seen) - min(seen) > 1e-3
+    assert trainer.evaluate()["eval_spread"] == pytest.approx(expected, rel=1e-5)
+    state = checkpoint.read(tmp_path / f"checkpoint-{seen.index(expected) + 1}")
+    assert torch.equal(callback.hook.state_dict()["beta"], state["beta"])
+    callback.hook.detach()
+
+
+def test_alerts_come_with_the_log(tmp_path):
+    heard = []
+    callback = BetaHookCallback(alerts=betahook.Alerts(heard.append, entropy=100.0))
+    make_trainer(tmp_path, callback).train()
+    assert [alert.step for alert in heard if alert.layer == LAYER] == [2, 4, 6]
+
+
+def test_keep_leaves_the_hook(tmp_path):
+    callback = BetaHookCallback(on_end="keep")
+    make_trainer(tmp_path, callback).train()
+    assert callback.hook.attached
+    callback.hook.detach()
+    with pytest.raises(ValueError, match=r'on_end must be "fold" or "keep"; got .drop.'):
+        BetaHookCallback(on_end="drop")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with checkpoints of the steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("run")
+    make_trainer(folder, BetaHookCallback(), save_strategy="steps", save_steps=2).train()
+    return folder
+
+
+@pytest.fixture
+def copy_of_run(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "run")
+
+
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def damage(file, text=None):
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
+
+
+@pytest.mark.parametrize("text", [None, '{"global_step": 6,'], ids=["missing", "half written"])
+def test_unfinished_checkpoints_are_set_aside(copy_of_run, caplog, text):
+    newest, before, whole = (copy_of_run / f"checkpoint-{step}" for step in (6, 4, 2))
+    damage(newest / "trainer_state.json", text)
+    damage(before / checkpoint.FILE)
+    (copy_of_run / "unfinished-checkpoint-6.1").mkdir()
+    expected = content(newest), content(before), content(whole)
+    trainer = make_trainer(copy_of_run, BetaHookCallback())
+    aside = copy_of_run / "unfinished-checkpoint-6.2", copy_of_run / "unfinished-checkpoint-4.1"
+    assert (*map(content, aside), content(whole)) == expected
+    assert last_checkpoint(copy_of_run) == str(whole)
+    assert "checkpoint-6 was not finished, its process ended while it saved. It is called unfinished" in caplog.text
+    assert f"unfinished-checkpoint-6.2 now; the newest whole one is {whole}" in caplog.text
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 6
+
+
+def test_what_was_never_begun_is_set_aside(tmp_path, caplog):
+    (tmp_path / "checkpoint-2").mkdir()
+    make_trainer(tmp_path, BetaHookCallback())
+    assert (tmp_path / "unfinished-checkpoint-2.1").is_dir()
+    assert "the newest whole one is none" in caplog.text
+    assert last_checkpoint(tmp_path) is None
+
+
+def test_finished_checkpoints_stay(copy_of_run, caplog):
+    damage(copy_of_run / "checkpoint-4/trainer_state.json")  # older than a whole one: nothing resumes from it
+    expected = content(copy_of_run)
+    make_trainer(copy_of_run, BetaHookCallback())
+    assert content(copy_of_run) == expected
+    assert not caplog.text
+
+
+def test_checkpoints_of_a_run_without_betahook_stay(copy_of_run, caplog):
+    for step in (2, 4, 6):
+        (copy_of_run / f"checkpoint-{step}" / checkpoint.FILE).unlink()
+    damage(copy_of_run / "checkpoint-4/trainer_state.json")
+    expected = content(copy_of_run)
+    trainer = make_trainer(copy_of_run, BetaHookCallback())
+    assert content(copy_of_run) == expected
+    assert not caplog.text
+    with pytest.raises(FileNotFoundError, match=r"checkpoint-6.* the checkpoint was saved without betahook"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_checkpoints_of_a_later_training_without_betahook_stay(copy_of_run, caplog):
+    newest = copy_of_run / "checkpoint-6"
+    (newest / checkpoint.FILE).unlink()
+    config = json.loads((newest / "config.json").read_text())
+    del config[checkpoint.MARK]
+    (newest / "config.json").write_text(json.dumps(config))
+    expected = content(copy_of_run)
+    make_trainer(copy_of_run, BetaHookCallback())
+    assert content(copy_of_run) == expected
+    assert not caplog.text
+    assert last_checkpoint(copy_of_run) == str(copy_of_run / "checkpoint-4")
+
+
+def test_other_ranks_rename_nothing(copy_of_run):
+    damage(copy_of_run / "checkpoint-6/trainer_state.json")
+    expected = content(copy_of_run)
+    arguments = TrainingArguments(output_dir=str(copy_of_run), report_to=[], use_cpu=True)
+    arguments.__class__ = type("OnRankOne", (TrainingArguments,), {"process_index": 1})
+    BetaHookCallback().on_init_end(arguments, TrainerState(), TrainerControl())
+    assert content(copy_of_run) == expected
+
+
+def test_what_cannot_be_folded_stays_hooked_and_says_so(tmp_path, caplog):
+    callback = BetaHookCallback(controller=betahook.Search(window=1, warmup=0, rise=False))
+    trainer = make_trainer(tmp_path, callback)
+    trainer.model.model.layers[0].self_attn.clip_qkv = 8.0
+    trainer.train()
+    assert callback.hook.attached
+    assert "cannot fold beta into model.layers.0.self_attn" in caplog.text
+    callback.hook.detach()
+
+
+def test_other_ranks_log_nothing(tmp_path):
+    callback = BetaHookCallback()
+    model = build("llama", "sdpa")
+    state, control = TrainerState(is_world_process_zero=False, log_history=[{"loss": 1.0}]), TrainerControl()
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    callback.on_train_begin(arguments, state, control, model=model)
+    model(**inputs("llama"))
+    callback.on_step_end(arguments, state, control)
+    callback.on_log(arguments, state, control, logs={"loss": 1.0})
+    (tmp_path / "checkpoint-0").mkdir()
+    callback.on_save(arguments, state, control)
+    callback.on_train_end(arguments, state, control)
+    assert state.log_history == [{"loss": 1.0}]
+    assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-0"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"controller": "serach"}, TypeError), ({"interval": 0}, ValueError), ({"on_end": "melt"}, ValueError)],
+)
+def test_options_are_checked_when_the_callback_is_made(options, error):
+    with pytest.raises(error, match=f"{next(iter(options))} must be"):
+        BetaHookCallback(**options)
+
+
+def test_every_training_gets_controllers_of_its_own(tmp_path):
+    given = betahook.Search(window=1, warmup=0, rise=False)
+    callback = BetaHookCallback(given)
+    for _ in range(2):
+        trainer = make_trainer(tmp_path, callback)
+        trainer.train()
+        (controller,) = callback.hook.controllers
+        assert controller.state
+        assert callback.hook.steps == 6
+    assert not given.state
+
+
+class Interrupt(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        raise KeyboardInterrupt
+
+
+def break_off(folder, callback):
+    """A Trainer that was interrupted after its first step."""
+    trainer = make_trainer(folder, callback)
+    trainer.add_callback(Interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    return trainer
+
+
+def test_a_training_that_was_broken_off_leaves_nothing_to_the_next(tmp_path):
+    callback = BetaHookCallback(on_end="keep")
+    first = break_off(tmp_path, callback)
+    second = make_trainer(tmp_path, callback)
+    second.train()
+    assert callback.hook.model is second.model
+    assert callback.hook.steps == 6
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not hooked"):
+        betahook.fold(first.model)
+
+
+def test_a_hook_that_was_kept_stays_when_its_callback_goes_on(tmp_path):
+    callback = BetaHookCallback(betahook.Gradient(), on_end="keep")
+    first, second = (make_trainer(tmp_path, callback) for _ in range(2))
+    first.train()
+    kept = callback.hook
+    second.train()
+    assert kept.attached
+    assert kept.model is first.model
+    assert callback.hook.model is second.model
+
+
+def test_after_the_fold_of_the_hook_that_it_was_given_a_callback_makes_no_other(tmp_path):
+    """It knows nothing of the options that the hook was attached with."""
+    trainer = make_trainer(tmp_path, Interrupt())
+    trainer.pop_callback(Interrupt)
+    trainer.add_callback(BetaHookCallback(hook=betahook.attach(trainer.model, controller="monitor", interval=5)))
+    trainer.train()
+    with pytest.raises(ValueError, match=r"BetaHookCallback\(hook=...\) is detached, by a fold perhaps: attach"):
+        trainer.train()
+
+
+def test_the_files_that_are_pushed_have_beta_beside_them(tmp_path):
+    """The Trainer copies to its output folder what it knows of a checkpoint, and pushes that."""
+    callback = BetaHookCallback(betahook.Search(window=1, warmup=0, rise=False), on_end="keep")
+    trainer = make_trainer(tmp_path, callback)
+    trainer.train()
+    trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
+    assert torch.equal(checkpoint.read(tmp_path)["beta"], callback.hook.state_dict()["beta"])
+    trainer.state.is_world_process_zero = False
+    content_of_zero = (tmp_path / checkpoint.FILE).read_bytes()
+    (tmp_path / checkpoint.FILE).write_bytes(b"of rank 0")
+    trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
+    assert (tmp_path / checkpoint.FILE).read_bytes() == b"of rank 0"
+    (tmp_path / checkpoint.FILE).write_bytes(content_of_zero)
+    trainer.state.is_world_process_zero = True
+    betahook.fold(callback.hook)
+    trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
+    assert not (tmp_path / checkpoint.FILE).exists()  # beside weights that have beta in them
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Has two modes, as those of schedulefree, which put other weights into the model in each."""
+
+    training = False
+
+    def train(self):
+        self.training = True
+
+    def eval(self):
+        self.training = False
+
+
+def test_the_weights_that_a_schedule_free_optimizer_ends_with_are_folded(tmp_path):
+    trainer = make_trainer(tmp_path, BetaHookCallback())
+    optimizer = trainer.optimizer = ScheduleFree(trainer.model.parameters(), lr=0.1)
+    modes = []
+    with mock.patch("betahook.integrations.trainer.fold", side_effect=lambda hook: modes.append(optimizer.training)):
+        trainer.train()
+    assert modes == [False]
+
+
+def test_the_checkpoints_of_a_trial_lie_in_a_folder_of_their_own(tmp_path, caplog):
+    """In a search for hyperparameters; a plain module does not save beta by itself."""
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    state, control, callback = TrainerState(global_step=2), TrainerControl(), BetaHookCallback()
+    state.is_hyper_param_search = True
+    for trial in ("run-0", "run-1"):
+        (tmp_path / trial / "checkpoint-2").mkdir(parents=True)
+        time.sleep(0.01)
+    with betahook.attach(build("llama")) as callback.hook:
+        callback.on_save(arguments, state, control)
+        assert [path.parent.parent.name for path in tmp_path.rglob(checkpoint.FILE)] == ["run-1"]
+        state.global_step = 3
+        callback.on_save(arguments, state, control)
+    assert f"beta of step 3 was not saved: there is no {tmp_path / 'checkpoint-3'}" in caplog.text
+
+
+def test_the_hook_of_another_model_is_refused(tmp_path):
+    with betahook.attach(build("llama")) as hook:
+        trainer = make_trainer(tmp_path, BetaHookCallback(hook=hook))
+        with pytest.raises(ValueError, match="got the hook of another model than the one that the Trainer trains"):
+            trainer.train()
+
+
+def test_beta_is_resumed_from_where_the_weights_are(tmp_path):
+    """Whatever checkpoint of the same step lies in the output folder."""
+    saving = dict(save_strategy="steps", save_steps=4, logging_steps=2)
+    for name, rate in (("one", 1e-3), ("other", 1e-2)):
+        make_trainer(tmp_path / name, BetaHookCallback(), learning_rate=rate, **saving).train()
+    there = str(tmp_path / "one/checkpoint-4")
+    for output in ("other", "new"):
+        trainer = make_trainer(tmp_path / output, BetaHookCallback())
+        with pytest.raises(ValueError, match=r"resume from is not .*Name it in the arguments too, TrainingArguments\("):
+            trainer.train(resume_from_checkpoint=there)
+        trainer = make_trainer(tmp_path / output, BetaHookCallback(), resume_from_checkpoint=there)
+        trainer.train(resume_from_checkpoint=there)
+    # What the arguments still name is not what is resumed from.
+    trainer = make_trainer(
+        tmp_path / "one", BetaHookCallback(), resume_from_checkpoint=str(tmp_path / "other/checkpoint-4")
+    )
+    with mock.patch.object(checkpoint, "load", wraps=checkpoint.load) as load:
+        trainer.train(resume_from_checkpoint=there)
+    assert str(load.call_args.args[1]) == there
+
+
+def test_a_hook_takes_no_further_options():
+    with betahook.attach(build("llama")) as hook, pytest.raises(ValueError, match="belong to attach"):
+        BetaHookCallback(hook=hook, interval=2)
+
+
+def test_without_tensorboard_the_history_is_kept(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    trainer = make_trainer(tmp_path, BetaHookCallback())
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert "pip install tensorboard" in caplog.text
+    assert f"beta/{LAYER}" in trainer.state.log_history[0]

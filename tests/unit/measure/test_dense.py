@@ -1,0 +1,32 @@
+"""Sums over scores that exist, against the pairs one by one."""
+
+import math
+
+import pytest
+import torch
+
+from betahook.measure.dense import pair_sums
+
+
+def causal(*sizes):
+    return torch.ones(*sizes, dtype=torch.bool).tril()
+
+
+def test_a_large_mean_leaves_the_digits_of_the_spread():
+    scores = torch.randn(2, 3, 20, 20, generator=torch.Generator().manual_seed(0)) + 1e4
+    allowed = causal(2, 3, 20, 20)
+    sums = pair_sums(scores, scores, allowed).scores
+    mean = sums.score / sums.pairs
+    expected = torch.stack([head[allowed[:, 0]] for head in scores.double().unbind(1)])
+    torch.testing.assert_close(mean, expected.mean(1), rtol=1e-9, atol=0)
+    std = (sums.score_square / sums.pairs - mean**2).sqrt()
+    torch.testing.assert_close(std, expected.std(1, correction=0), rtol=1e-5, atol=0)
+
+
+def test_a_row_without_a_key_has_no_entropy():
+    allowed = causal(1, 1, 3, 3)
+    allowed[..., 1, :] = False
+    logits = torch.zeros(1, 1, 3, 3)
+    sums = pair_sums(logits, logits.masked_fill(~allowed, -math.inf), allowed)
+    assert sums.rows.tolist() == [2]
+    assert sums.entropy.tolist() == pytest.approx([math.log(3)])

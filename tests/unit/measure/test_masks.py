@@ -1,0 +1,167 @@
+"""Bands and masks against nested loops over positions."""
+
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+
+from betahook.measure import masks
+from betahook.measure.masks import Band
+
+BANDS = [Band(), Band(None, 0), Band(None, 3), Band(-4, 0), Band(-3, 2), Band(2, None), Band(None, -20), Band(-50, 50)]
+
+
+def loop(band, queries, keys):
+    """The pairs of a band, one comparison at a time."""
+    return [
+        [(band.low is None or k - q > band.low) and (band.high is None or k - q <= band.high) for k in keys]
+        for q in queries
+    ]
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("positions", [([0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6]), ([9, 2, 7], [0, 8, 4, 3])])
+def test_band_equals_a_double_loop(band, positions):
+    allowed = band.allowed(*map(torch.tensor, positions))
+    assert allowed.dtype == torch.bool
+    assert allowed.tolist() == loop(band, *positions)
+
+
+def padded(band, queries, keys):
+    """A banded mask `[2, 1, 7, 9]` whose padded rows and columns are struck out."""
+    pairs = torch.tensor(loop(band, range(7), range(9)))
+    return (pairs & queries[:, :, None] & keys[:, None, :])[:, None]
+
+
+@pytest.fixture
+def padding():
+    """Valid queries and keys: nothing padded in the first sequence, both ends in the second."""
+    queries, keys = torch.ones(2, 7, dtype=torch.bool), torch.ones(2, 9, dtype=torch.bool)
+    queries[1, :1] = keys[1, :1] = queries[1, -2:] = keys[1, -3:] = False
+    return queries, keys
+
+
+MASKED = {
+    "min": lambda dtype: torch.finfo(dtype).min,
+    "min and a bias": lambda dtype: torch.finfo(dtype).min * 0.75,
+    "-inf": lambda dtype: float("-inf"),
+}
+FORMS = {
+    "bool": lambda pairs: pairs,
+    **{
+        f"{dtype}, {name}": lambda pairs, dtype=dtype, masked=masked: torch.zeros(pairs.shape, dtype=dtype).masked_fill(
+            ~pairs, masked(dtype)
+        )
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        for name, masked in MASKED.items()
+    },
+}
+"""The ways in which a mask is written."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("band", [Band(), Band(None, 2), Band(-3, 2), Band(-4, 3)], ids=str)
+def test_padded_bands_are_recognised_in_every_form(band, form, padding):
+    pairs = padded(band, *padding)
+    mask = masks.from_tensor(FORMS[form](pairs), band)
+    assert torch.equal(mask.pairs, pairs)
+    assert mask.structured.item() is True
+    assert torch.equal(mask.queries, pairs.any(-1)[:, 0])
+    assert torch.equal(mask.keys, pairs.any(-2)[:, 0])
+    assert (mask.bias is None) == (form == "bool")
+
+
+def flip(pairs, position):
+    flipped = pairs.clone()
+    flipped[position] = ~flipped[position]
+    return flipped
+
+
+WITHOUT_STRUCTURE = {
+    "one pair less": lambda pairs: flip(pairs, (1, 0, 4, 3)),
+    "one pair more": lambda pairs: flip(pairs, (0, 0, 2, 5)),
+    "heads that differ": lambda pairs: torch.cat([pairs, flip(pairs, (0, 0, 3, 1))], 1),
+    "a narrower band": lambda pairs: pairs & torch.tensor(loop(Band(-2, 2), range(7), range(9))),
+}
+
+
+@pytest.mark.parametrize("change", WITHOUT_STRUCTURE)
+def test_other_masks_have_no_structure(change, padding):
+    band = Band(None, 2)
+    pairs = WITHOUT_STRUCTURE[change](padded(band, *padding))
+    mask = masks.from_tensor(pairs, band)
+    assert torch.equal(mask.pairs, pairs)
+    assert mask.structured.item() is False
+
+
+def test_a_bias_masks_nothing():
+    bias = torch.linspace(-80, 1e4, 63).view(1, 1, 7, 9)
+    mask = masks.from_tensor(bias, Band())
+    assert mask.pairs.all()
+    assert torch.equal(mask.bias, bias)
+    assert mask.structured.item() is True
+
+
+@pytest.mark.parametrize("queries", [4, 2])
+def test_padding_is_that_of_the_keys_and_of_as_many_queries(queries):
+    mask = masks.from_padding(torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0]]), Band(None, 0), queries)
+    expected = torch.tensor([[True, True, True, True], [False, True, True, False]])
+    assert torch.equal(mask.keys, expected)
+    # A cache makes the keys longer: which of them are queries is then not known from the padding alone.
+    assert mask.queries is None if queries == 2 else torch.equal(mask.queries, expected)
+    assert mask.band == Band(None, 0)
+    assert mask.pairs is mask.bias is mask.structured is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_the_structure_is_decided_on_the_device(dtype):
+    # A meta tensor has no values: reading one back would raise.
+    mask = masks.from_tensor(torch.empty(2, 1, 7, 9, dtype=dtype, device="meta"), Band(None, 2))
+    assert mask.structured.shape == ()
+    assert mask.structured.device.type == "meta"
+
+
+@pytest.mark.parametrize("taken_off", [100.0, 1e4, 1e9, torch.finfo(torch.float32).max, torch.inf])
+def test_what_leaves_a_pair_no_share_of_its_row_masks_it(taken_off):
+    bias = torch.zeros(1, 1, 7, 9)
+    bias[..., 6:] = -taken_off
+    mask = masks.from_tensor(bias, Band())
+    assert torch.equal(mask.pairs, bias == 0)
+    assert mask.structured.item() is True
+
+
+@pytest.fixture
+def structures():
+    """The calls of the function that looks at every pair of a mask."""
+    with mock.patch.object(masks, "_structure", wraps=masks._structure) as calls:
+        yield calls
+
+
+def test_layers_share_what_is_known_of_their_mask(structures, padding):
+    tensor = torch.zeros(2, 1, 7, 12)
+    tensor[..., :9].masked_fill_(~padded(Band(None, 2), *padding), -torch.inf)
+    for heads in (1, 1, 4, 4):
+        assert masks.from_tensor(tensor[..., :9].expand(2, heads, 7, 9), Band(None, 2)).structured
+    assert structures.call_count == 2  # one for each shape
+    assert not masks.from_tensor(tensor[..., :9], Band(None, 1)).structured
+    assert not masks.from_tensor(tensor[..., 3:], Band(None, 2)).structured
+    tensor[1, 0, 4, 3] = -torch.inf
+    assert not masks.from_tensor(tensor[..., :9], Band(None, 2)).structured
+
+
+def test_what_is_known_of_a_mask_is_forgotten_with_it(structures):
+    tensor = torch.ones(1, 1, 7, 9, dtype=torch.bool)
+    known = [weakref.ref(tensor), weakref.ref(masks.from_tensor(tensor[:, :], Band()).structured)]
+    assert None not in [reference() for reference in known]
+    del tensor
+    structures.reset_mock()
+    assert [reference() for reference in known] == [None, None]
+
+
+def test_inference_tensors_are_looked_at_each_time(structures):
+    with torch.inference_mode():
+        tensor = torch.zeros(1, 1, 7, 9)
+        assert masks.from_tensor(tensor, Band()).structured
+        tensor[0, 0, 1, 2] = -torch.inf
+        assert not masks.from_tensor(tensor, Band()).structured

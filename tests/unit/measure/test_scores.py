@@ -1,0 +1,190 @@
+"""Sums over scores against the full score matrix in float64."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from betahook.measure import rows, scores
+from betahook.measure.masks import Band, Mask
+from support.matrices import BANDS, HEAD_DIM, assert_sums, exact, make, pairs_of, used, with_key_moments
+
+LENGTHS = [1, 2, 63, 64, 65, 130, 200]
+"""Around the ends of blocks."""
+
+PADDING = {
+    "right": lambda tokens: tokens < 50,
+    "left": lambda tokens: tokens >= 20,
+    "scattered": lambda tokens: tokens % 3 != 1,
+    "everything": lambda tokens: tokens < 0,
+}
+
+
+def assert_components(found, tokens, valid, rel=1e-5):
+    """Compare count, mean and variance with those of the tokens that take part, in float64."""
+    keep = torch.ones(1, tokens.shape[2], dtype=torch.bool) if valid is None else valid
+    chosen = tokens.double().transpose(1, 2)[keep.expand(len(tokens), -1)]
+    assert found.count == len(chosen)
+    torch.testing.assert_close(found.mean.double(), chosen.mean(0), rtol=rel, atol=1e-6)
+    torch.testing.assert_close(found.variance.double(), chosen.var(0, correction=0), rtol=rel, atol=0)
+
+
+@pytest.fixture(params=[1, 3])
+def blocks_at_once(request, monkeypatch):
+    """How many blocks of queries are worked on at once: one on the CPU, more on an accelerator and compiled."""
+
+    def slabs(length, device):
+        step = request.param * scores.BLOCK
+        return [(start, min(start + step, length)) for start in range(0, length, step)]
+
+    monkeypatch.setattr(scores, "_slabs", slabs)
+
+
+@pytest.mark.usefixtures("blocks_at_once")
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", BANDS)
+def test_sums_over_bands(name, length):
+    band, more = BANDS[name]
+    keys = max(length + more, 1)
+    query, key = make(length, keys, query_mean=0.3, key_mean=-0.5)
+    expected = used(query, key, pairs_of(band, length, keys))
+    assert_sums(exact(query, key, Mask(band)), expected)
+    if length <= rows.ROWS:
+        assert_sums(rows.row_sums(query, key, Mask(band), torch.tensor(1.0)).scores, expected)
+
+
+@pytest.mark.parametrize("batch", [1, 2], ids=["one padding for all", "its own for each"])
+@pytest.mark.parametrize("name", ["full", "causal", "sliding window behind a cache", "window in both directions"])
+@pytest.mark.parametrize("side", PADDING)
+@pytest.mark.parametrize("of", ["queries", "keys", "both"])
+def test_padding_takes_no_part(name, side, of, batch):
+    band, more = BANDS[name]
+    queries, keys = 70, 70 + more
+    query, key = make(queries, keys, query_mean=0.3, key_mean=-0.5)
+    valid = [PADDING[side](torch.arange(size)).repeat(batch, 1) for size in (queries, keys)]
+    if batch == 2:
+        valid = [torch.cat([torch.ones_like(part[:1]), part[1:]]) for part in valid]
+    valid = [part if of in (which, "both") else None for part, which in zip(valid, ("queries", "keys"), strict=True)]
+    allowed = pairs_of(band, queries, keys).expand(batch, 1, -1, -1)
+    for part, dim, tokens in zip(valid, (-1, -2), (query, key), strict=True):
+        if part is not None:
+            allowed = allowed & part[:, None].unsqueeze(dim)
+            tokens.masked_fill_(~part[:, None, :, None], 1e3)  # whatever padding holds, it must not be seen
+    mask = Mask(band, *valid)
+    assert_sums(exact(query, key, mask), used(query, key, allowed))
+    picked = rows.sampled_rows(queries, query.device)
+    sampled = rows.row_sums(query, key, mask, torch.tensor(1.0))
+    expected = used(query[:, :, picked], key, allowed[:, :, picked])
+    assert_sums(sampled.scores, expected)
+    assert sampled.max_score.tolist() == pytest.approx([max([0, *x.abs().tolist()]) for x in expected], rel=1e-5)
+
+
+@pytest.mark.usefixtures("blocks_at_once")
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize("name", ["full", "causal behind a cache", "window in both directions"])
+def test_grouped_queries_share_their_key_head(name, key_heads):
+    band, more = BANDS[name]
+    query, key = make(65, 65 + more, heads=4, key_heads=key_heads, query_mean=0.3, key_mean=-0.5)
+    query *= torch.arange(1.0, 5).view(4, 1, 1)  # heads that cannot be taken for each other
+    allowed = pairs_of(band, 65, 65 + more)
+    assert_sums(exact(query, key, Mask(band)), used(query, key, allowed))
+    picked = rows.sampled_rows(65, query.device)
+    sampled = rows.row_sums(query, key, Mask(band), torch.tensor(1.0))
+    assert_sums(sampled.scores, used(query[:, :, picked], key, allowed[picked]))
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "sliding window", "window in both directions"])
+def test_a_mean_far_above_the_spread_costs_no_digits(name):
+    band, more = BANDS[name]
+    query, key = make(130, 130 + more, query_mean=100, key_mean=-200)
+    expected = used(query, key, pairs_of(band, 130, 130 + more))
+    assert abs(expected[0].mean()) > 200 * expected[0].std()
+    assert_sums(exact(query, key, Mask(band)), expected)
+
+
+def test_the_centre_changes_the_rounding_only():
+    query, key = make(70, 70, dtype=torch.float64)
+    centre = torch.randn(2, HEAD_DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    expected = used(query, key, pairs_of(Band(None, 0), 70, 70))
+    for query_mean in (centre, torch.zeros_like(centre)):
+        assert_sums(scores.score_sums(query, key, Mask(Band(None, 0)), query_mean)[0], expected, rel=1e-10)
+
+
+@pytest.mark.parametrize(("dtype", "rel"), [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("name", ["full", "causal"])
+def test_dtypes(name, dtype, rel):
+    band, more = BANDS[name]
+    query, key = make(130, 130 + more, dtype=dtype)
+    sums, allowed = exact(query, key, Mask(band)), pairs_of(band, 130, 130 + more)
+    assert {x.dtype for x in vars(sums).values()} == {torch.float64}
+    assert_sums(sums, used(*make(130, 130 + more, dtype=torch.float64), allowed), rel)
+    # Against the rounded tokens bfloat16 loses nothing: the sums are taken in float32 or better.
+    assert_sums(sums, used(query, key, allowed), min(rel, 1e-5))
+
+
+@pytest.mark.parametrize("valid", [None, torch.arange(50) < 33, torch.stack([torch.arange(50) > 5] * 2)], ids=str)
+def test_component_moments(valid):
+    tokens = make(50, 1, dtype=torch.bfloat16, query_mean=1.5)[0]
+    mask = valid if valid is None or valid.dim() == 2 else valid[None]
+    assert_components(scores.components(tokens, mask), tokens, mask)
+
+
+@pytest.mark.parametrize("padding", [None, *PADDING])
+@pytest.mark.parametrize("length", [70, 300])
+@pytest.mark.parametrize("name", BANDS)
+def test_moments_of_the_keys_are_of_all_of_them(name, length, padding):
+    """Of those too that no query sees, and of both keys under a group of queries."""
+    band, more = BANDS[name]
+    query, key = make(70, length + more, heads=4, key_mean=-1.5)
+    valid = None if padding is None else PADDING[padding](torch.arange(length + more))[None]
+    if padding is not None:
+        key.masked_fill_(~valid[:, None, :, None], 1e3)
+    _, of_key = with_key_moments(query, key, Mask(band, keys=valid))
+    if padding != "everything":
+        assert_components(of_key, key, valid)
+    for found in (of_key.count, of_key.mean, of_key.variance):
+        assert found.any() == (padding != "everything")
+
+
+def test_component_moments_under_a_mean_far_above_the_spread():
+    query, key = make(4000, 4000, query_mean=300, key_mean=600)
+    of_query = scores.components(query, None)
+    _, of_key = with_key_moments(query, key, Mask(Band(None, 0)))
+    for found, tokens in ((of_query, query), (of_key, key)):
+        assert_components(found, tokens, None, rel=1e-4)
+
+
+def test_component_moments_without_a_token_are_zero():
+    result = scores.components(make(5, 1)[0], torch.zeros(1, 5, dtype=torch.bool))
+    assert not result.mean.any()
+    assert not result.variance.any()
+
+
+class Largest(TorchDispatchMode):
+    """Remember the number of elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = (x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor))
+        self.elements = max(self.elements, *sizes, 0)
+        return result
+
+
+@pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(-300, 0), Band(-300, 299)], ids=str)
+def test_no_quadratic_tensor_is_made(band):
+    length = 2048
+    query, key = make(length, length, batch=1, heads=1, key_heads=1)
+    with Largest() as largest:
+        exact(query, key, Mask(band))
+        rows.row_sums(query, key, Mask(band), torch.tensor(1.0))
+    assert 0 < largest.elements <= length * max(scores.BLOCK, rows.ROWS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_overflow_bound_is_where_the_exponential_overflows(dtype):
+    bound = scores.overflow_logit(dtype)
+    softmax = torch.promote_types(dtype, torch.float32)
+    assert torch.tensor(bound * (1 - 1e-6), dtype=softmax).exp().isfinite()
+    assert torch.tensor(bound * (1 + 1e-6), dtype=softmax).exp().isinf()

@@ -1,0 +1,236 @@
+"""The table of sums against statistics of the raw numbers."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from betahook.measure import statistics
+from betahook.measure.statistics import MAXIMA, ROW, SUMS, Statistics
+from support.processes import run_ranks
+
+CPU = torch.device("cpu")
+
+SAMPLES = {
+    # Statistic of the spread: number of entries, their sum and the sum of their squares.
+    "std": ("pairs", "score", "score_square"),
+    "input_std_q": ("query_inputs", "query_input", "query_input_square"),
+    "input_std_k": ("key_inputs", "key_input", "key_input_square"),
+    "weight_std_q": ("query_weights", "query_weight", "query_weight_square"),
+    "weight_std_k": ("key_weights", "key_weight", "key_weight_square"),
+}
+WEIGHTED = {
+    "query_mean_square": "component_mean_square_q",
+    "query_variance": "component_variance_q",
+    "key_mean_square": "component_mean_square_k",
+    "key_variance": "component_variance_k",
+    "independent_variance": "independent_std",
+}
+"""Sums that are weighted by tokens, and the statistics that are made of them."""
+
+
+def random_table(heads, seed=0):
+    table = torch.rand(len(ROW), heads, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return 1 + 99 * table
+
+
+@pytest.fixture
+def raw():
+    """Samples `[heads, entries]` for every spread, entropies `[heads, rows]`, and one number a head for the rest."""
+    generator = torch.Generator().manual_seed(1)
+    samples = {
+        name: torch.randn(3, 40 + 7 * i, generator=generator, dtype=torch.float64) * (i + 1) + i
+        for i, name in enumerate(SAMPLES)
+    }
+    entropy = torch.rand(3, 11, generator=generator, dtype=torch.float64)
+    weighted = {name: torch.rand(3, generator=generator, dtype=torch.float64) for name in WEIGHTED}
+    sensitivity = torch.randn(3, generator=generator, dtype=torch.float64)
+    return samples, entropy, weighted, sensitivity
+
+
+def tabulate(raw, part=slice(None)):
+    """A table of a slice of the samples."""
+    samples, entropy, weighted, sensitivity = raw
+    table = statistics.empty(3, CPU)
+    for name, rows in SAMPLES.items():
+        x = samples[name][:, part]
+        statistics.add(table, dict(zip(rows, (torch.tensor(x.shape[1]), x.sum(1), x.square().sum(1)), strict=True)))
+    scores, entropy = samples["std"][:, part], entropy[:, part]
+    values = {name: scores.shape[1] * x for name, x in weighted.items()}
+    values |= {name: torch.tensor(scores.shape[1]) for name in ("queries", "keys")}
+    values |= {"rows": torch.tensor(entropy.shape[1]), "entropy": entropy.sum(1), "sensitivity": sensitivity}
+    values |= {"exact_pairs": torch.tensor(scores.shape[1])}
+    values |= {"max_score": scores.abs().amax(1), "max_logit": 2 * scores.abs().amax(1)}
+    statistics.add(table, values)
+    return table
+
+
+def test_an_empty_table_has_a_row_for_every_sum_and_maximum():
+    table = statistics.empty(3, CPU)
+    assert table.shape == (len(SUMS) + len(MAXIMA), 3)
+    assert table.dtype == torch.float64
+    assert not table.any()
+    assert list(ROW) == [*SUMS, *MAXIMA]
+
+
+def test_adding_sums_everything_but_the_maxima():
+    table = random_table(4)
+    before = table.clone()
+    statistics.add(table[:, 1:3], {"score": torch.tensor([1.0, -2.0]), "rows": torch.tensor(5)})
+    statistics.add(table[:, 1:3], {"max_score": torch.tensor([1e3, -1.0]), "max_logit": torch.tensor([-1.0, 1e4])})
+    expected = before.clone()
+    expected[ROW["score"], 1:3] += torch.tensor([1.0, -2.0])
+    expected[ROW["rows"], 1:3] += 5
+    expected[ROW["max_score"], 1] = 1e3
+    expected[ROW["max_logit"], 2] = 1e4
+    assert torch.equal(table, expected)
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1, 1, 1, 1], [1, 3, 2], [6]])
+def test_pooling_adds_runs_of_heads_and_takes_their_largest(lengths):
+    table = random_table(6)
+    expected, start = [], 0
+    for length in lengths:
+        columns = table[:, start : start + length]
+        expected.append(torch.cat([columns[: len(SUMS)].sum(1), columns[len(SUMS) :].amax(1)]))
+        start += length
+    pooled = statistics.pool(table, torch.tensor(lengths))
+    torch.testing.assert_close(pooled, torch.stack(expected, 1), rtol=1e-14, atol=0)
+
+
+def test_a_layer_may_be_on_another_device_than_the_table():
+    table = statistics.empty(2, torch.device("meta"))
+    statistics.add(table, {"pairs": torch.ones(2), "max_score": torch.ones(2)})
+    assert table.is_meta
+
+
+@pytest.mark.parametrize("row", ["score", "max_score", "max_logit"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_pooling_hides_no_bad_number(row, bad):
+    table = random_table(6)
+    table[ROW[row], 2] = bad
+    finite = statistics.pool(table, torch.tensor([1, 3, 2])).isfinite().all(0)
+    assert finite.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_adding_hides_no_bad_maximum(bad):
+    table = random_table(1)
+    statistics.add(table, {"max_score": torch.tensor([bad])})
+    statistics.add(table, {"max_score": torch.tensor([1.0])})
+    assert not table[ROW["max_score"]].isfinite()
+
+
+def test_heads_without_scores_keep_what_was_last_measured():
+    new, old = random_table(3, seed=1), random_table(3, seed=2)
+    new[ROW["pairs"], 1] = 0
+    copies = new.clone(), old.clone()
+    kept = statistics.keep_measured(new, old)
+    expected = torch.stack([new[:, 0], old[:, 1], new[:, 2]], 1)
+    expected[ROW["sensitivity"], 1] = new[ROW["sensitivity"], 1]
+    assert torch.equal(kept, expected)
+    assert torch.equal(new, copies[0])
+    assert torch.equal(old, copies[1])
+
+
+def test_statistics_are_those_of_the_raw_numbers(raw):
+    samples, entropy, weighted, sensitivity = raw
+    # Two micro-batches of different size.
+    table = tabulate(raw, slice(0, 5))
+    second = tabulate(raw, slice(5, None))
+    statistics.add(table, {name: second[row] for name, row in ROW.items()})
+    measured = Statistics.from_table(table)
+    expected = {
+        "count": torch.full((3,), 40.0, dtype=torch.float64),
+        "mean": samples["std"].mean(1),
+        "exact": torch.tensor([True] * 3),
+        "max_score": samples["std"].abs().amax(1),
+        "max_logit": 2 * samples["std"].abs().amax(1),
+        "entropy": entropy.mean(1),
+        "sensitivity": 2 * sensitivity,
+        "finite": torch.tensor([True] * 3),
+        **{name: x.std(1, correction=0) for name, x in samples.items()},
+        **{
+            name: weighted[row].sqrt() if name == "independent_std" else weighted[row] for row, name in WEIGHTED.items()
+        },
+    }
+    assert expected.keys() == {field.name for field in fields(Statistics)}
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            getattr(measured, name), value, rtol=1e-12, atol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_what_was_not_measured_is_nan():
+    measured = Statistics.from_table(statistics.empty(2, CPU))
+    known = {"count": 0, "sensitivity": 0, "exact": 1, "finite": 1}
+    for field in fields(Statistics):
+        value = getattr(measured, field.name)
+        if field.name in known:
+            assert value.tolist() == [known[field.name]] * 2
+        else:
+            assert value.isnan().all(), field.name
+
+
+def test_rounding_cannot_make_the_spread_imaginary():
+    table = statistics.empty(1, CPU)
+    value = torch.tensor(0.1, dtype=torch.float64)
+    # Three equal scores: the mean of the squares falls below the square of the mean.
+    total, square = value + value + value, torch.nextafter(3 * value.square(), torch.tensor(0.0, dtype=torch.float64))
+    statistics.add(table, {"pairs": torch.tensor(3), "score": total, "score_square": square})
+    assert Statistics.from_table(table).std.tolist() == [0.0]
+
+
+def test_exact_and_finite_are_told_for_each_unit():
+    table = random_table(3)
+    table[ROW["exact_pairs"]] = table[ROW["pairs"]]
+    table[ROW["exact_pairs"], 1] -= 1
+    table[ROW["entropy"], 2] = torch.nan
+    measured = Statistics.from_table(table)
+    assert measured.exact.tolist() == [True, False, True]
+    assert measured.finite.tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("index", [1, slice(1, 3)], ids=str)
+def test_indexing_picks_units_in_every_field(index):
+    table = random_table(3)
+    part, whole = Statistics.from_table(table)[index], Statistics.from_table(table)
+    for field in fields(Statistics):
+        assert torch.equal(getattr(part, field.name), getattr(whole, field.name)[index])
+
+
+def test_without_a_process_group_the_table_is_its_own_reduction():
+    given = random_table(2), torch.ones(4, 16), torch.ones(2)
+    assert statistics.all_reduce(*given) == given
+
+
+def _rank_table(raw, rank):
+    """Unequal shares of the samples; the sensitivity of rank 1 is three times that of rank 0."""
+    table = tabulate(raw, [slice(0, 9), slice(9, None)][rank])
+    table[ROW["sensitivity"]] *= [1, 3][rank]
+    return table
+
+
+def _reduce(rank, directory, raw):
+    """One process: reduce its share and write the result down."""
+    table = _rank_table(raw, rank)
+    default = torch.full(table.shape[1:], 1 / 3)
+    default[rank] = torch.nan  # a layer that this rank has not used
+    default[2] = torch.nan  # one that neither has
+    moments = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.float64) * 10**rank
+    torch.save(statistics.all_reduce(table, moments, default), f"{directory}/{rank}.pt")
+
+
+def test_two_processes_reduce_to_one_table_of_everything(raw, tmp_path):
+    run_ranks(_reduce, 2, str(tmp_path), str(tmp_path), raw)
+    (first, moments, default), (second, moments_other, default_other) = (
+        torch.load(tmp_path / f"{rank}.pt") for rank in range(2)
+    )
+    assert torch.equal(first, second)
+    assert moments.tolist() == moments_other.tolist() == [[11.0, 22.0, 33.0], [44.0, 55.0, 66.0]]
+    for of_rank in (default, default_other):
+        assert of_rank[2].isnan()
+        assert torch.equal(of_rank[[0, 1]], torch.full((2,), 1 / 3))
+    expected = tabulate(raw)
+    expected[ROW["sensitivity"]] *= 2  # the mean of the ranks, as for gradients
+    torch.testing.assert_close(first, expected, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,237 @@
+"""The located projections against the q and k that the attention modules themselves compute."""
+
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.modeling_utils import AttentionInterface
+from transformers.pytorch_utils import Conv1D
+
+import betahook
+from betahook.models import projections
+from support.models import GROUPED, SIZE, build
+from zoo.build import build as zoo_build
+
+HEADS, HEAD_DIM, WIDTH = 4, 8, 32
+"""Those of every tiny model."""
+
+
+def base(name, config_class, **config):
+    """A tiny model without a head, of a family that `build` does not know."""
+    torch.manual_seed(0)
+    return getattr(transformers, name)._from_config(config_class(**config), attn_implementation="eager")
+
+
+def gpt2_with_cross_attention():
+    return build("gpt2", add_cross_attention=True).transformer.h[0]
+
+
+def bigcode(*, multi_query):
+    sizes = dict(n_embd=WIDTH, n_head=HEADS, n_layer=1, vocab_size=64, multi_query=multi_query)
+    return base("GPTBigCodeModel", transformers.GPTBigCodeConfig, **sizes).h[0].attn
+
+
+def persimmon():
+    sizes = {**SIZE, "num_hidden_layers": 1, "qk_layernorm": False}
+    return base("PersimmonModel", transformers.PersimmonConfig, **sizes).layers[0].self_attn
+
+
+def qwen3_next():
+    experts = dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8)
+    sizes = {**SIZE, **GROUPED, **experts, "head_dim": HEAD_DIM, "num_hidden_layers": 1}
+    model = base("Qwen3NextModel", transformers.Qwen3NextConfig, **sizes, layer_types=["full_attention"])
+    attention = model.layers[0].self_attn
+    attention.q_norm = attention.k_norm = nn.Identity()  # the projections end before the norms
+    return attention
+
+
+UNROTATED = {"attention_mask": None, "position_embeddings": (torch.ones(1, 1, 1), torch.zeros(1, 1, 1))}
+
+ATTENTIONS = {
+    "llama": (lambda: build("llama").model.layers[0].self_attn, UNROTATED),
+    "gpt2": (lambda: build("gpt2").transformer.h[0].attn, {}),
+    "gpt2 beside cross-attention": (lambda: gpt2_with_cross_attention().attn, {}),
+    "gpt2 cross-attention": (lambda: gpt2_with_cross_attention().crossattention, "encoder_hidden_states"),
+    "bert": (lambda: build("bert").bert.encoder.layer[0].attention.self, {}),
+    "gpt_neox": (lambda: build("gpt_neox").gpt_neox.layers[0].attention, UNROTATED),
+    "phi3": (lambda: build("phi3").model.layers[0].self_attn, UNROTATED),
+    "persimmon": (persimmon, UNROTATED),
+    "gpt_bigcode": (lambda: bigcode(multi_query=False), {}),
+    "gpt_bigcode with one key head": (lambda: bigcode(multi_query=True), {}),
+    "qwen3_next": (qwen3_next, UNROTATED),
+    "t5": (lambda: build("t5").encoder.block[0].layer[0].SelfAttention, {}),
+    "t5 cross-attention": (lambda: build("t5").decoder.block[0].layer[1].EncDecAttention, "key_value_states"),
+}
+"""An attention module and the options of its forward; a name stands for the option that takes what the keys see."""
+
+
+@pytest.fixture
+def operands(monkeypatch):
+    """What a module hands to its attention function: query and key, `[batch, heads, tokens, d_k]`."""
+    calls = []
+
+    def function(module, query, key, *args, **kwargs):
+        calls.append((query.detach(), key.detach()))
+        return torch.zeros_like(query).transpose(1, 2), None
+
+    def run(attention, inputs, others, options):
+        options = {options: others} if isinstance(options, str) else options
+        monkeypatch.setattr(AttentionInterface, "get_interface", lambda *args: function)
+        attention(inputs, **options)
+        return calls.pop()
+
+    return run
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_projections_are_those_of_the_module(name, operands):
+    make, options = ATTENTIONS[name]
+    attention = make().double()
+    inputs, others = torch.randn(2, 2, 6, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    # The difference of two runs is free of the bias.
+    computed, biases = (
+        operands(attention, inputs, others, options),
+        operands(attention, 0 * inputs, 0 * others, options),
+    )
+    located = projections.locate(attention, HEADS, HEAD_DIM)
+    of = (inputs, others if isinstance(options, str) else inputs)
+    for projection, x, result, bias in zip(located, of, computed, biases, strict=True):
+        weight = projection.entries
+        assert weight.shape == (result.shape[1], HEAD_DIM, WIDTH)
+        torch.testing.assert_close(torch.einsum("btx,hdx->bhtd", x, weight), result - bias, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_what_is_written_to_a_part_is_in_the_parameter(name):
+    attention = ATTENTIONS[name][0]()
+    for projection in projections.locate(attention, HEADS, HEAD_DIM):
+        for part in projection.parts():
+            nn.init.normal_(part.parameter)
+            entries, before = part.read(), part.parameter.detach().clone()
+            part.write(2 * entries)
+            assert torch.equal(part.read(), 2 * entries)
+            assert not part.read().requires_grad
+            assert (part.parameter != before).sum() == entries.numel()
+        assert torch.equal(projection.entries, next(projection.parts()).read())
+
+
+@pytest.mark.parametrize("rank", [8, None])
+def test_latent_attention_is_known_by_its_projections_up(rank, operands):
+    sizes = dict(kv_lora_rank=8, q_lora_rank=rank, qk_nope_head_dim=6, qk_rope_head_dim=2, v_head_dim=8)
+    config = transformers.DeepseekV3Config(**SIZE, **sizes, rope_interleave=False, attn_implementation="eager")
+    torch.manual_seed(0)
+    attention = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Attention(config, 0).double()
+    located = projections.locate(attention, HEADS, HEAD_DIM)
+    entered = []
+    for projection in located:
+        projection.module.register_forward_pre_hook(lambda module, args: entered.append(args[0].flatten(0, -3)))
+    inputs = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    computed = operands(attention, inputs, None, UNROTATED)
+    for projection, x, result in zip(located, entered, computed, strict=True):
+        made = torch.einsum("btx,hdx->bhtd", x, projection.entries)
+        torch.testing.assert_close(made, result[..., : made.shape[-1]], rtol=1e-10, atol=1e-10)
+    assert [projection.entries.shape[1] for projection in located] == [HEAD_DIM, 6]
+
+
+class Holder(nn.Module):
+    """A module with the given children, as an attention module of another library would have them."""
+
+    def __init__(self, **children):
+        super().__init__()
+        for name, child in children.items():
+            setattr(self, name, child)
+
+
+def linear(rows=HEADS * HEAD_DIM):
+    return nn.Linear(WIDTH, rows)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: Holder(linear=x), lambda x: Holder(base_layer=Holder(linear=x))])
+@pytest.mark.parametrize("names", [("q_proj", "k_proj"), ("qkv_proj",)])
+def test_a_wrapped_linear_is_seen_through(names, wrap):
+    owners = [linear(HEADS * HEAD_DIM * (3 if len(names) == 1 else 1)) for _ in names]
+    found = projections.locate(Holder(**dict(zip(names, map(wrap, owners), strict=True))), HEADS, HEAD_DIM)
+    assert [projection.module for projection in found] == (owners * 2)[:2]
+
+
+def with_weight(*shape):
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(shape))
+    return module
+
+
+UNKNOWN = {
+    "nothing": {},
+    "other names": {"first": linear(), "second": linear()},
+    "a query alone": {"q_proj": linear()},
+    "a weight a codebook": {"q_proj": with_weight(3, 32, 32), "k_proj": with_weight(3, 32, 32)},
+    "a norm": {"q": nn.LayerNorm(WIDTH), "k": nn.LayerNorm(WIDTH)},
+    "a wrapper of something else": {"q_proj": Holder(inner=linear()), "k_proj": Holder(inner=linear())},
+    "no room for keys": {"qkv": linear(HEADS * HEAD_DIM)},
+    "a fused projection of an odd size": {"qkv": linear(3 * HEADS * HEAD_DIM + 1)},
+    "no linear": {"qkv": nn.ReLU()},
+}
+
+
+@pytest.mark.parametrize("children", UNKNOWN)
+def test_what_is_not_known_is_none(children):
+    assert projections.locate(Holder(**UNKNOWN[children]), HEADS, HEAD_DIM) is None
+
+
+@pytest.mark.parametrize("module", [nn.Linear(5, 3, bias=False), Conv1D(3, 5)], ids=["Linear", "Conv1D"])
+def test_the_matrix_is_out_by_in(module):
+    inputs = torch.randn(2, 5, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(inputs @ projections.matrix(module).T, module(inputs))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_sums_of_entries(dtype, transposed):
+    weight = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(1)).to(dtype) + 0.5
+    if transposed:  # as `Conv1D` keeps it
+        weight = weight.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    count, total, square = (x.double() for x in projections.entry_sums(weight))
+    heads = weight.double().flatten(1)
+    assert count.tolist() == [200] * 3
+    torch.testing.assert_close(total / count, heads.mean(1), rtol=1e-5, atol=0)
+    std = (square / count - (total / count).square()).sqrt()
+    torch.testing.assert_close(std, heads.std(1, correction=0), rtol=1e-5, atol=0)
+
+
+def tiny_falcon(**options):
+    torch.manual_seed(0)
+    return transformers.FalconModel._from_config(
+        transformers.FalconConfig(vocab_size=64, hidden_size=32, num_attention_heads=4, num_hidden_layers=1, **options),
+        attn_implementation="eager",
+    )
+
+
+FUSED = {
+    "bloom": partial(zoo_build, "bloom", "eager"),
+    "codegen": partial(zoo_build, "codegen", "eager"),
+    "gpt_neox_japanese": partial(zoo_build, "gpt_neox_japanese", "eager"),
+    "falcon, one key": partial(tiny_falcon, multi_query=True),
+    "falcon, as many keys": partial(tiny_falcon, multi_query=False),
+    "falcon, groups": partial(tiny_falcon, new_decoder_architecture=True, num_kv_heads=2),
+}
+
+
+@pytest.mark.parametrize("of", [0, 1], ids=["query", "key"])
+@pytest.mark.parametrize("family", FUSED)
+@torch.no_grad()
+def test_the_rows_of_a_fused_projection_are_those_that_make_the_scores(family, of):
+    """Twice those rows are twice the scores, of every head."""
+    model = FUSED[family]()
+    ids = torch.arange(3, 15)[None]
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        layer = next(iter(hook.layers.values()))
+        model(ids)
+        before = layer.head_statistics.std
+        hook.step()
+        projection = layer.projections[of]
+        for parameter in projection.module.parameters():
+            parameter[projection.select(torch.arange(len(parameter))[:, None]).flatten()] *= 2
+        model(ids)
+        torch.testing.assert_close(layer.head_statistics.std, 2 * before, rtol=1e-4, atol=1e-6)

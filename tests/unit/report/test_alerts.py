@@ -1,0 +1,113 @@
+"""What is said of NaN and of limits, where the metrics are read and not before."""
+
+import pytest
+import torch
+
+import betahook
+from support.models import build, inputs
+from support.training import LAYER, train
+
+SECOND = "model.layers.1.self_attn"
+
+
+@pytest.mark.parametrize("where", ["scores", "gradients"])
+def test_one_warning_names_layer_and_step(where, caplog):
+    model = build("llama")
+    with betahook.attach(model, controller=betahook.Search(window=1, warmup=0, rise=False)) as hook:
+        train(model, hook, 2)
+        hook.metrics()
+        assert not caplog.records
+        weight = model.get_submodule(SECOND).q_proj.weight
+        kept = weight.detach().clone()
+        if where == "scores":
+            with torch.no_grad():
+                weight[0, 0] = torch.nan
+            model(**inputs("llama"))
+        else:
+            model(**inputs("llama")).logits[0, 0, 0].mul(torch.inf).backward()
+        hook.step()
+        with torch.no_grad():
+            weight.copy_(kept)
+        model.zero_grad()
+        train(model, hook, 1)  # nobody looked in between, and it is over
+        for _ in range(2):
+            assert hook.metrics()[f"nonfinite/{SECOND}"] == 0
+        (record,) = caplog.records
+        assert f"{SECOND} in step 3" in record.message
+        assert (f"{LAYER} in step 3" in record.message) is (where == "gradients")
+        assert "beta stays where it was" in record.message
+
+
+def test_many_layers_are_not_all_named(caplog):
+    model = build("llama", num_hidden_layers=6)
+    with betahook.attach(model) as hook:
+        (model(**inputs("llama")).loss * torch.nan).backward()
+        hook.step()
+        hook.metrics()
+    assert "model.layers.2.self_attn in step 1 and 3 other layers: beta stays" in caplog.text
+
+
+def test_alerts_come_once_a_step_with_the_metrics():
+    model, heard = build("llama"), []
+    alerts = betahook.Alerts(heard.append, max_logit=1e-3, entropy=100.0, beta=True)
+    with betahook.attach(model, controller="monitor", alerts=alerts) as hook:
+        train(model, hook, 2)
+        assert heard == []
+        metrics = hook.metrics()
+        hook.metrics()
+        assert heard == [
+            betahook.Alert(2, quantity, name, metrics[f"{quantity}/{name}"], limit)
+            for quantity, limit in (("max_logit", 1e-3), ("entropy", 100.0))
+            for name in (LAYER, SECOND)
+        ]
+        heard.clear()
+        hook.layers[SECOND].beta = hook.layers[SECOND].beta_default * 1000
+        train(model, hook, 1)
+        hook.metrics()
+        (bound,) = (alert for alert in heard if alert.quantity == "beta")
+        assert (bound.layer, bound.step, bound.limit) == (SECOND, 3, None)
+        assert str(bound) == f"step 3: beta of {SECOND} is {bound.value:g}, which is at its bound"
+        assert str(heard[0]).endswith("which crossed 0.001")
+
+
+def test_within_the_limits_there_is_silence():
+    model, heard = build("llama"), []
+    alerts = betahook.Alerts(heard.append, max_logit=1e3, entropy=1e-3, beta=True)
+    for options in ({}, {"alerts": alerts}):
+        with betahook.attach(model, controller="monitor", **options) as hook:
+            train(model, hook, 1)
+            hook.metrics()
+    assert heard == []
+
+
+def test_a_controller_that_runs_away_ends_at_the_bound():
+    class Runaway(betahook.Controller):
+        def update(self, beta, observation):
+            return beta * 1e6
+
+    model, heard = build("llama"), []
+    with betahook.attach(model, controller=Runaway(), alerts=betahook.Alerts(heard.append, beta=True)) as hook:
+        train(model, hook, 1)
+        hook.metrics()
+    assert [alert.quantity for alert in heard] == ["beta", "beta"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"call": 3}, TypeError, r"must be a function of an Alert; got 3"),
+        ({"call": print, "max_logit": -1}, ValueError, r"Alerts\(max_logit=...\) must be a positive number or None"),
+        ({"call": print, "max_logit": "50"}, ValueError, r"must be a positive number or None; got '50'"),
+        ({"call": print, "max_logit": True}, ValueError, r"must be a positive number or None; got True"),
+        ({"call": print, "beta": 0.3}, ValueError, r"Alerts\(beta=...\) must be True or False; got 0.3"),
+        ({"call": print, "entropy": float("nan")}, ValueError, r"Alerts\(entropy=...\) must be a positive .* got nan"),
+    ],
+)
+def test_limits_that_make_no_sense(arguments, error, message):
+    with pytest.raises(error, match=message):
+        betahook.Alerts(**arguments)
+
+
+def test_alerts_of_another_kind():
+    with pytest.raises(TypeError, match=r"alerts must be betahook.Alerts or None; got <built-in function print>"):
+        betahook.attach(build("llama"), alerts=print)

@@ -1,0 +1,275 @@
+"""The tap against the model alone, bit by bit, and against an independent trace of its attention."""
+
+import gc
+import math
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from transformers.modeling_utils import AttentionInterface
+
+import betahook
+from betahook.tap import interface
+from support.models import FAMILIES, build, derivative, inputs, trace
+
+
+def run(model, batch):
+    """Outputs, gradients and the random state after one forward and backward."""
+    torch.manual_seed(3)
+    output = model(**batch)
+    output.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return output.logits.detach(), output.loss.detach(), gradients, torch.get_rng_state()
+
+
+def assert_identical(a, b):
+    for x, y in zip(a, b, strict=True):
+        if isinstance(x, dict):
+            assert x.keys() == y.keys()
+            assert all(torch.equal(x[name], y[name]) for name in x)
+        else:
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(("family", "backend"), FAMILIES)
+def test_monitoring_changes_no_bit(family, backend):
+    model, batch = build(family, backend), inputs(family)
+    alone = run(model, batch)
+    with betahook.attach(model, controller="monitor") as hook:
+        assert_identical(alone, run(model, batch))
+        hook.step()
+        assert_identical(alone, run(model, batch))
+    assert_identical(alone, run(model, batch))
+
+
+SCALED_QUERY = {"opt": 8**-0.5}
+"""What a family has put on its query when it asks for its attention; no part of a raw score."""
+
+
+@pytest.mark.parametrize(("family", "backend"), FAMILIES)
+def test_statistics_equal_brute_force(family, backend):
+    batch = inputs(family)
+    with trace() as calls:
+        build(family, "eager")(**batch)
+    model = build(family, backend)
+    hook = betahook.attach(model, controller="monitor")
+    model(**batch)
+    layers = list(hook.layers.values())
+    assert len(layers) == len(calls)
+    # Encoder-decoder models run in another order than they list their modules.
+    for call in calls:
+        scores, allowed = call.scores()
+        scores = scores / SCALED_QUERY.get(family, 1.0)
+        used = [scores[:, head][allowed.expand_as(scores)[:, head]] for head in range(scores.shape[1])]
+        mean = torch.stack([x.mean() for x in used])
+        std = torch.stack([x.std(correction=0) for x in used])
+        candidates = [
+            layer
+            for layer in layers
+            if torch.allclose(layer.head_statistics.std, std, rtol=1e-5)
+            and torch.allclose(layer.head_statistics.mean, mean, rtol=1e-5, atol=float(std.max()) * 1e-6)
+        ]
+        assert len(candidates) == 1, (std, [layer.head_statistics.std for layer in layers])
+        (layer,) = candidates
+        assert layer.head_statistics.count.tolist() == [x.numel() for x in used]
+        assert bool(layer.statistics.exact)
+        assert float(layer.statistics.max_score) == pytest.approx(max(float(x.abs().max()) for x in used), rel=1e-5)
+        layers.remove(layer)
+    hook.detach()
+
+
+@pytest.mark.parametrize(("family", "backend"), FAMILIES)
+def test_entropy_equals_that_of_the_softmax(family, backend):
+    batch = inputs(family)
+    with trace() as calls:
+        build(family, "eager")(**batch)
+    model = build(family, backend)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        measured = sorted(float(layer.statistics.entropy) for layer in hook.layers.values())
+    expected = []
+    for call in calls:
+        p = call.softmax_input.double().softmax(-1)
+        expected.append(float(torch.special.entr(p).sum(-1).mean()))
+    assert measured == pytest.approx(sorted(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize(("family", "backend"), FAMILIES)
+def test_half_of_beta_is_half_of_the_query(family, backend):
+    """Beta acts as a factor on the scores: the same as scaling them where eager multiplies."""
+    model, batch = build(family, backend), inputs(family)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        for layer in hook.layers.values():
+            layer.beta = 0.5 * layer.beta_default
+        halved = model(**batch).logits
+    expected = _with_scores_scaled(model, batch, 0.5)
+    torch.testing.assert_close(halved, expected, rtol=1e-5, atol=1e-5)
+
+
+def _with_scores_scaled(model, batch, factor):
+    """The model with the `scaling` argument of every attention call multiplied by `factor`."""
+    original = AttentionInterface.get_interface
+
+    def get_interface(self, name, default):
+        function = original(self, name, default)
+
+        def scaled(module, query, *args, **kwargs):
+            scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+            return function(module, query, *args, **{**kwargs, "scaling": scaling * factor})
+
+        return scaled
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AttentionInterface, "get_interface", get_interface)
+        return model(**batch).logits
+
+
+SMOOTH = {"t5": {"dense_act_fn": "gelu_new", "feed_forward_proj": "gelu"}, "opt": {"activation_function": "gelu"}}
+"""A finite difference across the kinks of a ReLU says nothing about a derivative."""
+
+
+@pytest.mark.parametrize(("family", "backend"), FAMILIES)
+def test_sensitivity_equals_a_finite_difference(family, backend):
+    model = build(family, backend, **SMOOTH.get(family, {})).double()
+    batch = {name: x.double() if x.is_floating_point() else x for name, x in inputs(family).items()}
+
+    def loss():
+        # Softmax and norms ask for torch.float32 by name, whose noise would drown the differences.
+        with mock.patch.object(torch, "float32", torch.float64):
+            logits = model(**batch).logits.flatten(0, -2)
+        return torch.nn.functional.cross_entropy(logits, batch["labels"].flatten())
+
+    with betahook.attach(model, controller="monitor") as hook:
+        loss().backward()
+        layers = list(hook.layers.values())
+        sensitivities = [float(layer.statistics.sensitivity) for layer in layers]
+        for layer, sensitivity in zip(layers, sensitivities, strict=True):
+            default, h = layer.beta_default, 0.01
+            values = {}
+            for shift in (-2, -1, 1, 2):
+                layer.beta = default * math.exp(shift * h)
+                values[shift] = loss().item()
+            layer.beta = default
+            # Five-point stencil: the error is of fourth order in h.
+            expected = (8 * (values[1] - values[-1]) - (values[2] - values[-2])) / (12 * h)
+            assert sensitivity == pytest.approx(expected, rel=1e-4)
+
+
+def test_sensitivity_of_a_loss_that_contains_a_gradient():
+    """A gradient penalty: beta acts in the forward and in the backward that is differentiated again."""
+    model, batch = build("llama", "eager").double(), inputs("llama")
+    embedded = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
+
+    def loss():
+        with mock.patch.object(torch, "float32", torch.float64):
+            output = model(inputs_embeds=embedded, **batch).loss
+        (gradient,) = torch.autograd.grad(output, embedded, create_graph=True)
+        return 1e3 * gradient.square().sum()
+
+    with betahook.attach(model, controller="monitor") as hook:
+        loss().backward()
+        layers = list(hook.layers.values())
+        sensitivities = [float(layer.statistics.sensitivity) for layer in layers]
+        assert sensitivities == pytest.approx([derivative(layer, loss) for layer in layers], rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_statistics_have_no_graph():
+    model = build("llama", "eager")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama")).loss.backward(create_graph=True)
+        assert not any(layer.statistics.sensitivity.requires_grad for layer in hook.layers.values())
+        hook.step()
+        model.zero_grad()
+
+
+@pytest.fixture
+def original():
+    """The method of transformers, free of the hooks of earlier tests, which go with the garbage collector."""
+    gc.collect()
+    assert AttentionInterface.get_interface is interface._original
+    return interface._original
+
+
+def test_one_registration_removed_with_the_last_hook(original):
+    first = betahook.attach(build("llama"))
+    second = betahook.attach(build("gpt2"))
+    assert AttentionInterface.get_interface is not original
+    first.detach()
+    assert AttentionInterface.get_interface is interface._get_interface
+    second.detach()
+    second.detach()
+    assert AttentionInterface.get_interface is original
+
+
+def test_other_models_are_left_alone_while_one_is_hooked():
+    model, batch = build("llama", "sdpa"), inputs("llama")
+    alone = run(model, batch)
+    with betahook.attach(build("gpt2"), controller="monitor"):
+        assert_identical(alone, run(model, batch))
+
+
+def test_detach_restores_every_attribute_and_hook():
+    def fingerprint(model):
+        return [
+            (name, sorted(vars(module)), [len(getattr(module, h)) for h in vars(module) if h.endswith("_hooks")])
+            for name, module in model.named_modules()
+        ]
+
+    model = build("llama")
+    before, state = fingerprint(model), {k: v.clone() for k, v in model.state_dict().items()}
+    hook = betahook.attach(model)
+    assert fingerprint(model) != before
+    assert model.state_dict().keys() == state.keys()
+    model(**inputs("llama")).loss.backward()
+    hook.step()
+    model.zero_grad()
+    hook.detach()
+    assert fingerprint(model) == before
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "change", ["del AttentionInterface.get_interface", "AttentionInterface.get_interface = lambda self, name: None"]
+)
+def test_a_transformers_without_the_interface_is_named(change):
+    code = f"from transformers.modeling_utils import AttentionInterface\n{change}\nimport betahook"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert "ImportError: betahook needs transformers 5.1 or later" in run.stderr
+
+
+def test_a_transformers_that_asks_elsewhere_is_named(monkeypatch, original):
+    """As if the functions were kept by another class, on which the wrapped method has no effect."""
+    elsewhere = type("Elsewhere", (), {"get_interface": lambda self, name, default: default})()
+    monkeypatch.setattr(interface, "ALL_ATTENTION_FUNCTIONS", elsewhere)
+    with pytest.raises(RuntimeError, match=r"does not know how transformers \S+ comes to its attention functions"):
+        betahook.attach(build("llama"))
+    assert AttentionInterface.get_interface is original
+
+
+def test_attention_that_bypasses_the_tap_is_no_silent_success(monkeypatch):
+    """As if the modules had bound their attention function before."""
+    model = build("llama")
+    with betahook.attach(model) as hook:
+        with monkeypatch.context() as patch:
+            patch.setattr(AttentionInterface, "get_interface", interface._original)
+            model(**inputs("llama"))
+        with pytest.raises(RuntimeError, match=r"step\(\) before any attention of the hooked layers was seen"):
+            hook.step()
+
+
+def test_the_factor_that_a_query_carries_is_a_part_of_beta():
+    """OPT scales its query before it asks for its attention, with 1.0 for what is left to do."""
+    model = build("opt")
+    with betahook.attach(model, controller="monitor") as hook, trace() as calls:
+        model(**inputs("opt"))
+        for layer, call in zip(hook.layers.values(), calls, strict=True):
+            scaled, allowed = call.scores()
+            raw = scaled[allowed] * 8**0.5
+            assert layer.beta_default == pytest.approx(8**-0.5)
+            torch.testing.assert_close(layer.statistics.std, raw.std(correction=0), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,158 @@
+"""The second tap on torch's own modules: `nn.MultiheadAttention`, and the encoders that are made of it."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import betahook
+from support.attention import HEADS, LENGTH, PADDING, WIDTH, padded_encoder
+
+
+@pytest.fixture
+def x():
+    return torch.randn(3, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+MASKS = {
+    "none": {},
+    "causal": {"attn_mask": torch.full((LENGTH, LENGTH), -math.inf).triu(1)},
+    "padding": {"key_padding_mask": PADDING},
+}
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("mask", MASKS)
+def test_multihead_attention(x, mask, need_weights):
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    expected = model(x, x, x, need_weights=need_weights, **MASKS[mask])
+    with betahook.attach(model, controller="monitor") as hook:
+        got = model(x, x, x, need_weights=need_weights, **MASKS[mask])
+        statistics = hook.layers[""].statistics
+        assert hook.layers[""].beta_default == pytest.approx(8**-0.5)
+        hook.layers[""].beta = 2 * hook.layers[""].beta_default
+        doubled = model(x, x, x, need_weights=need_weights, **MASKS[mask])[0]
+    assert torch.equal(got[0], expected[0])
+    assert (got[1] is None) == (not need_weights)
+    if need_weights:
+        assert torch.equal(got[1], expected[1])
+
+    q, k, _ = (x.double() @ model.in_proj_weight.double().T + model.in_proj_bias.double()).chunk(3, -1)
+    q, k = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k))
+    allowed = torch.ones(3, HEADS, LENGTH, LENGTH, dtype=torch.bool)
+    if mask == "causal":
+        allowed = allowed.tril()
+    if mask == "padding":
+        allowed &= ~MASKS[mask]["key_padding_mask"][:, None, None, :]
+    scores = (q @ k.mT)[allowed]
+    assert statistics.count == scores.numel()
+    torch.testing.assert_close(statistics.std, scores.std(correction=0), rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        model.in_proj_weight[:WIDTH] *= 2
+        model.in_proj_bias[:WIDTH] *= 2
+    torch.testing.assert_close(doubled, model(x, x, x, **MASKS[mask])[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_weights_and_inputs_of_multihead_attention(x):
+    """Query and key enter one module, as its first two arguments, and meet two thirds of one weight."""
+    torch.manual_seed(0)
+    model, keys = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), 3 * x + 1
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x, keys, keys)
+        measured = hook.layers[""].statistics
+    query_rows, key_rows, _ = model.in_proj_weight.detach().chunk(3)
+    for got, entries in (
+        (measured.weight_std_q, query_rows),
+        (measured.weight_std_k, key_rows),
+        (measured.input_std_q, x),
+        (measured.input_std_k, keys),
+    ):
+        torch.testing.assert_close(got, entries.double().std(correction=0), rtol=1e-5, atol=0)
+
+
+def test_multihead_attention_with_keys_of_another_width_has_no_known_weights(x):
+    model = nn.MultiheadAttention(WIDTH, HEADS, kdim=8, batch_first=True)
+    with betahook.attach(model, controller="monitor") as hook:
+        keys = x[..., :8]
+        model(x, keys, x)
+        statistics = hook.layers[""].statistics
+    assert statistics.count == 3 * HEADS * LENGTH**2
+    assert statistics.weight_std_q.isnan()
+    assert hook.layers[""].remarks == ["W_q and W_k have no known form, their std is not measured"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_transformer_encoder_and_its_fast_path(x, training):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).train(training)
+    with torch.no_grad():
+        expected = model(x)
+        with betahook.attach(model, controller="monitor", when="always") as hook:
+            assert list(hook.layers) == ["layers.0.self_attn", "layers.1.self_attn"]
+            torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+            assert all(layer.statistics.count == 3 * HEADS * LENGTH**2 for layer in hook.layers.values())
+        assert torch.equal(model(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@torch.no_grad()
+def test_a_transformer_encoder_takes_padding_in_evaluation(x):
+    """Where it alone makes a nested tensor of the batch, for its fast path."""
+    model = nn.Sequential(padded_encoder()).eval()
+    expected = model[0](x, src_key_padding_mask=PADDING)
+    assert (expected[PADDING] == 0).all()
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        got = model[0](x, src_key_padding_mask=PADDING)
+        for layer in hook.layers.values():
+            assert layer.statistics.count == HEADS * LENGTH * (~PADDING).sum()
+    torch.testing.assert_close(got[~PADDING], expected[~PADDING], rtol=1e-5, atol=1e-5)
+    assert torch.equal(model[0](x, src_key_padding_mask=PADDING), expected)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("nested", [True, False])
+def test_the_nested_tensors_of_an_encoder_come_back(nested, first):
+    model = nn.ModuleList([padded_encoder(), padded_encoder(), padded_encoder()])
+    model[0].use_nested_tensor = nested
+    hooks = [betahook.attach(model, layers="0.layers.1.*"), betahook.attach(model[1])]
+    assert [encoder.use_nested_tensor for encoder in model] == [False, False, True]
+    hooks[first].detach()
+    assert [encoder.use_nested_tensor for encoder in model] == [nested and first == 0, first == 1, True]
+    hooks[1 - first].detach()
+    assert [encoder.use_nested_tensor for encoder in model] == [nested, True, True]
+
+
+def test_arguments_may_be_given_by_name(x):
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    predicted = []
+    for call in (lambda: model(x, 2 * x, x), lambda: model(value=x, key=2 * x, query=x)):
+        with betahook.attach(model, controller="monitor") as hook:
+            call()
+            hook.step()
+            predicted.append(hook.metrics()["predicted_std/"])
+    assert predicted[0] == predicted[1]
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("shape", [(2, 0, WIDTH), (0, 4, WIDTH)])
+def test_an_empty_query_adds_nothing(shape, need_weights):
+    """No boxes to track, or no sample on this rank."""
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    query, key = torch.zeros(shape), torch.zeros(shape[0], 4, WIDTH)
+    with betahook.attach(model, controller="monitor") as hook:
+        output, _ = model(query, key, key, need_weights=need_weights)
+        assert output.shape == shape
+        assert hook.layers[""].statistics.count == 0
+
+
+def test_a_patch_of_torch_is_seen(x, monkeypatch):
+    """By someone else, while the model is hooked."""
+    model, linear, calls = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), torch.nn.functional.linear, []
+    with betahook.attach(model, controller="monitor"):
+        model(x, x, x, need_weights=False)
+        monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: (calls.append(1), linear(*args))[1])
+        model(x, x, x, need_weights=False)
+    assert calls

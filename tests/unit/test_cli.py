@@ -1,0 +1,143 @@
+"""The command, called as the console script calls it."""
+
+import json
+
+import pytest
+from transformers import (
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RwkvConfig,
+    SiglipVisionConfig,
+    XLNetConfig,
+)
+
+import betahook
+from betahook.cli import main
+from support.models import SIZE
+
+
+def test_inspect_names_every_layer(tmp_path, capsys):
+    LlamaConfig(**SIZE, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "LlamaForCausalLM: betahook attaches to 2 attention layers"
+    assert lines[1] == "  model.layers.0.self_attn: 4 heads of 8; W_q in q_proj, W_k in k_proj"
+    assert len(lines) == 3  # nothing special, though there are no weights
+
+
+def test_inspect_says_what_is_special(tmp_path, capsys):
+    """A factor in the query that is no part of beta."""
+    sizes = dict(SIZE, num_local_experts=2, num_key_value_heads=2, layer_types=["full_attention"] * 2)
+    GptOssConfig(**sizes, architectures=["GptOssForCausalLM"]).save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    remark = "the factor of its rotary embedding (YaRN) is in q and k, a part of the scores and not of beta"
+    assert lines[2] == f"    {remark}"
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (GPT2Config(n_embd=32, n_head=4, n_layer=1), "h.0.attn: 4 heads of 8; W_q and W_k in c_attn"),
+        (SiglipVisionConfig(**SIZE), "head.attention: 4 heads of 8; W_q and W_k in in_proj_weight"),
+        (XLNetConfig(d_model=32, n_head=4, n_layer=1), "layer.0.rel_attn: 4 heads of 8"),  # of no known form
+    ],
+)
+def test_inspect_says_where_the_weights_are(tmp_path, capsys, config, line):
+    config.save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert any(said.endswith(line) for said in capsys.readouterr().out.splitlines())
+
+
+def test_inspect_without_a_named_architecture(tmp_path, capsys):
+    LlamaConfig(**SIZE).save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "layers.0.self_attn: 4 heads of 8" in capsys.readouterr().out
+
+
+def test_inspect_reads_no_weights_and_so_needs_no_beta(tmp_path, capsys):
+    model = LlamaForCausalLM(LlamaConfig(**SIZE))
+    with betahook.attach(model) as hook:
+        for layer in hook.layers.values():
+            layer.beta = 0.5
+        model.save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "LlamaForCausalLM: betahook attaches to 2 attention layers"
+    assert lines[1] == "  saved with beta beside the weights: load it with betahook.restore(model, folder)"
+
+
+def test_inspect_says_why_it_cannot(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "has no config.json; give the folder of a model" in capsys.readouterr().err
+    RwkvConfig(hidden_size=8, num_hidden_layers=1, vocab_size=16).save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "cannot attach to RwkvModel" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gone", "gone does not exist; give the folder of a model, or a name on the Hugging Face Hub"),
+        ("file.json", "file.json is a file; give the folder of the model"),
+        ("adapter", "adapter holds an adapter and no model; give the folder of its base model"),
+        ("empty", "empty has no config.json; give the folder of a model saved by save_pretrained()"),
+    ],
+)
+def test_inspect_says_what_is_no_folder_of_a_model(tmp_path, capsys, name, message):
+    (tmp_path / "file.json").write_text("{}")
+    for folder in ("adapter", "empty"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    assert main(["inspect", str(tmp_path / name)]) == 1
+    assert capsys.readouterr().err == f"betahook inspect: {tmp_path}/{message}\n"
+
+
+def test_inspect_asks_the_hub_for_what_is_no_folder(capsys, monkeypatch):
+    hub = {"someone/llama": LlamaConfig(**SIZE)}
+
+    def look_up(name, trust_remote_code):
+        if name not in hub:
+            raise OSError("We couldn't connect")
+        return hub[name]
+
+    monkeypatch.setattr(betahook.cli.AutoConfig, "from_pretrained", look_up)
+    assert main(["inspect", "someone/llama"]) == 0
+    assert "layers.0.self_attn: 4 heads of 8" in capsys.readouterr().out
+    assert main(["inspect", "gpt2"]) == 1
+    message = "gpt2 is no folder on this machine, and no config of it could be read from the Hugging Face Hub."
+    assert capsys.readouterr().err == f"betahook inspect: {message} We couldn't connect\n"
+
+
+def test_inspect_does_not_ask_the_hub_for_a_mistyped_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr(betahook.cli.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("it asked"))
+    for name in ("runs/chekpoint-4", "nowhere/", "~/model", "./model", "a/b/c"):
+        assert main(["inspect", name]) == 1
+        assert f"{name} does not exist; give the folder of a model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model_type", ["mine", "blip_text_model"])  # the config has that code, or the model alone
+def test_inspect_neither_runs_code_of_the_model_nor_asks(tmp_path, capsys, monkeypatch, model_type):
+    config = {"model_type": model_type, "auto_map": {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
+    assert main(["inspect", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "needs code of its own (auto_map in config.json), which inspect does not run" in said.err
+    assert "trust_remote_code" not in said.err + said.out
+
+
+def test_unknown_commands_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["tune"])
+    assert "invalid choice: 'tune'" in capsys.readouterr().err
+
+
+def test_the_version_names_the_program(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"betahook {betahook.__version__}\n"

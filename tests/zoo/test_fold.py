@@ -1,0 +1,109 @@
+"""Folding, over the zoo: the plain model gives the outputs of the hooked one, or nothing was changed."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+import betahook
+from support.training import move
+from zoo.build import MODEL_TYPES, build, inputs
+
+FOLDABLE = """
+    bart bert bloom clip codegen cohere deepseek_v2 deepseek_v3 falcon gemma gemma2 gemma3_text glm4v_moe_text
+    glm_image_text gptj
+    glm_image_vision glmasr_encoder gpt2 gpt_bigcode gpt_neox granite granite4_vision_text granitemoe helium hyperclovax
+    idefics2_vision idefics3_vision ijepa instructblip_qformer instructblip_vision_model instructblipvideo_qformer
+    instructblipvideo_vision_model internvl_vision jais2 janus_vision_model kosmos_2_vision_model layoutlm
+    lfm2 lfm3_vl_vision llama llama4_vision_model mbart metaclip_2_text_model minicpm3 minimax_m3_vl_text
+    minimax_m3_vl_vision ministral3 mistral mistral_large4_text mixtral mlcd_vision_model mllama_text_model modernbert
+    modernbert-decoder molmo2_text moonshine_streaming_encoder moss_transcribe_diarize_audio
+    musicgen_melody_decoder olmo2 opt persimmon phi3 qwen2_5_vl_text qwen3 roberta
+    roberta-prelayernorm seed_oss siglip2_text_model siglip_text_model smolvlm_vision t5
+"""
+"""Types whose attention modules are all of different classes, but for the best known ones."""
+ONE_NORM_FOR_ALL_HEADS = "gemma3_text lfm2 lfm3_vl_vision minimax_m3_vl_text molmo2_text persimmon qwen3"
+REFUSED = {
+    "conditional_detr": "its query projection has no known form",
+    "dbrx": "it clips q, k and v after the projection",
+    "nanochat": "not that of a scaled query projection or norm",  # a norm without a weight
+    "parakeet_encoder": "not that of a scaled query projection or norm",  # the query makes a position bias too
+}
+
+
+def tensors(output):
+    """Every floating-point tensor in an output."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.is_floating_point() else []
+    parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else []
+    return [tensor for part in parts for tensor in tensors(part)]
+
+
+@torch.no_grad()
+def run(model, batch):
+    torch.manual_seed(0)
+    return tensors(model(**batch))
+
+
+def difference(one, other):
+    """The largest one, relative to the largest output where that is above 1."""
+    worst = (float((a.double() - b.double()).nan_to_num().abs().max()) for a, b in zip(one, other, strict=True))
+    return max(worst) / max(1.0, *(float(a.nan_to_num().abs().max()) for a in one))
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("model_type", FOLDABLE.split())
+def test_the_plain_model_keeps_the_outputs(model_type, per_head):
+    model = build(model_type)
+    batch = inputs(model_type, model)
+    with betahook.attach(model, controller="monitor") as hook:
+        before = run(model, batch)
+        move(hook, per_head)
+        adapted = run(model, batch)
+        assert difference(adapted, before) > 1e-3
+        if per_head and model_type in ONE_NORM_FOR_ALL_HEADS.split():
+            with pytest.raises(betahook.FoldError, match="its query norm is shared by all heads, whose betas differ"):
+                betahook.fold(model)
+        else:
+            betahook.fold(model)
+            assert not hook.attached
+        assert difference(adapted, run(model, batch)) < 1e-5
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_refusal_changes_nothing(model_type):
+    model = build(model_type)
+    batch = inputs(model_type, model)
+    with betahook.attach(model, controller="monitor") as hook:
+        run(model, batch)
+        move(hook, per_head=False)
+        weights = copy.deepcopy(model.state_dict())
+        with pytest.raises(betahook.FoldError, match=REFUSED[model_type]):
+            betahook.fold(model)
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+        assert hook.attached
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_no_type_is_folded_wrongly(model_type):
+    try:
+        model = build(model_type)
+        batch = inputs(model_type, model)
+        run(model, batch)
+        hook = betahook.attach(model, controller="monitor")
+    except Exception as error:  # whatever keeps the type from being built, run or hooked
+        pytest.skip(f"{type(error).__name__}: {error}")
+    with hook:
+        run(model, batch)
+        used = [layer for layer in hook.layers.values() if not math.isnan(layer.beta_default)]
+        for index, layer in enumerate(used):
+            layer.head_beta = (1.3 + 0.1 * (index % 5)) * layer.head_beta
+        adapted = run(model, batch)
+        try:
+            betahook.fold(model)
+        except betahook.FoldError:
+            assert hook.attached
+        assert difference(adapted, run(model, batch)) < 1e-5
