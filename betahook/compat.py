@@ -1,0 +1,139 @@
+"""Private and undocumented names of torch, transformers and PEFT that betahook leans on, each with its place upstream.
+
+Any room may call this file; it imports none of them. Every entry says what it is for and has a test of its own in
+tests/unit/test_compat.py, which fails when upstream changes it.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Keyed by identity: a tensor compares by its entries. https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/weak.py
+from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary as WeakTensorKeyDictionary
+
+# Documented for users who register a function; not that every model asks `get_interface`, which the tap wraps.
+# https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import AttentionInterface as AttentionInterface
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_common_utils.py
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py
+WRAPPERS = {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
+"""Attributes under which activation checkpointing, FSDP 1 and `torch.compile` keep a module: names of weights and
+modules go on without them in a saved model."""
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/transformer.py
+NESTED_TENSORS = "use_nested_tensor"
+"""Attribute by which `nn.TransformerEncoder` packs padded batches, past all hooks; nothing public stops it later."""
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/overrides.py
+TRANSPOSING_GETTERS = {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
+"""Getters that a `TorchFunctionMode` sees for `x.T` and `x.mT`. Those of all properties are called `__get__`, so that
+only their identity tells them apart, as in `torch.overrides` itself."""
+
+
+def is_recomputation() -> bool:
+    """True for a forward that gradient checkpointing runs again, inside a backward.
+
+    Compiled graphs recompute on their own terms and never come here twice. torch asks for the backward in the same way:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/module_tracker.py
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
+def is_compiled(module: nn.Module) -> bool:
+    """True for what `torch.compile` returned or `Module.compile` changed: whose graph goes past what comes later."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/compiler/__init__.py
+def has_compiled() -> bool:
+    """True if anything may have been compiled: then the compiler is loaded, and to load it takes seconds."""
+    return "torch._dynamo" in sys.modules
+
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/disable_torch_function.cpp
+def unwatched() -> AbstractContextManager[None]:
+    """Let the functions that are called in it pass by every `TorchFunctionMode`."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
+
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_variable.cpp
+def owner_and_version(tensor: Tensor) -> tuple[Tensor, int]:
+    """The tensor of which this one is a view, or itself, and how often either was changed in place, for autograd."""
+    owner = tensor if tensor._base is None else tensor._base
+    return owner, owner._version
+
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/functional.py
+def multi_head_attention_forward() -> Callable[..., Any]:
+    """`F.multi_head_attention_forward` without the first lines, which hand it back to a `TorchFunctionMode`."""
+    original = F.multi_head_attention_forward
+    names = {**original.__globals__, "has_torch_function": lambda tensors: False}
+    copy = types.FunctionType(original.__code__, names, original.__name__, original.__defaults__)
+    copy.__kwdefaults__ = original.__kwdefaults__
+    return copy
+
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
+def steps_since_rescaling(state: Mapping[str, Any]) -> int:
+    """Optimizer steps of a `GradScaler` since its scale last changed or it skipped one, from its `state_dict()`."""
+    return int(state["_growth_tracker"])
+
+
+# https://github.com/deepspeedai/DeepSpeed/blob/v0.17.0/deepspeed/runtime/zero/partition_parameters.py
+def is_zero3(parameter: nn.Parameter) -> bool:
+    """True for a parameter that ZeRO-3 of DeepSpeed shards, which is empty outside the forward."""
+    return hasattr(parameter, "ds_id")
+
+
+# https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py
+def trainer_state_name() -> str:
+    """Name of the file in which a Trainer keeps its state; loaded late, the Trainer is an extra."""
+    from transformers.trainer import TRAINER_STATE_NAME
+
+    return TRAINER_STATE_NAME
+
+
+# PEFT, whose layers have no documented way to ask for the weight as it acts, short of changing it.
+# https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/tuners_utils.py
+
+
+def is_adapter(module: object) -> bool:
+    """True for a layer that stands around another and adds to what that returns."""
+    return hasattr(module, "base_layer")
+
+
+def is_active_adapter(adapter: Any) -> bool:
+    """True unless an adapter is merged into the weight, or disabled."""
+    return not (getattr(adapter, "merged", False) or getattr(adapter, "disable_adapters", False))
+
+
+def is_additive_adapter(adapter: Any) -> bool:
+    """True for an adapter that does no more than add to the weight: LoRA, and not DoRA."""
+    return hasattr(adapter, "lora_A") and not any(getattr(adapter, "use_dora", {}).values())
+
+
+# https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/lora/layer.py
+def adapter_weights(adapter: Any) -> Iterator[Tensor]:
+    """Tensors that an adapter which only adds to the weight adds to it."""
+    return (adapter.get_delta_weight(name) for name in adapter.active_adapters if name in adapter.lora_A)
+
+
+# https://github.com/huggingface/peft/blob/v0.21.2/src/peft/peft_model.py
+def learns_prompts(module: object) -> bool:
+    """True for a model that learns prompts, which are saved without its weights."""
+    return bool(getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False))

@@ -1,0 +1,261 @@
+"""The private names of torch, transformers and PEFT: each does upstream what betahook leans on."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from transformers.models.llama import modeling_llama
+
+from betahook import compat
+from support.models import build, inputs
+
+
+class Names(TorchFunctionMode):
+    """Notes which functions it is handed, and runs them."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_weak_dictionary_knows_a_tensor_by_its_identity_as_long_as_it_lives():
+    one, other = torch.zeros(2), torch.zeros(2)
+    for kind in (compat.WeakTensorKeyDictionary, compat.WeakIdKeyDictionary):
+        known = kind()
+        known[one] = "one"
+        known[other] = "other"
+        assert [known[one], known[other]] == ["one", "other"]
+        assert known.get(torch.zeros(2)) is None
+        passing = torch.zeros(2)
+        known[passing] = "passing"
+        del passing
+        gc.collect()
+        assert len(known) == 2
+
+
+def test_every_model_asks_one_method_of_the_interface_for_its_attention(monkeypatch):
+    asked = []
+
+    def watched(self, implementation, default):
+        asked.append((implementation, default))
+        return default
+
+    assert isinstance(compat.ALL_ATTENTION_FUNCTIONS, compat.AttentionInterface)
+    assert modeling_llama.ALL_ATTENTION_FUNCTIONS is compat.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setattr(compat.AttentionInterface, "get_interface", watched)
+    build("llama")(**inputs("llama"))
+    assert asked == [("eager", modeling_llama.eager_attention_forward)] * 2
+
+
+def test_checkpointing_keeps_a_module_under_a_name_that_saved_weights_lack():
+    names = [name for name, _ in checkpoint_wrapper(nn.Linear(2, 2)).named_modules()]
+    assert names == ["", "_checkpoint_wrapped_module"]
+    assert set(names) - {""} < compat.WRAPPERS
+
+
+def test_fsdp_keeps_a_module_under_a_name_that_saved_weights_lack():
+    common = pytest.importorskip("torch.distributed.fsdp._common_utils")
+    assert common.FSDP_WRAPPED_MODULE in compat.WRAPPERS
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiling_keeps_a_module_under_a_name_that_saved_weights_lack():
+    names = [name for name, _ in torch.compile(nn.Linear(2, 2)).named_modules()]
+    assert names == ["", "_orig_mod"]
+    assert set(names) - {""} < compat.WRAPPERS
+
+
+def test_an_encoder_without_the_switch_packs_nothing():
+    layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1).eval()
+    padding = torch.tensor([[False, False], [False, True]])
+    nested = []
+    with torch.no_grad():
+        for switch in (True, False):
+            assert hasattr(encoder, compat.NESTED_TENSORS)
+            setattr(encoder, compat.NESTED_TENSORS, switch)
+            with Names() as mode:
+                encoder(torch.ones(2, 2, 8), src_key_padding_mask=padding)
+            nested.append(any(func.__name__.startswith("_nested_tensor") for func in mode.seen))
+    assert nested == [True, False]
+
+
+def test_the_getters_that_transpose_are_known_by_identity():
+    x = torch.zeros(2, 3)
+    with Names() as mode:
+        x.T, x.mT, x.shape  # noqa: B018
+    assert [func in compat.TRANSPOSING_GETTERS for func in mode.seen] == [True, True, False]
+    assert {func.__name__ for func in mode.seen} == {"__get__"}
+
+
+def test_what_is_unwatched_passes_by_a_mode():
+    x = torch.zeros(2)
+    with Names() as mode:
+        with compat.unwatched():
+            x.exp()
+        x.sin()
+    assert [func.__name__ for func in mode.seen] == ["sin"]
+
+
+def test_a_checkpointed_forward_runs_again_inside_the_backward():
+    seen = []
+
+    def forward(x):
+        seen.append(compat.is_recomputation())
+        return x.exp()
+
+    checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [False, True]
+    assert not compat.is_recomputation()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_modules_are_known():
+    in_place = nn.Linear(2, 2)
+    assert not compat.is_compiled(in_place)
+    in_place.compile()
+    assert compat.is_compiled(in_place)
+    assert compat.is_compiled(torch.compile(nn.Linear(2, 2)))
+
+
+def test_the_compiler_is_loaded_by_what_is_compiled_and_not_by_torch():
+    loaded = "'torch._dynamo' in sys.modules"
+    code = f"import sys, torch; before = {loaded}; torch.compile(torch.nn.Linear(1, 1)); print(before, {loaded})"
+    output = subprocess.check_output([sys.executable, "-W", "ignore", "-c", code], text=True)
+    assert output.split() == ["False", "True"]
+    torch.compile(print)
+    assert compat.has_compiled()
+
+
+def test_the_owner_of_a_view():
+    x = torch.zeros(2, 3)
+    assert compat.owner_and_version(x)[0] is x
+    assert compat.owner_and_version(x[0][1:])[0] is x
+    assert compat.owner_and_version(x.clone())[0] is not x
+
+
+def test_a_version_counts_changes_in_place_through_any_view():
+    x = torch.zeros(2, 3)
+    _, before = compat.owner_and_version(x)
+    x[0].add_(1)
+    _, after = compat.owner_and_version(x)
+    assert after > before
+    x + 1
+    assert compat.owner_and_version(x[1])[1] == after
+
+
+def test_attention_of_torch_goes_through_a_mode_only_from_within():
+    """And gives what it gives otherwise; the function itself hands itself to the mode."""
+    attention, x = nn.MultiheadAttention(4, 2), torch.ones(3, 1, 4)
+    expected = attention(x, x, x)[0]
+
+    class Inside(Names):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is F.multi_head_attention_forward:
+                self.seen.append(func)
+                with self:
+                    return compat.multi_head_attention_forward()(*args, **(kwargs or {}))
+            return super().__torch_function__(func, types, args, kwargs)
+
+    with Inside() as mode:
+        actual = attention(x, x, x)[0]
+    assert torch.equal(actual, expected)
+    assert mode.seen.count(F.multi_head_attention_forward) == 1
+    assert any(func.__name__ in ("bmm", "baddbmm") for func in mode.seen)
+
+
+def test_a_scaler_counts_the_steps_since_its_scale_changed():
+    weight = nn.Parameter(torch.ones(()))
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3), torch.optim.SGD([weight], 0.0)
+    counts = []
+    for gradient in (1.0, 1.0, torch.inf, 1.0, 1.0, 1.0):
+        scaler.scale(weight * gradient).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        counts.append(compat.steps_since_rescaling(scaler.state_dict()))
+    assert counts == [1, 2, 0, 1, 2, 0]
+
+
+def test_parameters_of_zero_3_have_an_id_of_their_own():
+    """DeepSpeed cannot be installed here; PEFT and Accelerate go by the same attribute."""
+    parameter = nn.Parameter(torch.empty(0))
+    assert not compat.is_zero3(parameter)
+    parameter.ds_id = 0
+    assert compat.is_zero3(parameter)
+
+
+def test_the_state_of_a_trainer_has_a_name():
+    assert compat.trainer_state_name() == "trainer_state.json"
+
+
+@pytest.fixture(scope="module")
+def peft():
+    return pytest.importorskip("peft")
+
+
+def adapted(peft, **options):
+    """A linear module with two adapters of LoRA, one of which is active."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"inner": nn.Linear(3, 3)})
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["inner"], init_lora_weights=False, **options)
+    model = peft.get_peft_model(PlainModel(model), config)
+    model.add_adapter("second", config)
+    return model, model.base_model.model.model["inner"]
+
+
+class PlainModel(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model["inner"](x)
+
+
+def test_an_adapter_is_known_and_says_what_it_adds(peft):
+    model, layer = adapted(peft)
+    assert compat.is_adapter(layer)
+    assert not compat.is_adapter(layer.base_layer)
+    assert compat.is_additive_adapter(layer)
+    x = torch.eye(3)
+    (added,) = compat.adapter_weights(layer)
+    torch.testing.assert_close(layer(x) - layer.base_layer(x), added.T)
+    model.set_adapter("second")
+    assert not torch.equal(next(compat.adapter_weights(layer)), added)
+
+
+def test_an_adapter_is_inactive_while_it_is_disabled_or_merged(peft):
+    model, layer = adapted(peft)
+    assert compat.is_active_adapter(layer)
+    with model.disable_adapter():
+        assert not compat.is_active_adapter(layer)
+    model.merge_adapter()
+    assert not compat.is_active_adapter(layer)
+    model.unmerge_adapter()
+    assert compat.is_active_adapter(layer)
+
+
+def test_dora_does_more_than_add(peft):
+    _, layer = adapted(peft, use_dora=True)
+    assert not compat.is_additive_adapter(layer)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT reads it
+def test_a_model_says_that_it_learns_prompts(peft):
+    model = build("llama")
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    assert not compat.learns_prompts(model)
+    assert compat.learns_prompts(peft.get_peft_model(model, prompts))
+    assert not compat.learns_prompts(adapted(peft)[0])
