@@ -1,4 +1,8 @@
-"""Facts about attention classes of transformers that their code does not say in a form that can be read off."""
+"""Facts about model families that betahook cannot read off a module: names of attributes, and what holds for a class.
+
+The one file to touch for a new family. `discovery`, `heads` and `projections` read it, and the tap reads the facts of
+the modules that they found. Classes are known by name, since importing them would load every model of transformers.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,45 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from betahook.models import layouts
+from betahook.models.layouts import Layout, Select, Selections
+
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "attention_heads", "heads")
+"""Attributes that hold the number of query heads."""
+HEAD_DIM = (
+    *("qk_head_dim", "head_dim", "attention_head_size", "attention_head_dim", "key_value_proj_dim", "head_size"),
+    *("key_dim", "dim_head", "d_head"),
+)
+"""Attributes that hold d_k."""
+SEPARATE = (
+    *(("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("q_lin", "k_lin"), ("linear_q", "linear_k"), ("Wq", "Wk")),
+    *(("wq", "wk"), ("to_q", "to_k"), ("query_proj", "key_proj"), ("project_q", "project_k")),
+    *(("projection_query", "projection_key"), ("q_head", "k_head")),
+)
+"""Pairs of attributes that hold a projection each for q and k."""
+FUSED = ("c_attn", "qkv_proj", "qkv", "Wqkv", "query_key_value", "in_proj", "att_proj")
+"""Attributes that hold one projection for q, k and v."""
+WRAPPED = ("linear", "base_layer")
+"""Attributes under which a wrapper keeps the linear module that owns the weight; the second is an adapter's."""
+TRANSPOSED = {"Conv1D"}
+"""Classes of linear modules that store their weight as `[in, out]`."""
+QUERY_NORMS = ("q_norm", "q_layernorm", "q_b_norm", "query_layernorm", "query_norm")
+"""Attributes that hold a norm of the query between its projection and the scores."""
+QUERY_CLIPS = ("clip_qkv",)
+"""Attributes that bound the entries of q: an input that stays within the bounds would hide them."""
+
 
 @dataclass(frozen=True)
 class Facts:
-    """What to know of a class. All but `prescale` and `remark` is about scores that are computed by hand.
+    """Facts about one class; from `skipped_products` on they are about scores that are computed by hand.
 
     Attributes:
+        not_attention: the reason why a class that looks like attention with scores `q . k` is none.
+        bypasses_interface: whether a module that asks the attention interface computes its scores by hand all the same.
         prescale: the factor that the module puts on the query before it asks for its attention; part of its beta.
         remark: what betahook does not measure as one would think, in words.
         heads: how many, where the module does not say.
+        fused: how the rows of a fused projection are laid out.
         skipped_products: products before the first one that makes scores.
         every_product: the scores are put together from several products, which are scaled alike.
         product_axis: where the heads lie in the operands of the product, among the axes before the last two.
@@ -26,15 +60,48 @@ class Facts:
         temperature: the factor that the module learns, `[heads]` or to be broadcast to that.
     """
 
+    not_attention: str | None = None
+    bypasses_interface: Callable[[Any], bool] | None = None
     prescale: Callable[[Any], float] | None = None
     remark: str | None = None
     heads: int | None = None
+    fused: Layout = layouts.stacked
     skipped_products: int = 0
     every_product: bool = False
     product_axis: int | None = None
     folded: str | None = None
     score_axis: int | None = None
     temperature: Callable[[Any], Tensor] | None = None
+
+
+def facts(module: nn.Module) -> Facts:
+    """Look up the facts about a module's class, or about the nearest class that it inherits from."""
+    for name in (kind.__name__ for kind in type(module).__mro__):
+        if name in FACTS:
+            return FACTS[name]
+        if name.endswith("Indexer"):
+            return _INDEXER
+    return _DEFAULTS
+
+
+def _codegen(module: Any, heads: int, head_dim: int, rows: int) -> Selections:
+    """CodeGen: four shards, in each all of q, then v, then k of its heads."""
+
+    def select(part: int) -> Select:
+        return lambda weight: weight.unflatten(0, (4, 3, heads // 4, head_dim))[:, part].flatten(0, 1)
+
+    return select(0), select(2)
+
+
+def _multi_query(module: Any, *sizes: int) -> Selections | None:
+    """GPT BigCode, older Falcon: one key for all heads behind the queries, or else head by head."""
+    return (layouts.stacked if module.multi_query else layouts.interleaved)(module, *sizes)
+
+
+def _falcon(module: Any, *sizes: int) -> Selections | None:
+    """Falcon: in groups of heads in the newer architecture."""
+    grouped = module.new_decoder_architecture
+    return layouts.grouped(module.num_kv_heads, *sizes) if grouped else _multi_query(module, *sizes)
 
 
 def _logit_scale(module: Any) -> Tensor:
@@ -55,21 +122,42 @@ _LEARNED = Facts(remark="q carries a learned factor for each component" + _NOT_B
 _SPARSE = Facts(
     every_product=True, remark="short inputs make the model replace it by full attention, which is not hooked"
 )
+_INTERLEAVED = Facts(fused=layouts.interleaved)
+_UPCAST = Facts(bypasses_interface=lambda module: getattr(module, "reorder_and_upcast_attn", False))  # in eager
+_MAP = Facts(not_attention="it makes a map for segmentation, not weights for values")
+_ADDITIVE = Facts(not_attention="its scores are additive, not products")
+_INDEXER = Facts(not_attention="it picks the keys of another attention, without a softmax")
+_DEFAULTS = Facts()
 
 FACTS = {
     "AudioFlamingo3Attention": _PRESCALED,
     "BigBirdBlockSparseAttention": _SPARSE,
     "BigBirdPegasusBlockSparseAttention": _SPARSE,
+    "BloomAttention": _INTERLEAVED,
     "BrosSelfAttention": _SUM,
-    "DisentangledSelfAttention": _SUM,
+    "CodeGenAttention": Facts(fused=_codegen),
+    "ConditionalDetrMHAttentionMap": _MAP,
+    "DabDetrMHAttentionMap": _MAP,
+    "DecisionTransformerGPT2Attention": _UPCAST,
+    "DetrMHAttentionMap": _MAP,
+    "DisentangledSelfAttention": Facts(every_product=True, fused=layouts.interleaved),
+    "DogeCDMoE": Facts(not_attention="it routes tokens to experts"),
+    "EsmFold2RowAttentionPooling": Facts(not_attention="it pools with learned weights, without queries"),
     "EsmSelfAttention": Facts(prescale=lambda module: module.attention_head_size**-0.5),
+    "FalconAttention": Facts(fused=_falcon),
     "FastSpeech2ConformerAttention": _SUM,
     "FunnelRelMultiheadAttention": _SUM,
     "Gemma3nAudioAttention": Facts(every_product=True, remark=_LEARNED.remark),
     "Gemma4AudioAttention": Facts(every_product=True, remark=_LEARNED.remark),
+    "GPT2Attention": _UPCAST,
+    "GPTBigCodeAttention": Facts(fused=_multi_query),
+    "GPTNeoXAttention": _INTERLEAVED,
+    "GPTNeoXJapaneseAttention": _INTERLEAVED,
     "GptOssAttention": _ROTATED,
     "GroupViTAssignAttention": Facts(heads=1),
+    "ImageGPTAttention": _UPCAST,
     "InformerProbSparseAttention": Facts(skipped_products=1),
+    "Inkling2BlockAttentionResidual": Facts(not_attention="it mixes layers, not tokens"),
     "Inkling2FullAttention": _POSITIONAL,
     "InklingAttention": _POSITIONAL,
     "Kosmos2_5TextAttention": _PRESCALED,
@@ -83,15 +171,22 @@ FACTS = {
     "LongT5LocalAttention": Facts(product_axis=2, score_axis=2),
     "LongT5TransientGlobalAttention": Facts(product_axis=2, score_axis=2),
     "LukeSelfAttention": _SUM,
+    "MaskFormerDetrMHAttentionMap": _MAP,
+    "MgpstrA3Module": Facts(not_attention="it pools tokens with learned weights, without queries"),
     "Ministral3Attention": _POSITIONAL,
     "Mistral4Attention": _POSITIONAL,
     "MossTranscribeDiarizeAudioAttention": _PRESCALED,
     "MuseGlimmerTextAttention": _NORMED,
     "MuseSparkTextAttention": _NORMED,
+    "NystromformerSelfAttention": Facts(not_attention="it approximates the softmax by landmarks"),
     "OpenAIPrivacyFilterAttention": Facts(prescale=lambda module: module.scaling**2, remark=_ROTATED.remark),
     "OPTAttention": _PRESCALED,
     "PegasusXGlobalLocalAttention": Facts(every_product=True, product_axis=1, score_axis=1),
+    "PersimmonAttention": _INTERLEAVED,
     "Qwen2AudioAttention": _PRESCALED,
+    "SLANetAttentionGRUCell": _ADDITIVE,
+    "SLANeXtAttentionGRUCell": _ADDITIVE,
+    "SwiftFormerEfficientAdditiveAttention": _ADDITIVE,
     "Swin2SRSelfAttention": Facts(temperature=_logit_scale),
     "Swinv2SelfAttention": Facts(temperature=_logit_scale),
     "TimesFm2_5Attention": _LEARNED,
@@ -101,26 +196,5 @@ FACTS = {
     "WhisperAttention": _PRESCALED,
     "XLNetRelativeAttention": _SUM,
 }
-"""Class name to facts. A class that is not here carries no factor in q, and has, if it computes its scores by hand, one
-product and its heads where most have them."""
-
-NO_ATTENTION = {
-    "ConditionalDetrMHAttentionMap": "it makes a map for segmentation, not weights for values",
-    "DabDetrMHAttentionMap": "it makes a map for segmentation, not weights for values",
-    "DetrMHAttentionMap": "it makes a map for segmentation, not weights for values",
-    "MaskFormerDetrMHAttentionMap": "it makes a map for segmentation, not weights for values",
-    "DogeCDMoE": "it routes tokens to experts",
-    "EsmFold2RowAttentionPooling": "it pools with learned weights, without queries",
-    "Inkling2BlockAttentionResidual": "it mixes layers, not tokens",
-    "MgpstrA3Module": "it pools tokens with learned weights, without queries",
-    "NystromformerSelfAttention": "it approximates the softmax by landmarks",
-    "SLANetAttentionGRUCell": "its scores are additive, not products",
-    "SLANeXtAttentionGRUCell": "its scores are additive, not products",
-    "SwiftFormerEfficientAdditiveAttention": "its scores are additive, not products",
-}
-"""Classes that look like attention with scores `q . k` and are not, with the reason."""
-
-
-def facts(module: nn.Module) -> Facts:
-    """The facts about a module's class."""
-    return next((FACTS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in FACTS), Facts())
+"""Class name to facts. A class that is not here carries no factor in q, stacks its fused projection and has, if it
+computes its scores by hand, one product and its heads where most have them."""

@@ -1,14 +1,20 @@
-"""A weight as it acts, however it is kept: sharded over ranks, quantised, under an adapter."""
+"""Materialise a weight: gather shards, dequantise, add LoRA.
+
+`Projection` calls this for W_q and W_k; nothing here changes the weight or knows which rows are asked for.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
+from betahook import compat
+
 
 def obstacle(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> str | None:
-    """Why a weight cannot be read now; None where `read` does.
+    """Reason why a weight cannot be read now; None where `read` does.
 
     Args:
         weight: as its module stores it.
@@ -21,13 +27,13 @@ def obstacle(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> st
         return f"quantised in an unknown way, a {type(weight).__name__} of {weight.dtype}"
     if weight.is_floating_point() and (weight.numel() != _entries(weight, module) or _is_freed(weight)):
         return "sharded outside the forward"
-    if adapter is not None and _is_active(adapter) and not _adds(adapter):
+    if adapter is not None and compat.is_active_adapter(adapter) and not compat.is_additive_adapter(adapter):
         return f"under an adapter that does more than add to it, {type(adapter).__name__}"
     return None
 
 
 def is_sharded(weight: Tensor) -> bool:
-    """Whether `read` is a collective operation, in which every rank must take part."""
+    """True where `read` is a collective operation, in which every rank must take part."""
     return hasattr(weight, "full_tensor")  # a DTensor; torch need not be built with distributed
 
 
@@ -38,12 +44,9 @@ def read(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> Tensor
     """
     dequantised = _dequantised(weight, module)
     weight = _gathered(weight.detach() if dequantised is None else dequantised)
-    if adapter is None or not _is_active(adapter):
-        return weight
-    peft: Any = adapter
-    for name in peft.active_adapters:
-        if name in peft.lora_A:
-            weight = weight + _gathered(peft.get_delta_weight(name).detach()).to(weight)
+    if adapter is not None and compat.is_active_adapter(adapter):
+        for added in compat.adapter_weights(adapter):
+            weight = weight + _gathered(added.detach()).to(weight)
     return weight
 
 
@@ -54,7 +57,7 @@ def _entries(weight: Tensor, module: nn.Module) -> int:
 
 
 def _is_freed(weight: Tensor) -> bool:
-    """Whether a plain tensor has lost its memory, as the views of the flat parameter of FSDP 1 outside the forward."""
+    """True for a plain tensor without its memory, as the views of the flat parameter of FSDP 1 outside the forward."""
     return type(weight.data) is Tensor and weight.untyped_storage().nbytes() < weight.nbytes
 
 
@@ -64,27 +67,34 @@ def _gathered(weight: Tensor) -> Tensor:
     return whole
 
 
-def _dequantised(weight: Any, module: Any) -> Tensor | None:
-    """The weight of a linear module of bitsandbytes or torchao in floating point; None for any other."""
-    kind = type(weight).__name__
-    found: Tensor | None = None
-    if kind == "Params4bit" and getattr(weight, "quant_state", None) is not None:
-        from bitsandbytes.functional import dequantize_4bit
+def _dequantised(weight: Tensor, module: nn.Module) -> Tensor | None:
+    """A quantised weight in floating point; None for any that is not of a known library."""
+    if type(weight).__module__.startswith("torchao."):
+        return weight.detach().dequantize()
+    dequantise = DEQUANTISERS.get(type(weight).__name__)
+    return None if dequantise is None else dequantise(weight, module)
 
-        found = dequantize_4bit(weight.data, weight.quant_state)
-    elif kind == "Int8Params" and not weight.is_floating_point():
-        scale = weight.SCB if getattr(weight, "SCB", None) is not None else module.state.SCB
-        found = None if scale is None else weight.detach() * scale[:, None] / 127
-    elif type(weight).__module__.startswith("torchao."):
-        found = weight.detach().dequantize()
+
+def _from_4_bits(weight: Any, module: Any) -> Tensor | None:
+    """A weight of `Linear4bit` of bitsandbytes, which is quantised when it first goes to a device."""
+    if getattr(weight, "quant_state", None) is None:
+        return None
+    from bitsandbytes.functional import dequantize_4bit
+
+    found: Tensor = dequantize_4bit(weight.data, weight.quant_state)
     return found
 
 
-def _is_active(adapter: Any) -> bool:
-    """Whether an adapter of PEFT acts now: not when it is merged into the weight, or disabled."""
-    return not (getattr(adapter, "merged", False) or getattr(adapter, "disable_adapters", False))
+def _from_8_bits(weight: Any, module: Any) -> Tensor | None:
+    """A weight of `Linear8bitLt` of bitsandbytes; its scales move to the module in the first forward."""
+    if weight.is_floating_point():
+        return None
+    scale = weight.SCB if getattr(weight, "SCB", None) is not None else module.state.SCB
+    return None if scale is None else weight.detach() * scale[:, None] / 127
 
 
-def _adds(adapter: Any) -> bool:
-    """Whether an adapter does no more than add to the weight: LoRA, and not DoRA."""
-    return hasattr(adapter, "lora_A") and not any(getattr(adapter, "use_dora", {}).values())
+DEQUANTISERS: dict[str, Callable[[Any, Any], Tensor | None]] = {
+    "Params4bit": _from_4_bits,
+    "Int8Params": _from_8_bits,
+}
+"""Class of a weight to the function that reads it; None where the weight is not quantised yet."""

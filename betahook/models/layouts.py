@@ -1,0 +1,48 @@
+"""Layouts of fused projections: which rows of one weight make q, and which make k.
+
+`families.Facts.fused` names the layout of a class, `projections.locate` asks it for the rows. A layout reads no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+Select = Callable[[Tensor], Tensor]
+"""Takes the rows of q, or of k, out of a weight `[out, d_x]`, as `[heads, d_k, d_x]`."""
+Selections = tuple[Select, Select]
+"""That of q and that of k."""
+Layout = Callable[[Any, int, int, int], Selections | None]
+"""From an attention module, its query heads, d_k and the rows of its fused weight to the selection of q and of k; None
+where the sizes do not fit."""
+
+
+def run(start: int, heads: int, head_dim: int) -> Select:
+    """Select one head after another, from row `start` on."""
+    return lambda weight: weight[start : start + heads * head_dim].unflatten(0, (heads, head_dim))
+
+
+def stacked(module: Any, heads: int, head_dim: int, rows: int) -> Selections | None:
+    """All of q, then all of k, then all of v; k and v may have fewer heads."""
+    key_heads = (rows // head_dim - heads) // 2
+    if key_heads <= 0 or (heads + 2 * key_heads) * head_dim != rows:
+        return None
+    return run(0, heads, head_dim), run(heads * head_dim, key_heads, head_dim)
+
+
+def interleaved(module: Any, heads: int, head_dim: int, rows: int) -> Selections | None:
+    """The query, key and value of one head after another."""
+    return grouped(heads, heads, head_dim, rows)
+
+
+def grouped(groups: int, heads: int, head_dim: int, rows: int) -> Selections | None:
+    """The queries of one group of heads, the key and the value that they share, then those of the next group."""
+    if (heads + 2 * groups) * head_dim != rows:
+        return None
+
+    def select(part: slice) -> Select:
+        return lambda weight: weight.unflatten(0, (groups, -1, head_dim))[:, part].flatten(0, 1)
+
+    return select(slice(-2)), select(slice(-2, -1))
