@@ -1,4 +1,8 @@
-"""The paper's search for a fixed beta over whole training runs, as an ask/tell object without training code."""
+"""The paper's search for a fixed beta over whole training runs, as an ask/tell object without training code.
+
+Users call it around their own training. It knows no model and no tensor, and may draw no random number: the next trial
+is a function of the trials so far.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,26 @@ from typing import Any, Literal
 
 
 class BetaSearch:
-    """Decades first, `beta = start * 10^N` outward until the best is bracketed, then bisection in log beta.
+    """Search over decades, `beta = start * 10^N`, until the best is bracketed, then bisection in log beta.
 
     The third step of the paper's five-step procedure. One trial is one training run with a fixed beta:
 
         search = BetaSearch()
         while (beta := search.ask()) is not None:
             search.tell(beta, train_and_evaluate(beta))
-        print(search.best)
+        print(search.best, search.at_edge)
+
+    Where the first run fails, all scores tie, or three or more tie for the best, trials go on through the decades on
+    every side of the best that holds no worse score; where these tell nothing, through the half decades too.
 
     Args:
         start: first beta.
         mode: "max" if a higher score is better, "min" if a lower one is.
         decades: how far from `start` to look, in either direction.
         resolution: stop when the next step in log10 beta would be smaller.
+        noise: scores that differ by no more than this tie; about four times their standard deviation over seeds.
+        largest_beta: no beta above it is tried; None for no bound. The paper's is where the exponential of a logit
+            overflows: 709 in float64 and 88.7 in float32, divided by the largest score.
 
     Raises:
         ValueError: an option has a value that makes no sense.
@@ -34,6 +44,8 @@ class BetaSearch:
         mode: Literal["max", "min"] = "max",
         decades: int = 3,
         resolution: float = 0.1,
+        noise: float = 0.0,
+        largest_beta: float | None = None,
     ) -> None:
         if not (math.isfinite(start) and start > 0):
             raise ValueError(f"BetaSearch(start=...) must be a positive number; got {start!r}")
@@ -43,10 +55,18 @@ class BetaSearch:
             raise ValueError(f"BetaSearch(decades=...) must be a whole number, 1 or more; got {decades!r}")
         if not 0 < resolution <= 1:
             raise ValueError(f"BetaSearch(resolution=...) must be above 0 and at most 1; got {resolution!r}")
+        if not (math.isfinite(noise) and noise >= 0):
+            raise ValueError(f"BetaSearch(noise=...) must be a number, 0 or more; got {noise!r}")
+        if largest_beta is not None and not start <= largest_beta < math.inf:
+            raise ValueError(
+                f"BetaSearch(largest_beta=...) must be a number, start or more, or None; got {largest_beta!r}"
+            )
         self.start = float(start)
         self.mode = mode
         self.decades = decades
         self.resolution = float(resolution)
+        self.noise = float(noise)
+        self.largest_beta = None if largest_beta is None else float(largest_beta)
         self._scores: dict[float, float] = {}  # log10(beta / start) to score; sums of powers of two, hence exact
 
     def ask(self) -> float | None:
@@ -55,7 +75,7 @@ class BetaSearch:
         return None if offset is None else self.start * 10**offset
 
     def tell(self, beta: float, score: float) -> None:
-        """Report the score of the beta last asked for; NaN or an infinity stands for a run that failed.
+        """Report the score of the beta last asked for, NaN or an infinity for a run that failed.
 
         Raises:
             ValueError: `beta` is not the one that was asked for.
@@ -70,11 +90,20 @@ class BetaSearch:
 
     @property
     def best(self) -> tuple[float, float] | None:
-        """Beta and score of the best trial so far; None before the first."""
-        if not self._scores:
+        """Beta and score of the best trial so far; None while there is none that did not fail."""
+        finite = self._finite()
+        if not finite:
             return None
-        offset = self._best(self._scores)
+        offset = self._best(finite)
         return self.start * 10**offset, self._scores[offset]
+
+    @property
+    def at_edge(self) -> bool:
+        """True where `decades` or `largest_beta` ends the search right beside the best: a wider one may find better."""
+        finite = self._finite()
+        finest: float = 2 ** math.floor(math.log2(1 / self.resolution))
+        best = self._best(finite or [0.0])
+        return bool(finite) and not all(self._is_allowed(best + side / finest) for side in (1, -1))
 
     @property
     def trials(self) -> list[tuple[float, float]]:
@@ -82,16 +111,17 @@ class BetaSearch:
         return [(self.start * 10**offset, score) for offset, score in self._scores.items()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Options and trials, ready for JSON."""
-        options = {"start": self.start, "mode": self.mode, "decades": self.decades, "resolution": self.resolution}
+        """Options, trials and `at_edge`, ready for JSON."""
+        names = ("start", "mode", "decades", "resolution", "noise", "largest_beta")
+        options = {name: getattr(self, name) for name in names}
         # Strict JSON knows no NaN: a failed run is written as None.
         trials = [[offset, None if math.isnan(score) else score] for offset, score in self._scores.items()]
-        return {**options, "trials": trials}
+        return {**options, "trials": trials, "at_edge": self.at_edge}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> BetaSearch:
-        """The search that `state_dict` described."""
-        options = dict(state)
+        """Restore the search that `state_dict` described."""
+        options = {name: value for name, value in state.items() if name != "at_edge"}  # that follows from the trials
         trials = options.pop("trials")
         search = cls(**options)
         search._scores = {float(offset): math.nan if score is None else float(score) for offset, score in trials}
@@ -101,22 +131,57 @@ class BetaSearch:
         """The next trial as an offset in decades: a function of the trials so far, and of nothing else."""
         if not self._scores:
             return 0.0
+        finite, tied = self._finite(), self._tied()
+        if len(tied) >= 3 or len(tied) == len(finite) or math.isnan(self._scores[0.0]):
+            offset = self._nearest_untried(1.0, tied)
+            # A single run that did not fail is where to look; without any, or among equals, it may lie between decades.
+            if offset is None and len(tied) == len(finite) != 1:
+                return self._nearest_untried(0.5, tied) if self.resolution <= 0.5 else None
+            if offset is not None:
+                return offset
+        return self._bisect()
+
+    def _bisect(self) -> float | None:
+        """The next trial beside the best one: by decades until it is bracketed, then by halves of the step before."""
         step = 1.0
         best = self._best(offset for offset in self._scores if offset == int(offset))
         while step >= self.resolution:
             for offset in (best + step, best - step):
-                if offset not in self._scores and abs(offset) <= self.decades:
+                if offset not in self._scores and self._is_allowed(offset):
                     return offset
             step /= 2
             # Of the trials on this grid: those of a finer one belong to a later halving.
             best = self._best(offset for offset in self._scores if offset % (2 * step) == 0)
         return None
 
+    def _nearest_untried(self, step: float, tied: list[float]) -> float | None:
+        """The multiple of `step` nearest to the first of `tied` that no worse score on its side makes pointless."""
+        worse = [offset for offset in self._finite() if offset not in tied]
+        low = max((offset for offset in worse if offset < min(tied)), default=-math.inf)
+        high = min((offset for offset in worse if offset > max(tied)), default=math.inf)
+        centre = tied[0] if tied else 0.0
+        steps = round(self.decades / step)
+        grid = (step * index for index in range(-steps, steps + 1))
+        untried = [x for x in grid if low < x < high and self._is_allowed(x) and x not in self._scores]
+        return min(untried, key=lambda offset: (abs(offset - centre), -offset), default=None)
+
+    def _is_allowed(self, offset: float) -> bool:
+        highest = math.inf if self.largest_beta is None else self.largest_beta * (1 + 1e-9)  # rounding is forgiven
+        return abs(offset) <= self.decades and self.start * 10**offset <= highest
+
+    def _finite(self) -> list[float]:
+        """Offsets of the runs that did not fail, in order."""
+        return [offset for offset, score in self._scores.items() if not math.isnan(score)]
+
+    def _tied(self) -> list[float]:
+        """Offsets of the best score and of all that differ from it by no more than the noise, in order."""
+        finite = self._finite()
+        best = max(map(self._rank, finite), default=math.nan)
+        return [offset for offset in finite if best - self._rank(offset) <= self.noise]
+
     def _best(self, offsets: Iterable[float]) -> float:
-        sign = 1 if self.mode == "max" else -1
+        return max(offsets, key=self._rank)
 
-        def rank(offset: float) -> float:
-            score = self._scores[offset]
-            return -math.inf if math.isnan(score) else sign * score
-
-        return max(offsets, key=rank)
+    def _rank(self, offset: float) -> float:
+        score = self._scores.get(offset, math.nan)
+        return -math.inf if math.isnan(score) else score if self.mode == "max" else -score
