@@ -1,0 +1,17 @@
+"""Controllers: an observation in, a beta out."""
+
+from betahook.control.base import Controller, Memory, Observation, check_controller
+from betahook.control.rules import Cap, Gradient, Monitor, Variance
+from betahook.control.search import Search
+
+__all__ = [
+    "Cap",
+    "Controller",
+    "Gradient",
+    "Memory",
+    "Monitor",
+    "Observation",
+    "Search",
+    "Variance",
+    "check_controller",
+]

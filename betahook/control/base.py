@@ -1,0 +1,189 @@
+"""The interface of a controller, and `apply`, with which a hook runs its controllers after every step.
+
+A unit is a layer, or a head with `per_head=True`; tensors have the shape `[units]` unless said otherwise. Nothing here
+or in a controller may read a tensor back to the host. Statistics arrive pooled over ranks, so that all ranks compute
+the same beta.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from betahook.measure.statistics import Statistics
+
+DECADES = 3.0
+"""Beta stays within so many decades of the model's own."""
+
+Memory: TypeAlias = dict[str, Tensor]
+"""Memory of a controller between steps: tensors `[units]` by name; empty before its first update."""
+
+JSON: TypeAlias = "bool | int | float | str | list[JSON] | None"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Measurements of one step, for controllers.
+
+    Attributes:
+        beta_default: the model's own inverse temperature, `[units]`, float32.
+        statistics: of this step; of the last measured one where this step was not measured. The sensitivity is always
+            this step's. The std of W_q and W_k is not in it.
+        predicted_std: returns the standard deviation of the scores that W_q and W_k predict, `[units]`, NaN where they
+            were not found. A function, since it reads them all.
+        overflow: the largest logit whose exponential is finite in the dtype of the softmax.
+        step: number of updates before this one, skipped optimizer steps not counted.
+        spectral_ratio: returns, as a scalar, the largest `theory.spectral_ratio` of all W_q and W_k, NaN where one was
+            not found. A function, since it takes a score of products with each of them.
+    """
+
+    beta_default: Tensor
+    statistics: Statistics
+    predicted_std: Callable[[], Tensor]
+    overflow: float
+    step: int
+    spectral_ratio: Callable[[], Tensor]
+
+
+class Controller(ABC):
+    """A rule for beta: options, and a function from what was observed to the next beta.
+
+    A subclass is a dataclass, plain or frozen, whose fields are its options: numbers, strings, booleans, None, or lists
+    of them, so that a checkpoint can name them. What it remembers is passed in and out of `update`, never kept on the
+    object: one object may serve several hooks.
+    """
+
+    def __repr__(self) -> str:
+        """Write the options that differ from their defaults, as one would."""
+        values = [(field, getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]
+        given = ", ".join(f"{field.name}={value!r}" for field, value in values if value != field.default)
+        return f"{type(self).__name__}({given})"
+
+    def start(self, beta: Tensor) -> Memory:
+        """Make the memory for the first update, with every name that `update` returns."""
+        return {}
+
+    @abstractmethod
+    def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
+        """Compute the next beta and memory, element-wise and without host synchronisation.
+
+        A unit whose observation is not finite keeps its beta and its memory, whatever is returned for it.
+
+        Args:
+            beta: `[units]`, as the controllers before this one in the list left it.
+            observation: what was measured.
+            state: the memory, as `start` or the last update returned it. Its tensors must not be changed in place.
+
+        Returns:
+            Beta, `[units]`, which stays where this is NaN, infinite or not positive; and the memory.
+        """
+
+    def is_in_transition(self, state: Memory) -> bool:
+        """Tell if beta is on its way somewhere, so that training that ends now ends too early; reads the device."""
+        return False
+
+    @classmethod
+    def migrate(cls, state: Memory) -> Memory:
+        """Convert a memory that an older version wrote; one of this version is returned as it is."""
+        return state
+
+
+def apply(
+    controllers: Sequence[Controller], beta: Tensor, observation: Observation, memories: Sequence[Memory]
+) -> tuple[Tensor, list[Memory]]:
+    """Run controllers in order; a unit keeps beta and memory where anything is not finite, or was never measured.
+
+    They compute in the precision of the statistics, float64 where the device has it. Wherever they move beta, it stays
+    within `DECADES` of the model's own.
+
+    Args:
+        controllers: what moves beta.
+        beta: `[units]`.
+        observation: what was measured.
+        memories: one for each controller, empty before its first update.
+
+    Returns:
+        Beta, in its dtype, and the new memories.
+
+    Raises:
+        ValueError: an update returned a memory with other names than `start`.
+    """
+    measured = observation.statistics.finite & (observation.statistics.count > 0)
+    healthy = measured & observation.beta_default.isfinite()
+    old = new = beta.to(observation.statistics.std.dtype)
+    after: list[Memory] = []
+    for controller, memory in zip(controllers, memories, strict=True):
+        before = memory or controller.start(old)
+        proposed, made = controller.update(new, observation, dict(before))
+        if made.keys() != before.keys():
+            raise ValueError(
+                f"update() of {controller} made the memory {sorted(made)}, but start() {sorted(before)}; start() must "
+                "return every name of the memory"
+            )
+        # A rule without an answer (a prediction without weights, say) leaves the others theirs.
+        new = torch.where(proposed.isfinite() & (proposed > 0), proposed, new)
+        after.append({name: torch.where(healthy, made[name], before[name]) for name in before})
+    limit = 10**DECADES
+    bounded = new.clamp(observation.beta_default / limit, observation.beta_default * limit)
+    return torch.where(healthy & (new != old), bounded.to(beta), beta), after
+
+
+def at_bound(beta: Tensor, beta_default: Tensor) -> Tensor:
+    """Tell where beta is as far from the model's own as `apply` lets it go, up to rounding; boolean, as `beta`."""
+    return (beta / beta_default).log10().abs() >= DECADES - 1e-4
+
+
+def capped(beta: Tensor, logit: float | Tensor, observation: Observation) -> Tensor:
+    """Beta, at most such that the largest score makes `logit`; without a measured score there is no ceiling."""
+    ceiling = logit / observation.statistics.max_score
+    return torch.minimum(beta, ceiling.nan_to_num(nan=torch.inf))
+
+
+def options(controller: Controller) -> dict[str, JSON]:
+    """The options of a controller by name, as JSON returns them: tuples are lists.
+
+    Raises:
+        TypeError: an option is nothing that JSON can hold; the message says which.
+    """
+    names = [field.name for field in fields(controller)]  # type: ignore[arg-type]  # subclasses are dataclasses
+    return {name: _as_json(controller, name, getattr(controller, name)) for name in names}
+
+
+def check_controller(controller: Controller) -> None:
+    """Refuse a controller whose options a checkpoint could not name.
+
+    Raises:
+        TypeError: its class is not decorated with `@dataclass`, or an option is nothing that JSON can hold.
+    """
+    name = type(controller).__name__
+    if "__dataclass_fields__" not in vars(type(controller)):
+        raise TypeError(
+            f"class {name} is not decorated with @dataclass; expected a dataclass whose fields are the options, which "
+            f"checkpoints name. Write @dataclass above `class {name}`"
+        )
+    options(controller)
+
+
+def require(controller: Controller, option: str, condition: bool, expected: str) -> None:
+    """Refuse the value of an option where `condition` is false."""
+    if not condition:
+        name = type(controller).__name__
+        raise ValueError(f"{name}({option}=...) must be {expected}; got {getattr(controller, option)!r}")
+
+
+def _as_json(controller: Controller, name: str, value: object) -> JSON:
+    if isinstance(value, (list, tuple)):
+        return [_as_json(controller, name, item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise TypeError(
+        f"{type(controller).__name__}({name}=...) is or contains {value!r}, which JSON cannot hold; expected a finite "
+        "number, a string, True, False, None or a list of them. Put what changes in training into the memory that "
+        "update() returns"
+    )

@@ -1,0 +1,124 @@
+"""The opening part of `betahook.control.search`: beta before the search. Pure functions of tensors `[units]`.
+
+| from | to | when | beta | batches |
+|---|---|---|---|---|
+| UNSEEN | WAIT | W_q and W_k had learned at the first look | | as they are |
+| UNSEEN | WARM_UP | they looked random | `warmup_decades` down, in the warm-up | the rest of the warm-up |
+| WARM_UP | CLIMB | they learn early in the warm-up | that of `rise_logit_std` | `rise_batches` |
+| WARM_UP | WARM_UP | the warm-up ends | up again | as they are |
+| WARM_UP | PLATEAU | and they still look random | `plateau_decades` below the model's own | `plateau_batches` |
+| UNSEEN, WAIT, CLIMB | SEARCH | no batch is left | | |
+| WARM_UP, PLATEAU | CLIMB | no batch is left | | `rise_batches` |
+
+Attention of a fresh model is flat, and while it is, the sensitivity is next to nothing: it sees the loss of this batch,
+not that W_q and W_k learn in proportion to beta. So beta climbs whatever the sensitivity, but not beyond a std of the
+logits: where the scores grow, it falls. Where W_q and W_k learn early, the learning rate is very high, and what they
+learn from flat attention decides how the run ends: the logits have that std at once. Where they still look random after
+the warm-up, training stands on a plateau. Gradients at a hundredth of beta are so small beside those that Adam
+remembers that W_q and W_k hold still while the rest of the model learns; at the end of the climb they are so large that
+W_q and W_k learn faster. For that Adam must not remember much, and it remembers a thousand batches: hence the low beta
+in the warm-up. Measurements are in docs/ABLATIONS.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from betahook.control.base import Observation
+
+
+class Phase(IntEnum):
+    """Phases of a unit; all but SEARCH last a number of batches. Checkpoints hold the numbers: never change one."""
+
+    UNSEEN = 0  # nobody has looked at W_q and W_k yet; counts the warm-up meanwhile
+    WAIT = 1  # a trained model in its warm-up
+    WARM_UP = 2  # a fresh one: beta is below the model's own
+    PLATEAU = 3  # a fresh one that has not begun to learn: beta is far below
+    CLIMB = 4  # beta rises
+    SEARCH = 5
+
+
+@dataclass(frozen=True)
+class Course:
+    """Beta and the place of each unit in the opening.
+
+    Attributes:
+        beta: of the model now.
+        phase: the `Phase`, as a number.
+        left: batches left of it.
+        fresh: 1 where W_q and W_k were random at the first look, else 0.
+    """
+
+    beta: Tensor
+    phase: Tensor
+    left: Tensor
+    fresh: Tensor
+
+    def move(self, source: Phase, target: Phase, where: Tensor, **changes: Tensor | float) -> Course:
+        """Take the units of a phase to another, with new values of the attributes named."""
+        moved = where & (self.phase == source)
+        values = {"phase": target, **changes}.items()
+        return replace(self, **{name: torch.where(moved, value, getattr(self, name)) for name, value in values})
+
+
+def looks_random(spectral_ratio: Tensor, limit: float) -> Tensor:
+    """Judge by the spectral ratio if weights look random; those that were not found, with NaN, do not."""
+    return spectral_ratio <= limit
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The phases of a model before its search. The options are those of `Search`."""
+
+    warmup: int
+    fresh_ratio: float
+    early_share: float
+    warmup_decades: float
+    plateau_batches: int
+    plateau_decades: float
+    rise_batches: int
+    rise_decades: float
+    rise_logit_std: float
+
+    def look(self, observation: Observation) -> Tensor | None:
+        """Judge if W_q and W_k look random now, a scalar; None in batches in which nothing is decided by it."""
+        if observation.step > self.warmup * self.early_share and observation.step != self.warmup:
+            return None
+        return looks_random(observation.spectral_ratio(), self.fresh_ratio)
+
+    def decide(self, course: Course, observation: Observation) -> Course:
+        """Make the moves that depend on W_q and W_k; units seen later do what the first ones did."""
+        step, random = observation.step, self.look(observation)
+        seen, fresh = (course.phase != Phase.UNSEEN).any(), course.fresh.any()
+        if random is not None:
+            seen, fresh = torch.ones_like(seen), torch.where(seen, fresh, random)
+        down = 10**-self.warmup_decades
+        low = course.beta * down if step <= self.warmup else course.beta
+        course = course.move(Phase.UNSEEN, Phase.WAIT, seen & ~fresh)
+        left = max(self.warmup - step, 0)
+        course = course.move(Phase.UNSEEN, Phase.WARM_UP, seen & fresh, beta=low, left=left, fresh=1.0)
+        if random is None:
+            return course
+        if step == self.warmup:
+            below = observation.beta_default * 10**-self.plateau_decades
+            course = course.move(Phase.WARM_UP, Phase.WARM_UP, seen, beta=course.beta / down)
+            return course.move(Phase.WARM_UP, Phase.PLATEAU, random, beta=below, left=self.plateau_batches)
+        held = self.rise_logit_std / observation.statistics.std
+        return course.move(Phase.WARM_UP, Phase.CLIMB, ~random, beta=held, left=self.rise_batches)
+
+    def expire(self, course: Course) -> Course:
+        """Move the units on that have no batch left in their phase."""
+        over = course.left == 0
+        climbs = over & ((course.phase == Phase.WARM_UP) | (course.phase == Phase.PLATEAU))
+        phase = torch.where(climbs, Phase.CLIMB, torch.where(over, Phase.SEARCH, course.phase))
+        return replace(course, phase=phase, left=torch.where(climbs, self.rise_batches, course.left))
+
+    def climb(self, course: Course, observation: Observation) -> Tensor:
+        """Decades to rise in this batch: an equal share of what is left, or fewer to hold the std of the logits."""
+        top = observation.beta_default * 10**self.rise_decades
+        share = (top / course.beta).log10().clamp(min=0) / course.left
+        return torch.minimum(share, (self.rise_logit_std / (course.beta * observation.statistics.std)).log10())

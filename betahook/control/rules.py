@@ -1,0 +1,113 @@
+"""Controllers that need no explanation beyond a formula: Monitor, Variance, Gradient, Cap.
+
+`betahook.control.base.apply` runs them; like all controllers they never read a tensor back to the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from betahook.control.base import Controller, Memory, Observation, capped, require
+
+
+@dataclass(frozen=True, repr=False)
+class Monitor(Controller):
+    """Leave beta where it is."""
+
+    def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
+        return beta, state
+
+
+@dataclass(frozen=True, repr=False)
+class Variance(Controller):
+    """Let beta follow `target / std`, so that the logits keep a standard deviation of `target`.
+
+    The paper's first algorithm: beta is the reciprocal of the standard deviation of the scores, measured, or predicted
+    from W_q and W_k. The smoothing, in log beta, is ours.
+
+    Args:
+        target: standard deviation that the logits shall have.
+        source: "measured", the scores themselves; or "weights", the prediction from W_q, W_k and their input.
+        smoothing: share of the old log beta in the new one, from 0 to below 1.
+
+    Raises:
+        ValueError: an option has a value that makes no sense.
+    """
+
+    target: float = 1.0
+    source: Literal["measured", "weights"] = "measured"
+    smoothing: float = 0.9
+
+    def __post_init__(self) -> None:
+        require(self, "target", self.target > 0, "a positive number")
+        require(self, "source", self.source in ("measured", "weights"), '"measured" or "weights"')
+        require(self, "smoothing", 0 <= self.smoothing < 1, "a number from 0 to below 1")
+
+    def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
+        std = observation.statistics.std if self.source == "measured" else observation.predicted_std()
+        wanted = (self.target / std).log()
+        return (self.smoothing * beta.log() + (1 - self.smoothing) * wanted).exp(), state
+
+
+@dataclass(frozen=True, repr=False)
+class Gradient(Controller):
+    """Adam on log beta, driven by the sensitivity `dL/d log beta`. Ours; the optimiser is Kingma and Ba's.
+
+    Args:
+        learning_rate: step of Adam in log beta.
+        betas: decay of Adam's two averages.
+
+    Raises:
+        ValueError: an option has a value that makes no sense.
+    """
+
+    learning_rate: float = 0.02
+    betas: tuple[float, float] = (0.9, 0.999)
+
+    def __post_init__(self) -> None:
+        require(self, "learning_rate", self.learning_rate > 0, "a positive number")
+        valid = len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)
+        require(self, "betas", valid, "two numbers from 0 to below 1")
+
+    def start(self, beta: Tensor) -> Memory:
+        zero = torch.zeros_like(beta)
+        return {"steps": zero, "mean": zero, "square": zero}
+
+    def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
+        sensitivity = observation.statistics.sensitivity
+        decay, decay_square = self.betas
+        steps = state["steps"] + 1
+        mean = torch.lerp(sensitivity, state["mean"], decay)
+        square = torch.lerp(sensitivity.square(), state["square"], decay_square)
+        corrected = mean / (1 - decay**steps)
+        scale = (square / (1 - decay_square**steps)).sqrt()
+        # Scale-free, so no epsilon: without any sensitivity the step is 0 and not 0 / 0.
+        step = -self.learning_rate * (corrected / scale).nan_to_num(nan=0.0)
+        return beta * step.exp(), {"steps": steps, "mean": mean, "square": square}
+
+
+@dataclass(frozen=True, repr=False)
+class Cap(Controller):
+    """Keep `beta <= threshold / max|score|`: no logit grows beyond `threshold`.
+
+    The remedy against attention-logit growth that QK-clip applies to the weights (Kimi K2, 2025), applied to beta. The
+    maximum is that of the sampled query rows.
+
+    Args:
+        threshold: largest absolute logit; 100 is that of QK-clip. A healthy layer may need 70.
+
+    Raises:
+        ValueError: an option has a value that makes no sense.
+    """
+
+    threshold: float = 100.0
+
+    def __post_init__(self) -> None:
+        require(self, "threshold", self.threshold > 0, "a positive number")
+
+    def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
+        return capped(beta, self.threshold, observation), state

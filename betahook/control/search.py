@@ -1,0 +1,139 @@
+"""The default controller, put together from `opening`, `sign_search` and a limit on increases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from betahook.control.base import DECADES, Controller, Memory, Observation, capped, require
+from betahook.control.opening import Course, Opening, Phase
+from betahook.control.sign_search import SignSearch
+
+_Part = TypeVar("_Part", Opening, SignSearch)
+
+
+@dataclass(frozen=True, repr=False)
+class Search(Controller):
+    """Descend on log beta by the sign of the sensitivity `dL/d log beta`, summed over a window of batches.
+
+    The step halves when the sign turns and grows while it persists (Rprop's rule; Riedmiller and Braun, 1993), so that
+    the search widens again when the optimum drifts. The paper's second algorithm, which tries `beta = 10^N` and bisects
+    over whole training runs, gave it the halving and the overflow bound. A fresh model, one whose W_q and W_k are
+    random at the first step, begins with an opening of our own: see the table in `betahook.control.opening`.
+
+    No step takes the largest logit above the paper's bound, the logarithm of the largest number of the softmax's dtype,
+    or above half of it in a model that was fresh: further apart than the bound, the smaller of two weights underflows,
+    and so does the gradient that could correct attention to the wrong place. Logits that are there already, or grow by
+    themselves, cost beta nothing.
+
+    Args:
+        window: batches between two steps.
+        warmup: batches before the first window, or before the rise of a fresh model. After very few nothing has learned
+            yet, and every fresh model waits as on a plateau.
+        rise: give fresh models the opening; without it they wait for the search as trained ones do.
+        opening: first step, in decades.
+        growth: factor on the step while the sign persists; 1 keeps it.
+        smallest: smallest step, in decades.
+        largest: largest step, in decades.
+        fresh_ratio: up to this spectral ratio W_q and W_k pass for random: fresh ones have 0.85 to 1.05, what learned
+            soon has more.
+        early_share: share of the warm-up in which W_q and W_k learn only at a very high learning rate.
+        warmup_decades: how far below its own beta a fresh model is in the warm-up.
+        plateau_decades: how far below on a plateau.
+        plateau_batches: how long.
+        rise_decades: how far above its own beta the rise ends.
+        rise_batches: how long it takes.
+        rise_logit_std: standard deviation at which it holds the logits.
+        fresh_bound: share of the overflow bound that limits the logits of a model that was fresh.
+
+    Raises:
+        ValueError: an option has a value that makes no sense.
+    """
+
+    window: int = 10
+    warmup: int = 30
+    rise: bool = True
+    opening: float = 0.1
+    growth: float = 1.5
+    smallest: float = 0.01
+    largest: float = 0.2
+    fresh_ratio: float = 1.1
+    early_share: float = 1 / 3
+    warmup_decades: float = 0.5
+    plateau_decades: float = 2.0
+    plateau_batches: int = 70
+    rise_decades: float = 1.0
+    rise_batches: int = 100
+    rise_logit_std: float = 4.0
+    fresh_bound: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 1), ("warmup", 0), ("plateau_batches", 0), ("rise_batches", 1)):
+            value = getattr(self, name)
+            require(self, name, isinstance(value, int) and value >= least, f"a whole number, {least} or more")
+        require(self, "rise", isinstance(self.rise, bool), "True or False")
+        require(self, "smallest", 0 < self.smallest <= self.largest, "above 0, at most largest")
+        require(self, "opening", self.smallest <= self.opening <= self.largest, "between smallest and largest")
+        require(self, "growth", self.growth >= 1, "1 or more")
+        for name in ("fresh_ratio", "rise_logit_std"):
+            require(self, name, getattr(self, name) > 0, "a positive number")
+        for name in ("warmup_decades", "plateau_decades", "rise_decades"):
+            require(self, name, 0 <= getattr(self, name) <= DECADES, f"a number from 0 to {DECADES:g}")
+        require(self, "early_share", 0 <= self.early_share <= 1, "a number from 0 to 1")
+        require(self, "fresh_bound", 0 < self.fresh_bound <= 1, "above 0, at most 1")
+
+    def start(self, beta: Tensor) -> Memory:
+        zero = torch.zeros_like(beta)
+        opening = {"phase": zero + Phase.UNSEEN, "left": zero + self.warmup, "fresh": zero}
+        return {**opening, **self._part(SignSearch).start(beta)}
+
+    def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
+        opening = self._part(Opening)
+        course = Course(beta, state["phase"], state["left"], state["fresh"])
+        if self.rise:
+            course = opening.decide(course, observation)
+        course = opening.expire(course)
+        searching = course.phase == Phase.SEARCH
+        found, search = self._part(SignSearch).advance(searching, observation.statistics.sensitivity, state)
+        climbed = opening.climb(course, observation)
+        new = course.beta * 10 ** torch.where(course.phase == Phase.CLIMB, climbed, found)
+        bound = torch.where(course.fresh > 0, observation.overflow * self.fresh_bound, observation.overflow)
+        left = (course.left - 1).clamp(min=0)
+        memory = {"phase": course.phase, "left": left, "fresh": course.fresh, **search}
+        return limit_increase(new, beta, bound, observation), memory
+
+    def is_in_transition(self, state: Memory) -> bool:
+        if not state:
+            return False
+        phase, left = state["phase"], state["left"]
+        return bool(((phase == Phase.WARM_UP) | (phase == Phase.PLATEAU) | (phase == Phase.CLIMB) & (left > 0)).any())
+
+    @classmethod
+    def migrate(cls, state: Memory) -> Memory:
+        """Convert the memory of version 2 of the state file, which had `wait` and `rise` instead of `phase` and `left`.
+
+        It did not tell the plateau from the warm-up: both are WARM_UP here, which after the warm-up waits as well.
+        """
+        if "wait" not in state:
+            return state
+        wait, rise, fresh = state["wait"], state["rise"], state["fresh"]
+        phase = torch.full_like(wait, Phase.SEARCH)
+        phase = torch.where(wait > 0, Phase.WAIT, phase)
+        phase = torch.where(fresh < 0, Phase.UNSEEN, phase)
+        phase = torch.where(rise > 0, Phase.CLIMB, phase)
+        phase = torch.where(rise == 100, Phase.WARM_UP, phase)  # all of the rise lies ahead
+        left = torch.where(phase == Phase.CLIMB, rise, wait)
+        search = {name: state[name] for name in ("batches", "total", "direction", "step")}
+        return {"phase": phase, "left": left, "fresh": fresh.clamp(min=0), **search}
+
+    def _part(self, kind: type[_Part]) -> _Part:
+        """Make a part with those of the options that it has."""
+        return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
+
+
+def limit_increase(new: Tensor, old: Tensor, logit: float | Tensor, observation: Observation) -> Tensor:
+    """Keep a step up from taking the largest logit above `logit`; one that is there already costs beta nothing."""
+    return torch.maximum(torch.minimum(new, old), capped(new, logit, observation))
