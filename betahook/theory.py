@@ -1,4 +1,4 @@
-"""What theory says the standard deviation of the scores should be.
+"""The formulas of the paper: the standard deviation that theory predicts for the scores.
 
 Three predictions, from the strongest to the weakest assumptions; the gap between them and the measured value tells
 which assumption of W. Chuang, "The scaling factor in self-attention" (2023), does not hold:
@@ -7,6 +7,8 @@ which assumption of W. Chuang, "The scaling factor in self-attention" (2023), do
 (ii)  unit variance of the projections of the input;
 (iii) zero mean and unit variance of each component of q and k;
 (iv)  no covariance among the components.
+
+Every variance is a population variance. Tensors in, tensors out; controllers, metrics and the audit call these.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ POWER_ITERATIONS = 10
 
 
 def classic_std(head_dim: Tensor) -> Tensor:
-    """`sqrt(d_k)`: zero means, unit variances, no covariance. The reason for `beta = 1/sqrt(d_k)`."""
+    """Score std for zero means, unit variances and no covariance, `sqrt(d_k)`: the reason for `beta = 1/sqrt(d_k)`."""
     return head_dim.sqrt()
 
 
 def projected_variance(width: Tensor, input_std: Tensor, weight_std: Tensor) -> Tensor:
-    """`d_x sigma_X^2 sigma_W^2`, the variance of a projected component; 1 is assumption (ii)."""
+    """Variance of a projected component, `d_x sigma_X^2 sigma_W^2`; assumption (ii) says 1."""
     return width * (input_std * weight_std).square()
 
 
 def predicted_std(head_dim: Tensor, query_variance: Tensor, key_variance: Tensor) -> Tensor:
-    """`sqrt(d_k (d_x sigma_X^2 sigma_Wq^2)(d_x sigma_X^2 sigma_Wk^2))`: assumption (ii) relaxed.
+    """Score std with assumption (ii) relaxed, `sqrt(d_k (d_x sigma_X^2 sigma_Wq^2)(d_x sigma_X^2 sigma_Wk^2))`.
 
     The two variances are those of `projected_variance` for W_q and W_k.
     """
@@ -46,14 +48,14 @@ def independent_variance(query_mean: Tensor, query_variance: Tensor, key_mean: T
 
 
 def product_variance(query_mean: Tensor, query_variance: Tensor, key_mean: Tensor, key_variance: Tensor) -> Tensor:
-    """Variance of the product of two independent numbers, the part of one component; shapes as they broadcast."""
+    """Variance of the product of two independent numbers with the given moments; the shapes broadcast."""
     query_mean_square, key_mean_square = query_mean.square(), key_mean.square()
     squares = (query_variance + query_mean_square) * (key_variance + key_mean_square)
     return squares - query_mean_square * key_mean_square
 
 
 def spectral_ratio(weight: Tensor) -> Tensor:
-    """Largest singular value of `weight [m, n]` over the one that independent entries of its size would give: a scalar.
+    """Ratio of the largest singular value of `weight [m, n]` to that of independent entries of its size: a scalar.
 
     Independent entries with mean 0 and standard deviation sigma give `sigma (sqrt(m) + sqrt(n))` in the limit of large
     matrices (Bai and Yin, 1993). Found by power iteration, hence from below: 0.85 to 1.05 for random entries, soon 2
@@ -61,7 +63,7 @@ def spectral_ratio(weight: Tensor) -> Tensor:
     """
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     rows, columns = weight.shape
-    vector = torch.arange(columns, device=weight.device, dtype=weight.dtype).cos()  # any without a symmetry
+    vector = torch.arange(columns, device=weight.device, dtype=weight.dtype).cos()  # any vector without symmetry
     for _ in range(POWER_ITERATIONS):
         vector = weight.mT @ (weight @ (vector / vector.norm()))
     spread = weight.square().mean().sqrt()

@@ -1,0 +1,1 @@
+"""Statistics of attention: pure functions of tensors, without N x N matrices and without reading the device back."""

@@ -1,4 +1,8 @@
-"""Moments, extremes and entropy of scores that exist already, since the model itself makes the N x N matrix."""
+"""Exact sums over a score matrix that the model itself has computed: moments, largest score and entropy.
+
+A layer calls `pair_sums` for an attention whose scores the tap has seen. Nothing here may draw random numbers or read a
+value back to the host.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +17,22 @@ def pair_sums(scores: Tensor, logits: Tensor, allowed: Tensor) -> RowSums:
 
     Args:
         scores: raw scores `[batch, heads, queries, keys]`.
-        logits: the same shape, what the softmax gets.
+        logits: the same shape, the input of the softmax.
         allowed: boolean, the same shape.
     """
     wide = sum_dtype(scores.device)
     used = at_least_float32(scores).masked_fill(~allowed, 0)
-    # Centred, so that a large mean score does not cancel the digits of the variance.
-    pairs = allowed.sum((0, 2, 3)).to(wide)
-    mean = used.sum((0, 2, 3), dtype=wide) / pairs.clamp(min=1)
-    rest = (used - mean.to(used.dtype).view(-1, 1, 1)).masked_fill_(~allowed, 0)
-    shift = mean.to(used.dtype).to(wide)
-    less = rest.sum((0, 2, 3), dtype=wide)
-    square = rest.square().sum((0, 2, 3), dtype=wide) + 2 * shift * less + pairs * shift.square()
+    # Centred: a large mean score would cancel the digits of the variance.
+    count = allowed.sum(-1)
+    mean = used.sum(-1, dtype=wide) / count.clamp(min=1)
+    rest = (used - mean.to(used.dtype)[..., None]).masked_fill_(~allowed, 0)
 
     log_weights = at_least_float32(logits).log_softmax(-1)
-    # 0 where a masked pair would give 0 * inf.
+    # A masked pair would give 0 * inf.
     entropy = -(log_weights.exp() * log_weights.masked_fill(~allowed, 0)).sum(-1)
-    seen = allowed.any(-1)
+    seen = count > 0
     return RowSums(
-        ScoreSums(pairs, less + pairs * shift, square),
+        ScoreSums.of_rows(count.to(wide), mean, rest.square().sum(-1, dtype=wide)),
         seen.sum((0, 2)).to(wide),
         entropy.masked_fill(~seen, 0).sum((0, 2), dtype=wide),
         used.abs().amax((0, 2, 3)).to(wide),

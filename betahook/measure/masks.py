@@ -1,8 +1,9 @@
-"""Which query-key pairs an attention may use, and whether that set has a structure that exact statistics can exploit.
+"""The query-key pairs that an attention may use, and the structure by which exact statistics can exploit them.
 
-Almost every mask is a band (full, causal, sliding window) whose padded rows and columns are struck out. Such a mask is
-described by two integers and two validity vectors, and the score moments follow in linear time (`scores`).
-Whether a given mask tensor really is of that form is decided on its device: the answer is a tensor, never a branch.
+Almost every mask is a band (full, causal, sliding window) without its padded rows and columns. Two integers and two
+validity vectors describe such a mask, and the moments of the scores follow in linear time (`betahook.measure.scores`).
+The tap makes a `Mask` of whatever an attention call was given. Whether a mask tensor has the expected structure is
+decided on its device: the answer is a tensor, never a branch, and nothing here may read a value back to the host.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+
+from betahook import compat
 
 MASKED = math.log(torch.finfo(torch.float32).tiny)
-"""What takes a pair's share of its row down to nothing in float32, -87.3. Models write "masked" as infinity, as the
-least number of a dtype, as -1e9, -1e4 or -100."""
+"""The bias at which a pair counts as masked, -87.3: its weight vanishes in float32. Models write "masked" as minus
+infinity, as the least number of a dtype, as -1e9, -1e4 or -100."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,11 @@ class Mask:
         keys: boolean `[batch or 1, keys]`, columns that take part; None for all.
         pairs: boolean `[batch or 1, heads or 1, queries, keys]`, the mask that the attention was given; None if it
             was given none.
-        bias: the same shape, what the attention adds to its logits where `pairs` holds; None for nothing.
-        documents: integer `[batch or 1, tokens]`, in packed sequences the document of each token, which pairs do not
-            leave; None where there is but one.
-        structured: boolean scalar tensor, whether the pairs are those of band, queries and keys taken together; None
-            stands for a structure that holds by construction.
+        bias: the same shape, added to the logits by the attention where `pairs` holds; None for nothing.
+        documents: integer `[batch or 1, tokens]`, the document of each token in packed sequences, where no pair
+            crosses from one document to another; None for a single document.
+        structured: boolean scalar tensor, True if the pairs are exactly those of band, queries and keys; None for a
+            structure that holds by construction.
     """
 
     band: Band
@@ -67,9 +69,9 @@ class Mask:
 def from_tensor(mask: Tensor, band: Band) -> Mask:
     """Describe the 4-D `mask` of an attention call, `[batch or 1, heads or 1, queries, keys]`.
 
-    A boolean mask is True where a pair may be used. A floating one is added to the logits; a pair counts as masked
-    where that takes off `MASKED` or more. `band` is the structure to be expected; `Mask.structured` says whether the
-    mask has it.
+    A boolean mask is True where a pair may be used. A floating-point mask is added to the logits; a pair counts as
+    masked where it is at or below `MASKED`. `band` is the expected structure; `Mask.structured` says if the mask has
+    it.
     """
     structure = _shared_structure(mask, band)
     mask = mask.detach()
@@ -81,7 +83,7 @@ def _pairs(mask: Tensor) -> Tensor:
 
 
 def _structure(mask: Tensor, band: Band) -> Mask:
-    """The rows and columns that take part, and whether the mask is the band without the others."""
+    """Find the rows and columns that take part, and compare the mask with the band over them."""
     pairs = _pairs(mask)
     first = pairs[:, 0]
     queries, keys = first.any(-1), first.any(-2)
@@ -90,30 +92,30 @@ def _structure(mask: Tensor, band: Band) -> Mask:
     return Mask(band, queries, keys, structured=(pairs == expected[:, None]).all())
 
 
-_structures: Any = WeakTensorKeyDictionary()
+_structures: Any = compat.WeakTensorKeyDictionary()
 """Tensors that are alive, to their version and the structures of their views."""
 
 
 def _shared_structure(mask: Tensor, band: Band) -> Mask:
-    """`_structure`, found out once for all layers that are given the same tensor and as long as that is unchanged."""
-    if torch.compiler.is_compiling() or mask.is_inference():  # neither counts its changes
+    """`_structure`, computed once for all layers that are given the same, unchanged tensor."""
+    if torch.compiler.is_compiling() or mask.is_inference():  # no version counter tells of changes there
         return _structure(mask, band)
-    owner = mask if mask._base is None else mask._base  # the views that layers make are new each time
-    version, known = _structures.get(owner, (None, {}))
-    if version != owner._version:
+    owner, version = compat.owner_and_version(mask)  # the views that layers make are new each time
+    known_version, known = _structures.get(owner, (None, {}))
+    if known_version != version:
         known = {}
-        _structures[owner] = owner._version, known
+        _structures[owner] = version, known
     view = mask.storage_offset(), mask.shape, mask.stride(), band
     structure: Mask = known[view] if view in known else known.setdefault(view, _structure(mask, band))
     return structure
 
 
 def from_padding(mask: Tensor, band: Band, queries: int) -> Mask:
-    """Describe a 2-D padding mask `[batch, keys]`, nonzero at real tokens, as flash attention takes it."""
+    """Describe a 2-D padding mask `[batch, keys]`, nonzero at real tokens, as used with flash attention."""
     keys = mask != 0
     return Mask(band, keys if keys.shape[-1] == queries else None, keys)
 
 
 def from_documents(documents: Tensor, band: Band) -> Mask:
-    """Describe sequences that are packed into one, `documents [1, tokens]`: exact where there is but one."""
+    """Describe sequences packed into one, `documents [1, tokens]`; structured only with a single document."""
     return Mask(band, documents=documents, structured=(documents == documents[:, :1]).all())

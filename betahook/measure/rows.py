@@ -1,7 +1,9 @@
-"""What only whole rows of scores show: the largest one, the entropy, and moments under a mask without structure.
+"""Statistics that need whole rows of scores: the largest one, the entropy, and moments under an unstructured mask.
 
-They are read off a fixed, evenly spaced subset of query rows against all keys. As in `scores`, nothing draws
-random numbers, reads a value back to the host, or needs autograd; everything is computed in float32 or better.
+They come from a fixed, evenly spaced subset of query rows against all keys. A layer calls `row_sums` for every
+attention call that it measures, and `choose` picks between these moments and the exact ones of
+`betahook.measure.scores`. Nothing here may draw random numbers, read a value back to the host, or need autograd;
+everything is computed in float32 or better.
 """
 
 from __future__ import annotations
@@ -17,24 +19,27 @@ from betahook.measure.masks import Mask
 from betahook.measure.scores import ScoreSums, at_least_float32, sum_dtype
 
 ROWS = 32
-"""Query rows that are looked at in full; all of them, hence exactly, up to this length."""
+"""Number of query rows that are sampled; up to this length all rows, so that the statistics are exact."""
 
 CACHED = 2**17
-"""Scores of sampled rows that are worked on at once on the CPU, so that they stay in its cache."""
+"""Scores that the CPU works on at once, so that they stay in its cache."""
 
 LOWEST = -80.0
-"""Logits further than this below the largest of their row count as this: `exp(-80)` is nothing beside 1, and any
-smaller number would be a denormal, whose exponential takes ten times as long."""
+"""Floor of the logits, relative to the largest of their row: `exp(-80)` vanishes beside 1, and the exponential of a
+lower logit would be a denormal number, which takes ten times as long."""
 
 Position = TypeVar("Position", int, Tensor)
 
 
 @dataclass(frozen=True)
 class RowSums:
-    """What the sampled query rows show, pooled over the batch; tensors of shape `[heads]`.
+    """Sums over the sampled query rows, pooled over the batch; tensors of shape `[heads]`.
 
-    `max_score` is the largest absolute score, `rows` the number of rows with at least one key and `entropy` the sum of
-    their Shannon entropies in nats.
+    Attributes:
+        scores: moments of the scores in these rows.
+        rows: number of rows with at least one key.
+        entropy: sum of their Shannon entropies, in nats.
+        max_score: largest absolute score.
     """
 
     scores: ScoreSums
@@ -64,10 +69,10 @@ def row_sums(
 
     The entropy is that of the attention row itself: mask, biases and soft cap included, attention sinks not.
 
-    Of a sequence longer than `ROWS` these are estimates, from `n` rows (`ROWS` times the batch), as good as random rows
-    unless attention is periodic in the distance between them. The largest score is never too large, and with 95 %
+    For a sequence longer than `ROWS` these are estimates from `n` rows (`ROWS` times the batch), as good as random rows
+    unless attention is periodic in the distance between them. The largest score is never overestimated, and with 95 %
     confidence at most a share `3 / n` of all rows holds a larger one. The standard error of the mean entropy is at most
-    `log(keys) / (2 sqrt(n))`, for a row has between 0 and `log(keys)`.
+    `log(keys) / (2 sqrt(n))`, since the entropy of a row lies between 0 and `log(keys)`.
     """
     batch, heads, queries, _ = query.shape
     keys = key.shape[-2]
@@ -79,16 +84,16 @@ def row_sums(
     biases = [bias.expand(*bias.shape[:2], queries, keys)[..., picked, :] for bias in biases]
     scale = beta.to(scores.dtype).view(-1, 1, 1)
     parts = [
-        _look_at(scores[part], allowed[part], [bias[part] for bias in biases], scale, softcap)
+        _reduce_rows(scores[part], allowed[part], [bias[part] for bias in biases], scale, softcap)
         for part in _slabs(mask, queries, scores)
     ]
-    total, square, largest, entropy = (torch.cat(part, -1) for part in zip(*parts, strict=True))
+    mean, square, largest, entropy = (torch.cat(part, -1) for part in zip(*parts, strict=True))
 
-    wide = sum_dtype(query.device)
     pairs = allowed.sum(-1).expand(batch, heads, -1)
     filled = pairs > 0
+    wide = sum_dtype(query.device)
     return RowSums(
-        ScoreSums(pairs.sum((0, 2)).to(wide), total.sum((0, 2), dtype=wide), square.sum((0, 2), dtype=wide)),
+        ScoreSums.of_rows(pairs.to(wide), mean.to(wide), square.to(wide)),
         filled.sum((0, 2)).to(wide),
         entropy.masked_fill(~filled, 0).sum((0, 2), dtype=wide),
         largest.amax((0, 2)).to(wide),
@@ -96,7 +101,7 @@ def row_sums(
 
 
 def _slabs(mask: Mask, queries: int, scores: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Indices of the parts of `scores [batch, heads, rows, keys]` that are worked on at once: some rows, their keys."""
+    """Indices of the parts of `scores [batch, heads, rows, keys]` to work on at once: some rows and their keys."""
     _, _, rows, keys = scores.shape
     if scores.device.type != "cpu" or torch.compiler.is_compiling():
         yield (...,)
@@ -112,18 +117,21 @@ def _slabs(mask: Mask, queries: int, scores: Tensor) -> Iterator[tuple[Any, ...]
         yield ..., slice(start, stop), slice(low, high)
 
 
-def _look_at(
+def _reduce_rows(
     scores: Tensor, allowed: Tensor, biases: list[Tensor], beta: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sum and sum of squares of the scores in use, the largest of them, and entropy: `[batch, heads, rows]` each.
+    """Reduce `scores [batch, heads, rows, keys]`, which is overwritten, to `[batch, heads, rows]`.
 
-    `scores [batch, heads, rows, keys]` is overwritten.
+    Returns:
+        Mean, sum of squares about it and largest magnitude of the allowed scores, and the entropy of each row.
     """
-    scores *= allowed.to(scores.dtype)
-    total, square = scores.sum(-1), torch.linalg.vector_norm(scores, dim=-1).square()
+    used = allowed.to(scores.dtype)
+    scores *= used
+    mean = scores.sum(-1) / used.sum(-1).clamp(min=1)
+    square = torch.linalg.vector_norm(torch.addcmul(scores, used, mean[..., None], value=-1), dim=-1).square()
     largest = torch.maximum(scores.amax(-1), -scores.amin(-1))
 
-    # What is added to the logits is finite, so that a row without a key has no NaN.
+    # Finite, not minus infinity, so that a row without a key gives no NaN.
     added = torch.zeros_like(allowed, dtype=scores.dtype).masked_fill_(~allowed, torch.finfo(scores.dtype).min / 4)
     for bias in biases:
         added = added + bias
@@ -135,16 +143,16 @@ def _look_at(
     logits.clamp_(min=LOWEST)
     weight = logits.exp()
     norm = weight.sum(-1)
-    return total, square, largest, norm.log() - weight.mul_(logits).sum(-1) / norm
+    return mean, square, largest, norm.log() - weight.mul_(logits).sum(-1) / norm
 
 
 def sampled_rows(queries: int, device: torch.device) -> Tensor:
-    """Positions of the query rows that `row_sums` looks at: all up to `ROWS`, else evenly spaced with both ends."""
+    """Positions of the query rows that `row_sums` samples: all up to `ROWS`, else evenly spaced with both ends."""
     return _row(torch.arange(min(queries, ROWS), device=device), queries)
 
 
 def _row(index: Position, queries: int) -> Position:
-    """The position of a sampled row."""
+    """Position of the sampled row with this index."""
     return index if queries <= ROWS else index * (queries - 1) // (ROWS - 1)
 
 
@@ -163,16 +171,17 @@ def _allowed_rows(mask: Mask, rows: Tensor, keys: int) -> Tensor:
 
 
 def choose(exact: ScoreSums, rows: ScoreSums, mask: Mask) -> ScoreSums:
-    """The exact sums where the mask has the structure they assume, those of the sampled rows where it has not."""
+    """The exact sums where the mask has the structure that they assume, else those of the sampled rows."""
     if mask.structured is None:
         return exact
     return ScoreSums(
         torch.where(mask.structured, exact.pairs, rows.pairs),
         torch.where(mask.structured, exact.score, rows.score),
         torch.where(mask.structured, exact.score_square, rows.score_square),
+        torch.where(mask.structured, exact.row_square, rows.row_square),
     )
 
 
 def is_exact(mask: Mask, queries: int) -> bool | Tensor:
-    """Whether the sums that `choose` returns cover every pair; a boolean scalar tensor where the mask decides."""
+    """True if the sums that `choose` returns cover every pair; a boolean scalar tensor where the mask decides."""
     return mask.structured is None or queries <= ROWS or mask.structured

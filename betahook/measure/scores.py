@@ -1,15 +1,15 @@
-"""Exact moments of attention scores, and of the q and k that they are products of, without an N x N tensor.
+"""Exact moments of attention scores, and of their factors q and k, without an N x N tensor.
 
 A score is `s_ij = q_i . k_j`. The first two moments of a query's scores need no more than sums over its keys,
 
     sum_j s_ij = q_i . (sum_j k_j)            sum_j s_ij^2 = q_i^T (sum_j k_j k_j^T) q_i
 
 and under a causal mask those sums are carried from one block of queries to the next. The cost is O(N d^2) instead of
-O(N^2 d), the extra memory O(d^2). What has no such form (maximum, entropy, masks without structure) is in
+O(N^2 d), the extra memory O(d^2). Maximum, entropy and masks without structure have no such form; they are in
 `betahook.measure.rows`.
 
-Nothing here draws random numbers, reads a value back to the host, or needs autograd; everything is computed in
-float32 or better.
+A layer calls `components` and `score_sums` for every attention call that it measures. Nothing here may draw random
+numbers, read a value back to the host, or need autograd; everything is computed in float32 or better.
 """
 
 from __future__ import annotations
@@ -29,16 +29,31 @@ BLOCK = 64
 """Queries per block of the causal sum: about d_k, where the work inside blocks equals the work between them."""
 
 BLOCKS_AT_ONCE = 64
-"""On an accelerator, where starting a kernel costs more than running it; on the CPU one, which stays in the cache."""
+"""Blocks per kernel on an accelerator, where a launch costs more than the work; one on the CPU, to fit the cache."""
 
 
 @dataclass(frozen=True)
 class ScoreSums:
-    """Sums over the pairs that a mask allows, pooled over the batch; every tensor is float64 of shape `[heads]`."""
+    """Sums over the pairs that a mask allows, pooled over the batch; every tensor is float64 of shape `[heads]`.
+
+    Attributes:
+        pairs: number of pairs.
+        score: sum of the scores.
+        score_square: sum of their squares.
+        row_square: sum of their squares about the mean score of their query.
+    """
 
     pairs: Tensor
     score: Tensor
     score_square: Tensor
+    row_square: Tensor
+
+    @classmethod
+    def of_rows(cls, count: Tensor, mean: Tensor, square: Tensor) -> ScoreSums:
+        """Pool rows, given the number, mean and squares about the mean of their scores, `[batch, heads, rows]` each."""
+        total = count * mean
+        pairs, score, mean_square, row_square = (x.sum((0, 2)) for x in (count, total, total * mean, square))
+        return cls(pairs, score, row_square + mean_square, row_square)
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -52,16 +67,19 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Let the model's autocast, which would take products of float32 in half precision, not reach what is inside."""
-    acts = device.type != "meta" and torch.is_autocast_enabled(device.type)  # torch knows of none for meta
+    """Suspend the autocast of the model, which would compute float32 products in half precision."""
+    acts = device.type != "meta" and torch.is_autocast_enabled(device.type)  # torch has no autocast for meta
     return torch.autocast(device.type, enabled=False) if acts else nullcontext()
 
 
 @dataclass(frozen=True)
 class Components:
-    """Mean and variance of each component of q or k over batch and tokens, `[heads, d_k]`, float32 or better.
+    """Moments of each component of q or k over batch and tokens.
 
-    `count`, a scalar, is the number of tokens that they are of.
+    Attributes:
+        count: number of tokens, a scalar.
+        mean: `[heads, d_k]`, float32 or better.
+        variance: population variance, the same shape.
     """
 
     count: Tensor
@@ -75,7 +93,7 @@ class Components:
 
 
 def components(tokens: Tensor, valid: Tensor | None) -> Components:
-    """Moments of `tokens [batch, heads, tokens, d_k]`, over those where `valid [batch or 1, tokens]` is True."""
+    """Moments of `tokens [batch, heads, tokens, d_k]` where `valid [batch or 1, tokens]` is True; None for all."""
     count, mean = _count_and_mean(tokens, valid)
     square = torch.zeros_like(mean)
     for start, stop in _slabs(tokens.shape[2], tokens.device):
@@ -90,7 +108,7 @@ def _count_and_mean(tokens: Tensor, valid: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def _count(tokens: Tensor, valid: Tensor | None) -> Tensor:
-    """The number of tokens that take part, a scalar."""
+    """Number of tokens that take part, a scalar."""
     batch, _, length, _ = tokens.shape
     wide = sum_dtype(tokens.device)
     if valid is None:
@@ -98,8 +116,8 @@ def _count(tokens: Tensor, valid: Tensor | None) -> Tensor:
     return valid.expand(batch, -1).sum().to(wide)
 
 
-def _near_mean(tokens: Tensor, valid: Tensor | None) -> Tensor:
-    """About the mean of each component, `[heads, d_k]`: that of some evenly spaced tokens, the last among them."""
+def _approximate_mean(tokens: Tensor, valid: Tensor | None) -> Tensor:
+    """Mean of each component over some evenly spaced tokens, the last among them: `[heads, d_k]`."""
     length = tokens.shape[2]
     step = length // BLOCK + 1
     some = slice((length - 1) % step, None, step)
@@ -107,7 +125,7 @@ def _near_mean(tokens: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def _per_token(valid: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[batch or 1, tokens]` as a factor for `[batch, heads, tokens, d]`."""
+    """Reshape `[batch or 1, tokens]` to a factor for `[batch, heads, tokens, d]`."""
     return valid[:, None, :, None].to(dtype)
 
 
@@ -118,7 +136,7 @@ def _centred(tokens: Tensor, mean: Tensor, valid: Tensor | None, start: int, sto
 
 
 def _slabs(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Start and stop of the runs of tokens, whole blocks but for the last, that are worked on at once."""
+    """Start and stop of the runs of tokens to work on at once; all but the last are whole blocks."""
     if torch.compiler.is_compiling():  # without a loop one graph serves every length
         yield 0, length
         return
@@ -128,7 +146,7 @@ def _slabs(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
 
 
 def _filled(tokens: Tensor, length: int, before: int = 0) -> Tensor:
-    """`[..., n, d] -> [..., length, d]`, filled up with zeros: `before` of them in front, the rest behind."""
+    """Pad with zeros, `[..., n, d] -> [..., length, d]`: `before` of them in front, the rest behind."""
     after = length - before - tokens.shape[-2]
     return F.pad(tokens, (0, 0, before, after)) if before or after else tokens
 
@@ -137,12 +155,12 @@ def _whole_blocks(length: int) -> int:
     return length + -length % BLOCK
 
 
-class _Below:
-    """Sums over the scores of queries with the centred keys `j <= i + edge`.
+class _PrefixSums:
+    """Score sums of each query `i` over the centred keys `j <= i + edge`, from sums over prefixes of the keys.
 
-    It is called with slab after slab of queries. All that it carries from one to the next are the sums over the keys
-    that every later query sees: `gram [batch * key_heads, d, d]`, and `vectors [batch * key_heads, d, 2]`, the sum of
-    the keys beside their mean, which costs next to nothing to multiply by in the same call.
+    Called with one slab of queries after another, it carries the sums over the keys that every later query sees:
+    `gram [batch * key_heads, d, d]`, and `vectors [batch * key_heads, d, 2]`, the sum of the keys beside their mean,
+    which costs next to nothing to multiply by in the same call.
     """
 
     def __init__(self, edge: int, key: Tensor, mean: Tensor, valid: Tensor | None) -> None:
@@ -155,7 +173,7 @@ class _Below:
         self.gram = torch.zeros_like(means)[:, :, None].repeat(1, 1, mean.shape[-1])
 
     def __call__(self, query: Tensor, groups: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """For the queries from `start` to `stop`, in blocks `[batch * key_heads * blocks, groups * BLOCK, d]`.
+        """Sum over the queries from `start` to `stop`, blocks `[batch * key_heads * blocks, groups * BLOCK, d]`.
 
         Returns:
             The sum of the scores of each query beside its product with the mean key,
@@ -169,7 +187,7 @@ class _Below:
         if first == last:
             return _seen_by_all(query, groups, *(x.repeat_interleave(blocks, 0) for x in (self.vectors, self.gram)))
 
-        # The edge runs through these keys: of those in its own block a query sees the ones up to its own place.
+        # The edge runs through these keys: of the keys in its own block a query sees those up to its own place.
         key = _filled(self._read(first, last), blocks * BLOCK, before=first - start - self.edge)
         key = key.reshape(-1, BLOCK, key.shape[-1])
         self.seen = last
@@ -183,7 +201,7 @@ class _Below:
         return score, square.add_(torch.linalg.vector_norm(in_block, dim=(2, 3)).square_())
 
     def components(self) -> Components:
-        """Moments of all keys, those that no query sees included: sum and squares have been needed anyway."""
+        """Moments of all keys, those that no query sees included, from the sums at hand."""
         self._take_until(self.keys)
         count = _count(self.key, self.valid)
         sums = self.vectors.select(-1, 0), self.gram.diagonal(dim1=-2, dim2=-1)
@@ -199,12 +217,12 @@ class _Below:
         return _centred(self.key, self.mean, self.valid, start, stop).flatten(0, 1)
 
     def _take(self, key: Tensor) -> None:
-        """Add the keys `[batch * key_heads, n, d]`, in place: a copy of the Gram matrices would cost as much again."""
+        """Add the keys `[batch * key_heads, n, d]` in place: copying the Gram matrices would double the cost."""
         self.vectors.select(-1, 0).add_(key.sum(1))
         self.gram.baddbmm_(key.mT, key)
 
     def _take_blocks(self, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys `[batch * key_heads * blocks, n, d]`; returns vectors and gram in front of each block."""
+        """Add the keys `[batch * key_heads * blocks, n, d]`; return vectors and gram in front of each block."""
         vectors = torch.stack([key.sum(1), torch.zeros_like(key[:, 0])], -1)
         parts = [x.unflatten(0, (len(self.gram), -1)) for x in (vectors, torch.bmm(key.mT, key))]
         after = [x[:, None] + part.cumsum(1) for x, part in zip((self.vectors, self.gram), parts, strict=True)]
@@ -214,51 +232,44 @@ class _Below:
 
 
 def _seen_by_all(query: Tensor, groups: int, vectors: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """What keys with the sums `vectors [n, d, 2]` and `gram [n, d, d]` contribute; shapes as in `_Below.__call__`."""
+    """Score sums over keys with the sums `vectors [n, d, 2]` and `gram [n, d, d]`; see `_PrefixSums.__call__`."""
     square = torch.bmm(query, gram).mul_(query)
     return torch.bmm(query, vectors), square.view(square.shape[0], groups, -1).sum(-1)
 
 
 def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tuple[ScoreSums, Components]:
-    """Exact number, sum and sum of squares of the scores over the pairs of a structured mask.
+    """Exact number, sum and sums of squares of the scores over the pairs of a structured mask.
 
-    With them come the moments of the keys, which cost nothing beside the Gram matrices.
+    The moments of the keys come with them, at no cost beside the Gram matrices.
 
     Args:
         query: `[batch, heads, queries, d_k]`, any floating dtype.
-        key: `[batch, key_heads, keys, d_k]`; `heads` is a multiple of `key_heads` (grouped-query attention), and the
-            Gram matrix of each key head is computed once.
+        key: `[batch, key_heads, keys, d_k]`; `heads` is a multiple of `key_heads` (grouped-query attention).
         mask: band and padding are used; `mask.pairs` and `mask.documents` are not.
-        query_mean: `[heads, d_k]`, about the mean query. Any value gives the same sums; the mean makes them accurate.
+        query_mean: `[heads, d_k]`, an estimate of the mean query. It changes the rounding of the sums only.
     """
-    batch, heads, queries, width = query.shape
+    batch, heads, queries, _ = query.shape
     key_heads, keys = key.shape[1:3]
     groups = heads // key_heads
     wide = sum_dtype(query.device)
-    # What lies below the upper edge of the band less what lies below the lower one.
-    key_mean = _near_mean(key, mask.keys)
-    below = [_Below(keys if mask.band.high is None else mask.band.high, key, key_mean, mask.keys)]
+    # Keys below the upper edge of the band minus those below the lower one.
+    key_mean = _approximate_mean(key, mask.keys)
+    below = [_PrefixSums(keys if mask.band.high is None else mask.band.high, key, key_mean, mask.keys)]
     if mask.band.low is not None:
-        below.append(_Below(mask.band.low, key, key_mean, mask.keys))
+        below.append(_PrefixSums(mask.band.low, key, key_mean, mask.keys))
 
     # The keys are centred, so that a large mean score does not cancel the digits of the variance:
     # s - shift = q . (k - key_mean) + offset   with   offset = q . key_mean - shift.
     scores, squares = [], []
     for start, stop in _slabs(queries, query.device):
-        rows = at_least_float32(query[:, :, start:stop])
-        if mask.queries is not None:
-            rows = rows * _per_token(mask.queries[:, start:stop], rows.dtype)
-        rows = _filled(rows, _whole_blocks(stop - start))
-        rows = rows.view(batch, key_heads, groups, -1, BLOCK, width).transpose(2, 3)
-        blocks = rows.shape[2]
-        rows = rows.reshape(-1, groups * BLOCK, width)
+        rows = _query_blocks(query, mask.queries, groups, start, stop)
         score, square = below[0](rows, groups, start, stop)
         if len(below) == 2:
             less, less_square = below[1](rows, groups, start, stop)
             score.select(-1, 0).sub_(less.select(-1, 0))
             square -= less_square
-        scores.append(score.view(batch, key_heads, blocks, groups, BLOCK, 2))
-        squares.append(square.view(batch, key_heads, blocks, groups))
+        scores.append(score.view(batch, key_heads, -1, groups, BLOCK, 2))
+        squares.append(square.view(batch, key_heads, -1, groups))
 
     # Per query from here on, `[batch, key_heads, blocks, groups, BLOCK]`.
     shift = (query_mean.unflatten(0, (key_heads, groups)) * key_mean[:, None]).sum(-1)
@@ -268,16 +279,29 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
     count_here = _filled(count[..., None], _whole_blocks(queries)).view(len(count), 1, -1, 1, BLOCK)
     total = (score + count_here * offset).sum((0, 2, 4), dtype=wide)
     square = torch.cat(squares, 2).sum((0, 2), dtype=wide)
+    # The offset is the same for all keys of a query: it is no part of the spread within rows.
+    row_square = square - (score.square() / count_here.clamp(min=1)).sum((0, 2, 4), dtype=wide)
     square = square + (offset * (2 * score + count_here * offset)).sum((0, 2, 4), dtype=wide)
 
-    pairs = count.expand(batch, -1).sum().to(wide)
-    shift = shift.to(wide)
-    sums = pairs.expand_as(shift), total + pairs * shift, square + 2 * shift * total + pairs * shift.square()
+    pairs, shift = count.expand(batch, -1).sum().to(wide), shift.to(wide)
+    square = square + 2 * shift * total + pairs * shift.square()
+    sums = pairs.expand_as(shift), total + pairs * shift, square, row_square.clamp(min=0)
     return ScoreSums(*(x.flatten() for x in sums)), below[0].components()
 
 
+def _query_blocks(query: Tensor, valid: Tensor | None, groups: int, start: int, stop: int) -> Tensor:
+    """Queries `start` to `stop`, zero where not valid: `[batch * key_heads * blocks, groups * BLOCK, d_k]`."""
+    rows = at_least_float32(query[:, :, start:stop])
+    if valid is not None:
+        rows = rows * _per_token(valid[:, start:stop], rows.dtype)
+    batch, heads, _, width = query.shape
+    rows = _filled(rows, _whole_blocks(stop - start))
+    rows = rows.view(batch, heads // groups, groups, -1, BLOCK, width).transpose(2, 3)
+    return rows.reshape(-1, groups * BLOCK, width)
+
+
 def _pairs_per_query(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor:
-    """`[batch or 1, queries]`: for each query, the number of valid keys between the two edges of the band."""
+    """Number of valid keys between the two edges of the band for each query, `[batch or 1, queries]`."""
     positions = torch.arange(queries, device=device)
     last = positions.new_full((), keys) if mask.band.high is None else (positions + mask.band.high + 1).clamp(0, keys)
     first = positions.new_zeros(()) if mask.band.low is None else (positions + mask.band.low + 1).clamp(0, keys)
@@ -290,9 +314,9 @@ def _pairs_per_query(mask: Mask, queries: int, keys: int, device: torch.device) 
 
 
 def overflow_logit(dtype: torch.dtype) -> float:
-    """The largest logit whose exponential is finite, in the dtype in which a softmax over `dtype` logits is taken.
+    """Largest logit whose exponential is finite, in the dtype in which a softmax over `dtype` logits is computed.
 
-    709 in float64 and 88.7 in every narrower dtype, since their softmax runs in float32. (Paper, section 3: the upper
+    709 in float64 and 88.7 in every narrower dtype, since their softmax runs in float32. (Paper, section 2: the upper
     end of the search for beta.)
     """
     return math.log(torch.finfo(torch.promote_types(dtype, torch.float32)).max)

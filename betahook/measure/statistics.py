@@ -1,7 +1,9 @@
-"""What is measured: one flat table of sums over all heads of all layers, and the statistics that follow from it.
+"""One flat table of sums over all heads of all layers, and the statistics that follow from it.
 
 Every quantity is kept as a sum, so that micro-batches, ranks and the heads of a layer are pooled by adding columns.
-The exceptions are the last rows, maxima.
+The exceptions are the last rows, maxima, and the spread of the scores: heads are pooled about a mean of their own each,
+since no softmax sees an offset between heads. Layers add to the table; the hook reduces it over ranks and pools it over
+groups of heads. Nothing here may read a value back to the host.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ SUMS = (
     "exact_pairs",
     "score",
     "score_square",
+    "row_square",  # of the scores about the mean of their row
     "rows",
     "entropy",
-    # Tokens, and weighted by them: averages over the components of q and k, and the variance that independence
-    # predicts. The averages are written once a step (`betahook.measure.components`), not accumulated.
+    # Numbers of tokens, and, weighted by them, averages over the components of q and k and the variance that
+    # independence predicts. `betahook.measure.components` writes the averages once a step; they do not accumulate.
     "queries",
     "query_mean_square",
     "query_variance",
@@ -37,13 +40,6 @@ SUMS = (
     "key_inputs",
     "key_input",
     "key_input_square",
-    # Entries of the two projections; written once a step, not accumulated.
-    "query_weights",
-    "query_weight",
-    "query_weight_square",
-    "key_weights",
-    "key_weight",
-    "key_weight_square",
     "sensitivity",
 )
 MAXIMA = ("max_score", "max_logit")
@@ -56,10 +52,10 @@ def empty(heads: int, device: torch.device) -> Tensor:
 
 
 def add(table: Tensor, values: dict[str, Tensor]) -> None:
-    """Add `values`, name to a tensor `[heads]` or scalar, to `table` in place; maxima take the larger one."""
-    values = {name: value.to(table.device) for name, value in values.items()}  # a layer may be on another device
+    """Add `values`, tensors `[heads]` or scalars by name, to `table` in place; maxima take the larger value."""
+    values = {name: value.to(table.device) for name, value in values.items()}  # the layer may be on another device
     zero = table.new_zeros(table.shape[1])
-    # All at once: on an accelerator an addition for each row would cost more than the sums themselves.
+    # All rows at once: on an accelerator one addition per row would cost more than the sums themselves.
     table[: len(SUMS)] += torch.stack([values[name].expand_as(zero) if name in values else zero for name in SUMS])
     for name in MAXIMA:
         if name in values:
@@ -67,41 +63,51 @@ def add(table: Tensor, values: dict[str, Tensor]) -> None:
 
 
 def pool(table: Tensor, lengths: Tensor) -> Tensor:
-    """Pool runs of heads into units: `[quantities, heads] -> [quantities, units]`, `lengths [units]` heads each.
+    """Pool runs of `lengths [groups]` heads: `[quantities, heads] -> [quantities, groups]`.
 
-    By segments and not by scattering, so that the order of the additions, and every bit, is the same on all ranks.
+    All sums are added but "score_square", from which the part between the means of the heads is taken: the variance of
+    a group is the mean of its heads' variances, weighted by pairs. Segments, not scattering, keep the order of the
+    additions, and so every bit, the same on all ranks.
     """
     sums, maxima = table.T.split([len(SUMS), len(MAXIMA)], 1)
-    return torch.cat([by_segment(sums, "sum", lengths), by_segment(maxima, "max", lengths)], 1).T
+    pooled = by_segment(sums, "sum", lengths).T
+    by_head = by_segment(_mean_part(table), "sum", lengths)
+    pooled[ROW["score_square"]] -= by_head - _mean_part(pooled)
+    return torch.cat([pooled, by_segment(maxima, "max", lengths).T])
+
+
+def _mean_part(table: Tensor) -> Tensor:
+    """Squares of the scores of each column of `table` if all were equal to their mean."""
+    return table[ROW["score"]].square() / table[ROW["pairs"]].clamp(min=1)
 
 
 def by_segment(values: Tensor, reduction: Literal["sum", "mean", "max"], lengths: Tensor) -> Tensor:
     """Reduce runs of `lengths [segments]` entries of `values [entries, ...]`: `[segments, ...]`."""
-    # unsafe: the check of the lengths would read them back to the host.
+    # unsafe=True: checking the lengths would read them back to the host.
     return torch.segment_reduce(values.contiguous(), reduction, lengths=lengths, unsafe=True)
 
 
 def first_of_each(values: Tensor, lengths: Tensor) -> Tensor:
-    """The first entry of each run, `[entries] -> [segments]`."""
+    """First entry of each run, `[entries] -> [segments]`."""
     return values[lengths.cumsum(0) - lengths]
 
 
 def geometric_mean(values: Tensor, lengths: Tensor) -> Tensor:
-    """Of runs of positive values, `[entries] -> [segments]`; where those of a run agree, that value bit by bit."""
+    """Geometric mean of runs of positive values, `[entries] -> [segments]`; equal values give that value to the bit."""
     first = first_of_each(values, lengths)
     ratios = values / first.repeat_interleave(lengths, output_size=len(values))
     return first * by_segment(ratios.log(), "mean", lengths).exp()
 
 
 def keep_measured(new: Tensor, old: Tensor) -> Tensor:
-    """`new`, but what was last measured of the heads that it has no scores of; the sensitivity is always new."""
+    """`new`, with the columns of `old` for heads without a score in `new`; the sensitivity is always the new one."""
     kept = torch.where(new[ROW["pairs"]] > 0, new, old)
     kept[ROW["sensitivity"]] = new[ROW["sensitivity"]]
     return kept
 
 
 def is_distributed() -> bool:
-    """Whether there are several ranks."""
+    """True if there are several ranks."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
@@ -110,8 +116,8 @@ def all_reduce(table: Tensor, moments: Tensor, beta_default: Tensor) -> tuple[Te
     """Pool a table, the moments and `beta_default [heads]` over all ranks in one collective, to the same bits on all.
 
     The maxima travel as one slot per rank inside the sum, which saves a second collective. The sensitivity becomes
-    the mean over ranks, as the gradients do. A default that is NaN, of a layer that this rank has not used yet, is that
-    of the others. Without a process group they are returned as they are.
+    the mean over ranks, as the gradients do. A default is NaN for a layer that this rank has not used yet, and is then
+    taken from the others. Without a process group everything is returned as it is.
     """
     if not is_distributed():
         return table, moments, beta_default
@@ -132,28 +138,29 @@ def all_reduce(table: Tensor, moments: Tensor, beta_default: Tensor) -> tuple[Te
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics per unit, a unit being a layer or a head. Tensors of shape `[units]`, or scalars for one layer.
+    """Statistics of groups of heads, tensors of shape `[groups]`; or of one group, scalars.
 
-    A quantity that was not measured is NaN, `count` is then 0.
+    Every std is a population std: the squares are divided by their number. A quantity that was not measured is NaN;
+    `count` is then 0.
 
     Attributes:
         count: number of query-key pairs.
         mean: mean of the raw scores `q . k`.
-        std: standard deviation of the raw scores, not of the logits.
-        exact: True where mean and std cover every pair, False where they come from sampled query rows.
+        std: standard deviation of the raw scores, not of the logits. Of several heads it is the root of the mean of
+            their variances, each about its own mean and weighted by its pairs.
+        row_std: standard deviation within rows, about the mean score of each query: the spread that the softmax sees.
+        exact: True where mean, std and row_std cover every pair, False where they come from sampled query rows.
         max_score: largest absolute score in the sampled query rows.
-        max_logit: largest absolute score times the beta of its forward, in the same rows.
+        max_logit: largest absolute score times the beta of its forward pass, in the same rows.
         entropy: mean entropy of the attention rows, in nats, over the sampled query rows.
         component_mean_square_q: square of the mean of a component of q, averaged over the components.
         component_variance_q: variance of a component of q, averaged over the components.
         component_mean_square_k: the same as `component_mean_square_q`, of k.
         component_variance_k: the same as `component_variance_q`, of k.
-        independent_std: standard deviation that independent components of q and k would give the scores, from their
+        independent_std: standard deviation of the scores if the components of q and k were independent, from their
             moments over all tokens of a head.
         input_std_q: standard deviation of the entries that enter the query projection.
         input_std_k: standard deviation of the entries that enter the key projection.
-        weight_std_q: standard deviation of the entries of W_q.
-        weight_std_k: standard deviation of the entries of W_k.
         sensitivity: derivative of the training loss with respect to log beta.
         finite: False where a measured sum is NaN or infinite.
     """
@@ -161,6 +168,7 @@ class Statistics:
     count: Tensor
     mean: Tensor
     std: Tensor
+    row_std: Tensor
     exact: Tensor
     max_score: Tensor
     max_logit: Tensor
@@ -172,14 +180,12 @@ class Statistics:
     independent_std: Tensor
     input_std_q: Tensor
     input_std_k: Tensor
-    weight_std_q: Tensor
-    weight_std_k: Tensor
     sensitivity: Tensor
     finite: Tensor
 
     @classmethod
     def from_table(cls, table: Tensor) -> Statistics:
-        """Statistics of the columns of a table of sums, `[quantities, units]`."""
+        """Statistics of the columns of a table of sums, `[quantities, groups]`."""
         sums = {name: table[index] for name, index in ROW.items()}
         pairs = sums["pairs"]
 
@@ -191,6 +197,7 @@ class Statistics:
             count=pairs,
             mean=sums["score"] / pairs,
             std=std("pairs", "score"),
+            row_std=(sums["row_square"] / pairs).sqrt(),
             exact=sums["exact_pairs"] == pairs,
             max_score=sums["max_score"].masked_fill(pairs == 0, torch.nan),
             max_logit=sums["max_logit"].masked_fill(pairs == 0, torch.nan),
@@ -202,12 +209,10 @@ class Statistics:
             independent_std=(sums["independent_variance"] / sums["queries"]).sqrt(),
             input_std_q=std("query_inputs", "query_input"),
             input_std_k=std("key_inputs", "key_input"),
-            weight_std_q=std("query_weights", "query_weight"),
-            weight_std_k=std("key_weights", "key_weight"),
             sensitivity=sums["sensitivity"],
             finite=table.isfinite().all(0),
         )
 
-    def __getitem__(self, unit: int | slice) -> Statistics:
-        """The statistics of one unit, or of a slice of units."""
-        return Statistics(**{field.name: getattr(self, field.name)[unit] for field in fields(self)})
+    def __getitem__(self, group: int | slice) -> Statistics:
+        """Statistics of one group, or of a slice of groups."""
+        return Statistics(**{field.name: getattr(self, field.name)[group] for field in fields(self)})

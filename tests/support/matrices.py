@@ -56,6 +56,23 @@ def used(query, key, allowed):
     return [head[pairs] for head, pairs in zip(matrix.unbind(1), allowed.expand_as(matrix).unbind(1), strict=True)]
 
 
+def row_std(query, key, allowed):
+    """Standard deviation of the scores over the allowed pairs, each about the mean of its row: `[heads]`."""
+    matrix = full(query, key)
+    allowed = allowed.expand_as(matrix)
+    mean = (matrix * allowed).sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True).clamp(min=1)
+    return (((matrix - mean) * allowed).square().sum((0, 2, 3)) / allowed.sum((0, 2, 3))).sqrt()
+
+
+def assert_row_std(sums, expected, rel=1e-5):
+    """Compare the spread within rows; where it is nothing, what rounding leaves is a trifle beside the whole spread."""
+    found = (sums.row_square / sums.pairs).sqrt()
+    variance = sums.score_square / sums.pairs - (sums.score / sums.pairs).square()
+    tolerance = rel * expected + (expected < 1e-9) * 2e-3 * variance.clamp(min=0).sqrt()
+    assert ((found - expected).abs() <= tolerance)[sums.pairs > 0].all(), (found, expected)
+    assert not sums.row_square[sums.pairs == 0].any()
+
+
 def exact(query, key, mask):
     """`score_sums` as a layer calls it, centred at the mean of the queries that take part."""
     return with_key_moments(query, key, mask)[0]
@@ -81,6 +98,14 @@ def assert_sums(sums, expected, rel=1e-5):
         assert math.sqrt(max(variance, 0)) == pytest.approx(
             x.std(correction=0).item(), rel=rel, abs=math.sqrt(noise) if count == 1 else 0
         )
+
+
+def overall_std(heads):
+    """Std of all scores of a layer about one mean, from the statistics of its heads: what a flat list of them has."""
+    seen = heads.count > 0
+    count, mean, std = (x[seen].double() for x in (heads.count, heads.mean, heads.std))
+    share = count / count.sum()
+    return ((share * (std.square() + mean.square())).sum() - (share * mean).sum().square()).clamp(min=0).sqrt()
 
 
 def scattered(heads, queries, keys):

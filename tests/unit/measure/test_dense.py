@@ -23,6 +23,17 @@ def test_a_large_mean_leaves_the_digits_of_the_spread():
     torch.testing.assert_close(std, expected.std(1, correction=0), rtol=1e-5, atol=0)
 
 
+def test_the_spread_within_rows_leaves_their_offsets_out():
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.randn(2, 3, 20, 20, generator=generator)
+    scores = spread + 1e4 * torch.randn(2, 3, 20, 1, generator=generator)
+    allowed = causal(2, 3, 20, 20)
+    sums = pair_sums(scores, scores, allowed).scores
+    rows = [[row[: index + 1] for index, row in enumerate(matrix)] for matrix in scores.double().flatten(0, 1)]
+    squares = torch.tensor([sum((row - row.mean()).square().sum() for row in matrix) for matrix in rows])
+    torch.testing.assert_close(sums.row_square, squares.view(2, 3).sum(0).double(), rtol=1e-5, atol=0)
+
+
 def test_a_row_without_a_key_has_no_entropy():
     allowed = causal(1, 1, 3, 3)
     allowed[..., 1, :] = False
@@ -30,3 +41,8 @@ def test_a_row_without_a_key_has_no_entropy():
     sums = pair_sums(logits, logits.masked_fill(~allowed, -math.inf), allowed)
     assert sums.rows.tolist() == [2]
     assert sums.entropy.tolist() == pytest.approx([math.log(3)])
+
+
+def test_the_largest_score_may_be_negative():
+    scores = torch.tensor([[[[1.0, 2.0], [-5.0, 3.0]], [[1.0, -9.0], [4.0, 3.0]]]])
+    assert pair_sums(scores, scores, causal(1, 2, 2, 2)).max_score.tolist() == [5, 4]

@@ -165,3 +165,12 @@ def test_inference_tensors_are_looked_at_each_time(structures):
         assert masks.from_tensor(tensor, Band()).structured
         tensor[0, 0, 1, 2] = -torch.inf
         assert not masks.from_tensor(tensor, Band()).structured
+
+
+@pytest.mark.parametrize(("documents", "one"), [([3, 3, 3], True), ([0, 0, 1], False), ([0, 1, 0], False)])
+def test_packed_sequences_have_the_structure_of_a_band_where_there_is_one(documents, one):
+    documents = torch.tensor([documents])
+    mask = masks.from_documents(documents, Band(None, 0))
+    assert mask.structured.item() is one
+    assert mask.documents is documents
+    assert mask.band == Band(None, 0)

@@ -9,7 +9,7 @@ import torch
 from betahook.measure import masks, rows
 from betahook.measure.masks import Band, Mask
 from betahook.measure.rows import ROWS, choose, is_exact, row_sums, sampled_rows
-from support.matrices import assert_sums, exact, full, make, pairs_of, scattered, used
+from support.matrices import assert_row_std, assert_sums, exact, full, make, pairs_of, row_std, scattered, used
 
 
 @pytest.mark.parametrize("heads", [1, 2], ids=["one mask for all heads", "its own for each head"])
@@ -21,7 +21,9 @@ def test_masks_without_structure_are_sampled(queries, heads):
     assert not mask.structured
     rows = row_sums(query, key, mask, torch.tensor(1.0))
     picked = sampled_rows(queries, query.device)
-    assert_sums(choose(exact(query, key, mask), rows.scores, mask), used(query[:, :, picked], key, pairs[:, :, picked]))
+    sums = choose(exact(query, key, mask), rows.scores, mask)
+    assert_sums(sums, used(query[:, :, picked], key, pairs[:, :, picked]))
+    assert_row_std(sums, row_std(query[:, :, picked], key, pairs[:, :, picked]))
     assert bool(is_exact(mask, queries)) == (queries <= ROWS)
 
 
@@ -31,7 +33,9 @@ def test_masks_with_structure_are_exact(queries):
     pairs = pairs_of(Band(None, 0), queries, queries)
     for mask in (masks.from_tensor(pairs.expand(2, 1, -1, -1), Band(None, 0)), Mask(Band(None, 0))):
         rows = row_sums(query, key, mask, torch.tensor(1.0))
-        assert_sums(choose(exact(query, key, mask), rows.scores, mask), used(query, key, pairs))
+        sums = choose(exact(query, key, mask), rows.scores, mask)
+        assert_sums(sums, used(query, key, pairs))
+        assert_row_std(sums, row_std(query, key, pairs))
         assert is_exact(mask, queries)
 
 
@@ -108,6 +112,17 @@ def test_rows_without_a_key_count_for_nothing(form):
     assert rows.rows.tolist() == [2 * 20 - 2 - 3] * 2
     torch.testing.assert_close(rows.entropy, torch.special.entr(weights).sum((0, 2, 3)), rtol=1e-5, atol=1e-5)
     assert_sums(rows.scores, used(query, key, pairs))
+    assert_row_std(rows.scores, row_std(query, key, pairs))
+
+
+def test_a_mean_far_above_the_spread_costs_no_digits():
+    query, key = make(20, 20, query_mean=50, key_mean=-100)
+    pairs = scattered(2, 20, 20)
+    expected = used(query, key, pairs)
+    assert abs(expected[0].mean()) > 90 * expected[0].std()
+    found = row_sums(query, key, masks.from_tensor(pairs, Band()), torch.tensor(1.0)).scores
+    assert_sums(found, expected, rel=1e-4)  # a score in float32 has no more digits left
+    assert_row_std(found, row_std(query, key, pairs), rel=1e-4)
 
 
 def test_without_any_pair_everything_is_zero():
@@ -204,3 +219,12 @@ def test_it_does_not_matter_how_many_rows_are_worked_on_at_once(band, slab, monk
     expected = scores.masked_fill(~allowed, 0)
     torch.testing.assert_close(sums.max_score, expected.abs().amax((0, 2, 3)), rtol=1e-5, atol=0)
     torch.testing.assert_close(sums.scores.score, expected.sum((0, 2, 3)), rtol=1e-5, atol=1e-4)
+    assert_row_std(sums.scores, row_std(query[:, :, picked], key, allowed))
+
+
+def test_thirty_two_rows_are_sampled():
+    """So many as docs/METRICS.md and docs/LIMITATIONS.md tell."""
+    for queries, expected in ((5, 5), (32, 32), (33, 32), (1000, 32)):
+        picked = rows.sampled_rows(queries, torch.device("cpu"))
+        assert len(set(picked.tolist())) == expected
+        assert picked[[0, -1]].tolist() == [0, queries - 1]

@@ -7,7 +7,19 @@ from torch.utils._pytree import tree_leaves
 
 from betahook.measure import rows, scores
 from betahook.measure.masks import Band, Mask
-from support.matrices import BANDS, HEAD_DIM, assert_sums, exact, make, pairs_of, used, with_key_moments
+from support.matrices import (
+    BANDS,
+    HEAD_DIM,
+    assert_row_std,
+    assert_sums,
+    exact,
+    full,
+    make,
+    pairs_of,
+    row_std,
+    used,
+    with_key_moments,
+)
 
 LENGTHS = [1, 2, 63, 64, 65, 130, 200]
 """Around the ends of blocks."""
@@ -47,10 +59,13 @@ def test_sums_over_bands(name, length):
     band, more = BANDS[name]
     keys = max(length + more, 1)
     query, key = make(length, keys, query_mean=0.3, key_mean=-0.5)
-    expected = used(query, key, pairs_of(band, length, keys))
-    assert_sums(exact(query, key, Mask(band)), expected)
+    allowed = pairs_of(band, length, keys)
+    found = [exact(query, key, Mask(band))]
     if length <= rows.ROWS:
-        assert_sums(rows.row_sums(query, key, Mask(band), torch.tensor(1.0)).scores, expected)
+        found.append(rows.row_sums(query, key, Mask(band), torch.tensor(1.0)).scores)
+    for sums in found:
+        assert_sums(sums, used(query, key, allowed))
+        assert_row_std(sums, row_std(query, key, allowed))
 
 
 @pytest.mark.parametrize("batch", [1, 2], ids=["one padding for all", "its own for each"])
@@ -71,11 +86,14 @@ def test_padding_takes_no_part(name, side, of, batch):
             allowed = allowed & part[:, None].unsqueeze(dim)
             tokens.masked_fill_(~part[:, None, :, None], 1e3)  # whatever padding holds, it must not be seen
     mask = Mask(band, *valid)
-    assert_sums(exact(query, key, mask), used(query, key, allowed))
+    found = exact(query, key, mask)
+    assert_sums(found, used(query, key, allowed))
+    assert_row_std(found, row_std(query, key, allowed))
     picked = rows.sampled_rows(queries, query.device)
     sampled = rows.row_sums(query, key, mask, torch.tensor(1.0))
     expected = used(query[:, :, picked], key, allowed[:, :, picked])
     assert_sums(sampled.scores, expected)
+    assert_row_std(sampled.scores, row_std(query[:, :, picked], key, allowed[:, :, picked]))
     assert sampled.max_score.tolist() == pytest.approx([max([0, *x.abs().tolist()]) for x in expected], rel=1e-5)
 
 
@@ -87,7 +105,9 @@ def test_grouped_queries_share_their_key_head(name, key_heads):
     query, key = make(65, 65 + more, heads=4, key_heads=key_heads, query_mean=0.3, key_mean=-0.5)
     query *= torch.arange(1.0, 5).view(4, 1, 1)  # heads that cannot be taken for each other
     allowed = pairs_of(band, 65, 65 + more)
-    assert_sums(exact(query, key, Mask(band)), used(query, key, allowed))
+    found = exact(query, key, Mask(band))
+    assert_sums(found, used(query, key, allowed))
+    assert_row_std(found, row_std(query, key, allowed))
     picked = rows.sampled_rows(65, query.device)
     sampled = rows.row_sums(query, key, Mask(band), torch.tensor(1.0))
     assert_sums(sampled.scores, used(query[:, :, picked], key, allowed[picked]))
@@ -97,9 +117,28 @@ def test_grouped_queries_share_their_key_head(name, key_heads):
 def test_a_mean_far_above_the_spread_costs_no_digits(name):
     band, more = BANDS[name]
     query, key = make(130, 130 + more, query_mean=100, key_mean=-200)
-    expected = used(query, key, pairs_of(band, 130, 130 + more))
+    allowed = pairs_of(band, 130, 130 + more)
+    expected = used(query, key, allowed)
     assert abs(expected[0].mean()) > 200 * expected[0].std()
-    assert_sums(exact(query, key, Mask(band)), expected)
+    found = exact(query, key, Mask(band))
+    assert_sums(found, expected)
+    assert_row_std(found, row_std(query, key, allowed))
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "sliding window", "window in both directions"])
+def test_an_offset_of_each_row_far_above_its_spread_costs_no_digits(name):
+    """Keys with a large mean in common add to each score what its query makes of that mean."""
+    band, more = BANDS[name]
+    query, key = make(130, 130 + more, key_mean=2e4)
+    allowed, of_rows = pairs_of(band, 130, 130 + more), full(query, key).std((0, 2, 3), correction=0)
+    expected = row_std(query, key, allowed)
+    assert (of_rows > 9e3 * expected).all()
+    assert_row_std(exact(query, key, Mask(band)), expected, rel=1e-4)
+    assert_row_std(
+        rows.row_sums(query[:, :, :32], key, Mask(band), torch.tensor(1.0)).scores,
+        row_std(query[:, :, :32], key, allowed[:32]),
+        rel=1e-2,
+    )
 
 
 def test_the_centre_changes_the_rounding_only():

@@ -1,5 +1,7 @@
 """The table of sums against statistics of the raw numbers."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 
 import pytest
@@ -7,7 +9,6 @@ import torch
 
 from betahook.measure import statistics
 from betahook.measure.statistics import MAXIMA, ROW, SUMS, Statistics
-from support.processes import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -16,8 +17,6 @@ SAMPLES = {
     "std": ("pairs", "score", "score_square"),
     "input_std_q": ("query_inputs", "query_input", "query_input_square"),
     "input_std_k": ("key_inputs", "key_input", "key_input_square"),
-    "weight_std_q": ("query_weights", "query_weight", "query_weight_square"),
-    "weight_std_k": ("key_weights", "key_weight", "key_weight_square"),
 }
 WEIGHTED = {
     "query_mean_square": "component_mean_square_q",
@@ -25,8 +24,9 @@ WEIGHTED = {
     "key_mean_square": "component_mean_square_k",
     "key_variance": "component_variance_k",
     "independent_variance": "independent_std",
+    "row_square": "row_std",
 }
-"""Sums that are weighted by tokens, and the statistics that are made of them."""
+"""Sums that are weighted by tokens or pairs, and the statistics that are made of them."""
 
 
 def random_table(heads, seed=0):
@@ -44,6 +44,7 @@ def raw():
     }
     entropy = torch.rand(3, 11, generator=generator, dtype=torch.float64)
     weighted = {name: torch.rand(3, generator=generator, dtype=torch.float64) for name in WEIGHTED}
+    weighted["row_square"] = torch.rand(3, generator=generator, dtype=torch.float64)
     sensitivity = torch.randn(3, generator=generator, dtype=torch.float64)
     return samples, entropy, weighted, sensitivity
 
@@ -93,6 +94,10 @@ def test_pooling_adds_runs_of_heads_and_takes_their_largest(lengths):
     for length in lengths:
         columns = table[:, start : start + length]
         expected.append(torch.cat([columns[: len(SUMS)].sum(1), columns[len(SUMS) :].amax(1)]))
+        # Squares about a mean of its own for each head, and about that of all for the rest.
+        pairs, score, square = (columns[ROW[name]] for name in ("pairs", "score", "score_square"))
+        within = (square - score.square() / pairs).sum()
+        expected[-1][ROW["score_square"]] = within + score.sum().square() / pairs.sum()
         start += length
     pooled = statistics.pool(table, torch.tensor(lengths))
     torch.testing.assert_close(pooled, torch.stack(expected, 1), rtol=1e-14, atol=0)
@@ -150,15 +155,49 @@ def test_statistics_are_those_of_the_raw_numbers(raw):
         "sensitivity": 2 * sensitivity,
         "finite": torch.tensor([True] * 3),
         **{name: x.std(1, correction=0) for name, x in samples.items()},
-        **{
-            name: weighted[row].sqrt() if name == "independent_std" else weighted[row] for row, name in WEIGHTED.items()
-        },
+        **{name: weighted[row].sqrt() if name.endswith("std") else weighted[row] for row, name in WEIGHTED.items()},
     }
     assert expected.keys() == {field.name for field in fields(Statistics)}
     for name, value in expected.items():
         torch.testing.assert_close(
             getattr(measured, name), value, rtol=1e-12, atol=0, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def table_of(scores):
+    """The table of the raw scores `[heads, rows, keys]`."""
+    flat = scores.flatten(1)
+    table = statistics.empty(len(scores), CPU)
+    sums = {"pairs": torch.tensor(flat.shape[1]), "score": flat.sum(1), "score_square": flat.square().sum(1)}
+    row_square = (scores - scores.mean(-1, keepdim=True)).square().sum((1, 2))
+    statistics.add(table, {**sums, "row_square": row_square})
+    return table
+
+
+@pytest.mark.parametrize("offset", [0.0, 3.0, 1e4])
+def test_heads_that_differ_in_their_means_have_the_spread_of_each(offset):
+    """What no softmax sees is in no std: offsets between heads in neither, those between rows not in that of rows."""
+    generator = torch.Generator().manual_seed(2)
+    noise = torch.randn(4, 6, 30, generator=generator, dtype=torch.float64)
+    scores = noise + offset * torch.randn(4, 1, 1, generator=generator, dtype=torch.float64)
+    layer = Statistics.from_table(statistics.pool(table_of(scores), torch.tensor([4])))[0]
+    torch.testing.assert_close(layer.std, noise.flatten(1).var(1, correction=0).mean().sqrt(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(layer.row_std, noise.var(2, correction=0).mean().sqrt(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(layer.mean, scores.mean(), rtol=1e-12, atol=0)
+    scores = scores + offset * torch.randn(4, 6, 1, generator=generator, dtype=torch.float64)
+    rows = Statistics.from_table(statistics.pool(table_of(scores), torch.tensor([4])))[0]
+    torch.testing.assert_close(rows.row_std, layer.row_std, rtol=1e-9, atol=0)
+    assert rows.std > 0.5 * offset
+
+
+def test_heads_are_weighted_by_their_pairs():
+    wide = torch.tensor([[[0.0, 4.0]]], dtype=torch.float64)
+    narrow = torch.tensor([[[1.0, 3.0, 1.0, 3.0, 1.0, 3.0]]], dtype=torch.float64)
+    table = torch.cat([table_of(wide), table_of(narrow), statistics.empty(1, CPU)], 1)
+    layer = Statistics.from_table(statistics.pool(table, torch.tensor([3])))[0]
+    assert layer.std.item() == layer.row_std.item() == pytest.approx(((2 * 4 + 6 * 1) / 8) ** 0.5)
+    first, second, _ = Statistics.from_table(statistics.pool(table, torch.tensor([1, 1, 1]))).std.tolist()
+    assert (first, second) == (2, 1)
 
 
 def test_what_was_not_measured_is_nan():
@@ -211,21 +250,37 @@ def _rank_table(raw, rank):
     return table
 
 
-def _reduce(rank, directory, raw):
-    """One process: reduce its share and write the result down."""
-    table = _rank_table(raw, rank)
-    default = torch.full(table.shape[1:], 1 / 3)
-    default[rank] = torch.nan  # a layer that this rank has not used
-    default[2] = torch.nan  # one that neither has
-    moments = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.float64) * 10**rank
-    torch.save(statistics.all_reduce(table, moments, default), f"{directory}/{rank}.pt")
+@pytest.fixture
+def ranks(monkeypatch):
+    """Call a function with each of two ranks, in threads that meet where they add up; real ranks: tests/distributed."""
+    own, meeting, shares = threading.local(), threading.Barrier(2, timeout=10), [None, None]
+
+    def all_reduce(tensor):
+        shares[own.rank] = tensor.clone()
+        meeting.wait()
+        tensor.copy_(shares[0] + shares[1])
+
+    def run(rank, function):
+        own.rank = rank
+        return function(rank)
+
+    fake = dict(is_initialized=lambda: True, get_world_size=lambda: 2, get_rank=lambda: own.rank, all_reduce=all_reduce)
+    for name, function in fake.items():
+        monkeypatch.setattr(torch.distributed, name, function)
+    with ThreadPoolExecutor(2) as pool:
+        yield lambda function: list(pool.map(run, range(2), [function] * 2))
 
 
-def test_two_processes_reduce_to_one_table_of_everything(raw, tmp_path):
-    run_ranks(_reduce, 2, str(tmp_path), str(tmp_path), raw)
-    (first, moments, default), (second, moments_other, default_other) = (
-        torch.load(tmp_path / f"{rank}.pt") for rank in range(2)
-    )
+def test_two_ranks_reduce_to_one_table_of_everything(raw, ranks):
+    def reduce(rank):
+        table = _rank_table(raw, rank)
+        default = torch.full(table.shape[1:], 1 / 3)
+        default[rank] = torch.nan  # a layer that this rank has not used
+        default[2] = torch.nan  # one that neither has
+        moments = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.float64) * 10**rank
+        return statistics.all_reduce(table, moments, default)
+
+    (first, moments, default), (second, moments_other, default_other) = ranks(reduce)
     assert torch.equal(first, second)
     assert moments.tolist() == moments_other.tolist() == [[11.0, 22.0, 33.0], [44.0, 55.0, 66.0]]
     for of_rank in (default, default_other):
@@ -234,3 +289,10 @@ def test_two_processes_reduce_to_one_table_of_everything(raw, tmp_path):
     expected = tabulate(raw)
     expected[ROW["sensitivity"]] *= 2  # the mean of the ranks, as for gradients
     torch.testing.assert_close(first, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_geometric_mean_of_runs():
+    values = torch.tensor([0.1, 0.1, 0.1, 2.0, 8.0, 5.0])
+    mean = statistics.geometric_mean(values, torch.tensor([3, 2, 1]))
+    assert mean[1].item() == pytest.approx(4.0)
+    assert torch.equal(mean[[0, 2]], values[[0, 5]])  # bit by bit, where all agree

@@ -1,0 +1,101 @@
+"""Groups of heads that share one beta: maps between heads and groups, and the statistics of each group.
+
+The hook makes one for the groups that its controllers move and one for the layers that its metrics are of; the audit
+reads the second. Tensors in, tensors out: nothing here knows of layers or modules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from betahook import theory
+from betahook.measure import statistics
+from betahook.measure.statistics import Statistics
+from betahook.measure.weights import WeightStd
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """Sizes of one attention layer.
+
+    Attributes:
+        heads: number of query heads.
+        head_dim: d_k.
+        query_width: d_x, features that enter the query projection; NaN where that was not found.
+        key_width: the same of the key projection.
+    """
+
+    heads: int
+    head_dim: int
+    query_width: float = math.nan
+    key_width: float = math.nan
+
+
+@dataclass(frozen=True)
+class HeadGroups:
+    """Groups of heads that share one beta: all heads of a layer, or single heads.
+
+    A group is a run of neighbouring columns in the flat tensors over all heads of all layers.
+
+    Attributes:
+        lengths: number of heads in each group, `[groups]`.
+        heads: their sum.
+        head_dim: d_k, `[groups]`.
+        query_width: d_x of the query projection, `[groups]`; NaN where the projection was not found.
+        key_width: the same of the key projection.
+    """
+
+    lengths: Tensor
+    heads: int
+    head_dim: Tensor
+    query_width: Tensor
+    key_width: Tensor
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerSize], device: torch.device) -> HeadGroups:
+        """Group the heads by layer."""
+        rows = [[layer.heads, layer.head_dim, layer.query_width, layer.key_width] for layer in layers]
+        lengths, head_dim, query_width, key_width = torch.tensor(rows, dtype=torch.float32, device=device).T
+        return cls(lengths.long(), sum(layer.heads for layer in layers), head_dim, query_width, key_width)
+
+    def by_head(self) -> HeadGroups:
+        """Return the same heads, each a group of its own."""
+        sizes = (self.spread(values) for values in (self.head_dim, self.query_width, self.key_width))
+        return HeadGroups(torch.ones_like(self.lengths).repeat_interleave(self.lengths), self.heads, *sizes)
+
+    def to(self, device: torch.device) -> HeadGroups:
+        """Return the same groups with their tensors on another device."""
+        tensors = (self.head_dim, self.query_width, self.key_width)
+        return HeadGroups(self.lengths.to(device), self.heads, *(tensor.to(device) for tensor in tensors))
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest value in each group, `[heads] -> [groups]`."""
+        return statistics.by_segment(values, "max", self.lengths)
+
+    def geometric_mean(self, values: Tensor) -> Tensor:
+        """The geometric mean of the positive values in each group, `[heads] -> [groups]`."""
+        return statistics.geometric_mean(values, self.lengths)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """The value of its group for each head, `[groups] -> [heads]`."""
+        return values.repeat_interleave(self.lengths, output_size=self.heads)
+
+    def observe(self, table: Tensor) -> Statistics:
+        """Statistics of each group from the sums over all heads, `[quantities, heads]`."""
+        return Statistics.from_table(statistics.pool(table, self.lengths))
+
+    def projected_variances(self, observed: Statistics, weight_std: WeightStd) -> tuple[Tensor, Tensor]:
+        """Variance of a component of q, and of k, that the weights and their inputs predict, `[groups]` each."""
+        return (
+            theory.projected_variance(self.query_width, observed.input_std_q, weight_std.query),
+            theory.projected_variance(self.key_width, observed.input_std_k, weight_std.key),
+        )
+
+    def predicted_std(self, observed: Statistics, weight_std: WeightStd) -> Tensor:
+        """Score std that W_q, W_k and their inputs predict, `[groups]`; see `theory.predicted_std`."""
+        return theory.predicted_std(self.head_dim, *self.projected_variances(observed, weight_std))

@@ -1,0 +1,50 @@
+"""Sums over the entries of W_q and W_k, one column a head, and the standard deviations that follow from them.
+
+`AttentionLayer` writes the columns of its heads when somebody asks for them; nothing here knows where a weight is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from betahook.measure.scores import sum_dtype
+from betahook.measure.statistics import by_segment
+
+ROWS = ("query_count", "query_sum", "query_square", "key_count", "key_sum", "key_square")
+"""Number, sum and sum of squares of the entries of W_q, and of those of W_k."""
+
+
+@dataclass(frozen=True)
+class WeightStd:
+    """Population standard deviation of the entries of W_q and of W_k, `[groups]` each; NaN where they were not read."""
+
+    query: Tensor
+    key: Tensor
+
+    @classmethod
+    def from_sums(cls, sums: Tensor, lengths: Tensor) -> WeightStd:
+        """Pool the sums `[6, heads]` over groups of `lengths [groups]` heads each."""
+        pooled = by_segment(sums.T, "sum", lengths).T
+        return cls(_std(*pooled[:3]), _std(*pooled[3:]))
+
+
+def empty(heads: int, device: torch.device) -> Tensor:
+    """Return sums `[6, heads]` of nothing: zeros, in float64 except where the device has none."""
+    return torch.zeros(len(ROWS), heads, dtype=sum_dtype(device), device=device)
+
+
+def entry_sums(weight: Tensor) -> Tensor:
+    """Number, sum and sum of squares of the entries of each head: `[heads, d_k, d_x]` to `[3, heads]`."""
+    # In place, in float32 or better, and along memory: a copy of a transposed weight takes longer than its sums.
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    along = 1 if weight.stride(1) == 1 else 2
+    total = weight.sum(2, dtype=dtype).sum(1)
+    square = torch.linalg.vector_norm(weight, dim=along, dtype=dtype).square().sum(1)
+    return torch.stack([torch.full_like(total, weight[0].numel()), total, square])
+
+
+def _std(count: Tensor, total: Tensor, square: Tensor) -> Tensor:
+    return (square / count - (total / count).square()).clamp(min=0).sqrt()

@@ -1,0 +1,58 @@
+"""Groups of heads: maps between heads and groups, and what is known of each group."""
+
+import pytest
+import torch
+
+from betahook.measure.groups import HeadGroups, LayerSize
+from betahook.measure.statistics import ROW, empty
+from betahook.measure.weights import WeightStd
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def groups():
+    """A layer of four heads, and one of two whose projections are not known."""
+    return HeadGroups.of([LayerSize(4, 8, 24, 12), LayerSize(2, 16)], CPU)
+
+
+def test_groups_are_layers_or_heads(groups):
+    values = torch.tensor([1.0, 2, 3, 4, 5, 6])
+    heads = groups.by_head()
+    assert groups.largest(values).tolist() == [4, 6]
+    assert groups.geometric_mean(values).tolist() == pytest.approx([24**0.25, 30**0.5])
+    assert groups.spread(torch.tensor([7.0, 8.0])).tolist() == [7, 7, 7, 7, 8, 8]
+    assert groups.head_dim.tolist() == [8, 16]
+    assert heads.largest(values).tolist() == heads.spread(values).tolist() == values.tolist()
+    assert heads.head_dim.tolist() == [8] * 4 + [16] * 2
+    for each in (groups, heads):
+        assert each.heads == 6
+        assert (each.query_width[0], each.key_width[0]) == (24, 12)
+        assert each.query_width[-1].isnan()
+        assert each.key_width[-1].isnan()
+
+
+def test_groups_are_observed_from_one_table(groups):
+    table = empty(6, CPU)
+    table[ROW["pairs"]] = 10
+    table[ROW["score"]] = torch.arange(6) * 10
+    assert groups.observe(table).mean.tolist() == [1.5, 4.5]
+    assert groups.by_head().observe(table).mean.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_groups_predict_from_weights_and_inputs(groups):
+    table = empty(6, CPU)
+    for side, spread in (("query", 1.0), ("key", 3.0)):
+        table[ROW[f"{side}_inputs"]] = 2
+        table[ROW[f"{side}_input_square"]] = 2 * spread**2
+    weight_std = WeightStd(torch.tensor([0.5, torch.nan]), torch.tensor([0.25, torch.nan]))
+    predicted = groups.predicted_std(groups.observe(table), weight_std)
+    assert predicted[0].item() == pytest.approx((8 * (24 * 0.25) * (12 * 9 * 0.0625)) ** 0.5)
+    assert predicted[1].isnan()
+
+
+def test_groups_move_to_a_device(groups):
+    moved = groups.to(torch.device("meta"))
+    tensors = [x for x in vars(moved).values() if isinstance(x, torch.Tensor)]
+    assert len(tensors) == 4
+    assert {x.device.type for x in tensors} == {"meta"}
