@@ -1,15 +1,16 @@
 """betahook: measure the scale of attention scores while a model trains, and adapt the softmax inverse temperature."""
 
+from betahook.control import Cap, Controller, Gradient, Monitor, Observation, Search, Variance
 from betahook.control.beta_search import BetaSearch
-from betahook.control.controllers import Cap, Controller, Gradient, Monitor, Observation, Search, Variance
 from betahook.hook import Hook, attach
 from betahook.keep.folding import FoldError, fold
 from betahook.keep.restoring import restore
-from betahook.layers import AttentionLayer
+from betahook.layer import AttentionLayer
 from betahook.measure.statistics import Statistics
-from betahook.options import UnsupportedModelError
+from betahook.options import ControllerChoice, LayerChoice, UnsupportedModelError
 from betahook.report.alerts import Alert, Alerts
 from betahook.report.audit import Audit, LayerAudit
+from betahook.report.metrics import MetricName
 
 __version__ = "0.1.0"
 
@@ -21,10 +22,13 @@ __all__ = [
     "BetaSearch",
     "Cap",
     "Controller",
+    "ControllerChoice",
     "FoldError",
     "Gradient",
     "Hook",
     "LayerAudit",
+    "LayerChoice",
+    "MetricName",
     "Monitor",
     "Observation",
     "Search",

@@ -1,18 +1,19 @@
-"""What a user gives to `attach`: checked, with a message that says what to give instead."""
+"""The arguments of `attach`, checked: every message says what was given and what to give instead."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 
-from betahook import checkpoint
-from betahook.control.controllers import Controller, Monitor, Search
-from betahook.layers import ATTRIBUTE
+from betahook.checkpoint import is_marked
+from betahook.control import Controller, Monitor, Search, check_controller
 from betahook.models.discovery import Survey, survey
 from betahook.report.alerts import Alerts
+from betahook.tap.recorder import ATTRIBUTE
 
 LayerChoice = str | Sequence[str] | Callable[[str, nn.Module], bool]
 ControllerChoice = Literal["default", "monitor"] | Controller | Sequence[Controller]
@@ -31,7 +32,7 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(f"the model is wrapped in {name}: attach to the model inside, betahook.attach(model.module)")
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise ValueError(f"{name} is compiled already: attach first, then compile")
-    if checkpoint.is_marked(model):
+    if is_marked(model):
         raise ValueError(
             f"{name} was saved with its beta beside the weights: betahook.restore(model, folder) attaches with that "
             "and returns the hook, BetaHookCallback(hook=...) trains on with it"
@@ -44,8 +45,30 @@ def check_model(model: nn.Module) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Options of `attach` that stay as they are while a model trains; a state of a hook names them.
+
+    Raises:
+        ValueError: an option has a value that makes no sense.
+        TypeError: an option has the wrong type.
+    """
+
+    per_head: bool = False
+    interval: int = 1
+    when: Literal["training", "always"] = "training"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.per_head, bool):
+            raise TypeError(f"per_head must be True or False; got {self.per_head!r}")
+        if not isinstance(self.interval, int) or isinstance(self.interval, bool) or self.interval < 1:
+            raise ValueError(f"interval must be a whole number of steps, 1 or more; got {self.interval!r}")
+        if self.when not in ("training", "always"):
+            raise ValueError(f'when must be "training" or "always"; got {self.when!r}')
+
+
 def controllers(choice: ControllerChoice) -> list[Controller]:
-    """The rules of a hook, in order."""
+    """Return the rules of a hook, in order."""
     if choice == "default":
         return [Search()]
     if choice == "monitor":
@@ -58,25 +81,19 @@ def controllers(choice: ControllerChoice) -> list[Controller]:
         )
     if not chain:
         raise ValueError('controller is an empty list; use "monitor" to leave beta where it is')
-    if len({id(c) for c in chain}) < len(chain) or any(c.state for c in chain):
-        raise ValueError("a controller remembers its run: give every hook new controller objects")
+    for controller in chain:
+        check_controller(controller)
     return list(chain)
 
 
-def check_settings(*, per_head: bool, interval: int, when: str, alerts: Alerts | None) -> None:
-    """Refuse values that make no sense."""
-    if not isinstance(per_head, bool):
-        raise TypeError(f"per_head must be True or False; got {per_head!r}")
-    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
-        raise ValueError(f"interval must be a whole number of steps, 1 or more; got {interval!r}")
-    if when not in ("training", "always"):
-        raise ValueError(f'when must be "training" or "always"; got {when!r}')
+def check_alerts(alerts: Alerts | None) -> None:
+    """Refuse what are no alerts."""
     if not isinstance(alerts, Alerts | None):
         raise TypeError(f"alerts must be betahook.Alerts or None; got {alerts!r}")
 
 
 def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
-    """The attention modules of a model, but of those that betahook can attach to only the chosen ones."""
+    """Survey the attention modules of a model; of those that betahook can attach to, return only the chosen ones."""
     name = type(model).__name__
     seen = survey(model)
     if not seen.found:

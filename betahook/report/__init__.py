@@ -1,0 +1,1 @@
+"""Numbers for people: metrics, warnings, alerts and the audit."""

@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 
 from betahook import theory
-from betahook.groups import HeadGroups
-from betahook.layers import Layers
+from betahook.layer import Layers
+from betahook.measure.groups import HeadGroups
 from betahook.measure.statistics import Statistics
+from betahook.measure.weights import WeightStd
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,9 @@ class LayerAudit:
         component_mean_k: (iii) the same for k.
         component_variance_q: (iii) mean variance of the components of q, assumed to be 1.
         component_variance_k: (iii) the same for k.
-        covariance: (iv) measured variance of the scores over that of independent components; 1 without covariance.
-        score_std: measured standard deviation of the scores.
+        covariance: (iv) measured variance of the scores over that of independent components; 1 without covariance. A
+            covariance within q alone, or within k alone, leaves the variance of the scores as it is and does not show.
+        score_std: measured standard deviation of the scores, over the population, within heads.
         predicted: what the three formulas of `betahook.theory` say it should be: "classic", "weights", "independent".
         follows: the formula that comes closest, as a ratio.
     """
@@ -50,19 +52,19 @@ class Audit(tuple[LayerAudit, ...]):
     """One `LayerAudit` a layer; prints as a table."""
 
     @classmethod
-    def of(cls, layers: Layers, units: HeadGroups, observed: Statistics) -> Audit:
-        """Audit what was observed, one unit a layer."""
-        query, key = units.projected_variances(observed)
+    def of(cls, layers: Layers, groups: HeadGroups, observed: Statistics, weight_std: WeightStd) -> Audit:
+        """Audit what was observed, one group a layer."""
+        query, key = groups.projected_variances(observed, weight_std)
         predictions = {
-            "classic": theory.classic_std(units.head_dim),
-            "weights": units.predicted_std(observed),
+            "classic": theory.classic_std(groups.head_dim),
+            "weights": groups.predicted_std(observed, weight_std),
             "independent": observed.independent_std,
         }
 
         def row(index: int, name: str) -> LayerAudit:
             std = observed.std[index].item()
             predicted = {formula: values[index].item() for formula, values in predictions.items()}
-            width = units.query_width[index].item()
+            width = groups.query_width[index].item()
             return LayerAudit(
                 name=name,
                 head_dim=layers[name].head_dim,

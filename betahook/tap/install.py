@@ -1,4 +1,4 @@
-"""What is put on a model so that its attention passes betahook, and taken off again.
+"""Put the tap on the attention modules of a model, and take it off again.
 
 Attention that transformers computes passes `betahook.tap.interface`, any other `betahook.tap.products`.
 """
@@ -13,30 +13,36 @@ from typing import Any
 
 from torch import nn
 
-from betahook.layers import ATTRIBUTE, AttentionLayer
+from betahook import compat
 from betahook.tap import products
 from betahook.tap.gain import is_recording
+from betahook.tap.recorder import ATTRIBUTE, Recorder
 
 
-def connect(model: nn.Module, layers: Collection[AttentionLayer], undo: ExitStack) -> None:
-    """Let the modules of the layers pass through the tap, and what enters W_q and W_k too, until `undo` is closed."""
-    for layer in layers:
-        setattr(layer.module, ATTRIBUTE, layer)
-        undo.callback(delattr, layer.module, ATTRIBUTE)
-        watched: dict[tuple[nn.Module, int], list[str]] = {}
-        for made, projection in zip(("query", "key"), layer.projections or (), strict=False):
-            watched.setdefault((projection.module, projection.argument), []).append(made)
-        for (module, argument), of in watched.items():
-            record = functools.partial(_record_input, layer, of, argument, _name_of(argument, module))
-            undo.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
-        if layer.route != "interface":
-            undo.callback(products.connect(layer).remove)
-    for override in products.keep_padding(model, layers):
+def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) -> None:
+    """Let attention modules pass through the tap, and the inputs of W_q and W_k too, until `undo` is closed."""
+    for recorder in recorders:
+        setattr(recorder.module, ATTRIBUTE, recorder)
+        undo.callback(delattr, recorder.module, ATTRIBUTE)
+        _watch_inputs(recorder, undo)
+        if recorder.route != "interface":
+            undo.callback(products.connect(recorder).remove)
+    for override in products.keep_padding(model, recorders):
         undo.callback(override.remove)
 
 
+def _watch_inputs(recorder: Recorder, undo: ExitStack) -> None:
+    """Record what enters the projections of q and k, once where both share a module and its argument."""
+    sides: dict[tuple[nn.Module, int], list[str]] = {}
+    for side, projection in zip(("query", "key"), recorder.projections or (), strict=False):
+        sides.setdefault((projection.module, projection.argument), []).append(side)
+    for (module, argument), names in sides.items():
+        record = functools.partial(_record_input, recorder, names, argument, _name_of(argument, module))
+        undo.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
+
+
 def _name_of(argument: int, module: nn.Module) -> str | None:
-    """The name of a positional argument of a module; None where its forward does not tell."""
+    """Return the name of a positional argument of a module; None where its forward does not tell."""
     try:
         names = list(inspect.signature(module.forward).parameters)
     except ValueError:  # of code that is not Python's
@@ -45,15 +51,20 @@ def _name_of(argument: int, module: nn.Module) -> str | None:
 
 
 def _record_input(
-    layer: AttentionLayer,
-    of: list[str],
+    recorder: Recorder,
+    sides: list[str],
     argument: int,
     name: str | None,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Record the argument that stands at a position, or is given by name."""
+    """Record the argument at a position, given there or by name."""
     given = args[argument] if len(args) > argument else kwargs.get(name or "")
-    if given is not None and is_recording(layer):
-        layer.record_input(given, *of)
+    if given is None or not is_recording(recorder):
+        return
+    if recorder.route == "interface":
+        recorder.record_input(given, *sides)
+    else:  # the functions of this module pass through the tap, our own need not
+        with compat.unwatched():
+            recorder.record_input(given, *sides)

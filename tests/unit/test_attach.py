@@ -11,6 +11,7 @@ from transformers import SwiftFormerConfig, SwiftFormerModel
 from transformers.modeling_utils import AttentionInterface
 
 import betahook
+from betahook.checkpoint import pretrained
 from support.models import build, inputs
 from support.training import fingerprint
 
@@ -162,7 +163,7 @@ def test_an_attach_that_fails_half_way_leaves_the_model_as_it_was(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(betahook.checkpoint, "connect", fail)
+        patch.setattr(pretrained, "connect", fail)
         with pytest.raises(KeyboardInterrupt):
             betahook.attach(model)
     assert fingerprint(model) == before

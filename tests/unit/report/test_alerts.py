@@ -1,5 +1,7 @@
 """What is said of NaN and of limits, where the metrics are read and not before."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -49,7 +51,7 @@ def test_many_layers_are_not_all_named(caplog):
 
 def test_alerts_come_once_a_step_with_the_metrics():
     model, heard = build("llama"), []
-    alerts = betahook.Alerts(heard.append, max_logit=1e-3, entropy=100.0, beta=True)
+    alerts = betahook.Alerts(heard.append, max_logit=1e-3, entropy=100.0, at_bound=True)
     with betahook.attach(model, controller="monitor", alerts=alerts) as hook:
         train(model, hook, 2)
         assert heard == []
@@ -64,7 +66,7 @@ def test_alerts_come_once_a_step_with_the_metrics():
         hook.layers[SECOND].beta = hook.layers[SECOND].beta_default * 1000
         train(model, hook, 1)
         hook.metrics()
-        (bound,) = (alert for alert in heard if alert.quantity == "beta")
+        (bound,) = (alert for alert in heard if alert.quantity == "at_bound")
         assert (bound.layer, bound.step, bound.limit) == (SECOND, 3, None)
         assert str(bound) == f"step 3: beta of {SECOND} is {bound.value:g}, which is at its bound"
         assert str(heard[0]).endswith("which crossed 0.001")
@@ -72,7 +74,7 @@ def test_alerts_come_once_a_step_with_the_metrics():
 
 def test_within_the_limits_there_is_silence():
     model, heard = build("llama"), []
-    alerts = betahook.Alerts(heard.append, max_logit=1e3, entropy=1e-3, beta=True)
+    alerts = betahook.Alerts(heard.append, max_logit=1e3, entropy=1e-3, at_bound=True)
     for options in ({}, {"alerts": alerts}):
         with betahook.attach(model, controller="monitor", **options) as hook:
             train(model, hook, 1)
@@ -81,26 +83,35 @@ def test_within_the_limits_there_is_silence():
 
 
 def test_a_controller_that_runs_away_ends_at_the_bound():
+    @dataclass(frozen=True)
     class Runaway(betahook.Controller):
-        def update(self, beta, observation):
-            return beta * 1e6
+        def update(self, beta, observation, state):
+            return beta * 1e6, state
 
     model, heard = build("llama"), []
-    with betahook.attach(model, controller=Runaway(), alerts=betahook.Alerts(heard.append, beta=True)) as hook:
+    with betahook.attach(model, controller=Runaway(), alerts=betahook.Alerts(heard.append, at_bound=True)) as hook:
         train(model, hook, 1)
         hook.metrics()
-    assert [alert.quantity for alert in heard] == ["beta", "beta"]
+    assert [alert.quantity for alert in heard] == ["at_bound", "at_bound"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"call": 3}, TypeError, r"must be a function of an Alert; got 3"),
-        ({"call": print, "max_logit": -1}, ValueError, r"Alerts\(max_logit=...\) must be a positive number or None"),
-        ({"call": print, "max_logit": "50"}, ValueError, r"must be a positive number or None; got '50'"),
-        ({"call": print, "max_logit": True}, ValueError, r"must be a positive number or None; got True"),
-        ({"call": print, "beta": 0.3}, ValueError, r"Alerts\(beta=...\) must be True or False; got 0.3"),
-        ({"call": print, "entropy": float("nan")}, ValueError, r"Alerts\(entropy=...\) must be a positive .* got nan"),
+        ({"on_alert": 3}, TypeError, r"must be a function of an Alert; got 3"),
+        (
+            {"on_alert": print, "max_logit": -1},
+            ValueError,
+            r"Alerts\(max_logit=...\) must be a positive number or None",
+        ),
+        ({"on_alert": print, "max_logit": "50"}, ValueError, r"must be a positive number or None; got '50'"),
+        ({"on_alert": print, "max_logit": True}, ValueError, r"must be a positive number or None; got True"),
+        ({"on_alert": print, "at_bound": 0.3}, ValueError, r"Alerts\(at_bound=...\) must be True or False; got 0.3"),
+        (
+            {"on_alert": print, "entropy": float("nan")},
+            ValueError,
+            r"Alerts\(entropy=...\) must be a positive .* got nan",
+        ),
     ],
 )
 def test_limits_that_make_no_sense(arguments, error, message):

@@ -1,0 +1,247 @@
+"""A hooked attention layer as its user holds it: beta to read and set, statistics, and remarks in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from betahook import theory
+from betahook.measure import components, statistics, weights
+from betahook.measure.groups import LayerSize
+from betahook.measure.statistics import Statistics
+from betahook.models.discovery import AttentionModule
+from betahook.models.projections import Projection, locate
+from betahook.state import LARGEST_BETA, SMALLEST_BETA, HeadRange, State, is_beta
+
+
+class AttentionLayer:
+    """One attention layer of a hooked model.
+
+    Attributes:
+        name: as in `model.named_modules()`, without what wrappers add to that.
+        module: the attention module.
+        heads: number of query heads.
+        head_dim: d_k.
+    """
+
+    def __init__(self, name: str, attention: AttentionModule, state: State, place: HeadRange) -> None:
+        self.name = name
+        self.module = attention.module
+        self.heads = attention.heads
+        self.head_dim = attention.head_dim
+        self._attention = attention
+        self._state = state
+        self._place = place
+
+    def __repr__(self) -> str:
+        return f"AttentionLayer({self.name!r}, heads={self.heads}, head_dim={self.head_dim})"
+
+    @property
+    def beta_default(self) -> float:
+        """The inverse temperature that the model itself applies, a number like `beta`; NaN before the first forward."""
+        return self._mean_over_heads(self._state.beta_default)
+
+    @property
+    def head_beta_default(self) -> Tensor:
+        """The inverse temperature that the model itself applies to each head, `[heads]`, float32 on the CPU."""
+        return self._state.beta_default[self._place.heads].to("cpu", copy=True)
+
+    @property
+    def beta(self) -> float:
+        """The inverse temperature; the geometric mean where the heads differ. Assign a number to set it.
+
+        A number is that of all heads, even if the model's own differ. NaN before the first forward if none was set: the
+        model's own is known only then. In force until `detach`; after it, what it was.
+        """
+        return self._mean_over_heads(self._state.current_beta)
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        new = torch.as_tensor(value, dtype=torch.float32, device="cpu")
+        if new.numel() != 1:
+            raise ValueError(
+                f"beta of {self.name!r} must be one number, got a tensor of shape {list(new.shape)}; assign a number "
+                "for each head to head_beta"
+            )
+        self._set_beta(new.flatten(), value)
+
+    @property
+    def head_beta(self) -> Tensor:
+        """The inverse temperature of each head, `[heads]`, float32 on the CPU. Assign such a tensor to set it."""
+        return self._state.current_beta[self._place.heads].cpu()
+
+    @head_beta.setter
+    def head_beta(self, value: Tensor) -> None:
+        new = torch.as_tensor(value, dtype=torch.float32, device="cpu")
+        if new.shape != (self.heads,):
+            raise ValueError(
+                f"head_beta of {self.name!r} must be {self.heads} numbers, one a head; got a tensor of shape "
+                f"{list(new.shape)}"
+            )
+        self._set_beta(new, value)
+
+    def _set_beta(self, new: Tensor, given: object) -> None:
+        if not bool(is_beta(new).all()):
+            bounds = f", outside of {SMALLEST_BETA:g} to {LARGEST_BETA:g}" if bool((new > 0).all()) else ""
+            raise ValueError(f"beta of {self.name!r} must be positive and finite; got {given}{bounds}")
+        if self.refusal is not None:
+            raise RuntimeError(f"beta of {self.name!r} cannot be set, the layer is left alone: {self.refusal}")
+        if self._attention.route != "interface" and math.isnan(self.beta_default):
+            raise RuntimeError(
+                f"beta of {self.name!r} cannot be set before the first forward: only that shows the model's own, by "
+                "which this module scales its scores itself. Run a forward first"
+            )
+        self._state.beta[self._place.heads] = new.detach().to(self._state.device)
+
+    def _mean_over_heads(self, values: Tensor) -> float:
+        return float(
+            statistics.geometric_mean(values[self._place.heads].cpu(), torch.tensor([self.heads], device="cpu"))
+        )
+
+    @property
+    def statistics(self) -> Statistics:
+        """Statistics of all forwards since the last `hook.step()`, pooled over the heads; scalar tensors.
+
+        Of this rank alone: its batches and, under tensor parallelism, its heads.
+        """
+        table = self._table()
+        return Statistics.from_table(statistics.pool(table, torch.tensor([self.heads], device=table.device)))[0]
+
+    @property
+    def head_statistics(self) -> Statistics:
+        """The same for each head; tensors `[heads]`."""
+        return Statistics.from_table(self._table())
+
+    def _table(self) -> Tensor:
+        table = self._state.collect(self._place.heads)
+        widths = torch.full((self.heads,), self.head_dim, device=table.device)
+        components.describe(table, self._state.moments[:, self._place.components], widths)
+        return table
+
+    @property
+    def weight_std_q(self) -> float:
+        """Population standard deviation of the entries of W_q as it acts now; NaN where it is out of reach."""
+        return self._weight_std(0)
+
+    @property
+    def weight_std_k(self) -> float:
+        """Population standard deviation of the entries of W_k as it acts now; NaN where it is out of reach."""
+        return self._weight_std(1)
+
+    def _weight_std(self, side: int) -> float:
+        self.read_weights()
+        sums = self._state.weights[:, self._place.heads].cpu()
+        std = weights.WeightStd.from_sums(sums, torch.tensor([self.heads], device="cpu"))
+        return float((std.query, std.key)[side])
+
+    @property
+    def projections(self) -> tuple[Projection, Projection] | None:
+        """Places of W_q and W_k now, since adapters come and go; None if the module keeps them in no known form."""
+        return locate(self.module, self.heads, self.head_dim)
+
+    @property
+    def refusal(self) -> str | None:
+        """The reason why betahook leaves the layer alone, in words; None if it does not."""
+        return self._state.refusal(self._place)
+
+    @property
+    def remarks(self) -> list[str]:
+        """Notes in words on what of this layer is not measured, or differs from what one would think."""
+        remarks = [self._attention.facts.remark] if self._attention.facts.remark else []
+        if self.refusal is not None:
+            remarks.append(f"left alone, {self.refusal}")
+        if self.projections is None:
+            remarks.append("W_q and W_k have no known form, their std is not measured")
+        return remarks
+
+    @property
+    def obstacles(self) -> list[str]:
+        """Reasons in words why the std of W_q or W_k is out of reach now."""
+        return [
+            f"the std of {name} is not measured, it is {projection.obstacle}"
+            for name, projection in zip(("W_q", "W_k"), self.projections or (), strict=False)
+            if projection.obstacle is not None
+        ]
+
+    @property
+    def current_gain(self) -> Tensor:
+        """`beta / beta_default`, `[heads]`: 1 where beta is the model's own, NaN where that is not known yet."""
+        return self._state.gain(self._place.heads)
+
+    @contextmanager
+    def acting(self, gain: Tensor) -> Iterator[None]:
+        """Let another `beta / beta_default` `[heads]` act for a while."""
+        beta, default = (values[self._place.heads] for values in (self._state.beta, self._state.beta_default))
+        kept = beta.clone()
+        beta.copy_(gain * default)
+        try:
+            yield
+        finally:
+            beta.copy_(kept)
+
+    @torch.no_grad()
+    def read_weights(self, *, sharded: bool = False) -> None:
+        """Read W_q and W_k as they are now into the state.
+
+        Args:
+            sharded: False for weights that are whole, True for those that are sharded, for which every rank must call
+                this.
+        """
+        for side, projection in enumerate(self.projections or ()):
+            if projection.is_sharded is not sharded:
+                continue
+            sums = self._state.weights[3 * side : 3 * side + 3, self._place.heads]
+            if projection.obstacle is not None:
+                sums.zero_()
+                continue
+            by_head = weights.entry_sums(projection.entries)
+            # Grouped query heads share the W_k of one key head.
+            sums.copy_(by_head.repeat_interleave(self.heads // by_head.shape[1], 1))
+
+    @torch.no_grad()
+    def spectral_ratio(self) -> Tensor:
+        """Return the larger `theory.spectral_ratio` of W_q and W_k, a scalar; NaN where they are out of reach.
+
+        Every rank must call this, to gather what is sharded.
+        """
+        projections = self.projections
+        if projections is None or any(projection.obstacle for projection in projections):
+            return self._state.beta.new_full((), math.nan)
+        query, key = (theory.spectral_ratio(projection.entries.flatten(0, 1)) for projection in projections)
+        return torch.maximum(query, key)
+
+
+def size_of(attention: AttentionModule) -> LayerSize:
+    """Return the sizes of an attention module; widths are NaN where its projections are of no known form."""
+    projections = locate(attention.module, attention.heads, attention.head_dim) or ()
+    return LayerSize(attention.heads, attention.head_dim, *(float(projection.width) for projection in projections))
+
+
+class Layers(Mapping[str, AttentionLayer]):
+    """The hooked layers by module name."""
+
+    def __init__(self, layers: Sequence[AttentionLayer]) -> None:
+        self._layers = {layer.name: layer for layer in layers}
+
+    def __getitem__(self, name: str) -> AttentionLayer:
+        if name not in self._layers:
+            raise KeyError(f"no hooked layer is called {name!r}; there are {', '.join(self._layers)}")
+        return self._layers[name]
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self.values()))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def read_weights(self, *, sharded: bool = False) -> None:
+        """Read W_q and W_k of all layers, see `AttentionLayer.read_weights`."""
+        for layer in self.values():
+            layer.read_weights(sharded=sharded)

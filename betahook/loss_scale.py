@@ -1,0 +1,34 @@
+"""The factor that float16 training puts on the loss, and so on the sensitivities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.amp.grad_scaler import GradScaler
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Scale of the loss around one optimizer step.
+
+    Attributes:
+        of_step: what the loss of the step was multiplied by.
+        of_next: what that of the next step is multiplied by; 0 for unknown.
+        skipped: True if the scaler skipped the optimizer step, since a gradient was not finite.
+    """
+
+    of_step: float
+    of_next: float
+    skipped: bool
+
+    @classmethod
+    def read(cls, scaler: GradScaler | None, expected: float) -> LossScale:
+        """Read a scaler after its `update()`; `expected` is `of_next` of the step before."""
+        state = {} if scaler is None else scaler.state_dict()
+        if not state:  # no scaler, or a disabled one
+            return cls(1.0, expected, skipped=False)
+        scale = float(state["scale"])
+        if state["_growth_tracker"] > 0:
+            return cls(scale, scale, skipped=False)
+        # The scaler counts anew: its scale fell as it skipped a step, or grew as it skipped none for long.
+        return cls(expected, scale, skipped=not 0 < expected <= scale)

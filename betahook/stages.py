@@ -1,0 +1,100 @@
+"""The stages of `Hook.step`: check, pool over ranks, observe, control, finish.
+
+Each reads and writes the `State`; nothing here reads a value back to the host.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from betahook.control import base
+from betahook.control.base import Controller, Observation
+from betahook.layer import Layers
+from betahook.loss_scale import LossScale
+from betahook.measure import components, statistics
+from betahook.state import State
+from betahook.tap import interface
+
+logger = logging.getLogger(__name__)
+
+
+def check_seen(state: State) -> None:
+    """Refuse a first step before any attention was seen; warn of one that measured none."""
+    if state.steps > 0:
+        return
+    # A rank may be idle in the first step; alone, it is a sign that the tap is passed by.
+    if not (state.seen or statistics.is_distributed()):
+        raise RuntimeError(
+            "step() before any attention of the hooked layers was seen: run a forward of the model first. If one ran, "
+            f"{interface.UNKNOWN}"
+        )
+    if state.seen and state.measuring and not (state.recorded or state.refused):
+        logger.warning(
+            "no attention was measured before the first step(): the hooked layers ran in evaluation mode only, and "
+            'beta stays where it is. Call model.train(), or attach(..., when="always")'
+        )
+
+
+def pool(state: State, layers: Layers, loss_scale: LossScale) -> None:
+    """Add up the sums of all ranks; they become the recent ones."""
+    table = state.collect()
+    if loss_scale.skipped or loss_scale.of_step != 1:
+        # A NaN tells all ranks that the step was skipped on one.
+        table[statistics.ROW["sensitivity"]] /= float("nan") if loss_scale.skipped else loss_scale.of_step
+    table, moments, beta_default = statistics.all_reduce(table, state.moments, state.beta_default)
+    state.beta_default.copy_(beta_default)
+    state.recent = latest(state, table, moments)
+    if state.measuring:
+        layers.read_weights(sharded=True)
+
+
+def latest(state: State, table: Tensor, moments: Tensor) -> Tensor:
+    """Add to a table what the moments of q and k say, and what was last measured of heads that were idle."""
+    components.describe(table, moments, state.widths)
+    return statistics.keep_measured(table, state.recent)
+
+
+def observe(state: State, layers: Layers, overflow: float) -> Observation:
+    """Return what the controllers may look at."""
+    units, beta = state.units, state.current_beta
+    observed = units.observe(state.recent)
+
+    def predicted_std() -> Tensor:
+        layers.read_weights()
+        return units.predicted_std(observed, state.weight_std(units))
+
+    return Observation(
+        beta_default=units.geometric_mean(state.beta_default),
+        statistics=observed,
+        predicted_std=predicted_std,
+        overflow=overflow,
+        step=state.steps - state.skipped_steps,
+        spectral_ratio=lambda: torch.stack([x.spectral_ratio().to(beta) for x in layers.values()]).max(),
+    )
+
+
+def control(state: State, controllers: Sequence[Controller], observation: Observation) -> None:
+    """Run the controllers and write the beta that they choose: a move multiplies all heads of a unit alike."""
+    units, heads = state.units, state.current_beta
+    beta = units.geometric_mean(heads)
+    new, state.memories = base.apply(controllers, beta, observation, state.memories)
+    # Heads that differ keep their ratios, and a layer that does not move keeps the bits of every head.
+    moved = units.spread(new) * (heads / units.spread(beta))
+    state.beta.copy_(torch.where(units.spread(new != beta), moved, state.beta))
+    state.release_refused()
+
+
+def finish(state: State, observation: Observation, loss_scale: LossScale, interval: int) -> None:
+    """Count the step and begin the next one."""
+    state.steps += 1
+    state.loss_scale = loss_scale.of_next
+    if loss_scale.skipped:
+        state.skipped_steps += 1
+    else:  # a skipped step is nothing to warn about
+        broken = state.units.spread(~observation.statistics.finite) & (state.nonfinite_since == 0)
+        state.nonfinite_since.masked_fill_(broken, state.steps)
+    state.start_step(measuring=state.steps % interval == 0)

@@ -1,0 +1,230 @@
+"""Every tensor and counter that changes while a model trains.
+
+A hook makes one `State`; the tap writes to it in every forward, `Hook.step` reads it, runs the controllers and writes
+beta, and `betahook.checkpoint` saves it. Nothing else keeps a tensor or a counter that training changes, so what a
+checkpoint holds, or what follows the model to another device, cannot be incomplete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from betahook.measure import components, statistics, weights
+from betahook.measure.groups import HeadGroups, LayerSize
+from betahook.measure.weights import WeightStd
+
+SMALLEST_BETA, LARGEST_BETA = 1e-10, 1e10
+"""Any beta outside of these is a mistake: the scaled query would vanish or overflow in half precision."""
+
+
+@dataclass(frozen=True)
+class HeadRange:
+    """Place of consecutive heads of one layer in the flat tensors.
+
+    Attributes:
+        heads: their columns in tensors `[..., heads]`.
+        components: their columns in tensors `[..., components]`, `head_dim` for each head.
+        head_dim: d_k.
+    """
+
+    heads: slice
+    components: slice
+    head_dim: int
+
+    def part(self, first: int, count: int) -> HeadRange:
+        """Return `count` of these heads, from the one at `first` on."""
+        return HeadRange(
+            _part(self.heads, first, count),
+            _part(self.components, first * self.head_dim, count * self.head_dim),
+            self.head_dim,
+        )
+
+
+def head_ranges(layers: Sequence[LayerSize]) -> list[HeadRange]:
+    """Lay out layers one after another."""
+    ranges, head, component = [], 0, 0
+    for layer in layers:
+        width = layer.heads * layer.head_dim
+        ranges.append(HeadRange(slice(head, head + layer.heads), slice(component, component + width), layer.head_dim))
+        head, component = head + layer.heads, component + width
+    return ranges
+
+
+def _part(whole: slice, first: int, count: int) -> slice:
+    return slice(whole.start + first, whole.start + first + count)
+
+
+@dataclass
+class State:
+    """Everything that changes while a model trains, flat over all heads of all layers.
+
+    Forward and `Hook.step` write into the same `beta`, `beta_default`, `table` and `moments` all the time: a CUDA graph
+    knows them by their addresses.
+
+    Attributes:
+        layers: the heads grouped by layer.
+        units: the heads grouped by what has a beta of its own, a layer or a head.
+        widths: int64 `[heads]`, d_k of each.
+        beta: float32 `[heads]`, the inverse temperature; NaN stands for the model's own.
+        beta_default: float32 `[heads]`, the model's own; NaN until the first forward.
+        probe: float32 `[heads]`, zeros that require grad; its gradient is the sensitivity (see `tap.gain.ScaleQuery`).
+        table: sums since the last step, `[quantities, heads]`, see `measure.statistics`.
+        moments: sums of q and k since the last step, `[4, components]`, see `measure.components`.
+        recent: the table of the last step, and of each head that it did not measure the last one that did.
+        weights: sums of the entries of W_q and W_k when they were last read, `[6, heads]`, see `measure.weights`.
+        nonfinite_since: int64 `[heads]`, the first step that saw a NaN or an infinity, from 1 on; 0 for none.
+        memories: what each controller remembers, tensors `[units]` by name; empty before its first update.
+        steps: how often `Hook.step` was called.
+        skipped_steps: of these, how many the optimizer skipped.
+        loss_scale: factor on the loss of the next backward in float16 training; 0 for unknown.
+        alerts_step: the last step whose metrics were held against the alerts.
+        warned_of_nonfinite: True once a NaN or an infinity was reported.
+        measuring: True in steps that are measured.
+        paused: True while neither forwards nor their backwards are measured.
+        seen: True once any attention of the model has passed the tap.
+        recorded: True once any attention was measured.
+        refused: the layers that are left alone, by their heads, with the reason.
+    """
+
+    layers: HeadGroups
+    units: HeadGroups
+    widths: Tensor
+    beta: Tensor
+    beta_default: Tensor
+    probe: Tensor
+    table: Tensor
+    moments: Tensor
+    recent: Tensor
+    weights: Tensor
+    nonfinite_since: Tensor
+    memories: list[dict[str, Tensor]]
+    steps: int = 0
+    skipped_steps: int = 0
+    loss_scale: float = 0.0
+    alerts_step: int = 0
+    warned_of_nonfinite: bool = False
+    measuring: bool = True
+    paused: bool = False
+    seen: bool = False
+    recorded: bool = False
+    refused: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    @classmethod
+    def create(cls, layers: Sequence[LayerSize], *, per_head: bool, controllers: int, device: torch.device) -> State:
+        """Make the state of a hook before its first forward.
+
+        Args:
+            layers: the sizes of the attention layers.
+            per_head: True for one beta for each head, False for one for each layer.
+            controllers: how many there are.
+            device: of all tensors.
+        """
+        groups = HeadGroups.of(layers, device)
+        heads = groups.heads
+        widths = torch.tensor([layer.head_dim for layer in layers for _ in range(layer.heads)], device="cpu")
+        unknown = torch.full((heads,), torch.nan, dtype=torch.float32, device=device)
+        table = statistics.empty(heads, device)
+        return cls(
+            layers=groups,
+            units=groups.by_head() if per_head else groups,
+            widths=widths.to(device),
+            beta=unknown.clone(),
+            beta_default=unknown,
+            probe=torch.zeros(heads, dtype=torch.float32, device=device, requires_grad=True),
+            table=table,
+            moments=components.empty(int(widths.sum()), device),
+            recent=table.clone(),
+            weights=weights.empty(heads, device),
+            nonfinite_since=torch.zeros(heads, dtype=torch.int64, device=device),
+            memories=[{} for _ in range(controllers)],
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Device of all tensors."""
+        return self.beta.device
+
+    @torch.inference_mode(False)
+    def to(self, device: torch.device) -> None:
+        """Follow the model to another device."""
+        gradient = self.probe.grad
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor | HeadGroups):
+                setattr(self, name, value.to(device))
+        self.probe = self.probe.detach().requires_grad_()
+        self.probe.grad = None if gradient is None else gradient.to(device)
+        self.memories = [{name: value.to(device) for name, value in memory.items()} for memory in self.memories]
+
+    @property
+    def current_beta(self) -> Tensor:
+        """Beta as it acts, `[heads]`: the model's own where none was set."""
+        return torch.where(self.beta.isnan(), self.beta_default, self.beta)
+
+    @torch.no_grad()
+    def refuse(self, place: HeadRange, reason: str) -> None:
+        """Leave a layer alone from now on, and forget what was measured of it."""
+        self.refused[place.heads.start, place.heads.stop] = reason
+        self.seen = True
+        self.table[:, place.heads] = 0
+        self.moments[:, place.components] = 0
+        if self.probe.grad is not None:
+            self.probe.grad[place.heads] = 0
+        self.release_refused()
+
+    def release_refused(self) -> None:
+        """Give the layers that are left alone the model's own beta."""
+        for start, stop in self.refused:
+            self.beta[start:stop] = torch.nan
+
+    def refusal(self, place: HeadRange) -> str | None:
+        """Return the reason why a layer is left alone, None if it is not."""
+        return self.refused.get((place.heads.start, place.heads.stop))
+
+    def gain(self, heads: slice, default: float | Tensor | None = None) -> Tensor:
+        """Return `beta / beta_default` of some heads: 1 where beta is the model's own, NaN where that is unknown.
+
+        By the `default` given where there is one: compiled graphs may compute the gain once more in the backward, when
+        the layers after this one have written theirs into the tensor of all defaults.
+        """
+        beta, own = self.beta[heads], self.beta_default[heads]
+        if (heads.start, heads.stop) in self.refused:
+            return torch.ones_like(beta)
+        if isinstance(default, Tensor):
+            own = default.to(beta).flatten().expand_as(beta)
+        elif default is not None:
+            own = torch.full_like(beta, default)
+        return torch.where(beta.isnan(), 1.0, beta / own)
+
+    def collect(self, heads: slice = slice(None)) -> Tensor:
+        """Return a copy of the table of some heads, with their sensitivity in it."""
+        table = self.table[:, heads].clone()
+        if self.probe.grad is not None:
+            table[statistics.ROW["sensitivity"]] = self.probe.grad.detach()[heads]
+        return table
+
+    def weight_std(self, groups: HeadGroups) -> WeightStd:
+        """Return the std of the entries of W_q and W_k when they were last read, by group."""
+        return WeightStd.from_sums(self.weights, groups.lengths)
+
+    def start_step(self, measuring: bool) -> None:
+        """Clear what was added up since the last step, and say whether the next one is measured."""
+        self.table.zero_()
+        self.moments.zero_()
+        self.probe.grad = None
+        self.measuring = measuring
+
+    def forget_after(self, step: int) -> None:
+        """Forget warnings and alerts about steps after the restored one."""
+        forgotten = self.nonfinite_since > step
+        self.nonfinite_since.masked_fill_(forgotten, 0)
+        self.warned_of_nonfinite = self.warned_of_nonfinite and not bool(forgotten.any())
+        self.alerts_step = min(self.alerts_step, step)
+
+
+def is_beta(values: Tensor) -> Tensor:
+    """Tell which values can be an inverse temperature: boolean, of the shape of `values`."""
+    return (values >= SMALLEST_BETA) & (values <= LARGEST_BETA)  # False for NaN

@@ -1,0 +1,235 @@
+"""The recorder, which the tap writes to: the part of the state that belongs to one attention module.
+
+Every hooked module holds its `Recorder`. The tap asks it for the gain, tells it the model's own beta, and hands it q, k
+and masks; it adds their sums to the `State`. It never reads a value back to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from betahook.measure import components, scores, statistics
+from betahook.measure.dense import pair_sums
+from betahook.measure.masks import Mask
+from betahook.measure.rows import RowSums, choose, is_exact, row_sums
+from betahook.measure.scores import Components
+from betahook.models.discovery import AttentionModule
+from betahook.models.projections import Projection, locate
+from betahook.state import HeadRange, State
+
+ATTRIBUTE = "_betahook"
+"""Attribute under which a hooked module keeps its `Recorder`."""
+
+
+class Recorder:
+    """Records the attention calls of one module.
+
+    Attributes:
+        name: of the module, as in `model.named_modules()`, without what wrappers add to that.
+        module: the attention module.
+        heads: number of query heads.
+        head_dim: d_k.
+        route: where the module's scores come from, see `models.discovery.AttentionModule`.
+        facts: what is known of the module's class.
+        owner: the hook, which so lives as long as the hooked model, whoever else holds it.
+    """
+
+    def __init__(
+        self, name: str, attention: AttentionModule, state: State, place: HeadRange, owner: object, when: str
+    ) -> None:
+        self.name = name
+        self.module = attention.module
+        self.heads = attention.heads
+        self.head_dim = attention.head_dim
+        self.route = attention.route
+        self.facts = attention.facts
+        self.owner = owner
+        self._state = state
+        self._place = place
+        self._in_evaluation = when == "always"
+        # All heads of the layer, unless this rank computes only some of them.
+        self._local = place
+        self._tensor_parallel_ranks = 1
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse: a copy would leave the tap without its hook, and beta with it."""
+        raise TypeError(
+            "a hooked model cannot be copied or pickled: fold() or detach() first, or copy its state_dict() and "
+            "that of its hook"
+        )
+
+    @property
+    def projections(self) -> tuple[Projection, Projection] | None:
+        """Places of W_q and W_k now, since adapters come and go; None if the module keeps them in no known form."""
+        return locate(self.module, self.heads, self.head_dim)
+
+    @property
+    def measuring(self) -> bool:
+        """True if a forward of the module is to be recorded now."""
+        state = self._state
+        return state.measuring and not state.paused and (self.module.training or self._in_evaluation)
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Record nothing for a while."""
+        paused, self._state.paused = self._state.paused, True
+        try:
+            yield
+        finally:
+            self._state.paused = paused
+
+    @property
+    def is_set(self) -> Tensor:
+        """True if a beta was set, boolean `[1]`: all heads have one then."""
+        return ~self._state.beta[self._place.heads][:1].isnan()
+
+    @property
+    def refusal(self) -> str | None:
+        """The reason why the layer is left alone, None if it is not."""
+        return self._state.refusal(self._place)
+
+    def refuse(self, reason: str) -> None:
+        """Leave the layer alone from now on."""
+        self._state.refuse(self._place, reason)
+
+    @property
+    def paused(self) -> bool:
+        """True if the backward of a forward that runs now gives no sensitivity."""
+        return self._state.paused
+
+    @torch.no_grad()
+    def note_default(self, beta: float | Tensor) -> None:
+        """Remember the inverse temperature that the model itself applies: one, or one for each head."""
+        self._state.seen = True
+        own = self._state.beta_default[self._place.heads]
+        own.copy_(beta.flatten()) if isinstance(beta, Tensor) else own.fill_(beta)
+
+    def follow(self, device: torch.device) -> None:
+        """Move the state to where the model went."""
+        if self._state.device.type == "cpu" and device.type != "cpu":
+            self._state.to(device)
+
+    def select_local_heads(self, heads: int) -> bool:
+        """Point the recorder at the heads that this rank computes; False if a query cannot have so many.
+
+        Under tensor parallelism a rank has one of as many equal runs of heads as there are ranks, in their order.
+        """
+        local = self._local.heads
+        if heads == local.stop - local.start:
+            return True
+        projections = self.projections
+        mesh = getattr(projections[0].stored, "device_mesh", None) if projections else None
+        if mesh is None or heads * mesh.size(mesh.ndim - 1) != self.heads:
+            return False
+        # The innermost dimension of the mesh: the outer ones are data-parallel.
+        self._local = self._place.part(mesh.get_local_rank(mesh.ndim - 1) * heads, heads)
+        self._tensor_parallel_ranks = self.heads // heads
+        return True
+
+    @property
+    def current_gain(self) -> Tensor:
+        """`beta / beta_default`, `[heads]`: 1 where beta is the model's own, NaN where that is not known yet."""
+        return self._state.gain(self._place.heads)
+
+    def local_gain(self, default: float | Tensor | None) -> Tensor:
+        """`current_gain` of the heads that this rank computes, by the `default` of this call where it is given."""
+        return self._state.gain(self._local.heads, default)
+
+    @property
+    def probe(self) -> Tensor:
+        """Zeros whose gradient is the sensitivity, of the heads that this rank computes.
+
+        Scaled by the number of tensor-parallel ranks: the reduction takes the mean over all ranks, and only one of them
+        computes a head.
+        """
+        probe = self._state.probe[self._local.heads]
+        return probe if self._tensor_parallel_ranks == 1 else self._tensor_parallel_ranks * probe
+
+    @torch.no_grad()
+    def record(
+        self, query: Tensor, key: Tensor, mask: Mask, *, position_bias: Tensor | None, softcap: float | None
+    ) -> None:
+        """Add one attention call; `query [batch, heads, queries, d_k]` and `key` as the score product gets them."""
+        if query.numel() == 0 or key.numel() == 0:
+            return
+        query, key = query.detach(), key.detach()
+        of_query = scores.components(query, mask.queries)
+        beta = self._state.current_beta[self._local.heads].to(query.device)
+        with scores.no_autocast(query.device):
+            sampled = row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap)
+            exact, of_key = scores.score_sums(query, key, mask, of_query.mean)
+        sums = replace(sampled, scores=choose(exact, sampled.scores, mask))
+        self._add_sums(sums, is_exact(mask, query.shape[2]), of_query, of_key)
+
+    @torch.no_grad()
+    def record_pairs(
+        self,
+        raw: Tensor,
+        logits: Tensor,
+        allowed: Tensor,
+        operands: tuple[Tensor, Tensor],
+        prescale: float | Tensor,
+    ) -> None:
+        """Add one attention whose scores exist: `raw`, `logits` and `allowed` are `[batch, heads, queries, keys]`.
+
+        `operands` are q and k, `[1, heads, tokens, d_k]`. `raw` carries the factor `prescale`, which is no part of a
+        score, and the gain.
+        """
+        if raw.numel() == 0:
+            return
+        gain = self.current_gain.to(raw.device).view(-1, 1, 1)
+        sums = pair_sums(raw / (prescale * gain), logits, allowed)
+        of_query, of_key = (
+            scores.components(tokens, _valid(allowed.any(axis), tokens))
+            for tokens, axis in zip(operands, (-1, -2), strict=True)
+        )
+        self._add_sums(sums, True, of_query, of_key)
+
+    @torch.no_grad()
+    def record_input(self, inputs: Tensor, *sides: str) -> None:
+        """Add the entries that enter the projections `sides`: "query", "key" or both."""
+        # A DTensor under tensor parallelism, the same on all ranks.
+        inputs = inputs.to_local() if hasattr(inputs, "to_local") else inputs
+        self.follow(inputs.device)
+        flat = scores.at_least_float32(inputs.detach().flatten())
+        sums = {
+            "inputs": torch.full((), flat.numel(), device=flat.device),
+            "input": flat.sum(),
+            "input_square": torch.dot(flat, flat),
+        }
+        self._add(**{f"{side}_{name}": value for side in sides for name, value in sums.items()})
+
+    def _add_sums(self, sums: RowSums, exact: bool | Tensor, query: Components, key: Components) -> None:
+        """Add the sums of one attention call and, unless its d_k is another than the module says, those of q and k."""
+        self._state.recorded = True
+        pairs, tokens = sums.scores.pairs, {}
+        if query.mean.shape[1] == self.head_dim:
+            components.add(self._state.moments[:, self._local.components], query, key)
+            tokens = {"queries": query.count, "keys": key.count}
+        self._add(
+            pairs=pairs,
+            exact_pairs=pairs * exact,
+            score=sums.scores.score,
+            score_square=sums.scores.score_square,
+            row_square=sums.scores.row_square,
+            rows=sums.rows,
+            entropy=sums.entropy,
+            max_score=sums.max_score,
+            max_logit=sums.max_score * self._state.current_beta[self._local.heads].to(sums.max_score),
+            **tokens,
+        )
+
+    def _add(self, **values: Tensor) -> None:
+        statistics.add(self._state.table[:, self._local.heads], values)
+
+
+def _valid(seen: Tensor, tokens: Tensor) -> Tensor | None:
+    """`[batch, heads, tokens]` as `[1, tokens]` for tokens `[1, heads, tokens, d_k]`; None where they do not match."""
+    flat = seen[:, 0].flatten()[None]
+    return flat if flat.shape[1] == tokens.shape[2] else None

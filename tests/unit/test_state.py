@@ -1,0 +1,52 @@
+"""The state: where a layer's heads are, and what follows the model or is forgotten."""
+
+import pytest
+import torch
+from torch import nn
+
+from betahook.measure.groups import HeadGroups, LayerSize
+from betahook.state import HeadRange, head_ranges, is_beta
+from support.layers import attention, make
+
+
+def test_layers_lie_one_after_another():
+    first, second = head_ranges([LayerSize(4, 8), LayerSize(2, 16)])
+    assert first == HeadRange(slice(0, 4), slice(0, 32), 8)
+    assert second == HeadRange(slice(4, 6), slice(32, 64), 16)
+    assert second.part(1, 1) == HeadRange(slice(5, 6), slice(48, 64), 16)
+
+
+def test_everything_follows_the_model():
+    state, (first, _), (recorder, _) = make(attention(nn.Module(), 4, 8), attention(nn.Module(), 2, 16))
+    first.beta = 0.5
+    state.memories = [{"total": torch.zeros(2)}]
+    (2 * recorder.probe.sum()).backward()
+    recorder.follow(torch.device("meta"))
+    found = []
+    for value in vars(state).values():
+        parts = vars(value).values() if isinstance(value, HeadGroups) else [value]
+        found += [part for part in parts if isinstance(part, torch.Tensor)]
+    found += [state.probe.grad, state.memories[0]["total"]]
+    assert {x.device.type for x in found} == {"meta"}
+    assert len(found) == 9 + 4 + 4 + 2
+    assert state.probe.is_leaf
+    assert state.probe.requires_grad
+
+
+def test_warnings_of_later_steps_are_forgotten():
+    state, *_ = make(attention(nn.Module(), 3, 8))
+    state.nonfinite_since.copy_(torch.tensor([0, 3, 7]))
+    state.warned_of_nonfinite, state.alerts_step = True, 8
+    state.forget_after(7)
+    assert (state.warned_of_nonfinite, state.alerts_step) == (True, 7)
+    state.forget_after(5)
+    assert state.nonfinite_since.tolist() == [0, 3, 0]
+    assert (state.warned_of_nonfinite, state.alerts_step) == (False, 5)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(1e-10, True), (1e10, True), (9e-11, False), (1.1e10, False), (0, False), (-1, False), (float("nan"), False)],
+)
+def test_what_can_be_a_beta(value, expected):
+    assert is_beta(torch.tensor([value], dtype=torch.float64)).item() is expected
