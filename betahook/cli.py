@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def report(name: str) -> str:
-    """What `attach` finds in the model that the config of a folder, or of a name on the Hub, describes.
+    """Report what `attach` finds in the model that a config describes, of a folder or of a name on the Hub.
 
     Raises:
         OSError: there is no config.
@@ -64,11 +64,13 @@ def report(name: str) -> str:
             'Python and print(betahook.attach(model, controller="monitor"))'
         ) from error
     marked = checkpoint.is_marked(model)
+    has_state = Path(name, checkpoint.FILE).exists()
+    steps = f" after {checkpoint.read(name)['steps']} steps" if has_state else ""
     with checkpoint.unmarked(model), betahook.attach(model, controller="monitor") as hook:
         layers = "1 attention layer" if len(hook.layers) == 1 else f"{len(hook.layers)} attention layers"
         lines = [f"{type(model).__name__}: betahook attaches to {layers}"]
         if marked:
-            lines.append("  saved with beta beside the weights: load it with betahook.restore(model, folder)")
+            lines.append(f"  saved with beta beside the weights{steps}: load it with betahook.restore(model, folder)")
         for layer in hook.layers.values():
             lines.append(f"  {layer.name}: {layer.heads} heads of {layer.head_dim}{places(layer)}")
             lines += [f"    {remark}" for remark in layer.remarks]
@@ -77,7 +79,7 @@ def report(name: str) -> str:
 
 
 def places(layer: betahook.AttentionLayer) -> str:
-    """Where W_q and W_k are, in names relative to the attention module; nothing where that is not known."""
+    """Name the places of W_q and W_k relative to the attention module; empty if they are not known."""
     if layer.projections is None:
         return ""
     names = {module: name for name, module in layer.module.named_modules()}
@@ -87,7 +89,7 @@ def places(layer: betahook.AttentionLayer) -> str:
 
 
 def obstacle(name: str) -> str | None:
-    """Why no config can be read from there, and what to do; None for a folder with one, and for a name on the Hub."""
+    """Say why no config can be read from there, and what to do; None for a folder with one, or a name on the Hub."""
     folder = Path(name)
     if (folder / "config.json").is_file():
         return None

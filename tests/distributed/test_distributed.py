@@ -20,6 +20,8 @@ from betahook import checkpoint
 from support.models import build, inputs
 from support.processes import run_ranks
 
+pytestmark = pytest.mark.oldest_skips("FSDP 2 does not run on a CPU")
+
 LAYERS = ("model.layers.0.self_attn", "model.layers.1.self_attn")
 
 
@@ -102,7 +104,7 @@ def sharded(rank, steps, attach_first):
     hook = hook or attach(model)
     said = train(model, hook, [rows(rank % 2, rank % 2 + 1)] * steps)
     layer = hook.layers[LAYERS[0]]
-    assert layer.statistics.weight_std_q.isnan()  # of one rank alone: it must not wait for the others
+    assert layer.weight_std_q > 0  # as the last step read it: one rank alone must not wait for the others
     check_spectral_ratio(model, hook)
     return said
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -19,13 +18,12 @@ from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 import betahook
-from betahook import checkpoint
+from betahook.checkpoint import file
 from betahook.integrations.trainer import BetaHookCallback, last_checkpoint
+from support.processes import processes
 from support.trainer import make_trainer
 
 STEPS, SAVE_STEPS = 8, 2
-IMPORTED = ["betahook.integrations.trainer", "transformers.trainer", "transformers.models.llama.modeling_llama"]
-IMPORTED += ["tensorboard.backend.event_processing.event_accumulator", "torch.utils.tensorboard", "accelerate.utils"]
 Bits = list[tuple[str, Tensor]]
 
 
@@ -46,7 +44,7 @@ def train(folder: Path, prepare: Callable[[], None] | None = None) -> None:
 
 def in_process(*arguments: Any) -> int | None:
     """`train(*arguments)` in a process; its exit code, negative where a signal ended it."""
-    process = _processes().Process(target=train, args=arguments)
+    process = processes().Process(target=train, args=arguments)
     process.start()
     process.join(120)
     process.kill()
@@ -56,7 +54,7 @@ def in_process(*arguments: Any) -> int | None:
 
 def kill_after(step: int, seconds: float, folder: Path) -> bool:
     """Kill a run so long after the folder for the checkpoint of a step appears; whether it was still running."""
-    process = _processes().Process(target=train, args=(folder,))
+    process = processes().Process(target=train, args=(folder,))
     process.start()
     while process.is_alive() and not (folder / f"run/checkpoint-{step}").exists():
         time.sleep(1e-3)
@@ -127,7 +125,7 @@ def within_the_state_of_the_trainer() -> None:
 
 
 def within_the_file_of_betahook() -> None:
-    checkpoint.os = type("os", (), {**vars(os), "replace": die})
+    file.os = type("os", (), {**vars(os), "replace": die})
 
 
 POINTS = [
@@ -137,12 +135,6 @@ POINTS = [
     within_the_state_of_the_trainer,
     within_the_file_of_betahook,
 ]
-
-
-def _processes() -> Any:
-    context = multiprocessing.get_context("forkserver")  # imports once, not in every process
-    context.set_forkserver_preload(IMPORTED)
-    return context
 
 
 def main(points: int = 20) -> int:

@@ -118,7 +118,7 @@ def rewrite(**changes):
         (lambda path: path.write_text("{}"), "is damaged"),
         (replace({"x": torch.zeros(1)}, None), "is no state of a hook"),
         (replace({"x": torch.zeros(1)}, {"betahook": "{"}), "is damaged"),
-        (rewrite(version=0), "expected a betahook state of version 2, got 0"),
+        (rewrite(version=0), "expected a betahook state of version 3, got 0"),
         (rewrite(table=torch.zeros(2, 8)), "table should have the shape"),
         (rewrite(layers={"a": 8}), "other layers; these differ: a, model.layers.0.self_attn"),
     ],

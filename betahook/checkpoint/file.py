@@ -1,0 +1,131 @@
+"""The file of a hook's state: safetensors with a JSON header and a checksum, never pickle.
+
+It knows nested dictionaries and lists with tensors in them; what they mean is in `betahook.checkpoint.schema`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from betahook.checkpoint import schema
+
+FILE = "betahook.safetensors"
+"""Name of the file in a checkpoint folder."""
+HEADER = "betahook"
+SEPARATOR = "/"
+"""Between the keys on the way to a tensor, in its name."""
+
+
+class Stateful(Protocol):
+    """A `Hook`, as far as a file is concerned."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def save(hook: Stateful, folder: str | os.PathLike[str]) -> Path:
+    """Write the hook's state to `FILE` in an existing folder; the file appears whole or not at all."""
+    state = hook.state_dict()
+    tensors = {name: value.contiguous().cpu() for name, value in _take_tensors(state, "")}
+    header = json.dumps({"state": state, "sha256": _checksum(state, tensors)})
+    path = Path(folder, FILE)
+    unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
+    save_file(tensors, unfinished, {HEADER: header})
+    with unfinished.open("rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+    return path
+
+
+def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read what `save` wrote to a folder, as `Hook.state_dict` returns it; files of older versions are converted.
+
+    Raises:
+        FileNotFoundError: the folder has no such file.
+        ValueError: the file is damaged, or not betahook's; the message names it.
+    """
+    path = Path(folder, FILE)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist: the checkpoint was saved without betahook. Load its model and begin a new run"
+        )
+    try:
+        with safe_open(path, "pt") as file:
+            header = (file.metadata() or {}).get(HEADER)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+        content = None if header is None else json.loads(header)
+    except (SafetensorError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}); resume from an older checkpoint") from error
+    if not isinstance(content, dict) or not isinstance(content.get("state"), dict):
+        raise ValueError(f"{path} is no state of a hook: its header has no entry {HEADER!r} with a state")
+    state: dict[str, Any] = content["state"]
+    if content.get("sha256") != _checksum(state, tensors):
+        raise ValueError(f"{path} is damaged (its checksum does not match); resume from an older checkpoint")
+    try:
+        for name, tensor in tensors.items():
+            _put_tensor(state, name, tensor)
+        return schema.parse(state)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def load(hook: Stateful, folder: str | os.PathLike[str]) -> None:
+    """Continue from what `save` wrote to a folder; on an error the hook is left as it was.
+
+    Raises:
+        FileNotFoundError: the folder has no such file.
+        ValueError: the file is damaged, not betahook's, or of another model or other controllers; it is named.
+    """
+    state = read(folder)
+    try:
+        hook.load_state_dict(state)
+    except ValueError as error:
+        raise ValueError(f"{Path(folder, FILE)}: {error}") from error
+
+
+def is_begun(folder: str | os.PathLike[str]) -> bool:
+    """Tell if `save` was called for a folder, even if it did not finish."""
+    return any(Path(folder).glob(f"{Path(FILE).stem}.*"))
+
+
+def _take_tensors(nested: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Remove the tensors from nested dictionaries and lists; yields them with the keys that lead to them."""
+    for key, value in list(nested.items() if isinstance(nested, dict) else enumerate(nested)):
+        if isinstance(value, Tensor):
+            yield f"{prefix}{key}", value
+            del nested[key]
+        elif isinstance(value, dict | list):
+            yield from _take_tensors(value, f"{prefix}{key}{SEPARATOR}")
+
+
+def _put_tensor(state: dict[str, Any], name: str, tensor: Tensor) -> None:
+    """Put a tensor back to where its name says."""
+    *parents, last = name.split(SEPARATOR)
+    place: Any = state
+    for key in parents:
+        if isinstance(place, list) and key.isdecimal() and int(key) < len(place):
+            place = place[int(key)]
+        else:
+            place = place.get(key) if isinstance(place, dict) else None
+    if not isinstance(place, dict) or last in place:
+        raise ValueError(f"the state is damaged: it has no place for a tensor called {name!r}")
+    place[last] = tensor
+
+
+def _checksum(state: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(state).encode())
+    for name in sorted(tensors):
+        digest.update(f"{name}{tensors[name].dtype}{list(tensors[name].shape)}".encode())
+        digest.update(tensors[name].flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,92 @@
+"""A hooked model's `save_pretrained`, which also saves the state of the hook, and the mark in the model's config.
+
+The weights of a hooked model lack beta. Where it acts, config.json says so, for `attach` to refuse the weights alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from betahook.checkpoint.file import FILE, Stateful, save
+from betahook.tap.override import Override
+
+MARK = "betahook"
+"""Config key that marks a saved model whose beta is not in its weights but in `FILE`."""
+NOTE = f"beta is in {FILE}: load the model, then call betahook.restore(model, folder)"
+
+
+def connect(model: nn.Module, hook: Stateful, acts: Callable[[], bool], undo: ExitStack) -> None:
+    """Let `save_pretrained` of a hooked model save the state of its hook too, until `undo` is closed.
+
+    Args:
+        model: the hooked model.
+        hook: its hook.
+        acts: tells if any beta is another than the model's own, and the saved weights so need the mark.
+        undo: takes the changes back.
+    """
+    original = getattr(model, "save_pretrained", None)
+    if original is None:
+        return
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_pretrained(save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        if not override.active:  # a wrapper that came later goes on calling this
+            return original(save_directory, *args, **kwargs)
+        bound = signature.bind(save_directory, *args, **kwargs).arguments
+        options = {**bound, **bound.get("kwargs", {})}
+        if options.get("push_to_hub"):
+            raise ValueError(
+                "save_pretrained(push_to_hub=True) of a hooked model would leave beta behind: fold() it first, or use "
+                "model.push_to_hub(name)"
+            )
+        if options.get("is_main_process", True):
+            # First, so that no folder ever has the weights alone.
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            save(hook, save_directory)
+        with _marked(model, acts()):
+            return original(save_directory, *args, **kwargs)
+
+    override = Override(model, "save_pretrained", save_pretrained)
+    undo.callback(override.remove)
+
+
+def is_marked(model: nn.Module) -> bool:
+    """Tell if the config of a model says that its beta is in a file."""
+    return hasattr(getattr(model, "config", None), MARK)
+
+
+@contextmanager
+def unmarked(model: nn.Module) -> Iterator[None]:
+    """Take the mark from the config of a model; on an error it is put back."""
+    marked = is_marked(model)
+    if marked:
+        delattr(model.config, MARK)
+    try:
+        yield
+    except BaseException:
+        if marked:
+            setattr(model.config, MARK, NOTE)
+        raise
+
+
+@contextmanager
+def _marked(model: nn.Module, acts: bool) -> Iterator[None]:
+    """Put the mark into the config of a model for a while, if beta acts."""
+    config = getattr(model, "config", None)
+    marks = acts and hasattr(config, "to_json_file")  # it is a config of transformers
+    if marks:
+        setattr(config, MARK, NOTE)
+    try:
+        yield
+    finally:
+        if marks:
+            delattr(config, MARK)

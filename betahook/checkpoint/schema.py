@@ -1,0 +1,260 @@
+"""The schema of a hook's state: what `Hook.state_dict` returns, and what of it another hook can continue from.
+
+Everything is known by its name: rows of tensors, controllers by class and options. So a new row or a new option with a
+default does not refuse an old state, and their order means nothing. `parse` looks at a state alone, `match` at a state
+and the hook that is to continue from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from betahook.checkpoint.migrations import MIGRATIONS
+from betahook.control.base import Controller, options
+from betahook.measure import components, statistics, weights
+from betahook.state import LARGEST_BETA, SMALLEST_BETA, State, is_beta
+
+VERSION = 3
+ROWS = {
+    "table": tuple(statistics.ROW),
+    "recent": tuple(statistics.ROW),
+    "moments": components.ROWS,
+    "weights": weights.ROWS,
+}
+"""Tensors with a name for each row."""
+COUNTERS = {"steps": int, "skipped_steps": int, "loss_scale": float, "alerts_step": int, "warned_of_nonfinite": bool}
+TENSORS = ("beta", "beta_default", "nonfinite_since", *ROWS)
+TYPES: dict[str, type] = {
+    "layers": dict,
+    "options": dict,
+    "controllers": list,
+    "rows": dict,
+    **COUNTERS,
+    **dict.fromkeys(TENSORS, Tensor),
+}
+"""Every entry of a state but its version."""
+
+
+def dump(
+    state: State, layers: Mapping[str, int], settings: Mapping[str, Any], controllers: Sequence[Controller]
+) -> dict[str, Any]:
+    """Return the state of a hook as tensors, numbers and strings.
+
+    Args:
+        state: of the hook.
+        layers: module name to number of heads.
+        settings: `per_head`, `interval` and `when`, as given to `attach`.
+        controllers: those whose memories are in the state.
+    """
+    tensors = {name: getattr(state, name).clone() for name in TENSORS}
+    return {
+        "version": VERSION,
+        "layers": dict(layers),
+        "options": dict(settings),
+        **{name: getattr(state, name) for name in COUNTERS},
+        **tensors,
+        "table": state.collect(),
+        "rows": {name: list(rows) for name, rows in ROWS.items()},
+        "controllers": [
+            {
+                "class": type(controller).__qualname__,
+                "options": options(controller),
+                "state": {name: value.clone() for name, value in memory.items()},
+            }
+            for controller, memory in zip(controllers, state.memories, strict=True)
+        ],
+    }
+
+
+def parse(given: object) -> dict[str, Any]:
+    """Return a state in the present form, its rows in the present order; what was given is not changed.
+
+    Raises:
+        ValueError: it is no state, of an unknown version, or damaged; the message says where.
+    """
+    version = given.get("version") if isinstance(given, dict) else type(given).__name__
+    if not isinstance(given, dict) or type(version) is not int or version not in (*MIGRATIONS, VERSION):
+        raise ValueError(f"expected a betahook state of version {VERSION}, got {version!r}")
+    state = MIGRATIONS[version](given) if version in MIGRATIONS else dict(given)
+    for name, kind in TYPES.items():
+        if not isinstance(state.get(name), kind) or (kind is not bool and isinstance(state[name], bool)):
+            found = type(state[name]).__name__ if name in state else "nothing"
+            raise ValueError(f"the state is incomplete: {name} should be a {kind.__name__}, got {found}")
+    if unknown := sorted(map(str, state.keys() - TYPES.keys() - {"version"})):
+        raise ValueError(f"the state is damaged: it has entries that are unknown, {', '.join(unknown)}")
+    _check_layers(state["layers"])
+    _check_counters(state)
+    for name, rows in ROWS.items():
+        state[name] = _in_order(name, state[name], state["rows"].get(name), rows)
+    heads = sum(state["layers"].values())
+    for name in TENSORS:
+        _check_shape(name, state[name], (*state[name].shape[:-1], heads) if name != "moments" else state[name].shape)
+        _check_dtype(name, state[name])
+    for name in ("beta", "beta_default"):
+        if not bool((state[name].isnan() | is_beta(state[name])).all()):
+            raise ValueError(
+                f"the state is damaged: {name} has entries that are not positive and finite, between {SMALLEST_BETA:g} "
+                f"and {LARGEST_BETA:g}"
+            )
+    for index, entry in enumerate(state["controllers"]):
+        _check_controller(index, entry)
+    return {**state, "version": VERSION, "rows": {name: list(rows) for name, rows in ROWS.items()}}
+
+
+def match(
+    state: dict[str, Any], own: dict[str, Any], controllers: Sequence[Controller], beta: Tensor
+) -> dict[str, Any]:
+    """Return a parsed state as the hook continues from it.
+
+    Args:
+        state: from `parse`.
+        own: the `state_dict` of the hook.
+        controllers: of the hook.
+        beta: `[units]`, for the shapes of what the controllers remember.
+
+    Raises:
+        ValueError: the state is of another model, other options or other controllers; the message says which.
+    """
+    here, there = own["layers"], state["layers"]
+    different = [name for name in sorted({**there, **here}) if here.get(name) != there.get(name)]
+    if different:
+        raise ValueError(f"the state belongs to a model with other layers; these differ: {', '.join(different)}")
+    if state["options"].get("per_head") is not own["options"]["per_head"]:
+        raise ValueError(f"the state belongs to a hook with {state['options']}, this one has {own['options']}")
+    for name in TENSORS:
+        _check_shape(name, state[name], own[name].shape)
+    _match_controllers(state["controllers"], own["controllers"], controllers)
+    matched = [
+        {**entry, "state": _memory(controller, entry["state"], beta)}
+        for controller, entry in zip(controllers, state["controllers"], strict=True)
+    ]
+    return {**state, "controllers": matched}
+
+
+def _match_controllers(
+    given: list[dict[str, Any]], own: list[dict[str, Any]], controllers: Sequence[Controller]
+) -> None:
+    """Refuse other controllers, or the same ones with other options; a default stands for an option that is missing."""
+    other = (
+        f"the state belongs to other controllers: expected {[*map(_written, own)]}, got {[*map(_written, given)]}. Go "
+        "on with those, or begin with others on the folded model: betahook.fold(betahook.restore(model, folder))"
+    )
+    if [entry["class"] for entry in given] != [entry["class"] for entry in own]:
+        raise ValueError(other)
+    for entry, like, controller in zip(given, own, controllers, strict=True):
+        if unknown := sorted(entry["options"].keys() - like["options"].keys()):
+            raise ValueError(
+                f"{other}. {like['class']} has no option {', '.join(unknown)}: renamed or removed since then"
+            )
+        if {**_defaults(controller), **entry["options"]} != like["options"]:
+            raise ValueError(other)
+
+
+def _defaults(controller: Controller) -> dict[str, Any]:
+    """Return the defaults of a controller's options, for those that a file does not name, since they are newer."""
+    defaults = {field.name: field.default for field in fields(controller) if field.default is not MISSING}  # type: ignore[arg-type]
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+
+
+def _memory(controller: Controller, given: dict[str, Tensor], beta: Tensor) -> dict[str, Tensor]:
+    """Return what a controller remembers, in its present form."""
+    name, start = type(controller).__qualname__, controller.start(beta)
+    memory = controller.migrate(given) if given else given
+    if memory and memory.keys() != start.keys():
+        raise ValueError(f"the state is damaged: the memory of {name} is not that of {', '.join(start)}")
+    for key, value in memory.items():
+        _check_shape(f"{key} of {name}", value, start[key].shape)
+    return {key: memory[key] for key in start if memory}
+
+
+def _written(entry: dict[str, Any]) -> str:
+    """Write a controller as it is made."""
+    return f"{entry['class']}({', '.join(f'{name}={value!r}' for name, value in entry['options'].items())})"
+
+
+def restore(state: State, given: dict[str, Any]) -> None:
+    """Write a parsed and matched state into the tensors and counters of a hook."""
+    for name in TENSORS:
+        getattr(state, name).copy_(given[name])
+    for name in COUNTERS:
+        setattr(state, name, given[name])
+    state.probe.grad = state.table[statistics.ROW["sensitivity"]].to(state.probe)
+    state.memories = [
+        {name: value.to(state.device, copy=True) for name, value in entry["state"].items()}
+        for entry in given["controllers"]
+    ]
+    state.forget_after(state.steps)
+
+
+def _check_layers(layers: dict[Any, Any]) -> None:
+    for name, heads in layers.items():
+        if not isinstance(name, str) or type(heads) is not int or heads < 1:
+            raise ValueError(
+                f"the state is damaged: layers should be names with numbers of heads, got {name!r}: {heads!r}"
+            )
+
+
+def _check_counters(state: dict[str, Any]) -> None:
+    if not 0 <= state["skipped_steps"] <= state["steps"] < 2**53 or not 0 <= state["alerts_step"] < 2**53:
+        raise ValueError(
+            f"the state is damaged: {state['steps']} steps, {state['skipped_steps']} of them skipped, alerts until "
+            f"step {state['alerts_step']}"
+        )
+    if not (math.isfinite(state["loss_scale"]) and state["loss_scale"] >= 0):
+        raise ValueError(
+            f"the state is damaged: the loss scale should be a number, 0 or more, got {state['loss_scale']}"
+        )
+
+
+def _check_controller(index: int, entry: object) -> None:
+    """Refuse an entry of controllers that is none."""
+    kinds = {"class": str, "options": dict, "state": dict}
+    wrong = not isinstance(entry, dict) or any(not isinstance(entry.get(key), kind) for key, kind in kinds.items())
+    if wrong or not all(isinstance(name, str) for key in ("options", "state") for name in entry[key]):  # type: ignore[index]
+        raise ValueError(
+            f"the state is damaged: controller {index} should be a class, options and a state by name, got {entry!r}"
+        )
+    for name, value in entry["state"].items():  # type: ignore[index]
+        if not isinstance(value, Tensor) or value.dim() != 1:
+            raise ValueError(f"the state is damaged: {name} of controller {index} should be a tensor of one dimension")
+        _check_dtype(f"{name} of controller {index}", value)
+
+
+def _in_order(name: str, values: Tensor, rows: object, expected: Sequence[str]) -> Tensor:
+    """Return the rows of a tensor in the expected order; a row that is not there was not measured, and is zero."""
+    if (
+        not isinstance(rows, list)
+        or values.dim() != 2
+        or len(rows) != len(values)
+        or len(set(map(str, rows))) != len(rows)
+    ):
+        shape = list(values.shape)
+        raise ValueError(
+            f"the state is incomplete: {name} should have the shape [rows, heads] and a name for each row, got {shape} "
+            f"and {rows!r}"
+        )
+    if unknown := [row for row in rows if row not in expected]:
+        raise ValueError(f"the state is damaged: {name} has rows that are unknown, {', '.join(map(str, unknown))}")
+    zero = torch.zeros_like(values[0])
+    return torch.stack([values[rows.index(row)] if row in rows else zero for row in expected])
+
+
+def _check_shape(name: str, value: Tensor, shape: Sequence[int]) -> None:
+    if list(value.shape) != list(shape):
+        raise ValueError(
+            f"the state is incomplete: {name} should have the shape {list(shape)}, got {list(value.shape)}"
+        )
+
+
+def _check_dtype(name: str, value: Tensor) -> None:
+    allowed = (torch.int64,) if name == "nonfinite_since" else (torch.float32, torch.float64)
+    if value.dtype not in allowed:
+        raise ValueError(
+            f"the state is damaged: {name} should be of {' or '.join(map(str, allowed))}, got {value.dtype}"
+        )
