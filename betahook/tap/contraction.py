@@ -1,21 +1,23 @@
 """The products of torch that can make a score matrix, read as `left [..., n, d]` times `right [..., m, d]`.
 
-Also where their heads lie: along an axis of their own, mostly the second, or folded into the first, batch and heads
-being one axis then ("flat").
+Also where their heads lie: along an axis of their own, mostly the second, or folded into the first, one axis being
+batch and heads then ("flat") or heads and batch ("heads first"); a single head needs no axis ("single").
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-Axis = int | Literal["flat"]
+from betahook.tap.calls import Call
 
-NAMES = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
+Axis = int | Literal["flat", "heads first", "single"]
+
+NAMES = ("matmul", "__matmul__", "bmm", "baddbmm", "einsum")
 
 
 class UnknownHeadsError(ValueError):
@@ -32,6 +34,7 @@ class Contraction:
         alone: the bare product, without addend and factor.
         left_axes, right_axes: a letter for each axis of an operand.
         batch: the letters of the axes that both have in common and keep, and one of which may be of heads.
+        output_axes: a letter for each axis of the product.
         summed: the letter of the axis that is summed over, of size d.
         alpha: factor that the call itself puts on the product.
         equation: of an einsum.
@@ -44,6 +47,7 @@ class Contraction:
     left_axes: str
     right_axes: str
     batch: str
+    output_axes: str
     summed: str
     alpha: float = 1.0
     equation: str | None = None
@@ -55,7 +59,7 @@ class Contraction:
 
     @property
     def biased(self) -> bool:
-        """Whether the call adds something to the product."""
+        """True if the call adds something to the product."""
         return self.run is not self.alone
 
     def head_axis(self, heads: int, known: Axis | None) -> Axis:
@@ -72,17 +76,28 @@ class Contraction:
             if fitting:
                 return fitting[0]
         place = axis_of(sizes, heads, known)
-        return place if place == "flat" else self.left_axes.index(self.batch[place])
+        return self.left_axes.index(self.batch[place]) if isinstance(place, int) else place
+
+    def output_axis(self, axis: Axis) -> Axis | None:
+        """The axis of the heads in the product, from that in `left`; None if it has none."""
+        letters = self.output_axes
+        if not isinstance(axis, int):
+            return axis
+        return letters.index(self.left_axes[axis]) if self.left_axes[axis] in letters else None
 
     def tokens(self, axis: Axis, heads: int) -> tuple[Tensor, Tensor]:
         """Both operands, detached, as `[1, heads, tokens, d]`; one head where an operand has no axis of heads."""
-        letter = None if axis == "flat" else self.left_axes[axis]
+        letter = self.left_axes[axis] if isinstance(axis, int) else None
 
         def arrange(tensor: Tensor, axes: str) -> Tensor:
             tensor = tensor.detach().movedim(axes.index(self.summed), -1)
             rest = axes.replace(self.summed, "")
-            if letter is None:
+            if axis == "flat":
                 tensor, place = tensor.unflatten(0, (-1, heads)), 1
+            elif axis == "heads first":
+                tensor, place = tensor.unflatten(0, (heads, -1)), 0
+            elif letter is None:
+                tensor, place = tensor[None], 0
             elif letter in rest:
                 place = rest.index(letter)
             else:
@@ -92,29 +107,24 @@ class Contraction:
         return arrange(self.left, self.left_axes), arrange(self.right, self.right_axes)
 
 
-def read(function: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Contraction | None:
-    """The product that a call of a function in `NAMES` computes; None where it can be no score matrix."""
-    if function.__name__ == "einsum":
-        return _read_einsum(*args)
-    if function.__name__ == "baddbmm":
-        return _read_baddbmm(*args, **kwargs)
-    left, right = operands(args, kwargs)[:2]
+def read(call: Call) -> Contraction | None:
+    """The product that a call of a function in `NAMES` computes; None if it cannot be a score matrix."""
+    if call.name == "einsum":
+        return _read_einsum(*call.args)
+    if call.name == "baddbmm":
+        return _read_baddbmm(*call.args, **call.kwargs)
+    left, right = call.operands[:2]
     if left.dim() < 3 or right.dim() < 3:
         return None
-    options = {name: value for name, value in kwargs.items() if value is not left and value is not right}
+    options = {name: value for name, value in call.kwargs.items() if value is not left and value is not right}
 
     def run(x: Tensor) -> Tensor:
-        return function(x, right, **options)
+        product: Tensor = call.function(x, right, **options)
+        return product
 
     batch = "abcdefgh"[: max(left.dim(), right.dim()) - 2]
-    left_batch, right_batch = batch[2 - left.dim() :], batch[2 - right.dim() :]
-    return Contraction(left, right, run, run, f"{left_batch}xz", f"{right_batch}zy", left_batch, "z")
-
-
-def operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments of a call in the order of torch's signatures, those given by name too."""
-    order = {"input": 0, "tensors": 0, "other": 1}
-    return [*args, *(kwargs[name] for name in sorted(kwargs, key=lambda name: order.get(name, 2)))]
+    left_batch, right_batch = batch[len(batch) - left.dim() + 2 :], batch[len(batch) - right.dim() + 2 :]
+    return Contraction(left, right, run, run, f"{left_batch}xz", f"{right_batch}zy", left_batch, f"{batch}xy", "z")
 
 
 def _read_baddbmm(
@@ -128,6 +138,7 @@ def _read_baddbmm(
         "axz",
         "azy",
         "a",
+        "axy",
         "z",
         alpha,
     )
@@ -138,13 +149,17 @@ def _read_einsum(equation: str, *operands: Any) -> Contraction | None:
         operands = tuple(operands[0])
     inputs, _, output = equation.replace(" ", "").partition("->")
     specs = inputs.split(",")
-    if len(specs) != 2 or len(operands) != 2:
+    if len(specs) != 2 or len(operands) != 2 or not all(isinstance(x, Tensor) for x in operands):
         return None
     dots = "ABCDEFGH"[: operands[0].dim() - len(specs[0].replace("...", ""))]
     left_axes, right_axes, output = (spec.replace("...", dots) for spec in (*specs, output))
     summed = set(left_axes) & set(right_axes) - set(output)
     rows, columns = set(left_axes) - set(right_axes), set(right_axes) - set(left_axes)
-    if len(summed) != 1 or not rows or not columns or operands[0].dim() < 3:
+    if not output and "->" not in equation:
+        letters = left_axes + right_axes
+        output = "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
+    fits = all(len(axes) == x.dim() for axes, x in zip((left_axes, right_axes), operands, strict=True))
+    if len(summed) != 1 or not rows or not columns or operands[0].dim() < 3 or not fits:
         return None
     left, right = operands
 
@@ -152,11 +167,11 @@ def _read_einsum(equation: str, *operands: Any) -> Contraction | None:
         return torch.einsum(equation, x, right)
 
     batch = "".join(axis for axis in output if axis in left_axes and axis in right_axes)
-    return Contraction(left, right, run, run, left_axes, right_axes, batch, summed.pop(), equation=equation)
+    return Contraction(left, right, run, run, left_axes, right_axes, batch, output, summed.pop(), equation=equation)
 
 
 def axis_of(sizes: Sequence[int], heads: int, known: Axis | None) -> Axis:
-    """Which of the axes before the last two holds the heads, by their `sizes`; `known` goes before.
+    """The axis of the heads among those before the last two, by their `sizes`; `known` goes before.
 
     Raises:
         UnknownHeadsError: none of them does.
@@ -172,17 +187,27 @@ def axis_of(sizes: Sequence[int], heads: int, known: Axis | None) -> Axis:
 
 
 def on_heads(tensor: Tensor, axis: Axis, heads: int, function: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """`function(tensor, axis)`, where heads that share an axis with the batch get one of their own meanwhile."""
-    if axis != "flat":
-        return function(tensor, axis)
-    return function(tensor.unflatten(0, (-1, heads)), 1).flatten(0, 1)
+    """`function(tensor, axis)`, where heads without an axis of their own get one meanwhile."""
+    if axis == "flat":
+        return function(tensor.unflatten(0, (-1, heads)), 1).flatten(0, 1)
+    if axis == "heads first":
+        return function(tensor.unflatten(0, (heads, -1)), 0).flatten(0, 1)
+    if axis == "single":
+        return function(tensor[None], 0)[0]
+    return function(tensor, axis)
 
 
 def batched(tensor: Tensor, axis: Axis, heads: int) -> Tensor:
     """`[..., n, x]` with its heads anywhere among the dots, as `[batch, heads, n, x]`."""
+    apart: Tensor
     if axis == "flat":
-        apart: Tensor = tensor.unflatten(0, (-1, heads))
+        apart = tensor.unflatten(0, (-1, heads))
         return apart
+    if axis == "heads first":
+        apart = tensor.unflatten(0, (heads, -1)).transpose(0, 1)
+        return apart
+    if axis == "single":
+        return tensor.flatten(0, -3)[:, None] if tensor.dim() > 2 else tensor[None, None]
     return tensor.movedim(axis, -3).flatten(0, -4) if tensor.dim() > 3 else tensor.movedim(axis, -3)[None]
 
 

@@ -1,4 +1,4 @@
-"""What both taps do: a factor on the query sets beta, and its backward gives the sensitivity."""
+"""The factor on the query that sets beta, and whose backward gives the sensitivity; both taps use it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from betahook.layers import AttentionLayer
+from betahook import compat
 from betahook.measure.scores import at_least_float32
+from betahook.tap.recorder import Recorder
+from betahook.tap.traces import Product
 
 
 def scale_query(
-    layer: AttentionLayer,
+    layer: Recorder,
     query: Tensor,
     others: Iterable[Tensor],
     axis: int = 1,
     default: float | Tensor | None = None,
+    product: Product | None = None,
 ) -> Tensor:
     """`query * beta / beta_default`, bit-identical to `query` while beta is the model's own.
 
@@ -27,15 +30,19 @@ def scale_query(
         others: what else goes into the attention: where one of them asks for a gradient, the logits have one too.
         axis: of the heads.
         default: the model's own beta, where this call shows it.
+        product: what the query goes into, where that is yet to show whether it makes scores.
     """
     layer.follow(query.device)
     shape = [1] * query.dim()
     shape[axis] = -1
-    gain = layer.local_gain(default).detach().to(query.device).view(shape)
+    gain = layer.local_gain(default).detach().to(query.device)
+    if product is not None:
+        gain = product.acting = gain if product.acts else torch.ones_like(gain)
+    gain = gain.view(shape)
     if torch.is_grad_enabled() and (query.requires_grad or any(x.requires_grad for x in others)):
         probe = layer.probe.to(query.device)
         # Also while paused: gradient checkpointing counts what a forward saves, and its recomputation comes later.
-        scaled: Tensor = ScaleQuery.apply(query, gain, probe, axis, not layer.paused)  # type: ignore[no-untyped-call]
+        scaled: Tensor = ScaleQuery.apply(query, gain, probe, axis, not layer.paused, product)  # type: ignore[no-untyped-call]
         return scaled
     return (query * gain).to(query.dtype)
 
@@ -48,7 +55,9 @@ class ScaleQuery(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(query: Tensor, gain: Tensor, probe: Tensor, axis: int, measured: bool) -> Tensor:
+    def forward(
+        query: Tensor, gain: Tensor, probe: Tensor, axis: int, measured: bool, product: Product | None = None
+    ) -> Tensor:
         """Scale a query.
 
         Args:
@@ -56,34 +65,29 @@ class ScaleQuery(torch.autograd.Function):
             gain: float32, broadcasts to the query.
             probe: float32 `[heads]`.
             axis: of the heads.
-            measured: whether the backward gives the sensitivity.
+            measured: True if the backward gives the sensitivity.
+            product: what the query goes into; its `counts` says later whether that is a part of the sensitivity.
         """
         return (query * gain).to(query.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, bool], output: Tensor) -> None:
-        _, gain, probe, ctx.axis, ctx.measured = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, bool, Any], output: Tensor) -> None:
+        _, gain, probe, ctx.axis, ctx.measured, ctx.product = inputs
         ctx.save_for_backward(output, gain, probe)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None]:
         scaled, gain, probe = ctx.saved_tensors
         sensitivity = None
-        if ctx.measured:
+        if ctx.measured and (ctx.product is None or ctx.product.counts):
             if torch.is_grad_enabled():  # this backward is differentiated in turn, and beta acts in it once more
                 gain = gain * probe.exp().view(gain.shape)
             others = [axis for axis in range(gradient.dim()) if axis != ctx.axis]
             sensitivity = (at_least_float32(gradient) * scaled).sum(others, dtype=gain.dtype)
         of_query = (gradient * gain).to(gradient.dtype) if ctx.needs_input_grad[0] else None
-        return of_query, None, sensitivity, None, None
+        return of_query, None, sensitivity, None, None, None
 
 
-def is_recording(layer: AttentionLayer) -> bool:
-    """Whether the forward that runs now is to be measured."""
-    return layer.measuring and not is_recomputation()
-
-
-def is_recomputation() -> bool:
-    """Whether this forward is run again by gradient checkpointing, inside a backward."""
-    # Private, hence behind a name; compiled graphs recompute on their own terms and never come here twice.
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+def is_recording(layer: Recorder) -> bool:
+    """Tell if the forward that runs now is to be measured."""
+    return layer.measuring and not compat.is_recomputation()

@@ -18,10 +18,10 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from betahook.layers import ATTRIBUTE, AttentionLayer
 from betahook.measure import masks
 from betahook.measure.masks import Band, Mask
 from betahook.tap.gain import is_recording, scale_query
+from betahook.tap.recorder import ATTRIBUTE, Recorder
 
 if len(inspect.signature(getattr(AttentionInterface, "get_interface", lambda: None)).parameters) != 3:
     raise ImportError(
@@ -32,7 +32,7 @@ UNKNOWN = (
     f"this version of betahook does not know how transformers {transformers.__version__} comes to its attention "
     "functions: upgrade one of the two"
 )
-"""What to say where attention bypasses the tap."""
+"""Message for attention that bypasses the tap."""
 
 _original = AttentionInterface.get_interface
 _users = 0
@@ -71,14 +71,14 @@ def _get_interface(self: AttentionInterface, implementation: str, default: Calla
 
 
 def _attention(function: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    layer: AttentionLayer | None = getattr(module, ATTRIBUTE, None)
+    layer: Recorder | None = getattr(module, ATTRIBUTE, None)
     if layer is None or layer.route != "interface":
         return function(module, *args, **kwargs)
     return _hooked(layer, function, implementation, module, *args, **kwargs)
 
 
 def _hooked(
-    layer: AttentionLayer,
+    layer: Recorder,
     function: Callable[..., Any],
     implementation: str,
     module: nn.Module,
@@ -111,7 +111,7 @@ def _hooked(
 def describe_mask(
     implementation: str, module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]
 ) -> Mask:
-    """Which pairs the attention function called `implementation` will use, as it decides that itself.
+    """Describe the pairs that the attention function called `implementation` will use, as it decides that itself.
 
     Args:
         mask: what the model passes as `attention_mask`: None, a 4-D tensor, a 2-D padding mask or a `BlockMask`.

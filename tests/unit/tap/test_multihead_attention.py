@@ -8,6 +8,7 @@ from torch import nn
 
 import betahook
 from support.attention import HEADS, LENGTH, PADDING, WIDTH, padded_encoder
+from support.matrices import overall_std
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def test_multihead_attention(x, mask, need_weights):
     expected = model(x, x, x, need_weights=need_weights, **MASKS[mask])
     with betahook.attach(model, controller="monitor") as hook:
         got = model(x, x, x, need_weights=need_weights, **MASKS[mask])
-        statistics = hook.layers[""].statistics
+        statistics, heads = hook.layers[""].statistics, hook.layers[""].head_statistics
         assert hook.layers[""].beta_default == pytest.approx(8**-0.5)
         hook.layers[""].beta = 2 * hook.layers[""].beta_default
         doubled = model(x, x, x, need_weights=need_weights, **MASKS[mask])[0]
@@ -48,7 +49,7 @@ def test_multihead_attention(x, mask, need_weights):
         allowed &= ~MASKS[mask]["key_padding_mask"][:, None, None, :]
     scores = (q @ k.mT)[allowed]
     assert statistics.count == scores.numel()
-    torch.testing.assert_close(statistics.std, scores.std(correction=0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(overall_std(heads), scores.std(correction=0), rtol=1e-5, atol=1e-6)
     with torch.no_grad():
         model.in_proj_weight[:WIDTH] *= 2
         model.in_proj_bias[:WIDTH] *= 2
@@ -61,15 +62,15 @@ def test_the_weights_and_inputs_of_multihead_attention(x):
     model, keys = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), 3 * x + 1
     with betahook.attach(model, controller="monitor") as hook:
         model(x, keys, keys)
-        measured = hook.layers[""].statistics
+        layer, measured = hook.layers[""], hook.layers[""].statistics
     query_rows, key_rows, _ = model.in_proj_weight.detach().chunk(3)
     for got, entries in (
-        (measured.weight_std_q, query_rows),
-        (measured.weight_std_k, key_rows),
-        (measured.input_std_q, x),
-        (measured.input_std_k, keys),
+        (layer.weight_std_q, query_rows),
+        (layer.weight_std_k, key_rows),
+        (float(measured.input_std_q), x),
+        (float(measured.input_std_k), keys),
     ):
-        torch.testing.assert_close(got, entries.double().std(correction=0), rtol=1e-5, atol=0)
+        assert got == pytest.approx(entries.double().std(correction=0).item(), rel=1e-5)
 
 
 def test_multihead_attention_with_keys_of_another_width_has_no_known_weights(x):
@@ -79,7 +80,7 @@ def test_multihead_attention_with_keys_of_another_width_has_no_known_weights(x):
         model(x, keys, x)
         statistics = hook.layers[""].statistics
     assert statistics.count == 3 * HEADS * LENGTH**2
-    assert statistics.weight_std_q.isnan()
+    assert math.isnan(hook.layers[""].weight_std_q)
     assert hook.layers[""].remarks == ["W_q and W_k have no known form, their std is not measured"]
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import betahook
 from support.attention import HEADS, LENGTH, WIDTH, Block, ByHandAttention, FusedAttention
+from support.matrices import overall_std
 from support.models import derivative
 from zoo import build, truth
 
@@ -138,7 +139,7 @@ def test_statistics_are_those_of_all_allowed_pairs(kind, x):
     assert measured.count == scores.numel()
     assert measured.exact
     torch.testing.assert_close(measured.mean, scores.mean(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(measured.std, scores.std(correction=0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(overall_std(heads), scores.std(correction=0), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(heads.std, scores.std(1, correction=0), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(measured.max_score, scores.abs().max(), rtol=1e-5, atol=1e-5)
     assert layer.beta_default == pytest.approx(0.25 if kind in (ScaledAttention, InPlaceAttention) else 8**-0.5)
@@ -147,7 +148,7 @@ def test_statistics_are_those_of_all_allowed_pairs(kind, x):
     ):
         variance = tokens.transpose(0, 1).flatten(1, 2).var(1, correction=0).mean(-1)
         torch.testing.assert_close(measured_variance, variance, rtol=1e-5, atol=0)
-    assert measured.weight_std_q > 0
+    assert layer.weight_std_q > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -287,12 +288,12 @@ def check_whole(kind, x):
     scores = causal_scores(make(kind), x)
     with betahook.attach(model, controller="monitor") as hook:
         torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
-        measured = hook.layers["1"].statistics
+        measured, heads = hook.layers["1"].statistics, hook.layers["1"].head_statistics
         assert hook.layers["1"].beta_default == pytest.approx(8**-0.5)
         hook.layers["1"].beta = 2 * hook.layers["1"].beta_default
         doubled = model(x)
     assert measured.count == scores.numel()
-    torch.testing.assert_close(measured.std, scores.std(correction=0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(overall_std(heads), scores.std(correction=0), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(measured.max_score, scores.abs().max(), rtol=1e-5, atol=1e-5)
     for parameter in model[1].q_proj.parameters():
         parameter.data *= 2
@@ -368,6 +369,7 @@ SUMS = ["deberta-v2", "xlnet"]
 BY_HAND = [*SUMS, "bloom", "big_bird", "gptj", "longformer", "swinv2", "sam_vision_model", "wavlm"]
 
 
+@pytest.mark.oldest_skips("the zoo reads configs that are dataclasses")
 @pytest.mark.parametrize("model_type", BY_HAND)
 def test_families_that_write_their_attention(model_type):
     """Attached where the attention is, and half a beta halves what is no bias in the logits."""
@@ -382,7 +384,7 @@ def test_families_that_write_their_attention(model_type):
             assert hook.layers[name].statistics.exact
             if not attention.is_sum:
                 std = attention.std / attention.prescale
-                assert hook.layers[name].statistics.std.item() == pytest.approx(std, rel=1e-5)
+                assert overall_std(hook.layers[name].head_statistics).item() == pytest.approx(std, rel=1e-5)
         # The last layer: what enters it does not depend on its own beta.
         name, layer = list(hook.layers.items())[-1]
         layer.head_beta = layer.head_beta / 2

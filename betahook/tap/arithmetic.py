@@ -1,0 +1,148 @@
+"""Handlers of factors, sums and biases, see `handlers`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from betahook.tap.situation import Derived, Situation, other
+from betahook.tap.traces import Factor, Operand, Scores, Shift, Trace, Weights, masked_by, number, same_factor
+
+
+def multiply(situation: Situation) -> Derived:
+    """Follow a factor, or a rotation or mask."""
+    return _scale(situation, *situation.call.operands[:2], divide=False)
+
+
+def divide(situation: Situation) -> Derived:
+    """Follow the inverse of a factor."""
+    return _scale(situation, *situation.call.operands[:2], divide=True)
+
+
+def _scale(situation: Situation, left: Any, right: Any, *, divide: bool) -> Derived:
+    first, second = _activation(situation, left), _activation(situation, right)
+    if not divide and first is None and (second is not None or number(left) is not None):
+        (left, first), (right, second) = (right, second), (left, first)
+    if second is not None or isinstance(first, Shift | Weights):
+        return other(situation)
+    factor = number(right)
+    # One number times another is a number still: it is read where it meets an activation.
+    if first is None and (factor is None or number(left) is not None):
+        return None
+    if isinstance(first, Scores):
+        return _scale_scores(situation, first, right, factor, divide=divide)
+    trace = Operand() if first is None else first
+    if factor is None or not isinstance(trace, Operand):
+        return trace  # a rotation, say; it is linear, and what it does to the spread belongs to the operand
+    return replace(trace, factor=trace.factor / factor if divide else trace.factor * factor, learned=False)
+
+
+def _activation(situation: Situation, tensor: Any) -> Trace | None:
+    """Look up the trace of a tensor; a parameter or a view of one is a factor like any other."""
+    trace = situation.trace_of(tensor)
+    return None if isinstance(trace, Operand) and trace.learned else trace
+
+
+def _scale_scores(situation: Situation, scores: Scores, by: Any, factor: Factor | None, *, divide: bool) -> Derived:
+    if factor is None and isinstance(by, Tensor) and by.shape[-2:] == (1, 1):
+        if situation.strict and (scores.axis is None or by.dim() < -scores.axis or by.shape[scores.axis] != by.numel()):
+            return situation.lose(scores, "by a factor that is not one for each head")
+        factor = by.detach()
+    if factor is not None:
+        return replace(scores, factor=scores.factor / factor if divide else scores.factor * factor)
+    if not isinstance(by, Tensor) or not situation.strict:
+        return scores  # a mask
+    if by.requires_grad and not scores.pure:
+        return situation.lose(scores, "by a tensor, behind a bias,")
+    if scores.value is None:
+        return scores
+    value = scores.value / by if divide else scores.value * by
+    return replace(scores.expanded(value.shape), value=value)
+
+
+def negate(situation: Situation) -> Derived:
+    """Follow a change of sign."""
+    trace = situation.trace_of(situation.call.operands[0])
+    return replace(trace, factor=-trace.factor) if isinstance(trace, Operand | Scores) else other(situation)
+
+
+def add(situation: Situation) -> Derived:
+    """Follow a bias, a shift of rows, or the sum of several scores."""
+    return _sum(situation, situation.call.kwargs.get("alpha", 1))
+
+
+def subtract(situation: Situation) -> Derived:
+    """Follow the difference of scores, from a bias or from the other side."""
+    return _sum(situation, -situation.call.kwargs.get("alpha", 1))
+
+
+def subtract_from(situation: Situation) -> Derived:
+    """Follow `__rsub__` and `rsub`, which change the sign of what they are called on."""
+    scores = situation.trace_of(situation.call.operands[0])
+    if not isinstance(scores, Scores):
+        return other(situation)
+    return _biased(situation, replace(scores, factor=-scores.factor), situation.call.operands[1], 1)
+
+
+def _sum(situation: Situation, sign: float) -> Derived:
+    left, right = situation.call.operands[:2]
+    first, second = situation.trace_of(left), situation.trace_of(right)
+    if isinstance(first, Weights) or isinstance(second, Weights):
+        return other(situation)
+    if isinstance(first, Scores) and isinstance(second, Scores):
+        return _sum_of_scores(situation, first, replace(second, factor=second.factor * sign))
+    if isinstance(first, Scores):
+        return _biased(situation, first, right, sign)
+    if isinstance(second, Scores):
+        return _biased(situation, replace(second, factor=second.factor * sign), left, 1)
+    if isinstance(first, Shift) or isinstance(second, Shift):
+        return other(situation)
+    if isinstance(first, Operand) and isinstance(second, Operand) and same_factor(first.factor, second.factor):
+        return replace(first, mixed=first.mixed or second.mixed, learned=first.learned and second.learned)
+    return other(situation)
+
+
+def _sum_of_scores(situation: Situation, first: Scores, second: Scores) -> Derived:
+    lost = first.lost or second.lost
+    if first.products and second.products and second.products[0].index < first.products[0].index:
+        first, second = second, first
+    first, second = first.folded(), second.folded()
+    if lost is not None:
+        return replace(united(first, second), value=None, allowed=None, lost=lost)
+    if first.value is None or second.value is None:
+        return united(first, second)
+    total = first.value + second.value
+    first, second = first.expanded(total.shape), second.expanded(total.shape)
+    trace = replace(united(first, second), value=total)
+    return trace if second.allowed is None else trace.without(~second.allowed)
+
+
+def united(first: Scores, second: Scores) -> Scores:
+    """The first scores, with the history of the second."""
+    return replace(
+        first,
+        products=tuple(dict.fromkeys(first.products + second.products)),
+        pure=first.pure and second.pure,
+        linear=first.linear and second.linear,
+        shifted=first.shifted or second.shifted,
+        lost=first.lost or second.lost,
+    )
+
+
+def _biased(situation: Situation, scores: Scores, addend: Any, sign: float) -> Derived:
+    trace = situation.trace_of(addend)
+    if isinstance(trace, Shift):
+        # The softmax sees no number that is the same for a row.
+        if addend.numel() == 1 or addend.shape[-1] == 1:
+            return replace(scores, shifted=scores.shifted or addend.numel() > 1)
+        return situation.lose(scores, "of what was made of scores")
+    if not isinstance(addend, Tensor) or not situation.strict or scores.value is None:
+        return replace(scores, pure=False)
+    shape = torch.broadcast_shapes(scores.value.shape, addend.shape)
+    scores = scores.expanded(shape)
+    if addend.dtype != torch.bool:
+        scores = scores.without(masked_by(addend.detach() * sign))
+    return replace(scores, pure=False)

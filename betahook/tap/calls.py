@@ -1,0 +1,77 @@
+"""Calls of torch functions, as a torch function mode gets them.
+
+Used by the tap in `products` and its handlers; nothing here knows attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+TRANSPOSED = {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
+"""Properties that transpose. The getters of all properties are called `__get__`, so these are known by identity."""
+IN_PLACE = {"__imul__", "__itruediv__", "__iadd__", "__isub__", "__setitem__"}
+"""Functions without an underscore at the end that change their first operand."""
+ORDER = {"condition": -1, "input": 0, "tensors": 0, "other": 1, "mask": 1, "pad": 1}
+"""Arguments that may be given by name, to their place in torch's signatures."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a torch function."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @cached_property
+    def name(self) -> str:
+        """The name of the function; "transpose" for a property that does so."""
+        return "transpose" if self.function in TRANSPOSED else self.function.__name__
+
+    @cached_property
+    def operands(self) -> list[Any]:
+        """The arguments in the order of torch's signatures, those given by name too."""
+        return [*self.args, *(self.kwargs[name] for name in sorted(self.kwargs, key=lambda name: ORDER.get(name, 2)))]
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """All tensors among the arguments."""
+        return list(tensors_in((self.args, self.kwargs)))
+
+    @cached_property
+    def in_place(self) -> bool:
+        """True if the call changes its first operand."""
+        return self.name in IN_PLACE or (self.name.endswith("_") and self.name[0] != "_")
+
+    def run(self) -> Any:
+        """Call the function."""
+        return self.function(*self.args, **self.kwargs)
+
+    def run_on(self, replacement: Callable[[Tensor], Tensor]) -> Any:
+        """Call the function with another tensor in the place of each floating-point or complex one."""
+        return self.function(*_replaced(self.args, replacement), **_replaced(dict(self.kwargs), replacement))
+
+
+def tensors_in(nested: Any) -> Iterator[Tensor]:
+    """All tensors in nested lists, tuples and mappings."""
+    if isinstance(nested, Tensor):
+        yield nested
+    elif isinstance(nested, (list, tuple, Mapping)):
+        for item in nested.values() if isinstance(nested, Mapping) else nested:
+            if not isinstance(item, (int, float)):
+                yield from tensors_in(item)
+
+
+def _replaced(nested: Any, replacement: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(nested, Tensor):
+        return replacement(nested) if nested.is_floating_point() or nested.is_complex() else nested
+    if isinstance(nested, (list, tuple)) and any(True for _ in tensors_in(nested)):
+        return type(nested)(_replaced(item, replacement) for item in nested)
+    if isinstance(nested, dict):
+        return {name: _replaced(item, replacement) for name, item in nested.items()}
+    return nested

@@ -1,0 +1,130 @@
+"""Any other function in an attention module: it runs as it is, and what it makes of followed tensors is noted.
+
+The tap in `products` calls these functions in place of torch's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from betahook.tap import handlers
+from betahook.tap.arithmetic import divide, multiply, united
+from betahook.tap.calls import Call
+from betahook.tap.forward import Forward
+from betahook.tap.rearranging import keep
+from betahook.tap.sites import find_line
+from betahook.tap.situation import Derived, Handler, other
+from betahook.tap.traces import Factor, Scores, Trace, Weights, number, same_factor
+
+
+def follow(forward: Forward, call: Call, handler: Handler) -> Any:
+    """Run a function and note what it makes of the tensors that are followed."""
+    first = call.operands[0] if call.operands else None
+    if handler is other and not any(forward.trace_of(tensor) is not None for tensor in call.tensors):
+        output = call.run()
+        if call.in_place:
+            forward.forget(first)
+        return output
+    before = forward.trace_of(first)
+    if call.in_place and isinstance(before, Scores) and before.value is not None:
+        # The value may share the memory that is about to change.
+        forward.note(first, replace(before, value=before.value.clone()))
+    with torch.no_grad():
+        derived = handler(forward.situation(call))
+    output = call.run()
+    if handler in (multiply, divide) and isinstance(derived, Scores):
+        output, derived = _rescaled(forward, call, output, derived)
+    forward.note(output, derived)
+    if call.in_place:
+        if derived is None:
+            forward.forget(first)
+        forward.changed(first)
+    return output
+
+
+def _rescaled(forward: Forward, call: Call, output: Tensor, scores: Scores) -> tuple[Tensor, Scores]:
+    """Undo what the scale of this call has more than that of the last, by which the gain went."""
+    operands = call.operands[:2]
+    before = next(trace for x in operands if isinstance(trace := forward.trace_of(x), Scores))
+    if not forward.strict or before.factor is scores.factor or scores.lost is not None:
+        return output, scores
+    by = next(x for x in operands if not isinstance(forward.trace_of(x), Scores))
+    factor = _factor(call, by)
+    expected = [forward.plan.expected(product) for product in scores.products]
+    for product in scores.products:
+        product.scalings.append(factor)
+    differs = [was for was in expected if was is not None and not same_factor(was, factor)]
+    if not before.pure and (differs or (isinstance(by, Tensor) and by.requires_grad)):
+        return output, scores.losing(f"a scale behind a bias at {find_line()} that changes")
+    if expected[0] is None or same_factor(expected[0], factor):
+        return output, scores
+    ratio = torch.as_tensor(expected[0] / factor, device=output.device)
+    ratio = torch.where(forward.layer.is_set.to(output.device), ratio, 1.0).to(output.dtype)
+    return (output.mul_(ratio) if call.in_place else output * ratio), scores
+
+
+def _factor(call: Call, by: Any) -> Factor:
+    factor = number(by)
+    if factor is None:
+        factor = by.detach()
+    return 1 / factor if handlers.HANDLERS[call.name] is divide else factor
+
+
+def read_property(forward: Forward, call: Call) -> Any:
+    """Read a property of a tensor, of which some are tensors."""
+    output = call.run()
+    if not isinstance(output, Tensor):
+        return output
+    first = call.args[0]
+    if forward.trace_of(first) is not None:
+        handler = keep if output.shape == first.shape else other
+        forward.note(output, handler(forward.situation(call)))
+    return output
+
+
+def write_property(forward: Forward, call: Call) -> None:
+    """Write a property of a tensor, such as its data."""
+    call.run()
+    scores = forward.trace_of(call.args[0])
+    if isinstance(scores, Scores) and isinstance(call.args[1], Tensor):
+        forward.note(call.args[0], forward.situation(call).lose(scores))
+
+
+def assign(forward: Forward, call: Call) -> None:
+    """Follow `target[index] = source`."""
+    target, _, source = call.args
+    into, trace = forward.trace_of(target), forward.trace_of(source)
+    call.run()
+    if isinstance(into, Weights) or isinstance(trace, Weights):
+        forward.note(target, Weights())
+    elif isinstance(trace, Scores) or isinstance(into, Scores):
+        with torch.no_grad():
+            forward.note(target, _assigned(forward, call, into, trace))
+        forward.changed(target)
+
+
+def _assigned(forward: Forward, call: Call, into: Trace | None, trace: Trace | None) -> Derived:
+    target, index, _ = call.args
+    old = into if isinstance(into, Scores) else None
+    if not isinstance(trace, Scores):
+        if old is None or old.value is None or not forward.strict:
+            return old
+        masked = torch.zeros_like(old.value, dtype=torch.bool)
+        masked[index] = True
+        return old.without(masked)
+    trace, old = trace.folded(), None if old is None else old.folded()
+    new = trace if old is None else replace(united(old, trace), operands=trace.operands)
+    if new.lost is not None or trace.value is None:
+        return new
+    value = torch.zeros_like(target, requires_grad=False)
+    allowed = torch.zeros_like(value, dtype=torch.bool)
+    if old is not None and old.value is not None:
+        value.copy_(old.value)
+        allowed.copy_(torch.ones_like(allowed) if old.allowed is None else old.allowed)
+    value[index] = trace.value
+    allowed[index] = True if trace.allowed is None else trace.allowed
+    return replace(new, value=value, allowed=allowed)

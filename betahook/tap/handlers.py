@@ -1,0 +1,90 @@
+"""A table of torch functions, each with a handler that derives the traces of what the function returns.
+
+A handler is called before the function runs, under `no_grad`, by the tap in `products`. It may run functions on
+detached tensors, and changes neither arguments nor traces. What has no handler here goes to
+`situation.other`, which loses scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from betahook.tap.arithmetic import add, divide, multiply, negate, subtract, subtract_from
+from betahook.tap.rearranging import fill, first_only, keep, move, pad, triangle, where
+from betahook.tap.situation import Derived, Handler, Situation, other
+from betahook.tap.traces import Scores, Shift
+
+
+def bend(situation: Situation) -> Derived:
+    """Follow a function of each element that is not linear, as a soft cap is."""
+    trace = situation.trace_of(situation.call.operands[0])
+    if isinstance(trace, Scores):
+        return replace(trace, linear=False, pure=False)
+    return trace if not situation.strict else other(situation)
+
+
+def drop(situation: Situation) -> Derived:
+    """Follow a dropout, which leaves scores as they are where it does nothing."""
+    call, trace = situation.call, situation.trace_of(situation.call.operands[0])
+    rest = [*call.operands[1:], 0.5, True]
+    share, training = call.kwargs.get("p", rest[0]), call.kwargs.get("training", rest[1])
+    if isinstance(trace, Scores) and training and share and situation.strict:
+        return situation.lose(trace)
+    return trace
+
+
+def largest(situation: Situation) -> Derived:
+    """Follow a maximum with another tensor, a bound of each score, or one over the scores."""
+    if sum(isinstance(x, Tensor) for x in situation.call.operands) > 1:
+        return bend(situation)
+    return reduce(situation)
+
+
+def reduce(situation: Situation) -> Derived:
+    """Follow what is the same for many scores, as the largest of a row."""
+    trace = situation.trace_of(situation.call.operands[0])
+    if not isinstance(trace, Scores):
+        return other(situation)
+    return Shift(trace.products) if situation.strict else None
+
+
+def ignore(situation: Situation) -> Derived:
+    """Follow nothing: only the shape of the arguments counts."""
+    return None
+
+
+def _table(groups: Iterable[tuple[Handler, str]]) -> Mapping[str, Handler]:
+    return {name: handler for handler, names in groups for name in names.split()}
+
+
+HANDLERS = _table(
+    [
+        (multiply, "mul mul_ multiply multiply_ __mul__ __rmul__ __imul__"),
+        (divide, "div div_ divide divide_ true_divide true_divide_ __truediv__ __itruediv__"),
+        (add, "add add_ __add__ __radd__ __iadd__"),
+        (subtract, "sub sub_ subtract __sub__ __isub__"),
+        (subtract_from, "rsub __rsub__"),
+        (negate, "neg neg_ negative __neg__"),
+        (move, "view reshape transpose permute swapaxes swapdims movedim moveaxis flatten unflatten squeeze unsqueeze"),
+        (move, "t adjoint expand __getitem__ select narrow split chunk unbind gather flip roll tensor_split"),
+        (move, "index_select take_along_dim as_strided unfold cat concat concatenate stack repeat tile"),
+        (move, "repeat_interleave broadcast_to atleast_3d squeeze_ unsqueeze_ view_as_complex view_as_real"),
+        (pad, "pad"),
+        (keep, "to float half bfloat16 double type contiguous clone detach detach_ requires_grad_ cpu cuda positive"),
+        (first_only, "type_as expand_as view_as reshape_as"),
+        (bend, "clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ clip clip_ tanh tanh_ nan_to_num"),
+        (bend, "nan_to_num_ maximum minimum hardtanh softsign fmin fmax"),
+        (largest, "max min"),
+        (reduce, "amax amin mean logsumexp median"),
+        (drop, "dropout dropout_"),
+        (where, "where"),
+        (fill, "masked_fill masked_fill_"),
+        (triangle, "tril triu tril_ triu_"),
+        (ignore, "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones"),
+        (ignore, "new_empty new_full new_tensor"),
+    ]
+)
+"""Function name to handler; for what is not here there is `other`."""

@@ -1,0 +1,162 @@
+"""Matrix products in an attention module: those that may make scores get beta, any others are followed.
+
+The tap in `products` calls `multiply` in place of torch's products.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from betahook.tap import contraction, heads
+from betahook.tap.calls import Call
+from betahook.tap.contraction import Axis, Contraction, UnknownHeadsError
+from betahook.tap.forward import Forward
+from betahook.tap.gain import scale_query
+from betahook.tap.rearranging import linear
+from betahook.tap.shadows import GAIN
+from betahook.tap.sites import find_site
+from betahook.tap.situation import Derived, other
+from betahook.tap.traces import Factor, Operand, Product, Scores, Shift, Weights, divided, masked_by
+
+
+def multiply(forward: Forward, call: Call) -> Any:
+    """Run a product, with beta if it may make scores."""
+    product = contraction.read(call)
+    if product is not None and _may_make_scores(forward, product):
+        return _score_product(forward, call, product)
+    output = call.run()
+    with torch.no_grad():
+        forward.note(output, _of_other_product(forward, call))
+    if forward.labels is not None and product is not None and forward.is_learned(product.right):
+        made = [place for place, axis in enumerate(product.output_axes) if axis not in product.left_axes]
+        forward.labels.put_features(output, made)
+    return output
+
+
+def _may_make_scores(forward: Forward, product: Contraction) -> bool:
+    """Return True for a product of activations that may make scores."""
+    known, layer, operands = forward.layer.facts, forward.layer, (product.left, product.right)
+    traces = [forward.trace_of(operand) for operand in operands]
+    # Where torch takes the softmax, products before it make its bias.
+    if layer.route == "torch" or product.size == 1 or any(isinstance(trace, Weights | Shift) for trace in traces):
+        return False
+    if forward.strict:
+        if not product.left.is_floating_point() or forward.is_learned(product.right):
+            return False
+        forward.counted += 1
+        return forward.counted > known.skipped_products
+    if any(isinstance(trace, Scores) for trace in traces):
+        return False
+    learned = any(isinstance(operand, nn.Parameter) for operand in operands)
+    if known.every_product:
+        return not learned or product.size == layer.head_dim
+    if learned:
+        return False
+    forward.counted += 1
+    return forward.counted == known.skipped_products + 1
+
+
+def _of_other_product(forward: Forward, call: Call) -> Derived:
+    situation = forward.situation(call)
+    weights = [x for x in call.tensors if isinstance(forward.trace_of(x), Weights)]
+    others = [x for x in call.tensors if not isinstance(forward.trace_of(x), Weights)]
+    if len(weights) == 1 and len(others) == 1:
+        # With a parameter they are mixed over heads; with anything else, values are weighted.
+        return Weights(projected=True) if forward.is_learned(others[0]) else Operand(mixed=True)
+    if len(weights) > 1:
+        return Weights(projected=True)
+    if weights or forward.strict:
+        return other(situation)
+    # A linear map of scores, as of those against segment embeddings in XLNet.
+    return linear(situation) if any(isinstance(trace, Scores) for trace in situation.traces) else None
+
+
+def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
+    layer, known = forward.layer, _new_product(forward, product)
+    axis, trouble = _head_axis(forward, product, known)
+    forward.products.append(known)
+    factors = forward.factor_of(product.left), forward.factor_of(product.right)
+    pure = not product.biased or call.kwargs.get("beta") == 0
+    trace = Scores(product.alpha, prescale=factors[0] * factors[1], products=(known,), pure=pure)
+    if product.alpha != 1:
+        known.scalings.append(product.alpha)
+    if product.biased and isinstance(forward.trace_of(call.operands[0]), Scores) and forward.strict:
+        axis, trouble = None, f"{call.name} at {known.site.line} on scores"
+    if axis is None:
+        output = call.run()
+        forward.note(output, trace.losing(trouble))
+        return output
+    # The values, not seen yet, may ask for a gradient where q and k do not; a product into a buffer has none.
+    others = itertools.chain([product.right], () if "out" in call.kwargs else layer.module.parameters())
+    known.default = _default_of(forward, known, trace)
+    query = contraction.on_heads(
+        product.left, axis, layer.heads, lambda left, axis: scale_query(layer, left, others, axis, known.default, known)
+    )
+    output = product.run(query)
+    with torch.no_grad():  # a checkpointed forward must save as much for its backward as its recomputation
+        if forward.shadows is not None and "out" not in call.kwargs:
+            forward.shadows.put(output, product.run(GAIN * query))
+        if forward.recording:
+            left, right = product.tokens(axis, layer.heads)
+            operands = divided(left, factors[0]), divided(right, factors[1])
+            value = product.alone(query) if product.biased else output.detach()
+            trace = replace(trace, value=value, operands=operands)
+            if not pure and forward.strict:
+                trace = trace.without(masked_by(call.operands[0].detach()).expand(value.shape))
+    place = product.output_axis(axis)
+    forward.note(output, replace(trace, axis=place - output.dim()) if isinstance(place, int) else trace)
+    if forward.labels is not None and place is not None:
+        forward.labels.put_heads(output, place, layer.heads)
+    return output
+
+
+def _new_product(forward: Forward, product: Contraction) -> Product:
+    site = find_site("product")
+    traces = [forward.trace_of(product.left), forward.trace_of(product.right)]
+    makers = tuple(maker for trace in traces if isinstance(trace, Scores) for maker in trace.products)
+    assured = not any(isinstance(trace, Operand) and (trace.mixed or trace.learned) for trace in traces)
+    return Product(
+        site,
+        index=len(forward.products),
+        assured=assured and not forward.is_learned(product.left) and all(maker.assured for maker in makers),
+        makers=makers,
+        acts=not forward.rehearsal and (not forward.strict or forward.plan.makes_scores.get(site, True)),
+    )
+
+
+def _default_of(forward: Forward, product: Product, trace: Scores) -> Factor | None:
+    """The model's own beta in this call, as far as it shows; None for that of the last."""
+    leader = forward.plan.leaders.get(product.site, product.site)
+    if leader != product.site:
+        found = next((known.default for known in forward.products if known.site == leader), None)
+        if found is not None:
+            return found
+    after = forward.plan.after(product) if forward.strict else None
+    return None if after is None else trace.prescale * trace.factor * after
+
+
+def _head_axis(forward: Forward, product: Contraction, known: Product) -> tuple[Axis | None, str]:
+    """The axis of the heads in the left operand, or None and what is wrong."""
+    layer, facts = forward.layer, forward.layer.facts
+    if not forward.strict:
+        folded = product.equation is not None and product.equation == facts.folded
+        return product.head_axis(layer.heads, "flat" if folded else facts.product_axis), ""
+    if known.site.checkpointed:  # its recomputation is not seen here
+        return None, f"a checkpoint that begins inside the forward, at {known.site.line}"
+    summed = product.left_axes.index(product.summed)
+    labels = None if forward.labels is None else forward.labels.get(product.left)
+    shared = [place for place, axis in enumerate(product.left_axes) if axis in product.batch]
+    axis = heads.axis_of(product.left, labels, summed, shared, layer.heads, known.site, forward.plan.axes)
+    if axis is not None:
+        return axis, ""
+    if labels is not None and len(heads.varying(labels, summed)) == 1:
+        try:
+            product.head_axis(layer.heads, None)
+        except UnknownHeadsError as error:
+            known.error = error
+    return None, f"a product at {known.site.line} whose heads are not told apart from the batch"

@@ -1,0 +1,58 @@
+"""Memory of what the products in the forwards of one module turned out to be.
+
+The first forward of a module runs with its own beta, so nothing is at stake while it shows which products reach a
+softmax, where their heads lie and by what they are scaled. Later forwards go by that, and are held against it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from betahook.tap.contraction import Axis
+from betahook.tap.sites import Site
+from betahook.tap.traces import Factor, Product
+
+
+@dataclass
+class Plan:
+    """Facts on the products of one module, by their places in the user's code.
+
+    Attributes:
+        makes_scores: True for products that reach a softmax.
+        leaders: the first product before the same softmax, whose scale is the model's own beta.
+        axes: the axis of the heads in a left operand, or in what a softmax gets.
+        scalings: the factors that followed on a product, see `Product.scalings`.
+        complete: a forward was seen to its end.
+        checked: what beta does was checked by numbers, see `tap.shadows`.
+    """
+
+    makes_scores: dict[Site, bool] = field(default_factory=dict)
+    leaders: dict[Site, Site] = field(default_factory=dict)
+    axes: dict[Site, Axis] = field(default_factory=dict)
+    scalings: dict[Site, list[Factor]] = field(default_factory=dict)
+    complete: bool = False
+    checked: bool = False
+
+    def learn(self, products: list[Product]) -> str | None:
+        """Remember the products of a forward that has ended; return why the module is to be left alone, or None."""
+        self.complete = True
+        for product in products:
+            site, line = product.site, product.site.line
+            if product.lost is not None and product.assured and not (product.reached or product.consumed):
+                return f"its scores come to {product.lost}, which is not followed"
+            if self.makes_scores.setdefault(site, product.reached) != product.reached:
+                return f"the product at {line} reaches a softmax at times and at times it does not"
+            if product.reached:
+                self.scalings[site] = product.scalings
+        return None
+
+    def after(self, product: Product) -> Factor | None:
+        """The factor that all further scalings put on a product in the last forward; None if there was none."""
+        scalings = self.scalings.get(product.site)
+        return None if scalings is None else math.prod(scalings[len(product.scalings) :], start=1.0)
+
+    def expected(self, product: Product) -> Factor | None:
+        """The scaling that came next upon a product in the last forward; None if there was none."""
+        scalings = self.scalings.get(product.site, [])
+        return scalings[len(product.scalings)] if len(product.scalings) < len(scalings) else None

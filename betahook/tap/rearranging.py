@@ -1,0 +1,152 @@
+"""Handlers of functions that move scores, put them together and replace them, see `handlers`.
+
+What such a function does to the logits it does to the scores, and to the mask of the pairs in use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from betahook.tap.arithmetic import united
+from betahook.tap.situation import Derived, Situation, other
+from betahook.tap.traces import Operand, Scores, Shift, Weights, same_factor
+
+_MAY_PERMUTE = (
+    "transpose permute swapaxes swapdims movedim moveaxis t adjoint flatten unflatten view reshape as_strided unfold "
+    "stack"
+)
+TURNING = frozenset(f"{_MAY_PERMUTE} gather take_along_dim flip roll repeat repeat_interleave tile cat concat".split())
+"""Functions after which the last axis need not be that along which rows were shifted."""
+PERMUTING = frozenset(f"{_MAY_PERMUTE} __getitem__ select squeeze squeeze_ unsqueeze unsqueeze_ unbind matmul".split())
+"""Functions after which the heads may lie elsewhere."""
+
+
+def keep(situation: Situation) -> Derived:
+    """Follow a function after which an element still stems from the same score, and stands for it."""
+    first = situation.call.operands[0]
+    trace = situation.trace_of(first)
+    return Operand(learned=True) if trace is None and isinstance(first, nn.Parameter) else trace
+
+
+def move(situation: Situation) -> Derived:
+    """Follow a linear function: what it does to the logits it does to the scores."""
+    call, first = situation.call, situation.call.operands[0]
+    if isinstance(first, nn.Parameter):
+        return Operand(learned=True)
+    if not situation.traces or (situation.trace_of(first) is None and not isinstance(first, (list, tuple))):
+        return None  # only the shape of a followed tensor was used
+    trace = situation.trace_of(first)
+    if isinstance(trace, Scores) and trace.shifted and call.name in TURNING:
+        return situation.lose(trace, "after a shift of rows")
+    return linear(situation)
+
+
+def first_only(situation: Situation) -> Derived:
+    """Follow a function that takes no more than shape, dtype or device from its further arguments."""
+    if situation.call.name not in ("expand_as", "view_as", "reshape_as"):
+        return keep(situation)
+    first, trace_of = situation.call.operands[0], situation.trace_of
+    return move(replace(situation, trace_of=lambda tensor: trace_of(tensor) if tensor is first else None))
+
+
+def pad(situation: Situation) -> Derived:
+    """Follow scores that get more columns or rows, which are none."""
+    trace = situation.trace_of(situation.call.operands[0])
+    if not isinstance(trace, Scores):
+        return move(situation)
+    if trace.value is None:
+        return trace
+    sides = situation.call.operands[1]
+    allowed = torch.ones_like(trace.value, dtype=torch.bool) if trace.allowed is None else trace.allowed
+    return replace(
+        trace,
+        value=F.pad(trace.value, sides),
+        allowed=F.pad(allowed, sides, value=False) if situation.strict else None,
+    )
+
+
+def where(situation: Situation) -> Derived:
+    """Follow the choice between scores and a mask, or between two scores."""
+    traces = situation.traces
+    if len(traces) != 1 or not isinstance(traces[0], Scores):
+        return linear(situation) if traces else None
+    condition, left, _ = situation.call.operands
+    if isinstance(left, Tensor) and left.dtype == torch.bool:  # the method of a tensor
+        condition, left = left, condition
+    if not isinstance(condition, Tensor) or not situation.strict:
+        return traces[0]
+    return traces[0].without(~condition if situation.trace_of(left) is not None else condition)
+
+
+def fill(situation: Situation) -> Derived:
+    """Follow a mask that replaces scores."""
+    trace = situation.trace_of(situation.call.operands[0])
+    if not isinstance(trace, Scores):
+        return trace if not situation.strict else other(situation)
+    return trace.without(situation.call.operands[1].bool()) if situation.strict else trace
+
+
+def triangle(situation: Situation) -> Derived:
+    """Follow `tril` and `triu`, which replace scores by zeros."""
+    trace = situation.trace_of(situation.call.operands[0])
+    if not isinstance(trace, Scores) or trace.value is None or not situation.strict:
+        return trace
+    ones = torch.ones_like(trace.value)
+    return trace.without(situation.call.run_on(lambda _: ones) == 0)
+
+
+def linear(situation: Situation) -> Derived:
+    """Derive what a linear function makes of followed tensors, and perhaps others."""
+    traces, trace_of = situation.traces, situation.trace_of
+    scores = [trace for trace in traces if isinstance(trace, Scores)]
+    if not scores or any(isinstance(trace, Shift | Weights) for trace in traces):
+        return _linear_in_operands(situation)
+    lost = next((trace for trace in scores if trace.lost is not None), None)
+    alone = len(scores) == 1
+    # Several may have different factors, which only values can take in.
+    first = scores[0] if alone else scores[0].folded()
+    for further in scores[1:]:
+        first = united(first, further)
+    if lost is not None or first.value is None:
+        first = replace(first, axis=None if situation.call.name in PERMUTING else first.axis)
+        return first if lost is None else replace(first, value=None, allowed=None, lost=lost.lost)
+
+    def value(tensor: Tensor) -> Tensor:
+        trace = trace_of(tensor)
+        if not isinstance(trace, Scores) or trace.value is None:
+            return torch.zeros_like(tensor) if situation.strict else tensor.detach()
+        return trace.value if alone else trace.folded().value  # type: ignore[return-value]
+
+    def pairs(tensor: Tensor) -> Tensor:
+        trace = trace_of(tensor)
+        if not isinstance(trace, Scores):
+            return torch.zeros_like(tensor, dtype=torch.bool)
+        return torch.ones_like(tensor, dtype=torch.bool) if trace.allowed is None else trace.allowed
+
+    moved = situation.call.run_on(value)
+    parts = [moved] if isinstance(moved, Tensor) else list(moved)
+    masks: list[Any] = [None] * len(parts)
+    others = any(x.is_floating_point() and not isinstance(trace_of(x), Scores) for x in situation.call.tensors)
+    if situation.strict and (others or any(trace.allowed is not None for trace in scores)):
+        allowed = situation.call.run_on(pairs)
+        masks = [allowed] if isinstance(allowed, Tensor) else list(allowed)
+    if situation.call.name in PERMUTING or any(part.dim() != first.value.dim() for part in parts):
+        first = replace(first, axis=None)
+    return [replace(first, value=part, allowed=mask) for part, mask in zip(parts, masks, strict=True)]
+
+
+def _linear_in_operands(situation: Situation) -> Derived:
+    traces = situation.traces
+    first = traces[0]
+    if not all(isinstance(trace, Operand) for trace in traces):
+        return other(situation)
+    alike = all(isinstance(trace, Operand) and same_factor(trace.factor, first.factor) for trace in traces)  # type: ignore[union-attr]
+    floating = [x for x in situation.call.tensors if x.is_floating_point()]
+    if alike and (len(floating) == len(traces) or not situation.strict):
+        return first
+    return other(situation)

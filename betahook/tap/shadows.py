@@ -1,0 +1,67 @@
+"""A check by numbers: what the softmax would get under another beta, computed along with a forward.
+
+In the first forward that is measured, each score product gets a shadow, the same product with a larger gain. Whatever
+the module does to the product is done to its shadow too, and at the softmax the two are compared with what the traces
+say. Nothing random is run twice, and no tensor of the module is touched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from betahook.compat import WeakIdKeyDictionary
+from betahook.tap.calls import Call, tensors_in
+from betahook.tap.traces import Scores
+
+GAIN = 1.5
+"""The gain of the shadows beside that of the forward."""
+
+
+class Shadows:
+    """The shadows of the tensors in one forward."""
+
+    def __init__(self) -> None:
+        self._of = WeakIdKeyDictionary()
+
+    def put(self, tensor: Tensor, shadow: Tensor) -> None:
+        """Give a tensor a shadow."""
+        self._of[tensor] = shadow
+
+    def prepare(self, call: Call) -> None:
+        """Make ready for a call: what it is about to change gets a shadow if one goes into it."""
+        first = call.operands[0] if call.operands else None
+        if not isinstance(first, Tensor) or not call.in_place or first in self._of:
+            return
+        if any(tensor in self._of for tensor in call.tensors):
+            self._of[first] = first.detach().clone()
+
+    @torch.no_grad()
+    def follow(self, call: Call, output: Any) -> None:
+        """Do to the shadows what a call did to the tensors."""
+        if "dropout" in call.name or not any(tensor in self._of for tensor in call.tensors):
+            return
+        shadow = call.run_on(lambda tensor: self._of.get(tensor, tensor))
+        if call.name == "__setitem__":
+            return
+        parts, shadows = list(tensors_in(output)), list(tensors_in(shadow))
+        for part, moved in zip(parts, shadows, strict=True):
+            if part.is_floating_point():
+                self._of[part] = moved
+
+    @torch.no_grad()
+    def contradict(self, scores: Scores, logits: Tensor, dim: int) -> bool:
+        """Return True if the shadow of what a softmax gets is not what beta promises."""
+        shadow = self._of.get(logits)
+        several = isinstance(scores.factor, Tensor) and scores.factor.numel() > 1 and scores.axis is None
+        if shadow is None or scores.value is None or not scores.linear or several or logits.numel() == 0:
+            return False
+        change = (GAIN - 1) * scores.factor * scores.value.double()
+        if scores.allowed is not None:
+            change = change.masked_fill(~scores.allowed, 0)
+        promised = (logits.double() + change).softmax(dim).nan_to_num()
+        got = shadow.double().softmax(dim).nan_to_num()
+        rounding = torch.finfo(logits.dtype).eps * (1 + change.abs().max())
+        return bool((promised - got).abs().max() > 1e-4 + 20 * rounding)

@@ -1,0 +1,67 @@
+"""A call in an attention module as a handler gets it, and what any function makes of followed tensors.
+
+The handlers of `arithmetic`, `rearranging` and `handlers` take a `Situation`; `handlers` has the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from betahook.tap.calls import Call
+from betahook.tap.traces import Operand, Scores, Shift, Trace, Weights
+
+Derived = Trace | list[Trace] | None
+"""The trace of all that a function returns, of each of its parts, or of nothing."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A call, and what a handler has to know besides.
+
+    Attributes:
+        call: the call.
+        trace_of: looks up the trace of an argument; None if it is no tensor that is followed.
+        strict: what is not understood makes scores lost; else, in modules that the zoo verifies, it is passed over.
+        line: looks up the user's line.
+    """
+
+    call: Call
+    trace_of: Callable[[Any], Trace | None]
+    strict: bool
+    line: Callable[[], str]
+
+    @property
+    def traces(self) -> list[Trace]:
+        """The traces of all arguments that are followed."""
+        return [trace for tensor in self.call.tensors if (trace := self.trace_of(tensor)) is not None]
+
+    def lose(self, scores: Scores, why: str = "") -> Scores | None:
+        """The trace of what an operation that is not understood makes of scores."""
+        if not self.strict:
+            return None
+        return scores.losing(f"{self.call.name}{why and ' ' + why} at {self.line()}")
+
+
+Handler = Callable[[Situation], Derived]
+
+
+def other(situation: Situation) -> Derived:
+    """Derive what any function makes of followed tensors.
+
+    What comes of weights is weights, and what comes of scores is lost; of q and k something else may come.
+    """
+    traces = situation.traces
+    weights = [trace for trace in traces if isinstance(trace, Weights)]
+    if weights:
+        return Weights(any(trace.projected for trace in weights))
+    if not situation.strict:
+        return None
+    scores = [trace for trace in traces if isinstance(trace, Scores)]
+    if scores:
+        return situation.lose(scores[0])
+    shifts = [trace for trace in traces if isinstance(trace, Shift)]
+    if shifts:
+        return shifts[0]
+    return Operand(mixed=True) if any(isinstance(trace, Operand) and trace.mixed for trace in traces) else None

@@ -1,0 +1,168 @@
+"""The softmax of an attention module, by itself or in torch's fused attention: what came to it is recorded there.
+
+The tap in `products` calls these functions in place of torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from betahook.measure import masks
+from betahook.measure.masks import Band, Mask
+from betahook.tap import contraction, heads
+from betahook.tap.calls import Call
+from betahook.tap.contraction import Axis
+from betahook.tap.forward import Forward
+from betahook.tap.gain import scale_query
+from betahook.tap.sites import Site, find_line, find_site
+from betahook.tap.traces import Operand, Scores, Trace, Weights, divided, masked_by
+
+
+def softmax(forward: Forward, call: Call) -> Tensor:
+    """Run a softmax, and record the scores that it gets."""
+    output: Tensor = call.run()
+    input, *rest = call.operands
+    trace = forward.trace_of(input)
+    given = call.kwargs.get("dim", call.kwargs.get("axis", rest[0] if rest and isinstance(rest[0], int) else -1))
+    dim = -1 if given is None else given
+    forward.note(output, Weights())
+    if forward.strict and _may_be_missed(trace):
+        forward.refuse(f"its softmax at {find_line()} takes what was made of weights, and may be that of an attention")
+    forward.attended = bool(forward.attended) or isinstance(trace, Scores | Weights)
+    if isinstance(trace, Scores):
+        forward.counted = 0
+        _end(forward, trace, input, dim)
+    return output
+
+
+def _may_be_missed(trace: Trace | None) -> bool:
+    """Return True for what is no known product of scores, but was made of weights by a product."""
+    return (isinstance(trace, Weights) and trace.projected) or (isinstance(trace, Operand) and trace.mixed)
+
+
+def _end(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
+    """End the way of scores at their softmax."""
+    layer, total = forward.layer, trace.factor * trace.prescale
+    for product in trace.products:
+        product.reach()
+        if product.error is not None:
+            raise product.error
+    if trace.shifted and dim not in (-1, input.dim() - 1):
+        trace = trace.losing(f"a softmax at {find_line()} along another axis than their rows were shifted")
+    if forward.strict and isinstance(total, float) and total <= 0:
+        trace = trace.losing(f"a negative factor before {find_line()}")
+    if trace.lost is not None:
+        forward.refuse(f"its scores come to {trace.lost}, which is not followed")
+        return
+    if forward.shadows is not None and forward.shadows.contradict(trace, input, dim):
+        forward.refuse(f"the logits at {find_line()} do not follow beta as its operations say")
+    if layer.facts.temperature is None and layer.refusal is None:
+        layer.note_default(total)
+    if forward.strict:
+        leader = min(trace.products, key=lambda product: product.index)
+        forward.plan.leaders.update({product.site: leader.site for product in trace.products})
+    if trace.value is not None and forward.recording and input.numel():
+        _record(forward, trace, input, dim)
+
+
+@torch.no_grad()
+def _record(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
+    layer = forward.layer
+    assert trace.value is not None
+    assert trace.operands is not None
+    axis: Axis | None
+    scores, logits = (x.detach().movedim(dim, -1) for x in (trace.value, input))
+    prescale = trace.prescale
+    if not forward.strict:
+        allowed = logits - scores * trace.factor > masks.MASKED
+        axis = contraction.axis_of(scores.shape[:-2], layer.heads, layer.facts.score_axis)
+    else:
+        allowed = torch.ones_like(scores, dtype=torch.bool)
+        if trace.allowed is not None:
+            allowed = trace.allowed.movedim(dim, -1)
+        axis = _score_axis(forward, input, dim)
+        acting = trace.products[0].acting
+        if axis is None or acting is None:
+            forward.refuse(f"its heads are not told apart from the batch in the softmax at {find_line()}")
+            return
+        # What acted on this product, not what acts by the model's own beta of this call.
+        prescale = prescale.view(-1, 1, 1) if isinstance(prescale, Tensor) else prescale
+        prescale = prescale * (acting / layer.current_gain.to(acting)).view(-1, 1, 1)
+    scores, logits, allowed = (contraction.batched(x, axis, layer.heads) for x in (scores, logits, allowed))
+    layer.record_pairs(scores, logits, allowed, trace.operands, prescale)
+
+
+def _score_axis(forward: Forward, input: Tensor, dim: int) -> Axis | None:
+    """The axis of the heads in what a softmax gets, with its rows along the last axis."""
+    labels = None if forward.labels is None else forward.labels.get(input)
+    rows = input.movedim(dim, -1)
+    labels = None if labels is None else labels.movedim(dim, -1)
+    site, axes = find_site("softmax"), forward.plan.axes
+    return heads.axis_of(rows, labels, None, range(rows.dim() - 2), forward.layer.heads, site, axes)
+
+
+def fused(
+    forward: Forward,
+    func: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    **options: Any,
+) -> Tensor:
+    """Run `torch.nn.functional.scaled_dot_product_attention` with beta, and record its scores."""
+    layer, site = forward.layer, find_site("fused")
+    axis = _fused_axis(forward, query, site)
+    factors = forward.factor_of(query), forward.factor_of(key)
+    default = factors[0] * factors[1] * (query.shape[-1] ** -0.5 if scale is None else scale)
+    forward.attended = True
+    if axis is None:
+        inside = f"its attention lies in a checkpoint that begins inside the forward, at {site.line}"
+        apart = f"its heads are not told apart from the batch at {site.line}"
+        forward.refuse(inside if site.checkpointed else apart)
+    else:
+        if layer.refusal is None:
+            layer.note_default(default)
+        if forward.recording:
+            raw = divided(query.detach(), factors[0]), divided(key.detach(), factors[1])
+            q, k = (contraction.batched(x, axis, layer.heads) for x in raw)
+            q, k = (x.expand(max(len(q), len(k)), *x.shape[1:]) for x in (q, k))  # one may be the same for all
+            mask = Mask(Band(None, 0 if is_causal else None))
+            if attn_mask is not None:
+                pairs = attn_mask.detach().expand(max(len(query), len(key)), *query.shape[1:-1], key.shape[-2])
+                mask = _mask(forward, contraction.batched(pairs, axis, layer.heads))
+            layer.record(q, k, mask, position_bias=None, softcap=None)
+        query = contraction.on_heads(
+            query, axis, layer.heads, lambda query, axis: scale_query(layer, query, (key, value), axis, default)
+        )
+    output = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
+    if forward.strict:
+        forward.note(output, Operand(mixed=True))
+    return output
+
+
+def _fused_axis(forward: Forward, query: Tensor, site: Site) -> Axis | None:
+    layer, sizes = forward.layer, query.shape[:-2]
+    if not forward.strict:
+        return contraction.axis_of(sizes, layer.heads, layer.facts.product_axis)
+    if site.checkpointed:  # its recomputation is not seen here
+        return None
+    labels = None if forward.labels is None else forward.labels.get(query)
+    axis = heads.axis_of(query, labels, query.dim() - 1, range(len(sizes)), layer.heads, site, forward.plan.axes)
+    if axis is None and layer.heads not in sizes:
+        contraction.axis_of(sizes, layer.heads, None)
+    return axis
+
+
+def _mask(forward: Forward, pairs: Tensor) -> Mask:
+    if pairs.dtype == torch.bool or not forward.strict:
+        return masks.from_tensor(pairs, Band())
+    return replace(masks.from_tensor(~masked_by(pairs), Band()), bias=pairs)

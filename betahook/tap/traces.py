@@ -1,0 +1,189 @@
+"""Traces of the tensors in an attention written by hand: a type each for operands, scores and weights.
+
+The tap in `products` keeps a trace for each tensor that it follows; `handlers` says what a function makes of one.
+Nothing here runs a function of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from betahook.measure.masks import MASKED
+from betahook.tap.sites import Site
+
+Factor = float | Tensor
+"""A number, a 0-dim tensor, or one that broadcasts over heads."""
+
+NEVER = -1e4
+"""An addend of this or less masks a pair, however large the logits are."""
+
+
+@dataclass(eq=False)
+class Product:
+    """One product of two activations in one forward, which makes scores if it reaches a softmax.
+
+    Attributes:
+        site: the place in the user's code.
+        assured: both operands are activations that no weighted value went into, so that a lost trace is a lost score.
+        makers: earlier products in whose results this one's operands lie.
+        acts: its left operand gets the factor of beta.
+        acting: that factor, `beta / beta_default`, `[heads]`; ones where it does not act, None where it cannot.
+        scalings: the factors put on the product since, multiplied up: one entry after each scaling.
+        reached: it came to a softmax.
+        consumed: it made an operand of a product that did.
+        lost: the operation after which nothing more is known, None for none.
+        counts: its gradient is a part of the sensitivity.
+        index: its place among the products of the forward.
+        error: what to raise if it reaches a softmax.
+        default: the model's own beta by which it is scaled; None for that of the last forward.
+    """
+
+    site: Site
+    assured: bool
+    makers: tuple[Product, ...] = ()
+    acts: bool = True
+    acting: Tensor | None = None
+    scalings: list[Factor] = field(default_factory=list)
+    reached: bool = False
+    consumed: bool = False
+    lost: str | None = None
+    counts: bool = False
+    index: int = 0
+    error: Exception | None = None
+    default: Factor | None = None
+
+    def reach(self) -> None:
+        """Note that the product came to a softmax."""
+        self.reached = True
+        for maker in self.makers:
+            maker.consumed = True
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An activation that carries a factor as a whole.
+
+    Attributes:
+        factor: the factor.
+        learned: the tensor is a parameter, or a view of one.
+        mixed: weighted values went into it.
+    """
+
+    factor: Factor = 1.0
+    learned: bool = False
+    mixed: bool = False
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores on their way to the softmax: a tensor equal to `factor * value + bias` with `value = prescale * q . k`.
+
+    Attributes:
+        factor: the factor put on the product since.
+        value: the scores in the layout that they have by now, without masks and biases; None where nobody asks.
+        allowed: boolean, the pairs that are not masked, of the shape of `value`; None for all.
+        prescale: the factors that the operands of the product carried.
+        operands: q and k of the product without these factors, of the first of several.
+        products: the products that were summed or put together, in order.
+        axis: the axis of the heads, counted from the last; None if it is not known or there is none.
+        pure: nothing was added but masks.
+        linear: nothing but factors, masks and biases came upon them.
+        shifted: rows, along the last axis, were shifted by a number of their own, which the softmax does not see.
+        lost: the operation after which they are no scores any more, None for none.
+    """
+
+    factor: Factor = 1.0
+    value: Tensor | None = None
+    allowed: Tensor | None = None
+    prescale: Factor = 1.0
+    operands: tuple[Tensor, Tensor] | None = None
+    products: tuple[Product, ...] = ()
+    axis: int | None = None
+    pure: bool = True
+    linear: bool = True
+    shifted: bool = False
+    lost: str | None = None
+
+    def folded(self) -> Scores:
+        """The same scores with the factor moved into the value."""
+        value = None if self.value is None else self.value * self.factor
+        return replace(self, factor=1.0, value=value, prescale=self.prescale * self.factor)
+
+    def expanded(self, shape: torch.Size) -> Scores:
+        """The same scores broadcast to a shape."""
+        if self.value is None or self.value.shape == shape:
+            return self
+        allowed = None if self.allowed is None else self.allowed.expand(shape)
+        return replace(self, value=self.value.expand(shape), allowed=allowed)
+
+    def without(self, masked: Tensor | None) -> Scores:
+        """The same scores without the pairs that are True in a mask, which broadcasts to them."""
+        if self.value is None or masked is None:
+            return self
+        shape = torch.broadcast_shapes(self.value.shape, masked.shape)
+        allowed = ~masked if self.allowed is None else self.allowed & ~masked
+        return replace(self, value=self.value.expand(shape), allowed=allowed.expand(shape))
+
+    def losing(self, operation: str) -> Scores:
+        """The same scores after an operation that makes something else of them."""
+        for product in self.products:
+            product.lost = product.lost or operation
+        return replace(self, value=None, allowed=None, lost=self.lost or operation)
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A largest, mean or similar score, of every row say."""
+
+    products: tuple[Product, ...] = ()
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Attention weights, the output of a softmax, and whatever was made of them; never q or k.
+
+    Attributes:
+        projected: a product with a parameter or other weights made them, which might have been one with values.
+    """
+
+    projected: bool = False
+
+
+Trace = Operand | Scores | Shift | Weights
+
+
+def same_factor(a: Factor, b: Factor) -> bool:
+    """Return True if two factors are known to be equal, without reading a tensor."""
+    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
+
+
+def number(factor: Any) -> Factor | None:
+    """The factor as a number or 0-dim tensor, None if it is neither a number nor a tensor of one element."""
+    if isinstance(factor, Tensor):
+        if factor.numel() != 1:
+            return None
+        alone = factor.detach().reshape(())
+        return float(alone) if factor.device.type == "cpu" and not factor.requires_grad else alone
+    return float(factor) if isinstance(factor, Real) else None  # one of numpy would not multiply a tensor
+
+
+def divided(tensor: Tensor, factor: Factor) -> Tensor:
+    """`tensor / factor`, without a copy where that is the tensor itself."""
+    return tensor if isinstance(factor, float) and factor == 1 else tensor / factor
+
+
+def masked_by(addend: Tensor) -> Tensor:
+    """The pairs that an addend of the logits masks: those with -1e4 or less, and those of a mask of two values.
+
+    Swin masks by -100; a bias that falls with the distance may go as low without masking anything.
+    """
+    if addend.numel() == 0:
+        return torch.zeros_like(addend, dtype=torch.bool)
+    lowest = addend.min()
+    is_mask = ((addend == 0) | (addend == lowest)).all() & (lowest < MASKED)
+    return (addend <= NEVER) | (is_mask & (addend < 0))

@@ -1,0 +1,130 @@
+"""The factor on the query against finite differences, where beta is not the model's own."""
+
+import pytest
+import torch
+from torch import nn
+
+from betahook.tap import gain
+from betahook.tap.gain import ScaleQuery, scale_query
+from support.layers import attention, make
+
+HEADS, DEFAULT = 2, 0.25
+GAINS = torch.tensor([0.5, 3.0])
+"""Beta over the model's own, of each head."""
+
+
+@pytest.fixture
+def recorder():
+    state, (layer,), (recorder,) = make(attention(nn.Module(), HEADS, 8))
+    recorder.note_default(DEFAULT)
+    layer.head_beta = DEFAULT * GAINS
+    recorder.state = state
+    return recorder
+
+
+def operands(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(3, 2, HEADS, 5, 8, generator=generator, dtype=dtype).unbind(0)
+
+
+def loss(query, key, value, scale=DEFAULT):
+    """That of an attention, not linear in the logits."""
+    return ((scale * query @ key.mT).softmax(-1) @ value).square().sum()
+
+
+def difference(value_of, shift=1e-4):
+    """Central difference with respect to log beta of each head."""
+    differences = []
+    for moved in torch.eye(HEADS, dtype=torch.float64):
+        up, down = (value_of((GAINS * (sign * shift * moved).exp()).view(-1, 1, 1)).item() for sign in (1, -1))
+        differences.append((up - down) / (2 * shift))
+    return differences
+
+
+def test_a_query_is_scaled_by_head(recorder):
+    query, key, value = operands()
+    expected = query * GAINS.view(-1, 1, 1)
+    assert torch.equal(scale_query(recorder, query, (key, value)), expected)
+    assert torch.equal(scale_query(recorder, query.transpose(1, 2), (), axis=2), expected.transpose(1, 2))
+    query.requires_grad_()
+    assert torch.equal(scale_query(recorder, query, ()), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_query_keeps_its_dtype(recorder, dtype):
+    query, key, value = operands(dtype)
+    for leaf in (query, query.requires_grad_()):
+        assert scale_query(recorder, leaf, (key, value)).dtype == dtype
+
+
+def test_the_sensitivity_away_from_the_beta_of_the_model(recorder):
+    """The gradient meets the scaled query, not the query itself."""
+    query, key, value = operands()
+    query.requires_grad_()
+    loss(scale_query(recorder, query, (key, value)), key, value).backward()
+    expected = difference(lambda factor: loss(query.detach() * factor, key, value))
+    assert recorder.state.probe.grad.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_gradient_of_the_query_is_that_of_the_product(recorder):
+    query, key, value = (x.requires_grad_() for x in operands())
+    gradients = torch.autograd.grad(loss(scale_query(recorder, query, ()), key, value), (query, key, value))
+    expected = torch.autograd.grad(loss(query * GAINS.view(-1, 1, 1), key, value), (query, key, value))
+    for one, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+
+
+def test_the_sensitivity_of_a_gradient(recorder):
+    """A gradient penalty: beta acts in the backward too."""
+    query, key, value = operands()
+
+    def penalty(scaled):
+        (gradient,) = torch.autograd.grad(loss(scaled(leaf), key, value), leaf, create_graph=True)
+        return gradient.square().sum()
+
+    leaf = query.requires_grad_()
+    penalty(lambda x: scale_query(recorder, x, (key, value))).backward()
+    expected = difference(lambda factor: penalty(lambda x: x * factor))
+    assert recorder.state.probe.grad.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_query_without_a_gradient_has_a_sensitivity_where_key_or_value_have_one(recorder, which):
+    query, *others = operands()
+    others[which].requires_grad_()
+    loss(scale_query(recorder, query, others), *others).backward()
+    expected = difference(lambda factor: loss(query * factor, *(x.detach() for x in others)))
+    assert recorder.state.probe.grad.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_nothing_that_asks_for_a_gradient_has_no_graph(recorder):
+    query, key, value = operands()
+    assert not scale_query(recorder, query, (key, value)).requires_grad
+    with torch.no_grad():
+        assert not scale_query(recorder, query.requires_grad_(), (key, value)).requires_grad
+
+
+def test_a_hook_that_is_paused_has_no_sensitivity(recorder):
+    query, key, value = operands()
+    query.requires_grad_()
+    recorder.state.paused = True
+    loss(scale_query(recorder, query, (key, value)), key, value).backward()
+    assert recorder.state.probe.grad is None
+    assert query.grad.abs().sum() > 0
+
+
+def test_the_sensitivity_of_half_precision_is_summed_in_float32():
+    query = torch.ones(1, 1, 4096, 1, dtype=torch.bfloat16, requires_grad=True)
+    probe = torch.zeros(1, requires_grad=True)
+    scaled = ScaleQuery.apply(query, torch.ones(1, 1, 1, 1), probe, 1, True)
+    scaled.backward(torch.ones_like(scaled))
+    assert probe.grad.tolist() == [4096.0]
+    assert query.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_what_is_recomputed_is_not_recorded_again(recorder, monkeypatch, recomputed):
+    monkeypatch.setattr(gain.compat, "is_recomputation", lambda: recomputed)
+    assert gain.is_recording(recorder) is not recomputed
+    recorder.state.measuring = False
+    assert not gain.is_recording(recorder)
