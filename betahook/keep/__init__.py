@@ -1,0 +1,1 @@
+"""Beta outlives the process: restored from a folder, or folded into the weights."""

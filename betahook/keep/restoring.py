@@ -1,9 +1,13 @@
-"""Bring back a model that was saved while it was hooked."""
+"""`restore`: bring back a model that was saved while it was hooked.
+
+Reads as check the config, read the state, attach, load. The model's weights are not touched.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -31,19 +35,8 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
         ValueError: the model's config does not say that it needs betahook; the file is damaged or of another model or
             other controllers.
     """
-    # The config beside an adapter is the adapter's; it takes no mark.
-    if hasattr(model, "config") and not hasattr(model, "peft_config") and not checkpoint.is_marked(model):
-        raise ValueError(
-            f"the config of this {type(model).__name__} does not say that it needs betahook: its beta is in the "
-            "weights already, or is the default"
-        )
     path = Path(folder, checkpoint.FILE)
-    if checkpoint.is_marked(model) and not path.exists():
-        raise FileNotFoundError(
-            f"{path} does not exist, but beta of this model is in that file: the folder is a copy that left it behind. "
-            "Name the folder that the hooked model was saved to"
-        )
-    state = checkpoint.read(folder)
+    state = _read(model, path)
     try:
         names, options = list(state["layers"]), dict(state["options"])
         chosen = {"per_head": options["per_head"], "interval": options["interval"], "when": options["when"]}
@@ -62,3 +55,20 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
             hook.detach()
             raise ValueError(f"{path}: {error}") from error
     return hook
+
+
+def _read(model: nn.Module, path: Path) -> dict[str, Any]:
+    """The state in a file, if the config of the model does not speak against it."""
+    marked = checkpoint.is_marked(model)
+    # The config beside an adapter is the adapter's; it takes no mark.
+    if hasattr(model, "config") and not hasattr(model, "peft_config") and not marked:
+        raise ValueError(
+            f"the config of this {type(model).__name__} does not say that it needs betahook: its beta is in the "
+            "weights already, or is the default"
+        )
+    if marked and not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist, but beta of this model is in that file: the folder is a copy that left it behind. "
+            "Name the folder that the hooked model was saved to"
+        )
+    return checkpoint.read(path.parent)

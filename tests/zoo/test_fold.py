@@ -10,6 +10,8 @@ import betahook
 from support.training import move
 from zoo.build import MODEL_TYPES, build, inputs
 
+pytestmark = pytest.mark.oldest_skips("the zoo reads configs that are dataclasses")
+
 FOLDABLE = """
     bart bert bloom clip codegen cohere deepseek_v2 deepseek_v3 falcon gemma gemma2 gemma3_text glm4v_moe_text
     glm_image_text gptj

@@ -1,0 +1,97 @@
+"""Places at which the query of a layer may take a factor: its norms and its projection.
+
+Logits are linear in the query, so a factor on beta is the same factor on the last learned, linear thing that the query
+passes. Names do not tell which that is, so `verification` tries every place. Only `keep` uses this file; it refuses
+nothing and runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from betahook.layer import AttentionLayer
+from betahook.models.projections import Part
+
+QUERY_NORMS = ("q_norm", "q_layernorm", "q_b_norm", "query_layernorm", "query_norm")
+"""Attributes under which attention modules keep a norm between the query projection and the scores."""
+QUERY_CLIPS = ("clip_qkv",)
+"""Attributes that bound the entries of q; an input that stays within them would hide them."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Weights that scale the query.
+
+    Attributes:
+        parts: of parameters; of a norm that all heads share, those of one head.
+        offset: what the module adds to the entries of the first part, 1 in norms whose factor is `1 + w`.
+    """
+
+    parts: list[Part]
+    offset: float = 0.0
+
+    def scaled(self, gain: Tensor, error: float = 0.0, seed: int = 0) -> list[Tensor]:
+        """New values of the parts, for the factors `gain [heads]`; each entry is off by a relative `error`."""
+        values = []
+        generator = torch.Generator().manual_seed(seed)
+        for index, entries in enumerate(self.read()):
+            offset = self.offset if index == 0 else 0.0
+            factor = gain[: len(entries), None, None].to(entries.device)
+            if error:
+                signs = 2 * torch.randint(2, entries.shape, generator=generator) - 1
+                factor = factor * (1 + error * signs.to(entries.device))
+            values.append(((entries.double() + offset) * factor - offset).to(entries.dtype))
+        return values
+
+    def read(self) -> list[Tensor]:
+        """Copies of the parts."""
+        return [part.read() for part in self.parts]
+
+    def write(self, values: list[Tensor]) -> None:
+        """Set the parts."""
+        for part, value in zip(self.parts, values, strict=True):
+            part.write(value)
+        torch.clear_autocast_cache()  # a forward under autocast would go on with its copy of the old values
+
+
+def find_places(layer: AttentionLayer) -> Iterator[Place]:
+    """The places of a layer, the norms of its query first; all its `carriers` must be plain parameters."""
+    for parameters in query_norms(layer):
+        rows = torch.arange(parameters[0].numel(), device=parameters[0].device).view(-1, layer.head_dim)
+        parts = [Part(parameter, parameter.detach().view(-1, 1), rows) for parameter in parameters]
+        yield Place(parts)
+        yield Place(parts, offset=1.0)
+    if layer.projections is not None:
+        yield Place(list(layer.projections[0].parts()))
+
+
+def carriers(layer: AttentionLayer) -> list[Tensor]:
+    """The tensors of a layer that a factor may go into."""
+    stored = [] if layer.projections is None else [layer.projections[0].stored]
+    return [parameter for parameters in query_norms(layer) for parameter in parameters] + stored
+
+
+def query_norms(layer: AttentionLayer) -> list[list[nn.Parameter]]:
+    """Weight and bias of each norm of the query that learns an entry for each component, of one head or of all."""
+    sizes = (layer.head_dim, layer.heads * layer.head_dim)
+    norms = (getattr(layer.module, name, None) for name in QUERY_NORMS)
+    learned = ((getattr(norm, "weight", None), getattr(norm, "bias", None)) for norm in norms)
+    return [
+        [parameter for parameter in (weight, bias) if isinstance(parameter, nn.Parameter)]
+        for weight, bias in learned
+        if isinstance(weight, nn.Parameter) and weight.numel() in sizes
+    ]
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Tell if two tensors on one storage overlap in memory; strided ones count as filling theirs."""
+    starts, ends = [], []
+    for tensor in (one, other):
+        steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        starts.append(tensor.storage_offset() * tensor.element_size())
+        ends.append(starts[-1] + (steps + 1) * tensor.element_size())
+    return max(starts) < min(ends)

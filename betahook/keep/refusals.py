@@ -1,0 +1,215 @@
+"""Reasons not to fold beta into a layer, as far as they are seen without running the model.
+
+`fold` calls `refuse` before anything else. A refusal is a function that returns a reason, or None; two lists at the end
+hold those of the model and those of a layer, in order. None of them writes to the model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from betahook.hook import Hook
+from betahook.keep.places import QUERY_CLIPS, Place, carriers, find_places, overlap, query_norms
+from betahook.layer import AttentionLayer
+
+SHARDING = {"FSDPModule", "FullyShardedDataParallel"}
+"""Classes of modules whose weights, written to while they are whole, would come back from the shards: FSDP 2 and 1."""
+
+
+class FoldError(ValueError):
+    """Beta cannot be folded exactly into a layer; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A fold that is still to be done.
+
+    Attributes:
+        hook: the hook of the model.
+        given: the model that `fold` got, perhaps around the hooked one or a part of it.
+        gains: the factors `[heads]`, in float64, of the layers whose beta is not the model's own.
+    """
+
+    hook: Hook
+    given: nn.Module
+    gains: dict[AttentionLayer, Tensor]
+
+    @cached_property
+    def places(self) -> dict[AttentionLayer, list[Place]]:
+        """Places at which each query may take its factor."""
+        return {layer: list(find_places(layer)) for layer in self.gains}
+
+    @cached_property
+    def modules(self) -> dict[nn.Module, str]:
+        """All modules, of the hooked model and the given one, with their names."""
+        return {module: name for model in (self.given, self.hook.model) for name, module in model.named_modules()}
+
+    @cached_property
+    def users(self) -> Counter[int]:
+        """How many modules use a parameter, by its id."""
+        lists = (nn.ModuleList, nn.ModuleDict)  # which call none of what they hold
+        callers = Counter(child for m in self.modules if not isinstance(m, lists) for child in m.children())
+        attention = {layer.module for layer in self.gains}  # has one beta, whoever calls it
+        users: Counter[int] = Counter()
+        for module in self.modules:
+            for parameter in module.parameters(recurse=False):
+                users[id(parameter)] += 1 if module in attention else max(1, callers[module])
+        return users
+
+    @cached_property
+    def tensors(self) -> dict[int, list[tuple[nn.Module, str, Tensor]]]:
+        """Parameters and buffers with their modules and names, by the address of the storage."""
+        tensors: dict[int, list[tuple[nn.Module, str, Tensor]]] = defaultdict(list)
+        for module, path in self.modules.items():
+            for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+                if type(tensor) in (nn.Parameter, Tensor) and tensor.layout is torch.strided and not tensor.is_meta:
+                    address = tensor.untyped_storage().data_ptr()
+                    tensors[address].append((module, f"{path}.{name}".removeprefix("."), tensor))
+        return tensors
+
+    def error(self, reason: str, layer: AttentionLayer | None = None) -> FoldError:
+        """Return the error for a layer, or a model, that has no exact fold."""
+        keep = "save hook.state_dict() beside model.state_dict(), hook.load_state_dict() brings beta back"
+        if hasattr(self.hook.model, "save_pretrained"):
+            keep = "save_pretrained() writes beta beside the weights, betahook.restore() brings it back"
+        where = "" if layer is None else f" into {layer.name} ({type(layer.module).__name__})"
+        return FoldError(f"cannot fold beta{where}: {reason}. Or keep the hook: {keep}")
+
+
+def refuse(plan: Plan) -> None:
+    """Raise the first refusal that holds, of the model and then of its layers."""
+    if not plan.gains:
+        return  # there is nothing to write
+    for of_model in MODEL_REFUSALS:
+        if (reason := of_model(plan)) is not None:
+            raise plan.error(reason, next(iter(plan.gains)))
+    for of_layer in LAYER_REFUSALS:
+        for layer in plan.gains:
+            if (reason := of_layer(plan, layer)) is not None:
+                raise plan.error(reason, layer)
+
+
+def weights_are_sharded(plan: Plan) -> str | None:
+    """Not by the look of the weights: those of a model that FSDP 2 shards as one unit stay whole after a forward."""
+    model = plan.hook.model
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    zero_3 = any(hasattr(parameter, "ds_id") for parameter in model.parameters())  # DeepSpeed's
+    if not (SHARDING & kinds or zero_3):
+        return None
+    return (
+        "its weights are sharded over ranks. Save the whole model, beta goes beside the weights, and in one process "
+        "load it, betahook.restore(model, folder) and fold"
+    )
+
+
+def adapter_is_saved_alone(plan: Plan) -> str | None:
+    """A saved adapter leaves out the weights below it."""
+    adapters = (name for name, module in plan.hook.model.named_modules() if hasattr(module, "base_layer"))
+    if (name := next(adapters, None)) is None:
+        return None
+    return (
+        f"{name} is wrapped by an adapter, saved without the weights below; merge that first, "
+        "merged = model.merge_and_unload(), betahook.fold(merged)"
+    )
+
+
+def prompts_are_saved_alone(plan: Plan) -> str | None:
+    """Learned prompts, which may stand around the hooked model, are saved without it."""
+    configs = (getattr(module, "active_peft_config", None) for module in plan.given.modules())
+    learned = any(getattr(config, "is_prompt_learning", False) for config in configs)
+    return "the model learns prompts, which are saved without the weights below" if learned else None
+
+
+def beta_is_unknown(plan: Plan, layer: AttentionLayer) -> str | None:
+    """A beta was set before the model showed its own."""
+    unknown = bool(plan.gains[layer].isnan().any())
+    return "its own beta is unknown before the first forward; run one" if unknown else None
+
+
+def query_is_clipped(plan: Plan, layer: AttentionLayer) -> str | None:
+    """The query meets bounds that the folded one would meet elsewhere."""
+    clips = any(getattr(layer.module, name, None) is not None for name in QUERY_CLIPS)
+    return "it clips q, k and v after the projection" if clips else None
+
+
+def norm_is_shared_by_heads(plan: Plan, layer: AttentionLayer) -> str | None:
+    """One weight has no room for a factor of each head."""
+    gain = plan.gains[layer]
+    shared = any(weight.numel() == layer.head_dim for weight, *_ in query_norms(layer))
+    differ = bool((gain != gain[0]).any())
+    return "its query norm is shared by all heads, whose betas differ" if shared and differ else None
+
+
+def projection_is_unknown(plan: Plan, layer: AttentionLayer) -> str | None:
+    """The rows of q are not known."""
+    return "its query projection has no known form" if layer.projections is None else None
+
+
+def weight_is_computed(plan: Plan, layer: AttentionLayer) -> str | None:
+    """A parametrisation overwrites the weight in every forward."""
+    computed = not all(isinstance(tensor, nn.Parameter) for tensor in carriers(layer))
+    return "its query weight is made of others in every forward; fold the whole, plain model" if computed else None
+
+
+def weight_is_elsewhere(plan: Plan, layer: AttentionLayer) -> str | None:
+    """The numbers are offloaded, or lie in a tensor of another class: sharded, quantised."""
+    for tensor in carriers(layer):
+        if tensor.is_meta or type(tensor.data) is not Tensor:
+            kind = "offloaded, on the meta device" if tensor.is_meta else f"a {type(tensor.data).__name__}"
+            return f"its query weight is {kind}; fold the whole, plain model on one device"
+    return None
+
+
+def weight_is_quantised(plan: Plan, layer: AttentionLayer) -> str | None:
+    """Integers take no factor."""
+    dtype = next((tensor.dtype for tensor in carriers(layer) if not tensor.is_floating_point()), None)
+    return None if dtype is None else f"its query weight is of {dtype}; dequantise it first"
+
+
+def weight_is_shared(plan: Plan, layer: AttentionLayer) -> str | None:
+    """A weight with another user has one value for both."""
+    shared = any(plan.users[id(part.parameter)] > 1 for place in plan.places[layer] for part in place.parts)
+    return "another module shares its query weight, which cannot hold two factors" if shared else None
+
+
+def memory_is_shared(plan: Plan, layer: AttentionLayer) -> str | None:
+    """Two parameters, or a parameter and a buffer, on one storage change together; the attention's own are checked."""
+    own = set(layer.module.modules())
+    for part in (part for place in plan.places[layer] for part in place.parts):
+        for module, name, tensor in plan.tensors[part.whole.untyped_storage().data_ptr()]:
+            if module not in own and overlap(part.whole, tensor):
+                return f"{name} lies in the memory of its query weight, which cannot hold two factors; give it a copy"
+    return None
+
+
+def weight_would_overflow(plan: Plan, layer: AttentionLayer) -> str | None:
+    """The scaled weight is beyond the range of its dtype, or was not finite before."""
+    values = (value for place in plan.places[layer] for value in place.scaled(plan.gains[layer]))
+    finite = all(bool(value.isfinite().all()) for value in values)
+    return None if finite else "a folded weight would be NaN or infinite; beta or the weight is not finite"
+
+
+MODEL_REFUSALS: list[Callable[[Plan], str | None]] = [
+    weights_are_sharded,
+    adapter_is_saved_alone,
+    prompts_are_saved_alone,
+]
+LAYER_REFUSALS: list[Callable[[Plan, AttentionLayer], str | None]] = [
+    beta_is_unknown,
+    query_is_clipped,
+    norm_is_shared_by_heads,
+    projection_is_unknown,
+    weight_is_computed,
+    weight_is_elsewhere,
+    weight_is_quantised,
+    weight_is_shared,  # from here on the weights can be read
+    memory_is_shared,
+    weight_would_overflow,
+]

@@ -1,0 +1,161 @@
+"""Folding: the plain model afterwards gives the outputs of the hooked one before."""
+
+import pytest
+import torch
+from torch import nn
+
+import betahook
+from support.attention import HEADS, LENGTH, PADDING, WIDTH, ByHandAttention, FusedAttention, padded_encoder
+from support.models import CONFIGS, NORMED, build, inputs
+from support.training import move
+
+FOLDABLE = [family for family in (*CONFIGS, *NORMED) if family != "stablelm"]
+
+
+ONE_NORM_FOR_ALL_HEADS = {"qwen3", "gemma3", "persimmon"}
+
+
+@pytest.mark.oldest_skips("T5 writes its attention by hand", family="t5")
+@pytest.mark.parametrize(
+    ("family", "per_head"),
+    [(f, False) for f in FOLDABLE] + [(f, True) for f in FOLDABLE if f not in ONE_NORM_FOR_ALL_HEADS],
+)
+def test_the_plain_model_keeps_the_outputs(family, per_head):
+    model, batch = build(family).eval(), inputs(family)
+    hook = betahook.attach(model, controller="monitor")
+    before = model(**batch).logits
+    move(hook, per_head)
+    adapted = model(**batch).logits
+    assert (adapted - before).abs().max() > 1e-3
+    betahook.fold(model)
+    assert not hook.attached
+    torch.testing.assert_close(model(**batch).logits, adapted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_folded_model_saves_and_loads_like_any_other(tmp_path):
+    model, batch = build("gpt2").eval(), inputs("gpt2")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        move(hook, per_head=True)
+        adapted = model(**batch).logits
+        betahook.fold(hook)
+    model.save_pretrained(tmp_path)
+    plain = type(model).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    torch.testing.assert_close(plain(**batch).logits, adapted, rtol=1e-5, atol=1e-5)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+OUTSIDE = {
+    "by hand": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), ByHandAttention()),
+    "asked of torch": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), FusedAttention()),
+    "nn.MultiheadAttention": SelfAttention,
+    "nn.TransformerEncoder": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True), 2
+    ),
+}
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("name", OUTSIDE)
+@torch.no_grad()
+def test_attention_outside_the_interface_of_transformers_folds(name, per_head):
+    torch.manual_seed(0)
+    model, x = OUTSIDE[name](), torch.randn(3, LENGTH, WIDTH)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.normal_()  # biases too
+    with betahook.attach(model, controller="monitor") as hook:
+        before = model(x)
+        move(hook, per_head)
+        adapted = model(x)
+        assert (adapted - before).abs().max() > 1e-3
+        betahook.fold(model)
+        assert not hook.attached
+    torch.testing.assert_close(model(x), adapted, rtol=1e-5, atol=1e-5)
+
+
+def test_an_encoder_folds_after_a_padded_batch():
+    """The check runs in evaluation mode, in which torch would pack that batch."""
+    model, x = padded_encoder(), torch.randn(3, LENGTH, WIDTH)
+    with betahook.attach(model, controller="monitor") as hook:
+        before = model(x, src_key_padding_mask=PADDING)
+        move(hook, per_head=True)
+        adapted = model(x, src_key_padding_mask=PADDING)
+        assert (adapted - before).abs().max() > 1e-3
+        betahook.fold(model)
+        assert not hook.attached
+    torch.testing.assert_close(model(x, src_key_padding_mask=PADDING), adapted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_with_a_hook_for_each_of_its_parts_is_not_folded_by_half():
+    model, batch = build("t5").eval(), inputs("t5")
+    hooks = [betahook.attach(part, controller="monitor") for part in (model.encoder, model.decoder)]
+    model(**batch)
+    with pytest.raises(ValueError, match=r"has 2 hooks, of parts of it: fold each, betahook.fold\(hook\)"):
+        betahook.fold(model)
+    for hook in hooks:
+        assert hook.attached
+        betahook.fold(hook)
+    assert not any(hook.attached for hook in hooks)
+
+
+@pytest.mark.parametrize("rise", [True, False])
+def test_a_fold_before_the_search_says_so(rise, caplog):
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller=betahook.Search(rise=rise)) as hook:
+        for _ in range(2):
+            model(**batch).loss.backward()
+            hook.step()
+        betahook.fold(model)
+    messages = [record.message for record in caplog.records]
+    assert ["fold() after 2 steps, in the warm-up or the rise of" in message for message in messages] == [True] * rise
+
+
+def test_only_models_and_hooks_are_folded():
+    with pytest.raises(TypeError, match=r"fold\(\) takes a hooked model or its hook; got str"):
+        betahook.fold("model")
+
+
+def test_without_a_hook_there_is_nothing_to_fold():
+    model = build("llama")
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is not hooked: call betahook.attach\(model\) first"):
+        betahook.fold(model)
+    hook = betahook.attach(model)
+    hook.detach()
+    with pytest.raises(ValueError, match="detached hook"):
+        betahook.fold(hook)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_folds_up_to_rounding(dtype):
+    model, batch = build("llama", dtype=dtype).eval(), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        move(hook, per_head=True)
+        adapted = model(**batch).logits
+        betahook.fold(model)
+    torch.testing.assert_close(model(**batch).logits, adapted, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.oldest_skips("torch cannot trace the models at all")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_compiled_model_folds(in_place):
+    model, batch = build("llama", "sdpa").eval(), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        if in_place:
+            model.compile(backend="eager", fullgraph=True)
+        compiled = model if in_place else torch.compile(model, backend="eager", fullgraph=True)
+        compiled(**batch)
+        move(hook, per_head=False)
+        adapted = compiled(**batch).logits
+        betahook.fold(model)
+    torch.testing.assert_close(model.forward(**batch).logits, adapted, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,256 @@
+"""What `fold` refuses on sight, each with its message; nothing is changed by that."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import betahook
+from support.attention import LENGTH, WIDTH, FusedAttention
+from support.models import build, inputs
+from support.training import move
+
+
+def adapter(model):
+    class Adapter(nn.Module):
+        def __init__(self, base_layer):
+            super().__init__()
+            self.base_layer = base_layer
+
+        def forward(self, x):
+            return self.base_layer(x) + 1
+
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = Adapter(attention.q_proj)
+
+
+def share(model):
+    first, second = (layer.self_attn for layer in model.model.layers)
+    second.q_proj.weight = first.q_proj.weight
+
+
+def poison(model):
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[0, 0] = torch.inf
+
+
+def hide(model):
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = nn.Sequential(attention.q_proj)
+
+
+def quantise(model):
+    class Quantised(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight * 0.01)
+
+    query = model.model.layers[0].self_attn.q_proj
+    query.__class__ = Quantised
+    query.weight = nn.Parameter((query.weight / query.weight.abs().max() * 100).to(torch.int8), requires_grad=False)
+
+
+def parametrise(model):
+    weight_norm(model.model.layers[0].self_attn.q_proj)
+
+
+def partition(model):
+    """What DeepSpeed's ZeRO-3 leaves on its parameters."""
+    model.lm_head.weight.ds_id = 0
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "per_head", "message"),
+    [
+        ("qwen3", None, True, r"model.layers.0.self_attn \(Qwen3Attention\): its query norm is shared by all heads"),
+        ("llama", adapter, False, "q_proj is wrapped by an adapter.*merge that first.*Or keep the hook: save"),
+        ("llama", share, False, "another module shares its query weight, which cannot hold two factors"),
+        ("llama", poison, False, "would be NaN or infinite"),
+        ("llama", hide, False, "its query projection has no known form"),
+        ("llama", quantise, False, "its query weight is of torch.int8; dequantise it first"),
+        ("llama", parametrise, False, "its query weight is made of others in every forward; fold the whole, plain"),
+        ("llama", partition, False, "its weights are sharded over ranks. Save the whole model"),
+        (
+            "llama",
+            lambda model: setattr(model.model.layers[0].self_attn, "clip_qkv", 8.0),
+            False,
+            "it clips q, k and v",
+        ),
+    ],
+)
+def test_refusals_change_nothing(family, change, per_head, message):
+    model, batch = build(family).eval(), inputs(family)
+    if change is not None:
+        change(model)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        move(hook, per_head)
+        weights = copy.deepcopy(model.state_dict())
+        with pytest.raises(betahook.FoldError, match=message):
+            betahook.fold(model)
+        assert hook.attached
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_a_weight_that_overflows_is_not_written():
+    model, batch = build("llama", dtype=torch.float16).eval(), inputs("llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight.mul_(1e-2)
+        model.model.layers[1].self_attn.q_proj.weight.mul_(1e2)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        layer = hook.layers["model.layers.1.self_attn"]
+        layer.beta = 5e3 * layer.beta_default
+        weights = copy.deepcopy(model.state_dict())
+        with pytest.raises(betahook.FoldError, match="would be NaN or infinite"):
+            betahook.fold(model)
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_beta_set_before_any_forward_cannot_be_folded_yet():
+    with betahook.attach(build("llama")) as hook:
+        hook.layers["model.layers.0.self_attn"].beta = 0.5
+        with pytest.raises(betahook.FoldError, match="unknown before the first forward; run one"):
+            betahook.fold(hook)
+
+
+def test_a_projection_module_that_two_attentions_share_is_refused():
+    model, batch = build("llama"), inputs("llama")
+    first, second = (layer.self_attn for layer in model.model.layers)
+    second.q_proj = first.q_proj
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        for layer, factor in zip(hook.layers.values(), (2.0, 0.5), strict=True):
+            layer.beta = factor * layer.beta_default
+        with pytest.raises(betahook.FoldError, match="another module shares its query weight"):
+            betahook.fold(model)
+
+
+def test_the_root_s_own_parameter_is_a_user_of_a_query_weight():
+    model = nn.Sequential(FusedAttention())
+    model.tied = model[0].q_proj.weight
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(2, LENGTH, WIDTH))
+        hook.layers["0"].beta = 0.7
+        with pytest.raises(betahook.FoldError, match="another module shares its query weight"):
+            betahook.fold(model)
+
+
+def test_a_module_that_is_listed_besides_is_no_other():
+    model, x = nn.Sequential(FusedAttention()), torch.randn(2, LENGTH, WIDTH)
+    model.listed = nn.ModuleList([model[0].q_proj, model[0]])
+    model.forward = lambda x: model[0](x)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        (layer,) = hook.layers.values()
+        layer.beta = 0.7
+        adapted = model(x)
+        betahook.fold(model)
+    torch.testing.assert_close(model(x), adapted)
+
+
+def test_an_offloaded_weight_is_refused():
+    model = build("llama").eval()
+    query = model.model.layers[0].self_attn.q_proj
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama"))
+        move(hook, per_head=False)
+        query.weight = nn.Parameter(query.weight.to("meta"))
+        with pytest.raises(
+            betahook.FoldError, match="its query weight is offloaded, on the meta device; fold the whole"
+        ):
+            betahook.fold(model)
+
+
+@pytest.mark.parametrize(
+    ("build_model", "message"),
+    [
+        (lambda: build("llama"), r"Or keep the hook: save_pretrained\(\) writes beta beside the weights"),
+        (
+            lambda: nn.Sequential(FusedAttention()),
+            r"Or keep the hook: save hook.state_dict\(\) beside model.state_dict\(\)",
+        ),
+    ],
+)
+def test_a_refusal_suggests_what_the_model_has(build_model, message):
+    model = build_model()
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama")) if hasattr(model, "config") else model(torch.randn(2, LENGTH, WIDTH))
+        move(hook, per_head=False)
+        next(iter(hook.layers.values())).module.clip_qkv = 8.0
+        with pytest.raises(betahook.FoldError, match=message) as error:
+            betahook.fold(model)
+    assert ("save_pretrained" in str(error.value)) == hasattr(model, "save_pretrained")
+
+
+def on_one_storage(model):
+    """A second parameter in the memory of the first one's, as after `.data = ` or a careless conversion."""
+    model[1].weight = nn.Parameter(model[0].q_proj.weight.data)
+
+
+def partly_on_one_storage(model):
+    """One row of the query weight, transposed."""
+    model.register_buffer("row", model[0].q_proj.weight.data[3:4].mT)
+
+
+def as_a_buffer(model):
+    model.register_buffer("kept", model[0].q_proj.weight)
+
+
+def as_bytes(model):
+    model.register_buffer("raw", model[0].q_proj.bias.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("share", [on_one_storage, partly_on_one_storage, as_a_buffer, as_bytes])
+def test_a_tensor_in_the_memory_of_a_query_weight_is_found(share):
+    model = nn.Sequential(FusedAttention(), nn.Linear(WIDTH, WIDTH))
+    share(model)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(2, LENGTH, WIDTH))
+        move(hook, per_head=False)
+        weights = copy.deepcopy(model.state_dict())
+        with pytest.raises(betahook.FoldError, match="lies in the memory of its query weight, which cannot hold"):
+            betahook.fold(model)
+        assert hook.attached
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_a_tensor_around_the_hooked_model_is_found_too():
+    inner = nn.Sequential(FusedAttention())
+    outer = nn.ModuleDict({"model": inner, "head": nn.Linear(WIDTH, WIDTH)})
+    outer["head"].weight = nn.Parameter(inner[0].q_proj.weight.data)
+    with betahook.attach(inner, controller="monitor") as hook:
+        inner(torch.randn(2, LENGTH, WIDTH))
+        move(hook, per_head=False)
+        with pytest.raises(betahook.FoldError, match=r"head\.weight lies in the memory of its query weight"):
+            betahook.fold(outer)
+
+
+def average(model):
+    """An exponential moving average, which has memory of its own."""
+    attention = model.transformer.h[0].attn
+    attention.register_buffer("average", attention.c_attn.weight.detach().clone())
+
+
+def one_flat_memory(model):
+    """As optimizers leave it that keep all parameters in one tensor."""
+    parameters = [*model.parameters()]
+    flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.data = part.view_as(parameter)
+
+
+@pytest.mark.parametrize("change", [lambda model: None, average, one_flat_memory])
+def test_memory_that_only_lies_near_is_no_obstacle(change):
+    """Nor are tied embeddings, as those of GPT-2."""
+    model, batch = build("gpt2").eval(), inputs("gpt2")
+    change(model)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        move(hook, per_head=True)
+        adapted, embeddings = model(**batch).logits, model.lm_head.weight.detach().clone()
+        betahook.fold(model)
+    torch.testing.assert_close(model(**batch).logits, adapted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(model.lm_head.weight, embeddings)

@@ -1,0 +1,415 @@
+"""The check on the last input: what is exact passes, rounding included, and everything else leaves no trace."""
+
+import copy
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from torch import nn
+
+import betahook
+from support.attention import LENGTH, WIDTH, Block, ByHandAttention, FusedAttention
+from support.models import build, inputs
+from support.training import move
+
+
+def squash(model):
+    """A step that is not linear, under a name that nobody knows; at small queries it is nearly linear."""
+
+    class Squashed(nn.Linear):
+        def forward(self, x):
+            return 10 * (super().forward(x) / 10).tanh()
+
+    model.model.layers[1].self_attn.q_proj.__class__ = Squashed
+
+
+def silence(model):
+    model.set_attn_implementation("sdpa")  # which returns no attention weights
+    nn.init.zeros_(model.model.layers[0].self_attn.o_proj.weight)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("stablelm", None, "its output is not that of a scaled query projection or norm"),
+        ("llama", squash, r"model.layers.1.self_attn \(LlamaAttention\): its output is not that of a scaled"),
+        ("llama", silence, "does not depend on beta"),
+    ],
+)
+def test_a_layer_without_an_exact_place_is_refused_and_nothing_changed(family, change, message):
+    model, batch = build(family).eval(), inputs(family)
+    if change is not None:
+        change(model)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        move(hook, per_head=False)
+        weights = copy.deepcopy(model.state_dict())
+        with pytest.raises(betahook.FoldError, match=message):
+            betahook.fold(model)
+        assert hook.attached
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_that_does_not_run_twice_on_one_input_is_not_folded():
+    class Taking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = build("llama").eval()
+
+        def forward(self, batch):
+            return self.model(batch.pop("input_ids"))
+
+    model, batch = Taking(), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model({"input_ids": batch["input_ids"]})
+        move(hook, per_head=False)
+        message = r"Taking does not run again on the input of its last forward \(KeyError: 'input_ids'\)"
+        with pytest.raises(betahook.FoldError, match=message):
+            betahook.fold(model)
+        assert hook.attached
+
+
+def test_one_token_does_not_tell_where_beta_belongs():
+    model, batch = build("llama").eval(), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        move(hook, per_head=False)
+        model(input_ids=batch["input_ids"][:, :1])
+        with pytest.raises(betahook.FoldError, match="the input of the last forward does not depend on beta; run one"):
+            betahook.fold(model)
+
+
+@pytest.mark.oldest_skips("T5 writes its attention by hand")
+def test_a_layer_that_was_not_used_cannot_be_checked():
+    model, batch = build("t5").eval(), inputs("t5")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        move(hook, per_head=False)
+        encoded = model.encoder(batch["input_ids"])
+        model(encoder_outputs=encoded, labels=batch["labels"])
+        with pytest.raises(betahook.FoldError, match=r"encoder.block.0.*the last forward of the model did not use it"):
+            betahook.fold(model)
+        model(**batch)
+        betahook.fold(model)
+
+
+def test_a_restored_model_runs_once_before_it_is_folded(tmp_path):
+    model, batch = build("llama").eval(), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        move(hook, per_head=False)
+        model.save_pretrained(tmp_path)
+    hook = betahook.restore(type(model).from_pretrained(tmp_path, attn_implementation="eager"), tmp_path)
+    with pytest.raises(betahook.FoldError, match="the input of the model's last forward, and there was none; run one"):
+        betahook.fold(hook)
+    hook.model(**batch)
+    betahook.fold(hook)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_check_leaves_no_trace(works):
+    """In training, with dropout and caches: modes, statistics, random state and config are as before."""
+    model, batch = build("llama", attention_dropout=0.5).train(), inputs("llama")
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    model.lm_head.eval()
+    if not works:
+        squash(model)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        model(**batch, use_cache=True).loss.backward()
+        move(hook, per_head=True)
+        before = [str(hook.state_dict()), torch.get_rng_state(), [m.training for m in model.modules()]]
+        try:
+            betahook.fold(model)
+        except betahook.FoldError:
+            assert not works
+            assert hook.attached
+            assert str(hook.state_dict()) == before[0]
+        assert torch.equal(torch.get_rng_state(), before[1])
+        assert [m.training for m in model.modules()] == before[2]
+        assert model.config.use_cache
+        assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_layer_that_does_not_run_twice_keeps_its_beta():
+    class TiringAttention(ByHandAttention):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls == 4:
+                raise RuntimeError("no more")
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), TiringAttention())
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(3, LENGTH, WIDTH))
+        move(hook, per_head=True)
+        before = hook.layers["1"].head_beta
+        with pytest.raises(betahook.FoldError, match=r"does not run twice on one input \(no more\)"):
+            betahook.fold(model)
+        assert torch.equal(hook.layers["1"].head_beta, before)
+
+
+def test_bounds_that_only_the_folded_query_meets_are_noticed():
+    class ClampedAttention(ByHandAttention):
+        def mix(self, q, k, v):
+            return super().mix(q.clamp(-self.bound, self.bound), k, v)
+
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), ClampedAttention()), torch.randn(3, LENGTH, WIDTH)
+    with torch.no_grad():
+        model[1].bound = 1.01 * float(model[1].q_proj(model[0](x)).abs().max())
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        hook.layers["1"].beta = 2 * hook.layers["1"].beta_default
+        with pytest.raises(betahook.FoldError, match="not that of a scaled query projection or norm"):
+            betahook.fold(model)
+
+
+def test_a_module_that_the_model_has_lost_is_named():
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        for layer in hook.layers.values():
+            layer.beta = 0.7
+        del model.model.layers[1]
+        model.config.num_hidden_layers = 1
+        with pytest.raises(betahook.FoldError, match=r"layers.1.self_attn.*: the model has lost this module since att"):
+            betahook.fold(model)
+
+
+def test_a_model_whose_logits_have_exploded_folds():
+    """The rounding of a weight moves a logit of ten thousand by a thousandth, and the output with it."""
+    for seed in range(6):
+        model = build("llama", num_hidden_layers=1)
+        torch.manual_seed(seed)
+        tokens = torch.randint(3, 64, (4, 64))
+        attention = model.model.layers[0].self_attn
+        for projection in (attention.q_proj, attention.k_proj):
+            nn.init.normal_(projection.weight, std=10)
+        with betahook.attach(model, controller="monitor") as hook:
+            model(tokens)
+            (layer,) = hook.layers.values()
+            assert layer.statistics.max_logit > 1e4
+            layer.beta = 1.37 * layer.beta_default
+            betahook.fold(model)
+
+
+class LeakingAttention(Block):
+    """The query, `leak` times, goes past the scores into the output."""
+
+    def __init__(self, leak):
+        super().__init__()
+        self.leak = leak
+
+    def mix(self, q, k, v):
+        return nn.functional.scaled_dot_product_attention(q, k, v) + self.leak * q
+
+
+@pytest.mark.parametrize(("dtype", "leak"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03), (torch.float16, 0.003)])
+def test_the_check_tells_a_small_error_from_rounding(dtype, leak):
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x = torch.randn(2, LENGTH, WIDTH, dtype=dtype)
+        for refused in (True, False):
+            model = nn.Sequential(LeakingAttention(leak if refused else 0.0))
+            for projection in (model[0].q_proj, model[0].k_proj):
+                projection.weight.data *= 4
+            model = model.to(dtype)
+            with betahook.attach(model, controller="monitor") as hook:
+                model(x)
+                hook.layers["0"].beta = 1.5 * hook.layers["0"].beta_default
+                if refused:
+                    with pytest.raises(betahook.FoldError, match="its output is not that of a scaled query projection"):
+                        betahook.fold(model)
+                else:
+                    betahook.fold(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gain", [0.01, 1 / 3, 3.0])
+def test_nearly_flat_attention_folds(dtype, gain):
+    """It moves the output by less than the dtype can tell."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = build("llama", "sdpa", dtype=dtype)
+        with betahook.attach(model, controller="monitor") as hook:
+            model(torch.randint(3, 64, (1, 8)))
+            for layer in hook.layers.values():
+                layer.beta = gain * layer.beta_default
+            betahook.fold(model)
+
+
+class Around(nn.Module):
+    """A module around an attention, which uses what is the attention's own in one more way."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.attention, self.use = FusedAttention(), use
+
+    def forward(self, x):
+        return self.attention(x) + self.use(self, x)
+
+
+ELSEWHERE = {
+    "called by the parent": lambda around, x: around.attention.q_proj(x),
+    "called by the parent, in passing": lambda around, x: 1e-3 * around.attention.q_proj(x),
+    "used by a function": lambda around, x: nn.functional.linear(x, around.attention.q_proj.weight).tanh(),
+    "used for its norm": lambda around, x: x * around.attention.q_proj.weight.norm(),
+}
+
+
+@pytest.mark.parametrize("use", ELSEWHERE)
+def test_a_query_weight_with_a_use_that_no_layer_shows_is_refused_and_nothing_changed(use):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Around(ELSEWHERE[use]), nn.Linear(WIDTH, WIDTH)), torch.randn(3, LENGTH, WIDTH)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x).sum().backward()
+        move(hook, per_head=True)
+        before = Snapshot(model, hook)
+        with pytest.raises(betahook.FoldError, match=r"the output of Sequential would be off by .* Or keep the hook"):
+            betahook.fold(model)
+        before.compare(model, hook)
+
+
+class Snapshot:
+    """All that a refused fold leaves as it was."""
+
+    def __init__(self, model, hook):
+        self.weights = copy.deepcopy(model.state_dict())
+        self.gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        self.others = self.read(model, hook)
+
+    def read(self, model, hook):
+        beta = [layer.head_beta.tolist() for layer in hook.layers.values()]
+        modes = [module.training for module in model.modules()]
+        arguments, options = hook.last_input
+        return beta, modes, torch.get_rng_state().tolist(), list(map(id, arguments)), list(options), hook.attached
+
+    def compare(self, model, hook):
+        assert all(torch.equal(value, self.weights[name]) for name, value in model.state_dict().items())
+        for parameter, gradient in zip(model.parameters(), self.gradients, strict=True):
+            assert gradient is None or torch.equal(parameter.grad, gradient)
+        assert self.read(model, hook) == self.others
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_tensor_of_the_output_shows_another_use(dtype):
+    @dataclass
+    class Output:
+        hidden: torch.Tensor
+        penalty: torch.Tensor
+
+    class Regularised(nn.Module):
+        """Returns the norm of its query weight, beside an output that is far larger."""
+
+        def __init__(self):
+            super().__init__()
+            self.attention = FusedAttention()
+
+        def forward(self, x):
+            return Output(1e3 * self.attention(x), self.attention.q_proj.weight.norm())
+
+    model = Regularised().to(dtype)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(3, LENGTH, WIDTH, dtype=dtype))
+        move(hook, per_head=False)
+        with pytest.raises(betahook.FoldError, match="the output of Regularised would be off by"):
+            betahook.fold(model)
+
+
+def test_an_output_without_numbers_tells_nothing():
+    class Deciding(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x).argmax(-1)
+
+    model = Deciding(FusedAttention())
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(3, LENGTH, WIDTH))
+        move(hook, per_head=False)
+        with pytest.raises(betahook.FoldError, match="the output of Deciding holds no floating-point tensor"):
+            betahook.fold(model)
+
+
+def test_a_model_that_draws_random_numbers_in_evaluation_folds():
+    class Sampling(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x + torch.randn_like(x))
+
+    model = Sampling(FusedAttention(), nn.Linear(WIDTH, WIDTH), FusedAttention())
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(3, LENGTH, WIDTH))
+        move(hook, per_head=True)
+        state = torch.get_rng_state()
+        betahook.fold(model)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_that_writes_to_its_input_folds():
+    class Overwriting(nn.Sequential):
+        def forward(self, x):
+            x += 1
+            return super().forward(x)
+
+    model, x = Overwriting(FusedAttention()), torch.randn(3, LENGTH, WIDTH)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        move(hook, per_head=True)
+        kept = x.clone()
+        betahook.fold(model)
+    assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_deep_models_fold_under_autocast(dtype, wrapped):
+    """Rounding adds up over the layers; as Accelerate wraps it, the model returns float32 all the same."""
+    for seed in range(3):
+        model = build("llama", "sdpa", num_hidden_layers=8)
+        torch.manual_seed(seed)
+        batch = {"input_ids": torch.randint(3, 64, (2, 24)), "labels": torch.randint(3, 64, (2, 24))}
+        with betahook.attach(model, controller="monitor") as hook:
+            if wrapped:
+                model.forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype)(model.forward))
+            with nullcontext() if wrapped else torch.autocast("cpu", dtype):
+                model(**batch)
+                move(hook, per_head=True)
+                betahook.fold(model)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2), (torch.bfloat16, 5)])
+def test_the_number_of_forwards_is_small(dtype, most):
+    model, calls = build("llama", dtype=dtype, num_hidden_layers=4), []
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama"))
+        move(hook, per_head=True)
+        with model.register_forward_pre_hook(lambda module, args: calls.append(module)):
+            betahook.fold(model)
+    assert len(calls) <= most
+
+
+def test_another_use_in_half_precision_is_more_than_rounding():
+    torch.manual_seed(0)
+    model = nn.Sequential(Around(ELSEWHERE["called by the parent"])).bfloat16()
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(3, LENGTH, WIDTH, dtype=torch.bfloat16))
+        move(hook, per_head=False)
+        with pytest.raises(betahook.FoldError, match="the output of Sequential would be off by"):
+            betahook.fold(model)
+
+
+def test_what_is_nan_with_and_without_the_hook_does_not_keep_it_from_folding():
+    class Undefined(Block):
+        """A query whose keys are all masked."""
+
+        def mix(self, q, k, v):
+            return nn.functional.scaled_dot_product_attention(q, k, v).index_fill(2, torch.tensor([3]), torch.nan)
+
+    model = nn.Sequential(Undefined())
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(3, LENGTH, WIDTH))
+        move(hook, per_head=False)
+        betahook.fold(model)
