@@ -1,8 +1,8 @@
-"""betahook in a hand-written Accelerate loop: a byte-level GPT-2, on one process or many, that can be resumed.
+"""betahook in a hand-written, resumable Accelerate loop: a byte-level GPT-2, on one process or many.
 
     python examples/accelerate_loop.py
-    accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
-    python examples/accelerate_loop.py --resume        # goes on from the last state that was saved
+    torchrun --standalone --nproc_per_node 2 examples/accelerate_loop.py --cpu  # accelerate launch --cpu starts one
+    python examples/accelerate_loop.py --resume        # continues from the last saved state
 
 Statistics are pooled over the processes and beta is the same on all; the main one logs to TensorBoard.
 """
@@ -26,7 +26,7 @@ STATE = "state"
 
 
 def train(options: argparse.Namespace) -> None:
-    """One run, or the rest of one; ends with a plain model in the folder `model`."""
+    """Train one run, or the rest of one, and save the plain model in the folder `model`."""
     set_seed(options.seed)
     accelerator = Accelerator(
         cpu=options.cpu,
@@ -36,6 +36,8 @@ def train(options: argparse.Namespace) -> None:
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     )
     accelerator.init_trackers("logs")
+    if accelerator.num_processes > 1:
+        accelerator.print(f"processes: {accelerator.num_processes}")
     model = build("gpt2", options.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batches = DataLoader(Windows(read_library()[0], options.length), batch_size=8, shuffle=True, drop_last=True)
@@ -62,7 +64,7 @@ def train(options: argparse.Namespace) -> None:
             optimizer.zero_grad()
         if not accelerator.sync_gradients:
             continue
-        hook.step(accelerator.scaler)  # the scaler is None but in float16
+        hook.step(accelerator.scaler)  # the scaler is None except in float16
         step += 1
         if step % options.log_every == 0:
             mean = accelerator.gather(loss.detach()).mean().item()

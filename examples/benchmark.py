@@ -1,4 +1,4 @@
-"""What watching and adapting costs: steps of training in turn, with and without, in one process.
+"""Measure the cost of betahook: training steps with and without it, in turn, in one process.
 
     python examples/benchmark.py                               # GPT-2-small, batch 1, length 1,024: minutes on a CPU
     python examples/benchmark.py --config n_layer=3 vocab_size=8192 --rounds 9
@@ -6,9 +6,9 @@
     python examples/benchmark.py --scaling 1024 2048 4096 8192      # the statistics alone, against the sdpa forward
     python examples/benchmark.py --attention                        # one attention layer in turn: for a busy machine
 
-Every round runs one step of each way, ten with `interval=10`; a ratio is to the unhooked step of the same round: what
-else the machine does slows both. On the CPU seconds are those of the process. Prints a table, writes `benchmark.json`
-and `benchmark.png`, or `scaling.json` and `scaling.png`, or `attention.json`.
+Every round runs one step of each way, ten with `interval=10`. Ratios are to the unhooked step of the same round, since
+other work on the machine slows both. On the CPU, seconds are those of the process. Prints a table and writes
+`benchmark.json` and `benchmark.png`, or `scaling.json` and `scaling.png`, or `attention.json`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from betahook.measure.rows import row_sums
 
 INTERVAL = 10
 PAIRS = 20
-"""Of runs of one attention layer for every whole step."""
+"""Pairs of runs of one attention layer for every whole step."""
 
 OURS = {
     "monitor": dict(controller="monitor"),
@@ -52,7 +52,7 @@ OURS = {
 
 @contextmanager
 def attention_weights(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Eager attention that returns its N x N weights; their largest entries are taken, as a logger would."""
+    """Return the N x N weights of eager attention, and take their largest entries, as a logger would."""
     model.set_attn_implementation("eager")
     kept: list[Tensor] = []
     handle = model.register_forward_hook(
@@ -65,7 +65,7 @@ def attention_weights(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def all_scores(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """The full product of queries and keys, and its std over the pairs that come before, in every attention call."""
+    """Compute the full QK^T in every attention call, and its std over the causal pairs."""
     original = AttentionInterface.get_interface
     kept: list[Tensor] = []
 
@@ -87,7 +87,7 @@ def all_scores(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def activation_cache(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """The output of every module in a dictionary, attention weights among them: the manner of TransformerLens."""
+    """Keep the output of every module, attention weights included, in a dictionary, as TransformerLens does."""
     cache: dict[str, Any] = {}
 
     def keep(name: str) -> Callable[..., None]:
@@ -110,7 +110,7 @@ TODAY: dict[str, Callable[[nn.Module], AbstractContextManager[dict[str, Any]]]] 
     "full QK^T in a hook": all_scores,
     "cache of all activations": activation_cache,
 }
-"""What people do without betahook: contexts that give the further arguments of the model."""
+"""Ways to look at attention without betahook: contexts that give the further arguments of the model."""
 
 
 def build(name: str, overrides: dict[str, Any], device: str, dtype: torch.dtype) -> nn.Module:
@@ -126,7 +126,7 @@ def build(name: str, overrides: dict[str, Any], device: str, dtype: torch.dtype)
 
 
 def seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Seconds that a call takes: of the process on the CPU, else until the device has done all that it was given."""
+    """Time a call, in seconds: of the process on the CPU, else until the device has finished."""
 
     def clock() -> float:
         if device.type == "cpu":
@@ -140,7 +140,7 @@ def seconds(function: Callable[[], object], device: torch.device) -> float:
 
 
 class Bench:
-    """Steps of training of one model, timed.
+    """Timed training steps of one model.
 
     Args:
         model: the model.
@@ -155,7 +155,7 @@ class Bench:
         self.inputs = {"input_ids": ids, "labels": ids}
 
     def step(self, hook: betahook.Hook | None = None, **further: Any) -> float:
-        """Seconds of one step."""
+        """Time one step, in seconds."""
 
         def train() -> None:
             self.model(**self.inputs, **further).loss.backward()
@@ -167,11 +167,11 @@ class Bench:
         return seconds(train, self.device)
 
     def ways(self) -> dict[str, Callable[[], float]]:
-        """Name to a function that runs a step, or `interval` of them, and returns the seconds of one without set-up."""
+        """Map each name to a function that runs a step, or `interval` of them, and returns seconds per step."""
 
         def ours(options: dict[str, Any]) -> float:
             with betahook.attach(self.model, **options) as hook:
-                self.step(hook)  # the first also finds out whether the model is fresh
+                self.step(hook)  # the first step also checks if the model is fresh
                 return statistics.mean(self.step(hook) for _ in range(options.get("interval", 1)))
 
         def today(context: Callable[[nn.Module], AbstractContextManager[dict[str, Any]]]) -> float:
@@ -185,7 +185,7 @@ class Bench:
         }
 
     def peak(self, way: Callable[[], float]) -> int:
-        """Largest number of bytes that tensors take at once during a step."""
+        """Peak number of bytes of tensors during a step."""
         if self.device.type != "cpu":
             torch.cuda.reset_peak_memory_stats(self.device)
             way()
@@ -196,7 +196,7 @@ class Bench:
 
 
 def allocated(run: Callable[[], object]) -> int:
-    """The largest number of bytes on the CPU that are allocated by `run` at once."""
+    """Peak number of bytes that `run` allocates on the CPU."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -208,7 +208,7 @@ def allocated(run: Callable[[], object]) -> int:
 
 
 def capture(model: nn.Module, inputs: dict[str, Any], module: nn.Module) -> Callable[[], Any]:
-    """A function that runs one module, forward and backward, on what it gets in a forward of the model."""
+    """Return a function that runs one module, forward and backward, on its input in a forward of the model."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     handle = module.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     model(**inputs, use_cache=False)
@@ -223,10 +223,10 @@ def capture(model: nn.Module, inputs: dict[str, Any], module: nn.Module) -> Call
 
 
 def compare_attention(bench: Bench, rounds: int) -> dict[str, Any]:
-    """What the default controller adds to a whole step, from runs of the first attention layer with and without it.
+    """Estimate what the default controller adds to a whole step from the first attention layer, with and without it.
 
-    Whole steps differ by more than what betahook costs, where the machine does other things too; the layer is where
-    it costs. All layers count as the first one.
+    On a busy machine, whole steps vary by more than betahook costs; its cost arises in the attention layers, which all
+    count like the first one.
     """
 
     with betahook.attach(bench.model) as hook:
@@ -242,7 +242,7 @@ def compare_attention(bench: Bench, rounds: int) -> dict[str, Any]:
                 measured, stepping = seconds(run, bench.device), seconds(hook.step, bench.device)
                 others = seconds(run, bench.device)
             after = seconds(run, bench.device)
-            if turn:  # the first round is dearer
+            if turn:  # the first round costs more
                 unhooked = (before + after) / 2
                 added["unhooked"].append(layers * (after - before))
                 added["measured"].append(layers * (measured - unhooked) + stepping)
@@ -256,7 +256,7 @@ def compare_attention(bench: Bench, rounds: int) -> dict[str, Any]:
 
 
 def share(added: list[float], step: float) -> dict[str, float]:
-    """The median of what was added as a share of a step, and its standard error, as that of normal values."""
+    """Median added time as a share of a step, and its standard error, assuming normal values."""
     error = 1.25 * statistics.stdev(added) / len(added) ** 0.5
     return {"median": statistics.median(added) / step, "error": error / step}
 
@@ -268,14 +268,14 @@ def summary(values: list[float]) -> dict[str, float]:
 
 
 def compare(bench: Bench, rounds: int) -> dict[str, dict[str, Any]]:
-    """Name of a way to its ratios to the unhooked step, its seconds and its peak of memory."""
+    """Map each way to its ratios to the unhooked step, its seconds and its peak memory."""
     ways = bench.ways()
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
-        way()  # the first step of each is dearer
+        way()  # the first step of each costs more
     names = list(ways)
     for turn in range(rounds):
-        start = turn % len(names)  # so that none always comes after the same one
+        start = turn % len(names)  # so that the order changes
         for name in names[start:] + names[:start]:
             seconds[name].append(ways[name]())
     ratios = {name: [a / b for a, b in zip(seconds[name], seconds["unhooked"], strict=True)] for name in ways}
@@ -286,7 +286,7 @@ def compare(bench: Bench, rounds: int) -> dict[str, dict[str, Any]]:
 
 
 def statistics_alone(heads: int, head_dim: int, length: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Each statistic of one causal layer, by name, and the forward of its attention."""
+    """Functions that compute each statistic of one causal layer, by name, and its attention forward."""
     # Laid out as the projections of a model leave them: head beside head for every token.
     query, key, value = torch.randn(3, 1, length, heads, head_dim, device=device, dtype=dtype).transpose(2, 3)
     mask, beta = Mask(Band(None, 0)), torch.tensor(head_dim**-0.5, device=device)
@@ -335,14 +335,14 @@ def scale(
 
 
 def exponent(lengths: list[int], seconds: list[float]) -> float:
-    """The `a` of `seconds = c * length^a`, by least squares in the logarithms."""
+    """Fit `a` of `seconds = c * length^a` by least squares in the logarithms."""
     x, y = (torch.tensor(values, dtype=torch.float64).log() for values in (lengths, seconds))
     x, y = x - x.mean(), y - y.mean()
     return float((x @ y) / (x @ x))
 
 
 def machine(device: str) -> str:
-    """The machine in words."""
+    """Describe the machine in words."""
     name = torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or platform.machine()
     return (
         f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}, transformers {transformers.__version__}"
@@ -407,7 +407,7 @@ def draw_scaling(result: dict[str, Any], path: Path) -> None:
 
 
 def override(text: str) -> tuple[str, Any]:
-    """`name=value`, the value as JSON where it is."""
+    """Parse `name=value`, the value as JSON if it is JSON."""
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, such as n_layer=3, not {text}")
@@ -465,5 +465,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler says where it starts and stops, up to 5
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # up to 5, torch's profiler logs its start and stop
     main()

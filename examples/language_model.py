@@ -113,7 +113,7 @@ def positive(text: str) -> int:
 
 
 def train(controller: str, learning_rate: float, seed: int, options: argparse.Namespace) -> list[tuple[int, float]]:
-    """One run; step and validation loss (nats a byte) along it."""
+    """Train once and return steps and validation losses (nats per byte)."""
     torch.manual_seed(seed)
     training, validation = (Windows(text, options.length) for text in read_library())
     callback = BetaHookCallback(controller)

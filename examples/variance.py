@@ -2,11 +2,13 @@
 
     python examples/variance.py [--output variance.png] [--seed 0] [--draws 400]
 
-Random queries and keys of several sizes, the mean and variance of their scores before and after the division, and how
-much that sample variance moves from one draw to the next. Then components with non-zero means and unequal variances,
-measured against the product formula and against `d_k`. Prints two tables and writes a plot.
+The first table has the mean and variance of the scores of random queries and keys of several sizes, before and after
+the division, and how much that sample variance changes between draws. The second reads one puzzling 2x2 draw in every
+way. The third compares components with non-zero means and unequal variances with the product formula and with `d_k`.
+Prints the three tables and writes a plot.
 
-Variances are sample variances, as `torch.var` computes them: the squares are summed and divided by the count less one.
+Variances are sample variances, as in `torch.var`: the sum of squared deviations is divided by n - 1. The 2x2 draw is
+also read with population variances, as in `numpy.var`: divided by n, and so too small by (n - 1) / n on average.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def score_moments(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_moments(tokens: int, head_dim: int, draws: int, seed: int) -> tuple[Tensor, Tensor]:
-    """`score_moments` of that many random draws of Q and K: two tensors `[draws]`."""
+    """`score_moments` of `draws` random Q and K: two tensors `[draws]`."""
     generator = Generator().manual_seed(seed)
     # One draw at a time: all score matrices together would need gigabytes.
     moments = [score_moments(*normal_pair(tokens, head_dim, generator)) for _ in range(draws)]
@@ -96,7 +98,7 @@ def spread(tokens: int, head_dim: int) -> float:
 
 
 def find_draw(tokens: int, head_dim: int, variance: float, seed: int) -> int:
-    """First seed, from the given one on, whose draw has this variance after scaling, to two decimals."""
+    """Find the first seed, from the given one on, whose draw has this variance after scaling, to two decimals."""
     while abs(float(draw_moments(tokens, head_dim, 1, seed)[1]) / head_dim - variance) > 0.005:
         seed += 1
     return seed
@@ -118,7 +120,7 @@ def make_cases(head_dim: int) -> list[Case]:
 
 
 def draw_scores(case: Case, pairs: int, generator: Generator) -> Tensor:
-    """One score for each of that many fresh pairs of q and k, so that the scores are independent: `[pairs]`."""
+    """Independent scores `[pairs]`, each from a fresh pair of q and k."""
     shape = (pairs, case.query_mean.numel())
     query = case.query_mean + case.query_variance.sqrt() * torch.randn(shape, generator=generator)
     key = case.key_mean + case.key_variance.sqrt() * torch.randn(shape, generator=generator)
@@ -132,7 +134,7 @@ def measure(scores: Tensor) -> Measured:
 
 
 def size_table(moments: dict[tuple[int, int], tuple[Tensor, Tensor]]) -> str:
-    """A row for each `(tokens, d_k)`, from the `draw_moments` of that size."""
+    """One row per `(tokens, d_k)`, from the `draw_moments` of that size."""
     lines = [
         f"{'':>8} | {'one draw, before':^25} | {'one draw, after':^25} | {'variance after, over the draws':^46}",
         f"{'size':>8} | {'mean':>7} {'variance':>9} {'theory':>7} | {'mean':>7} {'variance':>9} {'theory':>7}"
@@ -152,7 +154,7 @@ def size_table(moments: dict[tuple[int, int], tuple[Tensor, Tensor]]) -> str:
 
 
 def puzzle_text(variances: Tensor, seed: int) -> str:
-    """Why one 2x2 draw shows a variance of 1.6: such a draw, from that seed, and where it lies among `[draws]`."""
+    """Explain how one 2x2 draw can show a variance of 1.6: such a draw, and its place among `[draws]`."""
     generator = Generator().manual_seed(seed)
     query, key = normal_pair(2, 2, generator)
     scores = query @ key.mT / math.sqrt(2)
@@ -170,8 +172,25 @@ def puzzle_text(variances: Tensor, seed: int) -> str:
     )
 
 
+def readings_table(variances: Tensor) -> str:
+    """The puzzling number in all its readings, from the sample variances of unscaled 2x2 scores `[draws]`."""
+    lines = [
+        f"{'variance of the 4 scores':<39} | {'theory':>6} {'average':>7} {'5 %':>6} {'95 %':>6} {f'> {PUZZLE}':>6}"
+    ]
+    lines.append("".join("+" if c == "|" else "-" for c in lines[0]))
+    for scale, scaled in ((2, "before"), (1, "after")):
+        for ddof, divisor in ((1, "n - 1"), (0, "n")):
+            bias = 1 if ddof else 3 / 4  # (n - 1) / n
+            drawn = variances * bias * scale / 2
+            low, _, high = drawn.quantile(torch.tensor(QUANTILES)).tolist()
+            above = 100 * (drawn > PUZZLE).float().mean().item()
+            name = f"{scaled} / sqrt(d_k), over {divisor} (ddof {ddof})"
+            lines.append(f"{name:<39} | {scale * bias:6.2f} {drawn.mean():7.2f} {low:6.2f} {high:6.2f} {above:4.0f} %")
+    return "\n".join(lines)
+
+
 def case_table(cases: Sequence[Case], results: Sequence[Measured]) -> str:
-    """A row for each case: measured variance, both predictions, and the beta that each of the three suggests."""
+    """One row per case: measured variance, both predictions, and the beta that each of the three suggests."""
     lines = [
         f"{'':<36} | {'variance of q.k':^31} | {'beta = 1/std':^26} | {'var. of beta q.k':^18}",
         f"{'components of q and k':<36} | {'measured':>8} {'+-':>5} {'formula':>8} {'d_k':>7}"
@@ -191,7 +210,7 @@ def case_table(cases: Sequence[Case], results: Sequence[Measured]) -> str:
 def plot(
     path: Path, growth: dict[int, Tensor], puzzle: Tensor, cases: Sequence[Case], results: Sequence[Measured]
 ) -> None:
-    """Writes a PNG: `growth` maps d_k to variances before scaling `[draws]`; `puzzle` are those of 2x2, scaled."""
+    """Write a PNG: `growth` maps d_k to variances before scaling `[draws]`; `puzzle` are those of 2x2, scaled."""
     from matplotlib.figure import Figure  # a Figure of its own draws with Agg and needs no display
 
     figure = Figure(figsize=(16, 4.8), layout="constrained")
@@ -258,6 +277,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(size_table(moments))
     print("The std of the small sizes rests on a few extreme draws and settles slowly; the quantiles do not.\n")
     print(puzzle_text(moments[2, 2][1], find_draw(2, 2, PUZZLE, options.seed)), end="\n\n")
+    print(f"The nearest reading of {PUZZLE} is without the division and with n as the divisor: 2 (n - 1) / n = 1.5.\n")
+    print(readings_table(moments[2, 2][1]), end="\n\n")
 
     print("Formula: sum_i (var q_i + mean q_i^2)(var k_i + mean k_i^2) - mean q_i^2 mean k_i^2.")
     print(f"d_k = {CASE_HEAD_DIM}, {CASE_PAIRS:,} independent pairs of q and k; +- is one standard error:\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import json
@@ -21,10 +20,11 @@ from transformers.utils import CONFIG_NAME
 
 from betahook import checkpoint, options
 from betahook.hook import Hook, attach
-from betahook.integrations.tensorboard import TensorBoardWriter
 from betahook.keep.folding import FoldError, fold
 from betahook.options import ControllerChoice, LayerChoice
 from betahook.report.alerts import Alerts
+
+from .tensorboard import TensorBoardWriter
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,7 @@ class BetaHookCallback(TrainerCallback):
     lose it. With `load_best_model_at_end`, it is the beta that stood when the best checkpoint was saved.
 
     Args:
-        controller, layers, per_head, interval, when, alerts: as for `betahook.attach`. Controllers are copied for every
-            training.
+        controller, layers, per_head, interval, when, alerts: as for `betahook.attach`.
         hook: a hook that is attached to the model already, instead of these options.
         on_end: "fold", as above; where a layer has no exact fold, the hook stays and a warning says why. "keep" leaves
             the model hooked, with its beta, for you to `fold` or `detach`.
@@ -91,7 +90,8 @@ class BetaHookCallback(TrainerCallback):
         if hook is not None and self._options != _DEFAULTS:
             raise ValueError("BetaHookCallback(hook=...) takes no other option: they belong to attach(), which made it")
         options.controllers(controller)
-        options.check_settings(per_head=per_head, interval=interval, when=when, alerts=alerts)
+        options.Settings(per_head, interval, when)
+        options.check_alerts(alerts)
         if on_end not in ("fold", "keep"):
             raise ValueError(f'on_end must be "fold" or "keep"; got {on_end!r}')
         self.hook = hook
@@ -126,7 +126,7 @@ class BetaHookCallback(TrainerCallback):
         self._is_training = True
         if self.hook is None or not self.hook.attached:
             with checkpoint.unmarked(model) if resumed else nullcontext():
-                self.hook = attach(model, **{**self._options, "controller": copy.deepcopy(self._options["controller"])})
+                self.hook = attach(model, **self._options)
         if resumed:
             checkpoint.load(self.hook, _resumed_folder(args, state))
         if state.is_world_process_zero:
@@ -247,7 +247,7 @@ def _set_unfinished_aside(run: Path) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether the state of the Trainer, which it writes last, and that of the hook, if there was one, can be read."""
+    """Tell if the state of the Trainer, which it writes last, and that of the hook, if there was one, can be read."""
     try:
         TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
         config = json.loads((folder / CONFIG_NAME).read_text()) if (folder / CONFIG_NAME).exists() else None

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 class FlipConfig(PreTrainedConfig):
-    """`symbols` is the size of the alphabet, `length` that of a string, of the model and of d_k."""
+    """Configuration: `symbols` in the alphabet, and `length` of a string, which is also the model's width and d_k."""
 
     model_type = "flip"
 
@@ -63,7 +63,7 @@ def eager(
 
 
 class FlipModel(PreTrainedModel):
-    """Predicts, at each position, the symbol of the reversed string: `input_ids [batch, length]` to logits."""
+    """Predict, at each position, the symbol of the reversed string: `input_ids [batch, length]` to logits."""
 
     config_class = FlipConfig
     _supports_sdpa = True
@@ -81,7 +81,7 @@ class FlipModel(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: the modules were initialised when they were made, as PyTorch does."""
+        """Do nothing: PyTorch initialised the modules when they were made."""
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> TokenClassifierOutput:
         x = self.embed(F.one_hot(input_ids, self.config.symbols).to(self.dtype)) + self.positions

@@ -15,7 +15,7 @@ HEADER = "column           mean      min      max  seeds  steps to 95 %  final b
 
 
 def table(rows: Iterable[Row], results: Iterable[Result], titles: dict[str, str]) -> str:
-    """The paper's table beside what was measured: accuracies in percent over the seeds."""
+    """The paper's table beside the measured accuracies, in percent over the seeds."""
     cells = defaultdict(list)
     for result in results:
         cells[result["row"], result["column"], result["paper_beta"]].append(result)
@@ -49,7 +49,7 @@ def table(rows: Iterable[Row], results: Iterable[Result], titles: dict[str, str]
 
 
 def relevant_beta(row: Row, column: str) -> float | None:
-    """The paper's beta, in the columns that depend on it; rows may differ in nothing else."""
+    """The paper's beta in the columns that depend on it, else None; rows may differ in nothing else."""
     return row.beta if column in ("paper", "scaled-init") else None
 
 
@@ -58,7 +58,7 @@ def percent(share: float) -> str:
 
 
 def draw(row: Row, results: Iterable[Result], path: Path) -> None:
-    """Accuracy and beta against the step, one colour a column, one line a seed."""
+    """Draw accuracy and beta by step, one colour per column, one line per seed."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -3,7 +3,7 @@
     python examples/flip/run.py                               # 100/20/15000, every column, one seed
     python examples/flip/run.py --rows all --seeds 7 1 2 3 4  # the whole table, five seeds
 
-Every finished run is a line of `results.jsonl`; runs that are in it are not repeated.
+Every finished run is a line of `results.jsonl`; runs in it are not repeated.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Row, int], Run] | None]] = {
 
 
 def measure(column: str, row: Row, seed: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The result of one column, row and seed."""
+    """Run one column, row and seed."""
     make = COLUMNS[column][1]
     if make is not None:
         result = train(make(row, seed), **options)
@@ -97,14 +97,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def settings(column: str, row: Row, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """What `train` needs besides the run."""
+    """Arguments of `train` besides the run."""
     folder = options.output / row.name.replace("/", "-") / f"{column}-{row.beta:g}-seed{seed}"
     title = f"{column}, seed {seed}" if options.jobs == 1 else None
     return {"test_strings": options.test_strings, "output": str(folder), "title": title}
 
 
 def key(result: dict[str, Any]) -> Identity:
-    """What makes a run unique."""
+    """Identity of a run."""
     return result["column"], result["row"], result["paper_beta"], result["seed"]
 
 

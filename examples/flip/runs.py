@@ -1,4 +1,4 @@
-"""Training runs whose results are lines of a file, several processes at a time; and the search over whole runs."""
+"""Training runs in several processes, with results as lines of a file, and the search over whole runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Result = dict[str, Any]
 class Results(list[Result]):
     """The results in a file of JSON lines, which need not exist yet.
 
-    A line counts once it ends: what an interruption left of the last one is ignored, and cut off by the next `add`.
+    A last line that an interruption left incomplete is ignored, and removed by the next `add`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,7 +28,7 @@ class Results(list[Result]):
         super().__init__(json.loads(line) for line in lines if line.endswith(b"\n"))
 
     def add(self, result: Result) -> None:
-        """Append a result, to the file first."""
+        """Append a result to the file, then to the list."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab+", buffering=0) as file:
             file.seek(0)
@@ -57,7 +57,7 @@ def execute(function: Callable[..., Any], todo: Mapping[Any, tuple[Any, ...]], j
         for future in concurrent.futures.as_completed(futures):
             yield futures[future], future.result()
     finally:
-        pool.shutdown(cancel_futures=True)  # after an error, wait for what runs and start nothing more
+        pool.shutdown(cancel_futures=True)  # after an error, wait for running jobs and start no others
 
 
 def best_fixed(
@@ -69,11 +69,11 @@ def best_fixed(
     decades: int = 2,
     resolution: float = 0.2,
 ) -> Result:
-    """The paper's search: decades, then bisection, every trial a training run; the best one, with what all cost.
+    """Run the paper's search (decades, then bisection, a training run per trial); the best result, with the total cost.
 
     Args:
-        trial: trains with a beta; its result has the entry `score`, and `seconds` if the cost shall be added up.
-        score: what to judge a run by.
+        trial: trains with a beta; its result has the entry `score`, and `seconds` to add up the cost.
+        score: name of the entry that judges a run.
         mode, start, decades, resolution: as for `betahook.BetaSearch`.
     """
     search = betahook.BetaSearch(start, mode=mode, decades=decades, resolution=resolution)

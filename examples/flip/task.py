@@ -65,7 +65,7 @@ class Strings(Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: which beta or controller, how W_q and W_k are scaled at initialisation, which learning rate."""
+    """One training run: beta or controller, scale of W_q and W_k at initialisation, learning rate."""
 
     row: Row
     seed: int
@@ -101,8 +101,8 @@ def train(
     """Train once and return accuracies, curves, steps to 95 % and seconds of CPU time, ready for JSON.
 
     Args:
-        run: what to train.
-        test_strings: fresh strings on which the final accuracy per symbol is taken.
+        run: the run.
+        test_strings: number of fresh strings for the final accuracy per symbol.
         output: folder for the TensorBoard run; None for none.
         title: of a progress bar; None for no bar.
     """
@@ -188,7 +188,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 @torch.no_grad()
 def test_accuracy(model: FlipModel, strings: Strings) -> float:
-    """The same over many strings, in evaluation mode."""
+    """Share of right symbols over many strings, in evaluation mode."""
     model.eval()
     right = [(model(ids).logits.argmax(-1) == ids.flip(-1)).float().mean() for ids in strings.ids.split(1_000)]
     return float(torch.stack(right).mean())

@@ -1,4 +1,4 @@
-"""What the study compares, by name. A candidate for the default is one more line."""
+"""The treatments that the study compares, by name. To add a candidate for the default, add a line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def monitor() -> list[Controller]:
 
 @dataclass(frozen=True)
 class Treatment:
-    """What is done to the attention of a model, all of it relative to `1/sqrt(d_k)`.
+    """A change to the attention of a model, relative to `1/sqrt(d_k)`.
 
     Attributes:
         rule: makes the controllers that adapt beta.
@@ -34,7 +34,7 @@ class Treatment:
     qk_norm: bool = False
 
     def __str__(self) -> str:
-        """All that sets it apart, the options of the controllers included."""
+        """Everything that identifies it, the options of the controllers included."""
         flags = ", per head" * self.per_head + ", QK-norm" * self.qk_norm
         return f"{self.rule()}, beta x {self.beta:g}, initial scores x {self.init:g}{flags}"
 
@@ -60,9 +60,9 @@ CONTROLLERS = {
     "variance": Treatment(lambda: [Variance()]),
     "cap": Treatment(lambda: [Cap(30.0)]),
     "scaled-init": Treatment(init=3.0),
-    "uniform": Treatment(beta=1e-6),  # what the task has attention for
+    "uniform": Treatment(beta=1e-6),  # shows what attention is worth
 }
-"""What every task offers, `BEST_FIXED` besides."""
+"""Treatments that every task offers, besides `BEST_FIXED`."""
 
 BEST_FIXED = "best-fixed"
-"""The best constant beta of a search over whole runs; its cost is that of all of them."""
+"""The best constant beta of a search over whole runs, at the cost of all of them."""

@@ -1,4 +1,4 @@
-"""Import this before modules of the other examples: each runs from its own folder, and the study uses them all."""
+"""Make the modules of the other examples importable: import this before them."""
 
 import sys
 from pathlib import Path

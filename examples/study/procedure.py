@@ -2,12 +2,13 @@
 
     python examples/study/procedure.py --row 100/20/15000 --seed 0
 
-(1) Begin with little data and beta = 1; (2) double the data until accuracy passes 50 %; (3) search beta; (4) shrink the
-data with that beta; (5) train from the same initialisation with beta = 1/sqrt(d_k). The paper does not say how far to
-shrink: here by a fifth at a time, as long as accuracy stays above 95 %, or above 50 % if the search found no more.
-Accuracy is that on the 1,000 validation strings; the table at the end has the accuracy on test strings.
+(1) Begin with little data and beta = 1; (2) double the data until accuracy passes 50 %; (3) search for beta; (4) shrink
+the data with that beta; (5) train from the same initialisation with beta = 1/sqrt(d_k). The paper speaks of "small
+amounts" of data in step 2; doubling takes fewer runs. It does not say how far to shrink in step 4: here by a fifth at a
+time, as long as accuracy stays above 95 %, or above 50 % if the search found no more. Accuracy is measured on the 1,000
+validation strings; the table at the end has the accuracy on test strings.
 
-Every finished run is a line of `procedure.jsonl`; runs that are in it are not repeated.
+Every finished run is a line of `procedure.jsonl`; runs in it are not repeated.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from runs import Result, Results, best_fixed
 PASSES, KEEPS, SHRINK = 0.5, 0.95, 0.8
 """Accuracy that ends step 2, accuracy that step 4 keeps, and the share of the data that it tries next."""
 DOUBLINGS = 8
-"""Step 2 gives up after so many."""
+"""Number of doublings after which step 2 gives up."""
 
 Trial = Callable[[int, float | None], Result]
-"""Trains on so many strings with a fixed beta, or with the default controller where that is None."""
+"""Trains on a number of strings with a fixed beta, or with the default controller if it is None."""
 
 
 def procedure(trial: Trial, length: int, strings: int) -> dict[str, Result]:
-    """Steps 1 to 5, and the adaptive run on the data of step 5.
+    """Run steps 1 to 5, and the adaptive run on the data of step 5.
 
     Args:
         trial: trains once; its result has `strings`, `beta`, `validation_accuracy` and `seconds`.
-        length: of a string, which is d_k.
-        strings: of the smallest data.
+        length: length of a string, which is d_k.
+        strings: number of strings in the smallest data.
 
     Raises:
         RuntimeError: step 2 never passed.
@@ -75,10 +76,10 @@ def procedure(trial: Trial, length: int, strings: int) -> dict[str, Result]:
 
 
 class Trials:
-    """Training runs of a row, each done once: what is in the file is not repeated.
+    """Training runs of a row, each done once: runs in the file are not repeated.
 
     Attributes:
-        used: the runs that were asked for, by strings and beta.
+        used: the requested runs, by strings and beta.
     """
 
     def __init__(self, row: flip.Row, seed: int, test_strings: int, results: Results) -> None:

@@ -1,4 +1,4 @@
-"""Tables (markdown) and plots of what run.py has put into results.jsonl.
+"""Tables (Markdown) and plots of the results of run.py in results.jsonl.
 
 python examples/study/report.py
 """
@@ -19,13 +19,13 @@ Cells = dict[tuple[str, float], dict[int, Result]]
 """Controller and learning rate to seed to result, of one task."""
 
 WITHIN = 0.10
-"""A learning rate is good if its loss is at most so much above the best."""
+"""A learning rate is good if its loss is at most this share above the best."""
 SMOOTH = 10
 """Steps over which training losses are averaged."""
 
 
 def by_task(results: Iterable[Result]) -> dict[str, Cells]:
-    """Sorted by task and number of steps; where a controller has changed its rule, the newest one only."""
+    """Sort results by task and number of steps; if a controller has changed its rule, keep the newest."""
     results = list(results)
     rules = {(r["task"], r["steps"], r["controller"]): r["rule"] for r in results}
     tasks: dict[str, Cells] = defaultdict(lambda: defaultdict(dict))
@@ -36,27 +36,27 @@ def by_task(results: Iterable[Result]) -> dict[str, Cells]:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; NaN for a single value, or where one is not finite."""
+    """Standard error of the mean; NaN for a single value, or if one is not finite."""
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return math.nan
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def differences(values: Mapping[int, float], plain: Mapping[int, float]) -> list[float]:
-    """To plain with the same seed, for the seeds that both have."""
+    """Differences to plain with the same seed, for the seeds that both have."""
     return [values[seed] - plain[seed] for seed in sorted(values.keys() & plain.keys())]
 
 
 def worst(values: Iterable[float], lower_is_better: bool) -> float:
-    """NaN is worse than any number."""
+    """Largest value; NaN is worse than any number."""
     return max(values, key=lambda value: (math.isnan(value), value if lower_is_better else -value))
 
 
 def span(losses: Mapping[float, float], limit: float) -> tuple[float, float, bool] | None:
-    """The learning rates around the best one whose loss is at most `limit`: lowest, highest, and whether both are seen.
+    """Learning rates around the best one whose loss is at most `limit`: lowest, highest, and if both were seen.
 
-    Between two rates the loss is taken to be linear in the logarithm of the rate. None if no loss is low enough; an end
-    that was not seen is the last rate measured.
+    Between two rates, the loss is interpolated linearly in the logarithm of the rate. None if no loss is low enough; an
+    end that was not seen is the last measured rate.
     """
     rates = sorted(losses)
     heights = [math.inf if math.isnan(losses[rate]) else losses[rate] for rate in rates]
@@ -78,12 +78,12 @@ def span(losses: Mapping[float, float], limit: float) -> tuple[float, float, boo
 
 
 def smoothed(values: Sequence[float], width: int = SMOOTH) -> list[float]:
-    """Means over `width` neighbours, at every place that has so many."""
+    """Means over `width` neighbours, wherever there are that many."""
     return [statistics.mean(values[i : i + width]) for i in range(len(values) - width + 1)]
 
 
 def excess(losses: Sequence[float], plain: Sequence[float]) -> list[float]:
-    """How far each loss is above the unhooked run's at the same place, relative to that."""
+    """Relative excess of each loss over that of the unhooked run at the same place."""
     return [loss / base - 1 for loss, base in zip(losses, plain, strict=True)]
 
 
@@ -93,7 +93,7 @@ def table(header: str, rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def values_table(cells: Cells, quantity: str) -> list[str]:
-    """Loss or accuracy at the end of the runs; differences to plain are in percent, those of accuracies in points."""
+    """Loss or accuracy at the end of the runs; differences to plain in percent, those of accuracies in points."""
     is_loss = quantity == "loss"
     scale, style = (1, ".4f") if is_loss else (100, ".2f")
     rows = []
@@ -128,12 +128,12 @@ def values_table(cells: Cells, quantity: str) -> list[str]:
 
 
 def ordered(cells: Cells) -> list[tuple[tuple[str, float], dict[int, Result]]]:
-    """By rate, then by controller, plain first."""
+    """Sort by rate, then by controller, plain first."""
     return sorted(cells.items(), key=lambda item: (item[0][1], item[0][0] != "plain", item[0][0]))
 
 
 def known(value: float, style: str) -> str:
-    """The number, or nothing where it is NaN."""
+    """Format a number, or nothing if it is NaN."""
     return "" if math.isnan(value) else f"{value:{style}}"
 
 
@@ -146,7 +146,7 @@ def mean_losses(cells: Cells) -> dict[str, dict[float, float]]:
 
 
 def ranges_table(cells: Cells) -> list[str]:
-    """How wide the range of learning rates is, judged by each controller's own best loss and by the best of all."""
+    """Width of the range of learning rates, judged by each controller's own best loss and by the best of all."""
     means = mean_losses(cells)
     if not means:
         return []
@@ -167,7 +167,7 @@ def ranges_table(cells: Cells) -> list[str]:
 
 
 def excess_table(cells: Cells) -> list[str]:
-    """The largest loss above plain's on the way, over all seeds; the training losses are of the same batches."""
+    """Largest excess over plain during training, over all seeds; the training losses are of the same batches."""
     rows = []
     for (controller, rate), seeds in ordered(cells):
         plain = cells.get(("plain", rate), {})
@@ -194,7 +194,7 @@ def validation(result: Result) -> list[float]:
 
 
 def draw_rates(title: str, cells: Cells, path: Path) -> None:
-    """Final loss against learning rate, a line a controller."""
+    """Draw the final loss by learning rate, one line per controller."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
@@ -210,7 +210,7 @@ def draw_rates(title: str, cells: Cells, path: Path) -> None:
 
 
 def draw_excess(title: str, cells: Cells, path: Path) -> None:
-    """Training and validation loss above plain's along the run, one column a learning rate, one line a seed."""
+    """Draw the excess of training and validation loss over plain, one column per learning rate, one line per seed."""
     import matplotlib.pyplot as plt
 
     rates = sorted({rate for _, rate in cells})

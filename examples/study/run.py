@@ -1,9 +1,9 @@
-"""Tasks x controllers x learning rates x seeds, each a training run of its own; then report.py draws what was seen.
+"""Run tasks x controllers x learning rates x seeds, one training run each; report.py then draws the results.
 
     python examples/study/run.py --tasks lm --controllers plain betahook --rates 1e-3 1e-2 3e-2 --seeds 0 1 2 --jobs 2
     python examples/study/report.py
 
-Every finished run is a line of `results.jsonl`; runs that are in it are not repeated.
+Every finished run is a line of `results.jsonl`; runs in it are not repeated.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tasks import TASKS, Settings
 
 OUTPUT = Path("runs/study")
 IDENTITY = ("task", "controller", "rule", "rate", "seed", "steps")
-"""What makes a run unique. The rule tells controllers with one name and other options apart."""
+"""Identity of a run. The rule tells apart controllers with one name and different options."""
 
 
 def measure(identity: dict[str, Any], settings: Settings) -> Result:
-    """The line of one run, or of one search over runs."""
+    """Run once, or search over runs, and return the line of results."""
     task, rate, seed = TASKS[identity["task"]], identity["rate"], identity["seed"]
     if identity["controller"] == BEST_FIXED:
         result = best_fixed(
@@ -38,7 +38,7 @@ def measure(identity: dict[str, Any], settings: Settings) -> Result:
 
 
 def plan(options: argparse.Namespace) -> Iterable[tuple[dict[str, Any], Settings]]:
-    """Every run that was asked for and that its task offers."""
+    """All requested runs that their tasks offer."""
     for name in matching(options.tasks, TASKS):
         task = TASKS[name]
         steps = task.steps if task.own_steps else options.steps or task.steps
@@ -56,7 +56,7 @@ def matching(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
 
 
 def prepare(task: str, seed: int, settings: Settings) -> None:
-    """Make what the runs of a task with this seed share."""
+    """Prepare what the runs of a task with this seed share."""
     make = TASKS[task].prepare
     if make is not None:
         make(seed, settings)
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
     todo = {key: run for key, run in runs.items() if key not in known}
     print(f"{len(runs) - len(todo)} of {len(runs)} runs are in {options.output / 'results.jsonl'}")
 
-    # Runs of one seed share what is prepared: at the same time, each would make its own.
+    # Runs of one seed share what is prepared; prepared in parallel, each would make its own.
     shared = {
         (TASKS[identity["task"]].prepare, identity["seed"]): (identity["task"], identity["seed"], settings)
         for identity, settings in todo.values()

@@ -1,4 +1,4 @@
-"""The tasks of the study: each trains once, with a treatment, a learning rate and a seed, and returns what it saw."""
+"""The tasks of the study: each trains once with a treatment, a learning rate and a seed, and returns the results."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Task:
 
     Attributes:
         train: called with treatment, learning rate, seed and settings.
-        rates: learning rates, from comfortable on.
+        rates: learning rates, from a comfortable one upwards.
         steps: optimizer steps of a run.
-        controllers: what it offers to compare.
+        controllers: treatments that it offers.
         prepare: called with seed and settings before any run with that seed, in one process.
-        own_steps: whether it takes no other number of steps.
+        own_steps: True if the number of steps cannot be changed.
     """
 
     train: Callable[[Treatment, float, int, Settings], Result]
@@ -55,7 +55,7 @@ class Task:
 
 
 def train_flip(row: flip.Row, treatment: Treatment, rate: float, seed: int, settings: Settings) -> Result:
-    """A row of the paper's Table 1, exactly as in examples/flip. Accuracy on test strings, loss on validation."""
+    """Train a row of the paper's Table 1, exactly as in examples/flip: accuracy on test strings, loss on validation."""
     own = row.length**-0.5
     run = flip.Run(
         row,
@@ -70,7 +70,7 @@ def train_flip(row: flip.Row, treatment: Treatment, rate: float, seed: int, sett
 
 
 def train_lm(name: str, treatment: Treatment, rate: float, seed: int, settings: Settings) -> Result:
-    """The byte-level language model of examples/language_model.py."""
+    """Train the byte-level language model of examples/language_model.py."""
     torch.manual_seed(seed)
     model = build("qwen3" if treatment.qk_norm else name, settings.length)
     return fit(model, *windows(read_library(), settings), treatment, rate, seed, settings)
@@ -104,7 +104,7 @@ class Masked(Dataset[dict[str, Tensor]]):
 
 
 def train_encoder(treatment: Treatment, rate: float, seed: int, settings: Settings) -> Result:
-    """Masked bytes of the same text by a ModernBERT, 0.7 million parameters.
+    """Train a ModernBERT of 0.7 million parameters on masked bytes of the same text.
 
     Not by BERT: of the same size, with a learning rate of 1e-3, it still predicts byte frequencies after 400 steps.
     """
@@ -146,7 +146,7 @@ class Digits(Dataset[dict[str, Tensor]]):
 
 
 def train_digits(treatment: Treatment, rate: float, seed: int, settings: Settings) -> Result:
-    """A small vision transformer on digits of 8 x 8 pixels, cut into 16 patches."""
+    """Train a small vision transformer on digits of 8 x 8 pixels, cut into 16 patches."""
     torch.manual_seed(seed)
     model = ViTForImageClassification(
         ViTConfig(
@@ -170,7 +170,7 @@ PRETRAINING_RATE = 2e-3
 
 
 def pretrain(seed: int, settings: Settings) -> Path:
-    """The folder of a GPT-2 that was trained to its end on the library's source; made where it is missing."""
+    """Folder of a GPT-2 fully trained on the library's source; made if it is missing."""
     folder = settings.output / "pretrained" / f"gpt2-{settings.pretraining}x{settings.length}-seed{seed}"
     if folder.exists():
         return folder
@@ -182,7 +182,7 @@ def pretrain(seed: int, settings: Settings) -> Path:
     scratch = Path(tempfile.mkdtemp(dir=folder.parent))
     model.save_pretrained(scratch)
     (scratch / "result.json").write_text(json.dumps(result))
-    return scratch.rename(folder)  # whole or not at all
+    return scratch.rename(folder)  # complete or not at all
 
 
 def read_prose() -> tuple[bytes, bytes]:
@@ -194,7 +194,7 @@ def read_prose() -> tuple[bytes, bytes]:
 
 
 def train_finetune(lora: bool, treatment: Treatment, rate: float, seed: int, settings: Settings) -> Result:
-    """The pretrained model on other text, wholly or through LoRA adapters, which begin as nothing (B = 0)."""
+    """Fine-tune the pretrained model on other text, in full or with LoRA adapters, which begin at zero (B = 0)."""
     model: PreTrainedModel = GPT2LMHeadModel.from_pretrained(pretrain(seed, settings))
     torch.manual_seed(seed)
     if lora:

@@ -1,4 +1,4 @@
-"""One training run of the Trainer, watched: what all tasks with a transformers model have in common."""
+"""One watched run of the Trainer, shared by all tasks with a transformers model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from task import accuracy
 
 @dataclass(frozen=True)
 class Settings:
-    """The size of a run, and where it may keep things.
+    """Size of a run, and the folder for its files.
 
     Attributes:
         steps: optimizer steps.
@@ -28,7 +28,7 @@ class Settings:
         length: bytes in a window of text.
         evaluations: points on the validation curve, the start not counted.
         pretraining: optimizer steps before fine-tuning.
-        test_strings: of the flip task.
+        test_strings: number of test strings of the flip task.
     """
 
     steps: int
@@ -40,7 +40,7 @@ class Settings:
 
 
 class Watch(TrainerCallback):
-    """Steps the hook, asks for evaluations at equal distances up to the last step, and notes every beta there."""
+    """Step the hook, request evaluations at equal distances up to the last step, and note every beta there."""
 
     def __init__(self, hook: Hook, settings: Settings) -> None:
         self.hook = hook
@@ -77,14 +77,14 @@ def fit(
     AdamW without weight decay, gradients clipped at norm 1, a twentieth of the steps to warm up, then a cosine to zero.
 
     Args:
-        model: just initialised, or trained before.
+        model: a fresh or a trained model.
         training, validation: items that the model takes as keyword arguments, labels included.
-        treatment: of its attention.
+        treatment: treatment of its attention.
         rate: learning rate.
-        seed: of the order of the batches.
+        seed: seed for the order of the batches.
         settings: length of the run, points on the curve.
         batch: size of a training batch.
-        classify: whether to take the accuracy too; then the logits are those of one label an item.
+        classify: also compute the accuracy; the logits are then those of one label per item.
     """
     hook = treatment.attach(model)
     watch = Watch(hook, settings)

@@ -127,6 +127,7 @@ def test_a_hook_holds_no_more_than_the_scaled_queries(example):
     assert unhooked < hooked < unhooked + 1.1 * queries
 
 
+@pytest.mark.slow
 def test_the_profiler_does_not_write_between_the_lines(tmp_path):
     command = [sys.executable, str(PATH), "--config", *TINY, "--length", "16", "--rounds", "1", "--device", "cpu"]
     done = subprocess.run(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import betahook
 from support.models import build, inputs
@@ -42,6 +43,25 @@ def test_there_are_blocks():
     assert [page for page, _ in BLOCKS] == ["README.md"] * 4 + ["docs/API.md"]
 
 
+def test_a_fresh_model_at_a_high_rate():
+    """The range that the README gives for a tiny Llama."""
+    low, high = map(int, re.search(r"is at (\d+) to (\d+) times", (ROOT / "README.md").read_text()).groups())
+    ratios = []
+    for seed in range(6):
+        config = build("llama").config
+        torch.manual_seed(seed)
+        model = transformers.LlamaForCausalLM(config).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        with betahook.attach(model) as hook:
+            for _ in range(10):
+                model(**inputs("llama")).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                hook.step()
+            ratios += [layer.beta / layer.beta_default for layer in hook.layers.values()]
+    assert (min(ratios), max(ratios)) == pytest.approx((low, high), rel=0.05)
+
+
 def test_an_average_of_the_weights_gets_beta():
     """The block of docs/CHECKPOINTS.md."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/CHECKPOINTS.md").read_text(), re.DOTALL)
@@ -63,7 +83,19 @@ def test_an_average_of_the_weights_gets_beta():
         assert hook.layers["model.layers.0.self_attn"].beta != pytest.approx(8**-0.5)
 
 
-PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+def test_contributing_lists_every_file():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    files = [*(ROOT / "betahook").rglob("*.py"), *(ROOT / "integrations").glob("*.py")]
+    assert [file.name for file in files if file.name != "__init__.py" and f"`{file.name}`" not in text] == []
+
+
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "examples").rglob("*.md"),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -72,8 +104,3 @@ def test_pages_begin_with_a_title_and_link_to_what_is_there(page):
     assert text.startswith("# ")
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if not link.startswith("http")]
     assert [link for link in links if not (page.parent / link).exists()] == []
-
-
-def test_the_public_names_are_all_described():
-    described = (ROOT / "docs/API.md").read_text()
-    assert [name for name in betahook.__all__ if f"`{name}" not in described] == []

@@ -116,6 +116,28 @@ def test_puzzle_text_shows_the_draw_of_the_seed_it_names(variance):
     assert "20 % are above 1.6" in text
 
 
+def test_readings_of_the_puzzle_differ_by_scale_and_bias(variance):
+    _, variances = variance.draw_moments(2, 2, 20_000, seed=0)
+    lines = variance.readings_table(variances).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    rows = {name.strip(): cells.split() for name, cells in (line.split("|") for line in lines[2:])}
+    theory = {name: float(cells[0]) for name, cells in rows.items()}
+    assert theory == {
+        "before / sqrt(d_k), over n - 1 (ddof 1)": 2.0,
+        "before / sqrt(d_k), over n (ddof 0)": 1.5,
+        "after / sqrt(d_k), over n - 1 (ddof 1)": 1.0,
+        "after / sqrt(d_k), over n (ddof 0)": 0.75,
+    }
+    # Against the scores themselves.
+    query, key = torch.randn(2, 20_000, 2, 2, generator=torch.Generator().manual_seed(9))
+    scores = (query @ key.mT).flatten(1)
+    for name, cells in rows.items():
+        found = scores.var(1, correction=int("ddof 1" in name)) / (2 if name.startswith("after") else 1)
+        assert float(cells[1]) == pytest.approx(theory[name], rel=0.05)
+        assert float(cells[3]) == pytest.approx(found.quantile(0.95).item(), rel=0.05)
+        assert float(cells[4]) == pytest.approx(100 * (found > 1.6).double().mean().item(), abs=2)
+
+
 def test_formula_equals_the_moments_of_products_summed_by_hand(variance):
     for case in variance.make_cases(6):
         columns = (case.query_mean, case.query_variance, case.key_mean, case.key_variance)
@@ -196,6 +218,7 @@ def test_main_prints_both_tables_and_writes_a_png(variance, tmp_path, capsys, mo
     assert {case.name for case in variance.make_cases(2)} <= rows.keys()
     assert "Why would 2x2 give 1.6 and not 1?" in printed
     assert "variance 1.60." in printed
+    assert "2 (n - 1) / n = 1.5" in printed
     assert max(map(len, printed.splitlines())) <= 120
     image = (tmp_path / "variance.png").read_bytes()
     assert image.startswith(b"\x89PNG\r\n\x1a\n")

@@ -253,16 +253,14 @@ def test_options_are_checked_when_the_callback_is_made(options, error):
         BetaHookCallback(**options)
 
 
-def test_every_training_gets_controllers_of_its_own(tmp_path):
-    given = betahook.Search(window=1, warmup=0, rise=False)
-    callback = BetaHookCallback(given)
+def test_every_training_starts_its_controllers_anew(tmp_path):
+    callback = BetaHookCallback(betahook.Search(window=1, warmup=0, rise=False))
     for _ in range(2):
         trainer = make_trainer(tmp_path, callback)
         trainer.train()
-        (controller,) = callback.hook.controllers
-        assert controller.state
+        (entry,) = callback.hook.state_dict()["controllers"]
+        assert entry["state"]
         assert callback.hook.steps == 6
-    assert not given.state
 
 
 class Interrupt(TrainerCallback):
