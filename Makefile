@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 OLDEST := .venv-oldest
 
-.PHONY: demo test test-slow test-families test-oldest support lint format clean
+.PHONY: demo test test-slow test-families test-faults test-oldest support lint format clean
 
 demo: $(VENV)/ready
 	$(RUN) examples/flip/run.py --columns plain betahook --seeds 7 --output runs/demo
@@ -13,11 +13,15 @@ test: $(VENV)/ready
 	$(RUN) -m pytest -n 2
 
 test-slow: $(VENV)/ready
-	$(RUN) -m pytest -m slow
+	$(RUN) -m pytest -n 2 -m slow
 
 # A tiny model of each model type of transformers, against what torch's own operations show of it.
 test-families: $(VENV)/ready
 	$(RUN) -m pytest -n 2 tests/zoo -m "families or not slow"
+
+# Small faults, one at a time: the tests beside the code must notice each.
+test-faults: $(VENV)/ready
+	$(RUN) tests/faults/run.py
 
 # The least versions of pyproject.toml. torch from PyPI brings the CUDA libraries along, several gigabytes.
 test-oldest: $(OLDEST)/ready
@@ -29,9 +33,7 @@ support: $(VENV)/ready
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	@# An installed copy: only there is integrations/ in its place inside the package.
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/typed .
-	MYPYPATH=build/typed $(VENV)/bin/mypy
+	$(VENV)/bin/mypy
 
 format: $(VENV)/ready
 	$(VENV)/bin/ruff check --fix .

@@ -1,27 +1,12 @@
+import fnmatch
+
 import hypothesis
 import pytest
 import torch
 import transformers
 from packaging.version import Version
 
-OLDEST = {
-    "t5": "T5 writes its attention by hand, and has no sdpa",
-    "an_encoder_decoder": "T5 writes its attention by hand",
-    "a_layer_that_was_not_used": "T5 writes its attention by hand",
-    "half_of_beta_is_half_of_the_query[gpt2-eager]": "GPT-2 passes no scaling that the test could change",
-    "one_graph_serves_every_beta": "torch cannot trace the models at all",
-    "compiled_checkpointing": "torch cannot trace the models at all",
-    "a_compiled_model_folds": "torch cannot trace the models at all",
-    "cuda_graphs_know": "torch cannot trace the models at all",
-    "two_processes_reduce": "a rank may hang when the other has left",
-    "test_distributed.py": "FSDP 2 does not run on a CPU",
-    "test_families_that_write_their_attention": "the zoo reads configs that are dataclasses",
-    "the_rows_of_a_fused_projection": "the zoo reads configs that are dataclasses",
-    "test_fold_zoo.py": "the zoo reads configs that are dataclasses",
-}
-"""What cannot be tested with torch 2.6 and transformers 5.1, by a part of the test's name."""
-
-pytest.register_assert_rewrite("matrices")  # whose assertions are to show their values too
+pytest.register_assert_rewrite("support.matrices")  # whose assertions are to show their values too
 
 hypothesis.settings.register_profile("repeatable", derandomize=True)  # a change is judged by the same examples
 hypothesis.settings.load_profile("repeatable")
@@ -34,9 +19,16 @@ def _one_thread():
 
 
 def pytest_collection_modifyitems(items):
-    if Version(transformers.__version__) >= Version("5.2"):
-        return
+    oldest = Version(transformers.__version__) < Version("5.2")
     for item in items:
-        reason = next((reason for part, reason in OLDEST.items() if part in item.nodeid), None)
-        if reason is not None:
-            item.add_marker(pytest.mark.skip(reason=f"{reason} in the oldest versions"))
+        for mark in item.iter_markers("oldest_skips"):
+            if _is_meant(item, mark) and oldest:
+                item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]} in the oldest versions"))
+
+
+def _is_meant(item, mark):
+    """A mark may name parameters of its test, and is then of the cases whose values match."""
+    values = item.callspec.params if mark.kwargs else {}
+    if unknown := mark.kwargs.keys() - values.keys():
+        raise pytest.UsageError(f"{item.nodeid}: oldest_skips names {sorted(unknown)}, which are no parameters of it")
+    return all(fnmatch.fnmatchcase(str(values[name]), pattern) for name, pattern in mark.kwargs.items())

@@ -55,11 +55,11 @@ def test_the_std_of_adapted_weights_is_that_of_their_sum(before):
         assert measured == pytest.approx(expected, rel=1e-5)
         assert metrics[f"sensitivity/{name}"] != 0
         with adapted.disable_adapter():
-            seen = hook.layers[name].statistics.weight_std_q.item()
+            seen = hook.layers[name].weight_std_q
             base = model.get_submodule(LAYER).q_proj.base_layer.weight
             assert seen == pytest.approx(base.double().std(correction=0).item(), rel=1e-5)
         adapted.merge_adapter()
-        assert hook.layers[name].statistics.weight_std_q.item() == pytest.approx(expected[0], rel=1e-5)
+        assert hook.layers[name].weight_std_q == pytest.approx(expected[0], rel=1e-5)
 
 
 def test_an_adapter_on_a_transposed_weight():

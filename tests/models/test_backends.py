@@ -9,6 +9,7 @@ from transformers.masking_utils import flash_attention_mask
 
 import betahook
 from betahook.measure.rows import ROWS, sampled_rows
+from support.matrices import overall_std
 from support.models import build, inputs, trace
 from support.training import enable_checkpointing
 
@@ -25,7 +26,9 @@ def test_flex_attention(family):
     measured = []
     for backend in ("eager", "flex_attention"):
         model = build(family, backend).eval()
-        with betahook.attach(model, controller="monitor", when="always") as hook, torch.no_grad():
+        # transformers would compile what makes the mask, for many seconds.
+        eagerly = torch.compiler.set_stance("force_eager")
+        with betahook.attach(model, controller="monitor", when="always") as hook, torch.no_grad(), eagerly:
             model(**inputs(family))
             measured.append(statistics(hook))
     eager, flex = measured
@@ -52,7 +55,7 @@ def test_a_mask_without_structure(length):
             used = values[allowed.expand_as(values)]
             assert bool(layer.statistics.exact) is (length <= ROWS)
             assert float(layer.statistics.count) == len(used)
-            assert float(layer.statistics.std) == pytest.approx(float(used.std(correction=0)), rel=1e-5)
+            assert float(overall_std(layer.head_statistics)) == pytest.approx(float(used.std(correction=0)), rel=1e-5)
 
 
 @pytest.fixture
@@ -97,7 +100,7 @@ def test_packed_sequences(flash, lengths, told_by):
             used = values[:, :, rows][mask[rows].expand(1, values.shape[1], -1, -1)]
             assert bool(layer.statistics.exact) is exact
             assert float(layer.statistics.count) == len(used)
-            assert float(layer.statistics.std) == pytest.approx(float(used.std(correction=0)), rel=1e-4)
+            assert float(overall_std(layer.head_statistics)) == pytest.approx(float(used.std(correction=0)), rel=1e-4)
 
 
 def test_packed_windows_longer_than_the_sampled_rows_are_exact():
@@ -112,13 +115,22 @@ def test_packed_windows_longer_than_the_sampled_rows_are_exact():
             values, allowed = call.scores()
             used = values[allowed.expand_as(values)]
             assert bool(layer.statistics.exact)
-            assert float(layer.statistics.std) == pytest.approx(float(used.std(correction=0)), rel=1e-5)
+            assert float(overall_std(layer.head_statistics)) == pytest.approx(float(used.std(correction=0)), rel=1e-5)
 
 
+ONE_LAYER = {
+    "gpt2": {"n_layer": 1},
+    "bert": {"num_hidden_layers": 1},
+    "t5": {"num_layers": 1, "num_decoder_layers": 1},  # and so three attention modules
+}
+"""Of a family, the sizes of a model that compiles in half the time."""
+
+
+@pytest.mark.oldest_skips("torch cannot trace the models at all")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize("family", ["llama", *ONE_LAYER])
 def test_one_graph_serves_every_beta(family):
-    model, batch = build(family, "sdpa"), inputs(family)
+    model, batch = build(family, "sdpa", **ONE_LAYER.get(family, {})), inputs(family)
     betas = [0.2 * 1.1**n for n in range(20)]
     if family == "gpt2":  # with labels transformers itself breaks the graph, to log its loss_type
         del batch["labels"]
@@ -137,12 +149,12 @@ def test_one_graph_serves_every_beta(family):
 @pytest.mark.parametrize("same", [True, False], ids=["the model itself", "another of its class"])
 def test_graphs_from_before_the_hook_are_not_used(same):
     """torch.compile keeps them by class, and does not notice that the tap was registered."""
-    model, batch = build("llama", "sdpa"), inputs("llama")
+    model, batch = build("llama", "sdpa", num_hidden_layers=1), inputs("llama")
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     plain = compiled(**batch).logits
     if not same:
-        model = build("llama", "sdpa")
+        model = build("llama", "sdpa", num_hidden_layers=1)
     with betahook.attach(model, controller="monitor") as hook:
         if not same:
             compiled = torch.compile(model, backend="eager")
@@ -180,13 +192,14 @@ def test_a_mask_that_is_left_to_broadcast():
             assert bool(b.layers[layer].statistics.exact)
 
 
+@pytest.mark.oldest_skips("torch cannot trace the models at all")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of the same
 def test_compiled_checkpointing_computes_the_gain_again():
     """In the backward, when the layers after have noted their own beta."""
     losses = []
     for compiles in (False, True):
-        model = build("t5").train()
+        model = build("t5", **ONE_LAYER["t5"]).train()
         with betahook.attach(model, controller="monitor") as hook:
             enable_checkpointing(model, reentrant=False)
             if compiles:

@@ -1,5 +1,7 @@
 """The ways people train: one optimizer step is one update of beta, whatever surrounds it."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from accelerate import Accelerator, dispatch_model
@@ -15,6 +17,11 @@ from support.matrices import full
 from support.models import build, inputs
 
 LAYER = "model.layers.0.self_attn"
+
+
+def memory(hook):
+    """What the first controller of a hook remembers."""
+    return hook.state_dict()["controllers"][0]["state"]
 
 
 def attach(model):
@@ -71,12 +78,12 @@ def test_a_skipped_step_moves_no_beta():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with attach(model) as hook:
         scaled_step(model, optimizer, scaler, hook, batch)
-        before, state = betas(hook), {name: x.clone() for name, x in hook.controllers[0].state.items()}
+        before, state = betas(hook), {name: x.clone() for name, x in memory(hook).items()}
         handle = model.lm_head.weight.register_post_accumulate_grad_hook(overflow)
         scaled_step(model, optimizer, scaler, hook, batch)
         assert scaler.get_scale() == 2.0**9
         assert betas(hook) == before
-        assert all(torch.equal(value, hook.controllers[0].state[name]) for name, value in state.items())
+        assert all(torch.equal(value, memory(hook)[name]) for name, value in state.items())
         metrics = hook.metrics()
         assert metrics[f"nonfinite/{LAYER}"] == 1
         assert f"sensitivity/{LAYER}" not in metrics
@@ -121,10 +128,11 @@ def test_controllers_do_not_count_skipped_steps():
     """Scalers begin too high, so that the first steps are skipped."""
     seen = []
 
-    class Watch(betahook.Monitor):
-        def update(self, beta, observation):
+    @dataclass
+    class Watch(betahook.Controller):
+        def update(self, beta, observation, state):
             seen.append(observation.step)
-            return beta
+            return beta, state
 
     model, batch, scaler = build("llama"), inputs("llama"), make_scaler()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -201,7 +209,7 @@ def test_accumulation_is_one_update_and_clipping_leaves_it_alone():
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             hook.step()
             said.append(sensitivities(hook))
-            assert hook.controllers[0].state["direction"].abs().tolist() == [1, 1]
+            assert memory(hook)["direction"].abs().tolist() == [1, 1]
     assert said[0] == pytest.approx(said[1], rel=1e-4)
 
 
@@ -222,6 +230,7 @@ def test_two_models_in_one_process_know_nothing_of_each_other():
     assert torch.equal(first(**inputs("llama")).logits, expected)
 
 
+@pytest.mark.oldest_skips("T5 writes its attention by hand")
 def test_an_encoder_decoder_adapts_all_three_kinds_of_attention():
     model, batch = build("t5"), inputs("t5")
     with attach(model) as hook:
@@ -233,6 +242,7 @@ def test_an_encoder_decoder_adapts_all_three_kinds_of_attention():
             assert layer.beta != layer.beta_default
 
 
+@pytest.mark.oldest_skips("T5 writes its attention by hand, and has no sdpa", family="t5")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "mistral"])
 def test_generation_with_a_cache_uses_beta(family):
     model, batch = build(family, "sdpa").eval(), inputs(family, padded=False)

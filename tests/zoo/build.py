@@ -125,6 +125,46 @@ def _setting(config: Any, *names: str, default: Any = None) -> Any:
     return next((value for value in values if value is not None), default)
 
 
+def _ids(config: Any, length: int, generator: torch.Generator) -> Tensor:
+    """Above the special tokens of common vocabularies, below those of `shrink`."""
+    vocabulary = _setting(config, "vocab_size", "n_vocab", default=shrink.VOCABULARY)
+    high = min(vocabulary - 1, 190)
+    low = 110 if high > 150 else (5 if high > 8 else 0)
+    return torch.randint(low, max(high, low + 1), (BATCH, length), generator=generator)
+
+
+def _image(config: Any) -> tuple[int, int, int]:
+    """Channels, height and width."""
+    size = _setting(config, "image_size", "img_size", "input_size", default=64)
+    size = (size["height"], size["width"]) if isinstance(size, dict) else size
+    height, width = (size[0], size[-1]) if isinstance(size, (list, tuple)) else (size, size)
+    channels = _setting(config, "num_channels", "in_channels", "in_chans", default=3)
+    return channels if isinstance(channels, int) else 3, height, width
+
+
+def _features(config: Any, asked: set[str], generator: torch.Generator) -> dict[str, Tensor]:
+    """Images, videos, sound and embedded tokens, as many of them as are `asked` for."""
+    batch = {}
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    if "pixel_values" in asked:
+        batch["pixel_values"] = normal(BATCH, *_image(config))
+    if "pixel_values_videos" in asked:
+        frames = _setting(config, "num_frames", "frames_per_clip", default=4)
+        batch["pixel_values_videos"] = normal(BATCH, 1, *_image(config)).repeat(1, frames, 1, 1, 1)
+    if "input_features" in asked:
+        batch["input_features"] = normal(BATCH, 64, _setting(config, *FEATURES, default=80))
+    if "input_values" in asked:
+        batch["input_values"] = normal(BATCH, 8000) / 2
+    width = _setting(config, "hidden_size", "d_model", "dim", default=shrink.WIDTH)
+    for name in ("inputs_embeds", "hidden_states", "encoder_hidden_states"):
+        if name in asked:
+            batch[name] = normal(BATCH, LENGTH, width if isinstance(width, int) else shrink.WIDTH)
+    return batch
+
+
 def _usual_inputs(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
     """What the signature of the model asks for."""
     config, main = model.config, model.main_input_name
@@ -135,49 +175,17 @@ def _usual_inputs(model: PreTrainedModel, generator: torch.Generator) -> dict[st
         if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     }
     open_ended = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
-    vocabulary = _setting(config, "vocab_size", "n_vocab", default=shrink.VOCABULARY)
+    asked = {main, *required}
     batch: dict[str, Any] = {}
-
-    def is_asked(name: str) -> bool:
-        return name == main or name in required
-
-    def ids(length: int) -> Tensor:
-        # Above the special tokens of common vocabularies, below those of `shrink`.
-        high = min(vocabulary - 1, 190)
-        low = 110 if high > 150 else (5 if high > 8 else 0)
-        return torch.randint(low, max(high, low + 1), (BATCH, length), generator=generator)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    if "input_ids" in parameters and (is_asked("input_ids") or main not in parameters):
-        batch["input_ids"] = ids(LENGTH)
+    if "input_ids" in parameters and ("input_ids" in asked or main not in parameters):
+        batch["input_ids"] = _ids(config, LENGTH, generator)
         if "attention_mask" in parameters or open_ended:
             batch["attention_mask"] = facts.padded(BATCH, LENGTH)
-    if is_asked("pixel_values") or is_asked("pixel_values_videos"):
-        size = _setting(config, "image_size", "img_size", "input_size", default=64)
-        size = (size["height"], size["width"]) if isinstance(size, dict) else size
-        height, width = (size[0], size[-1]) if isinstance(size, (list, tuple)) else (size, size)
-        channels = _setting(config, "num_channels", "in_channels", "in_chans", default=3)
-        pixels = normal(BATCH, channels if isinstance(channels, int) else 3, height, width)
-        if is_asked("pixel_values"):
-            batch["pixel_values"] = pixels
-        if is_asked("pixel_values_videos"):
-            frames = _setting(config, "num_frames", "frames_per_clip", default=4)
-            batch["pixel_values_videos"] = pixels[:, None].repeat(1, frames, 1, 1, 1)
-    if is_asked("input_features"):
-        batch["input_features"] = normal(BATCH, 64, _setting(config, *FEATURES, default=80))
-    if is_asked("input_values"):
-        batch["input_values"] = normal(BATCH, 8000) / 2
-    states = [name for name in ("inputs_embeds", "hidden_states", "encoder_hidden_states") if is_asked(name)]
-    if states:
-        width = _setting(config, "hidden_size", "d_model", "dim", default=shrink.WIDTH)
-        width = width if isinstance(width, int) else shrink.WIDTH
-        batch.update({name: normal(BATCH, LENGTH, width) for name in states})
-        if "attention_mask" in parameters:
-            batch.setdefault("attention_mask", facts.padded(BATCH, LENGTH))
+    batch |= _features(config, asked, generator)
+    if "attention_mask" in parameters and asked & {"inputs_embeds", "hidden_states", "encoder_hidden_states"}:
+        batch.setdefault("attention_mask", facts.padded(BATCH, LENGTH))
     if "decoder_input_ids" in parameters:
-        batch["decoder_input_ids"] = ids(8)
+        batch["decoder_input_ids"] = _ids(config, 8, generator)
     if "bbox" in parameters and "input_ids" in parameters:
         corners = torch.randint(0, 50, (BATCH, LENGTH, 4), generator=generator)
         corners[..., 2:] += corners[..., :2]

@@ -1,0 +1,215 @@
+"""Small faults, each of which the tests beside its file must notice: `make test-faults`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`text`, which occurs once in `file`, becomes `replacement`; `tests` are other test files than its own."""
+
+    file: str
+    text: str
+    replacement: str
+    tests: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        return " ".join(f"{self.file}: {self.text} -> {self.replacement}".split())
+
+    @property
+    def noticed_by(self) -> Sequence[str]:
+        """The test files that are run; without `tests` the one of the same name in the same room."""
+        room, _, name = self.file.removeprefix("betahook/").rpartition("/")
+        return self.tests or ["/".join(filter(None, ["tests/unit", room, f"test_{name}"]))]
+
+
+SEARCH = ("tests/unit/control/test_search_defaults.py", "tests/unit/control/test_search.py")
+CHECKPOINT = ("tests/unit/checkpoint",)
+STATE = ("tests/unit/test_state.py", "tests/unit/checkpoint")
+HOOK = ("tests/unit/test_hook.py",)
+
+FAULTS = [
+    # measure
+    Fault("betahook/theory.py", "return head_dim.sqrt()", "return head_dim"),
+    Fault("betahook/theory.py", "return squares - query_mean_square * key_mean_square", "return squares"),
+    Fault("betahook/theory.py", "(math.sqrt(rows) + math.sqrt(columns))", "math.sqrt(rows + columns)"),
+    Fault(
+        "betahook/measure/components.py", "[query_mean.square(), query_variance,", "[query_mean.abs(), query_variance,"
+    ),
+    Fault("betahook/measure/components.py", "key_square - key_mean.square()", "key_square"),
+    Fault("betahook/measure/components.py", "repeat_interleave(groups, 0) for", "repeat(groups, 1) for"),
+    Fault("betahook/measure/dense.py", "masked_fill(~seen, 0)", "masked_fill(seen, 0)"),
+    Fault("betahook/measure/dense.py", "used.abs().amax", "used.amax"),
+    Fault("betahook/measure/dense.py", "allowed.sum(-1)", "allowed[..., :1].sum(-1)"),
+    Fault(
+        "betahook/measure/groups.py",
+        'statistics.by_segment(values, "max", self.lengths)',
+        'statistics.by_segment(values, "mean", self.lengths)',
+    ),
+    Fault(
+        "betahook/measure/groups.py", "self.key_width, observed.input_std_k", "self.query_width, observed.input_std_k"
+    ),
+    Fault("betahook/measure/masks.py", "distance > self.low", "distance >= self.low"),
+    Fault("betahook/measure/masks.py", "if known_version != version", "if known_version is None"),
+    Fault("betahook/measure/masks.py", "documents == documents[:, :1]", "documents == documents"),
+    Fault("betahook/measure/masks.py", "queries[:, :, None] & keys[:, None, :]", "keys[:, None, :]"),
+    Fault("betahook/measure/rows.py", "ROWS = 32", "ROWS = 24"),
+    Fault("betahook/measure/rows.py", "LOWEST = -80.0", "LOWEST = -8.0"),
+    Fault("betahook/measure/rows.py", "(queries - 1) // (ROWS - 1)", "queries // ROWS"),
+    Fault("betahook/measure/rows.py", "mask.band.low + 1, 0)", "mask.band.low + 2, 0)"),
+    Fault("betahook/measure/rows.py", "mask.band.high + 1, low + 1)", "mask.band.high, low + 1)"),
+    Fault("betahook/measure/rows.py", "torch.maximum(scores.amax(-1), -scores.amin(-1))", "scores.amax(-1)"),
+    Fault(
+        "betahook/measure/rows.py",
+        "torch.tanh(scores * beta / softcap) + added",
+        "torch.tanh((scores * beta + added) / softcap)",
+    ),
+    Fault("betahook/measure/rows.py", "queries <= ROWS or mask.structured", "mask.structured"),
+    Fault(
+        "betahook/measure/scores.py",
+        "for start, stop in _slabs(queries, query.device)",
+        "for start, stop in _slabs(queries - 1, query.device)",
+    ),
+    Fault(
+        "betahook/measure/scores.py",
+        "view(-1, groups, BLOCK, BLOCK).tril_()",
+        "view(-1, groups, BLOCK, BLOCK).tril_(-1)",
+    ),
+    Fault("betahook/measure/scores.py", "square -= less_square", "square += less_square"),
+    Fault("betahook/measure/scores.py", "+ 2 * shift * total +", "+ shift * total +"),
+    Fault("betahook/measure/scores.py", "self._take_until(self.keys)\n", "self._take_until(self.seen)\n"),
+    Fault("betahook/measure/scores.py", "square - rest.square()", "square"),
+    Fault("betahook/measure/scores.py", "row_square = square - (score", "row_square = square - 0 * (score"),
+    Fault("betahook/measure/scores.py", "torch.promote_types(dtype, torch.float32)).max", "dtype).max"),
+    Fault(
+        "betahook/measure/statistics.py",
+        'pooled[ROW["score_square"]] -= by_head',
+        'pooled[ROW["score_square"]] += by_head',
+    ),
+    Fault("betahook/measure/statistics.py", 'sums[ROW["sensitivity"]] /= world', 'sums[ROW["sensitivity"]] /= 1'),
+    Fault("betahook/measure/statistics.py", "maxima[rank] = own", "maxima[0] = own"),
+    Fault("betahook/measure/statistics.py", 'ratios.log(), "mean"', 'ratios, "mean"'),
+    Fault("betahook/measure/statistics.py", 'new[ROW["pairs"]] > 0', 'new[ROW["pairs"]] >= 0'),
+    Fault("betahook/measure/weights.py", "square / count - (total / count).square()", "square / count"),
+    Fault(
+        "betahook/measure/weights.py",
+        "cls(_std(*pooled[:3]), _std(*pooled[3:]))",
+        "cls(_std(*pooled[:3]), _std(*pooled[:3]))",
+    ),
+    # control
+    Fault("betahook/control/base.py", "DECADES = 3.0", "DECADES = 4.0"),
+    Fault("betahook/control/base.py", "logit / observation.statistics.max_score", "logit / observation.statistics.std"),
+    Fault("betahook/control/base.py", "torch.where(healthy, made[name], before[name])", "made[name]"),
+    Fault(
+        "betahook/control/base.py",
+        "observation.statistics.finite & (observation.statistics.count > 0)",
+        "observation.statistics.count > 0",
+    ),
+    Fault("betahook/control/rules.py", "smoothing: float = 0.9", "smoothing: float = 0.8"),
+    Fault("betahook/control/rules.py", "corrected = mean / (1 - decay**steps)", "corrected = mean"),
+    Fault("betahook/control/rules.py", "step = -self.learning_rate", "step = self.learning_rate"),
+    Fault("betahook/control/sign_search.py", 'state["step"] / 2', 'state["step"] / 3'),
+    Fault("betahook/control/sign_search.py", "batches >= self.window", "batches > self.window"),
+    Fault("betahook/control/sign_search.py", "direction = -total.sign()", "direction = total.sign()"),
+    Fault(
+        "betahook/control/sign_search.py",
+        "torch.where(due & (direction != 0), direction,",
+        "torch.where(due, direction,",
+    ),
+    Fault("betahook/control/search.py", "rise_batches: int = 100", "rise_batches: int = 140", SEARCH),
+    Fault("betahook/control/search.py", "rise_logit_std: float = 4.0", "rise_logit_std: float = 6.0", SEARCH),
+    Fault("betahook/control/search.py", "growth: float = 1.5", "growth: float = 1.2", SEARCH),
+    Fault("betahook/control/search.py", "fresh_ratio: float = 1.1", "fresh_ratio: float = 1.2", SEARCH),
+    Fault("betahook/control/search.py", "plateau_batches: int = 70", "plateau_batches: int = 60", SEARCH),
+    Fault("betahook/control/search.py", "observation.overflow * self.fresh_bound", "observation.overflow"),
+    Fault("betahook/control/search.py", "torch.minimum(new, old), capped", "torch.minimum(new, new), capped"),
+    Fault("betahook/control/search.py", "rise == 100, Phase.WARM_UP", "rise == 101, Phase.WARM_UP"),
+    Fault("betahook/control/opening.py", "spectral_ratio <= limit", "spectral_ratio < 2 * limit"),
+    Fault("betahook/control/opening.py", "beta=course.beta / down)", "beta=course.beta)"),
+    Fault("betahook/control/opening.py", ".clamp(min=0) / course.left", ".clamp(min=0) / self.rise_batches"),
+    Fault("betahook/control/opening.py", "torch.where(climbs, self.rise_batches, course.left)", "course.left"),
+    Fault("betahook/control/beta_search.py", "            step /= 2", "            step /= 3"),
+    Fault("betahook/control/beta_search.py", "<= self.noise", "< self.noise"),
+    Fault("betahook/control/beta_search.py", 'score if self.mode == "max" else -score', "score"),
+    Fault("betahook/control/beta_search.py", "self.largest_beta * (1 + 1e-9)", "self.largest_beta * 2"),
+    # tap
+    Fault(
+        "betahook/tap/gain.py",
+        "ctx.save_for_backward(output, gain, probe)",
+        "ctx.save_for_backward(inputs[0], gain, probe)",
+    ),
+    Fault("betahook/tap/gain.py", "gain = gain * probe.exp().view(gain.shape)", "gain = gain * 1"),
+    Fault("betahook/tap/gain.py", "(gradient * gain).to(gradient.dtype)", "gradient"),
+    Fault("betahook/tap/gain.py", "query.requires_grad or any(x.requires_grad for x in others)", "query.requires_grad"),
+    Fault("betahook/tap/gain.py", "not layer.paused, product)", "True, product)"),
+    Fault("betahook/tap/interface.py", "last = keys - queries", "last = 0"),
+    Fault("betahook/tap/interface.py", "Band(-window - 1, window)", "Band(-window, window)"),
+    Fault("betahook/tap/interface.py", "default = scaling * prescale", "default = scaling"),
+    Fault("betahook/tap/contraction.py", "return 1 if 1 in fitting else fitting[-1]", "return fitting[-1]"),
+    Fault("betahook/tap/contraction.py", "lambda x: torch.bmm(x, batch2),", "lambda x: alpha * torch.bmm(x, batch2),"),
+    Fault("betahook/tap/contraction.py", "set(right_axes) - set(output)", "set(right_axes)"),
+    Fault("betahook/tap/recorder.py", "pair_sums(raw / (prescale * gain)", "pair_sums(raw / prescale"),
+    Fault(
+        "betahook/tap/recorder.py",
+        "return probe if self._tensor_parallel_ranks == 1 else self._tensor_parallel_ranks * probe",
+        "return probe",
+    ),
+    Fault("betahook/tap/override.py", "if attributes.get(self._name) is self._value", "if self._name in attributes"),
+    # keep
+    Fault("betahook/keep/places.py", "* factor - offset)", "* factor)"),
+    Fault("betahook/keep/places.py", "offset = self.offset if index == 0 else 0.0", "offset = self.offset"),
+    Fault("betahook/keep/places.py", "return max(starts) < min(ends)", "return max(starts) <= min(ends)"),
+    Fault("betahook/keep/places.py", "        torch.clear_autocast_cache()", "        pass"),
+    Fault("betahook/keep/refusals.py", "(gain != gain[0]).any()", "(gain != gain[0]).all()"),
+    Fault("betahook/keep/refusals.py", "plan.users[id(part.parameter)] > 1", "plan.users[id(part.parameter)] > 2"),
+    Fault("betahook/keep/refusals.py", "    memory_is_shared,\n", ""),
+    Fault("betahook/keep/refusals.py", "value.isfinite().all()", "value.isfinite().any()"),
+    Fault("betahook/keep/verification.py", "return gain / gain.max() / 2", "return gain"),
+    Fault("betahook/keep/verification.py", "limits = limits.maximum(4 *", "limits = limits.maximum(4000 *"),
+    Fault("betahook/keep/verification.py", "if not error <= 4 * rounding", "if not error <= 4000 * rounding"),
+    Fault("betahook/keep/verification.py", 'stack.callback(setattr, module, "training", True)', "pass"),
+    Fault("betahook/keep/verification.py", "alike = (x == y) | (x.isnan() & y.isnan())", "alike = x == y"),
+    Fault("betahook/keep/folding.py", "    hook.detach()\n", ""),
+    Fault("betahook/keep/folding.py", "    _warn_of_transition(hook)\n    hook", "    hook"),
+    Fault(
+        "betahook/keep/restoring.py",
+        'controller=controller or "monitor"',
+        'controller=controller or "default"',
+    ),
+    # models, state, checkpoint
+    Fault("betahook/models/heads.py", "fused and fused // 3", "fused"),
+    Fault("betahook/models/heads.py", "return None if misfit else heads, head_dim", "return heads, head_dim"),
+    Fault("betahook/models/materialise.py", "* scale[:, None] / 127", "* scale[:, None] / 128"),
+    Fault("betahook/models/materialise.py", "weight.untyped_storage().nbytes() < weight.nbytes", "False"),
+    Fault("betahook/models/projections.py", "(heads, -1))[:, :head_dim])", "(heads, -1))[:, -head_dim:])"),
+    Fault("betahook/models/projections.py", "(heads, -1))[:, :unturned])", "(heads, -1))[:, -unturned:])"),
+    Fault(
+        "betahook/state.py",
+        "SMALLEST_BETA, LARGEST_BETA = 1e-10, 1e10",
+        "SMALLEST_BETA, LARGEST_BETA = 0.0, 1e30",
+        CHECKPOINT,
+    ),
+    Fault("betahook/state.py", "self.nonfinite_since > step", "self.nonfinite_since >= step", STATE),
+    Fault("betahook/state.py", "torch.where(beta.isnan(), 1.0, beta / own)", "beta / own", STATE),
+    Fault(
+        "betahook/checkpoint/schema.py",
+        "torch.stack([values[rows.index(row)] if row in rows else zero for row in expected])",
+        "values",
+        CHECKPOINT,
+    ),
+    Fault(
+        "betahook/checkpoint/schema.py",
+        'if {**_defaults(controller), **entry["options"]} != like["options"]',
+        'if entry["options"] != like["options"]',
+        CHECKPOINT,
+    ),
+    Fault("betahook/checkpoint/file.py", 'content.get("sha256") != _checksum(state, tensors)', "False", CHECKPOINT),
+    Fault(
+        "betahook/stages.py",
+        "units.spread(new != beta), moved, state.beta",
+        "units.spread(new > 0), moved, state.beta",
+        HOOK,
+    ),
+]

@@ -1,0 +1,230 @@
+"""The house: rooms and what they import, sizes, docstrings, public names. All read from the syntax trees."""
+
+import ast
+import pkgutil
+import re
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import betahook
+
+ROOT = Path(__file__).parents[2]
+
+BASE = {"theory", "compat"}
+PIPELINE = BASE | {"measure", "models", "control", "state", "tap", "layer"}
+ATTACHED = PIPELINE | {"loss_scale", "stages", "checkpoint", "report", "options", "hook"}
+ROOMS = {
+    "theory": set(),
+    "compat": set(),
+    "loss_scale": {"compat"},
+    "measure": BASE,
+    "models": {"compat"},
+    "control": {"theory", "measure"},
+    "state": {"measure"},
+    "layer": BASE | {"measure", "models", "state"},
+    "tap": BASE | {"measure", "models", "state"},
+    "stages": PIPELINE | {"loss_scale"},
+    "checkpoint": PIPELINE,
+    "report": PIPELINE,
+    "options": PIPELINE | {"checkpoint", "report"},
+    "hook": ATTACHED - {"hook"},
+    "keep": ATTACHED,
+    "__init__": ATTACHED | {"keep"},
+    "cli": ATTACHED | {"keep", "__init__"},
+    "integrations": ATTACHED | {"keep", "__init__"},
+}
+"""A folder or a file of betahook/, to the others that it may import; from the bottom to the top."""
+
+PUBLIC = [
+    "Alert",
+    "Alerts",
+    "AttentionLayer",
+    "Audit",
+    "BetaSearch",
+    "Cap",
+    "Controller",
+    "ControllerChoice",
+    "FoldError",
+    "Gradient",
+    "Hook",
+    "LayerAudit",
+    "LayerChoice",
+    "MetricName",
+    "Monitor",
+    "Observation",
+    "Search",
+    "Statistics",
+    "UnsupportedModelError",
+    "Variance",
+    "attach",
+    "fold",
+    "restore",
+]
+
+LONGEST = {"file": 350, "class": 200, "function": 50}
+RIDDLES = re.compile(r"(What|Whether|Why|Where|Which)\b")
+
+
+def _module(path):
+    """The name under which a file is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = ("betahook", *parts) if parts[0] == "integrations" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {_module(path): path for name in ("betahook", "integrations") for path in sorted((ROOT / name).rglob("*.py"))}
+TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
+TESTS = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py"))}
+
+
+def _imported(tree, module="", is_package=False):
+    """Every dotted name that a file imports, wherever it does; what `from x import y` takes may be a module or not."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            folder = module.split(".")
+            folder = folder[: len(folder) - node.level + is_package] if node.level else []
+            source = ".".join([*folder, *filter(None, [node.module])])
+            yield from (f"{source}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
+            yield from (
+                name.value for name in node.args if isinstance(name, ast.Constant) and isinstance(name.value, str)
+            )
+
+
+def _edges():
+    """Each file of ours to those of ours that it imports, by their names."""
+    for module, tree in TREES.items():
+        for name in _imported(tree, module, FILES[module].name == "__init__.py"):
+            target = next((known for known in (name, name.rpartition(".")[0]) if known in FILES), None)
+            if target is not None and target != module:
+                yield module, target
+
+
+def _room(module):
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def _graph(edges):
+    graph = {}
+    for source, target in edges:
+        graph.setdefault(source, set()).add(target)
+    return graph
+
+
+def _circle(graph):
+    """The names along one circle, None where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return None
+
+
+def _nodes(*kinds):
+    """Nodes of our syntax trees, with where they are."""
+    for module, tree in TREES.items():
+        yield from ((f"{module}:{node.lineno}", node) for node in ast.walk(tree) if isinstance(node, kinds))
+
+
+def _too_long(limit, *kinds):
+    sizes = {(place, node.name): node.end_lineno - node.lineno + 1 for place, node in _nodes(*kinds)}
+    return {place: size for place, size in sizes.items() if size > limit}
+
+
+def test_every_room_is_in_the_table_and_every_one_of_the_table_is_there():
+    assert {_room(module) for module in FILES} == set(ROOMS)
+
+
+def test_the_table_has_no_circle():
+    assert _circle(ROOMS) is None
+
+
+def test_a_room_imports_only_rooms_below_it():
+    climbs = {
+        f"{source} imports {target}"
+        for source, target in _edges()
+        if _room(target) not in {_room(source), *ROOMS.get(_room(source), ())}
+    }
+    assert climbs == set()
+
+
+def test_no_circle_of_files():
+    assert _circle(_graph(_edges())) is None
+
+
+def test_no_circle_of_rooms():
+    edges = {(_room(source), _room(target)) for source, target in _edges()}
+    assert _circle(_graph((a, b) for a, b in edges if a != b)) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "imported"),
+    [
+        ("import betahook.tap.gain as g", ["betahook.tap.gain"]),
+        ("from betahook import hook, layer", ["betahook.hook", "betahook.layer"]),
+        ("if TYPE_CHECKING:\n    from betahook.hook import Hook", ["betahook.hook.Hook"]),
+        ("def f():\n    from betahook.hook import Hook", ["betahook.hook.Hook"]),
+        ("from . import gain", ["betahook.tap.gain"]),
+        ("from .gain import scale_query", ["betahook.tap.gain.scale_query"]),
+        ("from ..hook import Hook", ["betahook.hook.Hook"]),
+        ("importlib.import_module('betahook.hook')", ["betahook.hook"]),
+    ],
+)
+def test_imports_are_seen_wherever_they_are(code, imported):
+    assert list(_imported(ast.parse(code), "betahook.tap.install")) == imported
+
+
+def test_no_test_file_imports_another():
+    names = {path.stem for path in TESTS if path.stem.startswith(("test_", "conftest"))}
+    found = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path, tree in TESTS.items()
+        for name in _imported(tree)
+        if names.intersection(name.split("."))
+    }
+    assert found == set()
+
+
+def test_no_file_is_too_long():
+    lengths = {module: len(path.read_text().splitlines()) for module, path in FILES.items()}
+    assert {module: length for module, length in lengths.items() if length > LONGEST["file"]} == {}
+
+
+def test_no_class_is_too_long():
+    assert _too_long(LONGEST["class"], ast.ClassDef) == {}
+
+
+def test_no_function_is_too_long():
+    assert _too_long(LONGEST["function"], ast.FunctionDef, ast.AsyncFunctionDef) == {}
+
+
+def test_every_file_says_what_is_in_it():
+    assert [module for module, tree in TREES.items() if ast.get_docstring(tree) is None] == []
+
+
+def test_docstrings_say_what_a_thing_is_and_are_no_riddles():
+    """Those behind an assignment too."""
+    constants = [(place, node.value) for place, node in _nodes(ast.Expr) if isinstance(node.value, ast.Constant)]
+    texts = [(place, node.value) for place, node in constants if isinstance(node.value, str)]
+    assert len(texts) > 300
+    assert [(place, text.splitlines()[0]) for place, text in texts if RIDDLES.match(text)] == []
+
+
+def test_the_public_names():
+    assert betahook.__all__ == PUBLIC
+    assert [name for name in PUBLIC if not hasattr(betahook, name)] == []
+
+
+def test_the_public_names_are_all_described():
+    described = (ROOT / "docs/API.md").read_text()
+    assert [name for name in PUBLIC if not re.search(rf"`{name}\b", described)] == []
+
+
+def test_no_public_name_is_that_of_a_module():
+    """`import betahook.fold` would give the function or the module, whichever was imported last."""
+    modules = {module.name for module in pkgutil.iter_modules(betahook.__path__)}
+    assert modules.intersection(PUBLIC) == set()
