@@ -7,8 +7,8 @@ Discovery, tap, state and controllers are made elsewhere; nothing here computes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Literal
@@ -133,19 +133,14 @@ class Hook:
             self._undo.close()
             self.last_input = None
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> AbstractContextManager[None]:
         """Measure no forward that runs in it, nor its backward; beta acts as before.
 
         For a loss whose gradients are thrown away, as those of a generator in its discriminator: the sensitivity of a
         step is that of all its backwards, and `zero_grad` takes nothing from it. Reentrant gradient checkpointing runs
         the forward that counts in the backward, which then must be in the pause too.
         """
-        paused, self._state.paused = self._state.paused, True
-        try:
-            yield
-        finally:
-            self._state.paused = paused
+        return self._state.pause()
 
     @property
     def attached(self) -> bool:

@@ -7,7 +7,8 @@ checkpoint holds, or what follows the model to another device, cannot be incompl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -163,6 +164,15 @@ class State:
     def current_beta(self) -> Tensor:
         """Beta as it acts, `[heads]`: the model's own where none was set."""
         return torch.where(self.beta.isnan(), self.beta_default, self.beta)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Measure neither forwards nor their backwards for a while."""
+        paused, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = paused
 
     @torch.no_grad()
     def refuse(self, place: HeadRange, reason: str) -> None:

@@ -6,8 +6,7 @@ and masks; it adds their sums to the `State`. It never reads a value back to the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NoReturn
 
@@ -75,14 +74,9 @@ class Recorder:
         state = self._state
         return state.measuring and not state.paused and (self.module.training or self._in_evaluation)
 
-    @contextmanager
-    def idle(self) -> Iterator[None]:
+    def pause(self) -> AbstractContextManager[None]:
         """Record nothing for a while."""
-        paused, self._state.paused = self._state.paused, True
-        try:
-            yield
-        finally:
-            self._state.paused = paused
+        return self._state.pause()
 
     @property
     def is_set(self) -> Tensor:
