@@ -22,14 +22,14 @@ from betahook.checkpoint import pretrained, schema
 from betahook.control.base import Controller
 from betahook.layer import AttentionLayer, Layers, size_of
 from betahook.loss_scale import LossScale
-from betahook.measure import scores, statistics
+from betahook.measure import statistics
 from betahook.models.discovery import Survey
 from betahook.options import ControllerChoice, LayerChoice, Settings
 from betahook.report import metrics
 from betahook.report.alerts import Alerts
 from betahook.report.audit import Audit
 from betahook.report.warnings import warn_of_nonfinite
-from betahook.state import State, head_ranges
+from betahook.state import State
 from betahook.tap import install, interface
 from betahook.tap.recorder import Recorder
 
@@ -73,11 +73,12 @@ def attach(
         RuntimeError: the model is hooked already.
         TypeError: `model` is no module, or an option has the wrong type.
     """
-    options.check_model(model)
     chain = options.controllers(controller)
     settings = Settings(per_head, interval, when)
     options.check_alerts(alerts)
-    return Hook(model, options.find_layers(model, layers), chain, settings, alerts)
+    options.check_model(model)
+    survey = options.find_layers(model, layers)
+    return Hook(model, survey, chain, settings, alerts)
 
 
 class Hook:
@@ -108,11 +109,10 @@ class Hook:
         self.not_reached = survey.not_reached
         self.last_input: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._alerts = alerts
-        self._overflow = scores.overflow_logit(next((p.dtype for p in model.parameters()), torch.float32))
         self._state = _new_state(model, survey, settings, len(controllers))
-        ranges = head_ranges([size_of(attention) for attention in survey.found.values()])
         placed = [
-            (name, found, self._state, place) for (name, found), place in zip(survey.found.items(), ranges, strict=True)
+            (name, found, self._state, place)
+            for (name, found), place in zip(survey.found.items(), self._state.ranges, strict=True)
         ]
         self.layers = Layers([AttentionLayer(*each) for each in placed])
         recorders = [Recorder(*each, owner=self, when=settings.when) for each in placed]
@@ -194,7 +194,7 @@ class Hook:
         stages.check_seen(state)
         loss_scale = LossScale.read(scaler, state.loss_scale)
         stages.pool(state, self.layers, loss_scale)
-        observation = stages.observe(state, self.layers, self._overflow)
+        observation = stages.observe(state, self.layers)
         stages.control(state, self.controllers, observation)
         stages.finish(state, observation, loss_scale, self.settings.interval)
         self.last_input = _detached(self.last_input)
@@ -275,9 +275,13 @@ def _new_state(model: nn.Module, survey: Survey, settings: Settings, controllers
     """Make the state of a hook on the device of its model."""
     # Weights that are offloaded, or not there yet, are on the meta device, where nothing can be computed.
     devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
-    sizes = [size_of(attention) for attention in survey.found.values()]
-    device = next(devices, torch.device("cpu"))
-    return State.create(sizes, per_head=settings.per_head, controllers=controllers, device=device)
+    return State.create(
+        [size_of(attention) for attention in survey.found.values()],
+        per_head=settings.per_head,
+        controllers=controllers,
+        device=next(devices, torch.device("cpu")),
+        dtype=next((parameter.dtype for parameter in model.parameters()), torch.float32),
+    )
 
 
 def _detached(nested: Any) -> Any:

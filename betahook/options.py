@@ -94,14 +94,14 @@ def check_alerts(alerts: Alerts | None) -> None:
 
 def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
     """Survey the attention modules of a model; of those that betahook can attach to, return only the chosen ones."""
-    name = type(model).__name__
+    name, is_chosen = type(model).__name__, _predicate(choice)
     seen = survey(model)
     if not seen.found:
         reasons = "; ".join(f"{path}, {reason}" for path, reason in list(seen.not_reached.items())[:3])
         raise UnsupportedModelError(
             f"cannot attach to {name}: " + (reasons or "it has no module that computes softmax attention over q . k")
         )
-    chosen = {path: found for path, found in seen.found.items() if _is_chosen(choice, path, found.module)}
+    chosen = {path: found for path, found in seen.found.items() if is_chosen(path, found.module)}
     if not chosen:
         raise ValueError(f"layers={choice!r} matches none of the attention layers of {name}: {', '.join(seen.found)}")
     if (getattr(model, "tp_size", None) or 1) > 1 and any(found.route != "interface" for found in chosen.values()):
@@ -113,12 +113,11 @@ def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
     return Survey(chosen, seen.not_reached)
 
 
-def _is_chosen(choice: LayerChoice | None, path: str, module: nn.Module) -> bool:
-    if choice is None:
-        return True
+def _predicate(choice: LayerChoice | None) -> Callable[[str, nn.Module], bool]:
+    """Return a choice of layers as a function of name and module."""
     if callable(choice):
-        return bool(choice(path, module))
-    patterns = [choice] if isinstance(choice, str) else choice
+        return choice
+    patterns = ["*"] if choice is None else [choice] if isinstance(choice, str) else choice
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"layers must be a glob, a list of globs or a predicate (name, module) -> bool; got {choice!r}")
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+    return lambda path, module: any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)

@@ -58,7 +58,7 @@ def latest(state: State, table: Tensor, moments: Tensor) -> Tensor:
     return statistics.keep_measured(table, state.recent)
 
 
-def observe(state: State, layers: Layers, overflow: float) -> Observation:
+def observe(state: State, layers: Layers) -> Observation:
     """Return what the controllers may look at."""
     units, beta = state.units, state.current_beta
     observed = units.observe(state.recent)
@@ -71,7 +71,7 @@ def observe(state: State, layers: Layers, overflow: float) -> Observation:
         beta_default=units.geometric_mean(state.beta_default),
         statistics=observed,
         predicted_std=predicted_std,
-        overflow=overflow,
+        overflow=state.overflow,
         step=state.steps - state.skipped_steps,
         spectral_ratio=lambda: torch.stack([x.spectral_ratio().to(beta) for x in layers.values()]).max(),
     )

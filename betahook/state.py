@@ -16,6 +16,7 @@ from torch import Tensor
 
 from betahook.measure import components, statistics, weights
 from betahook.measure.groups import HeadGroups, LayerSize
+from betahook.measure.scores import overflow_logit
 from betahook.measure.weights import WeightStd
 
 SMALLEST_BETA, LARGEST_BETA = 1e-10, 1e10
@@ -70,6 +71,8 @@ class State:
         layers: the heads grouped by layer.
         units: the heads grouped by what has a beta of its own, a layer or a head.
         widths: int64 `[heads]`, d_k of each.
+        ranges: places of the layers' heads.
+        overflow: the largest logit whose exponential is finite, see `measure.scores.overflow_logit`.
         beta: float32 `[heads]`, the inverse temperature; NaN stands for the model's own.
         beta_default: float32 `[heads]`, the model's own; NaN until the first forward.
         probe: float32 `[heads]`, zeros that require grad; its gradient is the sensitivity (see `tap.gain.ScaleQuery`).
@@ -94,6 +97,8 @@ class State:
     layers: HeadGroups
     units: HeadGroups
     widths: Tensor
+    ranges: list[HeadRange]
+    overflow: float
     beta: Tensor
     beta_default: Tensor
     probe: Tensor
@@ -115,7 +120,15 @@ class State:
     refused: dict[tuple[int, int], str] = field(default_factory=dict)
 
     @classmethod
-    def create(cls, layers: Sequence[LayerSize], *, per_head: bool, controllers: int, device: torch.device) -> State:
+    def create(
+        cls,
+        layers: Sequence[LayerSize],
+        *,
+        per_head: bool,
+        controllers: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> State:
         """Make the state of a hook before its first forward.
 
         Args:
@@ -123,6 +136,7 @@ class State:
             per_head: True for one beta for each head, False for one for each layer.
             controllers: how many there are.
             device: of all tensors.
+            dtype: of the model.
         """
         groups = HeadGroups.of(layers, device)
         heads = groups.heads
@@ -133,6 +147,8 @@ class State:
             layers=groups,
             units=groups.by_head() if per_head else groups,
             widths=widths.to(device),
+            ranges=head_ranges(layers),
+            overflow=overflow_logit(dtype),
             beta=unknown.clone(),
             beta_default=unknown,
             probe=torch.zeros(heads, dtype=torch.float32, device=device, requires_grad=True),

@@ -6,7 +6,7 @@ from torch import nn
 from betahook.layer import AttentionLayer, size_of
 from betahook.models.discovery import AttentionModule
 from betahook.models.families import Facts
-from betahook.state import State, head_ranges
+from betahook.state import State
 from betahook.tap.recorder import Recorder
 
 CPU = torch.device("cpu")
@@ -20,9 +20,7 @@ def make(*attentions, when="training", per_head=False):
     """The state of attention modules called a, b, ..., with a layer and a recorder for each."""
     sizes = [size_of(each) for each in attentions]
     state = State.create(sizes, per_head=per_head, controllers=1, device=CPU)
-    placed = [
-        (name, each, state, place) for name, each, place in zip("abcd", attentions, head_ranges(sizes), strict=False)
-    ]
+    placed = [(name, each, state, place) for name, each, place in zip("abcd", attentions, state.ranges, strict=False)]
     layers = [AttentionLayer(*each) for each in placed]
     return state, layers, [Recorder(*each, owner=None, when=when) for each in placed]
 
