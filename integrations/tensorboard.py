@@ -84,6 +84,7 @@ def layout(layers: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
             "std of W_k by layer": every_layer("weight_std_k"),
         },
         "logits and attention": {
+            "logit std by layer": every_layer("logit_std"),
             "max logit by layer": every_layer("max_logit"),
             "entropy by layer (nats)": every_layer("entropy"),
         },
