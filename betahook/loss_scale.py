@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch.amp.grad_scaler import GradScaler
 
+from betahook import compat
+
 
 @dataclass(frozen=True)
 class LossScale:
@@ -28,7 +30,7 @@ class LossScale:
         if not state:  # no scaler, or a disabled one
             return cls(1.0, expected, skipped=False)
         scale = float(state["scale"])
-        if state["_growth_tracker"] > 0:
+        if compat.steps_since_rescaling(state) > 0:
             return cls(scale, scale, skipped=False)
         # The scaler counts anew: its scale fell as it skipped a step, or grew as it skipped none for long.
         return cls(expected, scale, skipped=not 0 < expected <= scale)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from torch import nn
 
+from betahook import compat
 from betahook.checkpoint import is_marked
 from betahook.control import Controller, Monitor, Search, check_controller
 from betahook.models.discovery import Survey, survey
@@ -30,7 +31,7 @@ def check_model(model: nn.Module) -> None:
     name = type(model).__name__
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ValueError(f"the model is wrapped in {name}: attach to the model inside, betahook.attach(model.module)")
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+    if compat.is_compiled(model):
         raise ValueError(f"{name} is compiled already: attach first, then compile")
     if is_marked(model):
         raise ValueError(

@@ -14,11 +14,10 @@ from typing import Any, Literal
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback, default_logdir
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 
-from betahook import checkpoint, options
+from betahook import checkpoint, compat, options
 from betahook.hook import Hook, attach
 from betahook.keep.folding import FoldError, fold
 from betahook.options import ControllerChoice, LayerChoice
@@ -249,7 +248,7 @@ def _set_unfinished_aside(run: Path) -> None:
 def _is_whole(folder: Path) -> bool:
     """Tell if the state of the Trainer, which it writes last, and that of the hook, if there was one, can be read."""
     try:
-        TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+        TrainerState.load_from_json(str(folder / compat.trainer_state_name()))
         config = json.loads((folder / CONFIG_NAME).read_text()) if (folder / CONFIG_NAME).exists() else None
         # A model of transformers that is hooked writes the state of its hook before its config.
         if config is None or checkpoint.MARK in config or checkpoint.is_begun(folder):
@@ -283,7 +282,7 @@ def _resumed_folder(args: TrainingArguments, state: TrainerState) -> Path:
     folders = [Path(named), last] if isinstance(named, str) else [last]
     for folder in folders:
         try:
-            there = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+            there = TrainerState.load_from_json(str(folder / compat.trainer_state_name()))
         except FileNotFoundError:
             continue
         # By text: a NaN is no other NaN's equal.

@@ -14,12 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from betahook.layer import AttentionLayer
+from betahook.models.families import QUERY_NORMS
 from betahook.models.projections import Part
-
-QUERY_NORMS = ("q_norm", "q_layernorm", "q_b_norm", "query_layernorm", "query_norm")
-"""Attributes under which attention modules keep a norm between the query projection and the scores."""
-QUERY_CLIPS = ("clip_qkv",)
-"""Attributes that bound the entries of q; an input that stays within them would hide them."""
 
 
 @dataclass(frozen=True)

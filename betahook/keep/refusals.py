@@ -15,9 +15,11 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from betahook import compat
 from betahook.hook import Hook
-from betahook.keep.places import QUERY_CLIPS, Place, carriers, find_places, overlap, query_norms
+from betahook.keep.places import Place, carriers, find_places, overlap, query_norms
 from betahook.layer import AttentionLayer
+from betahook.models.families import QUERY_CLIPS
 
 SHARDING = {"FSDPModule", "FullyShardedDataParallel"}
 """Classes of modules whose weights, written to while they are whole, would come back from the shards: FSDP 2 and 1."""
@@ -100,7 +102,7 @@ def weights_are_sharded(plan: Plan) -> str | None:
     """Not by the look of the weights: those of a model that FSDP 2 shards as one unit stay whole after a forward."""
     model = plan.hook.model
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    zero_3 = any(hasattr(parameter, "ds_id") for parameter in model.parameters())  # DeepSpeed's
+    zero_3 = any(compat.is_zero3(parameter) for parameter in model.parameters())
     if not (SHARDING & kinds or zero_3):
         return None
     return (
@@ -111,7 +113,7 @@ def weights_are_sharded(plan: Plan) -> str | None:
 
 def adapter_is_saved_alone(plan: Plan) -> str | None:
     """A saved adapter leaves out the weights below it."""
-    adapters = (name for name, module in plan.hook.model.named_modules() if hasattr(module, "base_layer"))
+    adapters = (name for name, module in plan.hook.model.named_modules() if compat.is_adapter(module))
     if (name := next(adapters, None)) is None:
         return None
     return (
@@ -122,8 +124,7 @@ def adapter_is_saved_alone(plan: Plan) -> str | None:
 
 def prompts_are_saved_alone(plan: Plan) -> str | None:
     """Learned prompts, which may stand around the hooked model, are saved without it."""
-    configs = (getattr(module, "active_peft_config", None) for module in plan.given.modules())
-    learned = any(getattr(config, "is_prompt_learning", False) for config in configs)
+    learned = any(compat.learns_prompts(module) for module in plan.given.modules())
     return "the model learns prompts, which are saved without the weights below" if learned else None
 
 

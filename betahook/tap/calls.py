@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-TRANSPOSED = {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
-"""Properties that transpose. The getters of all properties are called `__get__`, so these are known by identity."""
+from betahook import compat
+
 IN_PLACE = {"__imul__", "__itruediv__", "__iadd__", "__isub__", "__setitem__"}
 """Functions without an underscore at the end that change their first operand."""
 ORDER = {"condition": -1, "input": 0, "tensors": 0, "other": 1, "mask": 1, "pad": 1}
@@ -31,7 +31,7 @@ class Call:
     @cached_property
     def name(self) -> str:
         """The name of the function; "transpose" for a property that does so."""
-        return "transpose" if self.function in TRANSPOSED else self.function.__name__
+        return "transpose" if self.function in compat.TRANSPOSING_GETTERS else self.function.__name__
 
     @cached_property
     def operands(self) -> list[Any]:

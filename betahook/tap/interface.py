@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from betahook import compat
+from betahook.compat import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from betahook.measure import masks
 from betahook.measure.masks import Band, Mask
 from betahook.tap.gain import is_recording, scale_query
@@ -52,7 +52,7 @@ def acquire() -> None:
             AttentionInterface.get_interface = _original  # type: ignore[method-assign]
             raise RuntimeError(UNKNOWN)
     _users += 1
-    if "torch._dynamo" in sys.modules:
+    if compat.has_compiled():
         # What was compiled before goes past the tap, and serves every model of the same class.
         torch.compiler.reset()
 

@@ -96,7 +96,7 @@ def keep_padding(model: nn.Module, layers: Iterable[Recorder]) -> list[Override]
     """
     attention = {layer.module for layer in layers}
     return [
-        Override(encoder, "use_nested_tensor", False)
+        Override(encoder, compat.NESTED_TENSORS, False)
         for encoder in model.modules()
         if isinstance(encoder, nn.TransformerEncoder) and not attention.isdisjoint(encoder.modules())
     ]
