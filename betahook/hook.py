@@ -28,7 +28,7 @@ from betahook.options import ControllerChoice, LayerChoice, Settings
 from betahook.report import metrics
 from betahook.report.alerts import Alerts
 from betahook.report.audit import Audit
-from betahook.report.warnings import warn_of_nonfinite
+from betahook.report.warnings import find_unreached, warn_of_nonfinite, warn_of_unreached
 from betahook.state import State
 from betahook.tap import install, interface
 from betahook.tap.recorder import Recorder
@@ -172,7 +172,8 @@ class Hook:
         lines += [f"  {layer.name}: {layer.heads} heads of {layer.head_dim}" for layer in self.layers.values()]
         for layer in self.layers.values():
             lines += [f"  {layer.name}: {remark}" for remark in layer.remarks + layer.obstacles]
-        lines += [f"  not reached: {name}, {reason}" for name, reason in self.not_reached.items()]
+        unreached = find_unreached(self._state, self.layers, self.model)
+        lines += [f"  not reached: {name}, {reason}" for name, reason in {**self.not_reached, **unreached}.items()]
         return "\n".join(lines)
 
     @torch.inference_mode(False)
@@ -214,7 +215,10 @@ class Hook:
         """
         state = self._state
         self.layers.read_weights()
+        unreached = find_unreached(state, self.layers, self.model)
         values = metrics.by_layer(state, self.layers)
+        values = {key: value for key, value in values.items() if key.split("/", 1)[1] not in unreached}
+        warn_of_unreached(state, unreached)
         warn_of_nonfinite(state, self.layers)
         if self._alerts is not None and state.alerts_step < state.steps:
             state.alerts_step = state.steps

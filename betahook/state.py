@@ -87,6 +87,7 @@ class State:
         loss_scale: factor on the loss of the next backward in float16 training; 0 for unknown.
         alerts_step: the last step whose metrics were held against the alerts.
         warned_of_nonfinite: True once a NaN or an infinity was reported.
+        warned_of_unreached: True once layers were reported that no forward reaches.
         measuring: True in steps that are measured.
         paused: True while neither forwards nor their backwards are measured.
         seen: True once any attention of the model has passed the tap.
@@ -113,6 +114,7 @@ class State:
     loss_scale: float = 0.0
     alerts_step: int = 0
     warned_of_nonfinite: bool = False
+    warned_of_unreached: bool = False
     measuring: bool = True
     paused: bool = False
     seen: bool = False

@@ -43,6 +43,7 @@ def from_version_2(given: dict[str, Any]) -> dict[str, Any]:
         "nonfinite_since": torch.zeros(table["pairs"].shape, dtype=torch.int64, device=table["pairs"].device),
         "alerts_step": 0,
         "warned_of_nonfinite": False,
+        "warned_of_unreached": False,
         "controllers": _controllers(given),
     }
 

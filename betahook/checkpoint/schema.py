@@ -28,7 +28,14 @@ ROWS = {
     "weights": weights.ROWS,
 }
 """Tensors with a name for each row."""
-COUNTERS = {"steps": int, "skipped_steps": int, "loss_scale": float, "alerts_step": int, "warned_of_nonfinite": bool}
+COUNTERS = {
+    "steps": int,
+    "skipped_steps": int,
+    "loss_scale": float,
+    "alerts_step": int,
+    "warned_of_nonfinite": bool,
+    "warned_of_unreached": bool,
+}
 TENSORS = ("beta", "beta_default", "nonfinite_since", *ROWS)
 TYPES: dict[str, type] = {
     "layers": dict,

@@ -1,8 +1,12 @@
-"""The one warning of a NaN or an infinity, with the layers and their steps."""
+"""Warnings that come once: of a NaN or an infinity, and of layers that no forward reaches."""
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import nn
 
 from betahook.layer import Layers
 from betahook.state import State
@@ -11,6 +15,28 @@ logger = logging.getLogger("betahook")
 
 NAMED = 3
 """So many layers are named, the others are counted."""
+
+
+def find_unreached(state: State, layers: Layers, model: nn.Module) -> dict[str, str]:
+    """Name the layers that no forward of the model reaches, with the reason; none before any forward."""
+    if not state.seen:
+        return {}
+    modules, unreached = set(model.modules()), {}
+    for name, layer in layers.items():
+        if layer.module not in modules:
+            unreached[name] = "it is no longer part of the model: detach, and attach again"
+        elif math.isnan(layer.beta_default) and layer.refusal is None:
+            unreached[name] = "no forward has come to its attention yet"
+    return unreached
+
+
+def warn_of_unreached(state: State, unreached: Mapping[str, str]) -> None:
+    """Log a warning of layers that no forward reaches, names to reasons, unless one was logged before."""
+    if state.warned_of_unreached or state.steps == 0 or not unreached:
+        return
+    state.warned_of_unreached = True
+    places = [f"{name}, {reason}" for name, reason in unreached.items()]
+    logger.warning("%s%s: no metrics of what is not measured", "; ".join(places[:NAMED]), _others(places))
 
 
 def warn_of_nonfinite(state: State, layers: Layers) -> None:
@@ -23,7 +49,12 @@ def warn_of_nonfinite(state: State, layers: Layers) -> None:
         return
     state.warned_of_nonfinite = True
     places = [f"{name} in step {first[name]}" for name in sorted(first, key=first.__getitem__)]
-    others = f" and {len(places) - NAMED} other layers" if len(places) > NAMED else ""
     logger.warning(
-        "NaN or infinity in the scores or gradients of %s%s: beta stays where it was", ", ".join(places[:NAMED]), others
+        "NaN or infinity in the scores or gradients of %s%s: beta stays where it was",
+        ", ".join(places[:NAMED]),
+        _others(places),
     )
+
+
+def _others(places: Sequence[str]) -> str:
+    return f" and {len(places) - NAMED} other layers" if len(places) > NAMED else ""

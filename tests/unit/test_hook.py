@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from accelerate import cpu_offload
+from torch import nn
 
 import betahook
 from betahook.measure import weights
@@ -535,3 +536,28 @@ def test_a_move_multiplies_all_heads_of_a_layer_alike():
         train(model, hook, 3)
         assert layer.beta != pytest.approx(middle)
         torch.testing.assert_close(layer.head_beta, before * (layer.beta / middle), rtol=1e-5, atol=0)
+
+
+def test_layers_that_no_forward_reaches_say_so(caplog):
+    """One that was replaced after attach, and one that the model has and does not use."""
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        assert "not reached" not in repr(hook)
+        train(model, hook, 1)
+        assert f"score_std/{LAYER}" in hook.metrics()
+        model.model.layers[0].self_attn = copy.deepcopy(build("llama").model.layers[0].self_attn)
+        train(model, hook, 1)
+        for _ in range(2):
+            assert not [key for key in hook.metrics() if key.endswith(LAYER)]
+        (record,) = caplog.records
+        assert f"{LAYER}, it is no longer part of the model: detach, and attach again" in record.message
+        assert f"  not reached: {LAYER}, it is no longer part" in repr(hook)
+
+    model = nn.ModuleList([build("llama"), build("llama")])
+    hook = betahook.attach(model, controller="monitor")
+    model[1](**inputs("llama")).loss.backward()
+    hook.step()
+    hook.metrics()
+    assert f"0.{LAYER}, no forward has come to its attention yet" in caplog.records[-1].message
+    assert f"  not reached: 0.{LAYER}, no forward" in repr(hook)
+    hook.detach()
