@@ -561,3 +561,15 @@ def test_layers_that_no_forward_reaches_say_so(caplog):
     assert f"0.{LAYER}, no forward has come to its attention yet" in caplog.records[-1].message
     assert f"  not reached: 0.{LAYER}, no forward" in repr(hook)
     hook.detach()
+
+
+def test_a_beta_that_nobody_moved_stays_the_models_own():
+    """Also where the model changes its scale while it trains, after steps of a controller that left beta alone."""
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        train(model, hook, 2)
+        layer = hook.layers[LAYER]
+        layer.module.scaling *= 2
+        model(**inputs("llama"))
+        assert layer.beta == layer.beta_default == pytest.approx(2 * 8**-0.5)
+        assert layer.current_gain.tolist() == [1.0] * 4
