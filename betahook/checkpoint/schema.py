@@ -7,6 +7,7 @@ and the hook that is to continue from it.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -166,7 +167,10 @@ def _match_controllers(
 def _defaults(controller: Controller) -> dict[str, Any]:
     """Return the defaults of a controller's options, for those that a file does not name, since they are newer."""
     defaults = {field.name: field.default for field in fields(controller) if field.default is not MISSING}  # type: ignore[arg-type]
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+    named: dict[str, Any] = json.loads(
+        json.dumps(defaults, default=repr)
+    )  # tuples inside of tuples, too, are lists in a file
+    return named
 
 
 def _memory(controller: Controller, given: dict[str, Tensor], beta: Tensor) -> dict[str, Tensor]:

@@ -209,8 +209,3 @@ def batched(tensor: Tensor, axis: Axis, heads: int) -> Tensor:
     if axis == "single":
         return tensor.flatten(0, -3)[:, None] if tensor.dim() > 2 else tensor[None, None]
     return tensor.movedim(axis, -3).flatten(0, -4) if tensor.dim() > 3 else tensor.movedim(axis, -3)[None]
-
-
-def scores_by_head(scores: Tensor, heads: int, known: Axis | None) -> Tensor:
-    """Scores, or what has their shape, as `[batch, heads, queries, keys]`."""
-    return batched(scores, axis_of(scores.shape[:-2], heads, known), heads)

@@ -84,6 +84,7 @@ class Old(betahook.Controller):
 class New(Old):
     __qualname__ = "Old"
     floor: float = 0.1
+    stages: tuple[tuple[float, float], ...] = ((0.0, 1.0),)
 
 
 @dataclass(frozen=True)
@@ -107,14 +108,17 @@ def test_a_new_option_with_a_default_loads_an_old_state():
     with betahook.attach(build("llama"), controller=New()) as hook:
         hook.load_state_dict(state)
         (entry,) = hook.state_dict()["controllers"]
-    assert entry["options"] == {"rate": 0.5, "floor": 0.1}
+    assert entry["options"] == {"rate": 0.5, "floor": 0.1, "stages": [[0.0, 1.0]]}
     assert entry["state"]["age"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
     ("controller", "message"),
     [
-        (New(floor=0.2), r"expected \['Old\(rate=0.5, floor=0.2\)'\], got \['Old\(rate=0.5\)'\]"),
+        (
+            New(floor=0.2),
+            r"expected \['Old\(rate=0.5, floor=0.2, stages=\[\[0.0, 1.0\]\]\)'\], got \['Old\(rate=0.5\)'\]",
+        ),
         (Old(rate=0.25), r"expected \['Old\(rate=0.25\)'\], got \['Old\(rate=0.5\)'\]"),
         (Renamed(), r"Old has no option rate: renamed or removed since then"),
         (betahook.Cap(), r"expected \['Cap\(threshold=100.0\)'\], got \['Old"),

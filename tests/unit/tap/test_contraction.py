@@ -120,4 +120,6 @@ def test_heads_that_share_an_axis_with_the_batch_get_one_of_their_own():
 
 
 def test_scores_by_head_may_have_no_batch():
-    assert contraction.scores_by_head(normal(4, 3, 2), HEADS, None).shape == (1, 4, 3, 2)
+    scores = normal(4, 3, 2)
+    axis = contraction.axis_of(scores.shape[:-2], HEADS, None)
+    assert contraction.batched(scores, axis, HEADS).shape == (1, 4, 3, 2)
