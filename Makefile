@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 OLDEST := .venv-oldest
 
-.PHONY: demo test test-slow test-families test-faults test-oldest support lint format clean
+.PHONY: demo test test-slow test-families test-faults test-oldest support docs lint format clean
 
 demo: $(VENV)/ready
 	$(RUN) examples/flip/run.py --columns plain betahook --seeds 7 --output runs/demo
@@ -30,6 +30,11 @@ test-oldest: $(OLDEST)/ready
 support: $(VENV)/ready
 	cd tests && ../$(RUN) -m zoo.support
 
+# The site in build/site; a dead link, or a page that the contents lack, is an error.
+docs: $(VENV)/docs
+	$(RUN) -m sphinx -q -W --keep-going -c docs/site . build/site
+	@echo 'open build/site/index.html'
+
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -44,6 +49,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+$(VENV)/docs: $(VENV)/ready
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
 $(OLDEST)/ready: pyproject.toml

@@ -222,6 +222,8 @@ def test_the_public_names():
 def test_the_public_names_are_all_described():
     described = (ROOT / "docs/API.md").read_text()
     assert [name for name in PUBLIC if not re.search(rf"`{name}\b", described)] == []
+    reference = (ROOT / "docs/site/reference.md").read_text()
+    assert [name for name in PUBLIC if not re.search(rf":: {name}\n", reference)] == []
 
 
 def test_no_public_name_is_that_of_a_module():
