@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 # Keyed by identity: a tensor compares by its entries. https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/weak.py
@@ -42,13 +43,27 @@ TRANSPOSING_GETTERS = {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr
 only their identity tells them apart, as in `torch.overrides` itself."""
 
 
-def is_recomputation() -> bool:
-    """True for a forward that gradient checkpointing runs again, inside a backward.
+def is_in_backward() -> bool:
+    """True for a forward that runs inside a backward, as gradient checkpointing runs it again.
 
     Compiled graphs recompute on their own terms and never come here twice. torch asks for the backward in the same way:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/module_tracker.py
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py
+def is_recomputation() -> bool:
+    """True for a forward that non-reentrant checkpointing runs again, whose first run had gradients too.
+
+    Nothing tells but the stack: it is run by the hook that unpacks the first tensor that was not saved.
+    """
+    frame = sys._getframe() if is_in_backward() else None
+    while frame is not None:
+        if frame.f_code.co_name == "unpack_hook" and frame.f_globals is vars(torch.utils.checkpoint):
+            return True
+        frame = frame.f_back
+    return False
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py

@@ -59,7 +59,8 @@ def attach(
             bool`; None for all.
         per_head: one beta for each head instead of one for each layer.
         interval: measure the scores every n-th step; the sensitivity is known in every step all the same.
-        when: "training" measures forwards in training mode only, "always" those in evaluation mode too.
+        when: "training" measures forwards in training mode that run with gradients, frozen layers included; "always"
+            also those in evaluation mode and under `torch.no_grad`, such as the generation of a GRPO step.
         alerts: limits, and the function to call when the metrics cross them.
 
     Returns:
@@ -240,7 +241,8 @@ class Hook:
         table = stages.latest(state, state.collect(), state.moments)
         if not bool((table[statistics.ROW["pairs"]] > 0).any()):
             raise RuntimeError(
-                'audit() before any measurement: run a forward first (in training mode, or attach with when="always")'
+                "audit() before any measurement: run a forward first (in training mode and with gradients, or attach "
+                'with when="always")'
             )
         self.layers.read_weights()
         return Audit.of(self.layers, state.layers, state.layers.observe(table), state.weight_std(state.layers))

@@ -34,8 +34,9 @@ def check_seen(state: State) -> None:
         )
     if state.seen and state.measuring and not (state.recorded or state.refused):
         logger.warning(
-            "no attention was measured before the first step(): the hooked layers ran in evaluation mode only, and "
-            'beta stays where it is. Call model.train(), or attach(..., when="always")'
+            "no attention was measured before the first step(): the hooked layers ran in evaluation mode or under "
+            "torch.no_grad only, and beta stays where it is. Call model.train() and run the forward with gradients, or "
+            'attach(..., when="always")'
         )
 
 

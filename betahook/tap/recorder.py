@@ -37,6 +37,7 @@ class Recorder:
         route: where the module's scores come from, see `models.discovery.AttentionModule`.
         facts: what is known of the module's class.
         owner: the hook, which so lives as long as the hooked model, whoever else holds it.
+        always: True if every forward is recorded, also in evaluation mode and under `no_grad`.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Recorder:
         self.owner = owner
         self._state = state
         self._place = place
-        self._in_evaluation = when == "always"
+        self.always = when == "always"
         # All heads of the layer, unless this rank computes only some of them.
         self._local = place
         self._tensor_parallel_ranks = 1
@@ -71,8 +72,8 @@ class Recorder:
     @property
     def measuring(self) -> bool:
         """True if a forward of the module is to be recorded now."""
-        state = self._state
-        return state.measuring and not state.paused and (self.module.training or self._in_evaluation)
+        state, trains = self._state, self.module.training and torch.is_grad_enabled()
+        return state.measuring and not state.paused and (trains or self.always)
 
     def pause(self) -> AbstractContextManager[None]:
         """Record nothing for a while."""

@@ -195,6 +195,30 @@ def test_a_mask_that_is_left_to_broadcast():
 @pytest.mark.oldest_skips("torch cannot trace the models at all")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of the same
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("regional", [False, True])
+def test_compiled_checkpointing_counts_once(regional, reentrant):
+    """And what ran without gradients not at all."""
+    measured = []
+    for compiles in (False, True):
+        model = build("llama").train()
+        with betahook.attach(model, controller="monitor") as hook:
+            if compiles:
+                enable_checkpointing(model, reentrant)
+                model.enable_input_require_grads()
+                for part in model.model.layers if regional else [model]:
+                    part.compile(backend="aot_eager")
+            with torch.no_grad():
+                model(**inputs("llama"))
+            model(**inputs("llama")).loss.backward()
+            statistics = [layer.statistics for layer in hook.layers.values()]
+            measured.append(torch.stack([torch.stack([x.count, x.std, x.sensitivity]) for x in statistics]))
+    torch.testing.assert_close(*measured, rtol=1e-6, atol=0)
+
+
+@pytest.mark.oldest_skips("torch cannot trace the models at all")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of the same
 def test_compiled_checkpointing_computes_the_gain_again():
     """In the backward, when the layers after have noted their own beta."""
     losses = []

@@ -108,16 +108,38 @@ def test_what_is_unwatched_passes_by_a_mode():
     assert [func.__name__ for func in mode.seen] == ["sin"]
 
 
-def test_a_checkpointed_forward_runs_again_inside_the_backward():
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_forward_runs_again_inside_the_backward(reentrant):
     seen = []
 
     def forward(x):
-        seen.append(compat.is_recomputation())
+        seen.append((compat.is_in_backward(), compat.is_recomputation()))
         return x.exp()
 
-    checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
-    assert seen == [False, True]
+    checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=reentrant).sum().backward()
+    assert seen == [(False, False), (True, not reentrant)]
+    assert not compat.is_in_backward()
     assert not compat.is_recomputation()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # the outer one takes it away
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+def test_nested_checkpoints_run_a_forward_once_that_counts(outer, inner):
+    """With gradients and not as a recomputation."""
+    counted = []
+
+    def forward(x):
+        counted.append(torch.is_grad_enabled() and not compat.is_recomputation())
+        return x.exp()
+
+    def checkpointed(x):
+        return checkpoint(forward, x.sin(), use_reentrant=inner).cos()
+
+    with torch.autograd.graph.save_on_cpu():  # hooks of another kind on the same tensors
+        checkpoint(checkpointed, torch.ones(2, requires_grad=True), use_reentrant=outer).sum().backward()
+    assert len(counted) > 1
+    assert sum(counted) == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

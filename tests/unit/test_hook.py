@@ -149,6 +149,33 @@ def test_evaluation_is_measured_on_request():
             assert (float(hook.layers[LAYER].statistics.count) > 0) is measured
 
 
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_what_has_no_gradient_is_measured_on_request(without):
+    """As the generation of a GRPO step, which runs in training mode."""
+    model, batch = build("llama").train(), inputs("llama")
+    counts = {}
+    for when in ("training", "always"):
+        with betahook.attach(model, controller="monitor", when=when) as hook:
+            with without():
+                model(**batch)
+            counts[when] = float(hook.layers[LAYER].statistics.count)
+            model(**batch).loss.backward()
+            counts[f"{when}, with gradients"] = float(hook.layers[LAYER].statistics.count)
+    pairs = counts["training, with gradients"]
+    expected = {"training": 0, "training, with gradients": pairs, "always": pairs, "always, with gradients": 2 * pairs}
+    assert counts == expected
+    assert pairs > 0
+
+
+def test_frozen_layers_are_measured():
+    """The mode decides, not whether a query has a gradient."""
+    model = build("llama").train().requires_grad_(False)
+    model.lm_head.requires_grad_()
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama")).loss.backward()
+        assert all(layer.statistics.count > 0 for layer in hook.layers.values())
+
+
 def test_statistics_pool_over_forwards_as_over_a_joined_batch():
     model = build("llama")
     batch = inputs("llama")
@@ -164,15 +191,16 @@ def test_statistics_pool_over_forwards_as_over_a_joined_batch():
         assert float(getattr(pooled, name)) == pytest.approx(float(getattr(joined, name)), rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.parametrize("when", ["training", "always"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_counts_once(reentrant):
+def test_gradient_checkpointing_counts_once(reentrant, when):
     results = []
     for checkpointing in (False, True):
-        model, batch = build("llama"), inputs("llama")
+        model, batch = build("llama").train(), inputs("llama")
         if checkpointing:
             enable_checkpointing(model, reentrant)
             model.enable_input_require_grads()
-        with betahook.attach(model, controller="monitor") as hook:
+        with betahook.attach(model, controller="monitor", when=when) as hook:
             model(**batch).loss.backward()
             results.append(hook.layers[LAYER].statistics)
     plain, checkpointed = results
@@ -285,8 +313,8 @@ def test_training_in_evaluation_mode_leaves_beta_alone_and_says_so(caplog):
         train(model, hook, 3)
         assert all(layer.beta == layer.beta_default for layer in hook.layers.values())
     (record,) = caplog.records
-    assert "the hooked layers ran in evaluation mode only" in record.message
-    assert "Call model.train()" in record.message
+    assert "the hooked layers ran in evaluation mode or under torch.no_grad only" in record.message
+    assert "Call model.train() and run the forward with gradients" in record.message
 
 
 def test_a_low_default_precision_is_not_that_of_beta():

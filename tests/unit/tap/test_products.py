@@ -480,7 +480,7 @@ class ByHandLatentAttention(LatentAttention):
 def test_what_is_the_same_for_all_samples_counts_for_each(x, kind, learned):
     model = nn.Sequential(kind(learned))
     attention, x = model[0], x * torch.tensor([0.1, 1, 5]).view(-1, 1, 1)
-    with betahook.attach(model, controller="monitor") as hook, torch.no_grad():
+    with betahook.attach(model, controller="monitor", when="always") as hook, torch.no_grad():
         model(x)
         measured = hook.layers["0"].head_statistics
     of_query, of_key = (attention.latents, x) if learned == "queries" else (x, attention.latents)
@@ -508,18 +508,20 @@ def test_each_of_several_attentions_in_one_forward_is_followed(x):
     torch.testing.assert_close(output, model(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", [ByHandAttention, AddendAttention, FusedAttention])
-def test_gradient_checkpointing_without_reentry(kind, x):
+def test_gradient_checkpointing(kind, x, reentrant):
     """It counts what the forward saves for its backward, and what the recomputation does."""
     model = make(kind)
     with betahook.attach(model, controller="monitor") as hook:
-        sensitivities = []
+        measured = []
         for checkpointed in (False, True):
-            run = functools.partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=False)
-            (run if checkpointed else model)(x).square().sum().backward()
-            sensitivities.append(hook.layers["1"].statistics.sensitivity)
+            run = functools.partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=reentrant)
+            (run if checkpointed else model)(x.clone().requires_grad_()).square().sum().backward()
+            statistics = hook.layers["1"].statistics
+            measured.append(torch.stack([statistics.sensitivity, statistics.std, statistics.count]))
             hook.step()
-    torch.testing.assert_close(*sensitivities, rtol=1e-6, atol=0)
+    torch.testing.assert_close(*measured, rtol=1e-6, atol=0)
 
 
 def test_without_keys_nothing_is_added(x):
