@@ -2,7 +2,7 @@
 
 from betahook.control import Cap, Controller, Gradient, Monitor, Observation, Search, Variance
 from betahook.control.beta_search import BetaSearch
-from betahook.hook import Hook, attach
+from betahook.hook import Hook, attach, detach
 from betahook.keep.folding import FoldError, fold
 from betahook.keep.restoring import restore
 from betahook.layer import AttentionLayer
@@ -36,6 +36,7 @@ __all__ = [
     "UnsupportedModelError",
     "Variance",
     "attach",
+    "detach",
     "fold",
     "restore",
 ]

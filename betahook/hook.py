@@ -31,7 +31,7 @@ from betahook.report.audit import Audit
 from betahook.report.warnings import find_unreached, warn_of_nonfinite, warn_of_unreached
 from betahook.state import State
 from betahook.tap import install, interface
-from betahook.tap.recorder import Recorder
+from betahook.tap.recorder import ATTRIBUTE, Recorder
 
 
 def attach(
@@ -80,6 +80,28 @@ def attach(
     options.check_model(model)
     survey = options.find_layers(model, layers)
     return Hook(model, survey, chain, settings, alerts)
+
+
+def detach(model: nn.Module) -> None:
+    """Detach every hook of a model, or of parts of it, without its handle; a model without a hook stays as it is.
+
+    Raises:
+        TypeError: `model` is no module.
+    """
+    for hook in hooks_of(model):
+        hook.detach()
+
+
+def hooks_of(model: nn.Module) -> set[Hook]:
+    """Find the hooks that act in a model.
+
+    Raises:
+        TypeError: `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a model, a torch module; got {type(model).__name__}")
+    owners = (getattr(getattr(module, ATTRIBUTE, None), "owner", None) for module in model.modules())
+    return {owner for owner in owners if isinstance(owner, Hook)}
 
 
 class Hook:

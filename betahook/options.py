@@ -41,8 +41,8 @@ def check_model(model: nn.Module) -> None:
     hooked = [path or name for path, module in model.named_modules() if hasattr(module, ATTRIBUTE)]
     if hooked:
         raise RuntimeError(
-            f"{name} is hooked already (at {hooked[0]}): call detach() on its hook, after a Trainer that of its "
-            "callback, or give it to the next Trainer, BetaHookCallback(hook=hook)"
+            f"{name} is hooked already (at {hooked[0]}): betahook.detach(model) takes the hook off, and its beta; "
+            "BetaHookCallback(hook=hook) gives it to the next Trainer"
         )
 
 

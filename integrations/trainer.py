@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 
 from betahook import checkpoint, compat, options
-from betahook.hook import Hook, attach
+from betahook.hook import Hook, attach, hooks_of
 from betahook.keep.folding import FoldError, fold
 from betahook.options import ControllerChoice, LayerChoice
 from betahook.report.alerts import Alerts
@@ -33,6 +34,13 @@ _DEFAULTS = {
     if parameter.kind is parameter.KEYWORD_ONLY
 }
 
+_EXPORT = "betahook"
+"""Key of the hook's state among those of the callbacks in the state of the Trainer. No class has this name: where one
+has, `restore_callback_states_from_checkpoint` replaces the user's callback by one without its options."""
+
+_training: weakref.WeakSet[Hook] = weakref.WeakSet()
+"""Hooks made by callbacks whose training has not ended, so that the next one may replace what Ctrl-C left."""
+
 
 class BetaHookCallback(TrainerCallback):
     """Attaches to the model when training begins, adapts beta after every optimizer step and logs with the loss.
@@ -43,11 +51,12 @@ class BetaHookCallback(TrainerCallback):
     to the TensorBoard run of the loss, which is made if the Trainer does not report to TensorBoard itself. Only the
     main process logs.
 
-    Every checkpoint folder gets the state of the hook, and `trainer.train(resume_from_checkpoint=...)` continues from
-    it. When the Trainer is made, a checkpoint in its `output_dir` that was never finished, since its process was killed
-    while it saved, is renamed to `unfinished-checkpoint-N.1` with a warning: `resume_from_checkpoint=True` takes the
-    newest one by its name. A checkpoint in the middle of a run holds the weights without beta: use it with this
-    callback, or with `betahook.restore`, not alone.
+    Every checkpoint gets the state of the hook, and `trainer.train(resume_from_checkpoint=...)` continues from it,
+    wherever the folder is. The hook of a training that was broken off is replaced by that of the next one. When the
+    Trainer is made, a checkpoint in its `output_dir` that was never finished, since its process was killed while it
+    saved, is renamed to `unfinished-checkpoint-N.1` with a warning: `resume_from_checkpoint=True` takes the newest one
+    by its name. A checkpoint in the middle of a run holds the weights without beta: use it with this callback, or with
+    `betahook.restore`, not alone.
 
     At the end of training beta is folded into the weights: the model is plain again and `trainer.save_model()` cannot
     lose it. With `load_best_model_at_end`, it is the beta that stood when the best checkpoint was saved.
@@ -124,10 +133,16 @@ class BetaHookCallback(TrainerCallback):
             self.hook = None
         self._is_training = True
         if self.hook is None or not self.hook.attached:
+            for left in hooks_of(model) & set(_training):
+                left.detach()
+                logger.warning("the last training of this model was broken off: it begins with its own beta again")
             with checkpoint.unmarked(model) if resumed else nullcontext():
                 self.hook = attach(model, **self._options)
+        if self.hook is not self._given:
+            _training.add(self.hook)
         if resumed:
-            checkpoint.load(self.hook, _resumed_folder(args, state))
+            _resume(self.hook, args, state)
+        _exports(state)[_EXPORT] = _Export(self.hook)
         if state.is_world_process_zero:
             self._open(args, state, control, **kwargs)
 
@@ -182,6 +197,7 @@ class BetaHookCallback(TrainerCallback):
     ) -> None:
         assert self.hook is not None
         self._is_training = False
+        _training.discard(self.hook)
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             checkpoint.load(self.hook, state.best_model_checkpoint)
         elif hasattr(kwargs.get("optimizer"), "eval"):
@@ -191,6 +207,8 @@ class BetaHookCallback(TrainerCallback):
                 fold(self.hook)
             except FoldError as error:
                 logger.warning("%s. A model that is saved now needs betahook to act as it was trained.", error)
+        if not self.hook.attached:
+            _exports(state).pop(_EXPORT, None)
         if self._loss_writer is not None:
             self._loss_writer.on_train_end(args, state, control, **kwargs)
             self._loss_writer = None
@@ -213,6 +231,24 @@ class BetaHookCallback(TrainerCallback):
         if not reported:
             self._loss_writer = TensorBoardCallback(self._writer.writer)
             self._loss_writer.on_train_begin(args, state, control, **kwargs)
+
+
+def _exports(state: TrainerState) -> dict[str, Any]:
+    """The states of callbacks by name in that of the Trainer, which takes a list of callbacks and makes this of it."""
+    exports: Any = state.stateful_callbacks
+    assert isinstance(exports, dict)
+    return exports
+
+
+class _Export:
+    """Stands among the states of callbacks for that of a hook, as it is when the Trainer writes them."""
+
+    def __init__(self, hook: Hook) -> None:
+        self._hook = hook
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, str]:
+        """Return the state, for `dataclasses.asdict`, by which the Trainer writes its own, copies what it holds."""
+        return checkpoint.export(self._hook)
 
 
 def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
@@ -271,27 +307,36 @@ def _is_on(hook: Hook, model: nn.Module) -> bool:
     return all(layer.module in modules for layer in hook.layers.values())
 
 
-def _resumed_folder(args: TrainingArguments, state: TrainerState) -> Path:
-    """The checkpoint that the Trainer has resumed from.
+def _resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
+    """Continue from the checkpoint that the Trainer has resumed from: its file, or else what its state says.
 
     Raises:
-        ValueError: it is neither the one that the arguments name nor that of this step in `output_dir`; the Trainer
-            does not tell callbacks where it is.
+        ValueError: the checkpoint is elsewhere, and an older version of betahook, or none, wrote it.
     """
+    # The Trainer does not tell callbacks where it is: the arguments may, or it is that of this step in `output_dir`.
     named, last = args.resume_from_checkpoint, _checkpoint(args, state)
     folders = [Path(named), last] if isinstance(named, str) else [last]
-    for folder in folders:
-        try:
-            there = TrainerState.load_from_json(str(folder / compat.trainer_state_name()))
-        except FileNotFoundError:
-            continue
-        # By text: a NaN is no other NaN's equal.
-        if there.global_step == state.global_step and json.dumps(there.log_history) == json.dumps(state.log_history):
-            return folder
-    raise ValueError(
-        f"the checkpoint to resume from is not {' or '.join(map(str, folders))}. Name it in the arguments too, "
-        "TrainingArguments(resume_from_checkpoint=folder), for betahook to find its beta"
-    )
+    exported = _exports(state).get(_EXPORT)
+    if (folder := next((folder for folder in folders if _has(folder, state)), None)) is not None:
+        checkpoint.load(hook, folder)
+    elif exported is not None:
+        checkpoint.load_exported(hook, exported, f"{compat.trainer_state_name()} of the checkpoint to resume from")
+    else:
+        raise ValueError(
+            f"the checkpoint to resume from is not {' or '.join(map(str, folders))}, and its "
+            f"{compat.trainer_state_name()} says nothing of betahook. Name it in the arguments too, "
+            "TrainingArguments(resume_from_checkpoint=folder), for betahook to find its beta"
+        )
+
+
+def _has(folder: Path, state: TrainerState) -> bool:
+    """Tell if a folder has the checkpoint of this state."""
+    try:
+        there = TrainerState.load_from_json(str(folder / compat.trainer_state_name()))
+    except FileNotFoundError:
+        return False
+    # By text: a NaN is no other NaN's equal.
+    return there.global_step == state.global_step and json.dumps(there.log_history) == json.dumps(state.log_history)
 
 
 def _newest_run(runs: Path) -> str | None:

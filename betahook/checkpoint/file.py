@@ -5,6 +5,7 @@ It knows nested dictionaries and lists with tensors in them; what they mean is i
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -14,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as tensors_of_bytes
+from safetensors.torch import save as bytes_of_tensors
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -36,9 +39,7 @@ class Stateful(Protocol):
 
 def save(hook: Stateful, folder: str | os.PathLike[str]) -> Path:
     """Write the hook's state to `FILE` in an existing folder; the file appears whole or not at all."""
-    state = hook.state_dict()
-    tensors = {name: value.contiguous().cpu() for name, value in _take_tensors(state, "")}
-    header = json.dumps({"state": state, "sha256": _checksum(state, tensors)})
+    header, tensors = _take_apart(hook.state_dict())
     path = Path(folder, FILE)
     unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
     save_file(tensors, unfinished, {HEADER: header})
@@ -64,20 +65,9 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
         with safe_open(path, "pt") as file:
             header = (file.metadata() or {}).get(HEADER)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
-        content = None if header is None else json.loads(header)
-    except (SafetensorError, json.JSONDecodeError, RecursionError) as error:
+    except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}); resume from an older checkpoint") from error
-    if not isinstance(content, dict) or not isinstance(content.get("state"), dict):
-        raise ValueError(f"{path} is no state of a hook: its header has no entry {HEADER!r} with a state")
-    state: dict[str, Any] = content["state"]
-    if content.get("sha256") != _checksum(state, tensors):
-        raise ValueError(f"{path} is damaged (its checksum does not match); resume from an older checkpoint")
-    try:
-        for name, tensor in tensors.items():
-            _put_tensor(state, name, tensor)
-        return schema.parse(state)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return _put_together(header, tensors, str(path))
 
 
 def load(hook: Stateful, folder: str | os.PathLike[str]) -> None:
@@ -94,9 +84,62 @@ def load(hook: Stateful, folder: str | os.PathLike[str]) -> None:
         raise ValueError(f"{Path(folder, FILE)}: {error}") from error
 
 
+def export(hook: Stateful) -> dict[str, str]:
+    """Return what `save` writes as text, for a file of somebody else's."""
+    header, tensors = _take_apart(hook.state_dict())
+    return {"header": header, "tensors": base64.b64encode(bytes_of_tensors(tensors)).decode("ascii")}
+
+
+def load_exported(hook: Stateful, exported: dict[str, str], place: str) -> None:
+    """Continue from what `export` returned; on an error the hook is left as it was.
+
+    Args:
+        hook: the hook.
+        exported: what `export` returned.
+        place: where it was found, for messages.
+
+    Raises:
+        ValueError: it is damaged, not betahook's, or of another model or other controllers; the place is named.
+    """
+    try:
+        tensors = tensors_of_bytes(base64.b64decode(exported["tensors"], validate=True))
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{place} is damaged ({error}); resume from an older checkpoint") from error
+    state = _put_together(exported.get("header"), tensors, place)
+    try:
+        hook.load_state_dict(state)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
 def is_begun(folder: str | os.PathLike[str]) -> bool:
     """Tell if `save` was called for a folder, even if it did not finish."""
     return any(Path(folder).glob(f"{Path(FILE).stem}.*"))
+
+
+def _take_apart(state: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
+    """Part a state into its JSON, with a checksum, and its tensors by name."""
+    tensors = {name: value.contiguous().cpu() for name, value in _take_tensors(state, "")}
+    return json.dumps({"state": state, "sha256": _checksum(state, tensors)}), tensors
+
+
+def _put_together(header: str | None, tensors: dict[str, Tensor], place: str) -> dict[str, Any]:
+    """Return the state that `_take_apart` parted; `place` is where it was found, for messages."""
+    try:
+        content = None if header is None else json.loads(header)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{place} is damaged ({error}); resume from an older checkpoint") from error
+    if not isinstance(content, dict) or not isinstance(content.get("state"), dict):
+        raise ValueError(f"{place} is no state of a hook: its header has no entry {HEADER!r} with a state")
+    state: dict[str, Any] = content["state"]
+    if content.get("sha256") != _checksum(state, tensors):
+        raise ValueError(f"{place} is damaged (its checksum does not match); resume from an older checkpoint")
+    try:
+        for name, tensor in tensors.items():
+            _put_tensor(state, name, tensor)
+        return schema.parse(state)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
 
 
 def _take_tensors(nested: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:

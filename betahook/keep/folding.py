@@ -10,10 +10,9 @@ import logging
 import torch
 from torch import nn
 
-from betahook.hook import Hook
+from betahook.hook import Hook, hooks_of
 from betahook.keep.refusals import FoldError, Plan, refuse
 from betahook.keep.verification import exact_places
-from betahook.tap.recorder import ATTRIBUTE
 
 __all__ = ["FoldError", "fold"]
 
@@ -56,8 +55,7 @@ def fold(model: nn.Module | Hook) -> None:
 def _only_hook(model: nn.Module) -> Hook:
     if not isinstance(model, nn.Module):
         raise TypeError(f"fold() takes a hooked model or its hook; got {type(model).__name__}")
-    owners = (getattr(getattr(module, ATTRIBUTE, None), "owner", None) for module in model.modules())
-    hooks = {owner for owner in owners if isinstance(owner, Hook)}
+    hooks = hooks_of(model)
     if not hooks:
         raise ValueError(f"{type(model).__name__} is not hooked: call betahook.attach(model) first")
     if len(hooks) > 1:

@@ -28,6 +28,7 @@ class Fault:
 SEARCH = ("tests/unit/control/test_search_defaults.py", "tests/unit/control/test_search.py")
 CHECKPOINT = ("tests/unit/checkpoint",)
 STATE = ("tests/unit/test_state.py", "tests/unit/checkpoint")
+TRAINER = ("tests/unit/integrations/test_trainer.py",)
 HOOK = ("tests/unit/test_hook.py",)
 
 FAULTS = [
@@ -220,4 +221,7 @@ FAULTS = [
         "units.spread(new > 0), moved, state.beta",
         HOOK,
     ),
+    Fault("integrations/trainer.py", "hooks_of(model) & set(_training)", "hooks_of(model)", TRAINER),
+    Fault("integrations/trainer.py", "elif exported is not None:", "elif named and exported:", TRAINER),
+    Fault("integrations/trainer.py", "_exports(state).pop(_EXPORT, None)", "pass", TRAINER),
 ]

@@ -86,9 +86,24 @@ class HandWrittenAttention(nn.Module):
 
 def test_attaching_twice():
     model = build("llama")
-    with betahook.attach(model), pytest.raises(RuntimeError, match=r"hooked already.*detach\(\)"):
+    with betahook.attach(model), pytest.raises(RuntimeError, match=r"hooked already.*detach\(model\)"):
         betahook.attach(model)
     betahook.attach(model).detach()
+
+
+def test_detaching_without_the_hook():
+    model = build("llama")
+    before = fingerprint(model)
+    hooks = [betahook.attach(layer) for layer in model.model.layers]
+    betahook.detach(nn.Sequential(model))
+    assert not any(hook.attached for hook in hooks)
+    assert fingerprint(model) == before
+    betahook.detach(model)  # nothing is left to detach
+    hook = betahook.attach(model)
+    betahook.detach(model.model.layers[0])
+    assert not hook.attached
+    with pytest.raises(TypeError, match="expected a model, a torch module; got Hook"):
+        betahook.detach(hook)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

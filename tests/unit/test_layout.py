@@ -59,6 +59,7 @@ PUBLIC = [
     "UnsupportedModelError",
     "Variance",
     "attach",
+    "detach",
     "fold",
     "restore",
 ]

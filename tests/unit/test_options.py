@@ -77,8 +77,8 @@ def test_a_model_that_is_hooked(part, place):
     model = Model()
     setattr(model.get_submodule(part), ATTRIBUTE, object())
     assert refused(RuntimeError, options.check_model, model) == (
-        f"Model is hooked already (at {place}): call detach() on its hook, after a Trainer that of its callback, or "
-        "give it to the next Trainer, BetaHookCallback(hook=hook)"
+        f"Model is hooked already (at {place}): betahook.detach(model) takes the hook off, and its beta; "
+        "BetaHookCallback(hook=hook) gives it to the next Trainer"
     )
 
 

@@ -145,6 +145,14 @@ def content(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def unexport(folder):
+    """Make a checkpoint that of a version whose state of the Trainer held none of the hook."""
+    file = folder / "trainer_state.json"
+    state = json.loads(file.read_text())
+    del state["stateful_callbacks"]["betahook"]
+    file.write_text(json.dumps(state))
+
+
 def damage(file, text=None):
     file.unlink()
     if text is not None:
@@ -288,6 +296,23 @@ def test_a_training_that_was_broken_off_leaves_nothing_to_the_next(tmp_path):
         betahook.fold(first.model)
 
 
+def test_the_hook_of_a_training_that_was_broken_off_is_replaced(tmp_path, caplog):
+    """As a notebook runs a cell again, which makes a new Trainer and a new callback for the same model."""
+    first = break_off(tmp_path, BetaHookCallback(on_end="keep"))
+    callback = BetaHookCallback(on_end="keep")
+    second = make_trainer(tmp_path, callback)
+    second.model = second.model_wrapped = first.model
+    second.train()
+    assert callback.hook.model is first.model
+    assert "the last training of this model was broken off: it begins with its own beta again" in caplog.text
+    third = make_trainer(tmp_path, BetaHookCallback())
+    third.model = third.model_wrapped = first.model
+    with pytest.raises(RuntimeError, match="is hooked already"):  # a hook that was kept on purpose
+        third.train()
+    betahook.detach(first.model)
+    third.train()
+
+
 def test_a_hook_that_was_kept_stays_when_its_callback_goes_on(tmp_path):
     callback = BetaHookCallback(betahook.Gradient(), on_end="keep")
     first, second = (make_trainer(tmp_path, callback) for _ in range(2))
@@ -372,15 +397,71 @@ def test_the_hook_of_another_model_is_refused(tmp_path):
             trainer.train()
 
 
-def test_beta_is_resumed_from_where_the_weights_are(tmp_path):
+@pytest.mark.parametrize("restoring", [False, True])
+def test_a_fork_of_a_run_ends_with_the_same_bits(tmp_path, restoring):
+    """In another output folder, from a checkpoint that was moved; whatever the Trainer does with other callbacks."""
+    rules = [betahook.Search(window=1, warmup=0, rise=False, opening=0.3, largest=1.0), betahook.Cap(2.0)]
+    ends = []
+    for output in ("one", "other"):
+        callback = BetaHookCallback(rules, on_end="keep", per_head=True)
+        trainer = make_trainer(
+            tmp_path / output,
+            callback,
+            save_strategy="steps",
+            save_steps=4,
+            restore_callback_states_from_checkpoint=restoring,
+        )
+        trainer.train(resume_from_checkpoint=None if output == "one" else str(tmp_path / "moved"))
+        assert callback.hook.steps == 6
+        ends.append([*trainer.model.state_dict().values(), callback.hook.state_dict()["beta"]])
+        if output == "one":
+            (tmp_path / "one/checkpoint-4").rename(tmp_path / "moved")
+        callback.hook.detach()
+    assert all(map(torch.equal, *ends))
+    assert (ends[0][-1] != ends[0][-1][0]).any()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "controller", "error"),
+    [
+        ("AAAA", "default", "resume from is damaged"),
+        (None, "default", "resume from is damaged"),
+        ("as it was", betahook.Gradient(), "resume from: the state belongs to"),
+    ],
+)
+def test_a_state_in_that_of_the_trainer_which_does_not_fit_is_refused(
+    copy_of_run, tmp_path, tensors, controller, error
+):
+    file = copy_of_run / "checkpoint-4/trainer_state.json"
+    state = json.loads(file.read_text())
+    if tensors != "as it was":
+        state["stateful_callbacks"]["betahook"]["tensors"] = tensors
+    file.write_text(json.dumps(state))
+    trainer = make_trainer(tmp_path / "other", BetaHookCallback(controller))
+    with pytest.raises(ValueError, match=f"trainer_state.json of the checkpoint to {error}"):
+        trainer.train(resume_from_checkpoint=str(file.parent))
+
+
+def test_the_state_of_the_trainer_is_that_of_any_run_once_beta_is_folded(tmp_path):
+    trainer = make_trainer(tmp_path, BetaHookCallback())
+    trainer.train()
+    trainer.save_state()
+    assert "betahook" not in json.loads((tmp_path / "trainer_state.json").read_text())["stateful_callbacks"]
+
+
+def test_beta_of_an_older_version_is_resumed_from_where_the_weights_are(tmp_path):
     """Whatever checkpoint of the same step lies in the output folder."""
     saving = dict(save_strategy="steps", save_steps=4, logging_steps=2)
     for name, rate in (("one", 1e-3), ("other", 1e-2)):
         make_trainer(tmp_path / name, BetaHookCallback(), learning_rate=rate, **saving).train()
+        unexport(tmp_path / name / "checkpoint-4")
     there = str(tmp_path / "one/checkpoint-4")
     for output in ("other", "new"):
         trainer = make_trainer(tmp_path / output, BetaHookCallback())
-        with pytest.raises(ValueError, match=r"resume from is not .*Name it in the arguments too, TrainingArguments\("):
+        with pytest.raises(
+            ValueError,
+            match=r"resume from is not .*nothing of betahook. Name it in the arguments too, TrainingArguments\(",
+        ):
             trainer.train(resume_from_checkpoint=there)
         trainer = make_trainer(tmp_path / output, BetaHookCallback(), resume_from_checkpoint=there)
         trainer.train(resume_from_checkpoint=there)
