@@ -35,5 +35,6 @@ def pair_sums(scores: Tensor, logits: Tensor, allowed: Tensor) -> RowSums:
         ScoreSums.of_rows(count.to(wide), mean, rest.square().sum(-1, dtype=wide)),
         seen.sum((0, 2)).to(wide),
         entropy.masked_fill(~seen, 0).sum((0, 2), dtype=wide),
+        count.clamp(min=1).log().sum((0, 2), dtype=wide),
         used.abs().amax((0, 2, 3)).to(wide),
     )

@@ -39,12 +39,14 @@ class RowSums:
         scores: moments of the scores in these rows.
         rows: number of rows with at least one key.
         entropy: sum of their Shannon entropies, in nats.
+        flat_entropy: what that sum would be if all keys that a row may use had the same weight.
         max_score: largest absolute score.
     """
 
     scores: ScoreSums
     rows: Tensor
     entropy: Tensor
+    flat_entropy: Tensor
     max_score: Tensor
 
 
@@ -96,6 +98,7 @@ def row_sums(
         ScoreSums.of_rows(pairs.to(wide), mean.to(wide), square.to(wide)),
         filled.sum((0, 2)).to(wide),
         entropy.masked_fill(~filled, 0).sum((0, 2), dtype=wide),
+        pairs.clamp(min=1).log().sum((0, 2), dtype=wide),
         largest.amax((0, 2)).to(wide),
     )
 

@@ -24,6 +24,7 @@ SUMS = (
     "row_square",  # of the scores about the mean of their row
     "rows",
     "entropy",
+    "flat_entropy",  # logarithm of the number of keys that a row may use
     # Numbers of tokens, and, weighted by them, averages over the components of q and k and the variance that
     # independence predicts. `betahook.measure.components` writes the averages once a step; they do not accumulate.
     "queries",
@@ -153,6 +154,8 @@ class Statistics:
         max_score: largest absolute score in the sampled query rows.
         max_logit: largest absolute score times the beta of its forward pass, in the same rows.
         entropy: mean entropy of the attention rows, in nats, over the sampled query rows.
+        flat_entropy: the entropy that flat attention would have in these rows: the mean logarithm of the number of keys
+            that a row may use. It is 0 where each row has but one.
         component_mean_square_q: square of the mean of a component of q, averaged over the components.
         component_variance_q: variance of a component of q, averaged over the components.
         component_mean_square_k: the same as `component_mean_square_q`, of k.
@@ -173,6 +176,7 @@ class Statistics:
     max_score: Tensor
     max_logit: Tensor
     entropy: Tensor
+    flat_entropy: Tensor
     component_mean_square_q: Tensor
     component_variance_q: Tensor
     component_mean_square_k: Tensor
@@ -202,6 +206,7 @@ class Statistics:
             max_score=sums["max_score"].masked_fill(pairs == 0, torch.nan),
             max_logit=sums["max_logit"].masked_fill(pairs == 0, torch.nan),
             entropy=sums["entropy"] / sums["rows"],
+            flat_entropy=sums["flat_entropy"] / sums["rows"],
             component_mean_square_q=sums["query_mean_square"] / sums["queries"],
             component_variance_q=sums["query_variance"] / sums["queries"],
             component_mean_square_k=sums["key_mean_square"] / sums["keys"],

@@ -215,6 +215,7 @@ class Recorder:
             row_square=sums.scores.row_square,
             rows=sums.rows,
             entropy=sums.entropy,
+            flat_entropy=sums.flat_entropy,
             max_score=sums.max_score,
             max_logit=sums.max_score * self._state.current_beta[self._local.heads].to(sums.max_score),
             **tokens,

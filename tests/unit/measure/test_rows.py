@@ -96,6 +96,9 @@ def test_entropy_is_that_of_the_softmax(queries, name, softcap, biased, beta):
     rows = row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap)
     torch.testing.assert_close(rows.entropy, expected, rtol=1e-5, atol=1e-5)
     assert rows.rows.tolist() == [2 * len(picked)] * 2
+    flat = torch.zeros_like(logits).masked_fill(~allowed, -math.inf)[:, :, picked].softmax(-1)
+    flat = torch.special.entr(flat).sum((0, 2, 3))
+    torch.testing.assert_close(rows.flat_entropy, flat, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["boolean", "additive"])
@@ -111,6 +114,8 @@ def test_rows_without_a_key_count_for_nothing(form):
     weights = full(query, key).masked_fill(~pairs, -math.inf).softmax(-1).nan_to_num(nan=0.0)
     assert rows.rows.tolist() == [2 * 20 - 2 - 3] * 2
     torch.testing.assert_close(rows.entropy, torch.special.entr(weights).sum((0, 2, 3)), rtol=1e-5, atol=1e-5)
+    flat = 2 * [sum(math.log(n) for n in pairs.sum(-1).flatten().tolist() if n)]
+    assert rows.flat_entropy.tolist() == pytest.approx(flat)
     assert_sums(rows.scores, used(query, key, pairs))
     assert_row_std(rows.scores, row_std(query, key, pairs))
 
