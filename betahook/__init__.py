@@ -10,6 +10,8 @@ from betahook.measure.statistics import Statistics
 from betahook.options import ControllerChoice, LayerChoice, UnsupportedModelError
 from betahook.report.alerts import Alert, Alerts
 from betahook.report.audit import Audit, LayerAudit
+from betahook.report.conditions import Condition
+from betahook.report.findings import Finding, Findings
 from betahook.report.metrics import MetricName
 
 __version__ = "0.1.0"
@@ -21,8 +23,11 @@ __all__ = [
     "Audit",
     "BetaSearch",
     "Cap",
+    "Condition",
     "Controller",
     "ControllerChoice",
+    "Finding",
+    "Findings",
     "FoldError",
     "Gradient",
     "Hook",

@@ -25,9 +25,10 @@ from betahook.loss_scale import LossScale
 from betahook.measure import statistics
 from betahook.models.discovery import Survey
 from betahook.options import ControllerChoice, LayerChoice, Settings
-from betahook.report import metrics
+from betahook.report import findings, metrics
 from betahook.report.alerts import Alerts
 from betahook.report.audit import Audit
+from betahook.report.findings import Findings
 from betahook.report.warnings import find_unreached, warn_of_nonfinite, warn_of_unreached
 from betahook.state import State
 from betahook.tap import install, interface
@@ -226,13 +227,8 @@ class Hook:
     def metrics(self) -> dict[str, float]:
         """Report what the last step measured, and beta, W_q and W_k as they are now: `quantity/layer` to a number.
 
-        Quantities: beta (the geometric mean where heads differ), score_mean, score_std, logit_std (beta times the std
-        of the scores within rows, which says how flat or sharp attention is), predicted_std (from W_q and W_k),
-        independent_std (from the moments of q and k), classic_std (`sqrt(d_k)`), weight_std_q, weight_std_k,
-        max_logit, entropy (nats), sensitivity, nonfinite (1 where a NaN, an infinity or a skipped optimizer step held
-        the controllers), at_bound (1 where a beta is as far from the model's own as controllers may take it), exact (0
-        where mean and std are of sampled rows).
-        What was not measured is left out. Reads the device back, so call it when you log, not in every step.
+        The quantities are those of `MetricName`; `docs/METRICS.md` explains them. What was not measured is left out.
+        Reads the device back, so call it when you log, not in every step.
 
         The first call after a NaN or an infinity logs a warning, the only one, with the layers and their steps.
         """
@@ -252,6 +248,15 @@ class Hook:
         """Report the same for each head: `quantity/layer` to a tensor `[heads]` on the CPU; NaN for what is missing."""
         self.layers.read_weights()
         return metrics.by_head(self._state, self.layers)
+
+    def findings(self) -> Findings:
+        """Report the condition of the attention of each layer in words, since when, and what to do.
+
+        Flat, healthy, sharp, one key, sink, dead, exploding or non-finite: `docs/FINDINGS.md` has the limits. The first
+        call after a step logs one line if a condition began, a warning if it asks for attention. Like `metrics`, it
+        reads the device back.
+        """
+        return findings.observe(self._state, self.layers)
 
     def audit(self) -> Audit:
         """Hold the assumptions (i)-(iv) behind `beta = 1/sqrt(d_k)` against what was measured, layer by layer.

@@ -81,11 +81,14 @@ class State:
         recent: the table of the last step, and of each head that it did not measure the last one that did.
         weights: sums of the entries of W_q and W_k when they were last read, `[6, heads]`, see `measure.weights`.
         nonfinite_since: int64 `[heads]`, the first step that saw a NaN or an infinity, from 1 on; 0 for none.
+        condition: int64 `[layers]`, a `report.conditions.Condition` for each layer when it was last looked at.
+        condition_since: int64 `[layers]`, the step at which it was first seen in it.
         memories: what each controller remembers, tensors `[units]` by name; empty before its first update.
         steps: how often `Hook.step` was called.
         skipped_steps: of these, how many the optimizer skipped.
         loss_scale: factor on the loss of the next backward in float16 training; 0 for unknown.
         alerts_step: the last step whose metrics were held against the alerts.
+        findings_step: the last step whose findings were logged.
         warned_of_nonfinite: True once a NaN or an infinity was reported.
         warned_of_unreached: True once layers were reported that no forward reaches.
         measuring: True in steps that are measured.
@@ -108,11 +111,14 @@ class State:
     recent: Tensor
     weights: Tensor
     nonfinite_since: Tensor
+    condition: Tensor
+    condition_since: Tensor
     memories: list[dict[str, Tensor]]
     steps: int = 0
     skipped_steps: int = 0
     loss_scale: float = 0.0
     alerts_step: int = 0
+    findings_step: int = 0
     warned_of_nonfinite: bool = False
     warned_of_unreached: bool = False
     measuring: bool = True
@@ -159,6 +165,8 @@ class State:
             recent=table.clone(),
             weights=weights.empty(heads, device),
             nonfinite_since=torch.zeros(heads, dtype=torch.int64, device=device),
+            condition=torch.zeros(len(layers), dtype=torch.int64, device=device),
+            condition_since=torch.zeros(len(layers), dtype=torch.int64, device=device),
             memories=[{} for _ in range(controllers)],
         )
 
@@ -251,6 +259,7 @@ class State:
         self.nonfinite_since.masked_fill_(forgotten, 0)
         self.warned_of_nonfinite = self.warned_of_nonfinite and not bool(forgotten.any())
         self.alerts_step = min(self.alerts_step, step)
+        self.findings_step = min(self.findings_step, step)
 
 
 def is_beta(values: Tensor) -> Tensor:

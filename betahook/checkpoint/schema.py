@@ -34,10 +34,13 @@ COUNTERS = {
     "skipped_steps": int,
     "loss_scale": float,
     "alerts_step": int,
+    "findings_step": int,
     "warned_of_nonfinite": bool,
     "warned_of_unreached": bool,
 }
-TENSORS = ("beta", "beta_default", "nonfinite_since", *ROWS)
+BY_LAYER = ("condition", "condition_since")
+"""Tensors with an entry for each layer instead of each head."""
+TENSORS = ("beta", "beta_default", "nonfinite_since", *BY_LAYER, *ROWS)
 TYPES: dict[str, type] = {
     "layers": dict,
     "options": dict,
@@ -89,7 +92,7 @@ def parse(given: object) -> dict[str, Any]:
     version = given.get("version") if isinstance(given, dict) else type(given).__name__
     if not isinstance(given, dict) or type(version) is not int or version not in (*MIGRATIONS, VERSION):
         raise ValueError(f"expected a betahook state of version {VERSION}, got {version!r}")
-    state = MIGRATIONS[version](given) if version in MIGRATIONS else dict(given)
+    state = {**_later_entries(given), **(MIGRATIONS[version](given) if version in MIGRATIONS else given)}
     for name, kind in TYPES.items():
         if not isinstance(state.get(name), kind) or (kind is not bool and isinstance(state[name], bool)):
             found = type(state[name]).__name__ if name in state else "nothing"
@@ -102,7 +105,8 @@ def parse(given: object) -> dict[str, Any]:
         state[name] = _in_order(name, state[name], state["rows"].get(name), rows)
     heads = sum(state["layers"].values())
     for name in TENSORS:
-        _check_shape(name, state[name], (*state[name].shape[:-1], heads) if name != "moments" else state[name].shape)
+        if name not in ("moments", *BY_LAYER):
+            _check_shape(name, state[name], (*state[name].shape[:-1], heads))
         _check_dtype(name, state[name])
     for name in ("beta", "beta_default"):
         if not bool((state[name].isnan() | is_beta(state[name])).all()):
@@ -113,6 +117,13 @@ def parse(given: object) -> dict[str, Any]:
     for index, entry in enumerate(state["controllers"]):
         _check_controller(index, entry)
     return {**state, "version": VERSION, "rows": {name: list(rows) for name, rows in ROWS.items()}}
+
+
+def _later_entries(state: dict[str, Any]) -> dict[str, Any]:
+    """Return entries that files of an earlier day lack: nobody has looked at the layers yet."""
+    layers = state.get("layers")
+    zeros = torch.zeros(len(layers) if isinstance(layers, dict) else 0, dtype=torch.int64, device="cpu")
+    return {"findings_step": 0, **{name: zeros.clone() for name in BY_LAYER}}
 
 
 def match(
@@ -264,7 +275,7 @@ def _check_shape(name: str, value: Tensor, shape: Sequence[int]) -> None:
 
 
 def _check_dtype(name: str, value: Tensor) -> None:
-    allowed = (torch.int64,) if name == "nonfinite_since" else (torch.float32, torch.float64)
+    allowed = (torch.int64,) if name in ("nonfinite_since", *BY_LAYER) else (torch.float32, torch.float64)
     if value.dtype not in allowed:
         raise ValueError(
             f"the state is damaged: {name} should be of {' or '.join(map(str, allowed))}, got {value.dtype}"

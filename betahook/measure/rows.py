@@ -91,9 +91,8 @@ def row_sums(
     ]
     mean, square, largest, entropy = (torch.cat(part, -1) for part in zip(*parts, strict=True))
 
-    pairs = allowed.sum(-1).expand(batch, heads, -1)
+    pairs, wide = allowed.sum(-1).expand(batch, heads, -1), sum_dtype(query.device)
     filled = pairs > 0
-    wide = sum_dtype(query.device)
     return RowSums(
         ScoreSums.of_rows(pairs.to(wide), mean.to(wide), square.to(wide)),
         filled.sum((0, 2)).to(wide),

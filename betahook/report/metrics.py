@@ -25,17 +25,25 @@ MetricName = Literal[
     "weight_std_k",
     "max_logit",
     "entropy",
+    "flat_entropy",
     "sensitivity",
     "nonfinite",
     "at_bound",
     "exact",
 ]
-"""Names of the metrics; `Hook.metrics` says what each is."""
+"""Names of the metrics.
+
+`beta` is the geometric mean where heads differ; `logit_std` is beta times the std of the scores within rows, which says
+how flat or sharp attention is; `predicted_std` follows from W_q and W_k, `independent_std` from the moments of q and k,
+`classic_std` is `sqrt(d_k)`; `entropy` and `flat_entropy`, that of flat attention, are in nats; `nonfinite` is 1 where
+a NaN, an infinity or a skipped optimizer step held the controllers, `at_bound` where a beta is as far from the model's
+own as controllers may take it; `exact` is 0 where mean and std are of sampled rows.
+"""
 
 
 def by_layer(state: State, layers: Layers) -> dict[str, float]:
     """Return `quantity/layer` to a number, without what was not measured. Reads the device back."""
-    quantities = _quantities(state, state.layers)
+    quantities = columns(state, state.layers)
     table = torch.stack([column.double() for column in quantities.values()]).tolist()
     return {
         f"{quantity}/{layer}": number
@@ -47,7 +55,7 @@ def by_layer(state: State, layers: Layers) -> dict[str, float]:
 
 def by_head(state: State, layers: Layers) -> dict[str, Tensor]:
     """Return `quantity/layer` to a tensor `[heads]` on the CPU; NaN for what was not measured."""
-    quantities = _quantities(state, state.layers.by_head())
+    quantities = columns(state, state.layers.by_head())
     table = torch.stack([column.double() for column in quantities.values()]).cpu()
     lengths = [layer.heads for layer in layers.values()]
     return {
@@ -57,8 +65,8 @@ def by_head(state: State, layers: Layers) -> dict[str, Tensor]:
     }
 
 
-def _quantities(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
-    """Every metric, `[groups]` each; NaN where it was not measured."""
+def columns(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
+    """Return every metric, `[groups]` each; NaN where it was not measured."""
     observed = groups.observe(state.recent)
     weight_std = state.weight_std(groups)
     beta = state.current_beta
@@ -70,8 +78,9 @@ def _quantities(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
         "beta": groups.geometric_mean(beta),
         "score_mean": observed.mean,
         "score_std": observed.std,
-        # Zero stands for not measured: states of version 2 have no sums within rows.
-        "logit_std": groups.geometric_mean(beta) * observed.row_std.masked_fill(observed.row_std == 0, torch.nan),
+        # Zero beside another std stands for not measured: states of version 2 have no sums within rows.
+        "logit_std": groups.geometric_mean(beta)
+        * observed.row_std.masked_fill((observed.row_std == 0) & (observed.std > 0), torch.nan),
         "predicted_std": groups.predicted_std(observed, weight_std),
         "independent_std": observed.independent_std,
         "classic_std": theory.classic_std(groups.head_dim),
@@ -79,6 +88,8 @@ def _quantities(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
         "weight_std_k": weight_std.key,
         "max_logit": observed.max_logit,
         "entropy": observed.entropy,
+        # Zero: one key a row, or a state from before it was measured. Either way there is nothing to compare with.
+        "flat_entropy": observed.flat_entropy.masked_fill(observed.flat_entropy == 0, torch.nan),
         "sensitivity": measured(observed.sensitivity),
         "nonfinite": measured(~observed.finite),
         "at_bound": groups.largest(at_bound(beta, state.beta_default).to(state.recent)),

@@ -32,7 +32,14 @@ TRAINER = ("tests/unit/integrations/test_trainer.py",)
 HOOK = ("tests/unit/test_hook.py",)
 
 FAULTS = [
+    # report
+    Fault("betahook/report/conditions.py", "slack = SLACK if before is self.condition", "slack = SLACK if before"),
+    Fault("betahook/report/conditions.py", "return self.entropy / self.flat_entropy if", "return self.keys_share if"),
+    Fault("betahook/report/findings.py", "= int(condition), state.steps", "= int(condition), 1"),
+    Fault("betahook/report/findings.py", "if state.findings_step < state.steps:", "if state.steps:"),
+    Fault("betahook/report/names.py", "name[:first:-1]", "name[::-1]"),
     # measure
+    Fault("betahook/measure/rows.py", "pairs.clamp(min=1).log().sum((0, 2)", "filled.log().nan_to_num().sum((0, 2)"),
     Fault("betahook/theory.py", "return head_dim.sqrt()", "return head_dim"),
     Fault("betahook/theory.py", "return squares - query_mean_square * key_mean_square", "return squares"),
     Fault("betahook/theory.py", "(math.sqrt(rows) + math.sqrt(columns))", "math.sqrt(rows + columns)"),

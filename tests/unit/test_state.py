@@ -28,7 +28,7 @@ def test_everything_follows_the_model():
         found += [part for part in parts if isinstance(part, torch.Tensor)]
     found += [state.probe.grad, state.memories[0]["total"]]
     assert {x.device.type for x in found} == {"meta"}
-    assert len(found) == 9 + 4 + 4 + 2
+    assert len(found) == 11 + 4 + 4 + 2
     assert state.probe.is_leaf
     assert state.probe.requires_grad
 

@@ -1,0 +1,169 @@
+"""Conditions that attention can be in, their limits and the advice: pure functions of numbers.
+
+`report.findings` judges layers and heads by them. The limits stand in `RULES` and nowhere else; `docs/FINDINGS.md`
+gives the reason for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+PAGE = "docs/FINDINGS.md"
+"""The page that explains the conditions, one heading each."""
+
+SLACK = 0.1
+"""A condition ends when its number is back by this share of the limit: one that hovers at a limit is no news."""
+
+
+class Condition(IntEnum):
+    """Conditions of the attention of a layer or head. Checkpoints hold the numbers: never change one."""
+
+    UNMEASURED = 0
+    HEALTHY = 1
+    FLAT = 2
+    SHARP = 3
+    ONE_KEY = 4
+    SINK = 5
+    DEAD = 6
+    EXPLODING = 7
+    NONFINITE = 8
+
+    def __str__(self) -> str:
+        return {Condition.UNMEASURED: "not measured", Condition.NONFINITE: "non-finite"}.get(
+            self, self.name.lower().replace("_", " ")
+        )
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers by which a layer or a head is judged; NaN for what was not measured.
+
+    Attributes:
+        nonfinite: 1 where a NaN or an infinity was seen in the last step.
+        max_logit: the largest absolute logit.
+        logit_std: std of the logits within rows.
+        entropy: mean entropy of the attention rows, in nats.
+        flat_entropy: what it would be if attention were flat.
+        first_key: mean share of the attention that goes to the first key.
+    """
+
+    nonfinite: float = math.nan
+    max_logit: float = math.nan
+    logit_std: float = math.nan
+    entropy: float = math.nan
+    flat_entropy: float = math.nan
+    first_key: float = math.nan
+
+    @property
+    def keys(self) -> float:
+        """Number of keys that a row looks at: the exponential of the entropy."""
+        return math.exp(self.entropy)
+
+    @property
+    def keys_share(self) -> float:
+        """Keys looked at, as a share of those that flat attention looks at: 1 if it is flat."""
+        return math.exp(self.entropy - self.flat_entropy) if self.flat_entropy else math.nan
+
+    @property
+    def relative_entropy(self) -> float:
+        """The entropy over that of flat attention: 0 for one key, 1 for flat."""
+        return self.entropy / self.flat_entropy if self.flat_entropy else math.nan
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A limit, and the condition on its other side.
+
+    Attributes:
+        condition: of a layer or a head whose number is beyond the limit.
+        number: that number; NaN is beyond no limit.
+        limit: where the condition begins.
+        above: True if it is above the limit, False if below.
+        advice: what to do, in a few words.
+    """
+
+    condition: Condition
+    number: Callable[[Numbers], float]
+    limit: float
+    above: bool
+    advice: str
+
+    def holds(self, numbers: Numbers, before: Condition) -> bool:
+        """Tell if the number is beyond the limit, which is `SLACK` nearer where the condition was there before."""
+        slack = SLACK if before is self.condition else 0.0
+        value = self.number(numbers)
+        return value > self.limit * (1 - slack) if self.above else value < self.limit * (1 + slack)
+
+
+RULES = (
+    Rule(
+        Condition.NONFINITE,
+        lambda numbers: numbers.nonfinite,
+        0.0,
+        True,
+        "look for the first NaN or infinity in the inputs, the loss and the weights; beta stays where it was",
+    ),
+    Rule(
+        Condition.EXPLODING,
+        lambda numbers: numbers.max_logit,
+        100.0,
+        True,
+        "lower the learning rate, or hold the logits with QK-norm or betahook.Cap",
+    ),
+    Rule(
+        Condition.DEAD,
+        lambda numbers: numbers.logit_std,
+        2.0**-9,
+        False,
+        "q and k make no difference: see that W_q and W_k are trained and are not zero",
+    ),
+    Rule(
+        Condition.SINK,
+        lambda numbers: numbers.first_key,
+        0.5,
+        True,
+        "usual in causal models; the entropy says little here",
+    ),
+    Rule(
+        Condition.ONE_KEY,
+        lambda numbers: numbers.relative_entropy,
+        0.1,
+        False,
+        "lower the learning rate or beta, or hold the logits with QK-norm or betahook.Cap",
+    ),
+    Rule(
+        Condition.SHARP,
+        lambda numbers: numbers.relative_entropy,
+        0.25,
+        False,
+        "watch whether the largest logit grows",
+    ),
+    Rule(
+        Condition.FLAT,
+        lambda numbers: numbers.keys_share,
+        0.95,
+        True,
+        "usual in the first steps; if it stays, raise beta, as the default controller does",
+    ),
+)
+"""In the order in which they are asked: the first that holds is the condition, none of them is healthy."""
+
+ADVICE = {
+    Condition.HEALTHY: "",
+    Condition.UNMEASURED: "no forward has come to its attention yet",
+    **{rule.condition: rule.advice for rule in RULES},
+}
+
+WORRYING = (Condition.SHARP, Condition.ONE_KEY, Condition.DEAD, Condition.EXPLODING, Condition.NONFINITE)
+"""Conditions that are logged as a warning when they begin; the others are information."""
+
+
+def classify(numbers: Numbers, before: Condition = Condition.UNMEASURED) -> Condition:
+    """Name the condition of a layer or a head, given the one that it was in before."""
+    for rule in RULES:
+        if rule.holds(numbers, before):
+            return rule.condition
+    return Condition.UNMEASURED if math.isnan(numbers.logit_std) else Condition.HEALTHY

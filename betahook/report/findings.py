@@ -1,0 +1,240 @@
+"""Findings in words: the condition of the attention of each layer, since when, and what to do about it.
+
+`Hook.findings` calls `observe`, which alone reads the state and writes to it; the rest makes words of numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from betahook.layer import Layers
+from betahook.report import metrics
+from betahook.report.conditions import ADVICE, PAGE, WORRYING, Condition, Numbers, classify
+from betahook.report.metrics import MetricName
+from betahook.report.names import short_names
+from betahook.state import State
+
+logger = logging.getLogger("betahook")
+
+NAMED = 4
+"""So many layers are named in a sentence, the others are counted."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The condition of one layer, and the numbers behind it.
+
+    Attributes:
+        layer: module name.
+        condition: of the layer, all heads pooled.
+        since: the step of the hook at which it was first seen in this condition.
+        numbers: of the layer; the largest logit is that of all its heads.
+        heads: heads in another condition than the layer, by condition; counted from 0.
+        max_logit_head: the head with the largest logit.
+        beta: in force; the geometric mean where heads differ. NaN while nothing was measured.
+        beta_default: the model's own.
+    """
+
+    layer: str
+    condition: Condition
+    since: int
+    numbers: Numbers
+    heads: Mapping[Condition, tuple[int, ...]]
+    max_logit_head: int
+    beta: float
+    beta_default: float
+
+    @property
+    def gain(self) -> float:
+        """Beta over the model's own."""
+        return self.beta / self.beta_default
+
+    @property
+    def advice(self) -> str:
+        """Advice in a few words; empty for a healthy layer."""
+        return ADVICE[self.condition]
+
+    @property
+    def link(self) -> str:
+        """The page that explains the condition."""
+        return f"{PAGE}#{str(self.condition).replace(' ', '-')}"
+
+
+class Findings(tuple[Finding, ...]):
+    """One `Finding` a layer, in the order of the layers; prints as a sentence and a table.
+
+    Attributes:
+        step: the step of the hook that they are of.
+    """
+
+    step: int
+
+    @classmethod
+    def at(cls, step: int, findings: Iterable[Finding]) -> Findings:
+        """Put together the findings of a step."""
+        found = cls(findings)
+        found.step = step
+        return found
+
+    @property
+    def labels(self) -> list[str]:
+        """Short names of the layers, see `report.names`."""
+        return short_names(finding.layer for finding in self)
+
+    @property
+    def counts(self) -> dict[Condition, int]:
+        """Number of layers in each condition, the gravest first; those without a layer are left out."""
+        counted = Counter(finding.condition for finding in self)
+        return {condition: counted[condition] for condition in sorted(counted, reverse=True)}
+
+    @property
+    def summary(self) -> str:
+        """All of it in a few sentences."""
+        total, layers = len(self), "layer" if len(self) == 1 else "layers"
+        parts = [f"{number} {condition}" for condition, number in self.counts.items()]
+        sentences = [f"Step {self.step}: of {total} {layers}, {_listed(parts)}."]
+        measured = [pair for pair in zip(self, self.labels, strict=True) if pair[0].numbers.max_logit >= 0]
+        if measured:
+            largest, label = max(measured, key=lambda pair: pair[0].numbers.max_logit)
+            sentences.append(
+                f"The largest logit is {largest.numbers.max_logit:.3g} (layer {label}, head {largest.max_logit_head})."
+            )
+            gains = [finding.gain for finding, _ in measured if finding.gain > 0]
+            if gains:
+                low, high = f"{min(gains):.2g}", f"{max(gains):.2g}"
+                sentences.append(f"Beta is {low if low == high else f'{low} to {high}'} times the model's own.")
+        return " ".join(sentences)
+
+    @property
+    def news(self) -> str:
+        """One line on the layers whose condition began in this step; empty if none did."""
+        began: dict[Condition, list[str]] = {}
+        for finding, label in zip(self, self.labels, strict=True):
+            if finding.since == self.step and finding.condition is not Condition.UNMEASURED:
+                began.setdefault(finding.condition, []).append(label)
+        if not began:
+            return ""
+        gravest = max(began)
+        parts = [f"{condition} in {_layers(began[condition], len(self))}" for condition in sorted(began, reverse=True)]
+        advice = f" ({ADVICE[gravest]}; see {PAGE})" if ADVICE[gravest] else ""
+        return f"step {self.step}: attention is now {_listed(parts)}{advice}"
+
+    @property
+    def is_worrying(self) -> bool:
+        """True if a condition that asks for attention began in this step."""
+        return any(finding.since == self.step and finding.condition in WORRYING for finding in self)
+
+    def rows(self) -> list[list[str]]:
+        """A table for people: the first row is the header, then one row a layer."""
+        header = ["layer", "attention", "since step", "std of logits", "max logit", "keys looked at", "beta / own"]
+        return [
+            [*header, "heads", "what to do"],
+            *(_cells(finding, label) for finding, label in zip(self, self.labels, strict=True)),
+        ]
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([self.summary, "", *lines, "", f"Conditions, limits and reasons: {PAGE}"])
+
+
+def observe(state: State, layers: Layers) -> Findings:
+    """Look at what the last step measured; remember in the state since when each layer is in its condition.
+
+    The first look at a step logs its news, one line at most. Reads the device back.
+    """
+    by_layer = _columns(metrics.columns(state, state.layers))
+    by_head = _columns(metrics.columns(state, state.layers.by_head()))
+    own = state.layers.geometric_mean(state.beta_default).tolist()
+    before, since = state.condition.tolist(), state.condition_since.tolist()
+    findings = []
+    for index, (name, place) in enumerate(zip(layers, state.ranges, strict=True)):
+        numbers, heads = _numbers(by_layer, index), range(place.heads.start, place.heads.stop)
+        condition = classify(numbers, Condition(before[index]))
+        if condition != before[index]:
+            before[index], since[index] = int(condition), state.steps
+        findings.append(
+            Finding(
+                layer=name,
+                condition=condition,
+                since=since[index],
+                numbers=numbers,
+                heads=_differing([classify(_numbers(by_head, head)) for head in heads], condition),
+                max_logit_head=_largest([by_head["max_logit"][head] for head in heads]),
+                beta=by_layer["beta"][index],
+                beta_default=own[index],
+            )
+        )
+    state.condition.copy_(torch.tensor(before))
+    state.condition_since.copy_(torch.tensor(since))
+    found = Findings.at(state.steps, findings)
+    if state.findings_step < state.steps:
+        state.findings_step = state.steps
+        if found.news:
+            logger.log(logging.WARNING if found.is_worrying else logging.INFO, "%s", found.news)
+    return found
+
+
+def _columns(quantities: Mapping[MetricName, torch.Tensor]) -> dict[str, list[float]]:
+    table = torch.stack([column.double() for column in quantities.values()]).tolist()
+    return {str(name): row for name, row in zip(quantities, table, strict=True)}
+
+
+def _numbers(quantities: Mapping[str, Sequence[float]], index: int) -> Numbers:
+    known: dict[str, Any] = {
+        field.name: quantities[field.name][index] for field in fields(Numbers) if field.name in quantities
+    }
+    return Numbers(**known)
+
+
+def _differing(conditions: Sequence[Condition], of_layer: Condition) -> dict[Condition, tuple[int, ...]]:
+    others = sorted({condition for condition in conditions if condition is not of_layer}, reverse=True)
+    return {other: tuple(head for head, found in enumerate(conditions) if found is other) for other in others}
+
+
+def _largest(values: Sequence[float]) -> int:
+    """The index of the largest number; a NaN is the smallest."""
+    return max(range(len(values)), key=lambda index: (values[index] == values[index], values[index]))
+
+
+def _cells(finding: Finding, label: str) -> list[str]:
+    numbers = finding.numbers
+    flat = math.exp(numbers.flat_entropy)
+    heads = [f"{condition}: {_ranges(which)}" for condition, which in finding.heads.items()]
+    cells = [f"{numbers.logit_std:.2g}", f"{numbers.max_logit:.3g}", f"{numbers.keys:.3g} of {flat:.3g}"]
+    cells.append(f"{finding.gain:.2g} x")
+    shown = ["" if "nan" in cell else cell for cell in cells]
+    return [label, str(finding.condition), str(finding.since), *shown, "; ".join(heads), finding.advice]
+
+
+def _layers(labels: Sequence[str], total: int) -> str:
+    if len(labels) == total and total > 1:
+        return f"all {total} layers"
+    named = list(labels[:NAMED])
+    if len(labels) > NAMED:
+        named.append(f"{len(labels) - NAMED} others")
+    return f"layer{'s' * (len(labels) > 1)} {_listed(named)}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Write sorted numbers with their runs drawn together: `0-3, 7`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

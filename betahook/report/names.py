@@ -1,0 +1,32 @@
+"""Short names of layers: what tells them apart, as tables, pictures and tags show them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def short_names(layers: Iterable[str]) -> list[str]:
+    """Leave out the parts of module names that all have in common: `model.layers.3.self_attn` becomes `3`."""
+    parts = [layer.split(".") for layer in layers]
+    if len(parts) == 1:  # all of it is common
+        return [".".join(name) for name in parts]
+    first = _common(parts)
+    last = _common([name[:first:-1] for name in parts])
+    return [".".join(name[first : len(name) - last]) or ".".join(name) for name in parts]
+
+
+def zero_padded(names: Sequence[str]) -> list[str]:
+    """Pad the numbers in names to one width, so that 2 stands before 10 wherever text is sorted."""
+    numbers = [part for name in names for part in name.split(".") if part.isdecimal()]
+    width = max(map(len, numbers), default=0)
+    return [".".join(part.zfill(width) if part.isdecimal() else part for part in name.split(".")) for name in names]
+
+
+def _common(names: Sequence[Sequence[str]]) -> int:
+    """Number of parts that all names begin with."""
+    count = 0
+    for same in zip(*names, strict=False):
+        if len(set(same)) > 1:
+            break
+        count += 1
+    return count

@@ -1,0 +1,108 @@
+"""Conditions of attention: where each begins and ends, held against softmax itself and against the page on them."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from betahook.report.conditions import ADVICE, PAGE, RULES, SLACK, Condition, Numbers, classify
+
+HEALTHY = dict(nonfinite=0.0, max_logit=8.0, logit_std=2.0, entropy=3.0, flat_entropy=5.0, first_key=0.01)
+
+
+def judge(before=Condition.UNMEASURED, **changes):
+    return classify(Numbers(**{**HEALTHY, **changes}), before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "condition"),
+    [
+        ({}, Condition.HEALTHY),
+        ({"nonfinite": 1.0}, Condition.NONFINITE),
+        ({"max_logit": 100.1}, Condition.EXPLODING),
+        ({"max_logit": 99.9}, Condition.HEALTHY),
+        ({"logit_std": 0.0019}, Condition.DEAD),
+        ({"logit_std": 0.002}, Condition.HEALTHY),
+        ({"first_key": 0.51}, Condition.SINK),
+        ({"first_key": math.nan}, Condition.HEALTHY),
+        ({"entropy": 0.49}, Condition.ONE_KEY),
+        ({"entropy": 0.51}, Condition.SHARP),
+        ({"entropy": 1.24}, Condition.SHARP),
+        ({"entropy": 1.26}, Condition.HEALTHY),
+        ({"entropy": 4.94}, Condition.HEALTHY),
+        ({"entropy": 4.96}, Condition.FLAT),
+        ({"entropy": 0.0, "flat_entropy": 0.0}, Condition.HEALTHY),  # one key to choose from
+    ],
+)
+def test_the_limits(changes, condition):
+    assert judge(**changes) is condition
+
+
+def test_what_was_not_measured_has_no_condition():
+    assert classify(Numbers()) is Condition.UNMEASURED
+    assert classify(Numbers(nonfinite=1.0)) is Condition.NONFINITE
+
+
+def test_the_gravest_condition_comes_first():
+    everything = dict(nonfinite=1.0, max_logit=1e3, logit_std=0.0, first_key=0.9, entropy=0.0)
+    calm = [("nonfinite", 0.0), ("max_logit", 1.0), ("logit_std", 20.0), ("first_key", 0.0)]
+    found = [judge(**everything)]
+    for name, value in calm:
+        everything[name] = value
+        found.append(judge(**everything))
+    assert found == [Condition.NONFINITE, Condition.EXPLODING, Condition.DEAD, Condition.SINK, Condition.ONE_KEY]
+
+
+@pytest.mark.parametrize(
+    ("condition", "name", "inside", "outside"),
+    [
+        (Condition.EXPLODING, "max_logit", 90.1, 89.9),
+        (Condition.SHARP, "entropy", 5 * 0.274, 5 * 0.276),
+        (Condition.FLAT, "entropy", 5 + math.log(0.856), 5 + math.log(0.854)),
+    ],
+)
+def test_a_condition_ends_a_little_later_than_it_begins(condition, name, inside, outside):
+    assert judge(**{name: inside}) is Condition.HEALTHY
+    assert judge(condition, **{name: inside}) is condition
+    assert judge(condition, **{name: outside}) is Condition.HEALTHY
+    others = set(Condition) - {condition}
+    assert {judge(other, **{name: inside}) for other in others} == {Condition.HEALTHY}
+    assert SLACK == 0.1
+
+
+@pytest.mark.parametrize("keys", [16, 128, 1024])
+@pytest.mark.parametrize(
+    ("std", "condition"),
+    [
+        (0.3, Condition.FLAT),
+        (0.36, Condition.HEALTHY),
+        (4.2, Condition.HEALTHY),
+        (5.6, Condition.SHARP),
+        (8.5, Condition.SHARP),
+        (13.0, Condition.ONE_KEY),
+    ],
+)
+def test_the_limits_belong_to_the_same_std_at_every_length(keys, std, condition):
+    logits = std * torch.randn(400, keys, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    entropy = torch.special.entr(logits.softmax(-1)).sum(-1).mean().item()
+    assert judge(entropy=entropy, flat_entropy=math.log(keys)) is condition
+
+
+def test_the_keys_looked_at():
+    numbers = Numbers(entropy=math.log(3), flat_entropy=math.log(12))
+    assert (numbers.keys, numbers.keys_share) == pytest.approx((3, 0.25))
+    assert math.isnan(Numbers(entropy=0.0, flat_entropy=0.0).relative_entropy)
+
+
+def test_the_page_has_every_condition_and_limit():
+    page = (Path(__file__).parents[3] / PAGE).read_text()
+    for rule in RULES:
+        name = str(rule.condition)
+        (row,) = re.findall(rf"^\| \[{name}\]\(#{name.replace(' ', '-')}\).*$", page, re.MULTILINE)
+        limit = "any" if rule.condition is Condition.NONFINITE else f"{'above' if rule.above else 'below'} "
+        assert limit in row
+        assert rule.condition is Condition.NONFINITE or f"{rule.limit:.3g}" in row
+        assert f"\n## {name}\n" in page
+    assert set(ADVICE) == set(Condition)

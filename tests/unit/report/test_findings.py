@@ -1,0 +1,138 @@
+"""Findings: what is said of each layer, when a line is logged, and that a resumed run knows since when."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+import betahook
+from betahook.report.conditions import Condition, Numbers
+from betahook.report.findings import Finding, Findings
+from support.models import build, inputs
+from support.training import LAYER, train
+
+SECOND = "model.layers.1.self_attn"
+NUMBERS = Numbers(0.0, 8.0, 2.0, 3.0, 5.0)
+
+
+def finding(layer, condition=Condition.HEALTHY, since=1, heads=None, max_logit=8.0):
+    numbers = Numbers(0.0, max_logit, 2.0, math.log(20), math.log(100))
+    return Finding(f"model.layers.{layer}.attn", condition, since, numbers, heads or {}, 3, 0.5, 0.25)
+
+
+def forward_and_step(model, hook):
+    model(**inputs("llama")).loss.backward()
+    hook.step()
+    return hook.findings()
+
+
+@pytest.fixture
+def monitored(caplog):
+    caplog.set_level(logging.INFO, "betahook")
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        yield model, hook
+
+
+def test_a_layer_and_its_heads(monitored):
+    model, hook = monitored
+    with torch.no_grad():
+        model.get_submodule(LAYER).q_proj.weight.zero_()
+        model.get_submodule(SECOND).q_proj.weight[8:16] *= 1e3  # the second head
+    found = forward_and_step(model, hook)
+    assert [each.layer for each in found] == [LAYER, SECOND]
+    assert found.labels == ["0", "1"]
+    metrics = hook.metrics()
+    assert (found[0].condition, found[1].condition) == (Condition.DEAD, Condition.EXPLODING)
+    assert found[0].heads == {}
+    assert (1,) not in found[1].heads.values()
+    assert found[1].max_logit_head == 1
+    assert {head for heads in found[1].heads.values() for head in heads} == {0, 2, 3}
+    assert found[1].numbers.max_logit == metrics[f"max_logit/{SECOND}"]
+    assert found[1].numbers.keys == pytest.approx(math.exp(metrics[f"entropy/{SECOND}"]))
+    assert found[1].gain == 1
+    assert "the largest logit" in found.summary.lower()
+    assert "(layer 1, head 1)" in found.summary
+
+
+def test_one_line_a_step_and_only_of_what_began(monitored, caplog):
+    model, hook = monitored
+    forward_and_step(model, hook)
+    hook.findings()
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.message == "step 1: attention is now healthy in all 2 layers"
+    caplog.clear()
+    forward_and_step(model, hook)
+    assert caplog.records == []
+    with torch.no_grad():
+        model.get_submodule(SECOND).q_proj.weight.mul_(1e3)
+    found = forward_and_step(model, hook)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.message.startswith("step 3: attention is now exploding in layer 1 (lower the learning rate")
+    assert record.message.endswith("see docs/FINDINGS.md)")
+    assert [each.since for each in found] == [1, 3]
+
+
+def test_a_resumed_run_knows_since_when(monitored, caplog):
+    model, hook = monitored
+    for _ in range(3):
+        found = forward_and_step(model, hook)
+    state = hook.state_dict()
+    hook.detach()
+    caplog.clear()
+    with betahook.attach(model, controller="monitor") as resumed:
+        resumed.load_state_dict(state)
+        assert resumed.findings() == found
+        assert [each.since for each in forward_and_step(model, resumed)] == [1, 1]
+        assert caplog.records == []
+        resumed.load_state_dict({name: value for name, value in state.items() if not name.startswith("condition")})
+        assert [each.since for each in resumed.findings()] == [3, 3]
+
+
+def test_nothing_is_said_before_the_first_step():
+    with betahook.attach(build("llama"), controller="monitor") as hook:
+        found = hook.findings()
+        assert {each.condition for each in found} == {Condition.UNMEASURED}
+        assert found.news == ""
+        assert found.summary == "Step 0: of 2 layers, 2 not measured."
+        assert "nan" not in str(found)
+
+
+def test_findings_change_nothing_in_training():
+    states = []
+    for looks in (False, True):
+        model = build("llama")
+        with betahook.attach(model) as hook:
+            for _ in range(3):
+                train(model, hook, 1)
+                if looks:
+                    hook.findings()
+            states.append((model.state_dict(), hook.metrics()))
+    assert states[0][1] == states[1][1]
+    assert all(torch.equal(states[0][0][name], value) for name, value in states[1][0].items())
+
+
+def test_words():
+    conditions = [Condition.HEALTHY, *[Condition.SHARP] * 6, Condition.ONE_KEY]
+    layers = [finding(layer, condition, since=130) for layer, condition in enumerate(conditions)]
+    found = Findings.at(130, layers)
+    assert found.counts == {Condition.ONE_KEY: 1, Condition.SHARP: 6, Condition.HEALTHY: 1}
+    assert found.news == (
+        "step 130: attention is now one key in layer 7, sharp in layers 1, 2, 3, 4 and 2 others and healthy in layer 0 "
+        "(lower the learning rate or beta, or hold the logits with QK-norm or betahook.Cap; see docs/FINDINGS.md)"
+    )
+    assert found.summary.startswith("Step 130: of 8 layers, 1 one key, 6 sharp and 1 healthy. The largest logit is 8 ")
+    assert found.summary.endswith("Beta is 2 times the model's own.")
+    assert found[-1].link == "docs/FINDINGS.md#one-key"
+
+
+def test_the_table():
+    found = Findings.at(9, [finding(0, heads={Condition.SHARP: (0, 1, 2, 5)}), finding(1, Condition.SHARP, since=4)])
+    assert found.rows()[1:] == [
+        ["0", "healthy", "1", "2", "8", "20 of 100", "2 x", "sharp: 0-2, 5", ""],
+        ["1", "sharp", "4", "2", "8", "20 of 100", "2 x", "", "watch whether the largest logit grows"],
+    ]
+    assert all(cell in str(found) for row in found.rows() for cell in row)

@@ -1,0 +1,33 @@
+"""Short names of layers."""
+
+import pytest
+
+from betahook.report.names import short_names, zero_padded
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["model.layers.0.self_attn", "model.layers.11.self_attn"], ["0", "11"]),
+        (
+            ["encoder.0.attn", "decoder.0.attn", "decoder.0.cross"],
+            ["encoder.0.attn", "decoder.0.attn", "decoder.0.cross"],
+        ),
+        (["h.0.attn", "h.0.cross", "h.1.attn"], ["0.attn", "0.cross", "1.attn"]),
+        (["attn"], ["attn"]),
+        (["a", "a.b"], ["a", "b"]),
+        (["x.a.a", "x.a"], ["a", "x.a"]),
+        (["layers.1", "layers.12"], ["1", "12"]),  # no part of a number is common
+    ],
+)
+def test_short_names(names, short):
+    assert short_names(names) == short
+    assert len(set(short)) == len(names)
+
+
+def test_padded_names_sort_as_numbers_do():
+    names = [f"{stack}.{index}.attn" for stack in ("decoder", "encoder") for index in range(12)]
+    padded = zero_padded(names)
+    assert sorted(padded) == padded
+    assert padded[2] == "decoder.02.attn"
+    assert zero_padded(["attn"]) == ["attn"]
