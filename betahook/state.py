@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from betahook.factors import Factors
 from betahook.measure import components, statistics, weights
 from betahook.measure.groups import HeadGroups, LayerSize
 from betahook.measure.scores import overflow_logit
@@ -28,11 +29,13 @@ class HeadRange:
     """Place of consecutive heads of one layer in the flat tensors.
 
     Attributes:
+        layer: its index.
         heads: their columns in tensors `[..., heads]`.
         components: their columns in tensors `[..., components]`, `head_dim` for each head.
         head_dim: d_k.
     """
 
+    layer: int
     heads: slice
     components: slice
     head_dim: int
@@ -40,6 +43,7 @@ class HeadRange:
     def part(self, first: int, count: int) -> HeadRange:
         """Return `count` of these heads, from the one at `first` on."""
         return HeadRange(
+            self.layer,
             _part(self.heads, first, count),
             _part(self.components, first * self.head_dim, count * self.head_dim),
             self.head_dim,
@@ -49,10 +53,11 @@ class HeadRange:
 def head_ranges(layers: Sequence[LayerSize]) -> list[HeadRange]:
     """Lay out layers one after another."""
     ranges, head, component = [], 0, 0
-    for layer in layers:
+    for index, layer in enumerate(layers):
         width = layer.heads * layer.head_dim
-        ranges.append(HeadRange(slice(head, head + layer.heads), slice(component, component + width), layer.head_dim))
-        head, component = head + layer.heads, component + width
+        heads, columns = slice(head, head + layer.heads), slice(component, component + width)
+        ranges.append(HeadRange(index, heads, columns, layer.head_dim))
+        head, component = heads.stop, columns.stop
     return ranges
 
 
@@ -75,7 +80,7 @@ class State:
         overflow: the largest logit whose exponential is finite, see `measure.scores.overflow_logit`.
         beta: float32 `[heads]`, the inverse temperature; NaN stands for the model's own.
         beta_default: float32 `[heads]`, the model's own; NaN until the first forward.
-        probe: float32 `[heads]`, zeros that require grad; its gradient is the sensitivity (see `tap.gain.ScaleQuery`).
+        factors: gain and probe of each layer, as its forward gets them.
         table: sums since the last step, `[quantities, heads]`, see `measure.statistics`.
         moments: sums of q and k since the last step, `[4, components]`, see `measure.components`.
         recent: the table of the last step, and of each head that it did not measure the last one that did.
@@ -105,7 +110,7 @@ class State:
     overflow: float
     beta: Tensor
     beta_default: Tensor
-    probe: Tensor
+    factors: Factors
     table: Tensor
     moments: Tensor
     recent: Tensor
@@ -159,7 +164,7 @@ class State:
             overflow=overflow_logit(dtype),
             beta=unknown.clone(),
             beta_default=unknown,
-            probe=torch.zeros(heads, dtype=torch.float32, device=device, requires_grad=True),
+            factors=Factors([layer.heads for layer in layers], device),
             table=table,
             moments=components.empty(int(widths.sum()), device),
             recent=table.clone(),
@@ -178,12 +183,10 @@ class State:
     @torch.inference_mode(False)
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
-        gradient = self.probe.grad
         for name, value in vars(self).items():
             if isinstance(value, Tensor | HeadGroups):
                 setattr(self, name, value.to(device))
-        self.probe = self.probe.detach().requires_grad_()
-        self.probe.grad = None if gradient is None else gradient.to(device)
+        self.factors.to(device)
         self.memories = [{name: value.to(device) for name, value in memory.items()} for memory in self.memories]
 
     @property
@@ -200,6 +203,17 @@ class State:
         finally:
             self.paused = paused
 
+    def note_default(self, place: HeadRange, default: float | Tensor) -> None:
+        """Remember the inverse temperature that the model itself applies to heads of a layer: one, or one a head."""
+        self.seen = True
+        # A compiled graph writes it in every run: what the host remembers says nothing about that.
+        written_always = isinstance(default, Tensor) or torch.compiler.is_compiling()
+        if not (written_always or self.factors.note(place.layer, place.heads, float(default))):
+            return
+        with torch.no_grad():
+            own = self.beta_default[place.heads]
+            own.copy_(default.flatten()) if isinstance(default, Tensor) else own.fill_(default)
+
     @torch.no_grad()
     def refuse(self, place: HeadRange, reason: str) -> None:
         """Leave a layer alone from now on, and forget what was measured of it."""
@@ -207,8 +221,7 @@ class State:
         self.seen = True
         self.table[:, place.heads] = 0
         self.moments[:, place.components] = 0
-        if self.probe.grad is not None:
-            self.probe.grad[place.heads] = 0
+        self.factors.probes[place.layer].grad = None
         self.release_refused()
 
     def release_refused(self) -> None:
@@ -238,8 +251,7 @@ class State:
     def collect(self, heads: slice = slice(None)) -> Tensor:
         """Return a copy of the table of some heads, with their sensitivity in it."""
         table = self.table[:, heads].clone()
-        if self.probe.grad is not None:
-            table[statistics.ROW["sensitivity"]] = self.probe.grad.detach()[heads]
+        table[statistics.ROW["sensitivity"]] = self.factors.sensitivity()[heads]
         return table
 
     def weight_std(self, groups: HeadGroups) -> WeightStd:
@@ -250,16 +262,17 @@ class State:
         """Clear what was added up since the last step, and say whether the next one is measured."""
         self.table.zero_()
         self.moments.zero_()
-        self.probe.grad = None
+        self.factors.set_sensitivity(None)
         self.measuring = measuring
 
-    def forget_after(self, step: int) -> None:
-        """Forget warnings and alerts about steps after the restored one."""
-        forgotten = self.nonfinite_since > step
-        self.nonfinite_since.masked_fill_(forgotten, 0)
-        self.warned_of_nonfinite = self.warned_of_nonfinite and not bool(forgotten.any())
-        self.alerts_step = min(self.alerts_step, step)
-        self.findings_step = min(self.findings_step, step)
+
+def forget_after(state: State, step: int) -> None:
+    """Forget warnings and alerts about steps after the restored one."""
+    forgotten = state.nonfinite_since > step
+    state.nonfinite_since.masked_fill_(forgotten, 0)
+    state.warned_of_nonfinite = state.warned_of_nonfinite and not bool(forgotten.any())
+    state.alerts_step = min(state.alerts_step, step)
+    state.findings_step = min(state.findings_step, step)
 
 
 def is_beta(values: Tensor) -> Tensor:

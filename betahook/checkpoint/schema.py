@@ -19,7 +19,7 @@ from torch import Tensor
 from betahook.checkpoint.migrations import MIGRATIONS
 from betahook.control.base import Controller, options
 from betahook.measure import components, statistics, weights
-from betahook.state import LARGEST_BETA, SMALLEST_BETA, State, is_beta
+from betahook.state import LARGEST_BETA, SMALLEST_BETA, State, forget_after, is_beta
 
 VERSION = 3
 ROWS = {
@@ -206,12 +206,13 @@ def restore(state: State, given: dict[str, Any]) -> None:
         getattr(state, name).copy_(given[name])
     for name in COUNTERS:
         setattr(state, name, given[name])
-    state.probe.grad = state.table[statistics.ROW["sensitivity"]].to(state.probe)
+    state.factors.forget()
+    state.factors.set_sensitivity(state.table[statistics.ROW["sensitivity"]])
     state.memories = [
         {name: value.to(state.device, copy=True) for name, value in entry["state"].items()}
         for entry in given["controllers"]
     ]
-    state.forget_after(state.steps)
+    forget_after(state, state.steps)
 
 
 def _check_layers(layers: dict[Any, Any]) -> None:

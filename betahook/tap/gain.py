@@ -33,18 +33,47 @@ def scale_query(
         product: what the query goes into, where that is yet to show whether it makes scores.
     """
     layer.follow(query.device)
-    shape = [1] * query.dim()
-    shape[axis] = -1
     gain = layer.local_gain(default).detach().to(query.device)
     if product is not None:
         gain = product.acting = gain if product.acts else torch.ones_like(gain)
-    gain = gain.view(shape)
+    shape = [1] * query.dim()
+    shape[axis] = -1
+    return _scaled(layer, query, gain.view(shape), others, axis, product)
+
+
+def scale_known_query(layer: Recorder, query: Tensor, others: Iterable[Tensor], default: float | Tensor) -> Tensor:
+    """`scale_query` for a query `[batch, heads, queries, d_k]` whose call shows the model's own beta, just noted.
+
+    In an eager forward the gain is there already. A graph, which is run with another beta later, computes it inside.
+    """
+    layer.follow(query.device)
+    gain = None if isinstance(default, Tensor) or _is_captured(query) else layer.ready_gain
+    if gain is None:
+        return scale_query(layer, query, others, default=default)
+    return _scaled(layer, query, gain if gain.device == query.device else gain.to(query.device), others, 1, None)
+
+
+def _is_captured(query: Tensor) -> bool:
+    """Tell if what runs now becomes a graph, of the compiler or of CUDA."""
+    return torch.compiler.is_compiling() or (query.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _scaled(
+    layer: Recorder, query: Tensor, gain: Tensor, others: Iterable[Tensor], axis: int, product: Product | None
+) -> Tensor:
     if torch.is_grad_enabled() and (query.requires_grad or any(x.requires_grad for x in others)):
-        probe = layer.probe.to(query.device)
+        probe = layer.probe
+        probe = probe if probe.device == query.device else probe.to(query.device)
         # Also while paused: gradient checkpointing counts what a forward saves, and its recomputation comes later.
         scaled: Tensor = ScaleQuery.apply(query, gain, probe, axis, not layer.paused, product)  # type: ignore[no-untyped-call]
         return scaled
-    return (query * gain).to(query.dtype)
+    return _times(query, gain)
+
+
+def _times(values: Tensor, gain: Tensor) -> Tensor:
+    """`values * gain` in the dtype of `values`."""
+    product = values * gain
+    return product if product.dtype == values.dtype else product.to(values.dtype)
 
 
 class ScaleQuery(torch.autograd.Function):
@@ -54,13 +83,15 @@ class ScaleQuery(torch.autograd.Function):
     are at hand: the scaled query is what the attention keeps for its own backward, hence no further memory.
     """
 
+    # Not in two parts, `forward` and `setup_context`: torch takes twice the time of all of this for them.
     @staticmethod
     def forward(
-        query: Tensor, gain: Tensor, probe: Tensor, axis: int, measured: bool, product: Product | None = None
+        ctx: Any, query: Tensor, gain: Tensor, probe: Tensor, axis: int, measured: bool, product: Product | None = None
     ) -> Tensor:
         """Scale a query.
 
         Args:
+            ctx: keeps what the backward needs.
             query: of any shape, heads along `axis`.
             gain: float32, broadcasts to the query.
             probe: float32 `[heads]`.
@@ -68,12 +99,10 @@ class ScaleQuery(torch.autograd.Function):
             measured: True if the backward gives the sensitivity.
             product: what the query goes into; its `counts` says later whether that is a part of the sensitivity.
         """
-        return (query * gain).to(query.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, bool, Any], output: Tensor) -> None:
-        _, gain, probe, ctx.axis, ctx.measured, ctx.product = inputs
-        ctx.save_for_backward(output, gain, probe)
+        scaled = _times(query, gain)
+        ctx.axis, ctx.measured, ctx.product = axis, measured, product
+        ctx.save_for_backward(scaled, gain, probe)
+        return scaled
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None]:
@@ -84,7 +113,7 @@ class ScaleQuery(torch.autograd.Function):
                 gain = gain * probe.exp().view(gain.shape)
             others = [axis for axis in range(gradient.dim()) if axis != ctx.axis]
             sensitivity = (at_least_float32(gradient) * scaled).sum(others, dtype=gain.dtype)
-        of_query = (gradient * gain).to(gradient.dtype) if ctx.needs_input_grad[0] else None
+        of_query = _times(gradient, gain) if ctx.needs_input_grad[0] else None
         return of_query, None, sensitivity, None, None, None
 
 

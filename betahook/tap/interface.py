@@ -20,7 +20,7 @@ from betahook import compat
 from betahook.compat import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from betahook.measure import masks
 from betahook.measure.masks import Band, Mask
-from betahook.tap.gain import is_recording, scale_query
+from betahook.tap.gain import is_recording, scale_known_query
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 
 if len(inspect.signature(getattr(AttentionInterface, "get_interface", lambda: None)).parameters) != 3:
@@ -104,7 +104,7 @@ def _hooked(
         described = describe_mask(implementation, module, query, key, mask, kwargs)
         raw = query if prescale == 1 else query / prescale
         layer.record(raw, key, described, position_bias=kwargs.get("position_bias"), softcap=kwargs.get("softcap"))
-    query = scale_query(layer, query, (key, value), default=default)
+    query = scale_known_query(layer, query, (key, value), default)
     return function(module, query, key, value, *args, **kwargs)
 
 

@@ -53,8 +53,7 @@ class Recorder:
         self._state = state
         self._place = place
         self.always = when == "always"
-        # All heads of the layer, unless this rank computes only some of them.
-        self._local = place
+        self._local = place  # all heads of the layer, unless this rank computes only some of them
         self._tensor_parallel_ranks = 1
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -98,12 +97,9 @@ class Recorder:
         """True if the backward of a forward that runs now gives no sensitivity."""
         return self._state.paused
 
-    @torch.no_grad()
     def note_default(self, beta: float | Tensor) -> None:
         """Remember the inverse temperature that the model itself applies: one, or one for each head."""
-        self._state.seen = True
-        own = self._state.beta_default[self._place.heads]
-        own.copy_(beta.flatten()) if isinstance(beta, Tensor) else own.fill_(beta)
+        self._state.note_default(self._place, beta)
 
     def follow(self, device: torch.device) -> None:
         """Move the state to where the model went."""
@@ -137,14 +133,21 @@ class Recorder:
         return self._state.gain(self._local.heads, default)
 
     @property
+    def ready_gain(self) -> Tensor | None:
+        """The same by the number that was last noted, `[heads, 1, 1]`; None if another rank computes some heads."""
+        shared = self._tensor_parallel_ranks > 1
+        return None if shared else self._state.factors.gain(self._place.layer, self._state.beta)
+
+    @property
     def probe(self) -> Tensor:
         """Zeros whose gradient is the sensitivity, of the heads that this rank computes.
 
         Scaled by the number of tensor-parallel ranks: the reduction takes the mean over all ranks, and only one of them
         computes a head.
         """
-        probe = self._state.probe[self._local.heads]
-        return probe if self._tensor_parallel_ranks == 1 else self._tensor_parallel_ranks * probe
+        probe, ranks = self._state.factors.probes[self._place.layer], self._tensor_parallel_ranks
+        first, mine = self._place.heads.start, self._local.heads
+        return probe if ranks == 1 else ranks * probe[mine.start - first : mine.stop - first]
 
     @torch.no_grad()
     def record(

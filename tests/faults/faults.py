@@ -145,11 +145,11 @@ FAULTS = [
     # tap
     Fault(
         "betahook/tap/gain.py",
-        "ctx.save_for_backward(output, gain, probe)",
-        "ctx.save_for_backward(inputs[0], gain, probe)",
+        "ctx.save_for_backward(scaled, gain, probe)",
+        "ctx.save_for_backward(query, gain, probe)",
     ),
     Fault("betahook/tap/gain.py", "gain = gain * probe.exp().view(gain.shape)", "gain = gain * 1"),
-    Fault("betahook/tap/gain.py", "(gradient * gain).to(gradient.dtype)", "gradient"),
+    Fault("betahook/tap/gain.py", "_times(gradient, gain) if", "gradient if"),
     Fault("betahook/tap/gain.py", "query.requires_grad or any(x.requires_grad for x in others)", "query.requires_grad"),
     Fault("betahook/tap/gain.py", "not layer.paused, product)", "True, product)"),
     Fault(
@@ -160,6 +160,11 @@ FAULTS = [
     ),
     Fault("betahook/tap/recorder.py", "self.module.training and torch.is_grad_enabled()", "self.module.training", HOOK),
     Fault("betahook/compat.py", "frame.f_globals is vars(torch.utils.checkpoint)", "False"),
+    Fault(
+        "betahook/tap/gain.py",
+        "None if isinstance(default, Tensor) or _is_captured(query) else",
+        "None if _is_captured(query) else",
+    ),
     Fault("betahook/tap/interface.py", "last = keys - queries", "last = 0"),
     Fault("betahook/tap/interface.py", "Band(-window - 1, window)", "Band(-window, window)"),
     Fault("betahook/tap/interface.py", "default = scaling * prescale", "default = scaling"),
@@ -167,11 +172,7 @@ FAULTS = [
     Fault("betahook/tap/contraction.py", "lambda x: torch.bmm(x, batch2),", "lambda x: alpha * torch.bmm(x, batch2),"),
     Fault("betahook/tap/contraction.py", "set(right_axes) - set(output)", "set(right_axes)"),
     Fault("betahook/tap/recorder.py", "pair_sums(raw / (prescale * gain)", "pair_sums(raw / prescale"),
-    Fault(
-        "betahook/tap/recorder.py",
-        "return probe if self._tensor_parallel_ranks == 1 else self._tensor_parallel_ranks * probe",
-        "return probe",
-    ),
+    Fault("betahook/tap/recorder.py", "else ranks * probe[mine", "else probe[mine"),
     Fault("betahook/tap/override.py", "if attributes.get(self._name) is self._value", "if self._name in attributes"),
     # keep
     Fault("betahook/keep/places.py", "* factor - offset)", "* factor)"),
@@ -207,7 +208,10 @@ FAULTS = [
         "SMALLEST_BETA, LARGEST_BETA = 0.0, 1e30",
         CHECKPOINT,
     ),
-    Fault("betahook/state.py", "self.nonfinite_since > step", "self.nonfinite_since >= step", STATE),
+    Fault("betahook/state.py", "state.nonfinite_since > step", "state.nonfinite_since >= step", STATE),
+    Fault("betahook/factors.py", "if self._noted[layer] == beta", "if not math.isnan(self._noted[layer])"),
+    Fault("betahook/factors.py", "if made_of != self._made_of", "if self._made_of is None"),
+    Fault("betahook/factors.py", "torch.inference_mode(False), torch.no_grad()", "torch.no_grad()"),
     Fault("betahook/state.py", "torch.where(beta.isnan(), 1.0, beta / own)", "beta / own", STATE),
     Fault(
         "betahook/checkpoint/schema.py",

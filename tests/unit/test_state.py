@@ -5,15 +5,15 @@ import torch
 from torch import nn
 
 from betahook.measure.groups import HeadGroups, LayerSize
-from betahook.state import HeadRange, head_ranges, is_beta
+from betahook.state import HeadRange, forget_after, head_ranges, is_beta
 from support.layers import attention, make
 
 
 def test_layers_lie_one_after_another():
     first, second = head_ranges([LayerSize(4, 8), LayerSize(2, 16)])
-    assert first == HeadRange(slice(0, 4), slice(0, 32), 8)
-    assert second == HeadRange(slice(4, 6), slice(32, 64), 16)
-    assert second.part(1, 1) == HeadRange(slice(5, 6), slice(48, 64), 16)
+    assert first == HeadRange(0, slice(0, 4), slice(0, 32), 8)
+    assert second == HeadRange(1, slice(4, 6), slice(32, 64), 16)
+    assert second.part(1, 1) == HeadRange(1, slice(5, 6), slice(48, 64), 16)
 
 
 def test_everything_follows_the_model():
@@ -26,20 +26,19 @@ def test_everything_follows_the_model():
     for value in vars(state).values():
         parts = vars(value).values() if isinstance(value, HeadGroups) else [value]
         found += [part for part in parts if isinstance(part, torch.Tensor)]
-    found += [state.probe.grad, state.memories[0]["total"]]
+    found += [state.factors.own, *state.factors.probes, state.factors.probes[0].grad, state.memories[0]["total"]]
     assert {x.device.type for x in found} == {"meta"}
-    assert len(found) == 11 + 4 + 4 + 2
-    assert state.probe.is_leaf
-    assert state.probe.requires_grad
+    assert len(found) == 10 + 4 + 4 + 1 + 2 + 2
+    assert all(probe.is_leaf and probe.requires_grad for probe in state.factors.probes)
 
 
 def test_warnings_of_later_steps_are_forgotten():
     state, *_ = make(attention(nn.Module(), 3, 8))
     state.nonfinite_since.copy_(torch.tensor([0, 3, 7]))
     state.warned_of_nonfinite, state.alerts_step = True, 8
-    state.forget_after(7)
+    forget_after(state, 7)
     assert (state.warned_of_nonfinite, state.alerts_step) == (True, 7)
-    state.forget_after(5)
+    forget_after(state, 5)
     assert state.nonfinite_since.tolist() == [0, 3, 0]
     assert (state.warned_of_nonfinite, state.alerts_step) == (False, 5)
 

@@ -63,7 +63,7 @@ def test_the_sensitivity_away_from_the_beta_of_the_model(recorder):
     query.requires_grad_()
     loss(scale_query(recorder, query, (key, value)), key, value).backward()
     expected = difference(lambda factor: loss(query.detach() * factor, key, value))
-    assert recorder.state.probe.grad.tolist() == pytest.approx(expected, rel=1e-6)
+    assert recorder.state.factors.probes[0].grad.tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_gradient_of_the_query_is_that_of_the_product(recorder):
@@ -85,7 +85,7 @@ def test_the_sensitivity_of_a_gradient(recorder):
     leaf = query.requires_grad_()
     penalty(lambda x: scale_query(recorder, x, (key, value))).backward()
     expected = difference(lambda factor: penalty(lambda x: x * factor))
-    assert recorder.state.probe.grad.tolist() == pytest.approx(expected, rel=1e-6)
+    assert recorder.state.factors.probes[0].grad.tolist() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -94,7 +94,7 @@ def test_a_query_without_a_gradient_has_a_sensitivity_where_key_or_value_have_on
     others[which].requires_grad_()
     loss(scale_query(recorder, query, others), *others).backward()
     expected = difference(lambda factor: loss(query * factor, *(x.detach() for x in others)))
-    assert recorder.state.probe.grad.tolist() == pytest.approx(expected, rel=1e-6)
+    assert recorder.state.factors.probes[0].grad.tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_nothing_that_asks_for_a_gradient_has_no_graph(recorder):
@@ -109,7 +109,7 @@ def test_a_hook_that_is_paused_has_no_sensitivity(recorder):
     query.requires_grad_()
     recorder.state.paused = True
     loss(scale_query(recorder, query, (key, value)), key, value).backward()
-    assert recorder.state.probe.grad is None
+    assert recorder.state.factors.probes[0].grad is None
     assert query.grad.abs().sum() > 0
 
 

@@ -120,8 +120,8 @@ def test_scores_that_exist_are_recorded_without_beta_and_what_the_query_was_scal
 def test_the_probe_of_a_tensor_parallel_rank_makes_up_for_the_mean_over_ranks():
     state, _, (recorder,) = make(attention(nn.Module(), 4, 8))
     recorder.probe.sum().backward()
-    assert state.probe.grad.tolist() == [1] * 4
-    state.probe.grad = None
+    assert state.factors.probes[0].grad.tolist() == [1] * 4
+    state.factors.probes[0].grad = None
     recorder._local, recorder._tensor_parallel_ranks = recorder._place.part(2, 2), 2
     recorder.probe.sum().backward()
-    assert state.probe.grad.tolist() == [0, 0, 2, 2]
+    assert state.factors.probes[0].grad.tolist() == [0, 0, 2, 2]

@@ -1,0 +1,92 @@
+"""The gains and probes of all layers: made when something changed, and only then."""
+
+import pytest
+import torch
+
+from betahook.factors import Factors
+from support.operations import Operations
+
+CPU = torch.device("cpu")
+FIRST, SECOND = slice(0, 2), slice(2, 5)
+
+
+@pytest.fixture
+def factors():
+    made = Factors([2, 3], CPU)
+    made.note(0, FIRST, 0.5)
+    made.note(1, SECOND, 0.25)
+    return made
+
+
+def beta(*values):
+    return torch.tensor(values)
+
+
+def test_a_gain_is_beta_over_the_own_one_and_1_where_beta_is_not_set(factors):
+    values = beta(1.0, torch.nan, 0.5, 0.25, 0.125)
+    assert factors.gain(0, values).tolist() == [[[2.0]], [[1.0]]]
+    assert factors.gain(1, values).flatten().tolist() == [2.0, 1.0, 0.5]
+
+
+def test_gains_are_made_for_all_layers_at_once_and_kept(factors):
+    values = torch.ones(5)
+    first = factors.gain(0, values)
+    with Operations() as operations:
+        assert factors.gain(0, values) is first
+        factors.gain(1, values)
+    assert not operations.calls
+
+
+@pytest.mark.parametrize("change", ["beta", "a head", "own"])
+def test_gains_are_made_anew_after_a_change_and_the_old_ones_stay(factors, change):
+    values = torch.ones(5)
+    old = factors.gain(0, values)
+    if change == "own":
+        factors.note(0, FIRST, 0.25)
+    else:
+        (values[:1] if change == "a head" else values).fill_(2.0)
+    assert factors.gain(0, values).flatten().tolist() == ([4.0, 2.0] if change == "a head" else [4.0, 4.0])
+    assert old.flatten().tolist() == [2.0, 2.0]
+
+
+def test_gains_made_in_inference_serve_training(factors):
+    values = torch.ones(5)
+    with torch.inference_mode():
+        gain = factors.gain(0, values)
+        values.fill_(2.0)
+        assert factors.gain(0, values).flatten().tolist() == [4.0, 4.0]
+    assert not gain.is_inference()
+    assert not gain.requires_grad
+
+
+def test_a_number_is_written_when_it_is_another_one(factors):
+    with Operations() as operations:
+        assert not factors.note(0, FIRST, 0.5)
+    assert not operations.calls
+    assert factors.note(0, FIRST, 2.0)
+    assert factors.own.tolist() == [2.0, 2.0, 0.25, 0.25, 0.25]
+    factors.forget()
+    assert factors.note(0, FIRST, 2.0)
+
+
+def test_the_sensitivity_is_that_of_all_probes(factors):
+    assert factors.sensitivity().tolist() == [0] * 5
+    (3 * factors.probes[1]).sum().backward()
+    assert factors.sensitivity().tolist() == [0, 0, 3, 3, 3]
+    assert not factors.sensitivity().requires_grad
+
+
+def test_a_sensitivity_that_was_loaded_is_added_to(factors):
+    factors.set_sensitivity(torch.arange(5, dtype=torch.float64))
+    factors.probes[1].sum().backward()
+    assert factors.sensitivity().tolist() == [0, 1, 3, 4, 5]
+    factors.set_sensitivity(None)
+    assert all(probe.grad is None for probe in factors.probes)
+
+
+def test_a_model_on_another_device_has_other_gains(factors):
+    factors.gain(0, torch.ones(5))
+    factors.probes[0].sum().backward()
+    factors.to(torch.device("meta"))
+    assert factors.gain(0, torch.ones(5, device="meta")).is_meta
+    assert {x.device.type for x in (factors.own, *factors.probes, factors.probes[0].grad)} == {"meta"}
