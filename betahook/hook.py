@@ -235,7 +235,7 @@ class Hook:
         state = self._state
         self.layers.read_weights()
         unreached = find_unreached(state, self.layers, self.model)
-        values = metrics.by_layer(state, self.layers)
+        values = metrics.by_layer(state, self.layers, stages.explain(state, self.layers, self.controllers))
         values = {key: value for key, value in values.items() if key.split("/", 1)[1] not in unreached}
         warn_of_unreached(state, unreached)
         warn_of_nonfinite(state, self.layers)
@@ -245,7 +245,7 @@ class Hook:
         return values
 
     def head_metrics(self) -> dict[str, Tensor]:
-        """Report the same for each head: `quantity/layer` to a tensor `[heads]` on the CPU; NaN for what is missing."""
+        """Report the numbers of each head: `quantity/layer` to a tensor `[heads]` on the CPU; NaN for missing ones."""
         self.layers.read_weights()
         return metrics.by_head(self._state, self.layers)
 
@@ -256,7 +256,7 @@ class Hook:
         call after a step logs one line if a condition began, a warning if it asks for attention. Like `metrics`, it
         reads the device back.
         """
-        return findings.observe(self._state, self.layers)
+        return findings.observe(self._state, self.layers, stages.explain(self._state, self.layers, self.controllers))
 
     def audit(self) -> Audit:
         """Hold the assumptions (i)-(iv) behind `beta = 1/sqrt(d_k)` against what was measured, layer by layer.

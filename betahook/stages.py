@@ -1,6 +1,6 @@
-"""The stages of `Hook.step`: check, pool over ranks, observe, control, finish.
+"""The stages of `Hook.step`: check, pool over ranks, observe, control, finish; and afterwards `explain`.
 
-Each reads and writes the `State`; nothing here reads a value back to the host.
+Each reads and writes the `State`; nothing but `explain` reads a value back to the host.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from betahook.control import base
-from betahook.control.base import Controller, Observation
+from betahook.control.base import DECADES, Controller, Observation
+from betahook.control.notes import Note, joined, pooled
 from betahook.layer import Layers
 from betahook.loss_scale import LossScale
 from betahook.measure import components, statistics
@@ -99,3 +100,23 @@ def finish(state: State, observation: Observation, loss_scale: LossScale, interv
         broken = state.units.spread(~observation.statistics.finite) & (state.nonfinite_since == 0)
         state.nonfinite_since.masked_fill_(broken, state.steps)
     state.start_step(measuring=state.steps % interval == 0)
+
+
+def explain(state: State, layers: Layers, controllers: Sequence[Controller]) -> list[Note]:
+    """Ask the controllers about their last update: one note a layer. Reads the device back."""
+    observation, beta = observe(state, layers), state.units.geometric_mean(state.current_beta)
+    finite, at_bound = observation.statistics.finite, base.at_bound(beta, observation.beta_default)
+    notes = [[Note(reason=_held(*each))] for each in zip(finite.tolist(), at_bound.tolist(), strict=True)]
+    for controller, memory in zip(controllers, state.memories, strict=True):
+        if memory or not controller.start(beta):  # it has run, or needs no memory
+            for unit, note in enumerate(controller.explain(beta, observation, memory)):
+                notes[unit].append(note)
+    units = [joined(of_unit) for of_unit in notes]
+    return units if len(units) == len(layers) else [pooled(units[place.heads]) for place in state.ranges]
+
+
+def _held(finite: bool, at_bound: bool) -> str:
+    """Reasons for which no controller moves beta, in words."""
+    if not finite:
+        return "held by a NaN, an infinity or a skipped optimizer step"
+    return f"held at its bound, {10**DECADES:g} times the model's own or a thousandth of it" if at_bound else ""

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from betahook.control.notes import Note
 from betahook.measure.statistics import Statistics
 
 DECADES = 3.0
@@ -88,6 +89,19 @@ class Controller(ABC):
         """Tell if beta is on its way somewhere, so that training that ends now ends too early; reads the device."""
         return False
 
+    def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
+        """Say what the last update did and why, one note for each beta; it may read the device.
+
+        Args:
+            beta: `[units]`, as it is now.
+            observation: that of the last update.
+            state: the memory that it returned.
+
+        Returns:
+            A `Note` for each unit; none at all from a controller that has nothing to say.
+        """
+        return ()
+
     @classmethod
     def migrate(cls, state: Memory) -> Memory:
         """Convert a memory that an older version wrote; one of this version is returned as it is."""
@@ -143,6 +157,11 @@ def capped(beta: Tensor, logit: float | Tensor, observation: Observation) -> Ten
     """Beta, at most such that the largest score makes `logit`; without a measured score there is no ceiling."""
     ceiling = logit / observation.statistics.max_score
     return torch.minimum(beta, ceiling.nan_to_num(nan=torch.inf))
+
+
+def is_at(logit: float | Tensor, beta: Tensor, observation: Observation) -> Tensor:
+    """Tell where the largest score makes `logit`, or more, up to rounding; boolean, as `beta`."""
+    return beta * observation.statistics.max_score >= logit * (1 - 1e-4)
 
 
 def options(controller: Controller) -> dict[str, JSON]:

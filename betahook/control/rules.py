@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from betahook.control.base import Controller, Memory, Observation, capped, require
+from betahook.control.base import Controller, Memory, Observation, capped, is_at, require
+from betahook.control.notes import Note, downhill
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,6 +54,9 @@ class Variance(Controller):
         wanted = (self.target / std).log()
         return (self.smoothing * beta.log() + (1 - self.smoothing) * wanted).exp(), state
 
+    def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
+        return [Note(reason=f"follows a {self.source} std of the logits of {self.target:g}")] * len(beta)
+
 
 @dataclass(frozen=True, repr=False)
 class Gradient(Controller):
@@ -89,6 +94,9 @@ class Gradient(Controller):
         step = -self.learning_rate * (corrected / scale).nan_to_num(nan=0.0)
         return beta * step.exp(), {"steps": steps, "mean": mean, "square": square}
 
+    def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
+        return [Note(reason=downhill(-mean)) for mean in state["mean"].tolist()]
+
 
 @dataclass(frozen=True, repr=False)
 class Cap(Controller):
@@ -111,3 +119,7 @@ class Cap(Controller):
 
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
         return capped(beta, self.threshold, observation), state
+
+    def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
+        held = is_at(self.threshold, beta, observation).tolist()
+        return [Note(reason=f"Cap holds the largest logit at {self.threshold:g}") if each else Note() for each in held]

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from betahook.control.base import DECADES, Controller, Memory, Observation, capped, require
+from betahook.control.base import DECADES, Controller, Memory, Observation, capped, is_at, require
+from betahook.control.notes import Note, downhill
 from betahook.control.opening import Course, Opening, Phase
 from betahook.control.sign_search import SignSearch
+
+WORDS = {
+    Phase.UNSEEN: "W_q and W_k were not looked at yet",
+    Phase.WAIT: "trained weights wait for the search",
+    Phase.WARM_UP: "fresh weights: beta is low",
+    Phase.PLATEAU: "W_q and W_k have not begun to learn: beta is far below",
+    Phase.CLIMB: "beta rises whatever the sensitivity",
+}
+"""Reasons of the phases before the search."""
 
 _Part = TypeVar("_Part", Opening, SignSearch)
 
@@ -100,7 +111,7 @@ class Search(Controller):
         found, search = self._part(SignSearch).advance(searching, observation.statistics.sensitivity, state)
         climbed = opening.climb(course, observation)
         new = course.beta * 10 ** torch.where(course.phase == Phase.CLIMB, climbed, found)
-        bound = torch.where(course.fresh > 0, observation.overflow * self.fresh_bound, observation.overflow)
+        bound = self._bound(course.fresh, observation)
         left = (course.left - 1).clamp(min=0)
         memory = {"phase": course.phase, "left": left, "fresh": course.fresh, **search}
         return limit_increase(new, beta, bound, observation), memory
@@ -110,6 +121,35 @@ class Search(Controller):
             return False
         phase, left = state["phase"], state["left"]
         return bool(((phase == Phase.WARM_UP) | (phase == Phase.PLATEAU) | (phase == Phase.CLIMB) & (left > 0)).any())
+
+    def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
+        bound = self._bound(state["fresh"], observation)
+        columns = [state["phase"], state["left"], state["direction"], state["step"], bound]
+        limited = [
+            is_at(bound, beta, observation),
+            beta * observation.statistics.std >= self.rise_logit_std * (1 - 1e-4),
+        ]
+        numbers = torch.stack([column.to(beta) for column in [*columns, *limited]]).T.tolist()
+        return [self._note(Phase(int(phase)), *values) for phase, *values in numbers]
+
+    def _note(
+        self, phase: Phase, left: float, direction: float, step: float, bound: float, at_bound: float, held: float
+    ) -> Note:
+        """Explain one unit."""
+        if phase != Phase.SEARCH:
+            limited = phase == Phase.CLIMB and held
+            reason = f"holds the std of the logits at {self.rise_logit_std:g}" if limited else WORDS[phase]
+            return Note(phase, reason=f"{reason}, {left:.0f} batches left")
+        if not direction:
+            return Note(phase, reason="waits for the end of its first window")
+        if direction > 0 and at_bound:
+            return Note(phase, reason=f"no move beyond a largest logit of {bound:.3g}, though {downhill(direction)}")
+        move = direction * step
+        return Note(phase, move, f"last move {move:+.3g} decades, since {downhill(direction)}")
+
+    def _bound(self, fresh: Tensor, observation: Observation) -> Tensor:
+        """The largest logit that a step up may make."""
+        return torch.where(fresh > 0, observation.overflow * self.fresh_bound, observation.overflow)
 
     @classmethod
     def migrate(cls, state: Memory) -> Memory:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from betahook.control.notes import Note
 from betahook.layer import Layers
 from betahook.report import metrics
 from betahook.report.conditions import ADVICE, PAGE, WORRYING, Condition, Numbers, classify
@@ -40,6 +41,7 @@ class Finding:
         max_logit_head: the head with the largest logit.
         beta: in force; the geometric mean where heads differ. NaN while nothing was measured.
         beta_default: the model's own.
+        note: on what the controllers did to beta, and why.
     """
 
     layer: str
@@ -50,6 +52,7 @@ class Finding:
     max_logit_head: int
     beta: float
     beta_default: float
+    note: Note
 
     @property
     def gain(self) -> float:
@@ -135,7 +138,7 @@ class Findings(tuple[Finding, ...]):
         """A table for people: the first row is the header, then one row a layer."""
         header = ["layer", "attention", "since step", "std of logits", "max logit", "keys looked at", "beta / own"]
         return [
-            [*header, "heads", "what to do"],
+            [*header, "controller", "heads", "what to do"],
             *(_cells(finding, label) for finding, label in zip(self, self.labels, strict=True)),
         ]
 
@@ -147,10 +150,11 @@ class Findings(tuple[Finding, ...]):
         return "\n".join([self.summary, "", *lines, "", f"Conditions, limits and reasons: {PAGE}"])
 
 
-def observe(state: State, layers: Layers) -> Findings:
+def observe(state: State, layers: Layers, notes: Sequence[Note]) -> Findings:
     """Look at what the last step measured; remember in the state since when each layer is in its condition.
 
-    The first look at a step logs its news, one line at most. Reads the device back.
+    The notes of the controllers, one a layer, go into the findings. The first look at a step logs its news, one line at
+    most. Reads the device back.
     """
     by_layer = _columns(metrics.columns(state, state.layers))
     by_head = _columns(metrics.columns(state, state.layers.by_head()))
@@ -172,6 +176,7 @@ def observe(state: State, layers: Layers) -> Findings:
                 max_logit_head=_largest([by_head["max_logit"][head] for head in heads]),
                 beta=by_layer["beta"][index],
                 beta_default=own[index],
+                note=notes[index],
             )
         )
     state.condition.copy_(torch.tensor(before))
@@ -213,7 +218,15 @@ def _cells(finding: Finding, label: str) -> list[str]:
     cells = [f"{numbers.logit_std:.2g}", f"{numbers.max_logit:.3g}", f"{numbers.keys:.3g} of {flat:.3g}"]
     cells.append(f"{finding.gain:.2g} x")
     shown = ["" if "nan" in cell else cell for cell in cells]
-    return [label, str(finding.condition), str(finding.since), *shown, "; ".join(heads), finding.advice]
+    return [
+        label,
+        str(finding.condition),
+        str(finding.since),
+        *shown,
+        str(finding.note),
+        "; ".join(heads),
+        finding.advice,
+    ]
 
 
 def _layers(labels: Sequence[str], total: int) -> str:

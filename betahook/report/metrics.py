@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from betahook import theory
 from betahook.control.base import at_bound
+from betahook.control.notes import Note
 from betahook.layer import Layers
 from betahook.measure.groups import HeadGroups
 from betahook.state import State
@@ -30,6 +32,8 @@ MetricName = Literal[
     "nonfinite",
     "at_bound",
     "exact",
+    "phase",
+    "last_move",
 ]
 """Names of the metrics.
 
@@ -37,19 +41,26 @@ MetricName = Literal[
 how flat or sharp attention is; `predicted_std` follows from W_q and W_k, `independent_std` from the moments of q and k,
 `classic_std` is `sqrt(d_k)`; `entropy` and `flat_entropy`, that of flat attention, are in nats; `nonfinite` is 1 where
 a NaN, an infinity or a skipped optimizer step held the controllers, `at_bound` where a beta is as far from the model's
-own as controllers may take it; `exact` is 0 where mean and std are of sampled rows.
+own as controllers may take it; `exact` is 0 where mean and std are of sampled rows; `phase` is the phase of the
+controller, a `control.opening.Phase` for `Search`, and `last_move` its last move of beta in decades.
 """
 
 
-def by_layer(state: State, layers: Layers) -> dict[str, float]:
+def by_layer(state: State, layers: Layers, notes: Sequence[Note]) -> dict[str, float]:
     """Return `quantity/layer` to a number, without what was not measured. Reads the device back."""
     quantities = columns(state, state.layers)
     table = torch.stack([column.double() for column in quantities.values()]).tolist()
-    return {
+    values = {
         f"{quantity}/{layer}": number
         for quantity, row in zip(quantities, table, strict=True)
         for layer, number in zip(layers, row, strict=True)
         if number == number
+    }
+    explained = [(layer, note) for layer, note in zip(layers, notes, strict=True) if note.phase is not None]
+    return {
+        **values,
+        **{f"phase/{layer}": float(note.phase or 0) for layer, note in explained},
+        **{f"last_move/{layer}": note.move for layer, note in explained},
     }
 
 

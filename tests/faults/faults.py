@@ -33,6 +33,13 @@ HOOK = ("tests/unit/test_hook.py",)
 
 FAULTS = [
     # report
+    Fault(
+        "betahook/control/search.py",
+        "        if direction > 0 and at_bound:",
+        "        if at_bound:",
+        ("tests/unit/control/test_notes.py",),
+    ),
+    Fault("betahook/control/notes.py", "for note in notes) / len(notes)", "for note in notes)"),
     Fault("betahook/report/conditions.py", "slack = SLACK if before is self.condition", "slack = SLACK if before"),
     Fault("betahook/report/conditions.py", "return self.entropy / self.flat_entropy if", "return self.keys_share if"),
     Fault("betahook/report/findings.py", "= int(condition), state.steps", "= int(condition), 1"),

@@ -7,18 +7,20 @@ import pytest
 import torch
 
 import betahook
+from betahook.control.notes import Note
+from betahook.control.opening import Phase
 from betahook.report.conditions import Condition, Numbers
 from betahook.report.findings import Finding, Findings
 from support.models import build, inputs
 from support.training import LAYER, train
 
 SECOND = "model.layers.1.self_attn"
-NUMBERS = Numbers(0.0, 8.0, 2.0, 3.0, 5.0)
+NOTHING = Note()
 
 
-def finding(layer, condition=Condition.HEALTHY, since=1, heads=None, max_logit=8.0):
+def finding(layer, condition=Condition.HEALTHY, since=1, heads=None, max_logit=8.0, note=NOTHING):
     numbers = Numbers(0.0, max_logit, 2.0, math.log(20), math.log(100))
-    return Finding(f"model.layers.{layer}.attn", condition, since, numbers, heads or {}, 3, 0.5, 0.25)
+    return Finding(f"model.layers.{layer}.attn", condition, since, numbers, heads or {}, 3, 0.5, 0.25, note)
 
 
 def forward_and_step(model, hook):
@@ -130,9 +132,23 @@ def test_words():
 
 
 def test_the_table():
-    found = Findings.at(9, [finding(0, heads={Condition.SHARP: (0, 1, 2, 5)}), finding(1, Condition.SHARP, since=4)])
+    climbs = Note(Phase.CLIMB, reason="on its way")
+    found = Findings.at(
+        9, [finding(0, heads={Condition.SHARP: (0, 1, 2, 5)}), finding(1, Condition.SHARP, since=4, note=climbs)]
+    )
     assert found.rows()[1:] == [
-        ["0", "healthy", "1", "2", "8", "20 of 100", "2 x", "sharp: 0-2, 5", ""],
-        ["1", "sharp", "4", "2", "8", "20 of 100", "2 x", "", "watch whether the largest logit grows"],
+        ["0", "healthy", "1", "2", "8", "20 of 100", "2 x", "", "sharp: 0-2, 5", ""],
+        [
+            "1",
+            "sharp",
+            "4",
+            "2",
+            "8",
+            "20 of 100",
+            "2 x",
+            "climb: on its way",
+            "",
+            "watch whether the largest logit grows",
+        ],
     ]
     assert all(cell in str(found) for row in found.rows() for cell in row)

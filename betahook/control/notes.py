@@ -1,0 +1,57 @@
+"""Notes in which controllers explain themselves: phase, last move and reason. Values on the host, for people.
+
+`Controller.explain` writes them, `stages.explain` puts those of a layer together. Nothing in training depends on them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+
+@dataclass(frozen=True)
+class Note:
+    """The state of a controller for one beta, in words.
+
+    Attributes:
+        phase: of the controller; None if it has no phases.
+        move: its last move of beta in decades, with a sign; 0 for none, or for one at every step.
+        reason: for that move, or for holding beta; empty if there is nothing to say.
+    """
+
+    phase: IntEnum | None = None
+    move: float = 0.0
+    reason: str = ""
+
+    @property
+    def phase_name(self) -> str:
+        """The phase as a word, empty for none."""
+        return "" if self.phase is None else self.phase.name.lower().replace("_", "-")
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, [self.phase_name, self.reason]))
+
+
+def joined(notes: Sequence[Note]) -> Note:
+    """Put together the notes of several controllers on one beta, in their order."""
+    return Note(
+        next((note.phase for note in notes if note.phase is not None), None),
+        next((note.move for note in notes if note.move), 0.0),
+        "; ".join(note.reason for note in notes if note.reason),
+    )
+
+
+def pooled(notes: Sequence[Note]) -> Note:
+    """Put together the notes on the heads of a layer: the commonest phase and reason, and the mean move."""
+    (common, count), *_ = Counter(replace(note, move=0.0) for note in notes).most_common(1)
+    share = f" ({count} of {len(notes)} heads)" if count < len(notes) and common.reason else ""
+    return Note(common.phase, sum(note.move for note in notes) / len(notes), common.reason + share)
+
+
+def downhill(direction: float) -> str:
+    """Say why a controller that descends moves in a direction: up above 0, down below."""
+    if direction == 0:
+        return "the loss does not depend on beta"
+    return f"a {'larger' if direction > 0 else 'smaller'} beta lowers the loss"

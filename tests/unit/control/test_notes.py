@@ -1,0 +1,107 @@
+"""Controllers explain themselves: phase, last move and reason, as they are after an update."""
+
+import math
+
+import pytest
+import torch
+
+import betahook
+from betahook import Cap, Gradient, Monitor, Search, Variance
+from betahook.control.base import apply
+from betahook.control.notes import Note, joined, pooled
+from betahook.control.opening import Phase
+from support.models import build
+from support.observations import observe
+from support.training import LAYER, train
+
+QUICK = dict(window=1, warmup=0, rise=False, opening=0.5, largest=1.0)
+
+
+def explained(controller, *observations, beta=1.0, units=1):
+    """The notes after some updates."""
+    beta, memories = torch.full((units,), beta, dtype=torch.float64), [{}]
+    for step, observation in enumerate(observations):
+        beta, memories = apply([controller], beta, observe(units=units, step=step, **observation), memories)
+    return controller.explain(beta, observe(units=units, **observations[-1]), memories[0])
+
+
+def test_search_says_where_it_went_and_why():
+    up, down = explained(Search(**QUICK), dict(sensitivity=torch.tensor([-1.0, 2.0])), units=2)
+    assert up == Note(Phase.SEARCH, 0.5, "last move +0.5 decades, since a larger beta lowers the loss")
+    assert down == Note(Phase.SEARCH, -0.5, "last move -0.5 decades, since a smaller beta lowers the loss")
+    (turned,) = explained(Search(**QUICK), dict(sensitivity=-1.0), dict(sensitivity=1.0))
+    assert turned.move == -0.25
+    (waits,) = explained(Search(**{**QUICK, "window": 3}), dict(sensitivity=-1.0))
+    assert waits == Note(Phase.SEARCH, reason="waits for the end of its first window")
+
+
+def test_search_says_what_keeps_it_from_a_move():
+    assert explained(Search(**QUICK), dict(sensitivity=1.0, max_score=600.0))[0].move == -0.5
+    (note,) = explained(Search(**QUICK), dict(sensitivity=-1.0, max_score=60.0))
+    assert note == Note(
+        Phase.SEARCH, reason="no move beyond a largest logit of 88, though a larger beta lowers the loss"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "ratio", "std", "phase", "words"),
+    [
+        (dict(warmup=5), 1.2, 1.0, Phase.WAIT, "trained weights wait for the search, 4 batches left"),
+        (dict(warmup=5), 0.9, 1.0, Phase.WARM_UP, "fresh weights: beta is low, 4 batches left"),
+        (dict(warmup=0), 0.9, 1.0, Phase.PLATEAU, "W_q and W_k have not begun to learn"),
+        (dict(warmup=0, plateau_batches=0), 0.9, 1e-3, Phase.CLIMB, "beta rises whatever the sensitivity, 9 batches"),
+        (dict(warmup=0, plateau_batches=0), 0.9, 9e3, Phase.CLIMB, "holds the std of the logits at 4, 9 batches left"),
+    ],
+)
+def test_the_phases_before_the_search(changes, ratio, std, phase, words):
+    controller = Search(**{"rise_batches": 10, "plateau_batches": 3, **changes})
+    (note,) = explained(controller, dict(spectral_ratio=ratio, std=std, sensitivity=0.0, max_score=1.0))
+    assert note.phase is phase
+    assert note.reason.startswith(words)
+
+
+def test_the_other_controllers():
+    assert [note.reason for note in explained(Cap(30.0), dict(max_score=torch.tensor([60.0, 2.0])), units=2)] == [
+        "Cap holds the largest logit at 30",
+        "",
+    ]
+    assert explained(Gradient(), dict(sensitivity=3.0)) == [Note(reason="a smaller beta lowers the loss")]
+    assert explained(Gradient(), dict(sensitivity=0.0)) == [Note(reason="the loss does not depend on beta")]
+    assert explained(Variance(2.0), dict(std=1.0)) == [Note(reason="follows a measured std of the logits of 2")]
+    assert list(explained(Monitor(), dict(std=1.0))) == []
+
+
+def test_notes_are_put_together():
+    up, down = Note(Phase.SEARCH, 0.1, "up"), Note(Phase.SEARCH, -0.2, "down")
+    assert joined([Note(reason="held"), up, Note(reason="Cap")]) == Note(Phase.SEARCH, 0.1, "held; up; Cap")
+    assert joined([]) == Note()
+    assert pooled([down, up, down]) == Note(Phase.SEARCH, pytest.approx(-0.1), "down (2 of 3 heads)")
+    assert str(Note(Phase.WARM_UP, 0.0, "low")) == "warm-up: low"
+    assert str(Note()) == ""
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_hook_passes_on_what_its_controllers_say(per_head):
+    model = build("llama")
+    chain = [Search(**QUICK), Cap(1e-3)]
+    with betahook.attach(model, controller=chain, per_head=per_head) as hook:
+        assert all(finding.note == Note() for finding in hook.findings())
+        assert f"phase/{LAYER}" not in hook.metrics()
+        train(model, hook, 2)
+        note, metrics = hook.findings()[0].note, hook.metrics()
+        assert note.phase is Phase.SEARCH
+        assert "Cap holds the largest logit at 0.001" in note.reason
+        assert metrics[f"phase/{LAYER}"] == 5
+        assert metrics[f"last_move/{LAYER}"] == note.move != 0
+        hook.layers[LAYER].module.q_proj.weight.data.fill_(math.nan)
+        model(torch.ones(1, 4, dtype=torch.long))
+        hook.step()
+        assert hook.findings()[0].note.reason.startswith("held by a NaN")
+
+
+def test_a_bound_is_a_reason():
+    model = build("llama")
+    with betahook.attach(model, controller=Gradient()) as hook:
+        train(model, hook, 1)
+        hook.layers[LAYER].beta = 1e3 * hook.layers[LAYER].beta_default
+        assert hook.findings()[0].note.reason.startswith("held at its bound, 1000 times")
