@@ -66,6 +66,8 @@ def report(name: str) -> str:
     marked = checkpoint.is_marked(model)
     has_state = Path(name, checkpoint.FILE).exists()
     steps = f" after {checkpoint.read(name)['steps']} steps" if has_state else ""
+    if has_state:
+        checkpoint.check(name)  # with the weights beside it
     with checkpoint.unmarked(model), betahook.attach(model, controller="monitor") as hook:
         layers = "1 attention layer" if len(hook.layers) == 1 else f"{len(hook.layers)} attention layers"
         lines = [f"{type(model).__name__}: betahook attaches to {layers}"]

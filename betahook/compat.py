@@ -110,9 +110,15 @@ def steps_since_rescaling(state: Mapping[str, Any]) -> int:
 
 
 # https://github.com/deepspeedai/DeepSpeed/blob/v0.17.0/deepspeed/runtime/zero/partition_parameters.py
-def is_zero3(parameter: nn.Parameter) -> bool:
+def is_zero3(parameter: Tensor) -> bool:
     """True for a parameter that ZeRO-3 of DeepSpeed shards, which is empty outside the forward."""
     return hasattr(parameter, "ds_id")
+
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_common_utils.py
+def is_flattened(parameter: Tensor) -> bool:
+    """True for a parameter that FSDP 1 shards: outside the forward, it holds what one rank keeps of it."""
+    return hasattr(parameter, "_fsdp_flattened")
 
 
 # https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py

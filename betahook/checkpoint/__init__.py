@@ -1,6 +1,18 @@
 """The state of a hook in a folder: its schema, its file, and what `save_pretrained` of a hooked model does."""
 
-from betahook.checkpoint.file import FILE, export, is_begun, load, load_exported, read, save
+from betahook.checkpoint.file import FILE, check, export, is_begun, load, load_exported, read, save
 from betahook.checkpoint.pretrained import MARK, is_marked, unmarked
 
-__all__ = ["FILE", "MARK", "export", "is_begun", "is_marked", "load", "load_exported", "read", "save", "unmarked"]
+__all__ = [
+    "FILE",
+    "MARK",
+    "check",
+    "export",
+    "is_begun",
+    "is_marked",
+    "load",
+    "load_exported",
+    "read",
+    "save",
+    "unmarked",
+]

@@ -1,6 +1,7 @@
 """The file of a hook's state: safetensors with a JSON header and a checksum, never pickle.
 
-It knows nested dictionaries and lists with tensors in them; what they mean is in `betahook.checkpoint.schema`.
+It knows nested dictionaries and lists with tensors in them; what they mean is in `betahook.checkpoint.schema`. Beside
+the state it holds the fingerprint of the weights that were saved with it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import base64
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,30 +19,43 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as tensors_of_bytes
 from safetensors.torch import save as bytes_of_tensors
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from betahook.checkpoint import schema
+from betahook.checkpoint import fingerprint, schema
 
 FILE = "betahook.safetensors"
 """Name of the file in a checkpoint folder."""
 HEADER = "betahook"
 SEPARATOR = "/"
 """Between the keys on the way to a tensor, in its name."""
+FINGERPRINT = f"fingerprint{SEPARATOR}"
+"""Before the name of a parameter, in that of its entry of the fingerprint."""
+
+Content = tuple[dict[str, Any], dict[str, Tensor]]
+"""A state, and the fingerprint of the weights that were saved with it."""
 
 
 class Stateful(Protocol):
     """A `Hook`, as far as a file is concerned."""
+
+    model: nn.Module
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def save(hook: Stateful, folder: str | os.PathLike[str]) -> Path:
-    """Write the hook's state to `FILE` in an existing folder; the file appears whole or not at all."""
-    header, tensors = _take_apart(hook.state_dict())
+def save(hook: Stateful, folder: str | os.PathLike[str], weights: Mapping[str, Tensor] | None = None) -> Path:
+    """Write the hook's state to `FILE` in an existing folder; the file appears whole or not at all.
+
+    Args:
+        hook: the hook.
+        folder: where.
+        weights: those that are saved with it, by name; None for those of its model.
+    """
+    header, tensors = _take_apart(hook, weights)
     path = Path(folder, FILE)
-    unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
+    unfinished = path.with_suffix(".unfinished")  # always the same, so that the next save takes away what a crash left
     save_file(tensors, unfinished, {HEADER: header})
     with unfinished.open("rb+") as file:
         os.fsync(file.fileno())
@@ -56,7 +70,86 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
         FileNotFoundError: the folder has no such file.
         ValueError: the file is damaged, or not betahook's; the message names it.
     """
+    return _read(Path(folder, FILE))[0]
+
+
+def load(hook: Stateful, folder: str | os.PathLike[str]) -> None:
+    """Continue from what `save` wrote to a folder; on an error the hook is left as it was.
+
+    Raises:
+        FileNotFoundError: the folder has no such file.
+        ValueError: the file is damaged, not betahook's, of another model or other controllers, or was saved with other
+            weights than those of the model; it is named.
+    """
     path = Path(folder, FILE)
+    _continue(hook, _read(path), str(path))
+
+
+def check(folder: str | os.PathLike[str], model: nn.Module | None = None) -> None:
+    """Check that weights are those with which the state in a folder was saved, as far as both name the same ones.
+
+    A file of an older version knows no weights, and belongs to any.
+
+    Args:
+        folder: with the file of a state.
+        model: whose weights; None for the files of weights in the folder.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read`; or the weights are others, or their files are damaged.
+    """
+    path = Path(folder, FILE)
+    entries = _read(path)[1]
+    try:
+        if model is None:
+            fingerprint.refuse_other_files(entries, path.parent)
+        else:
+            fingerprint.refuse_other_weights(entries, model)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: the weights beside it are damaged ({error}); take another checkpoint") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def export(hook: Stateful) -> dict[str, str]:
+    """Return what `save` writes as text, for a file of somebody else's."""
+    header, tensors = _take_apart(hook)
+    return {"header": header, "tensors": base64.b64encode(bytes_of_tensors(tensors)).decode("ascii")}
+
+
+def load_exported(hook: Stateful, exported: dict[str, str], place: str) -> None:
+    """Continue from what `export` returned; on an error the hook is left as it was.
+
+    Args:
+        hook: the hook.
+        exported: what `export` returned.
+        place: where it was found, for messages.
+
+    Raises:
+        ValueError: it is damaged, not betahook's, of another model or other controllers, or was saved with other
+            weights than those of the model; the place is named.
+    """
+    try:
+        tensors = tensors_of_bytes(base64.b64decode(exported["tensors"], validate=True))
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{place} is damaged ({error}); resume from an older checkpoint") from error
+    _continue(hook, _put_together(exported.get("header"), tensors, place), place)
+
+
+def is_begun(folder: str | os.PathLike[str]) -> bool:
+    """Tell if `save` was called for a folder, even if it did not finish."""
+    return any(Path(folder).glob(f"{Path(FILE).stem}.*"))
+
+
+def _continue(hook: Stateful, content: Content, place: str) -> None:
+    state, entries = content
+    try:
+        fingerprint.refuse_other_weights(entries, hook.model)
+        hook.load_state_dict(state)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def _read(path: Path) -> Content:
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} does not exist: the checkpoint was saved without betahook. Load its model and begin a new run"
@@ -70,61 +163,17 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return _put_together(header, tensors, str(path))
 
 
-def load(hook: Stateful, folder: str | os.PathLike[str]) -> None:
-    """Continue from what `save` wrote to a folder; on an error the hook is left as it was.
-
-    Raises:
-        FileNotFoundError: the folder has no such file.
-        ValueError: the file is damaged, not betahook's, or of another model or other controllers; it is named.
-    """
-    state = read(folder)
-    try:
-        hook.load_state_dict(state)
-    except ValueError as error:
-        raise ValueError(f"{Path(folder, FILE)}: {error}") from error
-
-
-def export(hook: Stateful) -> dict[str, str]:
-    """Return what `save` writes as text, for a file of somebody else's."""
-    header, tensors = _take_apart(hook.state_dict())
-    return {"header": header, "tensors": base64.b64encode(bytes_of_tensors(tensors)).decode("ascii")}
-
-
-def load_exported(hook: Stateful, exported: dict[str, str], place: str) -> None:
-    """Continue from what `export` returned; on an error the hook is left as it was.
-
-    Args:
-        hook: the hook.
-        exported: what `export` returned.
-        place: where it was found, for messages.
-
-    Raises:
-        ValueError: it is damaged, not betahook's, or of another model or other controllers; the place is named.
-    """
-    try:
-        tensors = tensors_of_bytes(base64.b64decode(exported["tensors"], validate=True))
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{place} is damaged ({error}); resume from an older checkpoint") from error
-    state = _put_together(exported.get("header"), tensors, place)
-    try:
-        hook.load_state_dict(state)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
-
-
-def is_begun(folder: str | os.PathLike[str]) -> bool:
-    """Tell if `save` was called for a folder, even if it did not finish."""
-    return any(Path(folder).glob(f"{Path(FILE).stem}.*"))
-
-
-def _take_apart(state: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
-    """Part a state into its JSON, with a checksum, and its tensors by name."""
+def _take_apart(hook: Stateful, weights: Mapping[str, Tensor] | None = None) -> tuple[str, dict[str, Tensor]]:
+    """Part what is saved into its JSON, with a checksum, and its tensors by name."""
+    state = hook.state_dict()
     tensors = {name: value.contiguous().cpu() for name, value in _take_tensors(state, "")}
+    taken = fingerprint.take(hook.model if weights is None else weights)
+    tensors |= {f"{FINGERPRINT}{name}": entries for name, entries in taken.items()}
     return json.dumps({"state": state, "sha256": _checksum(state, tensors)}), tensors
 
 
-def _put_together(header: str | None, tensors: dict[str, Tensor], place: str) -> dict[str, Any]:
-    """Return the state that `_take_apart` parted; `place` is where it was found, for messages."""
+def _put_together(header: str | None, tensors: dict[str, Tensor], place: str) -> Content:
+    """Return what `_take_apart` parted; `place` is where it was found, for messages."""
     try:
         content = None if header is None else json.loads(header)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -134,10 +183,11 @@ def _put_together(header: str | None, tensors: dict[str, Tensor], place: str) ->
     state: dict[str, Any] = content["state"]
     if content.get("sha256") != _checksum(state, tensors):
         raise ValueError(f"{place} is damaged (its checksum does not match); resume from an older checkpoint")
+    entries = {name: tensors.pop(name) for name in list(tensors) if name.startswith(FINGERPRINT)}
     try:
         for name, tensor in tensors.items():
             _put_tensor(state, name, tensor)
-        return schema.parse(state)
+        return schema.parse(state), {name.removeprefix(FINGERPRINT): tensor for name, tensor in entries.items()}
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
 

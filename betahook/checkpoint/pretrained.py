@@ -51,7 +51,7 @@ def connect(model: nn.Module, hook: Stateful, acts: Callable[[], bool], undo: Ex
         if options.get("is_main_process", True):
             # First, so that no folder ever has the weights alone.
             Path(save_directory).mkdir(parents=True, exist_ok=True)
-            save(hook, save_directory)
+            save(hook, save_directory, options.get("state_dict"))
         with _marked(model, acts()):
             return original(save_directory, *args, **kwargs)
 

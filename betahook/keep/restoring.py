@@ -6,6 +6,7 @@ Reads as check the config, read the state, attach, load. The model's weights are
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
 
     Raises:
         FileNotFoundError: the folder has no state of betahook.
-        ValueError: the model's config does not say that it needs betahook; the file is damaged or of another model or
-            other controllers.
+        ValueError: the model's config does not say that it needs betahook; the file is damaged, of another model or
+            other controllers, or was saved with other weights than those of the model.
     """
     path = Path(folder, checkpoint.FILE)
     state = _read(model, path)
@@ -49,11 +50,14 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
         hook = attach(model, controller=controller or "monitor", layers=lambda name, module: name in names, **chosen)
         if controller is None:
             state["controllers"] = hook.state_dict()["controllers"]
-        try:
-            hook.load_state_dict(state)
-        except ValueError as error:
-            hook.detach()
-            raise ValueError(f"{path}: {error}") from error
+        with ExitStack() as undo:
+            undo.callback(hook.detach)
+            try:
+                hook.load_state_dict(state)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+            checkpoint.check(folder, model)
+            undo.pop_all()
     return hook
 
 

@@ -1,10 +1,10 @@
-"""A run that was killed while it saved, and resumed, ends with the bits of one that was not."""
+"""What was killed while it saved: a run resumes to the same bits, a state without its weights is refused."""
 
 import signal
 
 import pytest
 
-from support import killed
+from support import killed, overwritten
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,14 @@ def test_killed_in_the_middle_of_a_save(tmp_path, expected, point):
 @pytest.mark.slow
 def test_killed_at_twenty_random_moments():
     assert killed.main(20) == 20
+
+
+@pytest.mark.slow
+def test_a_folder_never_holds_beta_and_weights_of_two_saves_silently():
+    outcomes = overwritten.main(30)
+    assert outcomes.keys() <= {"one save", "two saves, refused", "refused by transformers"}
+    assert outcomes["one save"] > 0
+    assert outcomes["two saves, refused"] > 5
 
 
 def test_a_run_that_differs_is_seen(expected):

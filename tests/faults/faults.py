@@ -232,6 +232,11 @@ FAULTS = [
         'if entry["options"] != like["options"]',
         CHECKPOINT,
     ),
+    Fault("betahook/checkpoint/fingerprint.py", "entries.to(got.dtype), got", "entries, got"),
+    Fault("betahook/checkpoint/fingerprint.py", "last * index // (ENTRIES - 1)", "0"),
+    Fault("betahook/checkpoint/fingerprint.py", " and not compat.is_flattened(weight)", ""),
+    Fault("betahook/checkpoint/file.py", "fingerprint.refuse_other_weights(entries, hook.model)", "pass", CHECKPOINT),
+    Fault("betahook/checkpoint/file.py", 'path.with_suffix(".unfinished")', "path", CHECKPOINT),
     Fault("betahook/checkpoint/file.py", 'content.get("sha256") != _checksum(state, tensors)', "False", CHECKPOINT),
     Fault(
         "betahook/stages.py",

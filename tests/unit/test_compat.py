@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama
@@ -216,6 +217,18 @@ def test_parameters_of_zero_3_have_an_id_of_their_own():
     assert not compat.is_zero3(parameter)
     parameter.ds_id = 0
     assert compat.is_zero3(parameter)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching:UserWarning")  # a single rank
+def test_parameters_that_fsdp_1_shards_are_marked(tmp_path):
+    parameter = nn.Parameter(torch.ones(2))
+    assert not compat.is_flattened(parameter)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"), use_orig_params=True)
+        assert all(compat.is_flattened(parameter) for parameter in model.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_the_state_of_a_trainer_has_a_name():

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from transformers import TrainerCallback
 
@@ -103,7 +104,7 @@ def rewrite(**changes):
 
     def damage(path):
         state = {**checkpoint.read(path.parent), **changes}
-        checkpoint.save(SimpleNamespace(state_dict=lambda: state), path.parent)
+        checkpoint.save(SimpleNamespace(model=nn.Module(), state_dict=lambda: state), path.parent)
 
     return damage
 

@@ -1,0 +1,110 @@
+"""The fingerprint of a model's weights: a few entries of every parameter, saved with the state of its hook.
+
+By it `restore` and a resumed run know that weights and beta were saved together: a process that is killed in the middle
+of a save leaves a folder with one of them new. Its cost depends on the number of parameters, not on their sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from betahook import compat
+from betahook.models.discovery import named_modules
+
+ENTRIES = 16
+"""Entries of each parameter, from the first to the last one at equal distances."""
+
+
+def take(weights: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return some entries of every parameter by its name, each `[ENTRIES]` on the CPU in the parameter's own dtype.
+
+    Left out is what is quantised, offloaded or sharded: its entries are not at hand, or not the same on every rank.
+
+    Args:
+        weights: a model, or its weights by their names in a saved model.
+    """
+    named = _parameters(weights) if isinstance(weights, nn.Module) else weights.items()
+    return {name: _entries(weight) for name, weight in named if _is_at_hand(weight)}
+
+
+def refuse_other_weights(fingerprint: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Refuse a model whose weights are not those of a fingerprint.
+
+    Raises:
+        ValueError: weights that both name differ by more than their rounding to the dtype of the model.
+    """
+    if different := _differences(fingerprint, take(model).get):
+        raise ValueError(
+            f"its beta belongs to other weights than those of this {type(model).__name__}: {different}. Load those of "
+            "the same folder, and change them only then; if they are of it, its last save was interrupted: take "
+            "another checkpoint"
+        )
+
+
+def refuse_other_files(fingerprint: Mapping[str, Tensor], folder: Path) -> None:
+    """Refuse a folder whose files of weights are not those of a fingerprint.
+
+    Raises:
+        ValueError: weights that both name differ.
+        safetensors.SafetensorError: a file is damaged.
+    """
+    with ExitStack() as opened:
+        files = [opened.enter_context(safe_open(path, "pt")) for path in _weight_files(folder)]
+        holders = {name: file for file in files for name in file.keys()}  # noqa: SIM118, it is no dict
+
+        def read(name: str) -> Tensor | None:
+            return _entries(holders[name].get_tensor(name)) if name in holders else None  # maps it, reads the entries
+
+        if different := _differences(fingerprint, read):
+            raise ValueError(
+                f"its beta does not belong to the weights beside it: {different}. The last save was interrupted: take "
+                "another checkpoint"
+            )
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in named_modules(model):
+        yield from module.named_parameters(path, recurse=False)
+
+
+def _is_at_hand(weight: Tensor) -> bool:
+    plain = type(weight.data) is Tensor and weight.is_floating_point() and not weight.is_meta
+    return plain and weight.numel() > 0 and not compat.is_zero3(weight) and not compat.is_flattened(weight)
+
+
+def _entries(weight: Tensor) -> Tensor:
+    last = weight.numel() - 1
+    places = torch.tensor([last * index // (ENTRIES - 1) for index in range(ENTRIES)], device="cpu")
+    weight = torch.atleast_1d(weight.detach())  # by index: a flat view of a transposed weight would be a copy of it
+    return weight[torch.unravel_index(places, weight.shape)].to("cpu", copy=True)
+
+
+def _differences(expected: Mapping[str, Tensor], read: Callable[[str], Tensor | None]) -> str:
+    """Say which weights differ; empty if none does. What one side lacks, renamed by an adapter say, is not compared."""
+    pairs = {name: (entries, got) for name, entries in expected.items() if (got := read(name)) is not None}
+    # Loaded in another dtype, a weight is what it was saved as, rounded.
+    found = {name: _first_difference(entries.to(got.dtype), got) for name, (entries, got) in pairs.items()}
+    different = {name: numbers for name, numbers in found.items() if numbers is not None}
+    if not different:
+        return ""
+    name, (wanted, actual) = next(iter(different.items()))
+    return f"{len(different)} of {len(pairs)} differ, {name} first, expected {wanted:.9g} got {actual:.9g}"
+
+
+def _first_difference(expected: Tensor, got: Tensor) -> tuple[float, float] | None:
+    pairs = zip(expected.tolist(), got.tolist(), strict=True)
+    return next(((a, b) for a, b in pairs if a != b and not (math.isnan(a) and math.isnan(b))), None)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers loads: one, or else its shards."""
+    whole, suffix = folder / SAFE_WEIGHTS_NAME, Path(SAFE_WEIGHTS_NAME).suffix
+    return [whole] if whole.exists() else sorted(folder.glob(f"{whole.stem}-*-of-*{suffix}"))
