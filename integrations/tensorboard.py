@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -36,7 +36,7 @@ class TensorBoardWriter:
         self.writer: Any = SummaryWriter(logdir, filename_suffix=".betahook")
         self._has_layout = False
 
-    def write(self, hook: Hook, step: int, metrics: dict[str, float] | None = None) -> None:
+    def write(self, hook: Hook, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Write the metrics of the hook's last step as those of `step`; `metrics`, if they were read already."""
         if not self._has_layout:
             self.writer.add_custom_scalars(layout(hook.layers))

@@ -1,30 +1,29 @@
-"""betahook in the Hugging Face Trainer: one callback."""
+"""betahook in the Hugging Face Trainer: a callback, and `watch`, which also reaches what the Trainer reports to."""
 
 from __future__ import annotations
 
 import inspect
-import itertools
-import json
 import logging
-import os
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations.integration_utils import TensorBoardCallback, default_logdir
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import CONFIG_NAME
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
-from betahook import checkpoint, compat, options
+from betahook import checkpoint, options
 from betahook.hook import Hook, attach, hooks_of
 from betahook.keep.folding import FoldError, fold
 from betahook.options import ControllerChoice, LayerChoice
 from betahook.report.alerts import Alerts
 
-from .tensorboard import TensorBoardWriter
+from . import checkpoints
+from .checkpoints import last_checkpoint
+from .reports import Reports, is_training, with_trackers
+
+__all__ = ["BetaHookCallback", "last_checkpoint", "watch"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +32,6 @@ _DEFAULTS = {
     for name, parameter in inspect.signature(attach).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY
 }
-
-_EXPORT = "betahook"
-"""Key of the hook's state among those of the callbacks in the state of the Trainer. No class has this name: where one
-has, `restore_callback_states_from_checkpoint` replaces the user's callback by one without its options."""
 
 _training: weakref.WeakSet[Hook] = weakref.WeakSet()
 """Hooks made by callbacks whose training has not ended, so that the next one may replace what Ctrl-C left."""
@@ -47,9 +42,9 @@ class BetaHookCallback(TrainerCallback):
 
         trainer = Trainer(model=model, ..., callbacks=[BetaHookCallback()])
 
-    The metrics of `Hook.metrics` join the entries of `trainer.state.log_history` that hold the training loss, and go
-    to the TensorBoard run of the loss, which is made if the Trainer does not report to TensorBoard itself. Only the
-    main process logs.
+    With `report_to="tensorboard"`, the metrics of `Hook.metrics` go to the run of the loss. A callback runs after the
+    reporters of the Trainer, so that other trackers get the metrics only through `watch(trainer)`. Entries of
+    `trainer.state.log_history` with the training loss get a summary of them. Only the main process logs.
 
     Every checkpoint gets the state of the hook, and `trainer.train(resume_from_checkpoint=...)` continues from it,
     wherever the folder is. The hook of a training that was broken off is replaced by that of the next one. When the
@@ -62,7 +57,8 @@ class BetaHookCallback(TrainerCallback):
     lose it. With `load_best_model_at_end`, it is the beta that stood when the best checkpoint was saved.
 
     Args:
-        controller, layers, per_head, interval, when, alerts: as for `betahook.attach`.
+        controller, layers, per_head, interval, when, alerts: as for `betahook.attach`. Alerts also go to W&B and
+            Trackio, if `report_to` names them.
         hook: a hook that is attached to the model already, instead of these options.
         on_end: "fold", as above; where a layer has no exact fold, the hook stays and a warning says why. "keep" leaves
             the model hooked, with its beta, for you to `fold` or `detach`.
@@ -106,13 +102,13 @@ class BetaHookCallback(TrainerCallback):
         self._given = hook
         self._is_training = False
         self._on_end = on_end
-        self._writer: TensorBoardWriter | None = None
-        self._loss_writer: TensorBoardCallback | None = None
+        self._reports: Reports | None = None
+        self._handler: CallbackHandler | None = None  # set by `watch`
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         with args.main_process_first(local=args.save_on_each_node, desc="looking for unfinished checkpoints"):
             if args.should_save:
-                _set_unfinished_aside(Path(args.output_dir or "."))
+                checkpoints.set_unfinished_aside(Path(args.output_dir or "."))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -137,14 +133,15 @@ class BetaHookCallback(TrainerCallback):
                 left.detach()
                 logger.warning("the last training of this model was broken off: it begins with its own beta again")
             with checkpoint.unmarked(model) if resumed else nullcontext():
-                self.hook = attach(model, **self._options)
+                self.hook = attach(model, **{**self._options, "alerts": with_trackers(self._options["alerts"], args)})
         if self.hook is not self._given:
             _training.add(self.hook)
         if resumed:
-            _resume(self.hook, args, state)
-        _exports(state)[_EXPORT] = _Export(self.hook)
-        if state.is_world_process_zero:
-            self._open(args, state, control, **kwargs)
+            checkpoints.resume(self.hook, args, state)
+        checkpoints.export(self.hook, state)
+        if self._reports is not None:  # of a training that was broken off
+            self._reports.close()
+        self._reports = Reports(self.hook, args, self._handler) if state.is_world_process_zero else None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         assert self.hook is not None
@@ -159,22 +156,13 @@ class BetaHookCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not state.is_world_process_zero or self.hook is None:
-            return
-        if self._loss_writer is not None:
-            self._loss_writer.on_log(args, state, control, logs=logs, **kwargs)
-        if logs is None or "loss" not in logs:
-            return  # an evaluation or the final summary: betahook has nothing new to say
-        # The reporters ran before this callback; the history is what can still be joined.
-        metrics = self.hook.metrics()
-        state.log_history[-1].update(metrics)
-        if self._writer is not None:
-            self._writer.write(self.hook, state.global_step, metrics)
+        if self._reports is not None and is_training(logs):
+            self._reports.log(state)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.hook is None or not state.is_world_process_zero:
             return
-        folder = _checkpoint(args, state)
+        folder = checkpoints.of_step(args, state)
         if folder.is_dir():
             checkpoint.save(self.hook, folder)
         else:
@@ -208,138 +196,49 @@ class BetaHookCallback(TrainerCallback):
             except FoldError as error:
                 logger.warning("%s. A model that is saved now needs betahook to act as it was trained.", error)
         if not self.hook.attached:
-            _exports(state).pop(_EXPORT, None)
-        if self._loss_writer is not None:
-            self._loss_writer.on_train_end(args, state, control, **kwargs)
-            self._loss_writer = None
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def _open(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Open a writer on the run of the loss; make that run if the Trainer does not."""
-        reported = "tensorboard" in (args.report_to or [])
-        default = Path(args.output_dir or ".", default_logdir())
-        run = os.environ.get("TENSORBOARD_LOGGING_DIR")
-        if run is None and reported:
-            run = _newest_run(default.parent)
-        try:
-            self._writer = TensorBoardWriter(run or str(default))
-        except ImportError as error:
-            logger.warning("%s; until then the metrics are in trainer.state.log_history only", error)
-            return
-        if not reported:
-            self._loss_writer = TensorBoardCallback(self._writer.writer)
-            self._loss_writer.on_train_begin(args, state, control, **kwargs)
+            checkpoints.forget(state)
+        if self._reports is not None:
+            self._reports.close()
+            self._reports = None
 
 
-def _exports(state: TrainerState) -> dict[str, Any]:
-    """The states of callbacks by name in that of the Trainer, which takes a list of callbacks and makes this of it."""
-    exports: Any = state.stateful_callbacks
-    assert isinstance(exports, dict)
-    return exports
+def watch(trainer: Trainer, callback: BetaHookCallback | None = None) -> BetaHookCallback:
+    """Add betahook to a Trainer, and its metrics to the logs of every tracker that the Trainer reports to.
 
+        callback = watch(trainer)  # or watch(trainer, BetaHookCallback("monitor", interval=10))
+        trainer.train()
 
-class _Export:
-    """Stands among the states of callbacks for that of a hook, as it is when the Trainer writes them."""
+    The reporters of `report_to`, and those added as callbacks, log the metrics in the row of the training loss, from
+    the main process. Console and progress bar stay as they were.
 
-    def __init__(self, hook: Hook) -> None:
-        self._hook = hook
+    Args:
+        trainer: before its training begins.
+        callback: betahook's options; None for the callback that the Trainer has already, or a new one.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, str]:
-        """Return the state, for `dataclasses.asdict`, by which the Trainer writes its own, copies what it holds."""
-        return checkpoint.export(self._hook)
+    Returns:
+        The callback, whose `hook` is there once training begins.
 
-
-def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """The newest whole checkpoint of a run with `BetaHookCallback`, for `resume_from_checkpoint`; None without any."""
-    folders = _checkpoints(Path(output_dir))
-    return next((str(folder) for folder in folders if checkpoint.is_begun(folder) and _is_whole(folder)), None)
-
-
-def _checkpoints(run: Path) -> list[Path]:
-    """The checkpoint folders of a run, the newest first."""
-    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
-    folders = [folder for folder in run.glob(f"{prefix}*/") if folder.name.removeprefix(prefix).isdecimal()]
-    return sorted(folders, key=lambda folder: int(folder.name.removeprefix(prefix)), reverse=True)
-
-
-def _set_unfinished_aside(run: Path) -> None:
-    """Rename the checkpoints that are newer than the newest whole one, in a run with betahook."""
-    folders = _checkpoints(run)
-    if not any(checkpoint.is_begun(folder) or not any(folder.iterdir()) for folder in folders):
-        return  # of a run without betahook nothing is known
-    for folder in itertools.takewhile(lambda folder: not _is_whole(folder), folders):
-        names = (f"unfinished-{folder.name}.{number}" for number in itertools.count(1))
-        aside = next(run / name for name in names if not (run / name).exists())
-        folder.rename(aside)
-        logger.warning(
-            "%s was not finished, its process ended while it saved. It is called %s now; the newest whole one is %s",
-            folder,
-            aside.name,
-            last_checkpoint(run) or "none",
+    Raises:
+        ValueError: the Trainer has another `BetaHookCallback` already.
+        TypeError: `trainer` is no Trainer.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"watch() takes a transformers.Trainer; got {type(trainer).__name__}")
+    handler = trainer.callback_handler
+    own = next((added for added in handler.callbacks if isinstance(added, BetaHookCallback)), None)
+    if own is not None and callback not in (None, own):
+        raise ValueError(
+            "watch(trainer, callback) got a second BetaHookCallback: leave it out, or call "
+            "trainer.remove_callback(BetaHookCallback) first"
         )
-
-
-def _is_whole(folder: Path) -> bool:
-    """Tell if the state of the Trainer, which it writes last, and that of the hook, if there was one, can be read."""
-    try:
-        TrainerState.load_from_json(str(folder / compat.trainer_state_name()))
-        config = json.loads((folder / CONFIG_NAME).read_text()) if (folder / CONFIG_NAME).exists() else None
-        # A model of transformers that is hooked writes the state of its hook before its config.
-        if config is None or checkpoint.MARK in config or checkpoint.is_begun(folder):
-            checkpoint.check(folder)
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    """The folder that the Trainer gives to the checkpoint of this step."""
-    run, name = Path(args.output_dir or "."), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-    if state.is_hyper_param_search:  # each trial has a folder, whose name callbacks are not told
-        return max(run.glob(f"*/{name}"), key=lambda folder: folder.stat().st_mtime_ns, default=run / name)
-    return run / name
+    chosen = own or callback or BetaHookCallback()
+    if own is None:
+        trainer.add_callback(chosen)
+        chosen.on_init_end(trainer.args, trainer.state, trainer.control)
+    chosen._handler = handler
+    return chosen
 
 
 def _is_on(hook: Hook, model: nn.Module) -> bool:
     modules = set(model.modules())
     return all(layer.module in modules for layer in hook.layers.values())
-
-
-def _resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
-    """Continue from the checkpoint that the Trainer has resumed from: its file, or else what its state says.
-
-    Raises:
-        ValueError: the checkpoint is elsewhere, and an older version of betahook, or none, wrote it.
-    """
-    # The Trainer does not tell callbacks where it is: the arguments may, or it is that of this step in `output_dir`.
-    named, last = args.resume_from_checkpoint, _checkpoint(args, state)
-    folders = [Path(named), last] if isinstance(named, str) else [last]
-    exported = _exports(state).get(_EXPORT)
-    if (folder := next((folder for folder in folders if _has(folder, state)), None)) is not None:
-        checkpoint.load(hook, folder)
-    elif exported is not None:
-        checkpoint.load_exported(hook, exported, f"{compat.trainer_state_name()} of the checkpoint to resume from")
-    else:
-        raise ValueError(
-            f"the checkpoint to resume from is not {' or '.join(map(str, folders))}, and its "
-            f"{compat.trainer_state_name()} says nothing of betahook. Name it in the arguments too, "
-            "TrainingArguments(resume_from_checkpoint=folder), for betahook to find its beta"
-        )
-
-
-def _has(folder: Path, state: TrainerState) -> bool:
-    """Tell if a folder has the checkpoint of this state."""
-    try:
-        there = TrainerState.load_from_json(str(folder / compat.trainer_state_name()))
-    except FileNotFoundError:
-        return False
-    # By text: a NaN is no other NaN's equal.
-    return there.global_step == state.global_step and json.dumps(there.log_history) == json.dumps(state.log_history)
-
-
-def _newest_run(runs: Path) -> str | None:
-    """The folder of the newest event file below `runs`: the one that the Trainer has just opened."""
-    files = sorted(runs.rglob("events.out.tfevents.*"), key=lambda file: file.stat().st_mtime_ns)
-    return str(files[-1].parent) if files else None

@@ -1,26 +1,24 @@
-"""An attribute of a module that has another value for a while."""
+"""An attribute of an object that has another value for a while."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 
 class Override:
-    """Gives an attribute of a module another value, until `remove()`; `active` says whether that is still to come."""
+    """Gives an attribute of an object another value, until `remove()`; `active` says whether that is still to come."""
 
     active = True
 
-    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
-        self._module, self._name, self._value = module, name, value
-        self._before = {key: kept for key, kept in vars(module).items() if key == name}
-        vars(module)[name] = value
+    def __init__(self, owner: object, name: str, value: Any) -> None:
+        self._owner, self._name, self._value = owner, name, value
+        self._before = {key: kept for key, kept in vars(owner).items() if key == name}
+        vars(owner)[name] = value
 
     def remove(self) -> None:
-        """Leave the module as it was, unless another value has taken the place of this one."""
+        """Leave the object as it was, unless another value has taken the place of this one."""
         self.active = False
-        attributes = vars(self._module)
+        attributes = vars(self._owner)
         if attributes.get(self._name) is self._value:
             del attributes[self._name]
             attributes.update(self._before)

@@ -84,7 +84,7 @@ class Bar(ProgressCallback):
         self.shown: dict[str, str] = {}
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for key, label in (("eval_accuracy", "accuracy"), ("beta/attention", "beta")):
+        for key, label in (("eval_accuracy", "accuracy"), ("beta/largest", "beta")):
             if key in state.log_history[-1]:
                 self.shown[label] = f"{state.log_history[-1][key]:.3g}"
         if self.training_bar is not None:
@@ -132,7 +132,7 @@ def train(
                 eval_steps=max(1, steps // EVALUATIONS),
                 logging_steps=max(1, steps // EVALUATIONS),
                 save_strategy="no",
-                report_to=[],
+                report_to="tensorboard" if output else "none",
                 disable_tqdm=True,
                 seed=run.seed,
                 use_cpu=True,
@@ -151,7 +151,7 @@ def train(
         history = trainer.state.log_history
     curves = {
         key: [(entry["step"], entry[key]) for entry in history if key in entry]
-        for key in ("eval_accuracy", "eval_loss", "beta/attention")
+        for key in ("eval_accuracy", "eval_loss", "beta/largest")
     }
     result = {
         "row": run.row.name,
@@ -164,7 +164,7 @@ def train(
         "beta": hook.layers["attention"].beta,
         "accuracy_curve": curves["eval_accuracy"],
         "loss_curve": curves["eval_loss"],
-        "beta_curve": curves["beta/attention"],
+        "beta_curve": curves["beta/largest"],
     }
     hook.detach()
     return result

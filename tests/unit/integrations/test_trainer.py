@@ -1,7 +1,6 @@
 """The Trainer callback: one line for the user, values beside the loss."""
 
 import json
-import logging
 import shutil
 import time
 from unittest import mock
@@ -36,22 +35,43 @@ def test_a_run_in_bfloat16_ends_plain(tmp_path):
     assert not callback.hook.attached
 
 
-@pytest.mark.parametrize("report_to", ["tensorboard", "none"])
-def test_metrics_join_the_loss(tmp_path, report_to):
+def test_metrics_join_the_loss_in_tensorboard(tmp_path):
+    said = []
+
+    class Listen(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if "loss" in logs:
+                said.append((state.global_step, callback.hook.metrics()[f"score_std/{LAYER}"]))
+
     callback = BetaHookCallback()
-    trainer = make_trainer(tmp_path, callback, report_to=report_to, eval_strategy="steps", eval_steps=3)
+    trainer = make_trainer(tmp_path, callback, report_to="tensorboard", eval_strategy="steps", eval_steps=3)
+    trainer.add_callback(Listen())
     trainer.train()
-
-    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["step"] for entry in entries] == [2, 4, 6]
-    assert all(f"score_std/{LAYER}" in entry for entry in entries)
-    assert not any(f"score_std/{LAYER}" in entry for entry in trainer.state.log_history if "eval_loss" in entry)
-
     run = events(tmp_path)
     for tag in ("train/loss", "eval/loss", f"beta/{LAYER}"):
         assert tag in run.Tags()["scalars"]
-    logged = {event.step: event.value for event in run.Scalars(f"score_std/{LAYER}")}
-    assert logged == pytest.approx({entry["step"]: entry[f"score_std/{LAYER}"] for entry in entries})
+    logged = [(event.step, event.value) for event in run.Scalars(f"score_std/{LAYER}")]
+    assert [step for step, _ in said] == [2, 4, 6]
+    assert logged == [(step, pytest.approx(value)) for step, value in said]
+
+
+def test_the_history_holds_a_summary_beside_the_loss(tmp_path):
+    trainer = make_trainer(tmp_path, BetaHookCallback("monitor"), eval_strategy="steps", eval_steps=3)
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in entries] == [2, 4, 6]
+    for entry in entries:
+        assert entry["beta/largest"] == entry["beta/smallest"] == pytest.approx(8**-0.5)
+        assert entry["max_logit/largest"] > 0
+        assert len(json.dumps(entry, indent=2)) < 2_000
+    assert not any("beta/largest" in entry for entry in trainer.state.log_history if "loss" not in entry)
+
+
+@pytest.mark.parametrize("report_to", ["none", []])
+def test_who_reports_to_nothing_gets_no_files(tmp_path, monkeypatch, report_to):
+    monkeypatch.chdir(tmp_path)
+    make_trainer(tmp_path / "out", BetaHookCallback(), report_to=report_to).train()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_training_is_that_of_a_plain_loop(tmp_path):
@@ -479,10 +499,9 @@ def test_a_hook_takes_no_further_options():
         BetaHookCallback(hook=hook, interval=2)
 
 
-def test_without_tensorboard_the_history_is_kept(tmp_path, monkeypatch, caplog):
+def test_without_tensorboard_training_goes_on(tmp_path, monkeypatch, caplog):
+    """The reporter also writes with tensorboardX."""
+    trainer = make_trainer(tmp_path, BetaHookCallback(), report_to="tensorboard")
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
-    trainer = make_trainer(tmp_path, BetaHookCallback())
-    with caplog.at_level(logging.WARNING):
-        trainer.train()
-    assert "pip install tensorboard" in caplog.text
-    assert f"beta/{LAYER}" in trainer.state.log_history[0]
+    trainer.train()
+    assert "pip install tensorboard; until then TensorBoard has no page of betahook" in caplog.text

@@ -1,0 +1,137 @@
+"""Checkpoints of the Trainer: the hook's state in them, and folders that are whole or were never finished.
+
+`betahook.integrations.trainer` calls this; nothing here trains.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import CONFIG_NAME
+
+from betahook import checkpoint, compat
+from betahook.hook import Hook
+
+logger = logging.getLogger(__name__)
+
+_EXPORT = "betahook"
+"""Key of the hook's state among those of the callbacks in the state of the Trainer. No class has this name: where one
+has, `restore_callback_states_from_checkpoint` replaces the user's callback by one without its options."""
+
+
+def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+    """The newest whole checkpoint of a run with `BetaHookCallback`, for `resume_from_checkpoint`; None without any."""
+    folders = _checkpoints(Path(output_dir))
+    return next((str(folder) for folder in folders if checkpoint.is_begun(folder) and _is_whole(folder)), None)
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    """The checkpoint folders of a run, the newest first."""
+    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
+    folders = [folder for folder in run.glob(f"{prefix}*/") if folder.name.removeprefix(prefix).isdecimal()]
+    return sorted(folders, key=lambda folder: int(folder.name.removeprefix(prefix)), reverse=True)
+
+
+def set_unfinished_aside(run: Path) -> None:
+    """Rename the checkpoints that are newer than the newest whole one, in a run with betahook."""
+    folders = _checkpoints(run)
+    if not any(checkpoint.is_begun(folder) or not any(folder.iterdir()) for folder in folders):
+        return  # of a run without betahook nothing is known
+    for folder in itertools.takewhile(lambda folder: not _is_whole(folder), folders):
+        names = (f"unfinished-{folder.name}.{number}" for number in itertools.count(1))
+        aside = next(run / name for name in names if not (run / name).exists())
+        folder.rename(aside)
+        logger.warning(
+            "%s was not finished, its process ended while it saved. It is called %s now; the newest whole one is %s",
+            folder,
+            aside.name,
+            last_checkpoint(run) or "none",
+        )
+
+
+def _is_whole(folder: Path) -> bool:
+    """Tell if the state of the Trainer, which it writes last, and that of the hook, if there was one, can be read."""
+    try:
+        TrainerState.load_from_json(str(folder / compat.trainer_state_name()))
+        config = json.loads((folder / CONFIG_NAME).read_text()) if (folder / CONFIG_NAME).exists() else None
+        # A model of transformers that is hooked writes the state of its hook before its config.
+        if config is None or checkpoint.MARK in config or checkpoint.is_begun(folder):
+            checkpoint.check(folder)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def of_step(args: TrainingArguments, state: TrainerState) -> Path:
+    """The folder that the Trainer gives to the checkpoint of this step."""
+    run, name = Path(args.output_dir or "."), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    if state.is_hyper_param_search:  # each trial has a folder, whose name callbacks are not told
+        return max(run.glob(f"*/{name}"), key=lambda folder: folder.stat().st_mtime_ns, default=run / name)
+    return run / name
+
+
+def _holds(folder: Path, state: TrainerState) -> bool:
+    """Tell if a folder has the checkpoint of this state."""
+    try:
+        there = TrainerState.load_from_json(str(folder / compat.trainer_state_name()))
+    except FileNotFoundError:
+        return False
+    # By text: a NaN is no other NaN's equal.
+    return there.global_step == state.global_step and json.dumps(there.log_history) == json.dumps(state.log_history)
+
+
+def export(hook: Hook, state: TrainerState) -> None:
+    """Let the state of the Trainer, and so its checkpoints, hold that of a hook as it is when it is written."""
+    _exports(state)[_EXPORT] = _Export(hook)
+
+
+def forget(state: TrainerState) -> None:
+    """Take the hook's state from that of the Trainer."""
+    _exports(state).pop(_EXPORT, None)
+
+
+def resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
+    """Continue from the checkpoint that the Trainer has resumed from: its file, or else what its state says.
+
+    Raises:
+        ValueError: the checkpoint is elsewhere, and an older version of betahook, or none, wrote it.
+    """
+    # The Trainer does not tell callbacks where it is: the arguments may, or it is that of this step in `output_dir`.
+    named, last = args.resume_from_checkpoint, of_step(args, state)
+    places = [Path(named), last] if isinstance(named, str) else [last]
+    exported = _exports(state).get(_EXPORT)
+    if (folder := next((place for place in places if _holds(place, state)), None)) is not None:
+        checkpoint.load(hook, folder)
+    elif exported is not None:
+        checkpoint.load_exported(hook, exported, f"{compat.trainer_state_name()} of the checkpoint to resume from")
+    else:
+        raise ValueError(
+            f"the checkpoint to resume from is not {' or '.join(map(str, places))}, and its "
+            f"{compat.trainer_state_name()} says nothing of betahook. Name it in the arguments too, "
+            "TrainingArguments(resume_from_checkpoint=folder), for betahook to find its beta"
+        )
+
+
+def _exports(state: TrainerState) -> dict[str, Any]:
+    """The states of callbacks by name in that of the Trainer, which takes a list of callbacks and makes this of it."""
+    exports: Any = state.stateful_callbacks
+    assert isinstance(exports, dict)
+    return exports
+
+
+class _Export:
+    """Stands among the states of callbacks for that of a hook, as it is when the Trainer writes them."""
+
+    def __init__(self, hook: Hook) -> None:
+        self._hook = hook
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, str]:
+        """Return the state, for `dataclasses.asdict`, by which the Trainer writes its own, copies what it holds."""
+        return checkpoint.export(self._hook)

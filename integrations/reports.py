@@ -1,0 +1,175 @@
+"""Reports of a training in the Trainer: TensorBoard, the trackers that it reports to, its history, and alerts.
+
+`betahook.integrations.trainer` calls this, in the process that logs; nothing here measures. A reporter is a callback of
+transformers that sends the logs of the Trainer to a tracker.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, default_logdir
+from transformers.trainer_callback import CallbackHandler
+
+from betahook.hook import Hook
+from betahook.report.alerts import Alert, Alerts
+from betahook.tap.override import Override
+
+from .tensorboard import TensorBoardWriter
+
+logger = logging.getLogger(__name__)
+
+REPORTERS: dict[str, type[TrainerCallback]] = {
+    name: reporter
+    for name, reporter in INTEGRATION_TO_CALLBACK.items()
+    if name != "tensorboard" and getattr(reporter, "on_log", None) is not TrainerCallback.on_log
+}
+"""Classes of reporters that take logs, by their names in `report_to`, but TensorBoard's: its pages are our own."""
+SHOWING_ALERTS = {"wandb", "trackio"}
+"""Names in `report_to` of the trackers that show alerts."""
+SUMMARY = {
+    "largest": (max, ("beta", "logit_std", "max_logit", "at_bound", "nonfinite")),
+    "smallest": (min, ("beta", "logit_std", "entropy")),
+}
+"""Quantities of which a summary holds the largest and the smallest over the layers."""
+
+
+class Reports:
+    """Everything that one training reports to.
+
+    Args:
+        hook: of the model in training.
+        args: of the Trainer.
+        handler: with the callbacks of the Trainer, its reporters among them; None where they are out of reach.
+    """
+
+    def __init__(self, hook: Hook, args: TrainingArguments, handler: CallbackHandler | None) -> None:
+        self._hook = hook
+        self._read: tuple[int, Mapping[str, float]] = (-1, {})
+        self._undo = ExitStack()
+        reported = args.report_to or ()
+        missing = [name for name in reported if name in REPORTERS]
+        if handler is not None:
+            self._connect(handler)
+        elif missing:
+            logger.warning(
+                "the metrics of betahook do not reach %s, whose callbacks run before this one: call "
+                "betahook.integrations.trainer.watch(trainer) before trainer.train()",
+                " and ".join(missing),
+            )
+        self._writer = _open_writer(args) if "tensorboard" in reported else None
+
+    def log(self, state: TrainerState) -> None:
+        """Report the last step, whose entry of the history is the latest."""
+        metrics = self._metrics()
+        state.log_history[-1].update(summary(metrics))
+        if self._writer is not None:
+            self._writer.write(self._hook, state.global_step, metrics)
+
+    def close(self) -> None:
+        """Finish the files, and leave the reporters as they were."""
+        self._undo.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _connect(self, handler: CallbackHandler) -> None:
+        """Let reporters log the metrics in the row of the training loss."""
+        callbacks: list[TrainerCallback] = handler.callbacks
+        for callback in callbacks:
+            if isinstance(callback, tuple(REPORTERS.values())):
+                self._undo.callback(Override(callback, "on_log", self._with_metrics(callback.on_log)).remove)
+
+    def _with_metrics(self, on_log: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the `on_log` of a reporter, which gets the metrics too in a dictionary of its own."""
+
+        def joined(
+            args: TrainingArguments,
+            state: TrainerState,
+            control: TrainerControl,
+            logs: dict[str, Any] | None = None,
+            **kwargs: Any,
+        ) -> Any:
+            if logs is not None and is_training(logs):
+                logs = {**logs, **self._metrics()}
+            return on_log(args, state, control, logs=logs, **kwargs)
+
+        return joined
+
+    def _metrics(self) -> Mapping[str, float]:
+        """Return the metrics of the last step, read once for all that log them."""
+        if self._read[0] != self._hook.steps:
+            self._read = self._hook.steps, self._hook.metrics()
+        return self._read[1]
+
+
+def is_training(logs: Mapping[str, Any] | None) -> bool:
+    """Tell if logs are of training steps; an evaluation or the final summary has nothing new of betahook."""
+    return logs is not None and "loss" in logs
+
+
+def summary(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Reduce metrics by layer to a few numbers, `quantity/largest` and `quantity/smallest` over the layers.
+
+    The Trainer writes its history into every checkpoint, so an entry must not grow with the model.
+    """
+    values: dict[str, list[float]] = {}
+    for key, value in metrics.items():
+        values.setdefault(key.split("/", 1)[0], []).append(value)
+    return {
+        f"{quantity}/{name}": choose(values[quantity])
+        for name, (choose, quantities) in SUMMARY.items()
+        for quantity in quantities
+        if quantity in values
+    }
+
+
+def with_trackers(alerts: Alerts | None, args: TrainingArguments) -> Alerts | None:
+    """Return alerts that are also shown by the trackers that the Trainer reports to, where these can."""
+    if alerts is None or not SHOWING_ALERTS & set(args.report_to or ()):
+        return alerts
+    on_alert = alerts.on_alert
+
+    def both(alert: Alert) -> None:
+        send_alert(alert)
+        on_alert(alert)
+
+    return replace(alerts, on_alert=both)
+
+
+def send_alert(alert: Alert) -> None:
+    """Show an alert in the runs of W&B and Trackio that are open in this process: `Alerts(send_alert, max_logit=50)`.
+
+    W&B shows alerts of one title at most once a minute, so each quantity of a layer has its own.
+    """
+    title = f"{alert.quantity} of {alert.layer}"
+    # Who reports to them has imported them.
+    wandb, trackio = sys.modules.get("wandb"), sys.modules.get("trackio")
+    if wandb is not None and wandb.run is not None:
+        wandb.run.alert(title, str(alert), level="WARN")
+    if trackio is not None and trackio.context_vars.current_run.get() is not None:
+        trackio.alert(title, str(alert))
+
+
+def _open_writer(args: TrainingArguments) -> TensorBoardWriter | None:
+    """Open a writer on the TensorBoard run of the loss."""
+    default = Path(args.output_dir or ".", default_logdir())
+    run = os.environ.get("TENSORBOARD_LOGGING_DIR") or _newest_run(default.parent) or str(default)
+    try:
+        return TensorBoardWriter(os.path.expanduser(run))
+    except ImportError as error:  # the Trainer also writes with tensorboardX
+        logger.warning("%s; until then TensorBoard has no page of betahook", error)
+        return None
+
+
+def _newest_run(runs: Path) -> str | None:
+    """The folder of the newest event file below `runs`: the one that the Trainer has just opened."""
+    files = sorted(runs.rglob("events.out.tfevents.*"), key=lambda file: file.stat().st_mtime_ns)
+    return str(files[-1].parent) if files else None
