@@ -265,14 +265,15 @@ class Hook:
             RuntimeError: nothing was measured yet.
         """
         state = self._state
-        table = stages.latest(state, state.collect(), state.moments)
+        table, moments = stages.latest(state, state.collect(), state.moments)
         if not bool((table[statistics.ROW["pairs"]] > 0).any()):
             raise RuntimeError(
                 "audit() before any measurement: run a forward first (in training mode and with gradients, or attach "
                 'with when="always")'
             )
         self.layers.read_weights()
-        return Audit.of(self.layers, state.layers, state.layers.observe(table), state.weight_std(state.layers))
+        observed, stds = state.layers.observe(table, moments, state.widths), state.layers.weight_std(state.weights)
+        return Audit.of(self.layers, state.layers, observed, stds)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that `step` depends on: tensors, numbers and strings only, ready for `torch.save`.

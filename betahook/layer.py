@@ -108,19 +108,17 @@ class AttentionLayer:
 
         Of this rank alone: its batches and, under tensor parallelism, its heads.
         """
-        table = self._table()
-        return Statistics.from_table(statistics.pool(table, torch.tensor([self.heads], device=table.device)))[0]
+        return self._statistics(torch.tensor([self.heads], device=self._state.device))[0]
 
     @property
     def head_statistics(self) -> Statistics:
         """The same for each head; tensors `[heads]`."""
-        return Statistics.from_table(self._table())
+        return self._statistics(None)
 
-    def _table(self) -> Tensor:
-        table = self._state.collect(self._place.heads)
+    def _statistics(self, lengths: Tensor | None) -> Statistics:
+        table, moments = self._state.collect(self._place.heads), self._state.moments[:, self._place.components]
         widths = torch.full((self.heads,), self.head_dim, device=table.device)
-        components.describe(table, self._state.moments[:, self._place.components], widths)
-        return table
+        return Statistics.from_table(components.described(table, moments, widths), lengths)
 
     @property
     def weight_std_q(self) -> float:

@@ -16,7 +16,7 @@ from betahook.control.base import DECADES, Controller, Observation
 from betahook.control.notes import Note, joined, pooled
 from betahook.layer import Layers
 from betahook.loss_scale import LossScale
-from betahook.measure import components, statistics
+from betahook.measure import statistics
 from betahook.state import State
 from betahook.tap import interface
 
@@ -47,27 +47,32 @@ def pool(state: State, layers: Layers, loss_scale: LossScale) -> None:
     if loss_scale.skipped or loss_scale.of_step != 1:
         # A NaN tells all ranks that the step was skipped on one.
         table[statistics.ROW["sensitivity"]] /= float("nan") if loss_scale.skipped else loss_scale.of_step
-    table, moments, beta_default = statistics.all_reduce(table, state.moments, state.beta_default)
-    state.beta_default.copy_(beta_default)
-    state.recent = latest(state, table, moments)
+    moments = state.moments
+    if statistics.is_distributed():
+        own = torch.where(state.factors.own.isnan(), state.beta_default, state.factors.own)
+        table, moments, pooled = statistics.all_reduce(table, moments, own)
+        state.beta_default.copy_(pooled)
+    state.recent, state.recent_moments = latest(state, table, moments)
     if state.measuring:
         layers.read_weights(sharded=True)
 
 
-def latest(state: State, table: Tensor, moments: Tensor) -> Tensor:
-    """Add to a table what the moments of q and k say, and what was last measured of heads that were idle."""
-    components.describe(table, moments, state.widths)
-    return statistics.keep_measured(table, state.recent)
+def latest(state: State, table: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a table and moments with what was last measured of heads that are idle in them."""
+    measured = table[statistics.ROW["pairs"]] > 0
+    by_component = measured.repeat_interleave(state.widths, output_size=moments.shape[1])
+    kept = torch.where(by_component, moments, state.recent_moments)
+    return statistics.keep_measured(table, state.recent, measured), kept
 
 
 def observe(state: State, layers: Layers) -> Observation:
     """Return what the controllers may look at."""
     units, beta = state.units, state.current_beta
-    observed = units.observe(state.recent)
+    observed = units.observe(state.recent, state.recent_moments, state.widths)
 
     def predicted_std() -> Tensor:
         layers.read_weights()
-        return units.predicted_std(observed, state.weight_std(units))
+        return units.predicted_std(observed, units.weight_std(state.weights))
 
     return Observation(
         beta_default=units.geometric_mean(state.beta_default),

@@ -18,7 +18,6 @@ from betahook.factors import Factors
 from betahook.measure import components, statistics, weights
 from betahook.measure.groups import HeadGroups, LayerSize
 from betahook.measure.scores import overflow_logit
-from betahook.measure.weights import WeightStd
 
 SMALLEST_BETA, LARGEST_BETA = 1e-10, 1e10
 """Any beta outside of these is a mistake: the scaled query would vanish or overflow in half precision."""
@@ -84,6 +83,7 @@ class State:
         table: sums since the last step, `[quantities, heads]`, see `measure.statistics`.
         moments: sums of q and k since the last step, `[4, components]`, see `measure.components`.
         recent: the table of the last step, and of each head that it did not measure the last one that did.
+        recent_moments: the same of the moments.
         weights: sums of the entries of W_q and W_k when they were last read, `[6, heads]`, see `measure.weights`.
         nonfinite_since: int64 `[heads]`, the first step that saw a NaN or an infinity, from 1 on; 0 for none.
         condition: int64 `[layers]`, a `report.conditions.Condition` for each layer when it was last looked at.
@@ -114,6 +114,7 @@ class State:
     table: Tensor
     moments: Tensor
     recent: Tensor
+    recent_moments: Tensor
     weights: Tensor
     nonfinite_since: Tensor
     condition: Tensor
@@ -155,7 +156,7 @@ class State:
         heads = groups.heads
         widths = torch.tensor([layer.head_dim for layer in layers for _ in range(layer.heads)], device="cpu")
         unknown = torch.full((heads,), torch.nan, dtype=torch.float32, device=device)
-        table = statistics.empty(heads, device)
+        table, moments = statistics.empty(heads, device), components.empty(int(widths.sum()), device)
         return cls(
             layers=groups,
             units=groups.by_head() if per_head else groups,
@@ -166,8 +167,9 @@ class State:
             beta_default=unknown,
             factors=Factors([layer.heads for layer in layers], device),
             table=table,
-            moments=components.empty(int(widths.sum()), device),
+            moments=moments,
             recent=table.clone(),
+            recent_moments=moments.clone(),
             weights=weights.empty(heads, device),
             nonfinite_since=torch.zeros(heads, dtype=torch.int64, device=device),
             condition=torch.zeros(len(layers), dtype=torch.int64, device=device),
@@ -253,10 +255,6 @@ class State:
         table = self.table[:, heads].clone()
         table[statistics.ROW["sensitivity"]] = self.factors.sensitivity()[heads]
         return table
-
-    def weight_std(self, groups: HeadGroups) -> WeightStd:
-        """Return the std of the entries of W_q and W_k when they were last read, by group."""
-        return WeightStd.from_sums(self.weights, groups.lengths)
 
     def start_step(self, measuring: bool) -> None:
         """Clear what was added up since the last step, and say whether the next one is measured."""

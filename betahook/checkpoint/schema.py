@@ -26,6 +26,7 @@ ROWS = {
     "table": tuple(statistics.ROW),
     "recent": tuple(statistics.ROW),
     "moments": components.ROWS,
+    "recent_moments": components.ROWS,
     "weights": weights.ROWS,
 }
 """Tensors with a name for each row."""
@@ -101,11 +102,12 @@ def parse(given: object) -> dict[str, Any]:
         raise ValueError(f"the state is damaged: it has entries that are unknown, {', '.join(unknown)}")
     _check_layers(state["layers"])
     _check_counters(state)
+    named = {"recent_moments": state["rows"].get("moments"), **state["rows"]}
     for name, rows in ROWS.items():
-        state[name] = _in_order(name, state[name], state["rows"].get(name), rows)
+        state[name] = _in_order(name, state[name], named.get(name), rows)
     heads = sum(state["layers"].values())
     for name in TENSORS:
-        if name not in ("moments", *BY_LAYER):
+        if name not in ("moments", "recent_moments", *BY_LAYER):
             _check_shape(name, state[name], (*state[name].shape[:-1], heads))
         _check_dtype(name, state[name])
     for name in ("beta", "beta_default"):
@@ -120,10 +122,11 @@ def parse(given: object) -> dict[str, Any]:
 
 
 def _later_entries(state: dict[str, Any]) -> dict[str, Any]:
-    """Return entries that files of an earlier day lack: nobody has looked at the layers yet."""
-    layers = state.get("layers")
+    """Return entries that files of an earlier day lack: nobody has looked at the layers yet, nor kept moments."""
+    layers, moments = state.get("layers"), state.get("moments")
+    kept = torch.zeros_like(moments) if isinstance(moments, Tensor) else moments
     zeros = torch.zeros(len(layers) if isinstance(layers, dict) else 0, dtype=torch.int64, device="cpu")
-    return {"findings_step": 0, **{name: zeros.clone() for name in BY_LAYER}}
+    return {"findings_step": 0, "recent_moments": kept, **{name: zeros.clone() for name in BY_LAYER}}
 
 
 def match(

@@ -1,8 +1,8 @@
 """Moments of every component of q and of k: a second flat table of sums, over all components of all heads.
 
-The score variance that independent components would give is no sum over batches: `describe` computes it once a step
-from the moments of everything that was measured and writes it into the table of `betahook.measure.statistics`. Layers
-call `add`, the hook `describe`.
+The score variance that independent components would give is no sum over batches: `described` computes it from the
+moments of everything that was measured, beside the sums of `betahook.measure.statistics`. Layers call `add`; who asks a
+`Statistics` for it calls `described`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,15 @@ def add(moments: Tensor, query: Components, key: Components) -> None:
     moments += torch.stack([part.flatten() for part in sums]).to(moments)
 
 
-def describe(table: Tensor, moments: Tensor, widths: Tensor) -> None:
-    """Write the averages over components into `table [quantities, heads]`; `widths [heads]` holds d_k of each head."""
+def described(table: Tensor, moments: Tensor, widths: Tensor) -> Tensor:
+    """Return `table [quantities, heads]` with the averages over components in it.
+
+    Args:
+        table: with the numbers of tokens. Heads without moments keep the averages that it has.
+        moments: as `add` made them.
+        widths: d_k of each head, `[heads]`.
+    """
+    known = by_segment((moments != 0).any(0).to(table), "max", widths) > 0
     queries, keys = table[ROW["queries"]], table[ROW["keys"]]
     counts = torch.stack([queries, queries, keys, keys]).clamp(min=1)
     means = moments / counts.repeat_interleave(widths, 1, output_size=moments.shape[1])
@@ -43,8 +50,10 @@ def describe(table: Tensor, moments: Tensor, widths: Tensor) -> None:
     product = theory.product_variance(query_mean, query_variance, key_mean, key_variance)
     columns = torch.stack([query_mean.square(), query_variance, key_mean.square(), key_variance, product], 1)
     sums = by_segment(columns.clamp(min=0), "sum", widths).T
-    table[ROW["query_mean_square"]] = queries * sums[0] / widths
-    table[ROW["query_variance"]] = queries * sums[1] / widths
-    table[ROW["key_mean_square"]] = keys * sums[2] / widths
-    table[ROW["key_variance"]] = keys * sums[3] / widths
-    table[ROW["independent_variance"]] = queries * sums[4]
+    with_averages = table.clone()
+    with_averages[ROW["query_mean_square"]] = queries * sums[0] / widths
+    with_averages[ROW["query_variance"]] = queries * sums[1] / widths
+    with_averages[ROW["key_mean_square"]] = keys * sums[2] / widths
+    with_averages[ROW["key_variance"]] = keys * sums[3] / widths
+    with_averages[ROW["independent_variance"]] = queries * sums[4]
+    return torch.where(known, with_averages, table)

@@ -6,6 +6,7 @@ reads the second. Tensors in, tensors out: nothing here knows of layers or modul
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from betahook import theory
-from betahook.measure import statistics
+from betahook.measure import components, statistics
 from betahook.measure.statistics import Statistics
 from betahook.measure.weights import WeightStd
 
@@ -48,6 +49,7 @@ class HeadGroups:
         head_dim: d_k, `[groups]`.
         query_width: d_x of the query projection, `[groups]`; NaN where the projection was not found.
         key_width: the same of the key projection.
+        of_head: the group of each head, int64 `[heads]`.
     """
 
     lengths: Tensor
@@ -55,39 +57,61 @@ class HeadGroups:
     head_dim: Tensor
     query_width: Tensor
     key_width: Tensor
+    of_head: Tensor
 
     @classmethod
     def of(cls, layers: Sequence[LayerSize], device: torch.device) -> HeadGroups:
         """Group the heads by layer."""
         rows = [[layer.heads, layer.head_dim, layer.query_width, layer.key_width] for layer in layers]
         lengths, head_dim, query_width, key_width = torch.tensor(rows, dtype=torch.float32, device=device).T
-        return cls(lengths.long(), sum(layer.heads for layer in layers), head_dim, query_width, key_width)
+        of_head = torch.tensor([index for index, layer in enumerate(layers) for _ in range(layer.heads)], device=device)
+        return cls(lengths.long(), len(of_head), head_dim, query_width, key_width, of_head)
 
     def by_head(self) -> HeadGroups:
         """Return the same heads, each a group of its own."""
-        sizes = (self.spread(values) for values in (self.head_dim, self.query_width, self.key_width))
-        return HeadGroups(torch.ones_like(self.lengths).repeat_interleave(self.lengths), self.heads, *sizes)
+        head_dim, query_width, key_width = (
+            values.index_select(0, self.of_head) for values in (self.head_dim, self.query_width, self.key_width)
+        )
+        each = torch.arange(self.heads, device=self.of_head.device)
+        return HeadGroups(torch.ones_like(each), self.heads, head_dim, query_width, key_width, each)
 
     def to(self, device: torch.device) -> HeadGroups:
         """Return the same groups with their tensors on another device."""
-        tensors = (self.head_dim, self.query_width, self.key_width)
-        return HeadGroups(self.lengths.to(device), self.heads, *(tensor.to(device) for tensor in tensors))
+        tensors = (self.head_dim, self.query_width, self.key_width, self.of_head)
+        head_dim, query_width, key_width, of_head = (tensor.to(device) for tensor in tensors)
+        return HeadGroups(self.lengths.to(device), self.heads, head_dim, query_width, key_width, of_head)
+
+    @property
+    def are_heads(self) -> bool:
+        """True if each head is a group of its own."""
+        return len(self.lengths) == self.heads
 
     def largest(self, values: Tensor) -> Tensor:
         """The largest value in each group, `[heads] -> [groups]`."""
-        return statistics.by_segment(values, "max", self.lengths)
+        return values if self.are_heads else statistics.by_segment(values, "max", self.lengths)
 
     def geometric_mean(self, values: Tensor) -> Tensor:
         """The geometric mean of the positive values in each group, `[heads] -> [groups]`."""
-        return statistics.geometric_mean(values, self.lengths)
+        return values if self.are_heads else statistics.geometric_mean(values, self.lengths)
 
     def spread(self, values: Tensor) -> Tensor:
         """The value of its group for each head, `[groups] -> [heads]`."""
-        return values.repeat_interleave(self.lengths, output_size=self.heads)
+        return values if self.are_heads else values.index_select(0, self.of_head)
 
-    def observe(self, table: Tensor) -> Statistics:
-        """Statistics of each group from the sums over all heads, `[quantities, heads]`."""
-        return Statistics.from_table(statistics.pool(table, self.lengths))
+    def observe(self, table: Tensor, moments: Tensor, widths: Tensor) -> Statistics:
+        """Statistics of each group from the sums over all heads.
+
+        Args:
+            table: `[quantities, heads]`, see `measure.statistics`; not written to from now on.
+            moments: `[4, components]`, see `measure.components`.
+            widths: d_k of each head, `[heads]`.
+        """
+        described = functools.partial(components.described, moments=moments, widths=widths)
+        return Statistics.from_table(table, None if self.are_heads else self.lengths, described)
+
+    def weight_std(self, sums: Tensor) -> WeightStd:
+        """The std of the entries of W_q and W_k of each group, from `[6, heads]`, see `measure.weights`."""
+        return WeightStd.from_sums(sums, self.lengths)
 
     def projected_variances(self, observed: Statistics, weight_std: WeightStd) -> tuple[Tensor, Tensor]:
         """Variance of a component of q, and of k, that the weights and their inputs predict, `[groups]` each."""

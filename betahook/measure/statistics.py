@@ -8,7 +8,9 @@ groups of heads. Nothing here may read a value back to the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -26,7 +28,7 @@ SUMS = (
     "entropy",
     "flat_entropy",  # logarithm of the number of keys that a row may use
     # Numbers of tokens, and, weighted by them, averages over the components of q and k and the variance that
-    # independence predicts. `betahook.measure.components` writes the averages once a step; they do not accumulate.
+    # independence predicts. `betahook.measure.components` computes the averages when asked; they do not accumulate.
     "queries",
     "query_mean_square",
     "query_variance",
@@ -44,6 +46,8 @@ SUMS = (
     "sensitivity",
 )
 MAXIMA = ("max_score", "max_logit")
+DESCRIBED = ("query_mean_square", "query_variance", "key_mean_square", "key_variance", "independent_variance")
+"""Rows that `betahook.measure.components` computes from the moments when somebody asks for them."""
 ROW = {name: index for index, name in enumerate((*SUMS, *MAXIMA))}
 
 
@@ -61,25 +65,6 @@ def add(table: Tensor, values: dict[str, Tensor]) -> None:
     for name in MAXIMA:
         if name in values:
             table[ROW[name]] = torch.maximum(table[ROW[name]], values[name])
-
-
-def pool(table: Tensor, lengths: Tensor) -> Tensor:
-    """Pool runs of `lengths [groups]` heads: `[quantities, heads] -> [quantities, groups]`.
-
-    All sums are added but "score_square", from which the part between the means of the heads is taken: the variance of
-    a group is the mean of its heads' variances, weighted by pairs. Segments, not scattering, keep the order of the
-    additions, and so every bit, the same on all ranks.
-    """
-    sums, maxima = table.T.split([len(SUMS), len(MAXIMA)], 1)
-    pooled = by_segment(sums, "sum", lengths).T
-    by_head = by_segment(_mean_part(table), "sum", lengths)
-    pooled[ROW["score_square"]] -= by_head - _mean_part(pooled)
-    return torch.cat([pooled, by_segment(maxima, "max", lengths).T])
-
-
-def _mean_part(table: Tensor) -> Tensor:
-    """Squares of the scores of each column of `table` if all were equal to their mean."""
-    return table[ROW["score"]].square() / table[ROW["pairs"]].clamp(min=1)
 
 
 def by_segment(values: Tensor, reduction: Literal["sum", "mean", "max"], lengths: Tensor) -> Tensor:
@@ -100,9 +85,9 @@ def geometric_mean(values: Tensor, lengths: Tensor) -> Tensor:
     return first * by_segment(ratios.log(), "mean", lengths).exp()
 
 
-def keep_measured(new: Tensor, old: Tensor) -> Tensor:
-    """`new`, with the columns of `old` for heads without a score in `new`; the sensitivity is always the new one."""
-    kept = torch.where(new[ROW["pairs"]] > 0, new, old)
+def keep_measured(new: Tensor, old: Tensor, measured: Tensor) -> Tensor:
+    """`new`, with the columns of `old` for heads that are not `measured`; the sensitivity is always the new one."""
+    kept = torch.where(measured, new, old)
     kept[ROW["sensitivity"]] = new[ROW["sensitivity"]]
     return kept
 
@@ -188,36 +173,118 @@ class Statistics:
     finite: Tensor
 
     @classmethod
-    def from_table(cls, table: Tensor) -> Statistics:
-        """Statistics of the columns of a table of sums, `[quantities, groups]`."""
-        sums = {name: table[index] for name, index in ROW.items()}
-        pairs = sums["pairs"]
+    def from_table(
+        cls, table: Tensor, lengths: Tensor | None = None, describe: Callable[[Tensor], Tensor] | None = None
+    ) -> Statistics:
+        """Statistics of a table of sums, each computed when somebody asks for it: a step asks for few.
 
-        def std(count: str, total: str) -> Tensor:
-            mean = sums[total] / sums[count]
-            return (sums[f"{total}_square"] / sums[count] - mean.square()).clamp(min=0).sqrt()
+        Args:
+            table: `[quantities, heads]`, not written to from now on.
+            lengths: of runs of heads that are pooled, `[groups]`; None for a group of each head.
+            describe: returns a copy of the table with the averages over components in it, see
+                `measure.components`; None if it has them.
+        """
+        made = object.__new__(cls)
+        vars(made)["_pooled"] = Pooled(table, lengths, describe)
+        return made
 
-        return cls(
-            count=pairs,
-            mean=sums["score"] / pairs,
-            std=std("pairs", "score"),
-            row_std=(sums["row_square"] / pairs).sqrt(),
-            exact=sums["exact_pairs"] == pairs,
-            max_score=sums["max_score"].masked_fill(pairs == 0, torch.nan),
-            max_logit=sums["max_logit"].masked_fill(pairs == 0, torch.nan),
-            entropy=sums["entropy"] / sums["rows"],
-            flat_entropy=sums["flat_entropy"] / sums["rows"],
-            component_mean_square_q=sums["query_mean_square"] / sums["queries"],
-            component_variance_q=sums["query_variance"] / sums["queries"],
-            component_mean_square_k=sums["key_mean_square"] / sums["keys"],
-            component_variance_k=sums["key_variance"] / sums["keys"],
-            independent_std=(sums["independent_variance"] / sums["queries"]).sqrt(),
-            input_std_q=std("query_inputs", "query_input"),
-            input_std_k=std("key_inputs", "key_input"),
-            sensitivity=sums["sensitivity"],
-            finite=table.isfinite().all(0),
-        )
+    def __getattr__(self, name: str) -> Tensor:
+        """Compute a statistic that is not there yet."""
+        pooled: Pooled | None = vars(self).get("_pooled")
+        if pooled is None or name not in FORMULAS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value: Tensor = FORMULAS[name](pooled)
+        vars(self)[name] = value
+        return value
 
     def __getitem__(self, group: int | slice) -> Statistics:
         """Statistics of one group, or of a slice of groups."""
         return Statistics(**{field.name: getattr(self, field.name)[group] for field in fields(self)})
+
+
+class Pooled:
+    """Rows of a table pooled over runs of heads, by name, each when somebody asks for it.
+
+    All sums are added but "score_square", from which the part between the means of the heads is taken: the variance of
+    a group is the mean of its heads' variances, weighted by pairs. Segments, not scattering, keep the order of the
+    additions, and so every bit, the same on all ranks.
+    """
+
+    def __init__(
+        self, table: Tensor, lengths: Tensor | None, describe: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self._table = table
+        self._lengths = lengths
+        self._describe = describe
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in MAXIMA:
+            return self._maxima[MAXIMA.index(name)]
+        if name in DESCRIBED and self._describe is not None:
+            return self._described[name]
+        if name == "score_square" and self._lengths is not None:
+            return self._score_square
+        return self._sums[ROW[name]]
+
+    @cached_property
+    def _sums(self) -> Tensor:
+        """Sums of all rows, `[quantities, groups]`: of maxima too, where they only tell if all were finite."""
+        return self._table if self._lengths is None else by_segment(self._table.T, "sum", self._lengths).T
+
+    @cached_property
+    def _maxima(self) -> Tensor:
+        largest = self._table[len(SUMS) :]
+        return largest if self._lengths is None else by_segment(largest.T, "max", self._lengths).T
+
+    @cached_property
+    def _described(self) -> Pooled:
+        assert self._describe is not None
+        return Pooled(self._describe(self._table), self._lengths)
+
+    @cached_property
+    def _score_square(self) -> Tensor:
+        assert self._lengths is not None
+        by_head = by_segment(_mean_part(self._table), "sum", self._lengths)
+        return self._sums[ROW["score_square"]] - (by_head - _mean_part(self._sums))
+
+    @cached_property
+    def unmeasured(self) -> Tensor:
+        """True for groups without a pair, boolean `[groups]`."""
+        return self["pairs"] == 0
+
+    def finite(self) -> Tensor:
+        """True for groups of which everything is finite, boolean `[groups]`."""
+        return (self._sums * 0).sum(0) == 0  # three operations, `isfinite` alone has four
+
+    def std(self, count: str, total: str) -> Tensor:
+        """Population std of numbers, from their count, their sum and the sum of their squares."""
+        mean = self[total] / self[count]
+        return (self[f"{total}_square"] / self[count] - mean.square()).clamp(min=0).sqrt()
+
+
+def _mean_part(table: Tensor) -> Tensor:
+    """Squares of the scores of each column of `table` if all were equal to their mean."""
+    return table[ROW["score"]].square() / table[ROW["pairs"]].clamp(min=1)
+
+
+FORMULAS: dict[str, Callable[[Pooled], Tensor]] = {
+    "count": lambda pooled: pooled["pairs"],
+    "mean": lambda pooled: pooled["score"] / pooled["pairs"],
+    "std": lambda pooled: pooled.std("pairs", "score"),
+    "row_std": lambda pooled: (pooled["row_square"] / pooled["pairs"]).sqrt(),
+    "exact": lambda pooled: pooled["exact_pairs"] == pooled["pairs"],
+    "max_score": lambda pooled: pooled["max_score"].masked_fill(pooled.unmeasured, torch.nan),
+    "max_logit": lambda pooled: pooled["max_logit"].masked_fill(pooled.unmeasured, torch.nan),
+    "entropy": lambda pooled: pooled["entropy"] / pooled["rows"],
+    "flat_entropy": lambda pooled: pooled["flat_entropy"] / pooled["rows"],
+    "component_mean_square_q": lambda pooled: pooled["query_mean_square"] / pooled["queries"],
+    "component_variance_q": lambda pooled: pooled["query_variance"] / pooled["queries"],
+    "component_mean_square_k": lambda pooled: pooled["key_mean_square"] / pooled["keys"],
+    "component_variance_k": lambda pooled: pooled["key_variance"] / pooled["keys"],
+    "independent_std": lambda pooled: (pooled["independent_variance"] / pooled["queries"]).sqrt(),
+    "input_std_q": lambda pooled: pooled.std("query_inputs", "query_input"),
+    "input_std_k": lambda pooled: pooled.std("key_inputs", "key_input"),
+    "sensitivity": lambda pooled: pooled["sensitivity"],
+    "finite": lambda pooled: pooled.finite(),
+}
+"""Every statistic."""

@@ -78,8 +78,8 @@ def by_head(state: State, layers: Layers) -> dict[str, Tensor]:
 
 def columns(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
     """Return every metric, `[groups]` each; NaN where it was not measured."""
-    observed = groups.observe(state.recent)
-    weight_std = state.weight_std(groups)
+    observed = groups.observe(state.recent, state.recent_moments, state.widths)
+    weight_std = groups.weight_std(state.weights)
     beta = state.current_beta
 
     def measured(values: Tensor) -> Tensor:

@@ -100,13 +100,20 @@ FAULTS = [
     Fault("betahook/measure/scores.py", "torch.promote_types(dtype, torch.float32)).max", "dtype).max"),
     Fault(
         "betahook/measure/statistics.py",
-        'pooled[ROW["score_square"]] -= by_head',
-        'pooled[ROW["score_square"]] += by_head',
+        '[ROW["score_square"]] - (by_head',
+        '[ROW["score_square"]] + (by_head',
     ),
     Fault("betahook/measure/statistics.py", 'sums[ROW["sensitivity"]] /= world', 'sums[ROW["sensitivity"]] /= 1'),
     Fault("betahook/measure/statistics.py", "maxima[rank] = own", "maxima[0] = own"),
     Fault("betahook/measure/statistics.py", 'ratios.log(), "mean"', 'ratios, "mean"'),
-    Fault("betahook/measure/statistics.py", 'new[ROW["pairs"]] > 0', 'new[ROW["pairs"]] >= 0'),
+    Fault("betahook/measure/statistics.py", "torch.where(measured, new, old)", "new.clone()"),
+    Fault("betahook/measure/components.py", "torch.where(known, with_averages, table)", "with_averages"),
+    Fault(
+        "betahook/stages.py",
+        'measured = table[statistics.ROW["pairs"]] > 0',
+        'measured = table[statistics.ROW["pairs"]] >= 0',
+        HOOK,
+    ),
     Fault("betahook/measure/weights.py", "square / count - (total / count).square()", "square / count"),
     Fault(
         "betahook/measure/weights.py",

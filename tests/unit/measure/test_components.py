@@ -30,8 +30,7 @@ def measured(calls):
         of_query, of_key = scores.components(query, valid), scores.components(key, valid)
         components.add(sums, of_query, of_key)
         statistics.add(table, {"queries": of_query.count, "keys": of_key.count})
-    components.describe(table, sums, torch.tensor([WIDTH] * HEADS))
-    return Statistics.from_table(table)
+    return Statistics.from_table(components.described(table, sums, torch.tensor([WIDTH] * HEADS)))
 
 
 def expected(calls):
@@ -89,7 +88,7 @@ def test_heads_may_have_different_widths():
         found = scores.components(part, None)
         components.add(columns, found, found)
         statistics.add(table[:, index : index + 1], {"queries": found.count, "keys": found.count})
-    components.describe(table, sums, torch.tensor(widths))
+    table = components.described(table, sums, torch.tensor(widths))
     variances = [part.double().var((0, 1, 2), correction=0) for part in parts]
     torch.testing.assert_close(
         Statistics.from_table(table).component_variance_q, torch.stack([v.mean() for v in variances]), rtol=1e-5, atol=0
@@ -112,7 +111,21 @@ def test_a_number_that_is_not_finite_shows(bad):
 def test_the_table_has_a_row_for_everything_that_is_written():
     table = statistics.empty(HEADS, CPU)
     table[ROW["queries"]] = table[ROW["keys"]] = 1
-    components.describe(table, torch.ones(4, HEADS * WIDTH, dtype=torch.float64), torch.tensor([WIDTH] * HEADS))
+    table = components.described(
+        table, torch.ones(4, HEADS * WIDTH, dtype=torch.float64), torch.tensor([WIDTH] * HEADS)
+    )
     assert {name for name, row in ROW.items() if table[row].any()} == {
         *("queries", "keys", "query_mean_square", "key_mean_square")
     }
+
+
+def test_heads_without_moments_keep_the_averages_of_an_old_file():
+    table, moments = statistics.empty(2, CPU), components.empty(2 * WIDTH, CPU)
+    table[[ROW["queries"], ROW["keys"]]] = 4
+    table[ROW["query_variance"]] = 7
+    moments[:, WIDTH:] = 4
+    given = table.clone()
+    found = components.described(table, moments, torch.tensor([WIDTH] * 2))
+    assert found[ROW["query_variance"]].tolist() == [7, 0]
+    assert found[ROW["query_mean_square"]].tolist() == [0, 4]
+    assert torch.equal(table, given)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from betahook.measure import components
 from betahook.measure.groups import HeadGroups, LayerSize
 from betahook.measure.statistics import ROW, empty
 from betahook.measure.weights import WeightStd
@@ -32,12 +33,17 @@ def test_groups_are_layers_or_heads(groups):
         assert each.key_width[-1].isnan()
 
 
+def observe(groups, table):
+    widths = groups.by_head().head_dim.long()
+    return groups.observe(table, components.empty(int(widths.sum()), CPU), widths)
+
+
 def test_groups_are_observed_from_one_table(groups):
     table = empty(6, CPU)
     table[ROW["pairs"]] = 10
     table[ROW["score"]] = torch.arange(6) * 10
-    assert groups.observe(table).mean.tolist() == [1.5, 4.5]
-    assert groups.by_head().observe(table).mean.tolist() == [0, 1, 2, 3, 4, 5]
+    assert observe(groups, table).mean.tolist() == [1.5, 4.5]
+    assert observe(groups.by_head(), table).mean.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_groups_predict_from_weights_and_inputs(groups):
@@ -46,7 +52,7 @@ def test_groups_predict_from_weights_and_inputs(groups):
         table[ROW[f"{side}_inputs"]] = 2
         table[ROW[f"{side}_input_square"]] = 2 * spread**2
     weight_std = WeightStd(torch.tensor([0.5, torch.nan]), torch.tensor([0.25, torch.nan]))
-    predicted = groups.predicted_std(groups.observe(table), weight_std)
+    predicted = groups.predicted_std(observe(groups, table), weight_std)
     assert predicted[0].item() == pytest.approx((8 * (24 * 0.25) * (12 * 9 * 0.0625)) ** 0.5)
     assert predicted[1].isnan()
 
@@ -54,5 +60,5 @@ def test_groups_predict_from_weights_and_inputs(groups):
 def test_groups_move_to_a_device(groups):
     moved = groups.to(torch.device("meta"))
     tensors = [x for x in vars(moved).values() if isinstance(x, torch.Tensor)]
-    assert len(tensors) == 4
+    assert len(tensors) == 5
     assert {x.device.type for x in tensors} == {"meta"}

@@ -2,13 +2,14 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from betahook.measure import statistics
-from betahook.measure.statistics import MAXIMA, ROW, SUMS, Statistics
+from betahook.measure.statistics import DESCRIBED, FORMULAS, MAXIMA, ROW, SUMS, Pooled, Statistics
+from support.operations import Operations
 
 CPU = torch.device("cpu")
 
@@ -100,8 +101,10 @@ def test_pooling_adds_runs_of_heads_and_takes_their_largest(lengths):
         within = (square - score.square() / pairs).sum()
         expected[-1][ROW["score_square"]] = within + score.sum().square() / pairs.sum()
         start += length
-    pooled = statistics.pool(table, torch.tensor(lengths))
-    torch.testing.assert_close(pooled, torch.stack(expected, 1), rtol=1e-14, atol=0)
+    pooled = Pooled(table, torch.tensor(lengths))
+    torch.testing.assert_close(
+        torch.stack([pooled[name] for name in ROW]), torch.stack(expected, 1), rtol=1e-14, atol=0
+    )
 
 
 def test_a_layer_may_be_on_another_device_than_the_table():
@@ -115,7 +118,7 @@ def test_a_layer_may_be_on_another_device_than_the_table():
 def test_pooling_hides_no_bad_number(row, bad):
     table = random_table(6)
     table[ROW[row], 2] = bad
-    finite = statistics.pool(table, torch.tensor([1, 3, 2])).isfinite().all(0)
+    finite = Statistics.from_table(table, torch.tensor([1, 3, 2])).finite
     assert finite.tolist() == [True, False, True]
 
 
@@ -129,9 +132,8 @@ def test_adding_hides_no_bad_maximum(bad):
 
 def test_heads_without_scores_keep_what_was_last_measured():
     new, old = random_table(3, seed=1), random_table(3, seed=2)
-    new[ROW["pairs"], 1] = 0
     copies = new.clone(), old.clone()
-    kept = statistics.keep_measured(new, old)
+    kept = statistics.keep_measured(new, old, torch.tensor([True, False, True]))
     expected = torch.stack([new[:, 0], old[:, 1], new[:, 2]], 1)
     expected[ROW["sensitivity"], 1] = new[ROW["sensitivity"], 1]
     assert torch.equal(kept, expected)
@@ -182,12 +184,12 @@ def test_heads_that_differ_in_their_means_have_the_spread_of_each(offset):
     generator = torch.Generator().manual_seed(2)
     noise = torch.randn(4, 6, 30, generator=generator, dtype=torch.float64)
     scores = noise + offset * torch.randn(4, 1, 1, generator=generator, dtype=torch.float64)
-    layer = Statistics.from_table(statistics.pool(table_of(scores), torch.tensor([4])))[0]
+    layer = Statistics.from_table(table_of(scores), torch.tensor([4]))[0]
     torch.testing.assert_close(layer.std, noise.flatten(1).var(1, correction=0).mean().sqrt(), rtol=1e-6, atol=0)
     torch.testing.assert_close(layer.row_std, noise.var(2, correction=0).mean().sqrt(), rtol=1e-9, atol=0)
     torch.testing.assert_close(layer.mean, scores.mean(), rtol=1e-12, atol=0)
     scores = scores + offset * torch.randn(4, 6, 1, generator=generator, dtype=torch.float64)
-    rows = Statistics.from_table(statistics.pool(table_of(scores), torch.tensor([4])))[0]
+    rows = Statistics.from_table(table_of(scores), torch.tensor([4]))[0]
     torch.testing.assert_close(rows.row_std, layer.row_std, rtol=1e-9, atol=0)
     assert rows.std > 0.5 * offset
 
@@ -196,9 +198,9 @@ def test_heads_are_weighted_by_their_pairs():
     wide = torch.tensor([[[0.0, 4.0]]], dtype=torch.float64)
     narrow = torch.tensor([[[1.0, 3.0, 1.0, 3.0, 1.0, 3.0]]], dtype=torch.float64)
     table = torch.cat([table_of(wide), table_of(narrow), statistics.empty(1, CPU)], 1)
-    layer = Statistics.from_table(statistics.pool(table, torch.tensor([3])))[0]
+    layer = Statistics.from_table(table, torch.tensor([3]))[0]
     assert layer.std.item() == layer.row_std.item() == pytest.approx(((2 * 4 + 6 * 1) / 8) ** 0.5)
-    first, second, _ = Statistics.from_table(statistics.pool(table, torch.tensor([1, 1, 1]))).std.tolist()
+    first, second, _ = Statistics.from_table(table, torch.tensor([1, 1, 1])).std.tolist()
     assert (first, second) == (2, 1)
 
 
@@ -238,6 +240,41 @@ def test_indexing_picks_units_in_every_field(index):
     part, whole = Statistics.from_table(table)[index], Statistics.from_table(table)
     for field in fields(Statistics):
         assert torch.equal(getattr(part, field.name), getattr(whole, field.name)[index])
+
+
+def test_a_statistic_is_computed_when_it_is_asked_for():
+    with Operations() as operations:
+        found = Statistics.from_table(random_table(6), torch.tensor([4, 2]), lambda table: table)
+        before = operations.calls.total()
+        assert found.sensitivity is found.sensitivity
+        assert operations.calls.total() - before == 2  # the sums of all rows, of a copy that lies head by head
+    assert repr(found).startswith("Statistics(count=tensor(")
+    with pytest.raises(AttributeError, match="'Statistics' object has no attribute 'spread'"):
+        _ = found.spread
+
+
+def test_a_change_of_a_statistic_leaves_the_others():
+    found = Statistics.from_table(random_table(3))
+    changed = replace(found, std=torch.zeros(3))
+    assert changed.std.tolist() == [0, 0, 0]
+    assert torch.equal(changed.mean, found.mean)
+
+
+def test_there_is_a_formula_for_every_statistic():
+    assert [field.name for field in fields(Statistics)] == list(FORMULAS)
+
+
+def test_averages_over_components_are_those_of_a_table_that_is_described_when_they_are_asked_for():
+    table, other = random_table(4, seed=1), random_table(4, seed=2)
+    lengths, asked = torch.tensor([1, 3]), []
+    found = Statistics.from_table(table, lengths, lambda given: asked.append(given) or other)
+    assert torch.equal(found.mean, Statistics.from_table(table, lengths).mean)
+    assert not asked
+    assert torch.equal(found.component_variance_q * found._pooled["queries"], Pooled(other, lengths)["query_variance"])
+    for name in DESCRIBED:
+        assert torch.equal(found._pooled[name], Pooled(other, lengths)[name])
+    assert len(asked) == 1
+    assert asked[0] is table
 
 
 def test_without_a_process_group_the_table_is_its_own_reduction():
