@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from betahook import options, stages
+from betahook import options, stages, training_loss
 from betahook.checkpoint import pretrained, schema
 from betahook.control.base import Controller
 from betahook.layer import AttentionLayer, Layers, size_of
@@ -134,10 +134,8 @@ class Hook:
         self.last_input: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._alerts = alerts
         self._state = _new_state(model, survey, settings, len(controllers))
-        placed = [
-            (name, found, self._state, place)
-            for (name, found), place in zip(survey.found.items(), self._state.ranges, strict=True)
-        ]
+        named = zip(survey.found.items(), self._state.ranges, strict=True)
+        placed = [(name, found, self._state, place) for (name, found), place in named]
         self.layers = Layers([AttentionLayer(*each) for each in placed])
         recorders = [Recorder(*each, owner=self, when=settings.when) for each in placed]
 
@@ -147,6 +145,7 @@ class Hook:
         with ExitStack() as undo:  # also if something below fails
             undo.callback(self._release)
             install.connect(model, recorders, undo)
+            training_loss.connect(model, self._state, controllers, undo)
             undo.callback(model.register_forward_pre_hook(self._remember, with_kwargs=True).remove)
             pretrained.connect(model, self, self._acts, undo)
             self._undo = undo.pop_all()
@@ -202,21 +201,23 @@ class Hook:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def step(self, scaler: GradScaler | None = None) -> None:
+    def step(self, scaler: GradScaler | None = None, *, loss: Tensor | float | None = None) -> None:
         """Pool the statistics over ranks, run the controllers and write beta: once per optimizer step, after it.
 
         Args:
             scaler: the scaler of the loss in float16 training, after its `update()`. The sensitivities are divided by
                 its scale; where it skipped the optimizer step, on any rank, beta stays too. It is read back to the
                 host, as it does itself in every step.
+            loss: what controllers judged by it minimise, by default the mean `loss` of the model's outputs.
 
         Raises:
-            RuntimeError: the hook is detached, or no attention was seen before the first step.
+            RuntimeError: the hook is detached; or no attention was seen before the first step, or no loss to judge by.
         """
         state = self._state
         if not self.attached:
             raise RuntimeError("step() on a detached hook: attach to the model again")
         stages.check_seen(state)
+        training_loss.take(state, self.controllers, loss)
         loss_scale = LossScale.read(scaler, state.loss_scale)
         stages.pool(state, self.layers, loss_scale)
         observation = stages.observe(state, self.layers)

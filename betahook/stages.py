@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from betahook import training_loss
 from betahook.control import base
 from betahook.control.base import DECADES, Controller, Observation
 from betahook.control.notes import Note, joined, pooled
@@ -80,6 +81,7 @@ def observe(state: State, layers: Layers) -> Observation:
         predicted_std=predicted_std,
         overflow=state.overflow,
         step=state.steps - state.skipped_steps,
+        loss=lambda: training_loss.pooled(state),
         spectral_ratio=lambda: torch.stack([x.spectral_ratio().to(beta) for x in layers.values()]).max(),
     )
 

@@ -100,6 +100,7 @@ class State:
         paused: True while neither forwards nor their backwards are measured.
         seen: True once any attention of the model has passed the tap.
         recorded: True once any attention was measured.
+        has_loss: True once a training loss was recorded, which is done for controllers that are judged by it.
         refused: the layers that are left alone, by their heads, with the reason.
     """
 
@@ -131,6 +132,7 @@ class State:
     paused: bool = False
     seen: bool = False
     recorded: bool = False
+    has_loss: bool = False
     refused: dict[tuple[int, int], str] = field(default_factory=dict)
 
     @classmethod

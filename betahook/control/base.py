@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class Observation:
         step: number of updates before this one, skipped optimizer steps not counted.
         spectral_ratio: returns, as a scalar, the largest `theory.spectral_ratio` of all W_q and W_k, NaN where one was
             not found. A function, since it takes a score of products with each of them.
+        loss: returns, as a scalar, the training loss of this step, the mean over its forwards and all ranks; NaN where
+            there was none, or no controller has `uses_loss`.
     """
 
     beta_default: Tensor
@@ -50,6 +52,7 @@ class Observation:
     overflow: float
     step: int
     spectral_ratio: Callable[[], Tensor]
+    loss: Callable[[], Tensor] = lambda: torch.tensor(torch.nan)
 
 
 class Controller(ABC):
@@ -58,7 +61,13 @@ class Controller(ABC):
     A subclass is a dataclass, plain or frozen, whose fields are its options: numbers, strings, booleans, None, or lists
     of them, so that a checkpoint can name them. What it remembers is passed in and out of `update`, never kept on the
     object: one object may serve several hooks.
+
+    Attributes:
+        uses_loss: True for a controller that is judged by the training loss. The loss is then recorded, and `update`
+            runs also where an observation is not finite: a beta that breaks the training is a bad one.
     """
+
+    uses_loss: ClassVar[bool] = False
 
     def __repr__(self) -> str:
         """Write the options that differ from their defaults, as one would."""
@@ -74,7 +83,8 @@ class Controller(ABC):
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
         """Compute the next beta and memory, element-wise and without host synchronisation.
 
-        A unit whose observation is not finite keeps its beta and its memory, whatever is returned for it.
+        A unit whose observation is not finite keeps its beta and its memory, whatever is returned for it, unless the
+        controller has `uses_loss`.
 
         Args:
             beta: `[units]`, as the controllers before this one in the list left it.
@@ -113,6 +123,8 @@ def apply(
 ) -> tuple[Tensor, list[Memory]]:
     """Run controllers in order; a unit keeps beta and memory where anything is not finite, or was never measured.
 
+    Controllers judged by the loss run all the same: to them, a beta at which nothing is finite is a bad trial.
+
     They compute in the precision of the statistics, float64 where the device has it. Wherever they move beta, it stays
     within `DECADES` of the model's own.
 
@@ -129,7 +141,8 @@ def apply(
         ValueError: an update returned a memory with other names than `start`.
     """
     measured = observation.statistics.finite & (observation.statistics.count > 0)
-    healthy = measured & observation.beta_default.isfinite()
+    known = observation.beta_default.isfinite()
+    healthy = measured & known
     old = new = beta.to(observation.statistics.std.dtype)
     after: list[Memory] = []
     for controller, memory in zip(controllers, memories, strict=True):
@@ -141,11 +154,14 @@ def apply(
                 "return every name of the memory"
             )
         # A rule without an answer (a prediction without weights, say) leaves the others theirs.
-        new = torch.where(proposed.isfinite() & (proposed > 0), proposed, new)
-        after.append({name: torch.where(healthy, made[name], before[name]) for name in before})
+        usable = proposed.isfinite() & (proposed > 0) & (known if controller.uses_loss else healthy)
+        new = torch.where(usable, proposed, new)
+        after.append(
+            made if controller.uses_loss else {name: torch.where(healthy, made[name], before[name]) for name in before}
+        )
     limit = 10**DECADES
     bounded = new.clamp(observation.beta_default / limit, observation.beta_default * limit)
-    return torch.where(healthy & (new != old), bounded.to(beta), beta), after
+    return torch.where(known & (new != old), bounded.to(beta), beta), after
 
 
 def at_bound(beta: Tensor, beta_default: Tensor) -> Tensor:

@@ -44,11 +44,16 @@ SUMS = (
     "key_input",
     "key_input_square",
     "sensitivity",
+    # Training losses of the step, the same for all heads: how many, and their sum. For controllers judged by the loss.
+    "losses",
+    "loss",
 )
 MAXIMA = ("max_score", "max_logit")
 DESCRIBED = ("query_mean_square", "query_variance", "key_mean_square", "key_variance", "independent_variance")
 """Rows that `betahook.measure.components` computes from the moments when somebody asks for them."""
 ROW = {name: index for index, name in enumerate((*SUMS, *MAXIMA))}
+OF_STEP = slice(ROW["sensitivity"], ROW["loss"] + 1)
+"""Rows that are of the last step, measured or not."""
 
 
 def empty(heads: int, device: torch.device) -> Tensor:
@@ -86,9 +91,9 @@ def geometric_mean(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def keep_measured(new: Tensor, old: Tensor, measured: Tensor) -> Tensor:
-    """`new`, with the columns of `old` for heads that are not `measured`; the sensitivity is always the new one."""
+    """`new`, with the columns of `old` for heads not `measured`; sensitivity and loss are always the new ones."""
     kept = torch.where(measured, new, old)
-    kept[ROW["sensitivity"]] = new[ROW["sensitivity"]]
+    kept[OF_STEP] = new[OF_STEP]
     return kept
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM, TrainerControl, TrainerState
 
 import betahook
-from betahook import checkpoint
+from betahook import checkpoint, training_loss
 from support.models import build, inputs
 from support.processes import run_ranks
 
@@ -94,6 +94,16 @@ def idle(rank, steps):
     if rank:
         skip(model.model.layers[1])
     return train(DistributedDataParallel(model, find_unused_parameters=True), hook, [rows(0, 2)] * steps)
+
+
+def judged(rank, steps):
+    """Decades, by the loss of all rows."""
+    model = build("llama")
+    hook = betahook.attach(model, controller=betahook.Decades(window=1))
+    network = model if rank is None else DistributedDataParallel(model)
+    batch = rows(0, 2) if rank is None else rows(rank % 2, rank % 2 + 1)
+    said = train(network, hook, [batch] * steps, rate=0.0)
+    return [(metrics | {"loss": training_loss.pooled(hook._state).item()}, beta) for metrics, beta in said]
 
 
 def sharded(rank, steps, attach_first):
@@ -198,7 +208,7 @@ def end_of_training(hook):
     assert "betahook.restore(model, folder) and fold. Or keep the hook" in str(warning.call_args.args[1])
 
 
-SCENARIOS = [even, uneven, idle, sharded_first, sharded_last, sharded_flat, sharded_views]
+SCENARIOS = [even, judged, uneven, idle, sharded_first, sharded_last, sharded_flat, sharded_views]
 
 
 def run(rank, folder, steps):
@@ -236,10 +246,12 @@ def test_all_ranks_have_the_same_beta_at_every_step(results, scenario):
             assert metrics == metrics_other
 
 
-@pytest.mark.parametrize("scenario", ["even", "sharded_first", "sharded_last", "sharded_flat", "sharded_views"])
+@pytest.mark.parametrize(
+    "scenario", ["even", "judged", "sharded_first", "sharded_last", "sharded_flat", "sharded_views"]
+)
 def test_ranks_measure_what_one_process_does_on_the_joined_batch(results, scenario):
     """In the first steps: later ones are those of another model, as rounding errors grow."""
-    alone = even(None, 4)
+    alone = judged(None, 4) if scenario == "judged" else even(None, 4)
     hidden = ("weight_std", "predicted_std") if scenario in ("sharded_flat", "sharded_views") else ("no metric",)
     for (metrics, _), (expected, _) in zip(results[0][scenario][0], alone, strict=False):
         expected = {key: value for key, value in expected.items() if not key.startswith(hidden)}

@@ -12,7 +12,9 @@ from betahook.control.base import apply
 NAN = math.nan
 
 
-def observe(*, units=1, predicted_std=NAN, beta_default=1.0, overflow=88.0, step=0, spectral_ratio=NAN, **measured):
+def observe(
+    *, units=1, predicted_std=NAN, beta_default=1.0, overflow=88.0, step=0, spectral_ratio=NAN, loss=NAN, **measured
+):
     """An observation of which only `measured` is known; a number stands for all units."""
 
     def tensor(value, dtype=torch.float64):
@@ -31,6 +33,7 @@ def observe(*, units=1, predicted_std=NAN, beta_default=1.0, overflow=88.0, step
         overflow=overflow,
         step=step,
         spectral_ratio=lambda: torch.tensor(spectral_ratio),
+        loss=lambda: torch.tensor(loss, dtype=torch.float64),
     )
 
 

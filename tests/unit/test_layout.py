@@ -14,11 +14,12 @@ ROOT = Path(__file__).parents[2]
 
 BASE = {"theory", "compat"}
 PIPELINE = BASE | {"measure", "models", "control", "state", "tap", "layer"}
-ATTACHED = PIPELINE | {"loss_scale", "stages", "checkpoint", "report", "options", "hook"}
+ATTACHED = PIPELINE | {"loss_scale", "training_loss", "stages", "checkpoint", "report", "options", "hook"}
 ROOMS = {
     "theory": set(),
     "compat": set(),
     "loss_scale": {"compat"},
+    "training_loss": {"measure", "control", "state"},
     "factors": {"compat"},
     "measure": BASE,
     "models": {"compat"},
@@ -26,7 +27,7 @@ ROOMS = {
     "state": {"factors", "measure"},
     "layer": BASE | {"measure", "models", "state"},
     "tap": BASE | {"measure", "models", "state"},
-    "stages": PIPELINE | {"loss_scale"},
+    "stages": PIPELINE | {"loss_scale", "training_loss"},
     "checkpoint": PIPELINE,
     "report": PIPELINE,
     "options": PIPELINE | {"checkpoint", "report"},
@@ -48,6 +49,7 @@ PUBLIC = [
     "Condition",
     "Controller",
     "ControllerChoice",
+    "Decades",
     "Finding",
     "Findings",
     "FoldError",

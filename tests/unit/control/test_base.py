@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from betahook import Cap, Controller, Gradient, Monitor, Observation, Search, Statistics, Variance
+from betahook import Cap, Controller, Decades, Gradient, Monitor, Observation, Search, Statistics, Variance
 from betahook.control.base import apply, at_bound, check_controller, options
 from support.observations import approx, as_list, observe, run
 
@@ -52,6 +52,8 @@ RULES = {
     "cap": lambda: Cap(5.0),
     "search, cap": lambda: [search(), Cap(5.0)],
 }
+JUDGED = {**RULES, "decades": lambda: Decades(window=1), "decades in turn": lambda: Decades(window=1, together=False)}
+"""With those that are judged by the loss, which is the same for all units."""
 
 
 def story(units):
@@ -118,9 +120,9 @@ def test_a_bad_observation_holds_its_unit_alone(rule, reason, bad):
     assert [step[1] for step in disturbed[:3] + disturbed[4:]] == [step[1] for step in without]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", JUDGED)
 def test_an_update_leaves_tensors_that_others_may_hold(rule):
-    rules, beta = as_list(RULES[rule]()), torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    rules, beta = as_list(JUDGED[rule]()), torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
     memories = [{} for _ in rules]
     for observation in story(slice(None)):
         names = [sorted(memory) for memory in memories]
@@ -131,16 +133,17 @@ def test_an_update_leaves_tensors_that_others_may_hold(rule):
         assert [sorted(memory) for memory in given] == names
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", JUDGED)
 def test_nothing_is_read_back_to_the_host(rule):
     """On a device without numbers there is nothing to read."""
-    rules, memories = as_list(RULES[rule]()), [{} for _ in as_list(RULES[rule]())]
+    rules = as_list(JUDGED[rule]())
+    memories = [{} for _ in rules]
     with torch.device("meta"):
         values = {field.name: torch.ones(3, dtype=torch.float64) for field in fields(Statistics)}
         values["finite"] = values["finite"].bool()
         beta, ratio = torch.ones(3), torch.ones(())
     for step in range(3):
-        given = Observation(beta, Statistics(**values), lambda: values["std"], 88.0, step, lambda: ratio)
+        given = Observation(beta, Statistics(**values), lambda: values["std"], 88.0, step, lambda: ratio, lambda: ratio)
         beta, memories = apply(rules, beta, given, memories)
 
 
@@ -243,7 +246,7 @@ def test_the_options_of_a_controller_are_json(frozen):
     assert options(Rule()) == expected == json.loads(json.dumps(options(Rule())))
 
 
-@pytest.mark.parametrize("rule", [Monitor(), Variance(), Gradient(), Cap(), Search()])
+@pytest.mark.parametrize("rule", [Monitor(), Variance(), Gradient(), Cap(), Search(), Decades()])
 def test_the_options_of_our_own_controllers_make_the_same_one(rule):
     check_controller(rule)
     read = {name: tuple(x) if isinstance(x, list) else x for name, x in json.loads(json.dumps(options(rule))).items()}

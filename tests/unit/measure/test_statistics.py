@@ -135,7 +135,8 @@ def test_heads_without_scores_keep_what_was_last_measured():
     copies = new.clone(), old.clone()
     kept = statistics.keep_measured(new, old, torch.tensor([True, False, True]))
     expected = torch.stack([new[:, 0], old[:, 1], new[:, 2]], 1)
-    expected[ROW["sensitivity"], 1] = new[ROW["sensitivity"], 1]
+    for name in ("sensitivity", "losses", "loss"):
+        expected[ROW[name], 1] = new[ROW[name], 1]
     assert torch.equal(kept, expected)
     assert torch.equal(new, copies[0])
     assert torch.equal(old, copies[1])

@@ -1,0 +1,207 @@
+"""The paper's search for beta inside one training run: powers of ten, then bisection, judged by the loss.
+
+`betahook.control.base.apply` runs it. All units share one search, or search one after another, so that every number of
+the search is the same for all of them; tensors `[units]` all the same, as every controller's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from enum import IntEnum
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from betahook.control.base import DECADES, Controller, Memory, Observation, require
+from betahook.control.notes import Note
+from betahook.control.search import limit_increase
+
+
+class Phase(IntEnum):
+    """Phases of the search. Checkpoints hold the numbers: never change one."""
+
+    UNSEEN = 0  # before the first batch
+    CENTRE = 1  # trial of the beta in the middle of a stage
+    SIDES = 2  # trials above and below it
+    HOLD = 3  # the search is over; the best beta stands
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The search before the next batch; log10 of beta and losses, `[units]` each.
+
+    A stage is one step size. Its first trial is the centre, the next are `reach` steps above and below it.
+
+    Attributes:
+        phase: the `Phase`, as a number.
+        turn: index of the unit that searches, or of all at once; the number of turns when the search is over.
+        batches: of this trial so far.
+        total: sum of their losses.
+        step: of this stage, in decades.
+        reach: steps from the centre to this trial.
+        side: 1 for a trial above the centre, -1 below.
+        open_above: 1 while trials go on above the centre, 0 once one was worse than the one before it.
+        open_below: the same below.
+        score_above: of the outermost trial above.
+        score_below: the same below.
+        best_score: of the best trial of this stage; of the first window in `HOLD`, where it is NaN before.
+        centre: log10 of the beta in the middle.
+        best: log10 of the beta of the best trial, as the bounds let it be.
+    """
+
+    phase: Tensor
+    turn: Tensor
+    batches: Tensor
+    total: Tensor
+    step: Tensor
+    reach: Tensor
+    side: Tensor
+    open_above: Tensor
+    open_below: Tensor
+    score_above: Tensor
+    score_below: Tensor
+    best_score: Tensor
+    centre: Tensor
+    best: Tensor
+
+    def having(self, where: Tensor, **changes: Tensor | float) -> Trial:
+        """Return the same trial with new values of some attributes where `where` is true."""
+        return replace(
+            self, **{name: torch.where(where, value, getattr(self, name)) for name, value in changes.items()}
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Decades(Controller):
+    """Try `beta = 10^N` and `10^-N` for N = 0, 1, 2, ..., a window of batches each; then bisect log beta.
+
+    The paper's second algorithm inside one training run. A side ends where a trial has a higher loss than the one
+    before it; then half a decade above and below the best is tried, a quarter, and so on. Each of these stages tries
+    its middle again, since meanwhile training went on. A loss that is NaN or infinite is worse than any number. At the
+    end the best beta stands, until the loss drifts: then the search begins again around it.
+
+    The paper trains anew for every trial. Here one training goes on through them, which has two consequences: trials
+    at bad betas leave their mark on the weights, and while the loss falls by itself, a later trial has the better one.
+
+    It needs the loss: that of the model's output, or `Hook.step(loss=...)`.
+
+    Args:
+        window: batches of a trial.
+        relative: try multiples of the model's own beta, instead of 10^N itself.
+        together: search one factor for all layers at once; False for one layer after another, or one head.
+        decades: largest N.
+        resolution: the search ends where the next step would be smaller, in decades.
+        drift: share by which the loss of a window differs from that of the first window after the search where the
+            search begins again.
+
+    Raises:
+        ValueError: an option has a value that makes no sense.
+    """
+
+    uses_loss: ClassVar[bool] = True
+
+    window: int = 10
+    relative: bool = False
+    together: bool = True
+    decades: int = 3
+    resolution: float = 0.1
+    drift: float = 0.5
+
+    def __post_init__(self) -> None:
+        require(self, "window", isinstance(self.window, int) and self.window >= 1, "a whole number, 1 or more")
+        for name in ("relative", "together"):
+            require(self, name, isinstance(getattr(self, name), bool), "True or False")
+        in_range = isinstance(self.decades, int) and 1 <= self.decades <= DECADES
+        require(self, "decades", in_range, f"a whole number from 1 to {DECADES:g}")
+        require(self, "resolution", 0 < self.resolution <= 1, "above 0, at most 1")
+        require(self, "drift", self.drift > 0, "a positive number")
+
+    def start(self, beta: Tensor) -> Memory:
+        zero, unknown = torch.zeros_like(beta), torch.full_like(beta, torch.nan)
+        values = {field.name: zero for field in fields(Trial)}
+        return {**values, "step": zero + 1, "reach": zero + 1, "side": zero + 1, "centre": unknown, "best": unknown}
+
+    def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
+        trial = Trial(**state)
+        own = observation.beta_default.to(beta).log10()
+        # Layers that are first used later come in later.
+        trial = trial.having(trial.centre.isnan(), centre=own if self.relative else torch.zeros_like(own))
+        trial = trial.having(trial.best.isnan(), best=own)
+        due, score, trial = self._count(trial, observation.loss().to(beta))
+        judged = self._judge(trial, due, score, beta.log10())
+        after = self._drifted(trial, due, score, self._go_on(trial, judged, due))
+        after = after.having(trial.phase == Phase.UNSEEN, phase=Phase.CENTRE)
+        offset = torch.where(after.phase == Phase.SIDES, after.side * after.reach * after.step, 0)
+        wanted = torch.where(self._searches(after), after.centre + offset, after.best)
+        return limit_increase(10**wanted, beta, observation.overflow, observation), asdict(after)
+
+    def is_in_transition(self, state: Memory) -> bool:
+        return bool(state) and bool((state["phase"] != Phase.HOLD).any())
+
+    def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
+        columns = [self._searches(Trial(**state)), state["phase"], beta, 10 ** state["best"], state["best_score"]]
+        return [_note(*values) for values in torch.stack([column.to(beta) for column in columns]).T.tolist()]
+
+    def _searches(self, trial: Trial) -> Tensor:
+        """Tell which units take part in this trial."""
+        turns = (
+            torch.zeros_like(trial.turn) if self.together else torch.arange(len(trial.turn), device=trial.turn.device)
+        )
+        return turns == trial.turn
+
+    def _count(self, trial: Trial, loss: Tensor) -> tuple[Tensor, Tensor, Trial]:
+        """Count a batch; tell where the window is full, and the mean loss of it, infinite where it failed."""
+        seen = trial.phase != Phase.UNSEEN
+        batches, total = trial.batches + seen, trial.total + torch.where(seen, loss, 0)
+        due = batches >= self.window
+        score = (total / self.window).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
+        return due, score, replace(trial, batches=torch.where(due, 0, batches), total=torch.where(due, 0, total))
+
+    def _judge(self, trial: Trial, due: Tensor, score: Tensor, log_beta: Tensor) -> Trial:
+        """Compare a finished trial with the best of its stage and with its neighbour, and close what is worse."""
+        first, beside = due & (trial.phase == Phase.CENTRE), due & (trial.phase == Phase.SIDES)
+        above, below = beside & (trial.side > 0), beside & (trial.side < 0)
+        last = trial.reach >= torch.where(trial.step < 1, 1, self.decades)
+        better = first | beside & (score < trial.best_score)
+        after = trial.having(better, best_score=score)
+        after = after.having(better & self._searches(trial), best=log_beta)
+        after = after.having(first, open_above=1.0, open_below=1.0, score_above=score, score_below=score)
+        after = after.having(above & (last | (score > trial.score_above)), open_above=0.0)
+        after = after.having(below & (last | (score > trial.score_below)), open_below=0.0)
+        return after.having(above, score_above=score).having(below, score_below=score)
+
+    def _go_on(self, trial: Trial, judged: Trial, due: Tensor) -> Trial:
+        """Choose the next trial, stage or turn."""
+        first, beside = due & (trial.phase == Phase.CENTRE), due & (trial.phase == Phase.SIDES)
+        downward = beside & (trial.side > 0) & (judged.open_below > 0)
+        further = beside & ~downward & (judged.open_above + judged.open_below > 0)
+        ended = beside & ~downward & ~further
+        after = judged.having(first, phase=Phase.SIDES, reach=1.0, side=1.0).having(downward, side=-1.0)
+        after = after.having(further, reach=trial.reach + 1, side=2 * judged.open_above - 1)
+        after = after.having(ended, phase=Phase.CENTRE, step=trial.step / 2)
+        after = after.having(ended & self._searches(trial), centre=judged.best)
+        over = ended & (after.step < self.resolution)
+        after = after.having(over, turn=trial.turn + 1, step=1.0)
+        turns = 1 if self.together else len(trial.turn)
+        return after.having(over & (after.turn >= turns), phase=Phase.HOLD, best_score=torch.nan)
+
+    def _drifted(self, trial: Trial, due: Tensor, score: Tensor, after: Trial) -> Trial:
+        """Begin anew around the best beta where the loss in `HOLD` is another than at first."""
+        holds = due & (trial.phase == Phase.HOLD)
+        near = (score - trial.best_score).abs() <= self.drift * trial.best_score.abs()
+        near = torch.where(trial.best_score.isinf(), score.isinf(), near)
+        again = holds & ~trial.best_score.isnan() & ~near
+        after = after.having(holds & trial.best_score.isnan(), best_score=score)
+        return after.having(again, phase=Phase.CENTRE, turn=0.0, centre=trial.best)
+
+
+def _note(searches: float, phase: float, beta: float, best: float, score: float) -> Note:
+    """Explain one unit."""
+    if phase == Phase.HOLD:
+        return Note(reason=f"holds the best beta of its search, {best:.3g}")
+    if not searches:
+        return Note(reason="waits while another layer searches")
+    found = f"; the best was {best:.3g}, with a loss of {score:.4g}" if phase == Phase.SIDES else ""
+    return Note(reason=f"tries a beta of {beta:.3g}{found}")

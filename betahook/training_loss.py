@@ -1,0 +1,60 @@
+"""The training loss of a step, for controllers that are judged by it; without one nothing of it is recorded.
+
+`Hook` connects the model and hands over what the user gives to `Hook.step`; `betahook.stages` reads it. Like all sums
+the loss is kept on the device, in the table of `betahook.measure.statistics`, and read back by nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from betahook.control.base import Controller
+from betahook.measure.statistics import ROW, is_distributed
+from betahook.state import State
+
+_ROWS = slice(ROW["losses"], ROW["loss"] + 1)
+
+
+def connect(model: nn.Module, state: State, controllers: Sequence[Controller], undo: ExitStack) -> None:
+    """Record the loss in every output of the model until `undo` is closed, if a controller is judged by it."""
+
+    def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        loss = output.get("loss") if type(output) is dict else getattr(output, "loss", None)
+        # A loss without a graph is one of an evaluation.
+        if isinstance(loss, Tensor) and loss.requires_grad and not state.paused:
+            state.table[_ROWS] += torch.stack([loss.new_ones(()), loss.detach().mean()]).to(state.table)[:, None]
+            state.has_loss = True
+
+    if any(controller.uses_loss for controller in controllers):
+        undo.callback(model.register_forward_hook(record).remove)
+
+
+def take(state: State, controllers: Sequence[Controller], given: Tensor | float | None) -> None:
+    """Let what the user gave replace the losses of the outputs; refuse a first step without either.
+
+    Raises:
+        RuntimeError: a controller is judged by the loss, and there is none.
+    """
+    if given is not None:
+        loss = torch.as_tensor(given, device=state.device).detach().mean().to(state.table)
+        state.table[_ROWS] = torch.stack([torch.ones_like(loss), loss])[:, None]
+        state.has_loss = True
+    judged = [controller for controller in controllers if controller.uses_loss]
+    # A rank may be idle in the first step.
+    if judged and not (state.has_loss or state.steps > 0 or is_distributed()):
+        raise RuntimeError(
+            f"{judged[0]} is judged by the training loss, and the model returned none: give it the model's labels, so "
+            "that its output has a loss, or call step(loss=...)"
+        )
+
+
+def pooled(state: State) -> Tensor:
+    """Return the mean loss of the last step over its forwards and all ranks, a scalar; NaN if there was none."""
+    count, total = state.recent[_ROWS].sum(1)
+    mean: Tensor = total / count
+    return mean

@@ -1,0 +1,139 @@
+"""The training loss on its way to a controller that is judged by it, and nothing of it without one."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+import betahook
+from betahook import training_loss
+from betahook.control.decades import Phase
+from betahook.integrations.trainer import BetaHookCallback
+from betahook.measure.statistics import ROW
+from support.models import build, inputs
+from support.trainer import make_trainer
+from support.training import LAYER, train
+
+DECADES = betahook.Decades(window=1)
+
+
+def pooled(hook):
+    return training_loss.pooled(hook._state).item()
+
+
+def test_the_loss_is_that_of_the_outputs_of_the_step_and_of_no_other():
+    model = build("llama")
+    with betahook.attach(model, controller=DECADES) as hook:
+        model.eval()
+        with torch.no_grad():
+            model(**inputs("llama"))
+        model.train()
+        with hook.pause():
+            model(**inputs("llama"))
+        losses = [model(**inputs("llama", length)).loss for length in (24, 12)]
+        sum(losses).backward()
+        hook.step()
+        assert pooled(hook) == pytest.approx(sum(loss.item() for loss in losses) / 2)
+        last = model(**inputs("llama", 12)).loss
+        hook.step()
+        assert pooled(hook) == pytest.approx(last.item())
+
+
+@pytest.mark.parametrize("loss", [0.25, torch.tensor([0.0, 0.5], requires_grad=True)], ids=["number", "tensor"])
+def test_a_loss_that_is_given_takes_the_place_of_that_of_the_outputs(loss):
+    model = build("llama")
+    with betahook.attach(model, controller=DECADES) as hook:
+        model(**inputs("llama")).loss.backward()
+        hook.step(loss=loss)
+        assert pooled(hook) == 0.25
+
+
+def test_without_a_controller_that_is_judged_by_it_nothing_is_recorded():
+    model = build("llama")
+    before = len(model._forward_hooks)
+    with betahook.attach(model) as hook:
+        assert len(model._forward_hooks) == before
+        model(**inputs("llama")).loss.backward()
+        assert not hook._state.table[ROW["losses"]].any()
+        assert math.isnan(pooled(hook))
+    with betahook.attach(model, controller=[betahook.Monitor(), DECADES]):
+        assert len(model._forward_hooks) == before + 1
+    assert len(model._forward_hooks) == before
+
+
+def test_a_model_without_a_loss_is_refused_at_the_first_step():
+    model = build("llama")
+    with betahook.attach(model, controller=DECADES) as hook:
+        model(input_ids=inputs("llama")["input_ids"])
+        message = r"Decades\(window=1\) is judged by the training loss, and the model returned none: .*step\(loss=...\)"
+        with pytest.raises(RuntimeError, match=message):
+            hook.step()
+
+
+def test_models_that_return_a_dictionary_have_a_loss_too():
+    class Wrapped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = build("llama")
+
+        def forward(self, **batch):
+            return {"loss": self.inner(**batch).loss}
+
+    model = Wrapped()
+    with betahook.attach(model, controller=DECADES) as hook:
+        loss = model(**inputs("llama"))["loss"]
+        hook.step()
+        assert pooled(hook) == pytest.approx(loss.item())
+
+
+def test_a_loss_that_is_nan_is_a_failed_trial():
+    model = build("llama")
+    with betahook.attach(model, controller=betahook.Decades(window=1, relative=True)) as hook:
+        path = []
+        for loss in (1.0, 1.0, math.nan, 2.0, 0.5, 0.5):
+            model(**inputs("llama"))
+            hook.step(loss=loss)
+            path.append(round(math.log10(hook.layers[LAYER].beta / hook.layers[LAYER].beta_default), 6))
+        assert path == [0, 1, -1, 0, 0.5, -0.5]  # 10 fails and 0.1 is worse: on around 1
+
+
+def test_decades_goes_on_bit_identically():
+    model = build("llama")
+    hook = betahook.attach(model, controller=betahook.Decades(window=2))
+    train(model, hook, 7)
+    model(**inputs("llama"))  # in the middle of a step, and of a window
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(hook.state_dict())
+    expected = train(model, hook, 12)
+    hook.detach()
+
+    model.load_state_dict(weights)
+    with betahook.attach(model, controller=betahook.Decades(window=2)) as again:
+        again.load_state_dict(state)
+        assert train(model, again, 12) == expected
+        assert len({beta for beta, _ in expected}) > 3
+
+
+def test_the_trainer_needs_no_further_line(tmp_path):
+    callback = BetaHookCallback(DECADES, on_end="keep")
+    trainer = make_trainer(tmp_path, callback)
+    trainer.train()
+    (memory,) = callback.hook._state.memories
+    assert (memory["phase"] != Phase.UNSEEN).all()
+    layer = callback.hook.layers[LAYER]
+    assert layer.beta != layer.beta_default
+    callback.hook.detach()
+
+
+@pytest.mark.oldest_skips("torch cannot trace the models at all")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the same
+def test_a_compiled_model_tells_its_loss():
+    model = build("llama", "sdpa")
+    with betahook.attach(model, controller=DECADES) as hook:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        for _ in range(3):
+            loss = compiled(**inputs("llama", padded=False)).loss
+            loss.backward()
+            hook.step()
+            assert pooled(hook) == pytest.approx(loss.item())
