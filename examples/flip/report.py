@@ -53,8 +53,8 @@ def relevant_beta(row: Row, column: str) -> float | None:
     return row.beta if column in ("paper", "scaled-init") else None
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.2f} %"
+def percent(share: float | None) -> str:
+    return "no number" if share is None else f"{100 * share:.2f} %"
 
 
 def draw(row: Row, results: Iterable[Result], path: Path) -> None:

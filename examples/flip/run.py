@@ -20,10 +20,13 @@ from tqdm import tqdm
 import betahook
 from report import draw, relevant_beta, table
 from runs import Results, best_fixed, execute
-from task import TABLE_1, Row, Run, train
+from task import MORE_DATA, TABLE_1, Row, Run, train
 
 Identity = tuple[str, str, float | None, int]
 """Column, row, the paper's beta where it matters, seed."""
+
+NEVER = 10**9
+"""Batches in a window that no run completes."""
 
 COLUMNS: dict[str, tuple[str, Callable[[Row, int], Run] | None]] = {
     "plain": ("1/sqrt(d_k)", lambda row, seed: Run(row, seed)),
@@ -38,7 +41,19 @@ COLUMNS: dict[str, tuple[str, Callable[[Row, int], Run] | None]] = {
         "[Search(rise=False)], one run",
         lambda row, seed: Run(row, seed, controller=lambda: [betahook.Search(rise=False)]),
     ),
+    "rise-only": (
+        "the default without its search, one run",
+        lambda row, seed: Run(row, seed, controller=lambda: [betahook.Search(window=NEVER)]),
+    ),
     "variance": ("Variance(), one run", lambda row, seed: Run(row, seed, controller=betahook.Variance)),
+    "variance-weights": (
+        "the paper's first algorithm: 1/std from sigma_Wq and sigma_Wk, one run",
+        lambda row, seed: Run(row, seed, controller=lambda: [betahook.Variance(source="weights", smoothing=0)]),
+    ),
+    "decades": (
+        "the paper's second algorithm: Decades(), one run",
+        lambda row, seed: Run(row, seed, controller=betahook.Decades),
+    ),
     "gradient": (
         "[Gradient(), Cap(30.0)], one run",
         lambda row, seed: Run(row, seed, controller=lambda: [betahook.Gradient(), betahook.Cap(30.0)]),
@@ -60,7 +75,7 @@ def measure(column: str, row: Row, seed: int, options: dict[str, Any]) -> dict[s
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = list(dict.fromkeys(row.name for row in TABLE_1))
+    names = list(dict.fromkeys(row.name for row in (*TABLE_1, MORE_DATA)))
     parser.add_argument("--rows", nargs="+", default=["100/20/15000"], choices=[*names, "all"], metavar="ROW")
     parser.add_argument("--columns", nargs="+", default=list(COLUMNS), choices=list(COLUMNS), metavar="COLUMN")
     parser.add_argument("--seeds", nargs="+", type=int, default=[7])
@@ -73,7 +88,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, not {options.jobs}")
 
-    rows = [row for row in TABLE_1 if row.name in options.rows or "all" in options.rows]
+    rows = [
+        row for row in (*TABLE_1, MORE_DATA) if row.name in options.rows or ("all" in options.rows and row in TABLE_1)
+    ]
     store = options.output / "results.jsonl"
     results = Results(store)
     known = {key(result) for result in results}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 import betahook
-from betahook import Cap, Controller, Gradient, Hook, Monitor, Search, Variance
+from betahook import Cap, Controller, Decades, Gradient, Hook, Monitor, Search, Variance
 
 
 def monitor() -> list[Controller]:
@@ -58,6 +58,8 @@ CONTROLLERS = {
     "no-rise": Treatment(lambda: [Search(rise=False)]),
     "gradient": Treatment(lambda: [Gradient(), Cap(30.0)]),
     "variance": Treatment(lambda: [Variance()]),
+    "variance-weights": Treatment(lambda: [Variance(source="weights", smoothing=0)]),  # the paper's first algorithm
+    "decades": Treatment(lambda: [Decades()]),  # its second one, inside one run
     "cap": Treatment(lambda: [Cap(30.0)]),
     "scaled-init": Treatment(init=3.0),
     "uniform": Treatment(beta=1e-6),  # shows what attention is worth
