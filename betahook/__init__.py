@@ -1,6 +1,6 @@
 """betahook: measure the scale of attention scores while a model trains, and adapt the softmax inverse temperature."""
 
-from betahook.control import Cap, Controller, Decades, Gradient, Monitor, Observation, Search, Variance
+from betahook.control import Cap, Clip, Controller, Decades, Gradient, Monitor, Observation, Search, Variance
 from betahook.control.beta_search import BetaSearch
 from betahook.hook import Hook, attach, detach
 from betahook.keep.folding import FoldError, fold
@@ -23,6 +23,7 @@ __all__ = [
     "Audit",
     "BetaSearch",
     "Cap",
+    "Clip",
     "Condition",
     "Controller",
     "ControllerChoice",

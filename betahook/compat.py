@@ -158,3 +158,15 @@ def adapter_weights(adapter: Any) -> Iterator[Tensor]:
 def learns_prompts(module: object) -> bool:
     """True for a model that learns prompts, which are saved without its weights."""
     return bool(getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False))
+
+
+# https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/lora/layer.py
+def adapter_outputs(adapter: Any) -> Iterator[nn.Module]:
+    """Modules of an adapter whose output is added to that of the layer below it, of every adapter that it has."""
+    return iter(getattr(adapter, "lora_B", {}).values())
+
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py
+def is_fsdp2(module: nn.Module) -> bool:
+    """True for a module that `fully_shard` was called for, by name: torch need not be built with distributed."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)

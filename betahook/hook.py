@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from betahook import options, stages, training_loss
 from betahook.checkpoint import pretrained, schema
+from betahook.clipping import Clipping
 from betahook.control.base import Controller
 from betahook.layer import AttentionLayer, Layers, size_of
 from betahook.loss_scale import LossScale
@@ -137,6 +138,7 @@ class Hook:
         named = zip(survey.found.items(), self._state.ranges, strict=True)
         placed = [(name, found, self._state, place) for (name, found), place in named]
         self.layers = Layers([AttentionLayer(*each) for each in placed])
+        self._clipping = Clipping(model, self.layers, self._state, self.controllers)
         recorders = [Recorder(*each, owner=self, when=settings.when) for each in placed]
 
         interface.acquire()
@@ -219,9 +221,10 @@ class Hook:
         stages.check_seen(state)
         training_loss.take(state, self.controllers, loss)
         loss_scale = LossScale.read(scaler, state.loss_scale)
-        stages.pool(state, self.layers, loss_scale)
+        measured = stages.pool(state, self.layers, loss_scale)
         observation = stages.observe(state, self.layers)
         stages.control(state, self.controllers, observation)
+        self._clipping.step(self, measured)
         stages.finish(state, observation, loss_scale, self.settings.interval)
         self.last_input = _detached(self.last_input)
 
@@ -229,9 +232,8 @@ class Hook:
         """Report what the last step measured, and beta, W_q and W_k as they are now: `quantity/layer` to a number.
 
         The quantities are those of `MetricName`; `docs/METRICS.md` explains them. What was not measured is left out.
-        Reads the device back, so call it when you log, not in every step.
-
-        The first call after a NaN or an infinity logs a warning, the only one, with the layers and their steps.
+        Reads the device back, so call it when you log, not in every step. The first call after a NaN or an infinity
+        logs a warning, the only one, with the layers and their steps.
         """
         state = self._state
         self.layers.read_weights()

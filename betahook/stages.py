@@ -42,8 +42,8 @@ def check_seen(state: State) -> None:
         )
 
 
-def pool(state: State, layers: Layers, loss_scale: LossScale) -> None:
-    """Add up the sums of all ranks; they become the recent ones."""
+def pool(state: State, layers: Layers, loss_scale: LossScale) -> Tensor:
+    """Add up the sums of all ranks; they become the recent ones. Return which heads they measured, `[heads]`."""
     table = state.collect()
     if loss_scale.skipped or loss_scale.of_step != 1:
         # A NaN tells all ranks that the step was skipped on one.
@@ -56,6 +56,7 @@ def pool(state: State, layers: Layers, loss_scale: LossScale) -> None:
     state.recent, state.recent_moments = latest(state, table, moments)
     if state.measuring:
         layers.read_weights(sharded=True)
+    return table[statistics.ROW["pairs"]] > 0
 
 
 def latest(state: State, table: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:

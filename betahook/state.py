@@ -68,8 +68,7 @@ def _part(whole: slice, first: int, count: int) -> slice:
 class State:
     """Everything that changes while a model trains, flat over all heads of all layers.
 
-    Forward and `Hook.step` write into the same `beta`, `beta_default`, `table` and `moments` all the time: a CUDA graph
-    knows them by their addresses.
+    `beta`, `beta_default`, `table` and `moments` are written to in place: a CUDA graph knows them by their addresses.
 
     Attributes:
         layers: the heads grouped by layer.
@@ -88,6 +87,7 @@ class State:
         nonfinite_since: int64 `[heads]`, the first step that saw a NaN or an infinity, from 1 on; 0 for none.
         condition: int64 `[layers]`, a `report.conditions.Condition` for each layer when it was last looked at.
         condition_since: int64 `[layers]`, the step at which it was first seen in it.
+        clips: int64 `[heads]`, in how many steps a `Clip` scaled the weights of each, or would have.
         memories: what each controller remembers, tensors `[units]` by name; empty before its first update.
         steps: how often `Hook.step` was called.
         skipped_steps: of these, how many the optimizer skipped.
@@ -118,6 +118,7 @@ class State:
     recent_moments: Tensor
     weights: Tensor
     nonfinite_since: Tensor
+    clips: Tensor
     condition: Tensor
     condition_since: Tensor
     memories: list[dict[str, Tensor]]
@@ -174,6 +175,7 @@ class State:
             recent_moments=moments.clone(),
             weights=weights.empty(heads, device),
             nonfinite_since=torch.zeros(heads, dtype=torch.int64, device=device),
+            clips=torch.zeros(heads, dtype=torch.int64, device=device),
             condition=torch.zeros(len(layers), dtype=torch.int64, device=device),
             condition_since=torch.zeros(len(layers), dtype=torch.int64, device=device),
             memories=[{} for _ in range(controllers)],
@@ -212,11 +214,10 @@ class State:
         self.seen = True
         # A compiled graph writes it in every run: what the host remembers says nothing about that.
         written_always = isinstance(default, Tensor) or torch.compiler.is_compiling()
-        if not (written_always or self.factors.note(place.layer, place.heads, float(default))):
-            return
-        with torch.no_grad():
-            own = self.beta_default[place.heads]
-            own.copy_(default.flatten()) if isinstance(default, Tensor) else own.fill_(default)
+        if written_always or self.factors.note(place.layer, place.heads, float(default)):
+            with torch.no_grad():
+                own = self.beta_default[place.heads]
+                own.copy_(default.flatten()) if isinstance(default, Tensor) else own.fill_(default)
 
     @torch.no_grad()
     def refuse(self, place: HeadRange, reason: str) -> None:

@@ -41,7 +41,9 @@ COUNTERS = {
 }
 BY_LAYER = ("condition", "condition_since")
 """Tensors with an entry for each layer instead of each head."""
-TENSORS = ("beta", "beta_default", "nonfinite_since", *BY_LAYER, *ROWS)
+COUNTS = ("nonfinite_since", "clips")
+"""Whole numbers for each head."""
+TENSORS = ("beta", "beta_default", *COUNTS, *BY_LAYER, *ROWS)
 TYPES: dict[str, type] = {
     "layers": dict,
     "options": dict,
@@ -122,11 +124,13 @@ def parse(given: object) -> dict[str, Any]:
 
 
 def _later_entries(state: dict[str, Any]) -> dict[str, Any]:
-    """Return entries that files of an earlier day lack: nobody has looked at the layers yet, nor kept moments."""
+    """Return entries that files of an earlier day lack: what nobody had looked at, kept or clipped yet."""
     layers, moments = state.get("layers"), state.get("moments")
     kept = torch.zeros_like(moments) if isinstance(moments, Tensor) else moments
     zeros = torch.zeros(len(layers) if isinstance(layers, dict) else 0, dtype=torch.int64, device="cpu")
-    return {"findings_step": 0, "recent_moments": kept, **{name: zeros.clone() for name in BY_LAYER}}
+    since = state.get("nonfinite_since")  # of the same shape; where it is damaged, it is refused by itself
+    clips = torch.zeros(since.shape if isinstance(since, Tensor) else 0, dtype=torch.int64, device="cpu")
+    return {"findings_step": 0, "clips": clips, "recent_moments": kept, **{name: zeros.clone() for name in BY_LAYER}}
 
 
 def match(
@@ -279,7 +283,7 @@ def _check_shape(name: str, value: Tensor, shape: Sequence[int]) -> None:
 
 
 def _check_dtype(name: str, value: Tensor) -> None:
-    allowed = (torch.int64,) if name in ("nonfinite_since", *BY_LAYER) else (torch.float32, torch.float64)
+    allowed = (torch.int64,) if name in (*COUNTS, *BY_LAYER) else (torch.float32, torch.float64)
     if value.dtype not in allowed:
         raise ValueError(
             f"the state is damaged: {name} should be of {' or '.join(map(str, allowed))}, got {value.dtype}"

@@ -7,23 +7,21 @@ state are as they were, whatever happens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from betahook.hook import Hook
+from betahook import rerun
 from betahook.keep.places import Place
 from betahook.keep.refusals import FoldError, Plan
 from betahook.layer import AttentionLayer
 
 ROUNDINGS = 5
 """How often rounding is measured: once is too little for an output of one number, which may happen to be near."""
-CHUNK = 2**24
-"""How many entries of an output are compared at once: logits may be large, and their differences take float64."""
 
 
 def exact_places(plan: Plan) -> dict[AttentionLayer, Place]:
@@ -39,7 +37,7 @@ def exact_places(plan: Plan) -> dict[AttentionLayer, Place]:
         return {}
     if plan.hook.last_input is None:
         raise FoldError("fold() checks itself on the input of the model's last forward, and there was none; run one")
-    with _without_side_effects(plan.hook):
+    with rerun.without_side_effects(plan.hook):
         places, expected, precision = _check_layers(plan)
         _check_model(plan, places, expected, precision)
     return places
@@ -53,9 +51,9 @@ def _check_layers(plan: Plan) -> tuple[dict[AttentionLayer, Place], list[Tensor]
     def check(layer: AttentionLayer, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         nonlocal precision
         candidates = exact.get(layer, plan.places[layer])  # those left of an earlier call in the same forward
-        with _random_state_kept(plan.hook):
+        with rerun.random_state_kept(plan.hook):
             exact[layer] = _check_layer(plan, layer, candidates, _rerun(module, args, kwargs))
-        precision = max(precision, _precision([output, exact[layer][0].read()]))
+        precision = max(precision, rerun.precision([output, exact[layer][0].read()]))
 
     with ExitStack() as handles:
         for layer in plan.gains:
@@ -68,7 +66,7 @@ def _check_layers(plan: Plan) -> tuple[dict[AttentionLayer, Place], list[Tensor]
             gone = "the model has lost this module since attach(); detach and attach again"
             idle = "the last forward of the model did not use it; run one that does"
             raise plan.error(idle if layer.module in modules else gone, layer)
-    return {layer: places[0] for layer, places in exact.items()}, expected, max(precision, _precision(expected))
+    return {layer: places[0] for layer, places in exact.items()}, expected, max(precision, rerun.precision(expected))
 
 
 def _check_model(plan: Plan, places: dict[AttentionLayer, Place], expected: list[Tensor], precision: float) -> None:
@@ -87,13 +85,13 @@ def _check_model(plan: Plan, places: dict[AttentionLayer, Place], expected: list
         raise plan.error(f"the output of {name} holds no floating-point tensor that would show a difference")
     if [tensor.shape for tensor in actual] != [tensor.shape for tensor in expected]:
         raise plan.error(f"the output of {name} has another form each time")
-    errors = _distances(actual, expected)
-    norms = torch.tensor([_norm(tensor) for tensor in expected], dtype=torch.double, device="cpu")
+    errors = rerun.distances(actual, expected)
+    norms = torch.tensor([rerun.norm(tensor) for tensor in expected], dtype=torch.double, device="cpu")
     limits = max(1e-5, precision / 4) * norms
     for seed in range(ROUNDINGS):
         if bool((errors <= limits).all()):
             return
-        limits = limits.maximum(4 * _distances(actual, run_folded(precision, seed)))
+        limits = limits.maximum(4 * rerun.distances(actual, run_folded(precision, seed)))
     if not bool((errors <= limits).all()):
         worst = float((errors / norms)[~(errors <= limits)].max())
         reason = (
@@ -104,15 +102,10 @@ def _check_model(plan: Plan, places: dict[AttentionLayer, Place], expected: list
 
 
 def _run_model(plan: Plan) -> list[Tensor]:
-    """The floating-point tensors that the model returns on its last input, without a cache."""
+    """Run the hooked model on its last input."""
     hook = plan.hook
-    assert hook.last_input is not None
-    args, kwargs = hook.last_input
-    kwargs = {**kwargs, "use_cache": False} if "use_cache" in kwargs else kwargs
     try:
-        with _random_state_kept(hook):
-            output = hook.model(*map(_fresh, args), **{name: _fresh(value) for name, value in kwargs.items()})
-            return [tensor.clone() for tensor in _tensors(output)]  # one of them may be a weight
+        return rerun.run_model(hook)
     except FoldError:
         raise
     except Exception as error:
@@ -154,7 +147,7 @@ def _has_effect(layer: AttentionLayer, gain: Tensor, run: Callable[[], Any]) -> 
     for factors in (torch.ones_like(gain), _probe_gain(gain)):
         with layer.acting(factors):
             outputs.append(run())
-    return _distance(*outputs) > 0
+    return rerun.distance(*outputs) > 0
 
 
 def _probe_gain(gain: Tensor) -> Tensor:
@@ -179,83 +172,14 @@ def _is_exact(layer: AttentionLayer, place: Place, gain: Tensor, run: Callable[[
         with layer.acting(factors):
             expected = run()
         actual = run_with(place.scaled(factors))
-        error = _distance(actual, expected)
-        effect = math.inf if factors is gain else _distance(plain, expected)
+        error = rerun.distance(actual, expected)
+        effect = math.inf if factors is gain else rerun.distance(plain, expected)
         if not error < effect / 4:
             return False
-        precision = _precision([expected, kept])
-        if error <= max(1e-5, precision / 4) * _norm(expected):
+        precision = rerun.precision([expected, kept])
+        if error <= max(1e-5, precision / 4) * rerun.norm(expected):
             continue
-        rounding = _distance(actual, run_with(place.scaled(factors, precision)))
+        rounding = rerun.distance(actual, run_with(place.scaled(factors, precision)))
         if not error <= 4 * rounding:
             return False
     return True
-
-
-@contextmanager
-def _without_side_effects(hook: Hook) -> Iterator[None]:
-    """Evaluation mode, without caches, compilation and measuring; afterwards everything is as it was."""
-    training = [module for module in hook.model.modules() if module.training]
-    configs = {id(c): c for c in (getattr(m, "config", None) for m in hook.model.modules()) if c is not None}
-    with ExitStack() as stack:
-        stack.enter_context(hook.pause())
-        stack.callback(setattr, hook, "last_input", hook.last_input)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for config in configs.values():
-            if getattr(config, "use_cache", False) is True:
-                config.use_cache = False
-                stack.callback(setattr, config, "use_cache", True)
-        for module in training:
-            stack.callback(setattr, module, "training", True)
-        hook.model.eval()
-        yield
-
-
-@contextmanager
-def _random_state_kept(hook: Hook) -> Iterator[None]:
-    """Let what runs draw the random numbers that the next one will draw."""
-    devices = {parameter.device for parameter in hook.model.parameters() if parameter.is_cuda}
-    with torch.random.fork_rng(devices):
-        yield
-
-
-def _fresh(value: Any) -> Any:
-    """An argument that a forward may write to."""
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _tensors(output: Any, depth: int = 8) -> Iterator[Tensor]:
-    """The floating-point tensors in nested tuples, lists, dictionaries and objects."""
-    if isinstance(output, Tensor):
-        yield from [output] if output.is_floating_point() else []
-        return
-    parts = output if isinstance(output, tuple | list) else getattr(output, "__dict__", {}).values()
-    parts = output.values() if isinstance(output, dict) else parts
-    for part in parts if depth and not isinstance(output, nn.Module | type) else ():
-        yield from _tensors(part, depth - 1)
-
-
-def _distances(one: list[Tensor], other: list[Tensor]) -> Tensor:
-    """`_distance` of each pair of tensors, `[pairs]` on the CPU."""
-    return torch.tensor([_distance(a, b) for a, b in zip(one, other, strict=True)], dtype=torch.double, device="cpu")
-
-
-def _distance(one: Any, other: Any) -> float:
-    """Norm of the difference of two outputs; what is NaN or infinite in both alike does not count."""
-    total = 0.0
-    for a, b in zip(_tensors(one), _tensors(other), strict=True):
-        for x, y in zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True):
-            alike = (x == y) | (x.isnan() & y.isnan())
-            total += float((x.double() - y.double()).masked_fill(alike, 0).square().sum())
-    return math.sqrt(total)
-
-
-def _norm(output: Any) -> float:
-    """Norm of what is finite in an output."""
-    finite = (tensor.nan_to_num(0, 0, 0) for tensor in _tensors(output))
-    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.double)) for tensor in finite))
-
-
-def _precision(nested: Any) -> float:
-    """Relative spacing of the numbers in nested tensors; that of the coarsest dtype."""
-    return max((torch.finfo(tensor.dtype).eps for tensor in _tensors(nested)), default=0.0)

@@ -90,6 +90,10 @@ class HeadGroups:
         """The largest value in each group, `[heads] -> [groups]`."""
         return values if self.are_heads else statistics.by_segment(values, "max", self.lengths)
 
+    def total(self, counts: Tensor) -> Tensor:
+        """The sum of whole numbers in each group, `[heads] -> [groups]`, in floating point."""
+        return statistics.by_segment(counts.to(self.head_dim), "sum", self.lengths)
+
     def geometric_mean(self, values: Tensor) -> Tensor:
         """The geometric mean of the positive values in each group, `[heads] -> [groups]`."""
         return values if self.are_heads else statistics.geometric_mean(values, self.lengths)

@@ -37,6 +37,8 @@ TRANSPOSED = {"Conv1D"}
 """Classes of linear modules that store their weight as `[in, out]`."""
 QUERY_NORMS = ("q_norm", "q_layernorm", "q_b_norm", "query_layernorm", "query_norm")
 """Attributes that hold a norm of the query between its projection and the scores."""
+KEY_NORMS = ("k_norm", "k_layernorm", "k_b_norm", "key_layernorm", "key_norm")
+"""Attributes that hold the norm of the key, in the same order."""
 QUERY_CLIPS = ("clip_qkv",)
 """Attributes that bound the entries of q: an input that stays within the bounds would hide them."""
 

@@ -37,6 +37,21 @@ def is_sharded(weight: Tensor) -> bool:
     return hasattr(weight, "full_tensor")  # a DTensor; torch need not be built with distributed
 
 
+def is_plain(weight: Tensor) -> bool:
+    """True for numbers that can be written to where they are: a plain tensor, or one that FSDP 2 or a mesh shards."""
+    return type(weight.data) is Tensor or is_sharded(weight)
+
+
+def replicated_like(values: Tensor, weight: Tensor) -> Tensor:
+    """`values`, the same on all ranks, as an operand for `weight`: on each rank, the part for its shard."""
+    if not is_sharded(weight):
+        return values
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = weight.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 def read(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> Tensor:
     """The weight in floating point, with its adapter; its dimensions are in the order in which the module stores them.
 

@@ -73,6 +73,11 @@ class Projection:
         return width if isinstance(width, int) else _out_by_in(self.module, self.stored).shape[1]
 
     @property
+    def matrix(self) -> Tensor:
+        """The same as `[out, in]`."""
+        return _out_by_in(self.module, self.stored)
+
+    @property
     def obstacle(self) -> str | None:
         """Reason why `entries` is out of reach, None where it is not."""
         return materialise.obstacle(self.stored, self.module, self.adapter)

@@ -34,6 +34,7 @@ MetricName = Literal[
     "exact",
     "phase",
     "last_move",
+    "clips",
 ]
 """Names of the metrics.
 
@@ -105,4 +106,6 @@ def columns(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
         "nonfinite": measured(~observed.finite),
         "at_bound": groups.largest(at_bound(beta, state.beta_default).to(state.recent)),
         "exact": measured(observed.exact),
+        # Left out until there are any, for those who clip nothing.
+        "clips": (clips := groups.total(state.clips)).masked_fill(clips == 0, torch.nan),
     }

@@ -28,6 +28,8 @@ class Fault:
 SEARCH = ("tests/unit/control/test_search_defaults.py", "tests/unit/control/test_search.py")
 CHECKPOINT = ("tests/unit/checkpoint",)
 STATE = ("tests/unit/test_state.py", "tests/unit/checkpoint")
+VERIFICATION = ("tests/unit/keep/test_verification.py",)
+CLIPPING = ("tests/unit/test_clipping.py", "tests/unit/models/test_scaling.py")
 TRAINER = ("tests/unit/integrations/test_trainer.py",)
 HOOK = ("tests/unit/test_hook.py",)
 
@@ -213,8 +215,8 @@ FAULTS = [
     Fault("betahook/keep/verification.py", "return gain / gain.max() / 2", "return gain"),
     Fault("betahook/keep/verification.py", "limits = limits.maximum(4 *", "limits = limits.maximum(4000 *"),
     Fault("betahook/keep/verification.py", "if not error <= 4 * rounding", "if not error <= 4000 * rounding"),
-    Fault("betahook/keep/verification.py", 'stack.callback(setattr, module, "training", True)', "pass"),
-    Fault("betahook/keep/verification.py", "alike = (x == y) | (x.isnan() & y.isnan())", "alike = x == y"),
+    Fault("betahook/rerun.py", 'stack.callback(setattr, module, "training", True)', "pass", VERIFICATION),
+    Fault("betahook/rerun.py", "alike = (x == y) | (x.isnan() & y.isnan())", "alike = x == y", VERIFICATION),
     Fault("betahook/keep/folding.py", "    hook.detach()\n", ""),
     Fault("betahook/keep/folding.py", "    _warn_of_transition(hook)\n    hook", "    hook"),
     Fault(
@@ -277,4 +279,9 @@ FAULTS = [
     Fault("integrations/trainer.py", "hooks_of(model) & set(_training)", "hooks_of(model)", TRAINER),
     Fault("integrations/checkpoints.py", "elif exported is not None:", "elif named and exported:", TRAINER),
     Fault("integrations/checkpoints.py", "_exports(state).pop(_EXPORT, None)", "pass", TRAINER),
+    Fault("betahook/control/clip.py", "(1 - MARGIN) * self.threshold", "self.threshold * 1.01", CLIPPING),
+    Fault("betahook/clipping.py", "healthy = measured & observed.finite", "healthy = observed.finite", CLIPPING),
+    Fault("betahook/clipping.py", "if self._differs(hook, layers):", "if False:", CLIPPING),
+    Fault("betahook/models/scaling.py", "both = key_heads == heads and not normed", "both = key_heads == heads"),
+    Fault("betahook/models/scaling.py", "+ self.offset * (by_row - 1)", "", CLIPPING),
 ]

@@ -216,3 +216,51 @@ def test_a_model_of_learned_prompts_is_saved_without_the_weights_that_would_be_f
         with pytest.raises(betahook.FoldError, match="learns prompts, which are saved without the weights"):
             betahook.fold(model if before else peft.get_peft_model(model, prompts))
         assert hook.attached
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_adapted_weights_are_clipped_with_what_lies_below(merged, caplog):
+    """Also where a second adapter, which does not act now, is given the same base."""
+    model, batch = build("llama").eval(), inputs("llama")
+    adapted = adapt(model)
+    adapted.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    if merged:
+        adapted.merge_adapter()
+    name = f"base_model.model.{LAYER}"
+    projections = {side: model.get_submodule(LAYER).get_submodule(f"{side}_proj") for side in "qk"}
+
+    def acting(side):
+        projection = projections[side]
+        weight = projection.base_layer.weight.detach()
+        return weight.clone() if merged else weight + projection.get_delta_weight("default").detach()
+
+    before = {side: acting(side) for side in "qk"}
+    with betahook.attach(adapted, controller=betahook.Clip(1.0), when="always") as hook:
+        adapted(**batch)
+        logits = hook.layers[name].head_statistics.max_logit
+        hook.step()
+        adapted(**batch)
+        factor = (1.0 / logits).repeat_interleave(hook.layers[name].head_dim)[:, None].float()
+        torch.testing.assert_close(acting("q"), before["q"] * factor, rtol=1e-3, atol=1e-5)
+        assert torch.equal(acting("k"), before["k"])  # which two heads share
+        assert hook.layers[name].head_statistics.max_logit.max() <= 1 + 1e-5
+    assert "a saved adapter leaves out" in caplog.text
+
+
+def test_an_adapter_that_comes_later_is_clipped_too():
+    model, batch = build("llama").eval(), inputs("llama")
+    with betahook.attach(model, controller=betahook.Clip(1.0), when="always") as hook:
+        model(**batch)
+        hook.step()
+        adapted = adapt(model)
+        for _ in range(4):
+            adapted(**batch)
+            hook.step()
+        adapted(**batch)
+        assert hook.layers[LAYER].head_statistics.max_logit.max() <= 1 + 1e-5
+
+
+def test_dora_is_not_clipped():
+    adapted = adapt(build("llama"), use_dora=True)
+    with pytest.raises(betahook.UnsupportedModelError, match=r"cannot clip .*under an adapter that does more than add"):
+        betahook.attach(adapted, controller=betahook.Clip())

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 BASE = {"theory", "compat"}
 PIPELINE = BASE | {"measure", "models", "control", "state", "tap", "layer"}
-ATTACHED = PIPELINE | {"loss_scale", "training_loss", "stages", "checkpoint", "report", "options", "hook"}
+ATTACHED = PIPELINE | {"loss_scale", "training_loss", "stages", "checkpoint", "report", "options", "rerun"}
+ATTACHED |= {"clipping", "hook"}
 ROOMS = {
     "theory": set(),
     "compat": set(),
@@ -27,6 +28,8 @@ ROOMS = {
     "state": {"factors", "measure"},
     "layer": BASE | {"measure", "models", "state"},
     "tap": BASE | {"measure", "models", "state"},
+    "rerun": set(),
+    "clipping": PIPELINE | {"checkpoint", "report", "options", "rerun"},
     "stages": PIPELINE | {"loss_scale", "training_loss"},
     "checkpoint": PIPELINE,
     "report": PIPELINE,
@@ -46,6 +49,7 @@ PUBLIC = [
     "Audit",
     "BetaSearch",
     "Cap",
+    "Clip",
     "Condition",
     "Controller",
     "ControllerChoice",

@@ -1,0 +1,202 @@
+"""Clipping: the stage of `Hook.step` that scales the weights of single heads, as the `Clip`s among its controllers say.
+
+Nothing here reads a value back to the host but the check of the first step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from betahook import compat, rerun
+from betahook.control.base import Controller
+from betahook.control.clip import Clip
+from betahook.layer import AttentionLayer, Layers
+from betahook.measure import statistics
+from betahook.models.scaling import NoScalingError, Scaling, find_scaling
+from betahook.options import UnsupportedModelError
+from betahook.rerun import Hooked
+from betahook.state import HeadRange, State
+
+logger = logging.getLogger(__name__)
+
+
+class Clipping:
+    """The stage of the `Clip`s of a hook, after the other controllers; nothing where there are none.
+
+    Raises:
+        UnsupportedModelError: a layer has no weights to scale; the message says which and why.
+    """
+
+    def __init__(self, model: nn.Module, layers: Layers, state: State, controllers: Sequence[Controller]) -> None:
+        self._state = state
+        self._rules = [controller for controller in controllers if isinstance(controller, Clip)]
+        writes = not all(rule.log_only for rule in self._rules)
+        self._scaling = WeightScaling(model, layers, state.ranges) if writes else None
+
+    def step(self, hook: Hooked, measured: Tensor) -> None:
+        """Count the heads that exceed a threshold, and scale their weights.
+
+        Args:
+            hook: for the check of the first step.
+            measured: heads that this step measured, boolean `[heads]`: a maximum of before says nothing about the
+                weights that were clipped since.
+        """
+        if not self._rules:
+            return
+        state, beta = self._state, self._state.current_beta
+        observed = state.layers.by_head().observe(state.recent, state.recent_moments, state.widths)
+        healthy = measured & observed.finite
+        factors = torch.ones_like(beta)
+        for rule in self._rules:
+            clipped = torch.where(healthy, rule.factor(beta, observed), 1.0)
+            state.clips += clipped < 1
+            if not rule.log_only:
+                factors = torch.minimum(factors, clipped)
+        if self._scaling is not None:
+            self._scaling.check(hook)
+            self._scaling.scale(factors)
+
+
+class WeightScaling:
+    """The weights of a hooked model's layers, as far as a factor on the scores of a head goes into them.
+
+    Raises:
+        UnsupportedModelError: a layer has no such weights; the message says which and why.
+    """
+
+    def __init__(self, model: nn.Module, layers: Layers, ranges: Sequence[HeadRange]) -> None:
+        self._model = model
+        self._heads = {layer: place.heads for layer, place in zip(layers.values(), ranges, strict=True)}
+        self._found: dict[AttentionLayer, tuple[list[object], Scaling]] = {}
+        self._sharded: list[nn.Module] = []
+        self._is_checked = False
+        for layer in self._heads:
+            self._find(layer)
+        if any(compat.is_adapter(module) for module in model.modules()):
+            logger.warning(
+                "clipping scales the weights below an adapter too, which a saved adapter leaves out: merge it before "
+                "you save, model.merge_and_unload()"
+            )
+
+    @torch.no_grad()
+    def scale(self, factors: Tensor) -> None:
+        """Multiply the scores of each head by its factor, in the weights; those of a head with 1 keep every bit.
+
+        Args:
+            factors: float32 `[heads]` of all layers, the same on all ranks.
+        """
+        self._reshard()
+        for layer, heads in self._heads.items():
+            self._find(layer).scale(factors[heads])
+        torch.clear_autocast_cache()  # a forward under autocast would go on with its copy of the old values
+
+    @torch.no_grad()
+    def check(self, hook: Hooked) -> None:
+        """Check once, on the input of the last forward, that scaled weights do what beta does; all ranks must call.
+
+        Powers of 4, whose square roots are exact, go into the weights and out of beta: the output must stay.
+
+        Raises:
+            UnsupportedModelError: it does not; the message names the layers.
+        """
+        if self._is_checked:
+            return
+        for layer in self._heads:
+            with _refusing(layer):
+                self._find(layer).check()
+        self._sharded = [module for module in self._model.modules() if compat.is_fsdp2(module)]
+        layers = [layer for layer in self._heads if layer.refusal is None and layer.beta_default == layer.beta_default]
+        with rerun.without_side_effects(hook):
+            if self._differs(hook, layers):
+                wrong = [layer for layer in layers if self._differs(hook, [layer])] or layers
+                raise UnsupportedModelError(
+                    f"cannot clip {', '.join(layer.name for layer in wrong)} ({type(wrong[0].module).__name__}): the "
+                    "model's output shows that its scores are not proportional to its weights, as behind a norm "
+                    "without a weight, or that something else uses them. Leave it out, attach(layers=...), or use "
+                    "Cap, which acts on beta"
+                )
+        self._is_checked = True
+
+    def _find(self, layer: AttentionLayer) -> Scaling:
+        """The weights of a layer, found again where adapters came or went."""
+        owners: list[object] = []
+        for projection in layer.projections or ():
+            owners += [projection.module, *compat.adapter_outputs(projection.adapter)]
+        found = self._found.get(layer)
+        if found is None or found[0] != owners:
+            with _refusing(layer):
+                found = owners, find_scaling(layer.module, layer.heads, layer.head_dim)
+                found[1].check()
+            self._found[layer] = found
+        return found[1]
+
+    def _differs(self, hook: Hooked, layers: Collection[AttentionLayer]) -> bool:
+        """Tell if scaled weights and a beta that makes up for them change the output, on any rank."""
+        differs = False
+        if hook.last_input is not None:  # an idle rank leaves it to the others
+            expected, again = self._run(hook), self._run(hook)
+            with ExitStack() as undo:
+                for layer in layers:
+                    factors = 4.0 ** -(1 + torch.arange(layer.heads, device=layer.current_gain.device) % 2)
+                    factors = factors.amin().expand_as(factors) if self._find(layer).as_one else factors
+                    undo.enter_context(layer.acting(layer.current_gain / factors))
+                    undo.enter_context(self._scaled(layer, factors))
+                actual = self._run(hook)
+            # Weights that a norm adds 1 to round; the other ones do not.
+            offsets = [weight for layer in layers for weight in self._find(layer).weights if weight.offset]
+            share = max(1e-5, rerun.precision([weight.parameter for weight in offsets]))
+            limits = share * torch.tensor([rerun.norm(tensor) for tensor in expected], dtype=torch.double)
+            limits += 4 * rerun.distances(again, expected)
+            differs = not bool((rerun.distances(actual, expected) <= limits).all())
+        return self._on_any_rank(differs)
+
+    def _run(self, hook: Hooked) -> list[Tensor]:
+        try:
+            return rerun.run_model(hook)
+        finally:
+            self._reshard()
+
+    def _reshard(self) -> None:
+        """Let FSDP 2 free the weights that a forward left whole, whose shards are what is written to."""
+        for module in self._sharded:
+            module.reshard()  # type: ignore[operator]
+
+    @contextmanager
+    def _scaled(self, layer: AttentionLayer, factors: Tensor) -> Iterator[None]:
+        """Scale the weights of a layer for a while."""
+        scaling = self._find(layer)
+        parameters = {id(weight.parameter): weight.parameter.detach() for weight in scaling.weights}
+        kept = [(parameter, parameter.clone()) for parameter in parameters.values()]
+        try:
+            scaling.scale(factors)
+            torch.clear_autocast_cache()
+            yield
+        finally:
+            for parameter, values in kept:
+                parameter.copy_(values)
+            torch.clear_autocast_cache()
+
+    def _on_any_rank(self, differs: bool) -> bool:
+        if not statistics.is_distributed():
+            return differs
+        device = next(iter(self._heads)).current_gain.device
+        flag = torch.tensor(float(differs), device=device)
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+        return bool(flag)
+
+
+@contextmanager
+def _refusing(layer: AttentionLayer) -> Iterator[None]:
+    """Name the layer and a remedy where its weights take no factor."""
+    try:
+        yield
+    except NoScalingError as error:
+        raise UnsupportedModelError(
+            f"cannot clip {layer.name} ({type(layer.module).__name__}): {error}. Leave it out, attach(layers=...), or "
+            "use Cap, which acts on beta"
+        ) from error

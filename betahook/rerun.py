@@ -1,0 +1,106 @@
+"""Running a hooked model again on its last input, and comparing what it returns.
+
+`fold` and the clipping of weights check themselves so. Afterwards the model, its hook and the random state are as they
+were, whatever happens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+CHUNK = 2**24
+"""How many entries of an output are compared at once: logits may be large, and their differences take float64."""
+
+
+class Hooked(Protocol):
+    """A `Hook`, as far as running its model again is concerned."""
+
+    model: nn.Module
+    last_input: tuple[tuple[Any, ...], dict[str, Any]] | None
+
+    def pause(self) -> AbstractContextManager[None]: ...
+
+
+@contextmanager
+def without_side_effects(hook: Hooked) -> Iterator[None]:
+    """Evaluation mode, without caches, compilation and measuring; afterwards everything is as it was."""
+    training = [module for module in hook.model.modules() if module.training]
+    configs = {id(c): c for c in (getattr(m, "config", None) for m in hook.model.modules()) if c is not None}
+    with ExitStack() as stack:
+        stack.enter_context(hook.pause())
+        stack.callback(setattr, hook, "last_input", hook.last_input)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for config in configs.values():
+            if getattr(config, "use_cache", False) is True:
+                config.use_cache = False
+                stack.callback(setattr, config, "use_cache", True)
+        for module in training:
+            stack.callback(setattr, module, "training", True)
+        hook.model.eval()
+        yield
+
+
+@contextmanager
+def random_state_kept(hook: Hooked) -> Iterator[None]:
+    """Let what runs draw the random numbers that the next one will draw."""
+    devices = {parameter.device for parameter in hook.model.parameters() if parameter.is_cuda}
+    with torch.random.fork_rng(devices):
+        yield
+
+
+def run_model(hook: Hooked) -> list[Tensor]:
+    """The floating-point tensors that the model returns on its last input, without a cache."""
+    assert hook.last_input is not None
+    args, kwargs = hook.last_input
+    kwargs = {**kwargs, "use_cache": False} if "use_cache" in kwargs else kwargs
+    with random_state_kept(hook):
+        output = hook.model(*map(_fresh, args), **{name: _fresh(value) for name, value in kwargs.items()})
+        return [tensor.clone() for tensor in tensors(output)]  # one of them may be a weight
+
+
+def _fresh(value: Any) -> Any:
+    """An argument that a forward may write to."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def tensors(output: Any, depth: int = 8) -> Iterator[Tensor]:
+    """The floating-point tensors in nested tuples, lists, dictionaries and objects."""
+    if isinstance(output, Tensor):
+        yield from [output] if output.is_floating_point() else []
+        return
+    parts = output if isinstance(output, tuple | list) else getattr(output, "__dict__", {}).values()
+    parts = output.values() if isinstance(output, dict) else parts
+    for part in parts if depth and not isinstance(output, nn.Module | type) else ():
+        yield from tensors(part, depth - 1)
+
+
+def distances(one: list[Tensor], other: list[Tensor]) -> Tensor:
+    """`_distance` of each pair of tensors, `[pairs]` on the CPU."""
+    return torch.tensor([distance(a, b) for a, b in zip(one, other, strict=True)], dtype=torch.double, device="cpu")
+
+
+def distance(one: Any, other: Any) -> float:
+    """Norm of the difference of two outputs; what is NaN or infinite in both alike does not count."""
+    total = 0.0
+    for a, b in zip(tensors(one), tensors(other), strict=True):
+        for x, y in zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True):
+            alike = (x == y) | (x.isnan() & y.isnan())
+            total += float((x.double() - y.double()).masked_fill(alike, 0).square().sum())
+    return math.sqrt(total)
+
+
+def norm(output: Any) -> float:
+    """Norm of what is finite in an output."""
+    finite = (tensor.nan_to_num(0, 0, 0) for tensor in tensors(output))
+    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.double)) for tensor in finite))
+
+
+def precision(nested: Any) -> float:
+    """Relative spacing of the numbers in nested tensors; that of the coarsest dtype."""
+    return max((torch.finfo(tensor.dtype).eps for tensor in tensors(nested)), default=0.0)

@@ -1,0 +1,102 @@
+"""Where a factor on the scores of a head goes, read off a module."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+from betahook.models.scaling import NoScalingError, Rows, Weight, find_scaling
+from support.attention import HEADS, WIDTH, ByHandAttention
+from support.models import build
+
+D = WIDTH // HEADS
+
+
+def test_rows_of_no_head_and_of_a_head_with_1_keep_every_bit():
+    rows = Rows.of(torch.tensor([[0, 4], [2, 3]]), torch.tensor([0.5, 1.0]), total=6)
+    factors = rows.spread(torch.tensor([4.0, 1.0]))
+    assert factors.tolist() == [2, 1, 1, 1, 4, 1]
+    weight = nn.Linear(3, 6, bias=False)
+    before = weight.weight.detach().clone()
+    Weight(weight, "weight", rows).scale(torch.tensor([4.0, 1.0]))
+    assert torch.equal(weight.weight, before * torch.tensor([2.0, 1, 1, 1, 4, 1])[:, None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_that_adds_1_is_scaled_with_it(dtype):
+    norm = Gemma3RMSNorm(4).to(dtype)
+    norm.weight.data.uniform_(-0.5, 0.5)
+    before = norm.weight.detach().clone()
+    weight = Weight(norm, "weight", Rows.of(torch.arange(4).view(2, 2), 1.0, 4), offset=1.0)
+    weight.scale(torch.tensor([1.0, 0.25]))
+    assert torch.equal(norm.weight[:2], before[:2])
+    torch.testing.assert_close(1 + norm.weight[2:].float(), (1 + before[2:].float()) / 4, rtol=0.01, atol=0)
+
+
+class Normed(ByHandAttention):
+    def __init__(self, norm, key_norm=None):
+        super().__init__()
+        self.q_norm = norm
+        if key_norm is not None:
+            self.k_norm = key_norm
+
+
+@pytest.mark.parametrize(
+    ("norm", "offset"),
+    [(nn.RMSNorm(D), 0.0), (nn.LayerNorm(D), 0.0), (Gemma3RMSNorm(D), 1.0), (nn.RMSNorm(WIDTH), 0.0)],
+)
+@pytest.mark.parametrize("both", [False, True])
+def test_a_norm_takes_the_factor_instead_of_the_projection(norm, offset, both):
+    module = Normed(norm, type(norm)(norm.weight.numel()) if both else None)
+    scaling = find_scaling(module, HEADS, D)
+    assert {weight.module for weight in scaling.weights} == {norm, *([module.k_norm] if both else [])}
+    assert {weight.offset for weight in scaling.weights if weight.name == "weight"} == {offset}
+    assert scaling.as_one is (norm.weight.numel() == D)
+    assert {float(weight.rows.exponent[0]) for weight in scaling.weights} == {0.5 if both else 1.0}
+
+
+class Squared(nn.RMSNorm):
+    def forward(self, x):
+        return super().forward(x) * self.weight
+
+
+class Gated(nn.RMSNorm):
+    def forward(self, x, gate):
+        return super().forward(x) * gate
+
+
+@pytest.mark.parametrize(
+    ("norm", "reason"), [(Squared(D), "is not proportional to its weight"), (Gated(D), "Gated does not run alone")]
+)
+def test_other_norms_are_refused(norm, reason):
+    with pytest.raises(NoScalingError, match=reason):
+        find_scaling(Normed(norm), HEADS, D)
+
+
+def test_a_key_that_passes_a_norm_takes_no_factor():
+    module = ByHandAttention()
+    module.k_norm = nn.RMSNorm(D)
+    assert {weight.module for weight in find_scaling(module, HEADS, D).weights} == {module.q_proj}
+
+
+def test_quantised_weights_are_refused():
+    module = ByHandAttention()
+    module.q_proj.weight = nn.Parameter(module.q_proj.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(NoScalingError, match="quantised"):
+        find_scaling(module, HEADS, D)
+
+
+def test_the_key_of_a_fused_projection_that_heads_share():
+    """q alone, and nothing of k and v in the same weight."""
+    config = transformers.FalconConfig(hidden_size=WIDTH, num_attention_heads=HEADS, num_hidden_layers=1, vocab_size=8)
+    module = transformers.FalconModel(config).h[0].self_attention
+    (weight,) = find_scaling(module, HEADS, D).weights
+    assert weight.module is module.query_key_value
+    assert (weight.rows.head == HEADS).tolist() == [False] * WIDTH + [True] * 2 * D
+
+
+def test_transposed_weights_are_scaled_along_their_columns():
+    module = build("gpt2").transformer.h[0].attn
+    axes = {weight.name: weight.axis for weight in find_scaling(module, 4, 8).weights}
+    assert axes == {"weight": 1, "bias": 0}

@@ -1,0 +1,357 @@
+"""Clipping: after a step no logit of the same batch exceeds the threshold, and what need not move keeps its bits."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import betahook
+from support.attention import HEADS, LENGTH, WIDTH, ByHandAttention, FusedAttention
+from support.models import FAMILIES, NORMED, build, inputs, trace
+from support.training import LAYER
+
+SHARED_NORM = {"qwen3", "gemma3", "persimmon"}
+"""Families whose heads share the weight of a query norm, so that a layer is clipped as one."""
+
+
+def first_scores(model, batch, beta):
+    """The largest logit of each head of the first layer that runs, from the products of eager attention alone."""
+    with trace() as calls:
+        model(**batch)
+    scores, allowed = calls[0].scores()
+    return (scores.abs() * allowed).amax((0, 2, 3)) * beta
+
+
+def largest(model, batch):
+    """The largest logit of each head, by layer, as a hook of its own measures it."""
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        model(**batch)
+        return {name: layer.head_statistics.max_score * layer.head_beta for name, layer in hook.layers.items()}
+
+
+def clip(model, batch, rules, steps=1):
+    """Forwards and steps without an optimizer; returns the hook, detached."""
+    with betahook.attach(model, controller=rules, when="always") as hook:
+        for _ in range(steps):
+            model(**batch)
+            hook.step()
+    return hook
+
+
+@pytest.mark.oldest_skips("T5 writes its attention by hand", family="t5")
+@pytest.mark.parametrize(
+    ("family", "backend"), [*FAMILIES, *((family, "sdpa") for family in NORMED if family != "stablelm")]
+)
+def test_no_logit_of_the_same_batch_exceeds_the_threshold(family, backend):
+    model, batch = build(family, backend).eval(), inputs(family)
+    before = largest(model, batch)
+    threshold = float(torch.cat([*before.values()]).max()) / 2
+    layers = len(before)
+    hook = clip(model, batch, betahook.Clip(threshold), steps=layers + 3)  # each changes the logits of the next ones
+    after = largest(model, batch)
+    for name, logits in after.items():
+        assert (logits <= threshold).all(), (name, before[name], logits)
+        assert hook.layers[name].beta == hook.layers[name].beta_default
+    assert any((logits < 0.9 * before[name]).any() for name, logits in after.items())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "olmo2", "gpt_neox"])
+def test_the_other_heads_keep_every_bit(family):
+    """Those of the layer that is clipped: the next one sees other inputs."""
+    model, batch = build(family).eval(), inputs(family)
+    before = next(iter(largest(model, batch).values()))
+    threshold = float(before.sort().values[-2:].mean())  # only one head is above
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    with betahook.attach(model, controller=betahook.Clip(threshold), layers="*0.*", when="always") as hook:
+        (layer,) = hook.layers.values()
+        with trace() as calls:
+            model(**batch)
+        untouched, _ = calls[0].scores()
+        hook.step()
+        with trace() as calls:
+            model(**batch)
+        scores, _ = calls[0].scores()
+        clipped = (before > threshold).nonzero().flatten().tolist()
+        assert len(clipped) == 1
+        for head in range(layer.heads):
+            if head in clipped:
+                expected = untouched[:, head] * threshold / float(before[head])
+                torch.testing.assert_close(scores[:, head], expected, rtol=2e-5, atol=1e-5 * threshold)
+            else:
+                assert torch.equal(scores[:, head], untouched[:, head])
+        # In every matrix that changed, the rows of the other heads, and of v, have their bits.
+        for name, value in model.state_dict().items():
+            same = value == weights[name]
+            moved = len(same) - int(same.flatten(1).all(1).sum()) if value.dim() == 2 and family != "gpt2" else 0
+            assert moved in (0, layer.head_dim, 2 * layer.head_dim), name
+        assert hook.metrics()[f"clips/{layer.name}"] == 1
+        assert hook.head_metrics()[f"clips/{layer.name}"].nan_to_num(0).tolist() == [
+            float(head in clipped) for head in range(layer.heads)
+        ]
+
+
+def test_q_and_k_of_one_head_share_the_factor():
+    model, batch = build("opt").eval(), inputs("opt")
+    attention = model.model.decoder.layers[0].self_attn
+    parts = [attention.q_proj.weight, attention.q_proj.bias, attention.k_proj.weight, attention.k_proj.bias]
+    for bias in parts[1::2]:
+        nn.init.normal_(bias)
+    before = [part.detach().clone() for part in parts]
+    (logits, *_) = largest(model, batch).values()
+    clip(model, batch, betahook.Clip(float(logits.min()) / 2))
+    root = (float(logits.min()) / 2 / logits).float().sqrt().repeat_interleave(len(parts[0]) // len(logits))
+    for part, old in zip(parts, before, strict=True):
+        torch.testing.assert_close(part.detach(), old * (root if old.dim() == 1 else root[:, None]), rtol=2e-5, atol=0)
+
+
+class GroupedAttention(nn.Module):
+    """Two query heads to a key."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, WIDTH // HEADS
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH // part) for part in (1, 2, 2))
+
+    def forward(self, x):
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+
+
+def test_a_key_that_several_heads_share_stays_as_it_was():
+    torch.manual_seed(0)
+    model, x = GroupedAttention(), torch.randn(1, LENGTH, WIDTH)
+    kept = {name: value.clone() for name, value in model.state_dict().items() if not name.startswith("q_proj")}
+    with betahook.attach(model, controller=betahook.Clip(1.0)) as hook:
+        for _ in range(1000):
+            model.q_proj.weight.data.mul_(1.5)  # as an optimizer might
+            model(x)
+            hook.step()
+        assert hook.head_metrics()["clips/"].min() > 900
+        model(x)
+        assert hook.layers[""].head_statistics.max_logit.tolist() == pytest.approx([1.0] * HEADS, rel=1e-4)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in kept.items())
+
+
+def test_rotary_parts_of_latent_attention_keep_the_shared_key():
+    """MLA: the part of k that all heads share stays, and that of q which meets it takes all of the factor."""
+    from zoo.build import build as build_zoo
+    from zoo.build import inputs as zoo_inputs
+
+    model = build_zoo("deepseek_v3")
+    batch = zoo_inputs("deepseek_v3", model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    logits = largest(model, batch)
+    name, first = next(iter(logits.items()))
+    threshold = float(first.min()) / 4
+    with betahook.attach(model, controller=betahook.Clip(threshold), layers=name, when="always") as hook:
+        model(**batch)
+        hook.step()
+    assert (largest(model, batch)[name] <= threshold).all()
+    module = model.get_submodule(name)
+    changed = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert changed == {f"{name}.{part}.weight" for part in ("q_b_proj", "kv_b_proj")}
+    ratio = (module.q_b_proj.weight / before[f"{name}.q_b_proj.weight"]).unflatten(0, (hook.layers[name].heads, -1))
+    unturned, turned = ratio.detach().nanmedian(-1).values.split([module.qk_nope_head_dim, module.qk_rope_head_dim], 1)
+    torch.testing.assert_close(unturned[:, :1].square(), turned[:, :1], rtol=1e-4, atol=0)
+    torch.testing.assert_close(turned[:, 0], (threshold / first).to(turned), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("family", sorted(SHARED_NORM))
+def test_heads_that_share_a_norm_are_clipped_as_one(family):
+    model, batch = build(family, "sdpa").eval(), inputs(family)
+    name, before = next(iter(largest(model, batch).items()))
+    threshold = float(before.sort().values[-2:].mean())
+    clip(model, batch, betahook.Clip(threshold))
+    torch.testing.assert_close(largest(model, batch)[name], before * (threshold / before.max()), rtol=1e-4, atol=0)
+
+
+def test_nothing_changes_within_the_threshold_or_in_log_only_mode():
+    batch = inputs("llama")
+    for rule in (betahook.Clip(1e6), betahook.Clip(1e-3, log_only=True)):
+        model = build("llama").eval()
+        weights = copy.deepcopy(model.state_dict())
+        hook = clip(model, batch, rule, steps=3)
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+        metrics = hook.metrics()
+        assert (f"clips/{LAYER}" in metrics) is rule.log_only
+        if rule.log_only:
+            assert metrics[f"clips/{LAYER}"] == 3 * hook.layers[LAYER].heads
+            assert hook.head_metrics()[f"clips/{LAYER}"].tolist() == [3.0] * hook.layers[LAYER].heads
+
+
+def test_log_only_says_where_weights_could_not_be_clipped_too():
+    model, batch = build("llama").eval(), inputs("llama")
+    model.model.layers[0].self_attn.clip_qkv = 8.0
+    hook = clip(model, batch, betahook.Clip(1e-3, log_only=True))
+    assert hook.metrics()[f"clips/{LAYER}"] == hook.layers[LAYER].heads
+
+
+def test_it_comes_after_the_other_controllers_and_leaves_beta_to_them():
+    """The threshold holds for the beta that they choose."""
+    model, batch = build("gpt2").eval(), inputs("gpt2")
+    hook = clip(model, batch, [betahook.Clip(3.0), betahook.Variance(target=20.0, smoothing=0.0)])
+    layer = next(iter(hook.layers.values()))
+    assert layer.beta > 2 * layer.beta_default
+    (name, scores) = next((name, logits / layer.beta_default) for name, logits in largest(model, batch).items())
+    assert name == layer.name
+    assert (scores * layer.head_beta <= 3.0).all()
+    assert float((scores * layer.head_beta).max()) == pytest.approx(3.0, rel=1e-3)
+
+
+def test_the_state_of_the_optimizer_is_left_alone():
+    model, batch = build("llama"), inputs("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with betahook.attach(model, controller=betahook.Clip(0.5)) as hook:
+        for _ in range(2):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            kept = copy.deepcopy(optimizer.state_dict()["state"])
+            query = model.get_submodule(LAYER).q_proj.weight.detach().clone()
+            hook.step()
+    assert not torch.equal(model.get_submodule(LAYER).q_proj.weight, query)
+    for index, entry in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, kept[index][name]) for name, value in entry.items())
+
+
+def test_a_step_that_measured_nothing_clips_nothing():
+    """What was measured before says nothing about weights that were clipped since."""
+    model, batch = build("llama").eval(), inputs("llama")
+    with betahook.attach(model, controller=betahook.Clip(0.5), when="always") as hook:
+        model(**batch)
+        hook.step()
+        weights = copy.deepcopy(model.state_dict())
+        hook.step()
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_a_logit_that_is_not_finite_clips_nothing():
+    model, batch = build("llama").eval(), inputs("llama")
+    with betahook.attach(model, controller=betahook.Clip(0.5), when="always") as hook:
+        model(**batch)
+        hook.step()
+        model.get_submodule(LAYER).q_proj.weight.data[0, 0] = math.inf
+        weights = copy.deepcopy(model.state_dict())
+        model(**batch)
+        hook.step()
+        assert torch.equal(model.state_dict()[f"{LAYER}.q_proj.weight"], weights[f"{LAYER}.q_proj.weight"])
+
+
+def test_the_check_leaves_no_trace():
+    """Two models train alike, though one of them ran again and again to check itself."""
+    ends = []
+    for rule in (betahook.Clip(1e6), betahook.Monitor()):
+        model = build("gpt2")
+        model.transformer.drop.p = 0.1
+        torch.manual_seed(7)
+        hook = betahook.attach(model, controller=rule)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(**inputs("gpt2")).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            hook.step()
+        ends.append([*model.state_dict().values()])
+        hook.detach()
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    """The bound of the threshold holds up to the rounding of the weights."""
+    model, batch = build("llama", dtype=dtype).eval(), inputs("llama")
+    clip(model, batch, betahook.Clip(1.0), steps=5)
+    logits = torch.cat([*largest(model, batch).values()])
+    assert logits.max() <= 1 + torch.finfo(dtype).eps
+
+
+class NormalisedAttention(ByHandAttention):
+    """Its logits do not see the length of q."""
+
+    def mix(self, q, k, v):
+        return super().mix(nn.functional.normalize(q, dim=-1), k, v)
+
+
+class AttentionTwice(ByHandAttention):
+    """Its query goes elsewhere too."""
+
+    def mix(self, q, k, v):
+        return super().mix(q, k, v) + q
+
+
+@pytest.mark.parametrize("kind", [NormalisedAttention, AttentionTwice])
+def test_weights_that_do_not_act_as_they_look_are_refused_at_the_first_step(kind):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), FusedAttention()), torch.randn(3, LENGTH, WIDTH)
+    weights = copy.deepcopy(model.state_dict())
+    with betahook.attach(model, controller=betahook.Clip(1e-3)) as hook:
+        model(x).sum().backward()
+        with pytest.raises(
+            betahook.UnsupportedModelError, match=rf"cannot clip 1 \({kind.__name__}\): the model's out"
+        ):
+            hook.step()
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    with betahook.attach(model, controller=betahook.Clip(1e-3), layers="2") as hook:
+        model(x).sum().backward()
+        hook.step()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda attention: setattr(attention, "clip_qkv", 8.0), "it clips q, k and v behind their projections"),
+        (lambda attention: setattr(attention, "q_proj", nn.Identity()), "projections have no known form"),
+        (lambda attention: nn.utils.parametrizations.weight_norm(attention.q_proj), "is made of others in every"),
+        (lambda attention: attention.q_proj.to("meta"), "offloaded, on the meta device"),
+    ],
+)
+def test_what_has_no_weight_to_clip_is_refused_by_name_when_attached(change, reason):
+    model = build("llama")
+    change(model.model.layers[1].self_attn)
+    with pytest.raises(betahook.UnsupportedModelError, match=rf"cannot clip model.layers.1.self_attn .*{reason}"):
+        betahook.attach(model, controller=betahook.Clip())
+    assert not any(hasattr(module, "_betahook") for module in model.modules())
+    betahook.attach(model, controller=betahook.Clip(), layers="*.0.*").detach()
+
+
+def test_the_heads_of_torch_attention_are_clipped():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(WIDTH, HEADS, WIDTH, dropout=0.0, batch_first=True)
+    x = 5 * torch.randn(3, LENGTH, WIDTH)
+    with betahook.attach(model, controller=betahook.Clip(0.5)) as hook:
+        (layer,) = hook.layers.values()
+        model(x)
+        assert layer.statistics.max_logit > 0.5
+        hook.step()
+        model(x)
+        assert layer.statistics.max_logit <= 0.5
+
+
+@pytest.mark.parametrize("options", [{"threshold": 0.0}, {"threshold": -1.0}])
+def test_thresholds_that_make_no_sense(options):
+    with pytest.raises(ValueError, match=r"Clip\(threshold=...\) must be a positive number"):
+        betahook.Clip(**options)
+
+
+def test_log_only_is_a_boolean():
+    with pytest.raises(TypeError, match=r"Clip\(log_only=...\) must be True or False; got 1"):
+        betahook.Clip(log_only=1)
+
+
+def test_the_counts_go_on_after_a_resume():
+    model, batch = build("llama").eval(), inputs("llama")
+    rule = betahook.Clip(1e-3, log_only=True)
+    state = clip(model, batch, rule, steps=2).state_dict()
+    with betahook.attach(model, controller=rule, when="always") as hook:
+        hook.load_state_dict(state)
+        model(**batch)
+        hook.step()
+        assert hook.metrics()[f"clips/{LAYER}"] == 3 * hook.layers[LAYER].heads
+        del state["clips"]  # as an older version wrote it
+        hook.load_state_dict(state)
+        assert f"clips/{LAYER}" not in hook.metrics()
