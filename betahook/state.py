@@ -16,8 +16,8 @@ from torch import Tensor
 
 from betahook.factors import Factors
 from betahook.measure import components, statistics, weights
+from betahook.measure.dtypes import overflow_logit
 from betahook.measure.groups import HeadGroups, LayerSize
-from betahook.measure.scores import overflow_logit
 
 SMALLEST_BETA, LARGEST_BETA = 1e-10, 1e10
 """Any beta outside of these is a mistake: the scaled query would vanish or overflow in half precision."""
@@ -75,7 +75,7 @@ class State:
         units: the heads grouped by what has a beta of its own, a layer or a head.
         widths: int64 `[heads]`, d_k of each.
         ranges: places of the layers' heads.
-        overflow: the largest logit whose exponential is finite, see `measure.scores.overflow_logit`.
+        overflow: the largest logit whose exponential is finite, see `measure.dtypes.overflow_logit`.
         beta: float32 `[heads]`, the inverse temperature; NaN stands for the model's own.
         beta_default: float32 `[heads]`, the model's own; NaN until the first forward.
         factors: gain and probe of each layer, as its forward gets them.

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from betahook import theory
-from betahook.measure.scores import Components, sum_dtype
+from betahook.measure.dtypes import sum_dtype
+from betahook.measure.scores import Components
 from betahook.measure.statistics import ROW, by_segment
 
 ROWS = ("query_sum", "query_square", "key_sum", "key_square")
@@ -22,15 +23,25 @@ def empty(components: int, device: torch.device) -> Tensor:
     return torch.zeros(4, components, dtype=sum_dtype(device), device=device)
 
 
-def add(moments: Tensor, query: Components, key: Components) -> None:
-    """Add the tokens of one attention call to `moments [4, heads * d_k]`, in place.
+def add(moments: Tensor, query: Components, key: Components, tokens: Tensor) -> None:
+    """Add the components of one attention call to `moments [4, heads * d_k]`, in place.
 
     The sums are about zero whatever the mean, so that they can be added over calls and ranks: float64 keeps the float32
     digits of a variance up to means ten thousand times the spread.
+
+    Args:
+        moments: the sums.
+        query: of the heads.
+        key: of the key heads, each of which may serve several heads.
+        tokens: number of queries and of keys, `[2, heads]`.
     """
-    groups = moments.shape[1] // key.mean.numel()
-    sums = [*query.sums(), *(sums.repeat_interleave(groups, 0) for sums in key.sums())]
-    moments += torch.stack([part.flatten() for part in sums]).to(moments)
+    key_heads, width = key.mean.shape
+    shape = key_heads, len(query.mean) // key_heads, width
+    parts = [query.mean.view(shape), query.variance.view(shape)]
+    parts += [part[:, None].expand(shape) for part in (key.mean, key.variance)]
+    means = torch.stack(parts).to(moments).view(2, 2, *shape)
+    means[:, 1].addcmul_(means[:, 0], means[:, 0])  # of the squares
+    moments.view(2, 2, *shape).addcmul_(means, tokens.to(moments).view(2, 1, *shape[:2], 1))
 
 
 def described(table: Tensor, moments: Tensor, widths: Tensor) -> Tensor:

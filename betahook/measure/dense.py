@@ -6,19 +6,24 @@ value back to the host.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from betahook.measure.rows import RowSums
-from betahook.measure.scores import ScoreSums, at_least_float32, sum_dtype
+from betahook.measure.dtypes import at_least_float32, sum_dtype
+from betahook.measure.scores import pool_rows
 
 
-def pair_sums(scores: Tensor, logits: Tensor, allowed: Tensor) -> RowSums:
+def pair_sums(scores: Tensor, logits: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Exact sums over all allowed pairs.
 
     Args:
         scores: raw scores `[batch, heads, queries, keys]`.
         logits: the same shape, the input of the softmax.
         allowed: boolean, the same shape.
+
+    Returns:
+        The first four of `pairs.COUNTS` and the sums of `scores.pool_rows`, `[4, heads]` each, in float64, and the
+        largest absolute scores, `[heads]`.
     """
     wide = sum_dtype(scores.device)
     used = at_least_float32(scores).masked_fill(~allowed, 0)
@@ -31,10 +36,6 @@ def pair_sums(scores: Tensor, logits: Tensor, allowed: Tensor) -> RowSums:
     # A masked pair would give 0 * inf.
     entropy = -(log_weights.exp() * log_weights.masked_fill(~allowed, 0)).sum(-1)
     seen = count > 0
-    return RowSums(
-        ScoreSums.of_rows(count.to(wide), mean, rest.square().sum(-1, dtype=wide)),
-        seen.sum((0, 2)).to(wide),
-        entropy.masked_fill(~seen, 0).sum((0, 2), dtype=wide),
-        count.clamp(min=1).log().sum((0, 2), dtype=wide),
-        used.abs().amax((0, 2, 3)).to(wide),
-    )
+    sums = pool_rows(count, mean, rest.square().sum(-1, dtype=wide), entropy.masked_fill(~seen, 0))
+    pairs, rows, flat = (x.sum((0, 2), dtype=wide) for x in (count, seen, count.clamp(min=1).log()))
+    return torch.stack([pairs, pairs, rows, flat]), sums, used.abs().amax((0, 2, 3))

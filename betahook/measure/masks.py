@@ -9,8 +9,10 @@ decided on its device: the answer is a tensor, never a branch, and nothing here 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +22,11 @@ from betahook import compat
 MASKED = math.log(torch.finfo(torch.float32).tiny)
 """The bias at which a pair counts as masked, -87.3: its weight vanishes in float32. Models write "masked" as minus
 infinity, as the least number of a dtype, as -1e9, -1e4 or -100."""
+
+KEPT = 16
+"""Facts that are kept about one mask, and bands whose facts are kept: more than the layers of one model differ by."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,7 @@ class Mask:
             crosses from one document to another; None for a single document.
         structured: boolean scalar tensor, True if the pairs are exactly those of band, queries and keys; None for a
             structure that holds by construction.
+        facts: what `derive` made of the mask, shared by all layers that are given it; None to share nothing.
     """
 
     band: Band
@@ -64,6 +72,39 @@ class Mask:
     bias: Tensor | None = None
     documents: Tensor | None = None
     structured: Tensor | None = None
+    facts: dict[Any, Any] | None = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def is_band(self) -> bool:
+        """True if the pairs are known without any tensor."""
+        return self.pairs is self.queries is self.keys is self.documents is None
+
+
+def derive(make: Callable[..., T], mask: Mask, like: Tensor, *sizes: int) -> T:
+    """Return `make(mask, like, *sizes)`, made once for all calls with the same mask, device, dtype and sizes.
+
+    Args:
+        make: a function that reads the dtype and the device of its second argument, and nothing else of it.
+        mask: as it was described once for all layers.
+        like: a tensor of the attention call.
+        sizes: of the attention call, as `make` needs them.
+    """
+    facts = _of_band(mask.band).facts if mask.is_band and mask.facts is not None else mask.facts
+    # A fake tensor stands for no data, and the memory of what a graph records is the graph's.
+    if facts is None or type(like) is not Tensor or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return make(mask, like, *sizes)
+    name = make, like.device, like.dtype, sizes
+    if name not in facts:
+        if len(facts) >= KEPT:
+            facts.clear()
+        facts[name] = make(mask, like, *sizes)
+    made: T = facts[name]
+    return made
+
+
+@lru_cache(maxsize=KEPT)
+def _of_band(band: Band) -> Mask:
+    return Mask(band)
 
 
 def from_tensor(mask: Tensor, band: Band) -> Mask:

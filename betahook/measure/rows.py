@@ -1,53 +1,32 @@
 """Statistics that need whole rows of scores: the largest one, the entropy, and moments under an unstructured mask.
 
-They come from a fixed, evenly spaced subset of query rows against all keys. A layer calls `row_sums` for every
-attention call that it measures, and `choose` picks between these moments and the exact ones of
-`betahook.measure.scores`. Nothing here may draw random numbers, read a value back to the host, or need autograd;
-everything is computed in float32 or better.
+A short sequence is looked at as a whole, which is quicker than any other form and exact whatever the mask is. Of a
+longer one it is a fixed, evenly spaced subset of query rows against all keys, and `betahook.measure.calls` takes the
+moments of a structured mask from elsewhere. Nothing here may draw random numbers, read a value back to the host, or
+need autograd; everything is computed in float32 or better.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from betahook.measure.masks import Mask
-from betahook.measure.scores import ScoreSums, at_least_float32, sum_dtype
-
-ROWS = 32
-"""Number of query rows that are sampled; up to this length all rows, so that the statistics are exact."""
+from betahook.measure.dtypes import at_least_float32, sum_dtype
+from betahook.measure.masks import Mask, derive
+from betahook.measure.pairs import row_at, row_pairs
+from betahook.measure.scores import pool_rows
 
 CACHED = 2**17
 """Scores that the CPU works on at once, so that they stay in its cache."""
 
+AT_ONCE = 2**24
+"""Scores that an accelerator works on at once, so that memory does not grow with the batch."""
+
 LOWEST = -80.0
-"""Floor of the logits, relative to the largest of their row: `exp(-80)` vanishes beside 1, and the exponential of a
-lower logit would be a denormal number, which takes ten times as long."""
-
-Position = TypeVar("Position", int, Tensor)
-
-
-@dataclass(frozen=True)
-class RowSums:
-    """Sums over the sampled query rows, pooled over the batch; tensors of shape `[heads]`.
-
-    Attributes:
-        scores: moments of the scores in these rows.
-        rows: number of rows with at least one key.
-        entropy: sum of their Shannon entropies, in nats.
-        flat_entropy: what that sum would be if all keys that a row may use had the same weight.
-        max_score: largest absolute score.
-    """
-
-    scores: ScoreSums
-    rows: Tensor
-    entropy: Tensor
-    flat_entropy: Tensor
-    max_score: Tensor
+"""Floor of the logits, relative to the largest of their row, on the CPU: `exp(-80)` vanishes beside 1, and the
+exponential of a lower logit would be a denormal number, which takes it ten times as long."""
 
 
 def row_sums(
@@ -58,8 +37,9 @@ def row_sums(
     *,
     position_bias: Tensor | None = None,
     softcap: float | None = None,
-) -> RowSums:
-    """Scores, largest score and entropy of `ROWS` evenly spaced query rows against all keys.
+    moments: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Scores, largest score and entropy of all rows of a short sequence, or of `pairs.ROWS` evenly spaced ones.
 
     Args:
         query: `[batch, heads, queries, d_k]`.
@@ -68,122 +48,101 @@ def row_sums(
         beta: `[heads]` or a scalar, the inverse temperature in force; used for the entropy only.
         position_bias: `[batch or 1, heads or 1, queries or 1, keys]`, added to the logits as the attention does.
         softcap: the model's soft cap of its logits, `softcap * tanh(logit / softcap)`.
+        moments: False to leave out the moments of the scores.
+
+    Returns:
+        The sums of `scores.pool_rows` over these rows, `[4, heads]`, or the last of them alone, `[1, heads]`; and the
+        largest absolute score, `[heads]`.
 
     The entropy is that of the attention row itself: mask, biases and soft cap included, attention sinks not.
 
-    For a sequence longer than `ROWS` these are estimates from `n` rows (`ROWS` times the batch), as good as random rows
+    For a sequence that is not short these are estimates from `n` rows (`ROWS` times the batch), as good as random rows
     unless attention is periodic in the distance between them. The largest score is never overestimated, and with 95 %
     confidence at most a share `3 / n` of all rows holds a larger one. The standard error of the mean entropy is at most
     `log(keys) / (2 sqrt(n))`, since the entropy of a row lies between 0 and `log(keys)`.
     """
-    batch, heads, queries, _ = query.shape
-    keys = key.shape[-2]
-    picked = sampled_rows(queries, query.device)
-    rows = at_least_float32(query[:, :, picked]).unflatten(1, (key.shape[1], -1))
-    scores = (rows.flatten(2, 3) @ at_least_float32(key).mT).view(batch, heads, len(picked), keys)
-    allowed = _allowed_rows(mask, picked, keys)
-    biases = [bias for bias in (mask.bias, position_bias) if bias is not None]
-    biases = [bias.expand(*bias.shape[:2], queries, keys)[..., picked, :] for bias in biases]
-    scale = beta.to(scores.dtype).view(-1, 1, 1)
-    parts = [
-        _reduce_rows(scores[part], allowed[part], [bias[part] for bias in biases], scale, softcap)
-        for part in _slabs(mask, queries, scores)
-    ]
-    mean, square, largest, entropy = (torch.cat(part, -1) for part in zip(*parts, strict=True))
-
-    pairs, wide = allowed.sum(-1).expand(batch, heads, -1), sum_dtype(query.device)
-    filled = pairs > 0
-    return RowSums(
-        ScoreSums.of_rows(pairs.to(wide), mean.to(wide), square.to(wide)),
-        filled.sum((0, 2)).to(wide),
-        entropy.masked_fill(~filled, 0).sum((0, 2), dtype=wide),
-        pairs.clamp(min=1).log().sum((0, 2), dtype=wide),
-        largest.amax((0, 2)).to(wide),
-    )
+    queries, keys = query.shape[2], key.shape[2]
+    query, key = at_least_float32(query), at_least_float32(key)
+    pairs = derive(row_pairs, mask, query, queries, keys)
+    added = pairs.added
+    if position_bias is not None:
+        bias = position_bias.expand(*position_bias.shape[:2], queries, keys)
+        added = added + (bias if pairs.picked is None else bias[:, :, pairs.picked])
+    if pairs.picked is not None:
+        query = query[:, :, pairs.picked]
+    scale = beta.to(query.dtype).view(-1, 1, 1)
+    parts = _parts(query, key, mask, queries, (pairs.used, added, pairs.count, pairs.share))
+    found = [_reduce(part, scale, softcap, moments) for part in parts]
+    if len(found) == 1:
+        return found[0]
+    sums, largest = (torch.stack(part) for part in zip(*found, strict=True))
+    return sums.sum(0), largest.amax(0)
 
 
-def _slabs(mask: Mask, queries: int, scores: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Indices of the parts of `scores [batch, heads, rows, keys]` to work on at once: some rows and their keys."""
-    _, _, rows, keys = scores.shape
-    if scores.device.type != "cpu" or torch.compiler.is_compiling():
-        yield (...,)
+def _parts(query: Tensor, key: Tensor, mask: Mask, queries: int, of_rows: tuple[Tensor, ...]) -> Iterator[list[Tensor]]:
+    """Scores `[batch, heads, rows, keys]` to work on at once, with the same part of each tensor of the rows."""
+    batch, heads, rows, _ = query.shape
+    keys, on_cpu = key.shape[2], query.device.type == "cpu"
+    each, at_once = heads * rows * keys, CACHED if on_cpu else AT_ONCE
+    if batch * each <= at_once:
+        yield [_scores(query, key), *of_rows]
         return
-    slab = max(1, rows * CACHED // scores.numel())
-    for start in range(0, rows, slab):
-        stop = min(start + slab, rows)
-        low, high = 0, keys
-        if mask.pairs is None and mask.band.low is not None:
-            low = min(max(_row(start, queries) + mask.band.low + 1, 0), keys - 1)
-        if mask.pairs is None and mask.band.high is not None:
-            high = min(max(_row(stop - 1, queries) + mask.band.high + 1, low + 1), keys)
-        yield ..., slice(start, stop), slice(low, high)
+    step = max(1, at_once // each)
+    slab = max(1, rows * CACHED // each) if on_cpu else rows
+    for sequence in range(0, batch, step):
+        some = slice(sequence, sequence + step)
+        scores = _scores(query[some], key[some])
+        used, added, count, share = (x if len(x) == 1 else x[some] for x in of_rows)
+        for first in range(0, rows, slab):
+            row = slice(first, first + slab)
+            part = ..., row, _visible(mask, queries, keys, first, min(first + slab, rows) - 1)
+            yield [scores[part], used[part], added[part], count[..., row], share[..., row]]
 
 
-def _reduce_rows(
-    scores: Tensor, allowed: Tensor, biases: list[Tensor], beta: Tensor, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reduce `scores [batch, heads, rows, keys]`, which is overwritten, to `[batch, heads, rows]`.
+def _visible(mask: Mask, queries: int, keys: int, first: int, last: int) -> slice:
+    """The keys that a run of picked rows may see by the band, one at least."""
+    low, high = 0, keys
+    if mask.pairs is None and mask.band.low is not None:
+        low = min(max(row_at(first, queries, keys) + mask.band.low + 1, 0), keys - 1)
+    if mask.pairs is None and mask.band.high is not None:
+        high = min(max(row_at(last, queries, keys) + mask.band.high + 1, low + 1), keys)
+    return slice(low, high)
 
-    Returns:
-        Mean, sum of squares about it and largest magnitude of the allowed scores, and the entropy of each row.
-    """
-    used = allowed.to(scores.dtype)
+
+def _scores(query: Tensor, key: Tensor) -> Tensor:
+    """Scores `[batch, heads, rows, keys]`; several heads may share one of the keys."""
+    batch, heads, rows, width = query.shape
+    if heads == key.shape[1]:
+        return query @ key.mT
+    grouped = query.reshape(batch, key.shape[1], -1, width) @ key.mT
+    return grouped.view(batch, heads, rows, -1)
+
+
+def _reduce(part: Sequence[Tensor], beta: Tensor, softcap: float | None, moments: bool) -> tuple[Tensor, Tensor]:
+    """Reduce a part as `_parts` makes it, whose scores are overwritten; see `row_sums`."""
+    scores, used, added, count, share = part
     scores *= used
-    mean = scores.sum(-1) / used.sum(-1).clamp(min=1)
-    square = torch.linalg.vector_norm(torch.addcmul(scores, used, mean[..., None], value=-1), dim=-1).square()
-    largest = torch.maximum(scores.amax(-1), -scores.amin(-1))
-
-    # Finite, not minus infinity, so that a row without a key gives no NaN.
-    added = torch.zeros_like(allowed, dtype=scores.dtype).masked_fill_(~allowed, torch.finfo(scores.dtype).min / 4)
-    for bias in biases:
-        added = added + bias
+    largest = scores.abs().amax((0, 2, 3))
     if softcap is None:
         logits = torch.addcmul(added, scores, beta)
     else:
         logits = softcap * torch.tanh(scores * beta / softcap) + added
+    entropy = _entropy(logits)
+    if not moments:
+        return entropy.sum((0, 2), dtype=sum_dtype(entropy.device))[None], largest
+    # Centred in each row: a large mean score would cancel the digits of the variance.
+    mean = scores.sum(-1) * share
+    rest = torch.addcmul(scores, used, mean[..., None], value=-1)
+    return pool_rows(count, mean, torch.linalg.vector_norm(rest, dim=-1).square_(), entropy), largest
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    """Shannon entropy of the softmax of each row, `[..., keys]` to `[...]`; the logits are overwritten on the CPU."""
+    if logits.device.type != "cpu":
+        entropy: Tensor = torch.special.entr(logits.softmax(-1))
+        return entropy.sum(-1)
     logits -= logits.amax(-1, keepdim=True)
-    logits.clamp_(min=LOWEST)
-    weight = logits.exp()
+    weight = logits.clamp_(min=LOWEST).exp()
     norm = weight.sum(-1)
-    return mean, square, largest, norm.log() - weight.mul_(logits).sum(-1) / norm
-
-
-def sampled_rows(queries: int, device: torch.device) -> Tensor:
-    """Positions of the query rows that `row_sums` samples: all up to `ROWS`, else evenly spaced with both ends."""
-    return _row(torch.arange(min(queries, ROWS), device=device), queries)
-
-
-def _row(index: Position, queries: int) -> Position:
-    """Position of the sampled row with this index."""
-    return index if queries <= ROWS else index * (queries - 1) // (ROWS - 1)
-
-
-def _allowed_rows(mask: Mask, rows: Tensor, keys: int) -> Tensor:
-    """Boolean `[batch or 1, heads or 1, rows, keys]`."""
-    if mask.pairs is not None:
-        return mask.pairs[..., rows, :]
-    pairs = mask.band.allowed(rows, torch.arange(keys, device=rows.device))[None, None]
-    if mask.queries is not None:
-        pairs = pairs & mask.queries[:, None, rows, None]
-    if mask.keys is not None:
-        pairs = pairs & mask.keys[:, None, None, :]
-    if mask.documents is not None:
-        pairs = pairs & (mask.documents[:, None, rows, None] == mask.documents[:, None, None, :])
-    return pairs
-
-
-def choose(exact: ScoreSums, rows: ScoreSums, mask: Mask) -> ScoreSums:
-    """The exact sums where the mask has the structure that they assume, else those of the sampled rows."""
-    if mask.structured is None:
-        return exact
-    return ScoreSums(
-        torch.where(mask.structured, exact.pairs, rows.pairs),
-        torch.where(mask.structured, exact.score, rows.score),
-        torch.where(mask.structured, exact.score_square, rows.score_square),
-        torch.where(mask.structured, exact.row_square, rows.row_square),
-    )
-
-
-def is_exact(mask: Mask, queries: int) -> bool | Tensor:
-    """True if the sums that `choose` returns cover every pair; a boolean scalar tensor where the mask decides."""
-    return mask.structured is None or queries <= ROWS or mask.structured
+    mean = weight.mul_(logits).sum(-1).div_(norm)
+    return norm.log_().sub_(mean)

@@ -14,16 +14,16 @@ numbers, read a value back to the host, or need autograd; everything is computed
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from betahook.measure.masks import Mask
+from betahook.measure.dtypes import at_least_float32, product_dtype, sum_dtype
+from betahook.measure.masks import Mask, derive
+from betahook.measure.pairs import keys_per_query
 
 BLOCK = 64
 """Queries per block of the causal sum: about d_k, where the work inside blocks equals the work between them."""
@@ -33,87 +33,40 @@ BLOCKS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class ScoreSums:
-    """Sums over the pairs that a mask allows, pooled over the batch; every tensor is float64 of shape `[heads]`.
-
-    Attributes:
-        pairs: number of pairs.
-        score: sum of the scores.
-        score_square: sum of their squares.
-        row_square: sum of their squares about the mean score of their query.
-    """
-
-    pairs: Tensor
-    score: Tensor
-    score_square: Tensor
-    row_square: Tensor
-
-    @classmethod
-    def of_rows(cls, count: Tensor, mean: Tensor, square: Tensor) -> ScoreSums:
-        """Pool rows, given the number, mean and squares about the mean of their scores, `[batch, heads, rows]` each."""
-        total = count * mean
-        pairs, score, mean_square, row_square = (x.sum((0, 2)) for x in (count, total, total * mean, square))
-        return cls(pairs, score, row_square + mean_square, row_square)
-
-
-def sum_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of sums: float64, except where the device has none."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a float32 copy of one in half precision."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Suspend the autocast of the model, which would compute float32 products in half precision."""
-    acts = device.type != "meta" and torch.is_autocast_enabled(device.type)  # torch has no autocast for meta
-    return torch.autocast(device.type, enabled=False) if acts else nullcontext()
-
-
-@dataclass(frozen=True)
 class Components:
-    """Moments of each component of q or k over batch and tokens.
+    """Mean and population variance of each component of q or k over batch and tokens, `[heads, d_k]` each."""
 
-    Attributes:
-        count: number of tokens, a scalar.
-        mean: `[heads, d_k]`, float32 or better.
-        variance: population variance, the same shape.
-    """
-
-    count: Tensor
     mean: Tensor
     variance: Tensor
 
-    def sums(self) -> tuple[Tensor, Tensor]:
-        """Sum and sum of squares over the tokens, float64."""
-        mean = self.mean.to(self.count.dtype)
-        return mean * self.count, (mean.square() + self.variance) * self.count
-
 
 def components(tokens: Tensor, valid: Tensor | None) -> Components:
-    """Moments of `tokens [batch, heads, tokens, d_k]` where `valid [batch or 1, tokens]` is True; None for all."""
+    """Moments of `tokens [batch, heads, tokens, d_k]` where `valid [batch or 1, tokens]` is True; None for all.
+
+    Zeros where there is no token; in float32 or better.
+    """
+    if valid is None and tokens[:, :, :, 0].numel() <= 2**12:
+        dtype = product_dtype(tokens.dtype)
+        mean = tokens.mean((0, 2), dtype=dtype)
+        return Components(mean, (tokens - mean[:, None]).square_().mean((0, 2)))
     count, mean = _count_and_mean(tokens, valid)
-    square = torch.zeros_like(mean)
-    for start, stop in _slabs(tokens.shape[2], tokens.device):
-        square += _centred(tokens, mean, valid, start, stop).square_().sum((0, 2))
-    return Components(count, mean, square / count.clamp(min=1))
+    squares = [
+        _centred(tokens, mean, valid, start, stop).square_().sum((0, 2))
+        for start, stop in _slabs(tokens.shape[2], tokens.device)
+    ]
+    return Components(mean, (squares[0] if len(squares) == 1 else torch.stack(squares).sum(0)) / count)
 
 
-def _count_and_mean(tokens: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    count, dtype = _count(tokens, valid), torch.promote_types(tokens.dtype, torch.float32)
+def _count_and_mean(tokens: Tensor, valid: Tensor | None) -> tuple[Tensor | int, Tensor]:
+    count, dtype = _count(tokens, valid), product_dtype(tokens.dtype)
     total = tokens.sum((0, 2), dtype=dtype) if valid is None else (tokens * _per_token(valid, dtype)).sum((0, 2))
-    return count, total / count.clamp(min=1)
+    return count, total / count
 
 
-def _count(tokens: Tensor, valid: Tensor | None) -> Tensor:
-    """Number of tokens that take part, a scalar."""
+def _count(tokens: Tensor, valid: Tensor | None) -> Tensor | int:
+    """Number of tokens that take part, at least 1."""
     batch, _, length, _ = tokens.shape
-    wide = sum_dtype(tokens.device)
-    if valid is None:
-        return torch.full((), batch * length, dtype=wide, device=tokens.device)
-    return valid.expand(batch, -1).sum().to(wide)
+    return batch * length if valid is None else valid.expand(batch, -1).sum().clamp(min=1)
 
 
 def _approximate_mean(tokens: Tensor, valid: Tensor | None) -> Tensor:
@@ -203,10 +156,10 @@ class _PrefixSums:
     def components(self) -> Components:
         """Moments of all keys, those that no query sees included, from the sums at hand."""
         self._take_until(self.keys)
-        count = _count(self.key, self.valid)
+        count, wide = _count(self.key, self.valid), sum_dtype(self.key.device)
         sums = self.vectors.select(-1, 0), self.gram.diagonal(dim1=-2, dim2=-1)
-        rest, square = (x.view(-1, *self.mean.shape).sum(0, dtype=count.dtype) / count.clamp(min=1) for x in sums)
-        return Components(count, self.mean + rest, square - rest.square())
+        rest, square = (x.view(-1, *self.mean.shape).sum(0, dtype=wide) / count for x in sums)
+        return Components(self.mean + rest, square - rest.square())
 
     def _take_until(self, stop: int) -> None:
         for start, end in _slabs(stop - self.seen, self.key.device):
@@ -237,26 +190,26 @@ def _seen_by_all(query: Tensor, groups: int, vectors: Tensor, gram: Tensor) -> t
     return torch.bmm(query, vectors), square.view(square.shape[0], groups, -1).sum(-1)
 
 
-def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tuple[ScoreSums, Components]:
-    """Exact number, sum and sums of squares of the scores over the pairs of a structured mask.
-
-    The moments of the keys come with them, at no cost beside the Gram matrices.
+def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tuple[Tensor, Components]:
+    """Exact sums over the scores of a structured mask; the moments of the keys come at no further cost.
 
     Args:
         query: `[batch, heads, queries, d_k]`, any floating dtype.
         key: `[batch, key_heads, keys, d_k]`; `heads` is a multiple of `key_heads` (grouped-query attention).
         mask: band and padding are used; `mask.pairs` and `mask.documents` are not.
         query_mean: `[heads, d_k]`, an estimate of the mean query. It changes the rounding of the sums only.
+
+    Returns:
+        Sums of the scores, of their squares, and of those about the mean of their row, `[3, heads]` in float64, and the
+        moments of the keys.
     """
     batch, heads, queries, _ = query.shape
     key_heads, keys = key.shape[1:3]
-    groups = heads // key_heads
-    wide = sum_dtype(query.device)
+    groups, wide = heads // key_heads, sum_dtype(query.device)
     # Keys below the upper edge of the band minus those below the lower one.
     key_mean = _approximate_mean(key, mask.keys)
-    below = [_PrefixSums(keys if mask.band.high is None else mask.band.high, key, key_mean, mask.keys)]
-    if mask.band.low is not None:
-        below.append(_PrefixSums(mask.band.low, key, key_mean, mask.keys))
+    edges = [keys if mask.band.high is None else mask.band.high, mask.band.low]
+    below = [_PrefixSums(edge, key, key_mean, mask.keys) for edge in edges if edge is not None]
 
     # The keys are centred, so that a large mean score does not cancel the digits of the variance:
     # s - shift = q . (k - key_mean) + offset   with   offset = q . key_mean - shift.
@@ -275,7 +228,7 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
     shift = (query_mean.unflatten(0, (key_heads, groups)) * key_mean[:, None]).sum(-1)
     score, offset = torch.cat(scores, 2).unbind(-1)
     offset = offset - shift[:, None, :, None]
-    count = _pairs_per_query(mask, queries, keys, query.device)
+    count = derive(keys_per_query, mask, query, queries, keys)
     count_here = _filled(count[..., None], _whole_blocks(queries)).view(len(count), 1, -1, 1, BLOCK)
     total = (score + count_here * offset).sum((0, 2, 4), dtype=wide)
     square = torch.cat(squares, 2).sum((0, 2), dtype=wide)
@@ -285,8 +238,23 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
 
     pairs, shift = count.expand(batch, -1).sum().to(wide), shift.to(wide)
     square = square + 2 * shift * total + pairs * shift.square()
-    sums = pairs.expand_as(shift), total + pairs * shift, square, row_square.clamp(min=0)
-    return ScoreSums(*(x.flatten() for x in sums)), below[0].components()
+    sums = [total + pairs * shift, square, row_square.clamp(min=0)]
+    return torch.stack(sums).flatten(1), below[0].components()
+
+
+def pool_rows(count: Tensor, mean: Tensor, square: Tensor, entropy: Tensor) -> Tensor:
+    """Pool rows over the batch, `[batch, heads, rows]` each, to the sums `[4, heads]` of scores and entropies.
+
+    Args:
+        count: number of scores in each row.
+        mean: their mean.
+        square: sum of their squares about it.
+        entropy: of the row.
+    """
+    wide = sum_dtype(mean.device)
+    mean = mean.to(wide)
+    total = mean * count
+    return torch.stack([total, torch.addcmul(square, total, mean), square, entropy]).sum((1, 3), dtype=wide)
 
 
 def _query_blocks(query: Tensor, valid: Tensor | None, groups: int, start: int, stop: int) -> Tensor:
@@ -298,25 +266,3 @@ def _query_blocks(query: Tensor, valid: Tensor | None, groups: int, start: int, 
     rows = _filled(rows, _whole_blocks(stop - start))
     rows = rows.view(batch, heads // groups, groups, -1, BLOCK, width).transpose(2, 3)
     return rows.reshape(-1, groups * BLOCK, width)
-
-
-def _pairs_per_query(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Number of valid keys between the two edges of the band for each query, `[batch or 1, queries]`."""
-    positions = torch.arange(queries, device=device)
-    last = positions.new_full((), keys) if mask.band.high is None else (positions + mask.band.high + 1).clamp(0, keys)
-    first = positions.new_zeros(()) if mask.band.low is None else (positions + mask.band.low + 1).clamp(0, keys)
-    if mask.keys is None:
-        seen = (last - first).expand(1, queries)
-    else:
-        before = F.pad(mask.keys.long().cumsum(-1), (1, 0))
-        seen = before[:, last.expand(queries)] - before[:, first.expand(queries)]
-    return seen if mask.queries is None else seen * mask.queries
-
-
-def overflow_logit(dtype: torch.dtype) -> float:
-    """Largest logit whose exponential is finite, in the dtype in which a softmax over `dtype` logits is computed.
-
-    709 in float64 and 88.7 in every narrower dtype, since their softmax runs in float32. (Paper, section 2: the upper
-    end of the search for beta.)
-    """
-    return math.log(torch.finfo(torch.promote_types(dtype, torch.float32)).max)

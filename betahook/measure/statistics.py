@@ -16,23 +16,25 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from betahook.measure.scores import sum_dtype
+from betahook.measure.dtypes import sum_dtype
 
 SUMS = (
+    # `pairs.COUNTS` of the calls.
     "pairs",
     "exact_pairs",
+    "rows",
+    "flat_entropy",
+    "queries",
+    "keys",
+    # Sums over pairs, the third of the squares of the scores about the mean of their row, and over rows.
     "score",
     "score_square",
-    "row_square",  # of the scores about the mean of their row
-    "rows",
+    "row_square",
     "entropy",
-    "flat_entropy",  # logarithm of the number of keys that a row may use
-    # Numbers of tokens, and, weighted by them, averages over the components of q and k and the variance that
-    # independence predicts. `betahook.measure.components` computes the averages when asked; they do not accumulate.
-    "queries",
+    # Weighted by numbers of tokens: averages over the components of q and k and the variance that independence
+    # predicts. `betahook.measure.components` computes them when asked; they do not accumulate.
     "query_mean_square",
     "query_variance",
-    "keys",
     "key_mean_square",
     "key_variance",
     "independent_variance",
@@ -61,15 +63,15 @@ def empty(heads: int, device: torch.device) -> Tensor:
     return torch.zeros(len(ROW), heads, dtype=sum_dtype(device), device=device)
 
 
-def add(table: Tensor, values: dict[str, Tensor]) -> None:
-    """Add `values`, tensors `[heads]` or scalars by name, to `table` in place; maxima take the larger value."""
-    values = {name: value.to(table.device) for name, value in values.items()}  # the layer may be on another device
-    zero = table.new_zeros(table.shape[1])
-    # All rows at once: on an accelerator one addition per row would cost more than the sums themselves.
-    table[: len(SUMS)] += torch.stack([values[name].expand_as(zero) if name in values else zero for name in SUMS])
-    for name in MAXIMA:
-        if name in values:
-            table[ROW[name]] = torch.maximum(table[ROW[name]], values[name])
+def add(table: Tensor, first: str, values: Tensor) -> None:
+    """Add `values [rows, heads or 1]` to as many rows of `table` from the one called `first` on, in place."""
+    row = ROW[first]
+    table[row : row + len(values)].add_(values.to(table.device))  # the layer may be on another device
+
+
+def raise_maxima(table: Tensor, values: Tensor) -> None:
+    """Take the larger of `table` and `values [maxima, heads]` in the rows of `MAXIMA`, in place."""
+    table[len(SUMS) :].clamp_(min=values.to(table.device))
 
 
 def by_segment(values: Tensor, reduction: Literal["sum", "mean", "max"], lengths: Tensor) -> Tensor:
@@ -140,10 +142,11 @@ class Statistics:
         std: standard deviation of the raw scores, not of the logits. Of several heads it is the root of the mean of
             their variances, each about its own mean and weighted by its pairs.
         row_std: standard deviation within rows, about the mean score of each query: the spread that the softmax sees.
-        exact: True where mean, std and row_std cover every pair, False where they come from sampled query rows.
-        max_score: largest absolute score in the sampled query rows.
+        exact: True where mean, std and row_std cover every pair, False where they come from some rows.
+        max_score: largest absolute score in the query rows looked at: all of a sequence of up to 128 tokens, 32 of
+            a longer one.
         max_logit: largest absolute score times the beta of its forward pass, in the same rows.
-        entropy: mean entropy of the attention rows, in nats, over the sampled query rows.
+        entropy: mean entropy of the attention rows, in nats, over the same rows.
         flat_entropy: the entropy that flat attention would have in these rows: the mean logarithm of the number of keys
             that a row may use. It is 0 where each row has but one.
         component_mean_square_q: square of the mean of a component of q, averaged over the components.

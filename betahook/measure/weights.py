@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from betahook.measure.scores import sum_dtype
+from betahook.measure.dtypes import product_dtype, sum_dtype
 from betahook.measure.statistics import by_segment
 
 ROWS = ("query_count", "query_sum", "query_square", "key_count", "key_sum", "key_square")
@@ -39,7 +39,7 @@ def empty(heads: int, device: torch.device) -> Tensor:
 def entry_sums(weight: Tensor) -> Tensor:
     """Number, sum and sum of squares of the entries of each head: `[heads, d_k, d_x]` to `[3, heads]`."""
     # In place, in float32 or better, and along memory: a copy of a transposed weight takes longer than its sums.
-    dtype = torch.promote_types(weight.dtype, torch.float32)
+    dtype = product_dtype(weight.dtype)
     along = 1 if weight.stride(1) == 1 else 2
     total = weight.sum(2, dtype=dtype).sum(1)
     square = torch.linalg.vector_norm(weight, dim=along, dtype=dtype).square().sum(1)

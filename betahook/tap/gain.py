@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from betahook import compat
-from betahook.measure.scores import at_least_float32
+from betahook.measure.dtypes import at_least_float32
 from betahook.tap.recorder import Recorder
 from betahook.tap.traces import Product
 

@@ -64,7 +64,7 @@ def _record_input(
     if given is None or not is_recording(recorder):
         return
     if recorder.route == "interface":
-        recorder.record_input(given, *sides)
+        recorder.record_input(given, sides)
     else:  # the functions of this module pass through the tap, our own need not
         with compat.unwatched():
-            recorder.record_input(given, *sides)
+            recorder.record_input(given, sides)

@@ -7,17 +7,13 @@ and masks; it adds their sums to the `State`. It never reads a value back to the
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from betahook.measure import components, scores, statistics
-from betahook.measure.dense import pair_sums
+from betahook.measure import opaque
 from betahook.measure.masks import Mask
-from betahook.measure.rows import RowSums, choose, is_exact, row_sums
-from betahook.measure.scores import Components
 from betahook.models.discovery import AttentionModule
 from betahook.models.projections import Projection, locate
 from betahook.state import HeadRange, State
@@ -156,14 +152,16 @@ class Recorder:
         """Add one attention call; `query [batch, heads, queries, d_k]` and `key` as the score product gets them."""
         if query.numel() == 0 or key.numel() == 0:
             return
-        query, key = query.detach(), key.detach()
-        of_query = scores.components(query, mask.queries)
-        beta = self._state.current_beta[self._local.heads].to(query.device)
-        with scores.no_autocast(query.device):
-            sampled = row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap)
-            exact, of_key = scores.score_sums(query, key, mask, of_query.mean)
-        sums = replace(sampled, scores=choose(exact, sampled.scores, mask))
-        self._add_sums(sums, is_exact(mask, query.shape[2]), of_query, of_key)
+        self._state.recorded = True
+        opaque.add_scores(
+            *self._tables,
+            query.detach(),
+            key.detach(),
+            mask,
+            self._beta.to(query.device),
+            position_bias=position_bias,
+            softcap=softcap,
+        )
 
     @torch.no_grad()
     def record_pairs(
@@ -181,54 +179,25 @@ class Recorder:
         """
         if raw.numel() == 0:
             return
+        self._state.recorded = True
         gain = self.current_gain.to(raw.device).view(-1, 1, 1)
-        sums = pair_sums(raw / (prescale * gain), logits, allowed)
-        of_query, of_key = (
-            scores.components(tokens, _valid(allowed.any(axis), tokens))
-            for tokens, axis in zip(operands, (-1, -2), strict=True)
-        )
-        self._add_sums(sums, True, of_query, of_key)
+        beta = self._beta.to(raw.device)
+        opaque.add_pairs(*self._tables, raw / (prescale * gain), logits, allowed, *operands, beta)
 
     @torch.no_grad()
-    def record_input(self, inputs: Tensor, *sides: str) -> None:
+    def record_input(self, inputs: Tensor, sides: list[str]) -> None:
         """Add the entries that enter the projections `sides`: "query", "key" or both."""
         # A DTensor under tensor parallelism, the same on all ranks.
         inputs = inputs.to_local() if hasattr(inputs, "to_local") else inputs
         self.follow(inputs.device)
-        flat = scores.at_least_float32(inputs.detach().flatten())
-        sums = {
-            "inputs": torch.full((), flat.numel(), device=flat.device),
-            "input": flat.sum(),
-            "input_square": torch.dot(flat, flat),
-        }
-        self._add(**{f"{side}_{name}": value for side in sides for name, value in sums.items()})
+        opaque.add_input(self._tables[0], inputs.detach(), sides)
 
-    def _add_sums(self, sums: RowSums, exact: bool | Tensor, query: Components, key: Components) -> None:
-        """Add the sums of one attention call and, unless its d_k is another than the module says, those of q and k."""
-        self._state.recorded = True
-        pairs, tokens = sums.scores.pairs, {}
-        if query.mean.shape[1] == self.head_dim:
-            components.add(self._state.moments[:, self._local.components], query, key)
-            tokens = {"queries": query.count, "keys": key.count}
-        self._add(
-            pairs=pairs,
-            exact_pairs=pairs * exact,
-            score=sums.scores.score,
-            score_square=sums.scores.score_square,
-            row_square=sums.scores.row_square,
-            rows=sums.rows,
-            entropy=sums.entropy,
-            flat_entropy=sums.flat_entropy,
-            max_score=sums.max_score,
-            max_logit=sums.max_score * self._state.current_beta[self._local.heads].to(sums.max_score),
-            **tokens,
-        )
+    @property
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        """The columns of the layer in the tables of sums and of the components of q and k."""
+        return self._state.table[:, self._local.heads], self._state.moments[:, self._local.components]
 
-    def _add(self, **values: Tensor) -> None:
-        statistics.add(self._state.table[:, self._local.heads], values)
-
-
-def _valid(seen: Tensor, tokens: Tensor) -> Tensor | None:
-    """`[batch, heads, tokens]` as `[1, tokens]` for tokens `[1, heads, tokens, d_k]`; None where they do not match."""
-    flat = seen[:, 0].flatten()[None]
-    return flat if flat.shape[1] == tokens.shape[2] else None
+    @property
+    def _beta(self) -> Tensor:
+        beta, default = (x[self._local.heads] for x in (self._state.beta, self._state.beta_default))
+        return torch.where(beta.isnan(), default, beta)

@@ -32,6 +32,8 @@ VERIFICATION = ("tests/unit/keep/test_verification.py",)
 CLIPPING = ("tests/unit/test_clipping.py", "tests/unit/models/test_scaling.py")
 TRAINER = ("tests/unit/integrations/test_trainer.py",)
 HOOK = ("tests/unit/test_hook.py",)
+ROWS = ("tests/unit/measure/test_rows.py",)
+SCORES = ("tests/unit/measure/test_scores.py",)
 
 FAULTS = [
     # report
@@ -48,7 +50,14 @@ FAULTS = [
     Fault("betahook/report/findings.py", "if state.findings_step < state.steps:", "if state.steps:"),
     Fault("betahook/report/names.py", "name[:first:-1]", "name[::-1]"),
     # measure
-    Fault("betahook/measure/rows.py", "pairs.clamp(min=1).log().sum((0, 2)", "filled.log().nan_to_num().sum((0, 2)"),
+    Fault("betahook/measure/pairs.py", "count > 0, count.clamp(min=1).log()", "count > 0, count"),
+    Fault("betahook/measure/pairs.py", "hidden[..., 0] &= count > 0", "hidden[..., 0] &= True"),
+    Fault("betahook/measure/pairs.py", "torch.where(mask.structured, exact, 0)", "exact"),
+    Fault("betahook/measure/pairs.py", "bias.masked_fill(~allowed, 0)", "0"),
+    Fault("betahook/measure/calls.py", "torch.where(mask.structured, exact, sampled[:3])", "exact"),
+    Fault("betahook/measure/calls.py", "largest * beta]", "largest]"),
+    Fault("betahook/measure/masks.py", "facts is None or type(like) is not Tensor", "facts is None"),
+    Fault("betahook/measure/masks.py", "like.dtype, sizes", "sizes"),
     Fault("betahook/theory.py", "return head_dim.sqrt()", "return head_dim"),
     Fault("betahook/theory.py", "return squares - query_mean_square * key_mean_square", "return squares"),
     Fault("betahook/theory.py", "(math.sqrt(rows) + math.sqrt(columns))", "math.sqrt(rows + columns)"),
@@ -56,7 +65,11 @@ FAULTS = [
         "betahook/measure/components.py", "[query_mean.square(), query_variance,", "[query_mean.abs(), query_variance,"
     ),
     Fault("betahook/measure/components.py", "key_square - key_mean.square()", "key_square"),
-    Fault("betahook/measure/components.py", "repeat_interleave(groups, 0) for", "repeat(groups, 1) for"),
+    Fault(
+        "betahook/measure/components.py",
+        "part[:, None].expand(shape)",
+        "part.repeat(shape[1], 1).view(shape)",
+    ),
     Fault("betahook/measure/dense.py", "masked_fill(~seen, 0)", "masked_fill(seen, 0)"),
     Fault("betahook/measure/dense.py", "used.abs().amax", "used.amax"),
     Fault("betahook/measure/dense.py", "allowed.sum(-1)", "allowed[..., :1].sum(-1)"),
@@ -72,18 +85,18 @@ FAULTS = [
     Fault("betahook/measure/masks.py", "if known_version != version", "if known_version is None"),
     Fault("betahook/measure/masks.py", "documents == documents[:, :1]", "documents == documents"),
     Fault("betahook/measure/masks.py", "queries[:, :, None] & keys[:, None, :]", "keys[:, None, :]"),
-    Fault("betahook/measure/rows.py", "ROWS = 32", "ROWS = 24"),
+    Fault("betahook/measure/pairs.py", "ROWS = 32", "ROWS = 24", ROWS),
     Fault("betahook/measure/rows.py", "LOWEST = -80.0", "LOWEST = -8.0"),
-    Fault("betahook/measure/rows.py", "(queries - 1) // (ROWS - 1)", "queries // ROWS"),
+    Fault("betahook/measure/pairs.py", "(queries - 1) // (ROWS - 1)", "queries // ROWS", ROWS),
     Fault("betahook/measure/rows.py", "mask.band.low + 1, 0)", "mask.band.low + 2, 0)"),
     Fault("betahook/measure/rows.py", "mask.band.high + 1, low + 1)", "mask.band.high, low + 1)"),
-    Fault("betahook/measure/rows.py", "torch.maximum(scores.amax(-1), -scores.amin(-1))", "scores.amax(-1)"),
+    Fault("betahook/measure/rows.py", "scores.abs().amax((0, 2, 3))", "scores.amax((0, 2, 3))"),
     Fault(
         "betahook/measure/rows.py",
         "torch.tanh(scores * beta / softcap) + added",
         "torch.tanh((scores * beta + added) / softcap)",
     ),
-    Fault("betahook/measure/rows.py", "queries <= ROWS or mask.structured", "mask.structured"),
+    Fault("betahook/measure/pairs.py", "queries * keys <= SHORT**2", "queries <= SHORT"),
     Fault(
         "betahook/measure/scores.py",
         "for start, stop in _slabs(queries, query.device)",
@@ -99,7 +112,7 @@ FAULTS = [
     Fault("betahook/measure/scores.py", "self._take_until(self.keys)\n", "self._take_until(self.seen)\n"),
     Fault("betahook/measure/scores.py", "square - rest.square()", "square"),
     Fault("betahook/measure/scores.py", "row_square = square - (score", "row_square = square - 0 * (score"),
-    Fault("betahook/measure/scores.py", "torch.promote_types(dtype, torch.float32)).max", "dtype).max"),
+    Fault("betahook/measure/dtypes.py", "torch.finfo(product_dtype(dtype)).max", "torch.finfo(dtype).max", SCORES),
     Fault(
         "betahook/measure/statistics.py",
         '[ROW["score_square"]] - (by_head',
@@ -200,7 +213,7 @@ FAULTS = [
     Fault("betahook/tap/contraction.py", "return 1 if 1 in fitting else fitting[-1]", "return fitting[-1]"),
     Fault("betahook/tap/contraction.py", "lambda x: torch.bmm(x, batch2),", "lambda x: alpha * torch.bmm(x, batch2),"),
     Fault("betahook/tap/contraction.py", "set(right_axes) - set(output)", "set(right_axes)"),
-    Fault("betahook/tap/recorder.py", "pair_sums(raw / (prescale * gain)", "pair_sums(raw / prescale"),
+    Fault("betahook/tap/recorder.py", "raw / (prescale * gain)", "raw / prescale"),
     Fault("betahook/tap/recorder.py", "else ranks * probe[mine", "else probe[mine"),
     Fault("betahook/tap/override.py", "if attributes.get(self._name) is self._value", "if self._name in attributes"),
     # keep

@@ -8,7 +8,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
 import betahook
-from betahook.measure.rows import ROWS, sampled_rows
+from betahook.measure.pairs import is_short, sampled_rows
 from support.matrices import overall_std
 from support.models import build, inputs, trace
 from support.training import enable_checkpointing
@@ -36,7 +36,7 @@ def test_flex_attention(family):
         assert b == pytest.approx(a, rel=1e-4)
 
 
-@pytest.mark.parametrize("length", [24, 40])
+@pytest.mark.parametrize("length", [24, 140])
 def test_a_mask_without_structure(length):
     """Exact up to the number of rows that are looked at in full; beyond, sampled, and said to be."""
     batch = inputs("llama", length, padded=False)
@@ -49,11 +49,11 @@ def test_a_mask_without_structure(length):
         model(**batch)
         for layer, call in zip(hook.layers.values(), calls, strict=True):
             values, allowed = call.scores()
-            if length > ROWS:
-                rows = sampled_rows(length, values.device)
+            if not is_short(length, length):
+                rows = sampled_rows(length, length, values.device)
                 values, allowed = values[:, :, rows], allowed[:, :, rows]
             used = values[allowed.expand_as(values)]
-            assert bool(layer.statistics.exact) is (length <= ROWS)
+            assert bool(layer.statistics.exact) is (length == 24)
             assert float(layer.statistics.count) == len(used)
             assert float(overall_std(layer.head_statistics)) == pytest.approx(float(used.std(correction=0)), rel=1e-5)
 
@@ -75,7 +75,7 @@ def flash():
     del AttentionMaskInterface._global_mapping["flash_stand_in"]
 
 
-@pytest.mark.parametrize("lengths", [[30], [10, 12, 8], [50], [20, 25, 5]], ids=str)
+@pytest.mark.parametrize("lengths", [[30], [10, 12, 8], [150], [60, 85, 5]], ids=str)
 @pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens_q"])
 def test_packed_sequences(flash, lengths, told_by):
     """Exact up to the number of rows that are looked at in full and where nothing is packed; else sampled."""
@@ -95,8 +95,8 @@ def test_packed_sequences(flash, lengths, told_by):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
         for layer, call in zip(hook.layers.values(), calls, strict=True):
             values, _ = call.scores()
-            exact = length <= ROWS or len(lengths) == 1
-            rows = torch.arange(length) if exact else sampled_rows(length, values.device)
+            exact = length == 30 or len(lengths) == 1
+            rows = torch.arange(length) if exact else sampled_rows(length, length, values.device)
             used = values[:, :, rows][mask[rows].expand(1, values.shape[1], -1, -1)]
             assert bool(layer.statistics.exact) is exact
             assert float(layer.statistics.count) == len(used)
@@ -105,7 +105,7 @@ def test_packed_sequences(flash, lengths, told_by):
 
 def test_packed_windows_longer_than_the_sampled_rows_are_exact():
     """Causal with a sliding window and padding: recognised in the mask tensor itself."""
-    batch = inputs("mistral", 70)
+    batch = inputs("mistral", 140)
     model = build("mistral", "sdpa")
     with trace() as calls:
         build("mistral")(**batch)

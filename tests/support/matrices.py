@@ -1,12 +1,14 @@
 """The full score matrix in float64, and sums that are to agree with it."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from betahook.measure import scores
-from betahook.measure.masks import Band
+from betahook.measure import calls, components, rows, scores, statistics
+from betahook.measure.masks import Band, derive
+from betahook.measure.pairs import keys_per_query, row_pairs
 
 HEAD_DIM = 8
 
@@ -73,13 +75,44 @@ def assert_row_std(sums, expected, rel=1e-5):
     assert not sums.row_square[sums.pairs == 0].any()
 
 
+def named(pairs, sums, **others):
+    """The sums of `scores.pool_rows`, the entropy mostly not among them, by name."""
+    return SimpleNamespace(
+        **dict(zip(("score", "score_square", "row_square"), sums, strict=False)), pairs=pairs, **others
+    )
+
+
 def exact(query, key, mask):
     """`score_sums` as a layer calls it, centred at the mean of the queries that take part."""
-    return with_key_moments(query, key, mask)[0]
+    seen = derive(keys_per_query, mask, query, query.shape[2], key.shape[2]).expand(len(query), -1).sum().double()
+    return named(seen.expand(query.shape[1]), with_key_moments(query, key, mask)[0])
 
 
 def with_key_moments(query, key, mask):
     return scores.score_sums(query, key, mask, scores.components(query, mask.queries).mean)
+
+
+def looked_at(query, key, mask, beta=1.0, **options):
+    """What `row_sums` finds, with the numbers of pairs and rows that it looks at."""
+    sums, largest = rows.row_sums(query, key, mask, torch.as_tensor(beta), **options)
+    count = row_pairs(mask, query, query.shape[2], key.shape[2]).count.expand(*query.shape[:2], -1).double()
+    flat = count.clamp(min=1).log().sum((0, 2))
+    return named(
+        count.sum((0, 2)), sums, rows=(count > 0).sum((0, 2)), entropy=sums[3], flat_entropy=flat, max_score=largest
+    )
+
+
+def recorded(query, key, mask, beta=1.0, **options):
+    """Everything that a layer adds to the table for one call, by the names of its rows."""
+    heads, width = query.shape[1], query.shape[3]
+    table = statistics.empty(heads, query.device)
+    moments = components.empty(heads * width, query.device)
+    options = {"position_bias": None, "softcap": None, **options}
+    calls.add_scores(
+        table, moments, query, key, mask, torch.as_tensor(beta, device=query.device).expand(heads), **options
+    )
+    table = components.described(table, moments, torch.full((heads,), width, device=query.device))
+    return SimpleNamespace(**{name: table[row] for name, row in statistics.ROW.items()})
 
 
 def assert_sums(sums, expected, rel=1e-5):

@@ -28,8 +28,10 @@ def measured(calls):
     table, sums = statistics.empty(HEADS, CPU), components.empty(HEADS * WIDTH, CPU)
     for query, key, valid in calls:
         of_query, of_key = scores.components(query, valid), scores.components(key, valid)
-        components.add(sums, of_query, of_key)
-        statistics.add(table, {"queries": of_query.count, "keys": of_key.count})
+        counts = [len(x) * x.shape[2] if valid is None else valid.sum() for x in (query, key)]
+        tokens = torch.tensor(counts)[:, None].expand(2, HEADS)
+        components.add(sums, of_query, of_key, tokens)
+        statistics.add(table, "queries", tokens)
     return Statistics.from_table(components.described(table, sums, torch.tensor([WIDTH] * HEADS)))
 
 
@@ -86,8 +88,9 @@ def test_heads_may_have_different_widths():
     table, sums = statistics.empty(3, CPU), components.empty(sum(widths), CPU)
     for index, (part, columns) in enumerate(zip(parts, sums.split(widths, 1), strict=True)):
         found = scores.components(part, None)
-        components.add(columns, found, found)
-        statistics.add(table[:, index : index + 1], {"queries": found.count, "keys": found.count})
+        count = torch.full((2, 1), tokens)
+        components.add(columns, found, found, count)
+        statistics.add(table[:, index : index + 1], "queries", count)
     table = components.described(table, sums, torch.tensor(widths))
     variances = [part.double().var((0, 1, 2), correction=0) for part in parts]
     torch.testing.assert_close(

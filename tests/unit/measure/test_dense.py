@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 
-from betahook.measure.dense import pair_sums
+from betahook.measure import dense
+from support.matrices import named
+
+
+def pair_sums(scores, logits, allowed):
+    counts, sums, largest = dense.pair_sums(scores, logits, allowed)
+    pairs, exact, rows, flat_entropy = counts
+    assert torch.equal(pairs, exact)
+    return named(pairs, sums, rows=rows, entropy=sums[3], flat_entropy=flat_entropy, max_score=largest)
 
 
 def causal(*sizes):
@@ -15,7 +23,7 @@ def causal(*sizes):
 def test_a_large_mean_leaves_the_digits_of_the_spread():
     scores = torch.randn(2, 3, 20, 20, generator=torch.Generator().manual_seed(0)) + 1e4
     allowed = causal(2, 3, 20, 20)
-    sums = pair_sums(scores, scores, allowed).scores
+    sums = pair_sums(scores, scores, allowed)
     mean = sums.score / sums.pairs
     expected = torch.stack([head[allowed[:, 0]] for head in scores.double().unbind(1)])
     torch.testing.assert_close(mean, expected.mean(1), rtol=1e-9, atol=0)
@@ -28,7 +36,7 @@ def test_the_spread_within_rows_leaves_their_offsets_out():
     spread = torch.randn(2, 3, 20, 20, generator=generator)
     scores = spread + 1e4 * torch.randn(2, 3, 20, 1, generator=generator)
     allowed = causal(2, 3, 20, 20)
-    sums = pair_sums(scores, scores, allowed).scores
+    sums = pair_sums(scores, scores, allowed)
     rows = [[row[: index + 1] for index, row in enumerate(matrix)] for matrix in scores.double().flatten(0, 1)]
     squares = torch.tensor([sum((row - row.mean()).square().sum() for row in matrix) for matrix in rows])
     torch.testing.assert_close(sums.row_square, squares.view(2, 3).sum(0).double(), rtol=1e-5, atol=0)

@@ -8,23 +8,36 @@ import torch
 
 from betahook.measure import masks, rows
 from betahook.measure.masks import Band, Mask
-from betahook.measure.rows import ROWS, choose, is_exact, row_sums, sampled_rows
-from support.matrices import assert_row_std, assert_sums, exact, full, make, pairs_of, row_std, scattered, used
+from betahook.measure.pairs import ROWS, SHORT, is_short, sampled_rows
+from support.matrices import (
+    assert_row_std,
+    assert_sums,
+    exact,
+    full,
+    looked_at,
+    make,
+    pairs_of,
+    recorded,
+    row_std,
+    scattered,
+    used,
+)
 
 
 @pytest.mark.parametrize("heads", [1, 2], ids=["one mask for all heads", "its own for each head"])
-@pytest.mark.parametrize("queries", [2, 31, 32, 33, 130])
+@pytest.mark.parametrize("queries", [2, 31, 33, 126, 127, 150])
 def test_masks_without_structure_are_sampled(queries, heads):
-    query, key = make(queries, queries + 3)
-    pairs = scattered(heads, queries, queries + 3)
+    keys = queries + 3
+    query, key = make(queries, keys)
+    pairs = scattered(heads, queries, keys)
     mask = masks.from_tensor(pairs, Band())
     assert not mask.structured
-    rows = row_sums(query, key, mask, torch.tensor(1.0))
-    picked = sampled_rows(queries, query.device)
-    sums = choose(exact(query, key, mask), rows.scores, mask)
+    picked = sampled_rows(queries, keys, query.device)
+    sums = recorded(query, key, mask)
     assert_sums(sums, used(query[:, :, picked], key, pairs[:, :, picked]))
     assert_row_std(sums, row_std(query[:, :, picked], key, pairs[:, :, picked]))
-    assert bool(is_exact(mask, queries)) == (queries <= ROWS)
+    assert is_short(queries, keys) == (queries <= 126)
+    assert sums.exact_pairs.tolist() == (sums.pairs if queries <= 126 else 0 * sums.pairs).tolist()
 
 
 @pytest.mark.parametrize("queries", [20, 130])
@@ -32,17 +45,16 @@ def test_masks_with_structure_are_exact(queries):
     query, key = make(queries, queries)
     pairs = pairs_of(Band(None, 0), queries, queries)
     for mask in (masks.from_tensor(pairs.expand(2, 1, -1, -1), Band(None, 0)), Mask(Band(None, 0))):
-        rows = row_sums(query, key, mask, torch.tensor(1.0))
-        sums = choose(exact(query, key, mask), rows.scores, mask)
+        sums = recorded(query, key, mask)
         assert_sums(sums, used(query, key, pairs))
         assert_row_std(sums, row_std(query, key, pairs))
-        assert is_exact(mask, queries)
+        assert sums.exact_pairs.tolist() == sums.pairs.tolist()
 
 
-@pytest.mark.parametrize("queries", [1, 31, 32, 33, 64, 1000])
-def test_sampled_rows_are_evenly_spaced_with_both_ends(queries):
-    rows = sampled_rows(queries, torch.device("cpu")).tolist()
-    assert len(rows) == min(queries, ROWS)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (32, 9000), (128, 128), (33, 9000), (129, 128), (1000, 1000)])
+def test_sampled_rows_are_evenly_spaced_with_both_ends(queries, keys):
+    rows = sampled_rows(queries, keys, torch.device("cpu")).tolist()
+    assert len(rows) == (queries if queries <= ROWS or queries * keys <= SHORT**2 else ROWS)
     assert (rows[0], rows[-1]) == (0, queries - 1)
     gaps = {b - a for a, b in itertools.pairwise(rows)}
     assert min(gaps, default=1) >= 1
@@ -68,7 +80,7 @@ ENTROPY_MASKS = {
 }
 
 
-@pytest.mark.parametrize("queries", [24, 100])
+@pytest.mark.parametrize("queries", [24, 100, 140])
 @pytest.mark.parametrize("name", ENTROPY_MASKS)
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("biased", [False, True])
@@ -89,11 +101,11 @@ def test_entropy_is_that_of_the_softmax(queries, name, softcap, biased, beta):
     else:
         allowed = mask.pairs
         logits = logits if mask.bias is None else logits + mask.bias
-    picked = sampled_rows(queries, query.device)
+    picked = sampled_rows(queries, keys, query.device)
     weights = logits.masked_fill(~allowed, -math.inf)[:, :, picked].softmax(-1)
     expected = torch.special.entr(weights).sum((0, 2, 3))
 
-    rows = row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap)
+    rows = looked_at(query, key, mask, beta, position_bias=position_bias, softcap=softcap)
     torch.testing.assert_close(rows.entropy, expected, rtol=1e-5, atol=1e-5)
     assert rows.rows.tolist() == [2 * len(picked)] * 2
     flat = torch.zeros_like(logits).masked_fill(~allowed, -math.inf)[:, :, picked].softmax(-1)
@@ -110,14 +122,14 @@ def test_rows_without_a_key_count_for_nothing(form):
     tensor = (
         pairs if form == "boolean" else torch.zeros(pairs.shape).masked_fill(~pairs, torch.finfo(torch.float32).min)
     )
-    rows = row_sums(query, key, masks.from_tensor(tensor, Band()), torch.tensor(1.0))
+    rows = looked_at(query, key, masks.from_tensor(tensor, Band()), 1.0)
     weights = full(query, key).masked_fill(~pairs, -math.inf).softmax(-1).nan_to_num(nan=0.0)
     assert rows.rows.tolist() == [2 * 20 - 2 - 3] * 2
     torch.testing.assert_close(rows.entropy, torch.special.entr(weights).sum((0, 2, 3)), rtol=1e-5, atol=1e-5)
     flat = 2 * [sum(math.log(n) for n in pairs.sum(-1).flatten().tolist() if n)]
     assert rows.flat_entropy.tolist() == pytest.approx(flat)
-    assert_sums(rows.scores, used(query, key, pairs))
-    assert_row_std(rows.scores, row_std(query, key, pairs))
+    assert_sums(rows, used(query, key, pairs))
+    assert_row_std(rows, row_std(query, key, pairs))
 
 
 def test_a_mean_far_above_the_spread_costs_no_digits():
@@ -125,7 +137,7 @@ def test_a_mean_far_above_the_spread_costs_no_digits():
     pairs = scattered(2, 20, 20)
     expected = used(query, key, pairs)
     assert abs(expected[0].mean()) > 90 * expected[0].std()
-    found = row_sums(query, key, masks.from_tensor(pairs, Band()), torch.tensor(1.0)).scores
+    found = looked_at(query, key, masks.from_tensor(pairs, Band()), 1.0)
     assert_sums(found, expected, rel=1e-4)  # a score in float32 has no more digits left
     assert_row_std(found, row_std(query, key, pairs), rel=1e-4)
 
@@ -133,16 +145,17 @@ def test_a_mean_far_above_the_spread_costs_no_digits():
 def test_without_any_pair_everything_is_zero():
     query, key = make(20, 20)
     mask = masks.from_tensor(torch.zeros(2, 1, 20, 20, dtype=torch.bool), Band(None, 0))
-    rows = row_sums(query, key, mask, torch.tensor(1.0))
-    for sums in (exact(query, key, mask), rows.scores):
+    rows = looked_at(query, key, mask, 1.0)
+    for sums in (exact(query, key, mask), rows):
         assert_sums(sums, [torch.empty(0)] * 2)
-    assert rows.rows.tolist() == rows.entropy.tolist() == rows.max_score.tolist() == [0, 0]
+    assert rows.rows.tolist() == rows.max_score.tolist() == [0, 0]
+    assert rows.entropy.tolist() == pytest.approx([0, 0], abs=1e-20)
 
 
 @pytest.mark.parametrize("scale", [1e4, 1e-4], ids=["a single key", "all keys alike"])
 def test_entropy_at_its_ends(scale):
     query, key = make(16, 16)
-    rows = row_sums(query, key, Mask(Band()), torch.tensor(scale))
+    rows = looked_at(query, key, Mask(Band()), scale)
     expected = 0.0 if scale > 1 else math.log(16)
     assert (rows.entropy / rows.rows).tolist() == pytest.approx([expected] * 2, abs=1e-4)
 
@@ -150,7 +163,7 @@ def test_entropy_at_its_ends(scale):
 def test_the_largest_score_is_of_the_sampled_pairs_in_use():
     query, key = make(20, 20, batch=1)
     key[:, :, 19] = 1e3  # future: only the last query may see it
-    rows = row_sums(query[:, :, :19], key, Mask(Band(None, 0)), torch.tensor(7.0))
+    rows = looked_at(query[:, :, :19], key, Mask(Band(None, 0)), 7.0)
     expected = [x.abs().max().item() for x in used(query[:, :, :19], key, pairs_of(Band(None, 0), 19, 20))]
     assert max(expected) < 1e3
     assert rows.max_score.tolist() == pytest.approx(expected, rel=1e-6)
@@ -160,7 +173,7 @@ def test_the_largest_score_is_of_the_sampled_pairs_in_use():
 def test_sampled_rows_are_as_good_as_documented(beta):
     """On unrelated queries, whose rows any subset samples as well as a random one."""
     query, key = make(1000, 1000)
-    rows = row_sums(query, key, Mask(Band()), torch.tensor(beta))
+    rows = looked_at(query, key, Mask(Band()), beta)
     every = full(query, key)
     number, largest = rows.rows[0].item(), rows.max_score.view(1, 2, 1)
     assert number == 2 * ROWS
@@ -173,9 +186,7 @@ def test_sampled_rows_are_as_good_as_documented(beta):
 
 def everything(query, key, mask):
     """All that a layer computes in one call, as flat tensors."""
-    rows = row_sums(query, key, mask, torch.tensor(0.5), position_bias=noise(1, 2, 130, 130))
-    chosen = choose(exact(query, key, mask), rows.scores, mask)
-    return [*vars(chosen).values(), rows.rows, rows.entropy, rows.max_score]
+    return list(vars(recorded(query, key, mask, 0.5, position_bias=noise(1, 2, 140, 140))).values())
 
 
 STRUCTURES = {
@@ -186,8 +197,8 @@ STRUCTURES = {
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_measuring_draws_nothing_and_writes_nothing(structure):
-    query, key = make(130, 130)
-    operands = [query, key, *filter(torch.is_tensor, vars(mask := STRUCTURES[structure](130)).values())]
+    query, key = make(140, 140)
+    operands = [query, key, *filter(torch.is_tensor, vars(mask := STRUCTURES[structure](140)).values())]
     copies = [x.clone() for x in operands]
     torch.manual_seed(10)
     first = everything(query, key, mask)
@@ -202,34 +213,33 @@ def test_measuring_draws_nothing_and_writes_nothing(structure):
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_nothing_is_read_back_to_the_host(structure):
     # Meta tensors have no values: reading one back would raise.
-    query, key = (x.to("meta") for x in make(130, 130))
+    query, key = (x.to("meta") for x in make(140, 140))
     mask = Mask(
-        **{name: x.to("meta") if torch.is_tensor(x) else x for name, x in vars(STRUCTURES[structure](130)).items()}
+        **{name: x.to("meta") if torch.is_tensor(x) else x for name, x in vars(STRUCTURES[structure](140)).items()}
     )
-    rows = row_sums(query, key, mask, torch.empty(2, device="meta"))
-    chosen = choose(exact(query, key, mask), rows.scores, mask)
-    assert {x.shape for x in (*vars(chosen).values(), rows.rows, rows.entropy, rows.max_score)} == {(2,)}
+    assert {x.shape for x in vars(recorded(query, key, mask)).values()} == {(2,)}
 
 
-@pytest.mark.parametrize("slab", [1, 3, 32])
+@pytest.mark.parametrize("length", [100, 200], ids=["all rows", "sampled rows"])
+@pytest.mark.parametrize("scores", [1, 3 * 2 * 100, 2 * 2 * 100 * 100])
 @pytest.mark.parametrize("band", [Band(-9, 0), Band(-9, 8), Band(None, 0), Band(-9, None)], ids=str)
-def test_it_does_not_matter_how_many_rows_are_worked_on_at_once(band, slab, monkeypatch):
-    query, key = make(100, 100)
-    monkeypatch.setattr(rows, "CACHED", slab * 2 * 2 * 100)
-    sums = row_sums(query, key, Mask(band), torch.tensor(0.35))
-    picked = sampled_rows(100, query.device)
-    scores, allowed = full(query, key)[:, :, picked], pairs_of(band, 100, 100)[picked]
-    weights = (0.35 * scores).masked_fill(~allowed, -math.inf).softmax(-1)
+def test_it_does_not_matter_how_much_is_worked_on_at_once(band, scores, length, monkeypatch):
+    query, key = make(length, length, batch=3)
+    monkeypatch.setattr(rows, "CACHED", scores)
+    sums = looked_at(query, key, Mask(band), 0.35)
+    picked = sampled_rows(length, length, query.device)
+    scores, allowed = full(query, key)[:, :, picked], pairs_of(band, length, length)[picked]
+    weights = (0.35 * scores).masked_fill(~allowed, -math.inf).softmax(-1).nan_to_num(nan=0.0)
     torch.testing.assert_close(sums.entropy, torch.special.entr(weights).sum((0, 2, 3)), rtol=1e-5, atol=1e-5)
     expected = scores.masked_fill(~allowed, 0)
-    torch.testing.assert_close(sums.max_score, expected.abs().amax((0, 2, 3)), rtol=1e-5, atol=0)
-    torch.testing.assert_close(sums.scores.score, expected.sum((0, 2, 3)), rtol=1e-5, atol=1e-4)
-    assert_row_std(sums.scores, row_std(query[:, :, picked], key, allowed))
+    torch.testing.assert_close(sums.max_score.double(), expected.abs().amax((0, 2, 3)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(sums.score, expected.sum((0, 2, 3)), rtol=1e-5, atol=1e-3)
+    assert_row_std(sums, row_std(query[:, :, picked], key, allowed))
 
 
 def test_thirty_two_rows_are_sampled():
     """So many as docs/METRICS.md and docs/LIMITATIONS.md tell."""
-    for queries, expected in ((5, 5), (32, 32), (33, 32), (1000, 32)):
-        picked = rows.sampled_rows(queries, torch.device("cpu"))
+    for queries, expected in ((5, 5), (32, 32), (128, 128), (129, 32), (1000, 32)):
+        picked = sampled_rows(queries, queries, torch.device("cpu"))
         assert len(set(picked.tolist())) == expected
         assert picked[[0, -1]].tolist() == [0, queries - 1]

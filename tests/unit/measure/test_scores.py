@@ -5,8 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from betahook.measure import rows, scores
+from betahook.measure import dtypes, scores
 from betahook.measure.masks import Band, Mask
+from betahook.measure.pairs import ROWS, is_short, sampled_rows
 from support.matrices import (
     BANDS,
     HEAD_DIM,
@@ -14,7 +15,9 @@ from support.matrices import (
     assert_sums,
     exact,
     full,
+    looked_at,
     make,
+    named,
     pairs_of,
     row_std,
     used,
@@ -33,10 +36,9 @@ PADDING = {
 
 
 def assert_components(found, tokens, valid, rel=1e-5):
-    """Compare count, mean and variance with those of the tokens that take part, in float64."""
+    """Compare mean and variance with those of the tokens that take part, in float64."""
     keep = torch.ones(1, tokens.shape[2], dtype=torch.bool) if valid is None else valid
     chosen = tokens.double().transpose(1, 2)[keep.expand(len(tokens), -1)]
-    assert found.count == len(chosen)
     torch.testing.assert_close(found.mean.double(), chosen.mean(0), rtol=rel, atol=1e-6)
     torch.testing.assert_close(found.variance.double(), chosen.var(0, correction=0), rtol=rel, atol=0)
 
@@ -61,8 +63,8 @@ def test_sums_over_bands(name, length):
     query, key = make(length, keys, query_mean=0.3, key_mean=-0.5)
     allowed = pairs_of(band, length, keys)
     found = [exact(query, key, Mask(band))]
-    if length <= rows.ROWS:
-        found.append(rows.row_sums(query, key, Mask(band), torch.tensor(1.0)).scores)
+    if is_short(length, keys):
+        found.append(looked_at(query, key, Mask(band)))
     for sums in found:
         assert_sums(sums, used(query, key, allowed))
         assert_row_std(sums, row_std(query, key, allowed))
@@ -72,9 +74,10 @@ def test_sums_over_bands(name, length):
 @pytest.mark.parametrize("name", ["full", "causal", "sliding window behind a cache", "window in both directions"])
 @pytest.mark.parametrize("side", PADDING)
 @pytest.mark.parametrize("of", ["queries", "keys", "both"])
-def test_padding_takes_no_part(name, side, of, batch):
+@pytest.mark.parametrize("length", [70, 140])
+def test_padding_takes_no_part(name, side, of, batch, length):
     band, more = BANDS[name]
-    queries, keys = 70, 70 + more
+    queries, keys = length, length + more
     query, key = make(queries, keys, query_mean=0.3, key_mean=-0.5)
     valid = [PADDING[side](torch.arange(size)).repeat(batch, 1) for size in (queries, keys)]
     if batch == 2:
@@ -89,11 +92,11 @@ def test_padding_takes_no_part(name, side, of, batch):
     found = exact(query, key, mask)
     assert_sums(found, used(query, key, allowed))
     assert_row_std(found, row_std(query, key, allowed))
-    picked = rows.sampled_rows(queries, query.device)
-    sampled = rows.row_sums(query, key, mask, torch.tensor(1.0))
+    picked = sampled_rows(queries, keys, query.device)
+    sampled = looked_at(query, key, mask)
     expected = used(query[:, :, picked], key, allowed[:, :, picked])
-    assert_sums(sampled.scores, expected)
-    assert_row_std(sampled.scores, row_std(query[:, :, picked], key, allowed[:, :, picked]))
+    assert_sums(sampled, expected)
+    assert_row_std(sampled, row_std(query[:, :, picked], key, allowed[:, :, picked]))
     assert sampled.max_score.tolist() == pytest.approx([max([0, *x.abs().tolist()]) for x in expected], rel=1e-5)
 
 
@@ -108,9 +111,9 @@ def test_grouped_queries_share_their_key_head(name, key_heads):
     found = exact(query, key, Mask(band))
     assert_sums(found, used(query, key, allowed))
     assert_row_std(found, row_std(query, key, allowed))
-    picked = rows.sampled_rows(65, query.device)
-    sampled = rows.row_sums(query, key, Mask(band), torch.tensor(1.0))
-    assert_sums(sampled.scores, used(query[:, :, picked], key, allowed[picked]))
+    picked = sampled_rows(65, 65 + more, query.device)
+    sampled = looked_at(query, key, Mask(band))
+    assert_sums(sampled, used(query[:, :, picked], key, allowed[picked]))
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "sliding window", "window in both directions"])
@@ -135,7 +138,7 @@ def test_an_offset_of_each_row_far_above_its_spread_costs_no_digits(name):
     assert (of_rows > 9e3 * expected).all()
     assert_row_std(exact(query, key, Mask(band)), expected, rel=1e-4)
     assert_row_std(
-        rows.row_sums(query[:, :, :32], key, Mask(band), torch.tensor(1.0)).scores,
+        looked_at(query[:, :, :32], key, Mask(band)),
         row_std(query[:, :, :32], key, allowed[:32]),
         rel=1e-2,
     )
@@ -146,7 +149,8 @@ def test_the_centre_changes_the_rounding_only():
     centre = torch.randn(2, HEAD_DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     expected = used(query, key, pairs_of(Band(None, 0), 70, 70))
     for query_mean in (centre, torch.zeros_like(centre)):
-        assert_sums(scores.score_sums(query, key, Mask(Band(None, 0)), query_mean)[0], expected, rel=1e-10)
+        sums, _ = scores.score_sums(query, key, Mask(Band(None, 0)), query_mean)
+        assert_sums(named(torch.tensor([70 * 71] * 2), sums), expected, rel=1e-10)
 
 
 @pytest.mark.parametrize(("dtype", "rel"), [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
@@ -181,7 +185,7 @@ def test_moments_of_the_keys_are_of_all_of_them(name, length, padding):
     _, of_key = with_key_moments(query, key, Mask(band, keys=valid))
     if padding != "everything":
         assert_components(of_key, key, valid)
-    for found in (of_key.count, of_key.mean, of_key.variance):
+    for found in (of_key.mean, of_key.variance):
         assert found.any() == (padding != "everything")
 
 
@@ -217,13 +221,13 @@ def test_no_quadratic_tensor_is_made(band):
     query, key = make(length, length, batch=1, heads=1, key_heads=1)
     with Largest() as largest:
         exact(query, key, Mask(band))
-        rows.row_sums(query, key, Mask(band), torch.tensor(1.0))
-    assert 0 < largest.elements <= length * max(scores.BLOCK, rows.ROWS)
+        looked_at(query, key, Mask(band))
+    assert 0 < largest.elements <= length * max(scores.BLOCK, ROWS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_overflow_bound_is_where_the_exponential_overflows(dtype):
-    bound = scores.overflow_logit(dtype)
+    bound = dtypes.overflow_logit(dtype)
     softmax = torch.promote_types(dtype, torch.float32)
     assert torch.tensor(bound * (1 - 1e-6), dtype=softmax).exp().isfinite()
     assert torch.tensor(bound * (1 + 1e-6), dtype=softmax).exp().isinf()

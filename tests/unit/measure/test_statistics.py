@@ -50,13 +50,22 @@ def raw():
     return samples, entropy, weighted, sensitivity
 
 
+def add(table, values):
+    """Add values by the names of their rows, numbers or `[heads]`."""
+    for name, value in values.items():
+        if name not in MAXIMA:
+            statistics.add(table, name, value.expand(table.shape[1])[None])
+    least = torch.full((table.shape[1],), -torch.inf)
+    statistics.raise_maxima(table, torch.stack([values.get(name, least).expand_as(least) for name in MAXIMA]))
+
+
 def tabulate(raw, part=slice(None)):
     """A table of a slice of the samples."""
     samples, entropy, weighted, sensitivity = raw
     table = statistics.empty(3, CPU)
     for name, rows in SAMPLES.items():
         x = samples[name][:, part]
-        statistics.add(table, dict(zip(rows, (torch.tensor(x.shape[1]), x.sum(1), x.square().sum(1)), strict=True)))
+        add(table, dict(zip(rows, (torch.tensor(x.shape[1]), x.sum(1), x.square().sum(1)), strict=True)))
     scores, entropy = samples["std"][:, part], entropy[:, part]
     values = {name: scores.shape[1] * x for name, x in weighted.items()}
     values |= {name: torch.tensor(scores.shape[1]) for name in ("queries", "keys")}
@@ -64,7 +73,7 @@ def tabulate(raw, part=slice(None)):
     values |= {"flat_entropy": 3 * entropy.sum(1)}
     values |= {"exact_pairs": torch.tensor(scores.shape[1])}
     values |= {"max_score": scores.abs().amax(1), "max_logit": 2 * scores.abs().amax(1)}
-    statistics.add(table, values)
+    add(table, values)
     return table
 
 
@@ -79,8 +88,8 @@ def test_an_empty_table_has_a_row_for_every_sum_and_maximum():
 def test_adding_sums_everything_but_the_maxima():
     table = random_table(4)
     before = table.clone()
-    statistics.add(table[:, 1:3], {"score": torch.tensor([1.0, -2.0]), "rows": torch.tensor(5)})
-    statistics.add(table[:, 1:3], {"max_score": torch.tensor([1e3, -1.0]), "max_logit": torch.tensor([-1.0, 1e4])})
+    add(table[:, 1:3], {"score": torch.tensor([1.0, -2.0]), "rows": torch.tensor(5)})
+    add(table[:, 1:3], {"max_score": torch.tensor([1e3, -1.0]), "max_logit": torch.tensor([-1.0, 1e4])})
     expected = before.clone()
     expected[ROW["score"], 1:3] += torch.tensor([1.0, -2.0])
     expected[ROW["rows"], 1:3] += 5
@@ -109,7 +118,7 @@ def test_pooling_adds_runs_of_heads_and_takes_their_largest(lengths):
 
 def test_a_layer_may_be_on_another_device_than_the_table():
     table = statistics.empty(2, torch.device("meta"))
-    statistics.add(table, {"pairs": torch.ones(2), "max_score": torch.ones(2)})
+    add(table, {"pairs": torch.ones(2), "max_score": torch.ones(2)})
     assert table.is_meta
 
 
@@ -125,8 +134,8 @@ def test_pooling_hides_no_bad_number(row, bad):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_adding_hides_no_bad_maximum(bad):
     table = random_table(1)
-    statistics.add(table, {"max_score": torch.tensor([bad])})
-    statistics.add(table, {"max_score": torch.tensor([1.0])})
+    add(table, {"max_score": torch.tensor([bad])})
+    add(table, {"max_score": torch.tensor([1.0])})
     assert not table[ROW["max_score"]].isfinite()
 
 
@@ -147,7 +156,7 @@ def test_statistics_are_those_of_the_raw_numbers(raw):
     # Two micro-batches of different size.
     table = tabulate(raw, slice(0, 5))
     second = tabulate(raw, slice(5, None))
-    statistics.add(table, {name: second[row] for name, row in ROW.items()})
+    add(table, {name: second[row] for name, row in ROW.items()})
     measured = Statistics.from_table(table)
     expected = {
         "count": torch.full((3,), 40.0, dtype=torch.float64),
@@ -175,7 +184,7 @@ def table_of(scores):
     table = statistics.empty(len(scores), CPU)
     sums = {"pairs": torch.tensor(flat.shape[1]), "score": flat.sum(1), "score_square": flat.square().sum(1)}
     row_square = (scores - scores.mean(-1, keepdim=True)).square().sum((1, 2))
-    statistics.add(table, {**sums, "row_square": row_square})
+    add(table, {**sums, "row_square": row_square})
     return table
 
 
@@ -221,7 +230,7 @@ def test_rounding_cannot_make_the_spread_imaginary():
     value = torch.tensor(0.1, dtype=torch.float64)
     # Three equal scores: the mean of the squares falls below the square of the mean.
     total, square = value + value + value, torch.nextafter(3 * value.square(), torch.tensor(0.0, dtype=torch.float64))
-    statistics.add(table, {"pairs": torch.tensor(3), "score": total, "score_square": square})
+    add(table, {"pairs": torch.tensor(3), "score": total, "score_square": square})
     assert Statistics.from_table(table).std.tolist() == [0.0]
 
 

@@ -79,8 +79,8 @@ def test_inputs_show_in_the_statistics(measured):
     first, second = measured.layers
     inputs = torch.randn(2, 9, 24, generator=torch.Generator().manual_seed(2)) * 2 + 1
     for part in inputs.split(1):
-        measured.recorders[0].record_input(part, "query")
-        measured.recorders[0].record_input(3 * part, "key")
+        measured.recorders[0].record_input(part, ["query"])
+        measured.recorders[0].record_input(3 * part, ["key"])
     seen = first.statistics
     std = inputs.double().std(correction=0).item()
     assert [seen.input_std_q.item(), seen.input_std_k.item()] == pytest.approx([std, 3 * std], rel=1e-5)

@@ -1,0 +1,140 @@
+"""Everything that is measured of one attention call, and how it is added to the tables of a hook.
+
+The recorder of a layer calls `add_scores` where q and k are at hand, `add_pairs` where the scores are, and `add_input`
+for what enters W_q and W_k. Which form of the statistics is the cheapest is decided in `_score_sums`. Nothing here may
+draw random numbers, read a value back to the host, or need autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from betahook.measure import components, scores, statistics
+from betahook.measure.dense import pair_sums
+from betahook.measure.dtypes import no_autocast, product_dtype
+from betahook.measure.masks import Mask, derive
+from betahook.measure.pairs import call_counts, count_tokens, is_short
+from betahook.measure.rows import row_sums
+from betahook.measure.scores import Components
+
+
+def add_scores(
+    table: Tensor,
+    moments: Tensor,
+    query: Tensor,
+    key: Tensor,
+    mask: Mask,
+    beta: Tensor,
+    *,
+    position_bias: Tensor | None,
+    softcap: float | None,
+) -> None:
+    """Add one attention call to the sums of its layer, in place.
+
+    Args:
+        table: `[quantities, heads]`, see `betahook.measure.statistics`.
+        moments: `[4, heads * d_k]`, see `betahook.measure.components`; empty for a call with another d_k.
+        query: `[batch, heads, queries, d_k]`, any floating dtype.
+        key: `[batch, key_heads, keys, d_k]`; `heads` is a multiple of `key_heads` (grouped-query attention).
+        mask: the pairs that the call uses.
+        beta: `[heads]`, the inverse temperature in force.
+        position_bias: `[batch or 1, heads or 1, queries or 1, keys]`, added to the logits.
+        softcap: the model's soft cap of its logits.
+    """
+    with no_autocast(query.device):
+        counts = derive(call_counts, mask, query, *query.shape[:3], key.shape[2])
+        of_query = scores.components(query, mask.queries)
+        sums, largest, of_key = _score_sums(query, key, mask, beta, of_query, position_bias, softcap)
+        _add(table, moments, counts, sums, largest, beta, of_query, of_key)
+
+
+def _score_sums(
+    query: Tensor,
+    key: Tensor,
+    mask: Mask,
+    beta: Tensor,
+    of_query: Components,
+    position_bias: Tensor | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Components]:
+    """Choose the form: the `SCORE_SUMS` of a call `[4, heads]`, its largest scores and the moments of its keys."""
+    if is_short(query.shape[2], key.shape[2]):
+        sums, largest = row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap)
+        return sums, largest, scores.components(key, mask.keys)
+    sampled, largest = row_sums(
+        query, key, mask, beta, position_bias=position_bias, softcap=softcap, moments=mask.structured is not None
+    )
+    exact, of_key = scores.score_sums(query, key, mask, of_query.mean)
+    if mask.structured is not None:
+        exact = torch.where(mask.structured, exact, sampled[:3])
+    return torch.cat([exact, sampled[-1:]]), largest, of_key
+
+
+def add_pairs(
+    table: Tensor,
+    moments: Tensor,
+    raw: Tensor,
+    logits: Tensor,
+    allowed: Tensor,
+    query: Tensor,
+    key: Tensor,
+    beta: Tensor,
+) -> None:
+    """Add one attention call whose scores exist.
+
+    Args:
+        table: as in `add_scores`.
+        moments: the same.
+        raw: scores `[batch, heads, queries, keys]`.
+        logits: the same shape, the input of the softmax.
+        allowed: boolean, the same shape.
+        query: `[1, heads, tokens, d_k]`, all tokens that had a part in the scores.
+        key: the same.
+        beta: `[heads]`, the inverse temperature in force.
+    """
+    with no_autocast(raw.device):
+        counts, sums, largest = pair_sums(raw, logits, allowed)
+        sides = (query, _valid(allowed.any(-1), query)), (key, _valid(allowed.any(-2), key))
+        tokens = [count_tokens(counts[0], valid, 1, x.shape[2]) for x, valid in sides]
+        counts = torch.cat([counts, torch.stack(tokens)])
+        of_query, of_key = (scores.components(x, valid) for x, valid in sides)
+        _add(table, moments, counts, sums, largest, beta, of_query, of_key)
+
+
+def _valid(seen: Tensor, tokens: Tensor) -> Tensor | None:
+    """`[batch, heads, tokens]` as `[1, tokens]` for tokens `[1, heads, tokens, d_k]`; None where they do not match."""
+    flat = seen[:, 0].flatten()[None]
+    return flat if flat.shape[1] == tokens.shape[2] else None
+
+
+def _add(
+    table: Tensor,
+    moments: Tensor,
+    counts: Tensor,
+    sums: Tensor,
+    largest: Tensor,
+    beta: Tensor,
+    query: Components,
+    key: Components,
+) -> None:
+    """Add `COUNTS`, `SCORE_SUMS`, the largest scores and the components of one call."""
+    if query.mean.numel() == moments.shape[1]:
+        components.add(moments, query, key, counts[4:])
+    else:  # another d_k than the module says
+        counts = counts[:4]
+    statistics.add(table, "pairs", counts)
+    statistics.add(table, "score", sums)
+    statistics.raise_maxima(table, torch.stack([largest, largest * beta]))
+
+
+def add_input(table: Tensor, inputs: Tensor, sides: Sequence[str]) -> None:
+    """Add the entries that enter the projections `sides`, "query", "key" or both, to the table of a layer."""
+    dtype = product_dtype(inputs.dtype)
+    total, square = inputs.sum(dtype=dtype), torch.linalg.vector_norm(inputs, dtype=dtype).square()
+    sums = F.pad(torch.stack([total, square]), (1, 0), value=inputs.numel())[:, None]
+    for side in sides:
+        statistics.add(table, f"{side}_inputs", sums)

@@ -1,0 +1,42 @@
+"""Dtypes that the statistics are computed in: float32 or better for products, float64 for sums.
+
+Every file of this room and the tap's gain use it.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of sums: float64, except where the device has none."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of products of tensors of a dtype: float32, or wider where they are."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a float32 copy of one in half precision."""
+    return tensor.to(product_dtype(tensor.dtype))
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Suspend the autocast of the model, which would compute float32 products in half precision."""
+    acts = device.type != "meta" and torch.is_autocast_enabled(device.type)  # torch has no autocast for meta
+    return torch.autocast(device.type, enabled=False) if acts else nullcontext()
+
+
+def overflow_logit(dtype: torch.dtype) -> float:
+    """Largest logit whose exponential is finite, in the dtype in which a softmax over `dtype` logits is computed.
+
+    709 in float64 and 88.7 in every narrower dtype, since their softmax runs in float32. (Paper, section 2: the upper
+    end of the search for beta.)
+    """
+    return math.log(torch.finfo(product_dtype(dtype)).max)

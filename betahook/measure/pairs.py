@@ -1,0 +1,132 @@
+"""Facts about the pairs of an attention call that follow from its mask alone: made once for all layers.
+
+`betahook.measure.rows` looks at the rows that are picked here, and `betahook.measure.calls` adds up the numbers. The
+functions of a mask are called through `masks.derive`. Nothing here may read a value back to the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from betahook.measure.dtypes import product_dtype, sum_dtype
+from betahook.measure.masks import Mask, derive
+
+SHORT = 128
+"""Up to the pairs of so many queries and keys, all rows are looked at: that is quicker than any other form."""
+
+ROWS = 32
+"""Number of query rows that are sampled of a longer sequence; of so few queries all, however many keys there are."""
+
+Position = TypeVar("Position", int, Tensor)
+
+
+def is_short(queries: int, keys: int) -> bool:
+    """True if all rows are looked at."""
+    return queries <= ROWS or queries * keys <= SHORT**2
+
+
+def sampled_rows(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Positions of the query rows that are looked at: all of a short sequence, else evenly spaced with both ends."""
+    return row_at(torch.arange(queries if is_short(queries, keys) else ROWS, device=device), queries, keys)
+
+
+def row_at(index: Position, queries: int, keys: int) -> Position:
+    """Position of the row with this index among those that are looked at."""
+    return index if is_short(queries, keys) else index * (queries - 1) // (ROWS - 1)
+
+
+@dataclass(frozen=True)
+class RowPairs:
+    """The pairs of the picked rows; `mask` stands for `[batch or 1, heads or 1, rows, keys]`.
+
+    Attributes:
+        picked: positions of the rows, None for all of them.
+        used: 1 for a pair that takes part and 0 for any other, of the shape `mask`.
+        added: what is added to the logits, of the shape `mask`: the bias, and so much where a pair takes no part that
+            its weight vanishes. Finite, and nothing at the first key of a row without one: no row gives a NaN, and
+            such a row no entropy.
+        count: pairs in each row, `mask` without keys.
+        share: 1 over that number; 0 for none.
+    """
+
+    picked: Tensor | None
+    used: Tensor
+    added: Tensor
+    count: Tensor
+    share: Tensor
+
+
+def row_pairs(mask: Mask, like: Tensor, queries: int, keys: int) -> RowPairs:
+    """Describe the rows that are looked at, in float32 or better."""
+    dtype = product_dtype(like.dtype)
+    rows = sampled_rows(queries, keys, like.device)
+    allowed = _allowed(mask, rows, keys)
+    used, count = allowed.to(dtype), allowed.sum(-1)
+    hidden = ~allowed
+    hidden[..., 0] &= count > 0
+    added = torch.zeros_like(used).masked_fill_(hidden, torch.finfo(dtype).min / 4)
+    if mask.bias is not None:
+        bias = mask.bias.expand(*mask.bias.shape[:2], queries, keys)[..., rows, :]
+        added = added + bias.masked_fill(~allowed, 0)
+    share = count.clamp(min=1).reciprocal().masked_fill(count == 0, 0)
+    return RowPairs(None if is_short(queries, keys) else rows, used, added, count.to(dtype), share.to(dtype))
+
+
+def _allowed(mask: Mask, rows: Tensor, keys: int) -> Tensor:
+    """Boolean `[batch or 1, heads or 1, rows, keys]`."""
+    if mask.pairs is not None:
+        return mask.pairs[..., rows, :]
+    pairs = mask.band.allowed(rows, torch.arange(keys, device=rows.device))[None, None]
+    if mask.queries is not None:
+        pairs = pairs & mask.queries[:, None, rows, None]
+    if mask.keys is not None:
+        pairs = pairs & mask.keys[:, None, None, :]
+    if mask.documents is not None:
+        pairs = pairs & (mask.documents[:, None, rows, None] == mask.documents[:, None, None, :])
+    return pairs
+
+
+def keys_per_query(mask: Mask, like: Tensor, queries: int, keys: int) -> Tensor:
+    """Number of valid keys between the two edges of the band for each query, `[batch or 1, queries]`, int64."""
+    positions = torch.arange(queries, device=like.device)
+    last = positions.new_full((), keys) if mask.band.high is None else (positions + mask.band.high + 1).clamp(0, keys)
+    first = positions.new_zeros(()) if mask.band.low is None else (positions + mask.band.low + 1).clamp(0, keys)
+    if mask.keys is None:
+        seen = (last - first).expand(1, queries)
+    else:
+        before = F.pad(mask.keys.long().cumsum(-1), (1, 0))
+        seen = before[:, last.expand(queries)] - before[:, first.expand(queries)]
+    return seen if mask.queries is None else seen * mask.queries
+
+
+COUNTS = ("pairs", "exact_pairs", "rows", "flat_entropy", "queries", "keys")
+"""Numbers of pairs, and of those whose moments are exact; of rows whose entropy is known, and the sum of what these
+would be if all keys that a row may use had the same weight; of tokens."""
+
+
+def call_counts(mask: Mask, like: Tensor, batch: int, heads: int, queries: int, keys: int) -> Tensor:
+    """The `COUNTS` of one attention call, `[6, heads]`, float64."""
+    count, wide = derive(row_pairs, mask, like, queries, keys).count, sum_dtype(like.device)
+    of_rows = (count, count > 0, count.clamp(min=1).log())
+    pairs, rows, flat = (x.expand(batch, heads, -1).sum((0, 2), dtype=wide) for x in of_rows)
+    exact = pairs
+    if not is_short(queries, keys):
+        exact = derive(keys_per_query, mask, like, queries, keys).expand(batch, -1).sum().to(pairs).expand(heads)
+        if mask.structured is None:
+            pairs = exact
+        else:
+            pairs, exact = torch.where(mask.structured, exact, pairs), torch.where(mask.structured, exact, 0)
+    tokens = count_tokens(pairs, mask.queries, batch, queries), count_tokens(pairs, mask.keys, batch, keys)
+    return torch.stack([pairs, exact, rows, flat, *tokens])
+
+
+def count_tokens(like: Tensor, valid: Tensor | None, batch: int, tokens: int) -> Tensor:
+    """Number of tokens where `valid [batch or 1, tokens]` is True, None for all: a tensor like `like`."""
+    if valid is None:
+        return torch.full_like(like, batch * tokens)
+    return valid.expand(batch, tokens).sum().to(like).expand_as(like)

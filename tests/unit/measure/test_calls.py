@@ -1,0 +1,59 @@
+"""Everything that one attention call adds, whichever form of the statistics is chosen for it."""
+
+import pytest
+import torch
+
+from betahook.measure import calls, components, masks, pairs, statistics
+from betahook.measure.masks import Band, Mask
+from betahook.measure.statistics import ROW
+from support.matrices import BANDS, assert_row_std, assert_sums, make, pairs_of, recorded, row_std, used
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_every_form_measures_the_same(name, monkeypatch):
+    band, more = BANDS[name]
+    query, key = make(60, 60 + more, heads=4, key_heads=2, query_mean=0.3, key_mean=-0.5)
+    whole = recorded(query, key, Mask(band), 0.3)
+    monkeypatch.setattr(pairs, "SHORT", 32)
+    masks._of_band.cache_clear()
+    blocks = recorded(query, key, Mask(band), 0.3)
+    masks._of_band.cache_clear()
+    assert_sums(whole, used(query, key, pairs_of(band, 60, 60 + more)))
+    assert_row_std(whole, row_std(query, key, pairs_of(band, 60, 60 + more)))
+    assert (blocks.rows < whole.rows).all()
+    of_rows = {"rows", "entropy", "flat_entropy", "max_score", "max_logit"}
+    for row in ROW.keys() - of_rows - {"score_square"}:
+        torch.testing.assert_close(getattr(blocks, row), getattr(whole, row), rtol=1e-5, atol=1e-2, msg=row)
+
+
+def test_calls_add_up():
+    (query, key), mask = make(20, 20), Mask(Band(None, 0))
+    table, moments = statistics.empty(2, query.device), components.empty(16, query.device)
+    for beta in (2.0, 1.0):
+        calls.add_scores(table, moments, query, key, mask, torch.full((2,), beta), position_bias=None, softcap=None)
+    once = recorded(query, key, mask)
+    for row in ("pairs", "exact_pairs", "rows", "flat_entropy", "queries", "keys", "score", "score_square"):
+        torch.testing.assert_close(table[ROW[row]], 2 * getattr(once, row), rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(table[ROW["max_score"]], once.max_score)
+    torch.testing.assert_close(table[ROW["max_logit"]], 2 * once.max_score)
+
+
+def test_half_precision_is_measured_in_single():
+    query, key = make(20, 20, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        sums = recorded(query, key, Mask(Band(None, 0)))
+    assert_sums(sums, used(query, key, pairs_of(Band(None, 0), 20, 20)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs(dtype):
+    table = statistics.empty(3, torch.device("cpu"))
+    inputs = torch.randn(2, 9, 24, generator=torch.Generator().manual_seed(2)).to(dtype) * 2 + 1
+    for part in inputs.split(1):
+        calls.add_input(table, part, ["key"])
+    assert not table[ROW["query_inputs"]].any()
+    calls.add_input(table, inputs, ["query"])
+    expected = [inputs.numel(), inputs.double().sum(), inputs.double().square().sum()]
+    for side in ("query", "key"):
+        for row, value in zip((f"{side}_inputs", f"{side}_input", f"{side}_input_square"), expected, strict=True):
+            assert table[ROW[row]].tolist() == pytest.approx([float(value)] * 3, rel=1e-6)
