@@ -26,7 +26,7 @@ from betahook.loss_scale import LossScale
 from betahook.measure import statistics
 from betahook.models.discovery import Survey
 from betahook.options import ControllerChoice, LayerChoice, Settings
-from betahook.report import findings, metrics
+from betahook.report import correlated, findings, metrics
 from betahook.report.alerts import Alerts
 from betahook.report.audit import Audit
 from betahook.report.findings import Findings
@@ -264,19 +264,17 @@ class Hook:
     def audit(self) -> Audit:
         """Hold the assumptions (i)-(iv) behind `beta = 1/sqrt(d_k)` against what was measured, layer by layer.
 
+        The model runs once more on `last_input`, for the correlations; not without one, or with several processes.
+
         Raises:
             RuntimeError: nothing was measured yet.
         """
         state = self._state
-        table, moments = stages.latest(state, state.collect(), state.moments)
-        if not bool((table[statistics.ROW["pairs"]] > 0).any()):
-            raise RuntimeError(
-                "audit() before any measurement: run a forward first (in training mode and with gradients, or attach "
-                'with when="always")'
-            )
+        table, moments = _measured(state)
         self.layers.read_weights()
         observed, stds = state.layers.observe(table, moments, state.widths), state.layers.weight_std(state.weights)
-        return Audit.of(self.layers, state.layers, observed, stds)
+        correlations = correlated.correlations(self, self.layers, state)
+        return Audit.of(self.layers, state.layers, observed, stds, correlations)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that `step` depends on: tensors, numbers and strings only, ready for `torch.save`.
@@ -319,6 +317,17 @@ def _new_state(model: nn.Module, survey: Survey, settings: Settings, controllers
         device=next(devices, torch.device("cpu")),
         dtype=next((parameter.dtype for parameter in model.parameters()), torch.float32),
     )
+
+
+def _measured(state: State) -> tuple[Tensor, Tensor]:
+    """Return table and moments of the step so far, or of the last one that was measured, for the audit."""
+    table, moments = stages.latest(state, state.collect(), state.moments)
+    if not bool((table[statistics.ROW["pairs"]] > 0).any()):
+        raise RuntimeError(
+            "audit() before any measurement: run a forward first (in training mode and with gradients, or attach "
+            'with when="always")'
+        )
+    return table, moments
 
 
 def _detached(nested: Any) -> Any:

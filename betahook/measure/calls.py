@@ -98,14 +98,14 @@ def add_pairs(
     """
     with no_autocast(raw.device):
         counts, sums, largest = pair_sums(raw, logits, allowed)
-        sides = (query, _valid(allowed.any(-1), query)), (key, _valid(allowed.any(-2), key))
+        sides = (query, valid_tokens(allowed.any(-1), query)), (key, valid_tokens(allowed.any(-2), key))
         tokens = [count_tokens(counts[0], valid, 1, x.shape[2]) for x, valid in sides]
         counts = torch.cat([counts, torch.stack(tokens)])
         of_query, of_key = (scores.components(x, valid) for x, valid in sides)
         _add(table, moments, counts, sums, largest, beta, of_query, of_key)
 
 
-def _valid(seen: Tensor, tokens: Tensor) -> Tensor | None:
+def valid_tokens(seen: Tensor, tokens: Tensor) -> Tensor | None:
     """`[batch, heads, tokens]` as `[1, tokens]` for tokens `[1, heads, tokens, d_k]`; None where they do not match."""
     flat = seen[:, 0].flatten()[None]
     return flat if flat.shape[1] == tokens.shape[2] else None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from betahook import theory
 from betahook.layer import Layers
+from betahook.measure.correlations import Correlations
 from betahook.measure.groups import HeadGroups
 from betahook.measure.statistics import Statistics
 from betahook.measure.weights import WeightStd
@@ -28,6 +30,8 @@ class LayerAudit:
         component_variance_k: (iii) the same for k.
         covariance: (iv) measured variance of the scores over that of independent components; 1 without covariance. A
             covariance within q alone, or within k alone, leaves the variance of the scores as it is and does not show.
+        correlations: (iii) and (iv) component by component, and between tokens, in the model's last forward; None where
+            that cannot run once more, see `Hook.audit`.
         score_std: measured standard deviation of the scores, over the population, within heads.
         predicted: what the three formulas of `betahook.theory` say it should be: "classic", "weights", "independent".
         follows: the formula that comes closest, as a ratio.
@@ -43,6 +47,7 @@ class LayerAudit:
     component_variance_q: float
     component_variance_k: float
     covariance: float
+    correlations: Correlations | None
     score_std: float
     predicted: dict[str, float]
     follows: str
@@ -52,8 +57,15 @@ class Audit(tuple[LayerAudit, ...]):
     """One `LayerAudit` a layer; prints as a table."""
 
     @classmethod
-    def of(cls, layers: Layers, groups: HeadGroups, observed: Statistics, weight_std: WeightStd) -> Audit:
-        """Audit what was observed, one group a layer."""
+    def of(
+        cls,
+        layers: Layers,
+        groups: HeadGroups,
+        observed: Statistics,
+        weight_std: WeightStd,
+        correlations: Mapping[str, Correlations],
+    ) -> Audit:
+        """Audit what was observed, one group a layer, and the correlations by layer where they were measured."""
         query, key = groups.projected_variances(observed, weight_std)
         predictions = {
             "classic": theory.classic_std(groups.head_dim),
@@ -76,6 +88,7 @@ class Audit(tuple[LayerAudit, ...]):
                 component_variance_q=observed.component_variance_q[index].item(),
                 component_variance_k=observed.component_variance_k[index].item(),
                 covariance=(observed.std[index] / observed.independent_std[index]).square().item(),
+                correlations=correlations.get(name),
                 score_std=std,
                 predicted=predicted,
                 follows=_closest(std, predicted),
@@ -91,6 +104,8 @@ class Audit(tuple[LayerAudit, ...]):
             "(iii) mean q, k",
             "var q, k",
             "(iv) cov",
+            "corr q, k, q-k",
+            "of tokens",
             "std measured",
             "classic",
             "weights",
@@ -102,7 +117,8 @@ class Audit(tuple[LayerAudit, ...]):
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
         assumed = (
-            "assumed: (ii) variances 1, (iii) means 0 and variances 1, (iv) cov 1 (measured / independent variance)"
+            "assumed: (ii) variances 1, (iii) means 0 and variances 1, (iv) cov 1 (measured / independent variance), "
+            "correlations of components and of tokens 0"
         )
         return "\n".join([*lines, assumed])
 
@@ -118,10 +134,18 @@ def _cells(layer: LayerAudit) -> list[str]:
         pair(layer.component_mean_q, layer.component_mean_k),
         pair(layer.component_variance_q, layer.component_variance_k),
         f"{layer.covariance:.3g}",
+        *_correlation_cells(layer.correlations),
         f"{layer.score_std:.4g}",
         *(f"{layer.predicted[formula]:.4g}" for formula in ("classic", "weights", "independent")),
         layer.follows,
     ]
+
+
+def _correlation_cells(found: Correlations | None) -> list[str]:
+    if found is None:
+        return ["?", "?"]
+    within = f"{found.within_q:.2f}, {found.within_k:.2f}, {found.between:.2f}"
+    return [within, f"{found.tokens_q:.2f}, {found.tokens_k:.2f}"]
 
 
 def _closest(measured: float, predicted: dict[str, float]) -> str:

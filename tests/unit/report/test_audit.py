@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import betahook
-from support.attention import HEADS, WIDTH, FusedAttention
+from support.attention import HEADS, LENGTH, WIDTH, ByHandAttention, FusedAttention
+from support.models import build, inputs
 
 
 def audited(mix=None, query_bias=None, key_bias=None):
@@ -43,3 +44,67 @@ def test_covariance_between_q_and_k_shows():
     with betahook.attach(model, controller="monitor") as hook:
         model(torch.randn(8, 512, WIDTH, generator=torch.Generator().manual_seed(0)))
         assert hook.audit()[0].covariance == pytest.approx(WIDTH / HEADS, rel=0.1)
+
+
+def correlated(width, share):
+    """A mixing matrix of components whose correlation is `share`, each of variance 1."""
+    return torch.linalg.cholesky(torch.full((width, width), share) + (1 - share) * torch.eye(width))
+
+
+def test_correlated_components_of_q_alone_break_the_fourth_assumption_and_leave_the_variance_as_it_is():
+    layer, _ = audited(correlated(WIDTH // HEADS, 0.9))
+    assert layer.covariance == pytest.approx(1.0, abs=0.05)
+    assert layer.score_std == pytest.approx(layer.predicted["classic"], rel=0.05)
+    found = layer.correlations
+    assert found.within_q == pytest.approx(0.9, abs=0.02)
+    assert found.within_k < 0.02
+    assert found.between < 0.02
+    assert abs(found.tokens_q) < 0.01
+    assert min(*found.variance_q, *found.variance_k) > 0.9
+    assert max(*found.variance_q, *found.variance_k) < 1.1
+
+
+def test_the_audit_leaves_no_trace_and_says_where_it_cannot_look():
+    model = torch.nn.Sequential(FusedAttention(), torch.nn.Dropout(0.5))
+    tokens = torch.randn(2, 16, WIDTH)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(tokens)
+        hook.audit()  # reads W_q and W_k
+        before, given, state = torch.get_rng_state(), hook.last_input, repr(hook.state_dict())
+        assert "?, ?" not in str(hook.audit())
+        assert torch.equal(torch.get_rng_state(), before)
+        assert hook.last_input is given
+        assert repr(hook.state_dict()) == state
+        assert model.training
+        assert model[1].training
+        hook.last_input = None
+        (layer,) = hook.audit()
+        assert layer.correlations is None
+        assert "  ?  " in str(hook.audit())
+
+
+def test_attention_written_by_hand_shows_its_correlations():
+    model = torch.nn.Sequential(ByHandAttention())
+    with torch.no_grad():
+        model[0].q_proj.weight[1] = model[0].q_proj.weight[0]  # two components of the first head, of eight
+        model[0].q_proj.bias[:2] = 0
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(64, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0)))
+        for _ in range(2):
+            (layer,) = hook.audit()
+            assert layer.correlations.within_q > 0.1
+            assert layer.correlations.variance_q[1] == pytest.approx(layer.component_variance_q, rel=1)
+        before = layer.score_std
+        model(torch.randn(64, LENGTH, WIDTH))
+        assert hook.audit()[0].score_std != before  # it is recorded again
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "bert", "t5"])
+def test_models_of_every_route_show_their_correlations(family):
+    model, batch = build(family), inputs(family)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch)
+        for layer in hook.audit():
+            assert 0 <= layer.correlations.within_q <= 1
+            assert layer.correlations.variance_q[0] <= layer.component_variance_q <= layer.correlations.variance_q[1]
+            assert -1 <= layer.correlations.tokens_k <= 1

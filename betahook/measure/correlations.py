@@ -1,0 +1,103 @@
+"""Correlations among the components of q and k, and among tokens: the paper's assumptions (iii) and (iv) to the letter.
+
+`betahook.report.audit` calls it on one forward. It needs covariance matrices of `d_k x d_k`, so no step measures them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from betahook.measure.dtypes import at_least_float32
+
+
+@dataclass(frozen=True)
+class Correlations:
+    """One layer in one forward, over the tokens that its mask lets take part.
+
+    Variances are population variances. Correlations are Pearson's; `within_q`, `within_k` and `between` are root mean
+    squares over pairs of components and over heads, less what as many independent tokens give by chance.
+
+    Attributes:
+        variance_q: (iii) smallest and largest variance of a component of q, assumed to be 1.
+        variance_k: (iii) the same of k.
+        within_q: (iv) correlation of two components of one q, assumed to be 0.
+        within_k: (iv) the same of k.
+        between: (iv) correlation of a component of q with one of k, of the same token; NaN where q and k are not of the
+            same number of tokens.
+        tokens_q: (iv) mean correlation of a component of q at two tokens of one sequence, assumed to be 0; NaN with a
+            single sequence, whose mean cannot be told from that of all.
+        tokens_k: (iv) the same of k.
+    """
+
+    variance_q: tuple[float, float]
+    variance_k: tuple[float, float]
+    within_q: float
+    within_k: float
+    between: float
+    tokens_q: float
+    tokens_k: float
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, valid: tuple[Tensor | None, Tensor | None]) -> Correlations:
+        """Measure `query [batch, heads, queries, d_k]` and `key [batch, groups, keys, d_k]`; `valid` their tokens."""
+        q, k = (_Standardised.of(tokens, used) for tokens, used in zip((query, key), valid, strict=True))
+        return cls(
+            variance_q=q.range,
+            variance_k=k.range,
+            within_q=_correlation(q, q, off_diagonal=True),
+            within_k=_correlation(k, k, off_diagonal=True),
+            between=_correlation(q, k) if q.values.shape[2] == k.values.shape[2] else torch.nan,
+            tokens_q=q.between_tokens(),
+            tokens_k=k.between_tokens(),
+        )
+
+
+@dataclass(frozen=True)
+class _Standardised:
+    """Components with mean 0 and variance 1 each, `[batch, heads, tokens, d_k]`, zero for tokens that take no part."""
+
+    values: Tensor
+    used: Tensor
+    variance: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tensor, valid: Tensor | None) -> _Standardised:
+        tokens = at_least_float32(tokens)
+        batch, _, length, _ = tokens.shape
+        used = tokens.new_ones(batch, length) if valid is None else valid.expand(batch, -1).to(tokens)
+        weight, count = used[:, None, :, None], used.sum()
+        centred = (tokens - (tokens * weight).sum((0, 2), keepdim=True) / count) * weight
+        variance = centred.square().sum((0, 2), keepdim=True) / count
+        # A component that never changes correlates with nothing.
+        return cls((centred / variance.sqrt()).nan_to_num(0, 0, 0), used, variance)
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Smallest and largest variance of a component of any head."""
+        return self.variance.min().item(), self.variance.max().item()
+
+    def between_tokens(self) -> float:
+        """Mean correlation of a component at two tokens of a sequence, over all pairs of them."""
+        lengths = self.used.sum(1)
+        if int((lengths > 0).sum()) < 2:
+            return torch.nan
+        pairs = (lengths * (lengths - 1)).sum()
+        products = self.values.sum(2).square().sum(0) - self.values.square().sum((0, 2))
+        return float((products / pairs).mean())
+
+
+def _correlation(one: _Standardised, other: _Standardised, *, off_diagonal: bool = False) -> float:
+    """Root mean square of the correlations of components at the same token, less that of as many independent ones."""
+    group = one.values.shape[1] // other.values.shape[1]
+    count = (one.used * other.used).sum()
+    matrix = torch.einsum("bhti,bhtj->hij", one.values, other.values.repeat_interleave(group, 1)) / count
+    squares = matrix.square()
+    width = squares.shape[-1]
+    total = squares.sum((1, 2))
+    if off_diagonal:
+        total, width = total - squares.diagonal(dim1=1, dim2=2).sum(1), width - 1
+    mean = total / (squares.shape[1] * max(width, 1))
+    return float((mean.mean() - 1 / count).clamp(min=0).sqrt())

@@ -1,0 +1,41 @@
+"""Listening to q and k as they pass the tap, instead of recording what follows from them.
+
+The audit does so in a forward of its own, see `betahook.report.correlated`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from betahook.measure.calls import valid_tokens
+from betahook.measure.masks import Mask
+from betahook.tap.override import Override
+from betahook.tap.recorder import Recorder
+
+Listener: TypeAlias = Callable[[Tensor, Tensor, tuple[Tensor | None, Tensor | None]], None]
+"""Gets q `[batch, heads, queries, d_k]`, k, and the tokens of each that take part, `[batch or 1, tokens]` or None."""
+
+
+@contextmanager
+def listening(recorder: Recorder, listener: Listener) -> Iterator[None]:
+    """Hand every attention call to a listener, in any mode of the module; nothing is recorded meanwhile."""
+
+    def record(query: Tensor, key: Tensor, mask: Mask, **options: Any) -> None:
+        listener(query.detach(), key.detach(), (mask.queries, mask.keys))
+
+    def record_pairs(raw: Tensor, logits: Tensor, allowed: Tensor, operands: tuple[Tensor, Tensor], *_: Any) -> None:
+        query, key = (tokens.detach() for tokens in operands)
+        listener(query, key, (valid_tokens(allowed.any(-1), query), valid_tokens(allowed.any(-2), key)))
+
+    def record_input(inputs: Tensor, sides: list[str]) -> None:
+        """Leave the inputs of W_q and W_k."""
+
+    replaced = {"record": record, "record_pairs": record_pairs, "record_input": record_input, "always": True}
+    with ExitStack() as undo:
+        for name, value in replaced.items():
+            undo.callback(Override(recorder, name, value).remove)
+        yield
