@@ -138,7 +138,7 @@ class WeightScaling:
     def _differs(self, hook: Hooked, layers: Collection[AttentionLayer]) -> bool:
         """Tell if scaled weights and a beta that makes up for them change the output, on any rank."""
         differs = False
-        if hook.last_input is not None:  # an idle rank leaves it to the others
+        if hook.last_call.input is not None:  # an idle rank leaves it to the others
             expected, again = self._run(hook), self._run(hook)
             with ExitStack() as undo:
                 for layer in layers:

@@ -21,6 +21,7 @@ from betahook import options, stages, training_loss
 from betahook.checkpoint import pretrained, schema
 from betahook.clipping import Clipping
 from betahook.control.base import Controller
+from betahook.last_call import LastCall
 from betahook.layer import AttentionLayer, Layers, size_of
 from betahook.loss_scale import LossScale
 from betahook.measure import statistics
@@ -50,7 +51,7 @@ def attach(
 
     Nothing about the model changes but the inverse temperature of its attention, and with `controller="monitor"` not
     even that: outputs, gradients and random state are then bit-identical to those of the model alone. (One exception:
-    in evaluation `nn.TransformerEncoder` loses torch's fast path, and its outputs differ by rounding.)
+    in evaluation `nn.MultiheadAttention`, and encoders made of it, lose torch's fast path: outputs differ by rounding.)
 
     Args:
         model: any model with softmax attention over q . k: that of transformers, written by hand with torch's products,
@@ -114,8 +115,8 @@ class Hook:
         layers: the hooked attention layers by module name.
         controllers: the rules that adapt beta, in order.
         settings: `per_head`, `interval` and `when`, as given to `attach`.
-        last_input: positional and keyword arguments of the model's last forward without a cache, on which `fold` checks
-            itself; None before, and after `detach`. So that batch stays in memory; set it to None to let it go.
+        last_call: the last call of the model, or of the part of it that is called, on which `fold` checks itself. So
+            that batch stays in memory; set `hook.last_call.input` to None to let it go. `detach` does.
         not_reached: names of the modules that look like attention but are not reached, with the reason.
     """
 
@@ -132,7 +133,6 @@ class Hook:
         self.controllers = list(controllers)
         self.settings = settings
         self.not_reached = survey.not_reached
-        self.last_input: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._alerts = alerts
         self._state = _new_state(model, survey, settings, len(controllers))
         named = zip(survey.found.items(), self._state.ranges, strict=True)
@@ -148,7 +148,7 @@ class Hook:
             undo.callback(self._release)
             install.connect(model, recorders, undo)
             training_loss.connect(model, self._state, controllers, undo)
-            undo.callback(model.register_forward_pre_hook(self._remember, with_kwargs=True).remove)
+            self.last_call = LastCall(model, [layer.module for layer in self.layers.values()], undo)
             pretrained.connect(model, self, self._acts, undo)
             self._undo = undo.pop_all()
 
@@ -156,7 +156,7 @@ class Hook:
         """Leave the model exactly as it was before `attach`; beta is the model's own again."""
         if self.attached:
             self._undo.close()
-            self.last_input = None
+            self.last_call.input = None
 
     def pause(self) -> AbstractContextManager[None]:
         """Measure no forward that runs in it, nor its backward; beta acts as before.
@@ -226,7 +226,7 @@ class Hook:
         stages.control(state, self.controllers, observation)
         self._clipping.step(self, measured)
         stages.finish(state, observation, loss_scale, self.settings.interval)
-        self.last_input = _detached(self.last_input)
+        self.last_call.release_graph()
 
     def metrics(self) -> dict[str, float]:
         """Report what the last step measured, and beta, W_q and W_k as they are now: `quantity/layer` to a number.
@@ -301,10 +301,6 @@ class Hook:
         """Tell if any beta is another than the model's own."""
         return any(bool((layer.current_gain != 1).any()) for layer in self.layers.values())
 
-    def _remember(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs.get("past_key_values") is None:  # a cache has moved on when it is used again
-            self.last_input = args, kwargs
-
 
 def _new_state(model: nn.Module, survey: Survey, settings: Settings, controllers: int) -> State:
     """Make the state of a hook on the device of its model."""
@@ -328,12 +324,3 @@ def _measured(state: State) -> tuple[Tensor, Tensor]:
             'with when="always")'
         )
     return table, moments
-
-
-def _detached(nested: Any) -> Any:
-    """Return the same arguments without the graphs of their tensors."""
-    if isinstance(nested, Tensor):
-        return nested.detach()
-    if type(nested) is dict:
-        return {name: _detached(item) for name, item in nested.items()}
-    return tuple(_detached(item) for item in nested) if type(nested) is tuple else nested

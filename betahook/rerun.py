@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from betahook.last_call import LastCall
+
 CHUNK = 2**24
 """How many entries of an output are compared at once: logits may be large, and their differences take float64."""
 
@@ -22,7 +24,7 @@ class Hooked(Protocol):
     """A `Hook`, as far as running its model again is concerned."""
 
     model: nn.Module
-    last_input: tuple[tuple[Any, ...], dict[str, Any]] | None
+    last_call: LastCall
 
     def pause(self) -> AbstractContextManager[None]: ...
 
@@ -34,7 +36,7 @@ def without_side_effects(hook: Hooked) -> Iterator[None]:
     configs = {id(c): c for c in (getattr(m, "config", None) for m in hook.model.modules()) if c is not None}
     with ExitStack() as stack:
         stack.enter_context(hook.pause())
-        stack.callback(setattr, hook, "last_input", hook.last_input)
+        stack.callback(setattr, hook.last_call, "input", hook.last_call.input)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for config in configs.values():
             if getattr(config, "use_cache", False) is True:
@@ -55,12 +57,15 @@ def random_state_kept(hook: Hooked) -> Iterator[None]:
 
 
 def run_model(hook: Hooked) -> list[Tensor]:
-    """The floating-point tensors that the model returns on its last input, without a cache."""
-    assert hook.last_input is not None
-    args, kwargs = hook.last_input
+    """The floating-point tensors that the last call returns when it runs again, without a cache."""
+    module, given = hook.last_call.module, hook.last_call.input
+    assert given is not None
+    args, kwargs = given
     kwargs = {**kwargs, "use_cache": False} if "use_cache" in kwargs else kwargs
     with random_state_kept(hook):
-        output = hook.model(*map(_fresh, args), **{name: _fresh(value) for name, value in kwargs.items()})
+        # One that is given twice stays the same: `nn.MultiheadAttention` asks if its query is its key.
+        fresh = {id(value): _fresh(value) for value in (*args, *kwargs.values())}
+        output = module(*(fresh[id(x)] for x in args), **{name: fresh[id(x)] for name, x in kwargs.items()})
         return [tensor.clone() for tensor in tensors(output)]  # one of them may be a weight
 
 
@@ -72,7 +77,7 @@ def _fresh(value: Any) -> Any:
 def tensors(output: Any, depth: int = 8) -> Iterator[Tensor]:
     """The floating-point tensors in nested tuples, lists, dictionaries and objects."""
     if isinstance(output, Tensor):
-        yield from [output] if output.is_floating_point() else []
+        yield from (output.unbind() if output.is_nested else [output]) if output.is_floating_point() else []
         return
     parts = output if isinstance(output, tuple | list) else getattr(output, "__dict__", {}).values()
     parts = output.values() if isinstance(output, dict) else parts

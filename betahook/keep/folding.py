@@ -25,8 +25,8 @@ def fold(model: nn.Module | Hook) -> None:
 
     Checks itself before anything is written for good: the model runs again, at least twice, on the input of its last
     forward, in evaluation mode. Up to rounding, each layer alone must give the same output from its folded weights, and
-    so must the model, in every floating-point tensor that it returns. A use of a query weight that this does not run,
-    as in a loss outside of the model, is not seen.
+    so must the model, in every floating-point tensor that it returns; where only a part of it was ever called, that is
+    `hook.last_call.module`. A use of a query weight that this does not run, as in a loss outside of it, is not seen.
 
     Warns where a controller was still bringing beta to where it wants it.
 

@@ -35,8 +35,11 @@ def exact_places(plan: Plan) -> dict[AttentionLayer, Place]:
     """
     if not plan.gains:
         return {}
-    if plan.hook.last_input is None:
-        raise FoldError("fold() checks itself on the input of the model's last forward, and there was none; run one")
+    if plan.hook.last_call.input is None:
+        raise FoldError(
+            "fold() checks itself on the input of the model's last forward, and there was none; run one, without a "
+            f"cache, of {type(plan.hook.model).__name__} or of the part of it that holds all hooked layers"
+        )
     with rerun.without_side_effects(plan.hook):
         places, expected, precision = _check_layers(plan)
         _check_model(plan, places, expected, precision)
@@ -80,7 +83,7 @@ def _check_model(plan: Plan, places: dict[AttentionLayer, Place], expected: list
                 place.write(place.scaled(plan.gains[layer], error, seed))
             return _run_model(plan)
 
-    name, actual = type(plan.hook.model).__name__, run_folded()
+    name, actual = type(plan.hook.last_call.module).__name__, run_folded()
     if not expected:
         raise plan.error(f"the output of {name} holds no floating-point tensor that would show a difference")
     if [tensor.shape for tensor in actual] != [tensor.shape for tensor in expected]:
@@ -109,7 +112,7 @@ def _run_model(plan: Plan) -> list[Tensor]:
     except FoldError:
         raise
     except Exception as error:
-        reason = f"{type(hook.model).__name__} does not run again on the input of its last forward"
+        reason = f"{type(hook.last_call.module).__name__} does not run again on the input of its last forward"
         raise plan.error(f"{reason} ({type(error).__name__}: {error})") from error
 
 

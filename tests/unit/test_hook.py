@@ -434,7 +434,7 @@ def test_a_forward_with_a_cache_is_not_the_one_to_check_on():
     with betahook.attach(model, controller="monitor") as hook:
         cache = model(input_ids=ids, use_cache=True).past_key_values
         model(input_ids=ids[:, :1], past_key_values=cache)
-        assert torch.equal(hook.last_input[1]["input_ids"], ids)
+        assert torch.equal(hook.last_call.input[1]["input_ids"], ids)
 
 
 def test_the_last_batch_holds_no_graph():
@@ -442,7 +442,7 @@ def test_the_last_batch_holds_no_graph():
     with betahook.attach(model, controller="monitor") as hook:
         model(inputs_embeds=model.get_input_embeddings()(inputs("llama")["input_ids"])).logits.sum().backward()
         hook.step()
-        assert hook.last_input[1]["inputs_embeds"].grad_fn is None
+        assert hook.last_call.input[1]["inputs_embeds"].grad_fn is None
 
 
 def test_the_first_of_several_bad_steps_is_named(caplog):

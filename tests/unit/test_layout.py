@@ -15,13 +15,13 @@ ROOT = Path(__file__).parents[2]
 BASE = {"theory", "compat"}
 PIPELINE = BASE | {"measure", "models", "control", "state", "tap", "layer"}
 ATTACHED = PIPELINE | {"loss_scale", "training_loss", "stages", "checkpoint", "report", "options", "rerun"}
-ATTACHED |= {"clipping", "hook"}
+ATTACHED |= {"clipping", "last_call", "hook"}
 ROOMS = {
     "theory": set(),
     "compat": set(),
     "loss_scale": {"compat"},
     "training_loss": {"measure", "control", "state"},
-    "rerun": set(),
+    "last_call": set(),
     "factors": {"compat"},
     "measure": BASE,
     "models": {"compat"},
@@ -29,7 +29,8 @@ ROOMS = {
     "state": {"factors", "measure"},
     "layer": BASE | {"measure", "models", "state"},
     "tap": BASE | {"measure", "models", "state"},
-    "clipping": PIPELINE | {"checkpoint", "report", "options", "rerun"},
+    "rerun": {"last_call"},
+    "clipping": PIPELINE | {"checkpoint", "report", "options", "rerun", "last_call"},
     "stages": PIPELINE | {"loss_scale", "training_loss"},
     "checkpoint": PIPELINE,
     "report": PIPELINE | {"rerun"},

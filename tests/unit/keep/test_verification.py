@@ -108,6 +108,29 @@ def test_a_restored_model_runs_once_before_it_is_folded(tmp_path):
     betahook.fold(hook)
 
 
+class Wrapper(torch.nn.Module):
+    """Without a forward, as a module of Lightning, whose training step calls what it holds."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
+@pytest.mark.parametrize("inner", ["model", "model.model"])
+def test_a_part_that_is_called_instead_of_the_model(inner):
+    wrapper, batch = Wrapper(build("llama").eval()), inputs("llama")
+    part, options = wrapper.get_submodule(inner), {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with betahook.attach(wrapper, controller="monitor") as hook:
+        part(**options)
+        move(hook, per_head=False)
+        hook.last_call.input = None
+        with pytest.raises(betahook.FoldError, match="run one, without a cache, of Wrapper or of the part of it that"):
+            betahook.fold(wrapper)
+        expected = part(**options)[0]
+        betahook.fold(wrapper)
+    torch.testing.assert_close(part(**options)[0], expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("works", [True, False])
 def test_the_check_leaves_no_trace(works):
     """In training, with dropout and caches: modes, statistics, random state and config are as before."""
@@ -286,7 +309,7 @@ class Snapshot:
     def read(self, model, hook):
         beta = [layer.head_beta.tolist() for layer in hook.layers.values()]
         modes = [module.training for module in model.modules()]
-        arguments, options = hook.last_input
+        arguments, options = hook.last_call.input
         return beta, modes, torch.get_rng_state().tolist(), list(map(id, arguments)), list(options), hook.attached
 
     def compare(self, model, hook):

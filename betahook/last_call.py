@@ -1,0 +1,68 @@
+"""The last call of a hooked model, on which `fold` checks itself.
+
+`Hook` makes one; nothing here runs the model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class LastCall:
+    """The last call, without a cache, of the outermost module around all hooked layers that was called so far.
+
+    That is the model, unless only a part of it is called, as in a wrapper without a forward.
+
+    Attributes:
+        module: the module.
+        input: its positional and keyword arguments; None before.
+    """
+
+    def __init__(self, model: nn.Module, layers: Collection[nn.Module], undo: ExitStack) -> None:
+        self.module = model
+        self.input: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        around = list(_around(model, layers))
+        self._depth = len(around)
+        for depth, module in enumerate(around):
+            remember = functools.partial(self._remember, depth)
+            undo.callback(module.register_forward_pre_hook(remember, with_kwargs=True).remove)
+
+    def release_graph(self) -> None:
+        """Keep the arguments without the graphs of their tensors."""
+        self.input = _detached(self.input)
+
+    def _remember(self, depth: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Not what the module calls in turn; and in a compiled graph, the depth would be a reason to compile again.
+        if depth > 0 and (torch.compiler.is_compiling() or depth > self._depth):
+            return
+        self._depth = depth
+        if module is not self.module:
+            self.module, self.input = module, None
+        if kwargs.get("past_key_values") is None:  # a cache has moved on when it is used again
+            self.input = args, kwargs
+
+
+def _around(model: nn.Module, layers: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """The modules that hold all layers, from the model inwards."""
+    yield model
+    paths = [path.split(".") for path, module in model.named_modules() if path and module in set(layers)]
+    for names in zip(*paths, strict=False):
+        if len(set(names)) > 1:
+            return
+        model = model.get_submodule(names[0])
+        yield model
+
+
+def _detached(nested: Any) -> Any:
+    """Return the same arguments without the graphs of their tensors."""
+    if isinstance(nested, Tensor):
+        return nested.detach() if nested.requires_grad else nested
+    if type(nested) is dict:
+        return {name: _detached(item) for name, item in nested.items()}
+    return tuple(_detached(item) for item in nested) if type(nested) is tuple else nested
