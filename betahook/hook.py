@@ -264,7 +264,7 @@ class Hook:
     def audit(self) -> Audit:
         """Hold the assumptions (i)-(iv) behind `beta = 1/sqrt(d_k)` against what was measured, layer by layer.
 
-        The model runs once more on `last_input`, for the correlations; not without one, or with several processes.
+        The model runs once more on its last input, for the correlations; not without one, or with several processes.
 
         Raises:
             RuntimeError: nothing was measured yet.

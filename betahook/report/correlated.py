@@ -33,7 +33,7 @@ def correlations(hook: rerun.Hooked, layers: Layers, state: State) -> dict[str, 
         if name not in found:
             found[name] = Correlations.of(query, key, valid)
 
-    if hook.last_input is None or is_distributed():
+    if hook.last_call.input is None or is_distributed():
         return found
     with ExitStack() as stack:
         stack.enter_context(rerun.without_side_effects(hook))

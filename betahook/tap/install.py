@@ -11,6 +11,7 @@ from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import nn
 
 from betahook import compat
@@ -63,6 +64,8 @@ def _record_input(
     given = args[argument] if len(args) > argument else kwargs.get(name or "")
     if given is None or not is_recording(recorder):
         return
+    if given.is_nested:
+        given = torch.cat(given.detach().unbind())
     if recorder.route == "interface":
         recorder.record_input(given, sides)
     else:  # the functions of this module pass through the tap, our own need not

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from betahook import compat
-from betahook.tap import contraction, following, handlers, matrices, softmaxes
+from betahook.tap import contraction, following, handlers, matrices, nested, softmaxes
 from betahook.tap.calls import Call
 from betahook.tap.contraction import UnknownHeadsError
 from betahook.tap.forward import Forward, is_strict
@@ -49,6 +49,13 @@ def connect(layer: Recorder) -> Override:
     @functools.wraps(forward)
     def watched(*args: Any, **kwargs: Any) -> Any:
         if not handle.active:  # a wrapper that came later, such as that of Accelerate, goes on calling this
+            return forward(*args, **kwargs)
+        if nested.has_nested(args, kwargs):
+            if isinstance(layer.module, nn.MultiheadAttention):
+                return nested.run_each(forward, watched, args, kwargs)
+            left_alone = Forward(layer, plan)
+            left_alone.refuse("its input is a nested tensor, whose scores are not followed")
+            left_alone.finish()
             return forward(*args, **kwargs)
         if not plan.complete and is_strict(layer.module) and layer.refusal is None and bool(layer.is_set):
             _rehearse(layer, plan, forward, args, kwargs)

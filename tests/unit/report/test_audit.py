@@ -70,14 +70,14 @@ def test_the_audit_leaves_no_trace_and_says_where_it_cannot_look():
     with betahook.attach(model, controller="monitor") as hook:
         model(tokens)
         hook.audit()  # reads W_q and W_k
-        before, given, state = torch.get_rng_state(), hook.last_input, repr(hook.state_dict())
+        before, given, state = torch.get_rng_state(), hook.last_call.input, repr(hook.state_dict())
         assert "?, ?" not in str(hook.audit())
         assert torch.equal(torch.get_rng_state(), before)
-        assert hook.last_input is given
+        assert hook.last_call.input is given
         assert repr(hook.state_dict()) == state
         assert model.training
         assert model[1].training
-        hook.last_input = None
+        hook.last_call.input = None
         (layer,) = hook.audit()
         assert layer.correlations is None
         assert "  ?  " in str(hook.audit())

@@ -56,6 +56,77 @@ def test_multihead_attention(x, mask, need_weights):
     torch.testing.assert_close(doubled, model(x, x, x, **MASKS[mask])[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors(need_weights, average):
+    """In evaluation and without gradients, as torch takes them: each sequence by itself."""
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).eval()
+    sequences = [torch.randn(length, WIDTH) for length in (3, 5, 1)]
+    nested = torch.nested.nested_tensor(sequences)
+    options = {"need_weights": need_weights, "average_attn_weights": average}
+    with betahook.attach(model, controller="monitor", when="always") as hook, torch.no_grad():
+        got, weights = model(nested, nested, value=nested, **options)
+        measured = hook.layers[""].statistics
+        hook.layers[""].beta = 2 * hook.layers[""].beta_default
+        doubled = model(nested, nested, nested, **options)[0]
+        hook.step()
+        betahook.fold(model)
+        folded = model(nested, nested, nested, **options)[0]
+    with torch.no_grad():
+        model.in_proj_weight[:WIDTH] /= 2
+        model.in_proj_bias[:WIDTH] /= 2
+        expected, expected_weights = model(nested, nested, nested, **options)
+    for one, other in ((got, expected), (doubled, folded)):
+        for a, b in zip(one.unbind(), other.unbind(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert (weights is None) == (not need_weights)
+    if need_weights:
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+    assert measured.count == HEADS * (9 + 25 + 1)
+    torch.testing.assert_close(float(measured.input_std_q), float(torch.cat(sequences).std(correction=0)))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_that_torch_does_not_take(layout):
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    nested = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(5, WIDTH)], layout=layout)
+    with (
+        betahook.attach(model, controller="monitor"),
+        pytest.raises(AssertionError, match="because training is enabled"),
+    ):
+        model(nested, nested, nested)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_in_an_encoder():
+    encoder = padded_encoder().eval()
+    nested = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(5, WIDTH)])
+    with torch.no_grad():
+        expected = encoder(nested)
+        with betahook.attach(encoder, controller="monitor", when="always") as hook:
+            got = encoder(nested)
+            assert [float(layer.statistics.count) for layer in hook.layers.values()] == [HEADS * (9 + 25)] * 2
+    for a, b in zip(got.unbind(), expected.unbind(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_without_a_key_in_evaluation(x):
+    """Zero as in training, where torch's fast path, which a hooked module does not take, gives NaN."""
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).eval()
+    padding = torch.zeros(3, LENGTH, dtype=torch.bool)
+    padding[0] = True
+    with torch.no_grad(), betahook.attach(model, controller="monitor"):
+        got = model(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+    assert (got[0] == 0).all()
+    with_gradients = model(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+    torch.testing.assert_close(got, with_gradients, rtol=0, atol=0)
+    with torch.no_grad():
+        assert model(x, x, x, key_padding_mask=padding, need_weights=False)[0][0].isnan().all()
+
+
 def test_the_weights_and_inputs_of_multihead_attention(x):
     """Query and key enter one module, as its first two arguments, and meet two thirds of one weight."""
     torch.manual_seed(0)

@@ -508,6 +508,60 @@ def test_each_of_several_attentions_in_one_forward_is_followed(x):
     torch.testing.assert_close(output, model(x), rtol=1e-5, atol=1e-5)
 
 
+class EinsumAttention(ByHandAttention):
+    def mix(self, q, k, v):
+        return torch.einsum("bhnm,bhmd->bhnd", torch.einsum("bhnd,bhmd->bhnm", q, k).softmax(-1), v)
+
+
+def test_an_einsum_of_other_dimensions_gets_the_error_of_torch(x):
+    model = make(EinsumAttention)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        count = hook.layers["1"].statistics.count
+        with pytest.raises(
+            RuntimeError, match=r"subscripts in the equation \(4\) does not match the number of dimensions"
+        ):
+            model(x[0])
+        assert hook.layers["1"].statistics.count == count > 0
+        assert hook.layers["1"].refusal is None
+
+
+def test_one_head_without_a_batch_is_left_alone():
+    """Two matrices: so are the projections."""
+
+    class SingleAttention(Block):
+        mix = None
+
+        def forward(self, x):
+            q, k, v = (projection(x) for projection in (self.q_proj, self.k_proj, self.v_proj))
+            return torch.einsum("nm,md->nd", torch.einsum("nd,md->nm", q, k).softmax(-1), v)
+
+    model = make(SingleAttention)
+    model[1].num_heads, model[1].head_dim = 1, WIDTH
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(LENGTH, WIDTH))
+        assert "no product of q and k was seen to reach its softmax" in hook.layers["1"].refusal
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_in_attention_written_by_hand_leave_it_alone(caplog):
+    class NestedAttention(Block):
+        mix = None
+
+        def forward(self, x):
+            q, k, v = (self.split(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+
+    model = make(NestedAttention)
+    nested = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(5, WIDTH)], layout=torch.jagged)
+    expected = model(nested)
+    with betahook.attach(model, controller="monitor") as hook:
+        got = model(nested)
+        assert hook.layers["1"].refusal == "its input is a nested tensor, whose scores are not followed"
+        assert "1 is left alone: its input is a nested tensor" in caplog.text
+    assert torch.equal(got.values(), expected.values())
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", [ByHandAttention, AddendAttention, FusedAttention])
 def test_gradient_checkpointing(kind, x, reentrant):
