@@ -79,6 +79,12 @@ def has_compiled() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/cuda/graphs.py
+def is_captured(device: torch.device) -> bool:
+    """True if what runs now becomes a graph, of the compiler or of CUDA, and is run again in later steps."""
+    return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/disable_torch_function.cpp
 def unwatched() -> AbstractContextManager[None]:
     """Let the functions that are called in it pass by every `TorchFunctionMode`."""

@@ -43,7 +43,7 @@ def attach(
     controller: ControllerChoice = "default",
     layers: LayerChoice | None = None,
     per_head: bool = False,
-    interval: int = 1,
+    interval: int | None = None,
     when: Literal["training", "always"] = "training",
     alerts: Alerts | None = None,
 ) -> Hook:
@@ -61,7 +61,10 @@ def attach(
         layers: which attention layers: a glob over module names, a list of globs, or a predicate `(name, module) ->
             bool`; None for all.
         per_head: one beta for each head instead of one for each layer.
-        interval: measure the scores every n-th step; the sensitivity is known in every step all the same.
+        interval: measure the scores of each layer once in so many steps, the layers in turn, so that no step costs more
+            than others; 1 measures all in every step. All are measured in the first step and, in every step, while
+            a controller is in its opening; the sensitivity is known in every step. None for 10, or for 1 with a
+            controller or an alert that goes by the scores of every step: `Cap`, `Alerts(max_logit=...)`.
         when: "training" measures forwards in training mode that run with gradients, frozen layers included; "always"
             also those in evaluation mode and under `torch.no_grad`, such as the generation of a GRPO step.
         alerts: limits, and the function to call when the metrics cross them.
@@ -78,8 +81,8 @@ def attach(
         TypeError: `model` is no module, or an option has the wrong type.
     """
     chain = options.controllers(controller)
-    settings = Settings(per_head, interval, when)
     options.check_alerts(alerts)
+    settings = options.settle(per_head, interval, when, chain, alerts)
     options.check_model(model)
     survey = options.find_layers(model, layers)
     return Hook(model, survey, chain, settings, alerts)
@@ -225,7 +228,7 @@ class Hook:
         observation = stages.observe(state, self.layers)
         stages.control(state, self.controllers, observation)
         self._clipping.step(self, measured)
-        stages.finish(state, observation, loss_scale, self.settings.interval)
+        stages.finish(state, self.controllers, observation, loss_scale, self.settings.interval)
         self.last_call.release_graph()
 
     def metrics(self) -> dict[str, float]:
@@ -295,7 +298,7 @@ class Hook:
         own = self._state
         beta = own.units.geometric_mean(own.current_beta)
         schema.restore(own, schema.match(schema.parse(state), self.state_dict(), self.controllers, beta))
-        own.measuring = own.steps % self.settings.interval == 0
+        own.turn = stages.turn(own, self.controllers, self.settings.interval)
 
     def _acts(self) -> bool:
         """Tell if any beta is another than the model's own."""
@@ -317,7 +320,7 @@ def _new_state(model: nn.Module, survey: Survey, settings: Settings, controllers
 
 def _measured(state: State) -> tuple[Tensor, Tensor]:
     """Return table and moments of the step so far, or of the last one that was measured, for the audit."""
-    table, moments = stages.latest(state, state.collect(), state.moments)
+    table, moments, _ = stages.latest(state, state.collect(), state.moments)
     if not bool((table[statistics.ROW["pairs"]] > 0).any()):
         raise RuntimeError(
             "audit() before any measurement: run a forward first (in training mode and with gradients, or attach "

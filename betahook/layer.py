@@ -106,6 +106,7 @@ class AttentionLayer:
     def statistics(self) -> Statistics:
         """Statistics of all forwards since the last `hook.step()`, pooled over the heads; scalar tensors.
 
+        Nothing is measured where the layer has no turn in this step, see `interval` of `betahook.attach`.
         Of this rank alone: its batches and, under tensor parallelism, its heads.
         """
         return self._statistics(torch.tensor([self.heads], device=self._state.device))[0]
@@ -239,7 +240,8 @@ class Layers(Mapping[str, AttentionLayer]):
     def __len__(self) -> int:
         return len(self._layers)
 
-    def read_weights(self, *, sharded: bool = False) -> None:
-        """Read W_q and W_k of all layers, see `AttentionLayer.read_weights`."""
-        for layer in self.values():
-            layer.read_weights(sharded=sharded)
+    def read_weights(self, which: range | None = None, *, sharded: bool = False) -> None:
+        """Read W_q and W_k of all layers, or of those with an index in `which`; see `AttentionLayer.read_weights`."""
+        for index, layer in enumerate(self.values()):
+            if which is None or index in which:
+                layer.read_weights(sharded=sharded)

@@ -16,6 +16,9 @@ from betahook.models.discovery import Survey, survey
 from betahook.report.alerts import Alerts
 from betahook.tap.recorder import ATTRIBUTE
 
+INTERVAL = 10
+"""Steps in which each layer is measured once, unless somebody says otherwise; `Search` moves as seldom."""
+
 LayerChoice = str | Sequence[str] | Callable[[str, nn.Module], bool]
 ControllerChoice = Literal["default", "monitor"] | Controller | Sequence[Controller]
 
@@ -56,7 +59,7 @@ class Settings:
     """
 
     per_head: bool = False
-    interval: int = 1
+    interval: int = INTERVAL
     when: Literal["training", "always"] = "training"
 
     def __post_init__(self) -> None:
@@ -66,6 +69,20 @@ class Settings:
             raise ValueError(f"interval must be a whole number of steps, 1 or more; got {self.interval!r}")
         if self.when not in ("training", "always"):
             raise ValueError(f'when must be "training" or "always"; got {self.when!r}')
+
+
+def settle(
+    per_head: bool,
+    interval: int | None,
+    when: Literal["training", "always"],
+    chain: Sequence[Controller],
+    alerts: Alerts | None,
+) -> Settings:
+    """Return the settings of a hook; without an `interval`, as its controllers and alerts need it."""
+    if interval is None:
+        limited = alerts is not None and alerts.max_logit is not None
+        interval = 1 if limited or any(controller.needs_every_step for controller in chain) else INTERVAL
+    return Settings(per_head, interval, when)
 
 
 def controllers(choice: ControllerChoice) -> list[Controller]:

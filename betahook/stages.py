@@ -34,7 +34,7 @@ def check_seen(state: State) -> None:
             "step() before any attention of the hooked layers was seen: run a forward of the model first. If one ran, "
             f"{interface.UNKNOWN}"
         )
-    if state.seen and state.measuring and not (state.recorded or state.refused):
+    if state.seen and not (state.recorded or state.refused):
         logger.warning(
             "no attention was measured before the first step(): the hooked layers ran in evaluation mode or under "
             "torch.no_grad only, and beta stays where it is. Call model.train() and run the forward with gradients, or "
@@ -53,18 +53,18 @@ def pool(state: State, layers: Layers, loss_scale: LossScale) -> Tensor:
         own = torch.where(state.factors.own.isnan(), state.beta_default, state.factors.own)
         table, moments, pooled = statistics.all_reduce(table, moments, own)
         state.beta_default.copy_(pooled)
-    state.recent, state.recent_moments = latest(state, table, moments)
-    if state.measuring:
-        layers.read_weights(sharded=True)
-    return table[statistics.ROW["pairs"]] > 0
+    state.recent, state.recent_moments, measured = latest(state, table, moments)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():  # else nothing is sharded
+        layers.read_weights(state.turn, sharded=True)
+    return measured
 
 
-def latest(state: State, table: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a table and moments with what was last measured of heads that are idle in them."""
+def latest(state: State, table: Tensor, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a table and moments with what was last measured of heads that are idle in them, and which are not."""
     measured = table[statistics.ROW["pairs"]] > 0
     by_component = measured.repeat_interleave(state.widths, output_size=moments.shape[1])
     kept = torch.where(by_component, moments, state.recent_moments)
-    return statistics.keep_measured(table, state.recent, measured), kept
+    return statistics.keep_measured(table, state.recent, measured), kept, measured
 
 
 def observe(state: State, layers: Layers) -> Observation:
@@ -98,7 +98,9 @@ def control(state: State, controllers: Sequence[Controller], observation: Observ
     state.release_refused()
 
 
-def finish(state: State, observation: Observation, loss_scale: LossScale, interval: int) -> None:
+def finish(
+    state: State, controllers: Sequence[Controller], observation: Observation, loss_scale: LossScale, interval: int
+) -> None:
     """Count the step and begin the next one."""
     state.steps += 1
     state.loss_scale = loss_scale.of_next
@@ -107,7 +109,20 @@ def finish(state: State, observation: Observation, loss_scale: LossScale, interv
     else:  # a skipped step is nothing to warn about
         broken = state.units.spread(~observation.statistics.finite) & (state.nonfinite_since == 0)
         state.nonfinite_since.masked_fill_(broken, state.steps)
-    state.start_step(measuring=state.steps % interval == 0)
+    state.start_step(turn(state, controllers, interval))
+
+
+def turn(state: State, controllers: Sequence[Controller], interval: int) -> range:
+    """Return the layers to measure in the next step: as many in one step as in another, each once in `interval` steps.
+
+    All of them in the first step and while a controller is in its opening. A function of counters that every rank and
+    every resumed run have alike.
+    """
+    layers, batch = len(state.ranges), state.steps - state.skipped_steps
+    if batch < max(1, *(controller.opening_batches for controller in controllers)):
+        return range(layers)
+    first, last = (-(-part * layers // interval) for part in (batch % interval, batch % interval + 1))
+    return range(first, last)
 
 
 def explain(state: State, layers: Layers, controllers: Sequence[Controller]) -> list[Note]:

@@ -75,6 +75,7 @@ class State:
         units: the heads grouped by what has a beta of its own, a layer or a head.
         widths: int64 `[heads]`, d_k of each.
         ranges: places of the layers' heads.
+        turn: the layers that are measured in this step, by index.
         overflow: the largest logit whose exponential is finite, see `measure.dtypes.overflow_logit`.
         beta: float32 `[heads]`, the inverse temperature; NaN stands for the model's own.
         beta_default: float32 `[heads]`, the model's own; NaN until the first forward.
@@ -96,7 +97,6 @@ class State:
         findings_step: the last step whose findings were logged.
         warned_of_nonfinite: True once a NaN or an infinity was reported.
         warned_of_unreached: True once layers were reported that no forward reaches.
-        measuring: True in steps that are measured.
         paused: True while neither forwards nor their backwards are measured.
         seen: True once any attention of the model has passed the tap.
         recorded: True once any attention was measured.
@@ -108,6 +108,7 @@ class State:
     units: HeadGroups
     widths: Tensor
     ranges: list[HeadRange]
+    turn: range
     overflow: float
     beta: Tensor
     beta_default: Tensor
@@ -129,7 +130,6 @@ class State:
     findings_step: int = 0
     warned_of_nonfinite: bool = False
     warned_of_unreached: bool = False
-    measuring: bool = True
     paused: bool = False
     seen: bool = False
     recorded: bool = False
@@ -165,6 +165,7 @@ class State:
             units=groups.by_head() if per_head else groups,
             widths=widths.to(device),
             ranges=head_ranges(layers),
+            turn=range(len(layers)),
             overflow=overflow_logit(dtype),
             beta=unknown.clone(),
             beta_default=unknown,
@@ -213,17 +214,16 @@ class State:
         """Remember the inverse temperature that the model itself applies to heads of a layer: one, or one a head."""
         self.seen = True
         # A compiled graph writes it in every run: what the host remembers says nothing about that.
-        written_always = isinstance(default, Tensor) or torch.compiler.is_compiling()
-        if written_always or self.factors.note(place.layer, place.heads, float(default)):
+        always, heads = isinstance(default, Tensor) or torch.compiler.is_compiling(), place.heads
+        if always or self.factors.note(place.layer, heads, float(default)):
             with torch.no_grad():
-                own = self.beta_default[place.heads]
+                own = self.beta_default[heads]
                 own.copy_(default.flatten()) if isinstance(default, Tensor) else own.fill_(default)
 
     @torch.no_grad()
     def refuse(self, place: HeadRange, reason: str) -> None:
         """Leave a layer alone from now on, and forget what was measured of it."""
-        self.refused[place.heads.start, place.heads.stop] = reason
-        self.seen = True
+        self.refused[place.heads.start, place.heads.stop], self.seen = reason, True
         self.table[:, place.heads] = 0
         self.moments[:, place.components] = 0
         self.factors.probes[place.layer].grad = None
@@ -231,8 +231,8 @@ class State:
 
     def release_refused(self) -> None:
         """Give the layers that are left alone the model's own beta."""
-        for start, stop in self.refused:
-            self.beta[start:stop] = torch.nan
+        for heads in self.refused:
+            self.beta[slice(*heads)] = torch.nan
 
     def refusal(self, place: HeadRange) -> str | None:
         """Return the reason why a layer is left alone, None if it is not."""
@@ -259,12 +259,12 @@ class State:
         table[statistics.ROW["sensitivity"]] = self.factors.sensitivity()[heads]
         return table
 
-    def start_step(self, measuring: bool) -> None:
-        """Clear what was added up since the last step, and say whether the next one is measured."""
+    def start_step(self, turn: range) -> None:
+        """Clear what was added up since the last step, and say which layers the next one measures."""
         self.table.zero_()
         self.moments.zero_()
         self.factors.set_sensitivity(None)
-        self.measuring = measuring
+        self.turn = turn
 
 
 def forget_after(state: State, step: int) -> None:

@@ -77,7 +77,7 @@ class BetaHookCallback(TrainerCallback):
         *,
         layers: LayerChoice | None = None,
         per_head: bool = False,
-        interval: int = 1,
+        interval: int | None = None,
         when: Literal["training", "always"] = "training",
         alerts: Alerts | None = None,
         hook: Hook | None = None,
@@ -93,9 +93,9 @@ class BetaHookCallback(TrainerCallback):
         }
         if hook is not None and self._options != _DEFAULTS:
             raise ValueError("BetaHookCallback(hook=...) takes no other option: they belong to attach(), which made it")
-        options.controllers(controller)
-        options.Settings(per_head, interval, when)
+        chain = options.controllers(controller)
         options.check_alerts(alerts)
+        options.settle(per_head, interval, when, chain, alerts)
         if on_end not in ("fold", "keep"):
             raise ValueError(f'on_end must be "fold" or "keep"; got {on_end!r}')
         self.hook = hook

@@ -65,8 +65,11 @@ class Controller(ABC):
     Attributes:
         uses_loss: True for a controller that is judged by the training loss. The loss is then recorded, and `update`
             runs also where an observation is not finite: a beta that breaks the training is a bad one.
+        needs_every_step: True for a rule that goes by the scores of every step, such as a limit on them: `attach`
+            without an `interval` then measures every layer in every step.
     """
 
+    needs_every_step: ClassVar[bool] = False
     uses_loss: ClassVar[bool] = False
 
     def __repr__(self) -> str:
@@ -94,6 +97,11 @@ class Controller(ABC):
         Returns:
             Beta, `[units]`, which stays where this is NaN, infinite or not positive; and the memory.
         """
+
+    @property
+    def opening_batches(self) -> int:
+        """Number of batches from the first one in which every layer is measured, whatever the `interval`."""
+        return 0
 
     def is_in_transition(self, state: Memory) -> bool:
         """Tell if beta is on its way somewhere, so that training that ends now ends too early; reads the device."""

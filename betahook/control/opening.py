@@ -84,6 +84,11 @@ class Opening:
     rise_decades: float
     rise_logit_std: float
 
+    @property
+    def batches(self) -> int:
+        """The longest way through the phases, in batches."""
+        return self.warmup + self.plateau_batches + self.rise_batches
+
     def look(self, observation: Observation) -> Tensor | None:
         """Judge if W_q and W_k look random now, a scalar; None in batches in which nothing is decided by it."""
         if observation.step > self.warmup * self.early_share and observation.step != self.warmup:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -111,6 +111,8 @@ class Cap(Controller):
     Raises:
         ValueError: an option has a value that makes no sense.
     """
+
+    needs_every_step: ClassVar[bool] = True
 
     threshold: float = 100.0
 

@@ -116,6 +116,11 @@ class Search(Controller):
         memory = {"phase": course.phase, "left": left, "fresh": course.fresh, **search}
         return limit_increase(new, beta, bound, observation), memory
 
+    @property
+    def opening_batches(self) -> int:
+        """The longest way through the phases before the search; after it, the search needs the sensitivity alone."""
+        return self._part(Opening).batches if self.rise else 0
+
     def is_in_transition(self, state: Memory) -> bool:
         if not state:
             return False

@@ -37,8 +37,8 @@ def correlations(hook: rerun.Hooked, layers: Layers, state: State) -> dict[str, 
         return found
     with ExitStack() as stack:
         stack.enter_context(rerun.without_side_effects(hook))
-        stack.callback(vars(state).update, measuring=state.measuring, paused=state.paused)
-        state.measuring, state.paused = True, False
+        stack.callback(vars(state).update, turn=state.turn, paused=state.paused)
+        state.turn, state.paused = range(len(state.ranges)), False
         for name, layer in layers.items():
             stack.enter_context(listening(getattr(layer.module, ATTRIBUTE), partial(listen, name)))
         rerun.run_model(hook)

@@ -47,15 +47,10 @@ def scale_known_query(layer: Recorder, query: Tensor, others: Iterable[Tensor], 
     In an eager forward the gain is there already. A graph, which is run with another beta later, computes it inside.
     """
     layer.follow(query.device)
-    gain = None if isinstance(default, Tensor) or _is_captured(query) else layer.ready_gain
+    gain = None if isinstance(default, Tensor) or compat.is_captured(query.device) else layer.ready_gain
     if gain is None:
         return scale_query(layer, query, others, default=default)
     return _scaled(layer, query, gain if gain.device == query.device else gain.to(query.device), others, 1, None)
-
-
-def _is_captured(query: Tensor) -> bool:
-    """Tell if what runs now becomes a graph, of the compiler or of CUDA."""
-    return torch.compiler.is_compiling() or (query.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _scaled(

@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from betahook import compat
 from betahook.measure import opaque
 from betahook.measure.masks import Mask
 from betahook.models.discovery import AttentionModule
@@ -68,7 +69,8 @@ class Recorder:
     def measuring(self) -> bool:
         """True if a forward of the module is to be recorded now."""
         state, trains = self._state, self.module.training and torch.is_grad_enabled()
-        return state.measuring and not state.paused and (trains or self.always)
+        in_turn = compat.is_captured(state.device) or self._place.layer in state.turn  # a graph is of all steps
+        return in_turn and not state.paused and (trains or self.always)
 
     def pause(self) -> AbstractContextManager[None]:
         """Record nothing for a while."""
@@ -107,8 +109,7 @@ class Recorder:
 
         Under tensor parallelism a rank has one of as many equal runs of heads as there are ranks, in their order.
         """
-        local = self._local.heads
-        if heads == local.stop - local.start:
+        if heads == self._local.heads.stop - self._local.heads.start:
             return True
         projections = self.projections
         mesh = getattr(projections[0].stored, "device_mesh", None) if projections else None

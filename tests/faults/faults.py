@@ -31,6 +31,7 @@ STATE = ("tests/unit/test_state.py", "tests/unit/checkpoint")
 VERIFICATION = ("tests/unit/keep/test_verification.py",)
 CLIPPING = ("tests/unit/test_clipping.py", "tests/unit/models/test_scaling.py")
 TRAINER = ("tests/unit/integrations/test_trainer.py",)
+STAGES = ("tests/unit/test_stages.py",)
 HOOK = ("tests/unit/test_hook.py",)
 ROWS = ("tests/unit/measure/test_rows.py",)
 SCORES = ("tests/unit/measure/test_scores.py",)
@@ -75,8 +76,8 @@ FAULTS = [
     Fault("betahook/measure/correlations.py", "- self.values.square().sum((0, 2))", ""),
     Fault(
         "betahook/report/correlated.py",
-        "update, measuring=state.measuring, paused=state.paused",
-        "update, measuring=False, paused=state.paused",
+        "update, turn=state.turn, paused=state.paused",
+        "update, turn=range(0), paused=state.paused",
         ["tests/unit/report/test_audit.py"],
     ),
     Fault("betahook/measure/dense.py", "masked_fill(~seen, 0)", "masked_fill(seen, 0)"),
@@ -132,6 +133,9 @@ FAULTS = [
     Fault("betahook/measure/statistics.py", 'ratios.log(), "mean"', 'ratios, "mean"'),
     Fault("betahook/measure/statistics.py", "torch.where(measured, new, old)", "new.clone()"),
     Fault("betahook/measure/components.py", "torch.where(known, with_averages, table)", "with_averages"),
+    Fault("betahook/stages.py", "state.steps - state.skipped_steps\n    if", "state.steps\n    if", STAGES),
+    Fault("betahook/stages.py", "(-(-part * layers // interval) for", "(part * (layers // interval) for", STAGES),
+    Fault("betahook/options.py", "1 if limited or any(", "1 if any(", HOOK),
     Fault(
         "betahook/stages.py",
         'measured = table[statistics.ROW["pairs"]] > 0',
@@ -213,8 +217,8 @@ FAULTS = [
     Fault("betahook/compat.py", "frame.f_globals is vars(torch.utils.checkpoint)", "False"),
     Fault(
         "betahook/tap/gain.py",
-        "None if isinstance(default, Tensor) or _is_captured(query) else",
-        "None if _is_captured(query) else",
+        "None if isinstance(default, Tensor) or compat.is_captured(query.device) else",
+        "None if compat.is_captured(query.device) else",
     ),
     Fault("betahook/tap/interface.py", "last = keys - queries", "last = 0"),
     Fault("betahook/tap/interface.py", "Band(-window - 1, window)", "Band(-window, window)"),

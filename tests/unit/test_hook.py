@@ -141,6 +141,53 @@ def test_interval_measures_every_nth_step_and_keeps_the_rest():
         assert counts == [True, False, False, True, False, False, True]
 
 
+def counts_by_step(hook, model, batch, steps):
+    """The layers that each of some steps measures."""
+    measured = []
+    for _ in range(steps):
+        model(**batch).loss.backward()
+        measured.append([index for index, layer in enumerate(hook.layers.values()) if layer.statistics.count > 0])
+        hook.step()
+    return measured
+
+
+def test_layers_are_measured_in_turn():
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        measured = counts_by_step(hook, model, batch, 12)
+        assert measured == [[0, 1], [], [], [], [], [1], [], [], [], [], [0], []]
+        assert hook.settings.interval == 10
+        state = hook.state_dict()
+    with betahook.attach(model, controller="monitor") as resumed:
+        resumed.load_state_dict(state)
+        assert counts_by_step(resumed, model, batch, 9) == [[], [], [], [1], [], [], [], [], [0]]
+
+
+def test_every_layer_is_measured_in_an_opening():
+    model, batch = build("llama"), inputs("llama")
+    search = betahook.Search(warmup=1, plateau_batches=1, rise_batches=2)
+    with betahook.attach(model, controller=search, interval=2) as hook:
+        assert counts_by_step(hook, model, batch, 7) == [[0, 1]] * 4 + [[0], [1], [0]]
+    with betahook.attach(model, controller=betahook.Search(rise=False), interval=2) as hook:
+        assert counts_by_step(hook, model, batch, 3) == [[0, 1], [1], [0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "interval"),
+    [
+        ({}, 10),
+        ({"controller": [betahook.Search(), betahook.Cap()]}, 1),
+        ({"alerts": betahook.Alerts(print, max_logit=50)}, 1),
+        ({"alerts": betahook.Alerts(print, entropy=0.1)}, 10),
+        ({"controller": betahook.Cap(), "interval": 3}, 3),
+    ],
+    ids=str,
+)
+def test_what_goes_by_the_scores_of_every_step_has_them(options, interval):
+    with betahook.attach(build("llama"), **options) as hook:
+        assert hook.settings.interval == interval
+
+
 def test_evaluation_is_measured_on_request():
     model, batch = build("llama").eval(), inputs("llama")
     for when, measured in (("training", False), ("always", True)):
@@ -180,7 +227,7 @@ def test_statistics_pool_over_forwards_as_over_a_joined_batch():
     model = build("llama")
     batch = inputs("llama")
     halves = [{name: x[row : row + 1] for name, x in batch.items()} for row in range(2)]
-    with betahook.attach(model, controller="monitor") as hook:
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
         model(**batch)
         joined = hook.layers[LAYER].statistics
         hook.step()
@@ -499,7 +546,7 @@ def test_a_pause_goes_with_gradient_checkpointing(reentrant):
 
 def test_a_step_does_not_end_a_pause():
     model, batch = build("llama"), inputs("llama")
-    with betahook.attach(model, controller="monitor") as hook:
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
         model(**batch)
         with hook.pause():
             hook.step()

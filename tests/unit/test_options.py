@@ -119,7 +119,7 @@ def test_a_controller_that_is_no_dataclass(choice):
 
 
 def test_settings_by_default():
-    assert Settings() == Settings(per_head=False, interval=1, when="training")
+    assert Settings() == Settings(per_head=False, interval=10, when="training")
     assert Settings(per_head=True, interval=7, when="always").interval == 7
 
 

@@ -81,7 +81,7 @@ def test_a_controller():
 def test_a_tracker(tmp_path):
     """A line of JSON a step: all that a tracker needs is `hook.metrics()`."""
     file = tmp_path / "metrics.jsonl"
-    with betahook.attach(build("llama"), controller="monitor") as hook, file.open("w") as stream:
+    with betahook.attach(build("llama"), controller="monitor", interval=1) as hook, file.open("w") as stream:
         for _ in range(2):
             train(hook.model, hook, 1)
             stream.write(json.dumps({"step": hook.steps, **hook.metrics()}) + "\n")

@@ -255,7 +255,7 @@ def test_the_rows_of_a_fused_projection_are_those_that_make_the_scores(family, o
     """Twice those rows are twice the scores, of every head."""
     model = FUSED[family]()
     ids = torch.arange(3, 15)[None]
-    with betahook.attach(model, controller="monitor", when="always") as hook:
+    with betahook.attach(model, controller="monitor", when="always", interval=1) as hook:
         layer = next(iter(hook.layers.values()))
         model(ids)
         before = layer.head_statistics.std

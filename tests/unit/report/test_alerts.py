@@ -15,7 +15,7 @@ SECOND = "model.layers.1.self_attn"
 @pytest.mark.parametrize("where", ["scores", "gradients"])
 def test_one_warning_names_layer_and_step(where, caplog):
     model = build("llama")
-    with betahook.attach(model, controller=betahook.Search(window=1, warmup=0, rise=False)) as hook:
+    with betahook.attach(model, controller=betahook.Search(window=1, warmup=0, rise=False), interval=1) as hook:
         train(model, hook, 2)
         hook.metrics()
         assert not caplog.records

@@ -33,7 +33,7 @@ def forward_and_step(model, hook):
 def monitored(caplog):
     caplog.set_level(logging.INFO, "betahook")
     model = build("llama")
-    with betahook.attach(model, controller="monitor") as hook:
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
         yield model, hook
 
 
@@ -95,7 +95,7 @@ def test_a_resumed_run_knows_since_when(monitored, caplog):
 
 
 def test_nothing_is_said_before_the_first_step():
-    with betahook.attach(build("llama"), controller="monitor") as hook:
+    with betahook.attach(build("llama"), controller="monitor", interval=1) as hook:
         found = hook.findings()
         assert {each.condition for each in found} == {Condition.UNMEASURED}
         assert found.news == ""

@@ -126,5 +126,5 @@ def test_the_sensitivity_of_half_precision_is_summed_in_float32():
 def test_what_is_recomputed_is_not_recorded_again(recorder, monkeypatch, recomputed):
     monkeypatch.setattr(gain.compat, "is_recomputation", lambda: recomputed)
     assert gain.is_recording(recorder) is not recomputed
-    recorder.state.measuring = False
+    recorder.state.turn = range(0)
     assert not gain.is_recording(recorder)

@@ -16,7 +16,7 @@ def verify(recipe):
     features, windows = model[1].features, recipe.parts.get("windows", 1)
     x = torch.randn(recipe.batch * windows, recipe.length, features, dtype=torch.float64).requires_grad_()
     alone = model(x)
-    with betahook.attach(model, controller="monitor", per_head=recipe.seed % 2 == 1) as hook:
+    with betahook.attach(model, controller="monitor", per_head=recipe.seed % 2 == 1, interval=1) as hook:
         layer = hook.layers["1"]
         generator = torch.get_rng_state()
         output = model(x)

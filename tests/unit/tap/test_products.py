@@ -190,7 +190,7 @@ def test_beta_acts_on_the_scores_alone(kind, x):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_changed_beta_does_not_change_what_is_measured(kind, x):
     model = make(kind)
-    with betahook.attach(model, controller="monitor") as hook:
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
         model(x)
         before = hook.layers["1"].statistics
         hook.step()
@@ -567,7 +567,7 @@ def test_nested_tensors_in_attention_written_by_hand_leave_it_alone(caplog):
 def test_gradient_checkpointing(kind, x, reentrant):
     """It counts what the forward saves for its backward, and what the recomputation does."""
     model = make(kind)
-    with betahook.attach(model, controller="monitor") as hook:
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
         measured = []
         for checkpointed in (False, True):
             run = functools.partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=reentrant)

@@ -17,7 +17,7 @@ from support.matrices import overall_std
 )
 def test_when_a_forward_is_measured(measuring, in_evaluation, training, expected):
     state, _, (recorder,) = make(attention(nn.Module(), 4, 8), when="always" if in_evaluation else "training")
-    state.measuring = measuring
+    state.turn = range(1 if measuring else 0)
     recorder.module.train(training)
     assert recorder.measuring is expected
 
@@ -91,16 +91,16 @@ def test_the_sensitivity_is_the_gradient_of_the_probe():
     state, layers, (first, second) = make(attention(nn.Module(), 4, 8), attention(nn.Module(), 2, 16))
     (3 * second.probe.sum() + first.probe[2]).backward()
     assert [layer.statistics.sensitivity.item() for layer in layers] == [1, 6]
-    state.start_step(measuring=True)
+    state.start_step(range(2))
     assert [layer.statistics.sensitivity.item() for layer in layers] == [0, 0]
 
 
 def test_a_new_step_starts_empty(measured):
-    measured.state.start_step(measuring=False)
+    measured.state.start_step(range(1, 2))
     assert measured.layers[0].statistics.count == 0
     assert not measured.state.table.any()
     assert not measured.state.moments.any()
-    assert not measured.state.measuring
+    assert [recorder.measuring for recorder in measured.recorders] == [False, True]
 
 
 @pytest.mark.parametrize("prescale", [1.0, 0.25])

@@ -182,7 +182,7 @@ SCALES = {
 @pytest.mark.parametrize("scale", SCALES)
 def test_beta_is_that_which_acts_when_the_scale_of_the_model_changes(x, scale):
     model = make(lambda module, q, k, v: SCALES[scale](module, q, k).softmax(-1) @ v)
-    with betahook.attach(model, controller="monitor") as hook:
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
         model(x)
         layer = hook.layers["1"]
         layer.beta = 0.7
@@ -477,7 +477,7 @@ def test_a_loaded_beta_acts_in_the_first_forward_already(x):
         return F.dropout(values + 0.01 * (values @ v.mT) @ v, 0.1)
 
     model = make(mix)
-    with betahook.attach(model, controller="monitor") as hook:
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
         model(x)
         hook.layers["1"].beta = 0.7
         hook.step()
@@ -485,7 +485,7 @@ def test_a_loaded_beta_acts_in_the_first_forward_already(x):
         torch.manual_seed(3)
         expected = model(x)
         inputs = hook.layers["1"].statistics.input_std_q
-    with betahook.attach(model, controller="monitor") as hook:
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
         hook.load_state_dict(state)
         torch.manual_seed(3)
         assert torch.equal(model(x), expected)

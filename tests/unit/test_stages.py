@@ -1,0 +1,34 @@
+"""The turns in which layers are measured."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from betahook import Search
+from betahook.control import Monitor
+from betahook.stages import turn
+
+MONITOR = Monitor()
+
+
+def turns(layers, interval, steps, controllers=(MONITOR,), skipped=0):
+    states = (SimpleNamespace(ranges=[None] * layers, steps=step, skipped_steps=skipped) for step in steps)
+    return [turn(state, controllers, interval) for state in states]
+
+
+@pytest.mark.parametrize("layers", [1, 3, 10, 12, 32, 61])
+@pytest.mark.parametrize("interval", [2, 7, 10])
+def test_each_layer_has_one_turn_and_no_step_has_more_than_another(layers, interval):
+    found = turns(layers, interval, range(interval, 2 * interval))
+    assert sorted(index for each in found for index in each) == list(range(layers))
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+    assert turns(layers, interval, range(2 * interval, 3 * interval)) == found
+
+
+def test_all_layers_have_the_first_step_an_opening_and_an_interval_of_1():
+    assert turns(4, 10, [0, 1]) == [range(4), range(1, 1)]
+    assert turns(4, 1, [0, 1, 7]) == [range(4)] * 3
+    search = Search()
+    assert search.opening_batches == 200
+    assert [len(each) for each in turns(40, 10, [199, 200], [MONITOR, search])] == [40, 4]
+    assert [len(each) for each in turns(40, 10, [200], [search], skipped=1)] == [40]
