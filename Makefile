@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 OLDEST := .venv-oldest
+PACKAGE := .venv-package
 
-.PHONY: demo test test-slow test-families test-faults test-oldest support docs lint format clean
+.PHONY: demo test test-slow test-families test-faults test-oldest support docs package lint format clean
 
 demo: $(VENV)/ready
 	$(RUN) examples/flip/run.py --columns plain betahook --seeds 7 --output runs/demo
@@ -35,6 +36,19 @@ docs: $(VENV)/docs
 	$(RUN) -m sphinx -q -W --keep-going -c docs/site . build/site
 	@echo 'open build/site/index.html'
 
+# The sdist and the wheel, checked; the code of the README runs with the wheel alone, in an environment of its own.
+package:
+	rm -rf build dist $(PACKAGE)
+	$(PYTHON) -m venv $(PACKAGE)
+	$(PACKAGE)/bin/python -m pip install --quiet --disable-pip-version-check build twine
+	$(PACKAGE)/bin/python -m build --outdir dist .
+	$(PACKAGE)/bin/python -m twine check --strict dist/*
+	$(PACKAGE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(PACKAGE)/bin/python -m pip install --quiet --disable-pip-version-check "$$(echo dist/*.whl)[trainer]" pytest hypothesis
+	cd tests && PYTHONPATH=. ../$(PACKAGE)/bin/python -P -m pytest -c /dev/null --rootdir . -p no:cacheprovider \
+		examples/test_readme.py -k block
+	cd tests && ../$(PACKAGE)/bin/betahook --version
+
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -62,4 +76,4 @@ $(OLDEST)/ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) runs build betahook.egg-info
+	rm -rf $(VENV) $(OLDEST) $(PACKAGE) runs build dist betahook.egg-info
