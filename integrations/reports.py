@@ -72,7 +72,7 @@ class Reports:
         metrics = self._metrics()
         state.log_history[-1].update(summary(metrics))
         if self._writer is not None:
-            self._writer.write(self._hook, state.global_step, metrics)
+            self._writer.write(self._hook, state.global_step, metrics, loss=state.log_history[-1]["loss"])
 
     def close(self) -> None:
         """Finish the files, and leave the reporters as they were."""

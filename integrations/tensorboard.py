@@ -1,57 +1,108 @@
-"""TensorBoard pages of a hook: scalars by layer, histograms over heads, and a layout that puts together what belongs
-together."""
+"""TensorBoard pages of a hook: the picture at a glance, findings in words, few scalars, and a layout that puts together
+what belongs together."""
 
 from __future__ import annotations
 
+import logging
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, get_args
 
 from betahook.hook import Hook
+from betahook.report import pictures
+from betahook.report.findings import Findings
+from betahook.report.history import History
+from betahook.report.metrics import MetricName
+from betahook.report.names import short_names, zero_padded
+from betahook.report.summary import summarise
 
-HISTOGRAMS = ("beta", "score_std", "max_logit", "entropy", "sensitivity")
-"""Quantities that are also shown over the heads of a layer, as `quantity_by_head/layer`, where the heads differ."""
+logger = logging.getLogger(__name__)
+
+GROUP = "attention"
+"""Begins the tags of all that concerns the whole model; it sorts before those of the trainers."""
+
+SPACING = 1.4
+"""A picture is drawn when so many times the logs of the last one were written: some 25 in 10,000 logs."""
+
+BINS = 30
+"""Bins of a histogram, from its smallest to its largest value."""
+
+CALM: dict[str, float] = {"nonfinite": 0.0, "at_bound": 0.0, "exact": 1.0}
+"""Flags, with the value that is no news: written when another comes, and once when it ends."""
+
+CONSTANT = ("classic_std",)
+"""Quantities that never change: written once."""
 
 
 class TensorBoardWriter:
     """Writes what a hook measured to a TensorBoard run; also a context manager that closes at its end.
 
-    Scalars are called `quantity/layer` (`score_std/model.layers.0.self_attn`), so that TensorBoard groups them by
-    quantity; the custom-scalars tab shows them in the groups of `layout`.
+    *Time Series* begins with the group `attention`: a picture of all layers and heads over time, and the numbers of
+    `betahook.report.summary`. *Text* has the findings in words; *Custom Scalars* one chart for each quantity. Pictures
+    need matplotlib; one warning says so if it is missing. They show the logs of this writer: a resumed run begins anew.
 
     Args:
         logdir: folder of the run. It may be one that another writer uses: TensorBoard joins the files of a folder.
+        quantities: metrics to write layer by layer too, as `quantity/layer`, or "all"; "beta" is written as the decimal
+            logarithm of beta over the model's own. Flags are written when they fire.
 
     Raises:
         ImportError: tensorboard is not installed.
+        ValueError: a quantity has no such name.
     """
 
-    def __init__(self, logdir: str) -> None:
+    def __init__(self, logdir: str, *, quantities: Iterable[MetricName] | Literal["all"] = ()) -> None:
+        names = get_args(MetricName)
+        self.quantities: Sequence[str] = names if quantities == "all" else tuple(quantities)
+        if unknown := [name for name in self.quantities if name not in names]:
+            raise ValueError(f'quantities must be "all" or names of metrics, of {", ".join(names)}; got {unknown}')
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError("TensorBoard is not installed: pip install tensorboard") from error
         self.writer: Any = SummaryWriter(logdir, filename_suffix=".betahook")
-        self._has_layout = False
+        self._history = History()
+        self._logs = 0
+        self._next_picture = 1
+        self._drawn: int | None = None
+        self._step = 0
+        self._written: dict[str, float] = {}
 
-    def write(self, hook: Hook, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Write the metrics of the hook's last step as those of `step`; `metrics`, if they were read already."""
-        if not self._has_layout:
-            self.writer.add_custom_scalars(layout(hook.layers))
-            self._has_layout = True
-        for tag, value in (hook.metrics() if metrics is None else metrics).items():
-            self.writer.add_scalar(tag, value, step)
-        for tag, values in hook.head_metrics().items():
-            quantity, layer = tag.split("/", 1)
-            if quantity in HISTOGRAMS and math.isfinite(values.sum()) and values.min() < values.max():
-                # A name of its own: TensorBoard shows a tag either as a scalar or as a histogram.
-                self.writer.add_histogram(f"{quantity}_by_head/{layer}", values, step)
+    def write(
+        self, hook: Hook, step: int, metrics: Mapping[str, float] | None = None, *, loss: float | None = None
+    ) -> None:
+        """Write what the hook's last step measured as that of `step`.
+
+        Args:
+            hook: the hook.
+            step: the step of the run.
+            metrics: those of the hook, if they were read already.
+            loss: the training loss, to be shown beside the rest.
+        """
+        metrics = hook.metrics() if metrics is None else metrics
+        findings = hook.findings()
+        if not self._logs:
+            measured = {key.partition("/")[0] for key in metrics}
+            charts = layout(filter(measured.__contains__, self.quantities), with_loss=loss is not None)
+            self.writer.add_custom_scalars(charts)
+        self._history.add(findings, step)
+        self._logs, self._step = self._logs + 1, step
+        for name, value in {**({} if loss is None else {"loss": loss}), **summarise(findings)}.items():
+            self.writer.add_scalar(f"{GROUP}/{name}", value, step)
+        self._write_details(hook, metrics, step)
+        self._write_histograms(findings, step)
+        if self._logs >= self._next_picture:
+            self._next_picture = max(self._logs + 1, math.ceil(self._logs * SPACING))
+            self._draw()
+        elif findings.news:
+            self.writer.add_text(f"{GROUP}/findings", findings.markdown(), step)
         self.writer.flush()
 
     def close(self) -> None:
-        """Finish the file."""
+        """Draw the last picture and finish the file."""
+        if self._logs and self._drawn != self._step:
+            self._draw()
         self.writer.close()
 
     def __enter__(self) -> TensorBoardWriter:
@@ -62,31 +113,76 @@ class TensorBoardWriter:
     ) -> None:
         self.close()
 
+    def _write_details(self, hook: Hook, metrics: Mapping[str, float], step: int) -> None:
+        """Write the quantities that were asked for, layer by layer."""
+        if not self.quantities:
+            return
+        labels = dict(zip(hook.layers, zero_padded(short_names(hook.layers)), strict=True))
+        for key, value in metrics.items():
+            quantity, layer = key.split("/", 1)
+            if quantity not in self.quantities:
+                continue
+            if quantity == "beta":
+                value = math.log10(value / hook.layers[layer].beta_default)
+            before = self._written.get(key)
+            constant = quantity in CONSTANT and before is not None
+            calm = value == CALM.get(quantity) and before in (None, value)
+            if not (constant or calm):
+                self.writer.add_scalar(f"{_tag(quantity)}/{labels[layer]}", value, step)
+                self._written[key] = value
 
-def layout(layers: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
-    """The custom-scalars layout: category to chart to `["Multiline", [tag pattern, ...]]`.
+    def _write_histograms(self, findings: Findings, step: int) -> None:
+        """Write the distribution over all heads of all layers."""
+        import numpy
+
+        heads = [numbers for finding in findings for numbers in finding.head_numbers]
+        for name in ("logit_std", "keys_share", "max_logit"):
+            values = numpy.array([getattr(numbers, name) for numbers in heads])
+            values = values[numpy.isfinite(values)]
+            if len(values) > 1 and values.min() < values.max():
+                edges = numpy.linspace(values.min(), values.max(), BINS + 1)
+                self.writer.add_histogram(f"{GROUP}_heads/{name}", values, step, bins=edges)
+
+    def _draw(self) -> None:
+        """Write the findings in words, and a picture of the history."""
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
+
+        latest = self._history.latest
+        assert latest is not None
+        self.writer.add_text(f"{GROUP}/findings", latest.markdown(), self._step)
+        try:
+            picture = pictures.draw(self._history, latest.labels)
+        except ImportError as error:
+            if self._drawn is None:
+                logger.warning("no picture in TensorBoard: %s", error)
+        else:
+            image = Summary.Image(
+                encoded_image_string=picture, width=pictures.PIXELS[0], height=pictures.PIXELS[1], colorspace=3
+            )
+            value = Summary.Value(tag=f"{GROUP}/at a glance", image=image)
+            self.writer.file_writer.add_summary(Summary(value=[value]), self._step)
+        self._drawn = self._step
+
+
+def layout(quantities: Iterable[str] = (), *, with_loss: bool = True) -> dict[str, dict[str, list[Any]]]:
+    """The custom-scalars layout: category to chart to `["Multiline", [tag pattern, ...]]`, a quantity each.
 
     TensorBoard matches the patterns as regular expressions, from the start of a tag.
     """
 
-    def every_layer(*quantities: str) -> list[Any]:
-        return ["Multiline", [f"{quantity}/.*" for quantity in quantities]]
+    def chart(pattern: str) -> list[Any]:
+        return ["Multiline", [f"{pattern}$"]]
 
-    measured_against_predicted = ("score_std", "predicted_std", "independent_std", "classic_std")
-    return {
-        "beta": {"beta by layer": every_layer("beta")},
-        "score std: measured against predicted": {
-            name: ["Multiline", [f"{quantity}/{re.escape(name)}$" for quantity in measured_against_predicted]]
-            for name in layers
-        },
-        "std of W_q and W_k": {
-            "std of W_q by layer": every_layer("weight_std_q"),
-            "std of W_k by layer": every_layer("weight_std_k"),
-        },
-        "logits and attention": {
-            "logit std by layer": every_layer("logit_std"),
-            "max logit by layer": every_layer("max_logit"),
-            "entropy by layer (nats)": every_layer("entropy"),
-        },
-        "sensitivity": {"dL / d log beta by layer": every_layer("sensitivity")},
+    glance = {
+        "largest logit": chart(f"{GROUP}/max_logit"),
+        "lowest entropy of a layer (nats)": chart(f"{GROUP}/lowest_entropy"),
+        "share of the layers in each condition": chart(f"{GROUP}/layers_.*"),
+        "log10 of beta over the model's own: lowest and highest": chart(f"{GROUP}/log10_beta_over_own_.*"),
     }
+    loss = {"loss": chart(f"{GROUP}/loss")} if with_loss else {}
+    details = {f"{_tag(each)} by layer": chart(f"{_tag(each)}/.*") for each in quantities if each not in CALM}
+    return {"at a glance": {**loss, **glance}, **({"by layer": details} if details else {})}
+
+
+def _tag(quantity: str) -> str:
+    return "log10_beta_over_own" if quantity == "beta" else quantity

@@ -118,7 +118,7 @@ RULES = (
         lambda numbers: numbers.logit_std,
         2.0**-9,
         False,
-        "q and k make no difference: see that W_q and W_k are trained and are not zero",
+        "q and k make no difference; if it stays, see that W_q and W_k are trained and are not zero",
     ),
     Rule(
         Condition.SINK,
@@ -142,6 +142,13 @@ RULES = (
         "watch whether the largest logit grows",
     ),
     Rule(
+        Condition.SHARP,
+        lambda numbers: numbers.logit_std,
+        10.0,
+        True,
+        "watch whether the largest logit grows",
+    ),
+    Rule(
         Condition.FLAT,
         lambda numbers: numbers.keys_share,
         0.95,
@@ -157,7 +164,7 @@ ADVICE = {
     **{rule.condition: rule.advice for rule in RULES},
 }
 
-WORRYING = (Condition.SHARP, Condition.ONE_KEY, Condition.DEAD, Condition.EXPLODING, Condition.NONFINITE)
+WORRYING = (Condition.SHARP, Condition.ONE_KEY, Condition.EXPLODING, Condition.NONFINITE)
 """Conditions that are logged as a warning when they begin; the others are information."""
 
 

@@ -9,8 +9,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -38,10 +37,11 @@ class Finding:
         since: the step of the hook at which it was first seen in this condition.
         numbers: of the layer; the largest logit is that of all its heads.
         heads: heads in another condition than the layer, by condition; counted from 0.
-        max_logit_head: the head with the largest logit.
         beta: in force; the geometric mean where heads differ. NaN while nothing was measured.
         beta_default: the model's own.
         note: on what the controllers did to beta, and why.
+        head_numbers: of each head.
+        head_gains: beta over the model's own, of each head.
     """
 
     layer: str
@@ -49,10 +49,17 @@ class Finding:
     since: int
     numbers: Numbers
     heads: Mapping[Condition, tuple[int, ...]]
-    max_logit_head: int
     beta: float
     beta_default: float
     note: Note
+    head_numbers: tuple[Numbers, ...] = field(repr=False)
+    head_gains: tuple[float, ...] = field(repr=False)
+
+    @property
+    def max_logit_head(self) -> int:
+        """The head with the largest logit; a NaN is the smallest."""
+        logits = [numbers.max_logit for numbers in self.head_numbers]
+        return max(range(len(logits)), key=lambda head: (logits[head] == logits[head], logits[head]))
 
     @property
     def gain(self) -> float:
@@ -142,6 +149,12 @@ class Findings(tuple[Finding, ...]):
             *(_cells(finding, label) for finding, label in zip(self, self.labels, strict=True)),
         ]
 
+    def markdown(self) -> str:
+        """The same as a page in Markdown."""
+        header, *rows = self.rows()
+        table = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
+        return "\n".join([f"**{self.summary}**", "", *table, "", f"Conditions, limits and reasons: `{PAGE}`"])
+
     def __str__(self) -> str:
         rows = self.rows()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -157,12 +170,14 @@ def observe(state: State, layers: Layers, notes: Sequence[Note]) -> Findings:
     most. Reads the device back.
     """
     by_layer = _columns(metrics.columns(state, state.layers))
-    by_head = _columns(metrics.columns(state, state.layers.by_head()))
+    of_layers = _numbers(by_layer)
+    of_all_heads = _numbers(_columns(metrics.columns(state, state.layers.by_head())))
     own = state.layers.geometric_mean(state.beta_default).tolist()
+    gains = (state.current_beta / state.beta_default).tolist()
     before, since = state.condition.tolist(), state.condition_since.tolist()
     findings = []
     for index, (name, place) in enumerate(zip(layers, state.ranges, strict=True)):
-        numbers, heads = _numbers(by_layer, index), range(place.heads.start, place.heads.stop)
+        numbers, of_heads = of_layers[index], tuple(of_all_heads[place.heads])
         condition = classify(numbers, Condition(before[index]))
         if condition != before[index]:
             before[index], since[index] = int(condition), state.steps
@@ -172,11 +187,12 @@ def observe(state: State, layers: Layers, notes: Sequence[Note]) -> Findings:
                 condition=condition,
                 since=since[index],
                 numbers=numbers,
-                heads=_differing([classify(_numbers(by_head, head)) for head in heads], condition),
-                max_logit_head=_largest([by_head["max_logit"][head] for head in heads]),
+                heads=_differing([classify(each) for each in of_heads], condition),
                 beta=by_layer["beta"][index],
                 beta_default=own[index],
                 note=notes[index],
+                head_numbers=of_heads,
+                head_gains=tuple(gains[place.heads]),
             )
         )
     state.condition.copy_(torch.tensor(before))
@@ -194,21 +210,17 @@ def _columns(quantities: Mapping[MetricName, torch.Tensor]) -> dict[str, list[fl
     return {str(name): row for name, row in zip(quantities, table, strict=True)}
 
 
-def _numbers(quantities: Mapping[str, Sequence[float]], index: int) -> Numbers:
-    known: dict[str, Any] = {
-        field.name: quantities[field.name][index] for field in fields(Numbers) if field.name in quantities
-    }
-    return Numbers(**known)
+def _numbers(quantities: Mapping[str, Sequence[float]]) -> list[Numbers]:
+    """Make the numbers of every layer, or of every head."""
+    names = [field.name for field in fields(Numbers)]
+    rows = zip(*(quantities[name] for name in names if name in quantities), strict=True)
+    known = [name for name in names if name in quantities]
+    return [Numbers(**dict(zip(known, row, strict=True))) for row in rows]
 
 
 def _differing(conditions: Sequence[Condition], of_layer: Condition) -> dict[Condition, tuple[int, ...]]:
     others = sorted({condition for condition in conditions if condition is not of_layer}, reverse=True)
     return {other: tuple(head for head, found in enumerate(conditions) if found is other) for other in others}
-
-
-def _largest(values: Sequence[float]) -> int:
-    """The index of the largest number; a NaN is the smallest."""
-    return max(range(len(values)), key=lambda index: (values[index] == values[index], values[index]))
 
 
 def _cells(finding: Finding, label: str) -> list[str]:

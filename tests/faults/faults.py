@@ -38,6 +38,17 @@ SCORES = ("tests/unit/measure/test_scores.py",)
 
 FAULTS = [
     # report
+    Fault("betahook/report/history.py", "turned = before * move < 0 or", "turned = before * move < 0 and"),
+    Fault("betahook/report/history.py", "            self._logs *= 2", "            self._logs += 2"),
+    Fault("betahook/report/history.py", "if one.relative_entropy < other", "if one.relative_entropy > other"),
+    Fault("betahook/report/pictures.py", "places = ((flat, FLAT), (", "places = ((1.0, FLAT), ("),
+    Fault("betahook/report/summary.py", "max(measured, key=lambda each", "min(measured, key=lambda each"),
+    Fault(
+        "integrations/tensorboard.py",
+        "before in (None, value)",
+        "True",
+        ("tests/unit/integrations/test_tensorboard.py",),
+    ),
     Fault(
         "betahook/control/search.py",
         "        if direction > 0 and at_bound:",

@@ -1,7 +1,9 @@
 """The pages as TensorBoard itself serves them, over its HTTP interface on loopback."""
 
 import json
-import re
+import logging
+import math
+import os
 import socket
 import subprocess
 import sys
@@ -9,26 +11,39 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from typing import get_args
 
 import pytest
+import torch
 
 import betahook
-from betahook.integrations.tensorboard import HISTOGRAMS, TensorBoardWriter, layout
+from betahook.integrations.tensorboard import CALM, TensorBoardWriter, layout
+from betahook.report.summary import summarise
 from support.models import build, inputs
+
+LAYERS = [f"model.layers.{index}.self_attn" for index in range(11)]
+STEPS = 6
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of three steps, what its hook said of each, and a `fetch` of the pages of a real TensorBoard."""
+    """A run of some steps, what its hook said of each, and a `fetch` of the pages of a real TensorBoard."""
     folder = tmp_path_factory.mktemp("runs")
-    model, batch = build("llama"), inputs("llama")
+    model, batch = build("llama", num_hidden_layers=11), inputs("llama")
     said = []
-    with betahook.attach(model) as hook, TensorBoardWriter(str(folder / "one")) as writer:
-        for step in range(3):
-            model(**batch).loss.backward()
+    with betahook.attach(model) as hook, TensorBoardWriter(str(folder / "one"), quantities="all") as writer:
+        for step in range(STEPS):
+            loss = model(**batch).loss
+            loss.backward()
+            if step == 3:
+                model.model.layers[2].self_attn.q_proj.weight.data[0] = torch.nan
+                model(**batch)
             hook.step()
-            writer.write(hook, step)
-            said.append((hook.metrics(), hook.head_metrics()))
+            writer.write(hook, step, loss=loss.item())
+            said.append((hook.metrics(), hook.findings(), loss.item()))
+            if step == 3:
+                model.model.layers[2].self_attn.q_proj.weight.data[0] = 0.1
+                model.zero_grad()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -40,14 +55,12 @@ def run(tmp_path_factory):
             return json.load(answer)
 
     def loaded():
-        """TensorBoard serves while it still reads; the last event of a run is a histogram of its last step."""
+        """TensorBoard serves while it still reads; the last event of a run is its last picture."""
         try:
-            histograms = fetch(
-                "plugin/histograms/histograms", run="one", tag="sensitivity_by_head/model.layers.1.self_attn"
-            )
+            shown = fetch("plugin/images/images", run="one", tag="attention/at a glance", sample=0)
         except urllib.error.URLError:
             return False
-        return len(histograms) == len(said)
+        return shown[-1]["step"] == STEPS - 1
 
     try:
         deadline = time.monotonic() + 60
@@ -60,44 +73,133 @@ def run(tmp_path_factory):
         server.wait()
 
 
-def test_scalars(run):
-    said, fetch = run
-    assert set(fetch("plugin/scalars/tags")["one"]) == set(said[0][0])
-    for tag in said[0][0]:
-        served = [value for _, _, value in fetch("plugin/scalars/scalars", run="one", tag=tag)]
-        assert served == pytest.approx([metrics[tag] for metrics, _ in said], rel=1e-5)
+def scalars(fetch, tag):
+    return {step: value for _, step, value in fetch("plugin/scalars/scalars", run="one", tag=tag)}
 
 
-def test_histograms_over_heads(run):
+def test_the_summary_of_every_step(run):
     said, fetch = run
-    tags = fetch("plugin/histograms/tags")["one"]
-    differing = set(HISTOGRAMS) - {"beta"}  # which is one for a layer here
-    assert set(tags) == {f"{q}_by_head/model.layers.{i}.self_attn" for q in differing for i in range(2)}
-    for tag in tags:
-        served = fetch("plugin/histograms/histograms", run="one", tag=tag)
-        for (_, _, buckets), (_, heads) in zip(served, said, strict=True):
+    served = {tag for tag in fetch("plugin/scalars/tags")["one"] if tag.startswith("attention/")}
+    assert {tag.removeprefix("attention/") for tag in served} == {"loss"}.union(*(summarise(f) for _, f, _ in said))
+    assert list(scalars(fetch, "attention/loss").values()) == pytest.approx([loss for *_, loss in said])
+    for name in ("max_logit", "lowest_entropy", "layers_healthy"):
+        expected = {step: summarise(found)[name] for step, (_, found, _) in enumerate(said)}
+        assert scalars(fetch, f"attention/{name}") == pytest.approx(expected, rel=1e-5)
+    assert 3 in scalars(fetch, "attention/layers_nonfinite")
+
+
+def test_details_are_in_the_order_of_the_layers(run):
+    said, fetch = run
+    tags = sorted(tag for tag in fetch("plugin/scalars/tags")["one"] if tag.startswith("logit_std/"))
+    assert tags == [f"logit_std/{index:02}" for index in range(11)]
+    for tag, layer in zip(tags, LAYERS, strict=True):
+        expected = {step: metrics.get(f"logit_std/{layer}") for step, (metrics, *_) in enumerate(said)}
+        measured = {step: value for step, value in expected.items() if value is not None}
+        assert scalars(fetch, tag) == pytest.approx(measured, rel=1e-5)
+
+
+def test_beta_is_shown_in_decades_from_the_models_own(run):
+    said, fetch = run
+    metrics = said[-1][0]
+    own = metrics[f"beta/{LAYERS[4]}"] / said[-1][1][4].gain
+    expected = math.log10(metrics[f"beta/{LAYERS[4]}"] / own)
+    assert scalars(fetch, "log10_beta_over_own/04")[STEPS - 1] == pytest.approx(expected, abs=1e-5)
+
+
+def test_constants_come_once_and_flags_when_they_fire(run):
+    _, fetch = run
+    assert len(scalars(fetch, "classic_std/00")) == 1
+    tags = fetch("plugin/scalars/tags")["one"]
+    assert not any(tag.startswith(("exact/", "at_bound/")) for tag in tags)
+    assert scalars(fetch, "nonfinite/02") == {3: 1, 4: 0}
+
+
+def test_histograms_over_all_heads(run):
+    said, fetch = run
+    names = ("logit_std", "keys_share", "max_logit")
+    assert set(fetch("plugin/histograms/tags")["one"]) == {f"attention_heads/{name}" for name in names}
+    for name in names:
+        served = fetch("plugin/histograms/histograms", run="one", tag=f"attention_heads/{name}")
+        for (_, step, buckets), (_, found, _) in zip(served, said, strict=True):
+            values = [getattr(head, name) for layer in found for head in layer.head_numbers]
+            values = [value for value in values if math.isfinite(value)]
             filled = [bucket for bucket in buckets if bucket[2] > 0]
-            values = heads[tag.replace("_by_head", "")]
-            rounding = 1e-6 * values.abs()
-            assert sum(bucket[2] for bucket in filled) == pytest.approx(len(values))
-            assert filled[0][0] <= (values + rounding).min()
-            assert filled[-1][1] >= (values - rounding).max()
+            assert sum(bucket[2] for bucket in filled) == pytest.approx(len(values)), step
+            assert filled[0][0] <= min(values) * (1 + 1e-6)
+            assert filled[-1][1] >= max(values) * (1 - 1e-6)
+
+
+def test_the_picture_and_the_findings(run):
+    said, fetch = run
+    shown = fetch("plugin/images/images", run="one", tag="attention/at a glance", sample=0)
+    assert [each["step"] for each in shown] == [0, 1, 2, 4, 5]
+    (tag,) = fetch("plugin/text/tags")["one"]
+    text = fetch("plugin/text/text", run="one", tag=tag)
+    assert said[-1][1].summary in text[-1]["text"].replace("&#39;", "'")
+    assert all(f"<td>{index}</td>" in text[-1]["text"] for index in range(len(LAYERS)))
 
 
 def test_every_chart_of_the_layout_finds_its_tags(run):
-    _, fetch = run
+    said, fetch = run
     served = fetch("plugin/custom_scalars/layout")
+    names = {key.split("/")[0] for key in said[0][0]}
+    measured = [name for name in get_args(betahook.MetricName) if name in names]
     titles = {category["title"]: [chart["title"] for chart in category["chart"]] for category in served["category"]}
-    names = [f"model.layers.{index}.self_attn" for index in range(2)]
-    assert titles == {category: list(charts) for category, charts in layout(names).items()}
+    assert titles == {category: list(charts) for category, charts in layout(measured).items()}
+    assert titles["at a glance"][:3] == ["loss", "largest logit", "lowest entropy of a layer (nats)"]
     for category in served["category"]:
         for chart in category["chart"]:
             for pattern in chart["multiline"]["tag"]:
                 answer = fetch("plugin/custom_scalars/scalars", run="one", tag=pattern)
                 assert answer["regex_valid"]
                 assert answer["tag_to_events"], f"{chart['title']}: nothing matches {pattern}"
+                assert len({tag.split("/")[0] for tag in answer["tag_to_events"]}) == 1
 
 
-def test_a_chart_of_one_layer_does_not_match_a_longer_name():
-    charts = layout(["layers.1", "layers.10"])["score std: measured against predicted"]
-    assert all(re.match(pattern, "score_std/layers.10") is None for pattern in charts["layers.1"][1])
+def written(folder):
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def test_few_bytes_between_pictures(tmp_path):
+    model = build("llama", num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=8, hidden_size=64)
+    with betahook.attach(model) as hook, TensorBoardWriter(str(tmp_path)) as writer:
+        sizes = []
+        for step in range(9):
+            model(**inputs("llama")).loss.backward()
+            hook.step()
+            writer.write(hook, step, loss=1.0)
+            sizes.append(written(tmp_path))
+    drawn = {0, 1, 2, 4, 6}  # after 1, 2, 3, 5 and 7 logs
+    grown = {step: sizes[step] - sizes[step - 1] for step in range(1, 9)}
+    assert max(size for step, size in grown.items() if step not in drawn) < 20_000
+    assert all((size > 20_000) is (step in drawn) for step, size in grown.items())
+    assert written(tmp_path) > sizes[-1] + 20_000  # the last picture
+
+
+def test_without_matplotlib_there_is_one_warning_and_no_picture(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    caplog.set_level(logging.WARNING, "betahook.integrations.tensorboard")
+    model = build("llama")
+    with betahook.attach(model) as hook, TensorBoardWriter(str(tmp_path)) as writer:
+        for step in range(3):
+            model(**inputs("llama")).loss.backward()
+            hook.step()
+            writer.write(hook, step)
+    (record,) = caplog.records
+    assert record.getMessage() == "no picture in TensorBoard: pictures need matplotlib: pip install matplotlib"
+    assert os.listdir(tmp_path)
+
+
+def test_an_unknown_quantity_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"quantities must be \"all\" or names of metrics.*got \['logit_sdt'\]"):
+        TensorBoardWriter(str(tmp_path), quantities=["logit_sdt"])
+    assert not os.listdir(tmp_path)
+
+
+def test_the_layout_has_no_chart_that_stays_empty():
+    assert list(layout(with_loss=False)) == ["at a glance"]
+    assert "loss" not in layout(with_loss=False)["at a glance"]
+    assert set(layout(["max_logit", "beta", *CALM])["by layer"]) == {
+        "max_logit by layer",
+        "log10_beta_over_own by layer",
+    }

@@ -20,7 +20,18 @@ NOTHING = Note()
 
 def finding(layer, condition=Condition.HEALTHY, since=1, heads=None, max_logit=8.0, note=NOTHING):
     numbers = Numbers(0.0, max_logit, 2.0, math.log(20), math.log(100))
-    return Finding(f"model.layers.{layer}.attn", condition, since, numbers, heads or {}, 3, 0.5, 0.25, note)
+    return Finding(
+        f"model.layers.{layer}.attn",
+        condition,
+        since,
+        numbers,
+        heads or {},
+        0.5,
+        0.25,
+        note,
+        (numbers,) * 8,
+        (2.0,) * 8,
+    )
 
 
 def forward_and_step(model, hook):

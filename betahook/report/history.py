@@ -1,0 +1,107 @@
+"""History of the findings of a run, for pictures of layer by step: bounded, however long the run.
+
+A writer keeps one and adds the findings of every log. No checkpoint holds it: that of a resumed run begins anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from betahook.report.conditions import Numbers
+from betahook.report.findings import Findings
+
+COLUMNS = 64
+"""Most columns that are kept; beyond it, neighbours are merged."""
+
+TURN = 0.75
+"""A move that is smaller than this share of the one before has turned back, even if twice between two logs."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One or several logs, merged.
+
+    Attributes:
+        first: step of its first log.
+        last: step of its last log.
+        logs: number of them.
+        numbers: of each layer, the sharpest of these logs.
+        gains: beta over the model's own, of each layer, at the last log.
+        phases: of the controller, as words, at the last log.
+        turns: 1 or -1 where beta turned back, upwards or downwards; else 0.
+    """
+
+    first: int
+    last: int
+    logs: int
+    numbers: tuple[Numbers, ...]
+    gains: tuple[float, ...]
+    phases: tuple[str, ...]
+    turns: tuple[int, ...]
+
+    def merge(self, later: Column) -> Column:
+        """Put a later column to this one."""
+        return replace(
+            later,
+            first=self.first,
+            logs=self.logs + later.logs,
+            numbers=tuple(_sharper(*pair) for pair in zip(self.numbers, later.numbers, strict=True)),
+            turns=tuple(new or old for old, new in zip(self.turns, later.turns, strict=True)),
+        )
+
+
+class History:
+    """Columns of equal numbers of logs, the last perhaps of fewer.
+
+    Attributes:
+        columns: from old to new.
+        latest: the findings that were added last; None before.
+    """
+
+    def __init__(self, limit: int = COLUMNS) -> None:
+        self.columns: list[Column] = []
+        self.latest: Findings | None = None
+        self._limit = limit
+        self._logs = 1
+        self._moves: list[float] = []
+
+    def add(self, findings: Findings, step: int) -> None:
+        """Add the findings of a log at `step`, the step of the run that its other charts use."""
+        column = Column(
+            step,
+            step,
+            1,
+            tuple(finding.numbers for finding in findings),
+            tuple(finding.gain for finding in findings),
+            tuple(finding.note.phase_name for finding in findings),
+            self._turns(findings),
+        )
+        self.latest = findings
+        if self.columns and self.columns[-1].logs < self._logs:
+            self.columns[-1] = self.columns[-1].merge(column)
+            return
+        self.columns.append(column)
+        if len(self.columns) > self._limit:
+            pairs = [self.columns[index : index + 2] for index in range(0, len(self.columns), 2)]
+            self.columns = [pair[0].merge(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
+            self._logs *= 2
+
+    def _turns(self, findings: Findings) -> tuple[int, ...]:
+        moves = [finding.note.move for finding in findings]
+        before = self._moves or moves
+        turns = [_turned(*pair) for pair in zip(before, moves, strict=True)]
+        self._moves = [new or old for old, new in zip(before, moves, strict=True)]
+        return tuple(turns)
+
+
+def _turned(before: float, move: float) -> int:
+    """Tell if a search turned back between two moves: the sign of the new one if it did, else 0."""
+    turned = before * move < 0 or (before * move > 0 and abs(move) < TURN * abs(before))
+    return (1 if move > 0 else -1) if turned else 0
+
+
+def _sharper(one: Numbers, other: Numbers) -> Numbers:
+    """The numbers with the lower entropy, and the larger of the logits; those measured, if the others were not."""
+    kept = one if one.relative_entropy < other.relative_entropy or other.entropy != other.entropy else other
+    largest = max((each.max_logit for each in (one, other) if each.max_logit == each.max_logit), default=kept.max_logit)
+    return replace(kept, max_logit=largest)

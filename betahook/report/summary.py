@@ -1,0 +1,47 @@
+"""The few numbers that say how a whole model does, from its findings: what trackers show first."""
+
+from __future__ import annotations
+
+import math
+
+from betahook.report.conditions import Condition
+from betahook.report.findings import Finding, Findings
+
+ALWAYS = (Condition.HEALTHY, Condition.FLAT, Condition.SHARP, Condition.ONE_KEY)
+"""Conditions whose share is reported in every log; the others are flags, reported when they fire."""
+
+
+def summarise(findings: Findings) -> dict[str, float]:
+    """Return names to numbers.
+
+    `layers_flat` and the like are the share of the layers in a condition; `max_logit` is the largest of all,
+    `max_logit_layer` and `max_logit_head` its place; `lowest_entropy` that of the sharpest layer, in nats;
+    `log10_beta_over_own_lowest` and `_highest` the range of beta over the model's own, in decades. What was not
+    measured is left out.
+    """
+    counts, measured = findings.counts, [each for each in findings if each.condition is not Condition.UNMEASURED]
+    shares = {
+        f"layers_{condition.name.lower()}": counts.get(condition, 0) / len(findings)
+        for condition in Condition
+        if condition in ALWAYS or condition in counts
+    }
+    entropies = [each.numbers.entropy for each in measured if each.numbers.entropy >= 0]
+    gains = [math.log10(gain) for each in findings for gain in each.head_gains if gain > 0]
+    return {
+        **shares,
+        **_largest(findings, [each for each in measured if each.numbers.max_logit >= 0]),
+        **({"lowest_entropy": min(entropies)} if entropies else {}),
+        **({"log10_beta_over_own_lowest": min(gains), "log10_beta_over_own_highest": max(gains)} if gains else {}),
+    }
+
+
+def _largest(findings: Findings, measured: list[Finding]) -> dict[str, float]:
+    """The largest logit and its place, both counted from 0."""
+    if not measured:
+        return {}
+    largest = max(measured, key=lambda each: each.numbers.max_logit)
+    return {
+        "max_logit": largest.numbers.max_logit,
+        "max_logit_layer": float(findings.index(largest)),
+        "max_logit_head": float(largest.max_logit_head),
+    }
