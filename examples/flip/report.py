@@ -1,7 +1,12 @@
-"""The table and the plot of the flip results."""
+"""The tables and the plot of the flip results; run as a script, the tables of the README from the published runs.
+
+python examples/flip/report.py
+"""
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -53,6 +58,42 @@ def relevant_beta(row: Row, column: str) -> float | None:
     return row.beta if column in ("paper", "scaled-init") else None
 
 
+PUBLISHED = Path(__file__).with_name("results.jsonl.gz")
+"""The runs of the README, one a line, as `run.py` writes them."""
+
+
+def published() -> list[Result]:
+    """Read the published runs."""
+    with gzip.open(PUBLISHED, "rt") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def markdown(results: Iterable[Result]) -> list[str]:
+    """The table of the README: a line for each row, column and beta of the paper, with its seeds in their order."""
+    cells: dict[tuple[str, str, float | None], list[Result]] = defaultdict(list)
+    for result in results:
+        cells[result["row"], result["column"], result["paper_beta"]].append(result)
+    lines = ["| row | column | mean | each seed | seeds | reached 95 % | final β | runs per seed |", "|" + "---|" * 8]
+    for (row, column, beta), found in sorted(
+        cells.items(), key=lambda cell: (cell[0][0] != "100/20/15000", cell[0][0])
+    ):
+        accuracies = [100 * result["accuracy"] for result in found]
+        name = f"`{column}`" + ("" if beta is None or column != "paper" else f" (β = {beta:g})")
+        reached = sum(result["steps_to_95"] is not None for result in found)
+        fields = (
+            row,
+            name,
+            f"{sum(accuracies) / len(found):.1f} %",
+            " ".join(f"{accuracy:.1f}" for accuracy in accuracies),
+            " ".join(str(result["seed"]) for result in found),
+            f"{reached} of {len(found)}",
+            f"{sum(result['beta'] for result in found) / len(found):.2g}",
+            f"{sum(result.get('runs', 1) for result in found) / len(found):g}",
+        )
+        lines.append(f"| {' | '.join(fields)} |")
+    return lines
+
+
 def percent(share: float | None) -> str:
     return "no number" if share is None else f"{100 * share:.2f} %"
 
@@ -80,3 +121,7 @@ def draw(row: Row, results: Iterable[Result], path: Path) -> None:
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+if __name__ == "__main__":
+    print("\n".join(markdown(published())))

@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "flip"
 def flip(monkeypatch):
     """The modules of the example, which run from their own folder."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    names = ("model", "task", "report", "runs", "run")
+    names = ("model", "task", "report", "runs", "run", "start")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield {name: importlib.import_module(name) for name in names}
@@ -102,3 +102,27 @@ def test_the_procedure_searches_by_validation_accuracy(flip, monkeypatch):
 def test_scaled_initialisation_starts_with_the_logits_of_the_paper_beta(flip):
     run = flip["run"].COLUMNS["scaled-init"][1](flip["task"].TABLE_1[0], 0)
     assert run.init_scale**2 / math.sqrt(20) == pytest.approx(5.0)
+
+
+def test_the_published_runs_make_the_table_of_the_example(flip):
+    lines = flip["report"].markdown(flip["report"].published())
+    assert len(lines) > 15
+    page = (FOLDER / "README.md").read_text().splitlines()
+    assert [line for line in lines if line not in page] == []
+
+
+def test_the_published_runs_are_those_of_the_readme(flip):
+    readme = (FOLDER.parents[1] / "README.md").read_text()
+    seeds = (7, 1, 2, 3, 4)
+    for column in ("plain", "paper", "variance-weights", "decades", "betahook"):
+        found = [r for r in flip["report"].published() if (r["row"], r["column"]) == ("100/20/15000", column)]
+        accuracies = [100 * next(r["accuracy"] for r in found if r["seed"] == seed) for seed in seeds]
+        each = " ".join(f"{accuracy:.1f}" for accuracy in accuracies)
+        mean = f"{sum(accuracies) / len(seeds):.1f} %"
+        assert any(each in line and mean in line for line in readme.splitlines()), column
+
+
+def test_the_scores_start_far_below_the_std_that_the_assumptions_give(flip):
+    start = flip["start"].start_std
+    assert start(0, layer_norm=False, unfused=False) < 1.2
+    assert 2 < start(0, layer_norm=True, unfused=True) < 20**0.5
