@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -65,6 +65,28 @@ CONTROLLERS = {
     "uniform": Treatment(beta=1e-6),  # shows what attention is worth
 }
 """Treatments that every task offers, besides `BEST_FIXED`."""
+
+
+def written(text: str) -> list[Controller]:
+    """Make the controllers of a text such as "Search(rise_decades=0.5), Cap(30)".
+
+    Raises:
+        ValueError: the text is no such list.
+    """
+    names = {kind.__name__: kind for kind in (Cap, Decades, Gradient, Monitor, Search, Variance)}
+    try:
+        made = eval(f"[{text}]", {"__builtins__": {}}, names)
+    except (SyntaxError, NameError, TypeError) as error:
+        raise ValueError(f"expected controllers such as Search(window=5), Cap(30); got {text} ({error})") from error
+    if not made or not all(isinstance(rule, Controller) for rule in made):
+        raise ValueError(f"expected controllers such as Search(window=5), Cap(30); got {text}")
+    return list(made)
+
+
+def treatment(name: str, offered: Mapping[str, Treatment]) -> Treatment:
+    """Return a treatment by its name, or that of controllers as they are written."""
+    return offered[name] if name in offered else Treatment(lambda: written(name))
+
 
 BEST_FIXED = "best-fixed"
 """The best constant beta of a search over whole runs, at the cost of all of them."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import neighbours  # noqa: F401
-from controllers import BEST_FIXED, Treatment
+from controllers import BEST_FIXED, Treatment, treatment, written
 from language_model import positive
 from runs import Result, Results, best_fixed, execute
 from tasks import TASKS, Settings
@@ -33,7 +33,7 @@ def measure(identity: dict[str, Any], settings: Settings) -> Result:
             lambda factor: task.train(Treatment(beta=factor), rate, seed, settings), score="loss", mode="min"
         )
     else:
-        result = task.train(task.controllers[identity["controller"]], rate, seed, settings)
+        result = task.train(treatment(identity["controller"], task.controllers), rate, seed, settings)
     return {**result, **identity}
 
 
@@ -45,8 +45,9 @@ def plan(options: argparse.Namespace) -> Iterable[tuple[dict[str, Any], Settings
         offered = {**{name: str(treatment) for name, treatment in task.controllers.items()}, BEST_FIXED: "BetaSearch"}
         for rate in options.rates or task.rates:
             for seed in options.seeds:
-                for controller in matching(options.controllers, offered):
-                    values = (name, controller, offered[controller], rate, seed, steps)
+                for controller in [*matching(options.controllers, offered), *options.rules]:
+                    rule = offered.get(controller) or str(treatment(controller, task.controllers))
+                    values = (name, controller, rule, rate, seed, steps)
                     yield dict(zip(IDENTITY, values, strict=True)), Settings(steps, options.output)
 
 
@@ -73,6 +74,9 @@ def main(arguments: list[str] | None = None) -> None:
         metavar="GLOB",
         help=f"{', '.join([*controllers, BEST_FIXED])}; where a task offers them",
     )
+    parser.add_argument(
+        "--rules", nargs="+", default=[], metavar="CODE", help='controllers as they are written: "Search(rise=False)"'
+    )
     parser.add_argument("--rates", nargs="+", type=float, help="learning rates (default: the task's)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument(
@@ -87,6 +91,11 @@ def main(arguments: list[str] | None = None) -> None:
         for pattern in getattr(options, option):
             if not matching([pattern], names):
                 parser.error(f"--{option}: {pattern} matches none of {', '.join(names)}")
+    for rule in options.rules:
+        try:
+            written(rule)
+        except ValueError as error:
+            parser.error(f"--rules: {error}")
     runs = {tuple(identity.values()): (identity, settings) for identity, settings in plan(options)}
     if not runs:
         parser.error("no run has such a task and such a controller")

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import betahook
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = (
     *("neighbours", "controllers", "training", "tasks", "run", "procedure", "report"),
@@ -426,3 +428,19 @@ def test_a_trial_of_the_procedure_trains(study, tmp_path):
     assert (result["strings"], result["row"], result["beta"]) == (128, "4/6/128", 1.0)
     assert trials.used == {(128, 1.0): result}
     assert trials(128, None)["beta"] == pytest.approx(6**-0.5 / 10**0.5)  # ten steps, all of them in the warm-up
+
+
+def test_a_controller_as_it_is_written_is_a_treatment(study, fake, tmp_path, capsys):
+    arguments = ["--tasks", "finetune", "--rates", "1e-2", "--output", str(tmp_path), "--rules"]
+    study["run"].main([*arguments, "Search(rise=False), Cap(30)"])
+    assert [call[0] for call in fake if call[0].startswith("[Search(rise=False), Cap(threshold=30)]")]
+    with pytest.raises(SystemExit):
+        study["run"].main([*arguments, "Search("])
+    assert "--rules: expected controllers such as" in capsys.readouterr().err
+    controllers = study["controllers"]
+    made = controllers.treatment("Search(rise=False), Cap(30)", controllers.CONTROLLERS)
+    assert made.rule() == [betahook.Search(rise=False), betahook.Cap(30)]
+    assert controllers.treatment("cap", controllers.CONTROLLERS) is controllers.CONTROLLERS["cap"]
+    for text in ("Search(", "Nothing()", "1", "Search(speed=1)", "__import__('os')"):
+        with pytest.raises(ValueError, match="expected controllers such as"):
+            controllers.written(text)
