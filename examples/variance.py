@@ -29,6 +29,7 @@ HEAD_DIMS = (2, 4, 8, 16, 32, 64, 128, 256, 512)  # of the plot, at PLOT_TOKENS 
 PLOT_TOKENS = 64
 CASE_HEAD_DIM = 64
 CASE_PAIRS = 100_000
+LARGE = (1111, 111)  # of one draw whose own moments go into the formula
 PUZZLE = 1.6  # the sample variance of scaled 2x2 scores that looks like a mistake
 QUANTILES = (0.05, 0.5, 0.95)
 
@@ -207,6 +208,17 @@ def case_table(cases: Sequence[Case], results: Sequence[Measured]) -> str:
     return "\n".join(lines)
 
 
+def large_text(tokens: int, head_dim: int, seed: int) -> str:
+    """One large draw: its variance, that of the product formula from its own moments, and `d_k`."""
+    query, key = normal_pair(tokens, head_dim, Generator().manual_seed(seed))
+    own = Case("the draw itself", query.mean(0), query.var(0), key.mean(0), key.var(0))
+    variance = score_moments(query, key)[1].item()
+    return (
+        f"One draw of {tokens}x{head_dim}: variance {variance:.2f}, by the formula from the draw's own means and\n"
+        f"variances {own.formula.item():.2f}, by the textbook {own.naive.item():.0f}."
+    )
+
+
 def plot(
     path: Path, growth: dict[int, Tensor], puzzle: Tensor, cases: Sequence[Case], results: Sequence[Measured]
 ) -> None:
@@ -285,6 +297,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cases, generator = make_cases(CASE_HEAD_DIM), Generator().manual_seed(options.seed)
     results = [measure(draw_scores(case, CASE_PAIRS, generator)) for case in cases]
     print(case_table(cases, results), end="\n\n")
+    print(large_text(*LARGE, options.seed), end="\n\n")
 
     growth = {d: draw_moments(PLOT_TOKENS, d, options.draws, options.seed)[1] for d in HEAD_DIMS}
     plot(options.output, growth, moments[2, 2][1] / 2, cases, results)

@@ -197,6 +197,13 @@ def test_size_table_holds_first_draw_theory_and_spread(variance):
     assert cells[3] == ["1.000", "0.550", "1.000", "1.450", "0.707", f"{variance.spread(3, 4):.3f}"]
 
 
+def test_a_large_draw_has_the_variance_that_its_own_moments_predict(variance):
+    words = variance.large_text(1111, 111, 0).replace(",", "").split()
+    measured, formula = (float(words[words.index(word) + 1].rstrip(".")) for word in ("variance", "variances"))
+    assert formula == pytest.approx(measured, rel=0.01)
+    assert words[-1] == "111."
+
+
 def test_case_table_turns_variances_into_betas(variance):
     cases = variance.make_cases(64)[1:2]
     lines = variance.case_table(cases, [variance.Measured(100.0, 0.5)]).splitlines()
