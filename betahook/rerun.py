@@ -58,6 +58,18 @@ def random_state_kept(hook: Hooked) -> Iterator[None]:
 
 def run_model(hook: Hooked) -> list[Tensor]:
     """The floating-point tensors that the last call returns when it runs again, without a cache."""
+    return [tensor.clone() for tensor in tensors(_output(hook))]  # one of them may be a weight
+
+
+def loss(hook: Hooked) -> Tensor:
+    """The loss that the last call returns when it runs again, a scalar; NaN where it returns none, or had no input."""
+    output = None if hook.last_call.input is None else _output(hook)
+    found = output.get("loss") if type(output) is dict else getattr(output, "loss", None)
+    device = next(hook.model.parameters()).device
+    return found.detach().mean().float() if isinstance(found, Tensor) else torch.full((), math.nan, device=device)
+
+
+def _output(hook: Hooked) -> Any:
     module, given = hook.last_call.module, hook.last_call.input
     assert given is not None
     args, kwargs = given
@@ -65,8 +77,7 @@ def run_model(hook: Hooked) -> list[Tensor]:
     with random_state_kept(hook):
         # One that is given twice stays the same: `nn.MultiheadAttention` asks if its query is its key.
         fresh = {id(value): _fresh(value) for value in (*args, *kwargs.values())}
-        output = module(*(fresh[id(x)] for x in args), **{name: fresh[id(x)] for name, x in kwargs.items()})
-        return [tensor.clone() for tensor in tensors(output)]  # one of them may be a weight
+        return module(*(fresh[id(x)] for x in args), **{name: fresh[id(x)] for name, x in kwargs.items()})
 
 
 def _fresh(value: Any) -> Any:

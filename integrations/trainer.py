@@ -15,7 +15,9 @@ from transformers.trainer_callback import CallbackHandler
 
 from betahook import checkpoint, options
 from betahook.hook import Hook, attach, hooks_of
+from betahook.keep import transition
 from betahook.keep.folding import FoldError, fold
+from betahook.keep.transition import Unfinished
 from betahook.options import ControllerChoice, LayerChoice
 from betahook.report.alerts import Alerts
 
@@ -62,6 +64,8 @@ class BetaHookCallback(TrainerCallback):
         hook: a hook that is attached to the model already, instead of these options.
         on_end: "fold", as above; where a layer has no exact fold, the hook stays and a warning says why. "keep" leaves
             the model hooked, with its beta, for you to `fold` or `detach`.
+        unfinished: which beta is folded where training ends while a controller is still bringing it to where it wants
+            it, see `betahook.fold`; a warning says which it was.
 
     Attributes:
         hook: the hook, set when training begins; None before, unless it was given.
@@ -82,6 +86,7 @@ class BetaHookCallback(TrainerCallback):
         alerts: Alerts | None = None,
         hook: Hook | None = None,
         on_end: Literal["fold", "keep"] = "fold",
+        unfinished: Unfinished = "better",
     ) -> None:
         self._options: dict[str, Any] = {
             "controller": controller,
@@ -101,7 +106,9 @@ class BetaHookCallback(TrainerCallback):
         self.hook = hook
         self._given = hook
         self._is_training = False
+        transition.check(unfinished)
         self._on_end = on_end
+        self._unfinished = unfinished
         self._reports: Reports | None = None
         self._handler: CallbackHandler | None = None  # set by `watch`
 
@@ -192,7 +199,7 @@ class BetaHookCallback(TrainerCallback):
             kwargs["optimizer"].eval()  # a schedule-free one trains other weights than those that it ends with
         if self._on_end == "fold" and self.hook.attached:
             try:
-                fold(self.hook)
+                fold(self.hook, unfinished=self._unfinished)
             except FoldError as error:
                 logger.warning("%s. A model that is saved now needs betahook to act as it was trained.", error)
         if not self.hook.attached:

@@ -5,22 +5,22 @@ Reads as refuse, find the exact places, write, detach. Until the whole model is 
 
 from __future__ import annotations
 
-import logging
+from contextlib import ExitStack
 
 import torch
 from torch import nn
 
 from betahook.hook import Hook, hooks_of
+from betahook.keep import transition
 from betahook.keep.refusals import FoldError, Plan, refuse
+from betahook.keep.transition import Unfinished
 from betahook.keep.verification import exact_places
 
 __all__ = ["FoldError", "fold"]
 
-logger = logging.getLogger(__name__)
-
 
 @torch.no_grad()
-def fold(model: nn.Module | Hook) -> None:
+def fold(model: nn.Module | Hook, *, unfinished: Unfinished = "keep") -> None:
     """Bake the current beta of a hooked model into its weights and detach: a plain model with the same outputs.
 
     Checks itself before anything is written for good: the model runs again, at least twice, on the input of its last
@@ -28,28 +28,32 @@ def fold(model: nn.Module | Hook) -> None:
     so must the model, in every floating-point tensor that it returns; where only a part of it was ever called, that is
     `hook.last_call.module`. A use of a query weight that this does not run, as in a loss outside of it, is not seen.
 
-    Warns where a controller was still bringing beta to where it wants it.
-
     Args:
         model: a hooked model, or its hook.
+        unfinished: which beta to fold where training ended while a controller was still bringing it to where it wants
+            it, as in the first 200 batches of a fresh model under `Search`. "keep": the one in force; "own": the
+            model's own, which leaves the weights as they are; "better": that of the two which has the lower loss on the
+            input of the last forward, the one in force if the model returns no loss (with several ranks, all must
+            call). A warning says which it was.
 
     Raises:
         FoldError: a layer has no exact fold, something else uses its weights, they would not be finite, or the model
             does not run again. Nothing is changed, the hook stays attached.
-        ValueError: the model is not hooked, or has several hooks.
+        ValueError: the model is not hooked, or has several hooks; or `unfinished` is none of these.
         TypeError: `model` is neither a module nor a hook.
     """
     hook = model if isinstance(model, Hook) else _only_hook(model)
     if not hook.attached:
         raise ValueError("fold() on a detached hook: beta is the model's own, there is nothing to fold")
-    gains = {layer: layer.current_gain.double() for layer in hook.layers.values()}
-    changed = {layer: gain for layer, gain in gains.items() if bool((gain != 1).any())}  # NaN is no 1 either
-    plan = Plan(hook, hook.model if isinstance(model, Hook) else model, changed)
-    refuse(plan)
-    for layer, place in exact_places(plan).items():
-        place.write(place.scaled(plan.gains[layer]))
-    _warn_of_transition(hook)
-    hook.detach()
+    with ExitStack() as undo:
+        transition.choose(hook, unfinished, undo)
+        gains = {layer: layer.current_gain.double() for layer in hook.layers.values()}
+        changed = {layer: gain for layer, gain in gains.items() if bool((gain != 1).any())}  # NaN is no 1 either
+        plan = Plan(hook, hook.model if isinstance(model, Hook) else model, changed)
+        refuse(plan)
+        for layer, place in exact_places(plan).items():
+            place.write(place.scaled(plan.gains[layer]))
+        hook.detach()
 
 
 def _only_hook(model: nn.Module) -> Hook:
@@ -63,14 +67,3 @@ def _only_hook(model: nn.Module) -> Hook:
             f"{type(model).__name__} has {len(hooks)} hooks, of parts of it: fold each, betahook.fold(hook)"
         )
     return hooks.pop()
-
-
-def _warn_of_transition(hook: Hook) -> None:
-    """Say so where training ended before a controller had found its beta."""
-    if hook.in_transition:
-        logger.warning(
-            "fold() after %d steps, in the warm-up or the rise of %s, while beta is on its way: train for some hundred "
-            "steps more, or without a rise, Search(rise=False)",
-            hook.steps,
-            hook.controllers,
-        )

@@ -255,7 +255,13 @@ FAULTS = [
     Fault("betahook/rerun.py", 'stack.callback(setattr, module, "training", True)', "pass", VERIFICATION),
     Fault("betahook/rerun.py", "alike = (x == y) | (x.isnan() & y.isnan())", "alike = x == y", VERIFICATION),
     Fault("betahook/keep/folding.py", "    hook.detach()\n", ""),
-    Fault("betahook/keep/folding.py", "    _warn_of_transition(hook)\n    hook", "    hook"),
+    Fault("betahook/keep/folding.py", "transition.choose(hook, unfinished, undo)", "pass"),
+    Fault(
+        "betahook/keep/transition.py",
+        "losses[1] <= losses[0]",
+        "losses[1] >= losses[0]",
+        ("tests/unit/keep/test_folding.py",),
+    ),
     Fault(
         "betahook/keep/restoring.py",
         'controller=controller or "monitor"',

@@ -119,6 +119,58 @@ def test_a_fold_before_the_search_says_so(rise, caplog):
     assert ["fold() after 2 steps, in the warm-up or the rise of" in message for message in messages] == [True] * rise
 
 
+def opening(worse):
+    """A fresh model in its opening; the loss on the last batch is lower with beta in force, or not."""
+    model, batch = build("llama"), inputs("llama")
+    hook = betahook.attach(model)
+    for _ in range(2):
+        model(**batch).loss.backward()
+        hook.step()
+    model.eval()
+    factors = (1.0, 0.01, 100.0)
+    losses = {}
+    for factor in factors:
+        for layer in hook.layers.values():
+            layer.beta = factor * layer.beta_default
+        losses[factor] = model(**batch).loss.item()
+    chosen = (max if worse else min)(factors[1:], key=losses.get)
+    assert (losses[chosen] > losses[1.0]) is worse
+    for layer in hook.layers.values():
+        layer.beta = chosen * layer.beta_default
+    assert hook.in_transition
+    return model, batch, losses[1.0], losses[chosen]
+
+
+@pytest.mark.parametrize("worse", [True, False])
+@pytest.mark.parametrize("unfinished", ["keep", "own", "better"])
+def test_an_unfinished_beta_is_folded_by_choice(unfinished, worse, caplog):
+    model, batch, own, in_force = opening(worse)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    betahook.fold(model, unfinished=unfinished)
+    takes_own = unfinished == "own" or (unfinished == "better" and worse)
+    assert model(**batch).loss.item() == pytest.approx(own if takes_own else in_force, rel=1e-5)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items()) is takes_own
+    assert ("it folds the model's own beta" in caplog.text) is takes_own
+    assert ("it folds the beta in force" in caplog.text) is not takes_own
+    assert ("on the last batch" in caplog.text) is (unfinished == "better")
+
+
+def test_without_a_loss_to_judge_by_the_beta_in_force_is_folded(caplog):
+    model, batch, _, _ = opening(worse=True)
+    del batch["labels"]
+    expected = model(**batch).logits
+    betahook.fold(model, unfinished="better")
+    torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+    assert "it folds the beta in force. Train" in caplog.text
+
+
+def test_a_choice_that_is_none():
+    with betahook.attach(build("llama")) as hook:
+        with pytest.raises(ValueError, match=r'unfinished must be "keep", "own" or "better"; got .best'):
+            betahook.fold(hook, unfinished="best")
+        assert hook.attached
+
+
 def test_only_models_and_hooks_are_folded():
     with pytest.raises(TypeError, match=r"fold\(\) takes a hooked model or its hook; got str"):
         betahook.fold("model")

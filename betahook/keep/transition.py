@@ -1,0 +1,66 @@
+"""The beta that is folded where training ended while a controller was still bringing it to where it wants it.
+
+`fold` calls `choose` before anything else.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from typing import Literal
+
+import torch
+
+from betahook import rerun
+from betahook.hook import Hook
+from betahook.measure.statistics import is_distributed
+
+Unfinished = Literal["keep", "own", "better"]
+
+logger = logging.getLogger(__name__)
+
+
+def check(choice: str) -> None:
+    """Refuse a choice that is none.
+
+    Raises:
+        ValueError: it is not one of `Unfinished`.
+    """
+    if choice not in ("keep", "own", "better"):
+        raise ValueError(f'unfinished must be "keep", "own" or "better"; got {choice!r}')
+
+
+def choose(hook: Hook, choice: Unfinished, undo: ExitStack) -> None:
+    """Let the chosen beta act in all layers until `undo` is closed, if beta is on its way, and say which it is."""
+    check(choice)
+    if not hook.in_transition:
+        return
+    losses = _losses(hook) if choice == "better" else (torch.nan, torch.nan)
+    own = choice == "own" or losses[1] <= losses[0]
+    if own:
+        _let_own_act(hook, undo)
+    compared = f" (loss {losses[int(own)]:.4g} on the last batch, the other one {losses[int(not own)]:.4g})"
+    logger.warning(
+        "fold() after %d steps, in the warm-up or the rise of %s, while beta is on its way: it folds %s%s. Train for "
+        "some hundred steps more, or without a rise, Search(rise=False)",
+        hook.steps,
+        hook.controllers,
+        "the model's own beta, which leaves the weights as they are" if own else "the beta in force",
+        compared if losses[0] == losses[0] else "",
+    )
+
+
+def _let_own_act(hook: Hook, undo: ExitStack) -> None:
+    for layer in hook.layers.values():
+        undo.enter_context(layer.acting(torch.ones_like(layer.current_gain)))
+
+
+def _losses(hook: Hook) -> tuple[float, float]:
+    """The loss with the beta in force and with the model's own, over all ranks; NaN where the model returns none."""
+    with rerun.without_side_effects(hook), ExitStack() as undo:
+        in_force = rerun.loss(hook)
+        _let_own_act(hook, undo)
+        losses = torch.stack([in_force, rerun.loss(hook)])
+    if is_distributed():
+        torch.distributed.all_reduce(losses)
+    return float(losses[0]), float(losses[1])

@@ -1,0 +1,37 @@
+"""The code and the names on the pages of the documentation: it runs, and they are those of the package."""
+
+import re
+from pathlib import Path
+
+import torch
+
+import betahook
+from betahook.models import families
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "YOUR_ATTENTION.md").read_text()
+
+
+def test_the_attention_of_the_page_is_measured_and_folded():
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names = {}
+    exec(code, names)
+    model, hook = names["model"], names["hook"]
+    with hook:
+        x = torch.randn(2, 12, 64)
+        model(x).sum().backward()
+        hook.step()
+        (layer,) = hook.layers.values()
+        assert (layer.heads, layer.head_dim) == (4, 16)
+        assert layer.weight_std_q > 0
+        layer.beta = 2 * layer.beta_default
+        expected = model(x)
+        betahook.fold(model)
+    torch.testing.assert_close(model(x), expected)
+    betahook.attach(model, controller=betahook.Clip()).detach()
+
+
+def test_the_page_has_every_name_that_is_known():
+    names = {*families.HEADS, *families.HEAD_DIM, *families.FUSED, *families.QUERY_CLIPS}
+    names |= {name for pair in families.SEPARATE for name in pair} | {"q_norm", "k_norm", "query_norm", "key_layernorm"}
+    assert sorted(name for name in names if f"`{name}`" not in PAGE) == []
