@@ -149,9 +149,9 @@ def apply(
         ValueError: an update returned a memory with other names than `start`.
     """
     measured = observation.statistics.finite & (observation.statistics.count > 0)
-    known = observation.beta_default.isfinite()
+    known = observation.beta_default < torch.inf  # not NaN either; `isfinite` is four operations
     healthy = measured & known
-    old = new = beta.to(observation.statistics.std.dtype)
+    old = new = beta.to(observation.statistics.sensitivity.dtype)
     after: list[Memory] = []
     for controller, memory in zip(controllers, memories, strict=True):
         before = memory or controller.start(old)
@@ -162,14 +162,21 @@ def apply(
                 "return every name of the memory"
             )
         # A rule without an answer (a prediction without weights, say) leaves the others theirs.
-        usable = proposed.isfinite() & (proposed > 0) & (known if controller.uses_loss else healthy)
+        usable = (proposed < torch.inf) & (proposed > 0) & (known if controller.uses_loss else healthy)
         new = torch.where(usable, proposed, new)
-        after.append(
-            made if controller.uses_loss else {name: torch.where(healthy, made[name], before[name]) for name in before}
-        )
+        after.append(made if controller.uses_loss else _choose(healthy, made, before))
     limit = 10**DECADES
     bounded = new.clamp(observation.beta_default / limit, observation.beta_default * limit)
     return torch.where(known & (new != old), bounded.to(beta), beta), after
+
+
+def _choose(where: Tensor, new: Memory, old: Memory) -> Memory:
+    """Return a memory that is `new` in some units, and `old` in the others."""
+    if len({value.dtype for value in (*new.values(), *old.values())}) != 1:
+        return {name: torch.where(where, new[name], old[name]) for name in old}
+    # All names at once: on an accelerator each operation costs the same, whatever its size.
+    both = torch.stack([new[name] for name in old]), torch.stack(list(old.values()))
+    return dict(zip(old, torch.where(where, *both).unbind(), strict=True))
 
 
 def at_bound(beta: Tensor, beta_default: Tensor) -> Tensor:

@@ -40,6 +40,8 @@ class Variance(Controller):
         ValueError: an option has a value that makes no sense.
     """
 
+    needs_every_step: ClassVar[bool] = True
+
     target: float = 1.0
     source: Literal["measured", "weights"] = "measured"
     smoothing: float = 0.9

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from betahook.control.base import DECADES, Controller, Memory, Observation, capped, is_at, require
+from betahook.control.base import DECADES, Controller, Memory, Observation, is_at, require
 from betahook.control.notes import Note, downhill
 from betahook.control.opening import Course, Opening, Phase
 from betahook.control.sign_search import SignSearch
@@ -99,27 +100,29 @@ class Search(Controller):
     def start(self, beta: Tensor) -> Memory:
         zero = torch.zeros_like(beta)
         opening = {"phase": zero + Phase.UNSEEN, "left": zero + self.warmup, "fresh": zero}
-        return {**opening, **self._part(SignSearch).start(beta)}
+        return {**opening, **self._sign_search.start(beta)}
 
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
-        opening = self._part(Opening)
+        opening, sensitivity = self._opening, observation.statistics.sensitivity
         course = Course(beta, state["phase"], state["left"], state["fresh"])
-        if self.rise:
-            course = opening.decide(course, observation)
-        course = opening.expire(course)
-        searching = course.phase == Phase.SEARCH
-        found, search = self._part(SignSearch).advance(searching, observation.statistics.sensitivity, state)
-        climbed = opening.climb(course, observation)
-        new = course.beta * 10 ** torch.where(course.phase == Phase.CLIMB, climbed, found)
-        bound = self._bound(course.fresh, observation)
-        left = (course.left - 1).clamp(min=0)
-        memory = {"phase": course.phase, "left": left, "fresh": course.fresh, **search}
+        if observation.step >= 2 * opening.batches:  # delayed by what was not finite or not used, but over by now
+            course = replace(course, phase=torch.full_like(course.phase, Phase.SEARCH))
+            decades, search = self._sign_search.advance(None, sensitivity, state)
+        else:
+            if self.rise:
+                course = opening.decide(course, observation)
+            course = opening.expire(course)
+            found, search = self._sign_search.advance(course.phase == Phase.SEARCH, sensitivity, state)
+            decades = torch.where(course.phase == Phase.CLIMB, opening.climb(course, observation), found)
+            course = replace(course, left=(course.left - 1).clamp(min=0))
+        new, bound = course.beta * 10**decades, self._bound(course.fresh, observation)
+        memory = {"phase": course.phase, "left": course.left, "fresh": course.fresh, **search}
         return limit_increase(new, beta, bound, observation), memory
 
     @property
     def opening_batches(self) -> int:
         """The longest way through the phases before the search; after it, the search needs the sensitivity alone."""
-        return self._part(Opening).batches if self.rise else 0
+        return self._opening.batches if self.rise else 0
 
     def is_in_transition(self, state: Memory) -> bool:
         if not state:
@@ -174,6 +177,14 @@ class Search(Controller):
         search = {name: state[name] for name in ("batches", "total", "direction", "step")}
         return {"phase": phase, "left": left, "fresh": fresh.clamp(min=0), **search}
 
+    @cached_property
+    def _opening(self) -> Opening:
+        return self._part(Opening)
+
+    @cached_property
+    def _sign_search(self) -> SignSearch:
+        return self._part(SignSearch)
+
     def _part(self, kind: type[_Part]) -> _Part:
         """Make a part with those of the options that it has."""
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
@@ -181,4 +192,5 @@ class Search(Controller):
 
 def limit_increase(new: Tensor, old: Tensor, logit: float | Tensor, observation: Observation) -> Tensor:
     """Keep a step up from taking the largest logit above `logit`; one that is there already costs beta nothing."""
-    return torch.maximum(torch.minimum(new, old), capped(new, logit, observation))
+    ceiling = (logit / observation.statistics.max_score).nan_to_num(nan=torch.inf)
+    return torch.minimum(new, torch.maximum(old, ceiling))

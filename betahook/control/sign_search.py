@@ -34,18 +34,23 @@ class SignSearch:
             "step": zero + self.opening,
         }
 
-    def advance(self, searching: Tensor, sensitivity: Tensor, state: Memory) -> tuple[Tensor, Memory]:
-        """Count a batch where `searching`; return the step in decades, 0 but at the end of a window, and the memory."""
-        batches = torch.where(searching, state["batches"] + 1, 0)
-        total = torch.where(searching, state["total"] + sensitivity, 0)
+    def advance(self, searching: Tensor | None, sensitivity: Tensor, state: Memory) -> tuple[Tensor, Memory]:
+        """Count a batch where `searching`, None for everywhere.
+
+        Returns:
+            The step in decades, 0 but at the end of a window, and the memory.
+        """
+        batches, total = state["batches"] + 1, state["total"] + sensitivity
+        if searching is not None:
+            batches, total = torch.where(searching, batches, 0), torch.where(searching, total, 0)
         due = batches >= self.window
-        direction = -total.sign()
+        direction = -total.sign() * due
         agreement = direction * state["direction"]
         step = torch.where(agreement < 0, state["step"] / 2, state["step"])
         step = torch.where(agreement > 0, step * self.growth, step).clamp(self.smallest, self.largest)
-        return torch.where(due, direction * step, 0), {
-            "batches": torch.where(due, 0, batches),
-            "total": torch.where(due, 0, total),
-            "direction": torch.where(due & (direction != 0), direction, state["direction"]),
-            "step": torch.where(due, step, state["step"]),
+        return direction * step, {
+            "batches": batches.masked_fill(due, 0),
+            "total": total.masked_fill(due, 0),
+            "direction": torch.where(direction != 0, direction, state["direction"]),
+            "step": step,  # as it was where no window ends: there is neither agreement nor a turn
         }

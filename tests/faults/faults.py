@@ -162,7 +162,7 @@ FAULTS = [
     # control
     Fault("betahook/control/base.py", "DECADES = 3.0", "DECADES = 4.0"),
     Fault("betahook/control/base.py", "logit / observation.statistics.max_score", "logit / observation.statistics.std"),
-    Fault("betahook/control/base.py", "torch.where(healthy, made[name], before[name])", "made[name]"),
+    Fault("betahook/control/base.py", "else _choose(healthy, made, before)", "else made"),
     Fault(
         "betahook/control/base.py",
         "observation.statistics.finite & (observation.statistics.count > 0)",
@@ -176,16 +176,17 @@ FAULTS = [
     Fault("betahook/control/sign_search.py", "direction = -total.sign()", "direction = total.sign()"),
     Fault(
         "betahook/control/sign_search.py",
-        "torch.where(due & (direction != 0), direction,",
+        "torch.where(direction != 0, direction,",
         "torch.where(due, direction,",
     ),
+    Fault("betahook/control/search.py", "2 * opening.batches", "opening.batches // 2"),
     Fault("betahook/control/search.py", "rise_batches: int = 100", "rise_batches: int = 140", SEARCH),
     Fault("betahook/control/search.py", "rise_logit_std: float = 4.0", "rise_logit_std: float = 6.0", SEARCH),
     Fault("betahook/control/search.py", "growth: float = 1.5", "growth: float = 1.2", SEARCH),
     Fault("betahook/control/search.py", "fresh_ratio: float = 1.1", "fresh_ratio: float = 1.2", SEARCH),
     Fault("betahook/control/search.py", "plateau_batches: int = 70", "plateau_batches: int = 60", SEARCH),
     Fault("betahook/control/search.py", "observation.overflow * self.fresh_bound", "observation.overflow"),
-    Fault("betahook/control/search.py", "torch.minimum(new, old), capped", "torch.minimum(new, new), capped"),
+    Fault("betahook/control/search.py", "torch.maximum(old, ceiling)", "ceiling"),
     Fault("betahook/control/search.py", "rise == 100, Phase.WARM_UP", "rise == 101, Phase.WARM_UP"),
     Fault("betahook/control/opening.py", "spectral_ratio <= limit", "spectral_ratio < 2 * limit"),
     Fault("betahook/control/opening.py", "beta=course.beta / down)", "beta=course.beta)"),
