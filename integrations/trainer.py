@@ -40,7 +40,7 @@ _training: weakref.WeakSet[Hook] = weakref.WeakSet()
 
 
 class BetaHookCallback(TrainerCallback):
-    """Attaches to the model when training begins, adapts beta after every optimizer step and logs with the loss.
+    """Attaches to the model when training begins, runs the controller after every optimizer step, logs with the loss.
 
         trainer = Trainer(model=model, ..., callbacks=[BetaHookCallback()])
 
