@@ -48,6 +48,8 @@ def run_tests(fault: Fault | None, names: Sequence[str], tests: Sequence[str], l
             target = Path(folder, name)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, target)
+        # Where an installed package has it: otherwise the finder of an editable install would lead back to the tree.
+        Path(folder, "betahook/integrations").symlink_to(Path(folder, "integrations"))
         if fault is not None:
             changed = Path(folder, fault.file)
             before, found, after = changed.read_text().partition(fault.text)
