@@ -2,6 +2,7 @@
 
 from betahook.control import Cap, Clip, Controller, Decades, Gradient, Monitor, Observation, Search, Variance
 from betahook.control.beta_search import BetaSearch
+from betahook.examination import Examination, examine
 from betahook.hook import Hook, attach, detach
 from betahook.keep.folding import FoldError, fold
 from betahook.keep.restoring import restore
@@ -13,6 +14,7 @@ from betahook.report.audit import Audit, LayerAudit
 from betahook.report.conditions import Condition
 from betahook.report.findings import Finding, Findings
 from betahook.report.metrics import MetricName
+from betahook.report.precision import Precision
 
 __version__ = "0.1.0"
 
@@ -28,6 +30,7 @@ __all__ = [
     "Controller",
     "ControllerChoice",
     "Decades",
+    "Examination",
     "Finding",
     "Findings",
     "FoldError",
@@ -38,12 +41,14 @@ __all__ = [
     "MetricName",
     "Monitor",
     "Observation",
+    "Precision",
     "Search",
     "Statistics",
     "UnsupportedModelError",
     "Variance",
     "attach",
     "detach",
+    "examine",
     "fold",
     "restore",
 ]

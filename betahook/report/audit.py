@@ -96,7 +96,13 @@ class Audit(tuple[LayerAudit, ...]):
 
         return cls(row(index, name) for index, name in enumerate(layers))
 
-    def __str__(self) -> str:
+    NOTE = (
+        "assumed: (ii) variances 1, (iii) means 0 and variances 1, (iv) cov 1 (measured / independent variance), "
+        "correlations of components and of tokens 0"
+    )
+
+    def rows(self) -> list[list[str]]:
+        """Return a table for people: the first row is the header, then one row a layer."""
         header = [
             "layer",
             "(i) d_x, d_k",
@@ -112,15 +118,14 @@ class Audit(tuple[LayerAudit, ...]):
             "independent",
             "follows",
         ]
-        rows = [header] + [_cells(layer) for layer in self]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        return [header, *map(_cells, self)]
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        assumed = (
-            "assumed: (ii) variances 1, (iii) means 0 and variances 1, (iv) cov 1 (measured / independent variance), "
-            "correlations of components and of tokens 0"
-        )
-        return "\n".join([*lines, assumed])
+        return "\n".join([*lines, self.NOTE])
 
 
 def _cells(layer: LayerAudit) -> list[str]:

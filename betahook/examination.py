@@ -1,0 +1,112 @@
+"""`examine`: look at the attention of a model that is not in training, by forwards alone.
+
+Stands above `betahook.hook`; the command `betahook examine` calls it. The model is left as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from betahook.hook import Hook, attach
+from betahook.options import LayerChoice
+from betahook.report import precision
+from betahook.report.audit import Audit
+from betahook.report.findings import Findings
+from betahook.report.precision import Precision
+
+
+@dataclass(frozen=True)
+class Examination:
+    """Everything that forwards show of the attention of a model; prints as text.
+
+    Attributes:
+        batches: number of forwards.
+        findings: the condition of each layer in words, heads in another one beside it.
+        metrics: as from `Hook.metrics`, of all batches together; the sensitivity, which needs a backward, is left out.
+        head_metrics: the same for each head, tensors `[heads]` on the CPU.
+        audit: the paper's assumptions behind 1/sqrt(d_k).
+        precision: what float16, bfloat16 and float8 would make of the scores, three entries a layer.
+    """
+
+    batches: int
+    findings: Findings
+    metrics: dict[str, float]
+    head_metrics: dict[str, Tensor]
+    audit: Audit
+    precision: tuple[Precision, ...]
+
+    def __str__(self) -> str:
+        formats = dict.fromkeys(each.name for each in self.precision)
+        concerns = [
+            f"{name}: {len(found)} of {len(self.findings)} layers, the worst {worst.verdict} ({worst.layer})"
+            for name in formats
+            if (found := [each for each in self.precision if each.name == name and each.verdict != "fine"])
+            and (worst := max(found, key=lambda each: float(each.weight_error.max())))
+        ]
+        return "\n".join([str(self.findings), "", *(concerns or ["float16, bfloat16 and float8 would all do"])])
+
+
+def examine(
+    model: nn.Module, batches: Iterable[Mapping[str, Any] | Tensor], *, layers: LayerChoice | None = None
+) -> Examination:
+    """Look at the attention of a trained model: forwards only, in evaluation mode and without gradients.
+
+        print(betahook.examine(model, batches))
+
+    Memory does not grow with the number of batches. Afterwards the model, its modes and the state of the random
+    generators are as before.
+
+    Args:
+        model: any model that `attach` takes, not hooked.
+        batches: what the model is called with: keyword arguments, or one tensor, on its device.
+        layers: as for `attach`.
+
+    Raises:
+        ValueError: there is no batch; or as `attach`.
+        TypeError: a batch is neither a mapping nor a tensor.
+        RuntimeError: the model is hooked already.
+    """
+    with ExitStack() as undo:
+        hook = undo.enter_context(attach(model, controller="monitor", layers=layers, when="always"))
+        return examine_hooked(hook, batches)
+
+
+@torch.no_grad()
+def examine_hooked(hook: Hook, batches: Iterable[Mapping[str, Any] | Tensor]) -> Examination:
+    """Examine a model with the beta of its hook, which measures in evaluation mode and leaves beta where it is."""
+    model, count = hook.model, 0
+    modes = {module: module.training for module in model.modules()}
+    devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
+    try:
+        model.eval()
+        with torch.random.fork_rng(sorted(devices)):
+            for batch in batches:
+                _call(model, batch)
+                count += 1
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if not count:
+        raise ValueError("examine() got no batch: give at least one, as keyword arguments of the model or as a tensor")
+    audit = hook.audit()
+    hook.step()
+    heads = hook.head_metrics()
+    metrics = {key: value for key, value in hook.metrics().items() if not key.startswith("sensitivity/")}
+    return Examination(count, hook.findings(), metrics, heads, audit, tuple(precision.judge(heads)))
+
+
+def _call(model: nn.Module, batch: Mapping[str, Any] | Tensor) -> None:
+    if isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, Tensor):
+        model(batch)
+    else:
+        raise TypeError(
+            f"a batch must be a mapping of keyword arguments of the model, or one tensor; got {type(batch).__name__}"
+        )

@@ -1,0 +1,85 @@
+"""Number formats held against the logits of each head: overflow of the scores, and rounding of the attention weights.
+
+Pure functions of numbers; `betahook.examination` calls them. Kernels such as flash attention keep scores in float32,
+so this is about attention that computes its scores or its softmax in the format itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FORMATS = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+NEAR = 0.25
+"""Share of a format's range from which on a score counts as near the overflow: another batch may have four times it."""
+COARSE = 0.1
+"""Relative error of an attention weight from which on rounding counts."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A number format for the scores and logits of one layer.
+
+    Attributes:
+        layer: module name.
+        dtype: the format.
+        range_used: the largest absolute score, before beta, over the largest number of the format, `[heads]`.
+        weight_error: relative error of an attention weight if the largest logit x is rounded to nearest,
+            `exp(x eps / 2) - 1`, `[heads]`.
+    """
+
+    layer: str
+    dtype: torch.dtype
+    range_used: Tensor
+    weight_error: Tensor
+
+    @property
+    def name(self) -> str:
+        """The format in words."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def overflowing(self) -> list[int]:
+        """Heads whose scores overflow."""
+        return _where(self.range_used > 1)
+
+    @property
+    def near_overflow(self) -> list[int]:
+        """Heads whose scores do not overflow, but use more than `NEAR` of the range."""
+        return _where((self.range_used > NEAR) & (self.range_used <= 1))
+
+    @property
+    def coarse(self) -> list[int]:
+        """Heads whose attention weights are wrong by more than `COARSE`."""
+        return _where(self.weight_error > COARSE)
+
+    @property
+    def verdict(self) -> str:
+        """The worst of it in a few words."""
+        share, error = float(self.range_used.max()), float(self.weight_error.max())
+        if not (share >= 0 and error >= 0):
+            return "not measured"
+        if share > NEAR:
+            return "overflows" if share > 1 else f"near overflow ({share:.0%} of the range)"
+        if error > COARSE:
+            return f"weights off by {error:.0%}" if error < 1 else f"weights off {1 + error:.2g}-fold"
+        return "fine"
+
+
+def judge(head_metrics: Mapping[str, Tensor]) -> Iterator[Precision]:
+    """Judge every format for every layer, from `Hook.head_metrics` of forwards with one beta."""
+    for key, max_logit in head_metrics.items():
+        quantity, layer = key.split("/", 1)
+        if quantity != "max_logit":
+            continue
+        max_score = max_logit / head_metrics[f"beta/{layer}"]
+        for dtype in FORMATS:
+            limits = torch.finfo(dtype)
+            yield Precision(layer, dtype, max_score / limits.max, torch.expm1(max_logit * limits.eps / 2))
+
+
+def _where(heads: Tensor) -> list[int]:
+    return [int(head) for head in heads.nonzero().flatten()]

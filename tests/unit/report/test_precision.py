@@ -1,0 +1,43 @@
+"""Number formats against what torch itself rounds."""
+
+import pytest
+import torch
+
+from betahook.report.precision import FORMATS, judge
+
+
+def judged(max_logit, beta=1.0):
+    heads = torch.tensor(max_logit, dtype=torch.float64)
+    return {each.dtype: each for each in judge({"max_logit/layer": heads, "beta/layer": torch.full_like(heads, beta)})}
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_the_error_bounds_that_of_rounded_logits_and_is_reached(dtype):
+    largest = 12.0
+    logits = torch.linspace(0, largest, 20_001, dtype=torch.float64)
+    error = (logits.to(dtype).double() - logits).exp().sub(1).abs().max()
+    bound = judged([largest])[dtype].weight_error[0]
+    assert bound / 2 < error <= bound * (1 + 1e-9)
+
+
+def test_the_range_is_that_of_the_scores_before_beta():
+    found = judged([1_000.0, 5_000.0, 10_000.0], beta=0.125)[torch.float16]
+    assert torch.equal(found.range_used, torch.tensor([8_000.0, 40_000.0, 80_000.0], dtype=torch.float64) / 65_504)
+    assert (found.overflowing, found.near_overflow) == ([2], [1])
+    assert found.verdict == "overflows"
+    assert torch.tensor(80_000.0).to(torch.float16).isinf()
+
+
+@pytest.mark.parametrize(
+    ("max_logit", "dtype", "verdict"),
+    [
+        (5.0, torch.bfloat16, "fine"),
+        (60.0, torch.bfloat16, "weights off by 26%"),
+        (8.0, torch.float8_e4m3fn, "weights off by 65%"),
+        (20.0, torch.float8_e4m3fn, "weights off 3.5-fold"),
+        (224.0, torch.float8_e4m3fn, "near overflow (50% of the range)"),
+        (float("nan"), torch.float16, "not measured"),
+    ],
+)
+def test_verdicts(max_logit, dtype, verdict):
+    assert judged([max_logit, 0.5 if max_logit == max_logit else max_logit])[dtype].verdict == verdict

@@ -1,0 +1,130 @@
+"""`betahook.examine`: forwards only, the numbers of a float64 view of the attention, and a model as it was."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import betahook
+from support.models import build, inputs, trace
+
+
+def batches(count=3):
+    return [{name: value for name, value in inputs("llama", 16 + index).items()} for index in range(count)]
+
+
+def test_numbers_are_those_of_the_attention_itself():
+    model = build("llama").eval()
+    found = betahook.examine(model, batches())
+    seen = []
+    for batch in batches():
+        with trace() as calls, torch.no_grad():
+            model(**batch)
+        scores, allowed = calls[0].scores()
+        seen.append((scores, allowed))
+    by_head = torch.stack(
+        [
+            torch.cat([scores[:, head][allowed.expand_as(scores)[:, head]] for scores, allowed in seen]).var(
+                correction=0
+            )
+            for head in range(4)
+        ]
+    )
+    assert found.metrics["score_std/model.layers.0.self_attn"] == pytest.approx(by_head.mean().sqrt().item(), rel=1e-5)
+    assert found.batches == 3
+    assert len(found.findings) == len(found.audit) == 2
+    assert not any(key.startswith("sensitivity") for key in found.metrics)
+    assert "Of 2 layers" not in str(found)
+    assert "of 2 layers, 2 healthy" in str(found)
+
+
+def draw_a_number(*_):
+    torch.rand(1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_as_it_was(training):
+    model = build("llama").train(training)
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    generator = torch.get_rng_state()
+    drawing = model.model.register_forward_pre_hook(draw_a_number)
+    betahook.examine(model, batches())
+    drawing.remove()
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_after_an_error_too():
+    model = build("llama")
+    with pytest.raises(RuntimeError):
+        betahook.examine(model, [{"input_ids": torch.full((1, 4), 0)}, {"input_ids": torch.zeros(1, 4, 7, dtype=int)}])
+    assert model.training
+    betahook.attach(model).detach()  # it is not hooked
+
+
+def test_batches_are_taken_one_at_a_time_and_let_go():
+    import weakref
+
+    alive, most = [], 0
+
+    def stream():
+        nonlocal most
+        for batch in batches(5):
+            ids = batch["input_ids"].clone()
+            alive.append(weakref.ref(ids))
+            yield {"input_ids": ids}
+            del ids
+            most = max(most, sum(ref() is not None for ref in alive))
+
+    betahook.examine(build("llama"), stream())
+    assert most <= 1
+
+
+def test_what_is_no_batch():
+    model = build("llama")
+    with pytest.raises(ValueError, match=r"examine\(\) got no batch: give at least one"):
+        betahook.examine(model, [])
+    with pytest.raises(TypeError, match="a batch must be a mapping of keyword arguments of the model, or one tensor"):
+        betahook.examine(model, [[1, 2]])
+    with betahook.attach(model), pytest.raises(RuntimeError, match="hooked already"):
+        betahook.examine(model, batches())
+
+
+def test_a_tensor_is_a_batch():
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x)[0]
+
+    found = betahook.examine(Small(), [torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))])
+    assert found.findings[0].layer == "attention"
+
+
+def test_flat_saturated_and_overflowing_heads_are_told():
+    """One head's query is zero, another's huge."""
+    model = build("llama", num_key_value_heads=4)
+    with torch.no_grad():
+        query = model.model.layers[0].self_attn.q_proj.weight
+        query[:8] = 0
+        query[8:16] *= 1e5
+    found = betahook.examine(model, batches())
+    first = found.findings[0]
+    assert first.condition is betahook.Condition.EXPLODING
+    heads = {condition: which for condition, which in first.heads.items()}
+    assert 0 in heads[betahook.Condition.DEAD]
+    by_format = {each.name: each for each in found.precision if each.layer == first.layer}
+    assert by_format["float16"].verdict == "overflows"
+    assert by_format["float16"].overflowing == [1]
+    assert by_format["bfloat16"].overflowing == []
+    assert math.isinf(by_format["bfloat16"].weight_error[1]) or by_format["bfloat16"].weight_error[1] > 1
+    assert "float16: 1 of 2 layers, the worst overflows (model.layers.0.self_attn)" in str(found)
