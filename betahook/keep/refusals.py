@@ -98,6 +98,17 @@ def refuse(plan: Plan) -> None:
                 raise plan.error(reason, layer)
 
 
+def foresee(hook: Hook, layer: AttentionLayer) -> str | None:
+    """Return what will speak against folding a layer whose heads share one beta, as far as the model shows it now.
+
+    Weights may be on the meta device. A model without a foreseen refusal may still have one when it is folded.
+    """
+    plan = Plan(hook, hook.model, {layer: torch.full((layer.heads,), 2.0, dtype=torch.float64)})
+    reasons = (refuse(plan) for refuse in MODEL_REFUSALS)
+    reasons_of_layer = (refuse(plan, layer) for refuse in FORESEEN)
+    return next((reason for reason in chain(reasons, reasons_of_layer) if reason is not None), None)
+
+
 def weights_are_sharded(plan: Plan) -> str | None:
     """Not by the look of the weights: those of a model that FSDP 2 shards as one unit stay whole after a forward."""
     model = plan.hook.model
@@ -202,12 +213,16 @@ MODEL_REFUSALS: list[Callable[[Plan], str | None]] = [
     adapter_is_saved_alone,
     prompts_are_saved_alone,
 ]
-LAYER_REFUSALS: list[Callable[[Plan, AttentionLayer], str | None]] = [
-    beta_is_unknown,
+FORESEEN: list[Callable[[Plan, AttentionLayer], str | None]] = [
     query_is_clipped,
     norm_is_shared_by_heads,
     projection_is_unknown,
     weight_is_computed,
+]
+"""Refusals that need no numbers of the weights."""
+LAYER_REFUSALS: list[Callable[[Plan, AttentionLayer], str | None]] = [
+    beta_is_unknown,
+    *FORESEEN,
     weight_is_elsewhere,
     weight_is_quantised,
     weight_is_shared,  # from here on the weights can be read

@@ -101,7 +101,7 @@ class Recorder:
 
     def follow(self, device: torch.device) -> None:
         """Move the state to where the model went."""
-        if self._state.device.type == "cpu" and device.type != "cpu":
+        if self._state.device.type == "cpu" and device.type not in ("cpu", "meta"):  # meta tensors hold no numbers
             self._state.to(device)
 
     def select_local_heads(self, heads: int) -> bool:

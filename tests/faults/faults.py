@@ -33,10 +33,23 @@ CLIPPING = ("tests/unit/test_clipping.py", "tests/unit/models/test_scaling.py")
 TRAINER = ("tests/unit/integrations/test_trainer.py",)
 STAGES = ("tests/unit/test_stages.py",)
 HOOK = ("tests/unit/test_hook.py",)
+CHARTS = ("tests/unit/report/test_html.py",)
+COMMANDS = ("tests/unit/cli/test_commands.py",)
 ROWS = ("tests/unit/measure/test_rows.py",)
 SCORES = ("tests/unit/measure/test_scores.py",)
 
 FAULTS = [
+    # examination and the command
+    Fault("betahook/examination.py", "module.training = mode", "module.training = True"),
+    Fault("betahook/examination.py", "with torch.random.fork_rng(sorted(devices)):", "if True:"),
+    Fault(
+        "betahook/report/precision.py", "torch.expm1(max_logit * limits.eps / 2)", "torch.expm1(max_logit * limits.eps)"
+    ),
+    Fault("betahook/report/html.py", "[html.escape(cell) for cell in cells]", "list(cells)"),
+    Fault(
+        "betahook/report/charts.py", "value, low, high = math.log(value), math.log(low), math.log(high)", "pass", CHARTS
+    ),
+    Fault("betahook/cli/commands.py", "if state is not None:\n            if", "if False:\n            if", COMMANDS),
     # report
     Fault("betahook/report/history.py", "turned = before * move < 0 or", "turned = before * move < 0 and"),
     Fault("betahook/report/history.py", "            self._logs *= 2", "            self._logs += 2"),

@@ -1,0 +1,89 @@
+"""The `betahook` command, for those who do not want to write Python: the arguments, and what went wrong in one line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+import betahook
+from betahook.cli import commands, terminal
+from betahook.report import html
+from betahook.report.document import Document
+
+OBSTACLES = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)
+"""Errors that say what to do; any other is a fault of ours, and shows where."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status: 0, 1 for what went wrong, 2 for arguments that make no sense."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 0
+    try:
+        act: Callable[[argparse.Namespace], Document] = options.act
+        document = act(options)
+        if getattr(options, "html", None):
+            html.write(document, options.html)
+        if options.command == "report":
+            print(f"{options.html}: open it in a browser")
+        else:
+            terminal.show(document)
+    except OBSTACLES as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        print(f"betahook {options.command}: {reason}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="betahook", description=betahook.__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {betahook.__version__}")
+    group = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    model = "a folder with a config.json, or a name on the Hugging Face Hub"
+
+    inspect = group.add_parser("inspect", help="say where betahook would attach to a model; no weights are read")
+    inspect.add_argument("model", help=model)
+    inspect.set_defaults(act=lambda options: commands.inspect(options.model))
+
+    examine = group.add_parser("examine", help="look at the attention of a trained model, by forwards over a text")
+    examine.add_argument("model", help=model)
+    examine.add_argument("--text", required=True, metavar="FILE", help="plain text to run the model on")
+    examine.add_argument("--length", type=_positive, default=512, help="tokens in a window (default: %(default)s)")
+    examine.add_argument("--batch", type=_positive, default=4, help="windows in a forward (default: %(default)s)")
+    examine.add_argument("--batches", type=_positive, default=8, help="forwards (default: %(default)s)")
+    examine.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures")
+    examine.set_defaults(
+        act=lambda options: commands.examine(
+            options.model, options.text, length=options.length, batch=options.batch, batches=options.batches
+        )
+    )
+
+    report = group.add_parser("report", help="write what a run measured to one HTML file")
+    report.add_argument("run", metavar="RUN", help="a folder with TensorBoard files, checkpoints or both")
+    report.add_argument("--html", type=Path, metavar="FILE", default=Path("betahook.html"), help="default: %(default)s")
+    report.set_defaults(act=lambda options: commands.report(options.run))
+
+    show = group.add_parser("show", help="show the beta of each layer of a checkpoint")
+    show.add_argument("folder", help="a checkpoint of a run with betahook")
+    show.set_defaults(act=lambda options: commands.show(options.folder))
+
+    fold = group.add_parser("fold", help="fold the beta of a checkpoint into its weights, after a run was broken off")
+    fold.add_argument("folder", help="a checkpoint of a run with betahook")
+    fold.add_argument("out", help="a new folder for the plain model")
+    fold.set_defaults(act=lambda options: commands.fold(options.folder, options.out))
+    return parser
+
+
+def _positive(text: str) -> int:
+    """A whole number, 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number, 1 or more; got {text!r}")
+    return int(text)

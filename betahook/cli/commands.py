@@ -1,0 +1,185 @@
+"""The commands: each takes what was given on the command line and returns a document to show.
+
+`betahook.cli` calls them. An obstacle is an OSError or a ValueError whose message says what to do.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from inspect import signature
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+import betahook
+from betahook import checkpoint
+from betahook.cli import models, pages, runs
+from betahook.examination import examine_hooked
+from betahook.keep.refusals import foresee
+from betahook.report.document import Block, Document, Table, Text
+
+KEPT = (
+    "*token*.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "special_tokens_map.json",
+    "*processor_config.json",
+    "chat_template*",
+    "generation_config.json",
+)
+"""Files beside the weights that a folded model needs too; optimizer and states of the training stay behind."""
+
+
+def inspect(name: str) -> Document:
+    """Say what `attach` finds in the model that a config describes, and what `fold` could do; no weights are read."""
+    model = models.without_weights(name)
+    marked, state = checkpoint.is_marked(model), models.state(name)
+    with checkpoint.unmarked(model), betahook.attach(model, controller="monitor") as hook:
+        _run_on_nothing(model)
+        count = "1 attention layer" if len(hook.layers) == 1 else f"{len(hook.layers)} attention layers"
+        blocks: list[Block] = []
+        if marked:
+            steps = f" after {state['steps']} steps" if state else ""
+            blocks.append(
+                Text(f"Saved with beta beside the weights{steps}: load it with betahook.restore(model, folder)", True)
+            )
+        layers = list(hook.layers.values())
+        rows = [
+            [
+                layer.name,
+                str(layer.heads),
+                str(layer.head_dim),
+                pages.number(layer.beta_default),
+                *_places(layer),
+                foresee(hook, layer) or "no obstacle",
+            ]
+            for layer in layers
+        ]
+        blocks.append(
+            Table(
+                ["layer", "heads", "d_k", "own beta", "W_q", "W_k", "fold"],
+                rows,
+                note="fold checks itself on a forward: an obstacle may show only there.",
+            )
+        )
+        remarks = [f"{layer.name}: {remark}" for layer in layers for remark in layer.remarks]
+        remarks += [f"not reached: {path}, {reason}" for path, reason in hook.not_reached.items()]
+        blocks += [Text("\n".join(remarks))] if remarks else []
+    return Document(f"{type(model).__name__}: betahook attaches to {count}", blocks)
+
+
+def show(folder: str) -> Document:
+    """Show the beta of each layer of a checkpoint, from the state of the hook alone."""
+    _check_state(folder)
+    state = checkpoint.read(folder)
+    made = Text(f"From {', '.join(map(pages.written, state['controllers']))}")
+    return Document(f"{folder}: beta after {state['steps']} steps", [pages.betas(state), made])
+
+
+def report(folder: str) -> Document:
+    """Put together what the files of a run say."""
+    run = runs.read(folder)
+    return pages.run(folder, run, runs.judge(run))
+
+
+def fold(folder: str, out: str) -> Document:
+    """Fold the beta of a checkpoint into its weights and save the plain model, with its tokenizer, elsewhere."""
+    target = Path(out)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{out} exists already; give a new folder for the plain model")
+    if (reason := models.obstacle(folder)) is not None:
+        raise FileNotFoundError(f"{folder} {reason}")
+    _check_state(folder)
+    model = models.with_weights(folder)
+    hook = betahook.restore(model, folder)
+    gains = [layer.beta / layer.beta_default for layer in hook.layers.values()]
+    with torch.no_grad():
+        model(**models.an_input(model))
+    betahook.fold(hook)
+    with models.quiet():
+        model.save_pretrained(out)
+    kept = sorted({path for pattern in KEPT for path in Path(folder).glob(pattern)})
+    for path in kept:
+        if not (target / path.name).exists():
+            shutil.copy2(path, target)
+    changed = sum(gain != 1 for gain in gains)
+    said = (
+        f"Beta, {min(gains):.3g} to {max(gains):.3g} times the model's own, is in the weights of {changed} of "
+        f"{len(gains)} layers. The outputs before and after agree; the model needs betahook no longer."
+    )
+    return Document(f"{out}: a plain {type(model).__name__}", [Text(said)])
+
+
+def examine(name: str, text: str, *, length: int, batch: int, batches: int) -> Document:
+    """Run the model of a folder on windows of a text and judge its attention."""
+    if not Path(text).is_file():
+        raise FileNotFoundError(f"{text} is no file; give a file of plain text with --text")
+    state = models.state(name)
+    model = models.with_weights(name)
+    if model.main_input_name != "input_ids":
+        raise ValueError(
+            f"{type(model).__name__} reads {model.main_input_name} and no text; in Python, betahook.examine(model, "
+            "batches) takes batches of any kind"
+        )
+    limit = getattr(model.config, "max_position_embeddings", None) or length
+    windows = list(_windows(name, text, min(length, limit), batch * batches))
+    grouped = (torch.stack(windows[first : first + batch]) for first in range(0, len(windows), batch))
+    with checkpoint.unmarked(model), betahook.attach(model, controller="monitor", when="always") as hook:
+        if state is not None:
+            if state["layers"].keys() != hook.layers.keys():
+                raise ValueError(f"{name}: the state of the hook belongs to other layers than those of the model")
+            fresh = hook.state_dict()
+            hook.load_state_dict({**fresh, "beta": state["beta"], "beta_default": state["beta_default"]})
+        found = examine_hooked(hook, ({"input_ids": ids} for ids in grouped))
+    tokens = len(windows) * len(windows[0])
+    source = f"{tokens:,} tokens of {Path(text).name}, in {found.batches} forwards of up to {batch} x {len(windows[0])}"
+    return pages.examination(f"{name}: {type(model).__name__}", source, found)
+
+
+def _windows(name: str, text: str, length: int, count: int) -> Iterator[torch.Tensor]:
+    """Yield up to `count` windows of `length` tokens, of a text that may be larger than the memory."""
+    with models.quiet():
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    # More than any tokenizer makes a token of, so that the windows fill up.
+    with Path(text).open(encoding="utf-8", errors="replace") as file:
+        content = file.read(16 * length * count)
+    ids = torch.tensor(tokenizer(content, truncation=False, verbose=False)["input_ids"])
+    if len(ids) < 2:
+        raise ValueError(f"{text} gives {len(ids)} tokens; give a longer text")
+    length = min(length, len(ids))
+    yield from ids[: len(ids) // length * length].view(-1, length)[:count]
+
+
+def _run_on_nothing(model: PreTrainedModel) -> None:
+    """Run a forward on the meta device, which shows each layer's own beta; a model that cannot shows none."""
+    # With a cache, transformers does not read positions back to look for packed sequences.
+    cached = {"use_cache": True} if "use_cache" in signature(model.forward).parameters else {}
+    with suppress(Exception), torch.no_grad():  # whatever code of the model raises there
+        model.eval()(**models.an_input(model), **cached)
+
+
+def _places(layer: betahook.AttentionLayer) -> list[str]:
+    """Name the places of W_q and W_k relative to the attention module; empty if they are not known."""
+    if layer.projections is None:
+        return ["", ""]
+    names = {module: name for name, module in layer.module.named_modules()}
+    # nn.MultiheadAttention holds them itself.
+    return [names[projection.module] or f"{projection.prefix}weight" for projection in layer.projections]
+
+
+def _check_state(folder: str) -> None:
+    """Refuse a folder without the state of a hook, and say where one is."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder; give a checkpoint of a run with betahook")
+    if (path / checkpoint.FILE).is_file():
+        return
+    inside = sorted(found.parent.name for found in path.glob(f"*/{checkpoint.FILE}"))
+    there = f"; name one of its checkpoints: {', '.join(inside)}" if inside else ""
+    raise FileNotFoundError(
+        f"{folder} has no {checkpoint.FILE}{there or ': beta is in the weights already, or was never changed'}"
+    )

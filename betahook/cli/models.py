@@ -1,0 +1,142 @@
+"""Models that a command works on: made from a config without weights, or loaded from a folder, with an input for each.
+
+The commands of `betahook.cli` call this. Code that a model brings along is never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers.utils import CONFIG_NAME
+from transformers.utils import logging as transformers_logging
+
+from betahook import checkpoint
+
+
+def without_weights(name: str) -> PreTrainedModel:
+    """Make the model of a folder, or of a name on the Hub, on the meta device.
+
+    Raises:
+        OSError: there is no config.
+        ValueError: the model needs code of its own.
+    """
+    if (reason := obstacle(name)) is not None:
+        raise FileNotFoundError(f"{name} {reason}")
+    with _explained(name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        architecture = _architecture(config)
+        with torch.device("meta"):
+            model: PreTrainedModel = (
+                AutoModel.from_config(config, trust_remote_code=False)
+                if architecture is AutoModel
+                else architecture(config)
+            )
+    return model
+
+
+def with_weights(name: str) -> PreTrainedModel:
+    """Load the model of a folder, or of a name on the Hub, in its own dtype and evaluation mode.
+
+    Raises:
+        OSError: there is no config, or there are no weights.
+        ValueError: the model needs code of its own.
+    """
+    if (reason := obstacle(name)) is not None:
+        raise FileNotFoundError(f"{name} {reason}")
+    with _explained(name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        model: PreTrainedModel = _architecture(config).from_pretrained(name, dtype="auto", trust_remote_code=False)
+    model.eval()
+    return model
+
+
+def state(name: str) -> dict[str, Any] | None:
+    """Read the state of the hook that lies beside the weights of a folder; None without one."""
+    if not Path(name, checkpoint.FILE).exists():
+        return None
+    checkpoint.check(name)  # with the weights beside it
+    return checkpoint.read(name)
+
+
+def an_input(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Make up an input, on the device of the model.
+
+    Raises:
+        ValueError: the model reads neither tokens nor pictures.
+    """
+    if model.main_input_name == "pixel_values" and hasattr(model.config, "image_size"):
+        size = model.config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        channels = getattr(model.config, "num_channels", 3)
+        return {"pixel_values": torch.zeros(1, channels, height, width, device=model.device)}
+    if model.main_input_name != "input_ids":
+        raise ValueError(
+            f"{type(model).__name__} reads {model.main_input_name}, of which no input can be made up here: do it in "
+            "Python, with a batch of your own"
+        )
+    embeddings: Any = model.get_input_embeddings()
+    size = len(embeddings.weight)
+    return {name: tokens.to(model.device) % size for name, tokens in model.dummy_inputs.items()}
+
+
+def obstacle(name: str) -> str | None:
+    """Say why no config can be read from there, and what to do; None for a folder with one, or a name on the Hub."""
+    folder = Path(name)
+    if (folder / CONFIG_NAME).is_file():
+        return None
+    if not folder.exists():
+        is_path = folder.is_absolute() or name.startswith((".", "~")) or name.endswith("/") or len(folder.parts) > 2
+        if is_path or (len(folder.parts) == 2 and folder.parent.is_dir()):
+            return "does not exist; give the folder of a model, or a name on the Hugging Face Hub"
+        return None
+    if folder.is_file():
+        return "is a file; give the folder of the model"
+    if (folder / "adapter_config.json").is_file():
+        return "holds an adapter and no model; give the folder of its base model"
+    return f"has no {CONFIG_NAME}; give the folder of a model saved by save_pretrained()"
+
+
+def _architecture(config: Any) -> Any:
+    """Return the class that the config names, `AutoModel` if it names none of transformers."""
+    return getattr(transformers, (config.architectures or [""])[0], AutoModel)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep remarks and progress bars of transformers away."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Say in words of ours what transformers says of a model that cannot be read."""
+    try:
+        with quiet():
+            yield
+    except OSError as error:
+        if Path(name).exists():
+            raise
+        raise OSError(
+            f"{name} is no folder on this machine, and no config of it could be read from the Hugging Face Hub. {error}"
+        ) from error
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{name} needs code of its own (auto_map in {CONFIG_NAME}), which this command does not run; load it in "
+            'Python and print(betahook.attach(model, controller="monitor"))'
+        ) from error

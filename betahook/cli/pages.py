@@ -1,0 +1,195 @@
+"""Documents of what was measured: of an examination, and of a run. `betahook.cli.commands` calls this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+import betahook
+from betahook.cli.runs import GROUP, Run
+from betahook.examination import Examination
+from betahook.measure.statistics import geometric_mean
+from betahook.report.audit import Audit
+from betahook.report.conditions import PAGE, Condition
+from betahook.report.document import Block, Chart, Document, Picture, Table, Text
+from betahook.report.findings import Findings
+from betahook.report.names import short_names
+from betahook.report.precision import Precision
+
+
+def examination(title: str, source: str, found: Examination) -> Document:
+    """Return what an examination found."""
+    summary = found.findings.summary.removeprefix(f"Step {found.findings.step}: ")
+    blocks: list[Block] = [
+        Text(summary[0].upper() + summary[1:], strong=True),
+        Text(source),
+        conditions(found.findings).without("since step", "controller", "beta / own"),
+        formats(found.precision, found.findings.labels),
+        audit(found.audit),
+        used([]),
+    ]
+    return Document(title, blocks)
+
+
+def run(folder: str, found: Run, judged: tuple[Findings, Audit] | None) -> Document:
+    """Return what the files of a run say."""
+    last = max(found.states, default=None)
+    blocks: list[Block] = []
+    if judged is not None:
+        blocks.append(Text(judged[0].summary, strong=True))
+    elif found.words:
+        blocks.append(Text(found.words.partition("\n")[0].strip("*"), strong=True))
+    if found.picture is not None:
+        note = "Blue is flat, orange sharp, dark red looks at one key; beta over the model's own at the lower right."
+        blocks.append(Picture(found.picture, "layer by step, and layer by head", "At a glance", note))
+    blocks += [chart for chart in charts(found) if chart.lines]
+    if judged is not None:
+        blocks.append(conditions(judged[0]))
+    elif found.words:
+        blocks.append(from_markdown(found.words))
+    if last is not None:
+        blocks.append(replace(betas(found.states[last]), title=f"Beta after {last} steps"))
+    if judged is not None:
+        blocks.append(audit(judged[1]))
+    blocks.append(used(sources(found)))
+    return Document(f"{folder}: attention", blocks)
+
+
+def charts(found: Run) -> list[Chart]:
+    """Return the charts of a run; those of which nothing was logged have no lines."""
+    loss = {"training": found.curve("train/loss", f"{GROUP}/loss"), "evaluation": found.curve("eval/loss")}
+    shares = {
+        tag.removeprefix(f"{GROUP}/layers_").replace("_", " "): points
+        for tag, points in found.scalars.items()
+        if tag.startswith(f"{GROUP}/layers_") and any(value for _, value in points)
+    }
+    ends = {end: found.curve(f"{GROUP}/log10_beta_over_own_{end}") for end in ("lowest", "highest")}
+    spread = {end: [(step, 10.0**value) for step, value in points] for end, points in ends.items()}
+    return [
+        Chart("Loss", _drawn(loss)),
+        Chart("Largest logit", _drawn({"largest logit": found.curve(f"{GROUP}/max_logit")}), logarithmic=True),
+        Chart("Share of the layers", shares),
+        Chart("Lowest entropy of a layer (nats)", _drawn({"entropy": found.curve(f"{GROUP}/lowest_entropy")})),
+        Chart("Beta over the model's own: range", _drawn(spread), logarithmic=True),
+        Chart("Beta over the model's own, by layer, at checkpoints", _gains(found), logarithmic=True),
+    ]
+
+
+def betas(state: dict[str, Any]) -> Table:
+    """Return beta and condition of each layer, from the state of a hook."""
+    own, beta = _betas(state)
+    by_head = (state["beta"] / state["beta_default"]).split(list(state["layers"].values()))
+    rows = []
+    for index, label in enumerate(short_names(state["layers"])):
+        condition, since = Condition(int(state["condition"][index])), int(state["condition_since"][index])
+        gains = by_head[index]
+        differ = bool((gains != gains[0]).any()) and not bool(gains.isnan().any())
+        rows.append(
+            [
+                label,
+                number(own[index]),
+                number(beta[index]),
+                f"{beta[index] / own[index]:.3g} x",
+                f"{float(gains.min()):.3g} to {float(gains.max()):.3g} x" if differ else "",
+                "" if condition is Condition.UNMEASURED else f"{condition} since step {since}",
+            ]
+        )
+    return Table(["layer", "own beta", "beta", "beta / own", "heads", "attention"], rows)
+
+
+def sources(found: Run) -> list[str]:
+    """Say what the page was made from."""
+    lines = ["TensorBoard files"] if found.scalars else []
+    if found.states:
+        newest = found.states[max(found.states)]
+        steps = ", ".join(map(str, found.states))
+        options = ", ".join(f"{name}={value!r}" for name, value in newest["options"].items())
+        lines.append(f"checkpoints after {steps} steps; {', '.join(map(written, newest['controllers']))}; {options}")
+    return [f"From {' and '.join(lines)}"]
+
+
+def from_markdown(words: str) -> Table:
+    """Return the table of findings that were written as Markdown."""
+    lines = [line for line in words.splitlines() if line.startswith("|")]
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return Table(header, rows, "Attention, layer by layer", f"Limits and reasons: {PAGE}")
+
+
+def number(value: float) -> str:
+    """Write a number; nothing for NaN."""
+    return "" if value != value else f"{value:.4g}"
+
+
+def _betas(state: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Return the model's own beta and that in force, of each layer; NaN in the state stands for the model's own."""
+    lengths = torch.tensor(list(state["layers"].values()))
+    acting = torch.where(state["beta"].isnan(), state["beta_default"], state["beta"])
+    return geometric_mean(state["beta_default"], lengths).tolist(), geometric_mean(acting, lengths).tolist()
+
+
+def _gains(found: Run) -> dict[str, list[tuple[float, float]]]:
+    """Return beta over the model's own of each layer, over the checkpoints."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for step, state in found.states.items():
+        for label, own, beta in zip(short_names(state["layers"]), *_betas(state), strict=True):
+            lines.setdefault(f"layer {label}", []).append((step, beta / own))
+    return lines if len(found.states) > 1 else {}
+
+
+def _drawn(lines: dict[str, list[tuple[float, float]]]) -> dict[str, list[tuple[float, float]]]:
+    return {name: points for name, points in lines.items() if points}
+
+
+def conditions(findings: Findings) -> Table:
+    """Return the condition of each layer."""
+    header, *rows = findings.rows()
+    note = f"Keys looked at: exp of the mean entropy, of what flat attention would look at. Limits and reasons: {PAGE}"
+    return Table(header, rows, "Attention, layer by layer", note)
+
+
+def formats(precision: Sequence[Precision], labels: Sequence[str]) -> Table:
+    """Return what number formats would make of the scores, a row a layer."""
+    names = list(dict.fromkeys(each.name for each in precision))
+    layers = list(dict.fromkeys(each.layer for each in precision))
+    verdicts = {(each.layer, each.name): _with_heads(each) for each in precision}
+    rows = [[label, *(verdicts[layer, name] for name in names)] for label, layer in zip(labels, layers, strict=True)]
+    note = (
+        "If scores or softmax were computed in the format: the range that the largest score uses, before beta, and the "
+        "error of an attention weight if the largest logit is rounded. Flash attention keeps its scores in float32."
+    )
+    return Table(["layer", *names], rows, "Number formats", note)
+
+
+def audit(audited: Audit) -> Table:
+    """Return the paper's assumptions, measured."""
+    header, *rows = audited.rows()
+    labels = short_names([row[0] for row in rows])
+    rows = [[label, *row[1:]] for label, row in zip(labels, rows, strict=True)]
+    return Table(header, rows, "Assumptions behind 1/sqrt(d_k)", audited.NOTE, is_wide=True)
+
+
+def used(lines: Sequence[str]) -> Text:
+    """Return the versions, and what else was used."""
+    packages = " · ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    return Text("\n".join([*lines, f"betahook {betahook.__version__} · {packages}"]))
+
+
+def written(entry: dict[str, Any]) -> str:
+    """Write a controller of a state with the options that are not its defaults."""
+    kind = getattr(betahook, entry["class"], None)
+    known = fields(kind) if is_dataclass(kind) else ()
+    defaults = {each.name: each.default for each in known}
+    options = entry["options"].items()
+    given = [f"{name}={value!r}" for name, value in options if name not in defaults or defaults[name] != value]
+    return f"{entry['class']}({', '.join(given)})"
+
+
+def _with_heads(each: Precision) -> str:
+    heads = each.overflowing or each.near_overflow or each.coarse
+    if not heads or len(heads) == len(each.weight_error):
+        return each.verdict
+    return f"{each.verdict}: {len(heads)} of {len(each.weight_error)} heads"

@@ -1,0 +1,130 @@
+"""A run as its files tell it: TensorBoard's, and the checkpoints of the Trainer. `betahook.cli.commands` calls this."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+import betahook
+from betahook import checkpoint, compat
+from betahook.cli import models
+from betahook.report.audit import Audit
+from betahook.report.findings import Findings
+
+GROUP = "attention"
+"""First part of the tags of `TensorBoardWriter` that concern the whole model."""
+FILES = "events.out.tfevents.*"
+ALL = {"scalars": 0, "images": 1, "tensors": 0}
+"""TensorBoard keeps every scalar and text, and the last picture."""
+
+Points = list[tuple[float, float]]
+
+
+@dataclass
+class Run:
+    """Everything found of a run.
+
+    Attributes:
+        scalars: tag to points (step, value), in order of the steps.
+        picture: the last picture of TensorBoard, a PNG; None without one.
+        words: the last findings in words, as Markdown; empty without any.
+        states: step to the state of the hook in a checkpoint, in order.
+        newest: the folder of the last of them; None without any.
+        history: the entries of the Trainer's log.
+    """
+
+    scalars: dict[str, Points] = field(default_factory=dict)
+    picture: bytes | None = None
+    words: str = ""
+    states: dict[int, dict[str, Any]] = field(default_factory=dict)
+    newest: Path | None = None
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    def curve(self, *tags: str) -> Points:
+        """Return the first of several tags of TensorBoard that is there, or else what the Trainer's log has of them."""
+        for tag in tags:
+            if tag in self.scalars:
+                return self.scalars[tag]
+        names = [tag.rpartition("/")[2] if not tag.startswith("eval/") else tag.replace("/", "_") for tag in tags]
+        return [(entry["step"], entry[name]) for entry in self.history for name in names if name in entry]
+
+
+def read(folder: str) -> Run:
+    """Read a folder of event files, of checkpoints, of both, or a checkpoint itself.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or nothing of betahook in it.
+        ImportError: there are event files, but tensorboard is not installed.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder; give that of a run, with TensorBoard files or checkpoints")
+    run = Run()
+    if any(root.rglob(FILES)):
+        _read_events(root, run)
+    _read_checkpoints(root, run)
+    if not run.states and not any(tag.startswith(f"{GROUP}/") for tag in run.scalars):
+        raise FileNotFoundError(
+            f"{folder} holds nothing of betahook: neither TensorBoard files with its numbers nor {checkpoint.FILE}"
+        )
+    return run
+
+
+def _read_events(root: Path, run: Run) -> None:
+    """Read the newest TensorBoard run below a folder that has something of betahook."""
+    try:
+        from tensorboard.backend.event_processing import event_accumulator
+    except ImportError as error:
+        raise ImportError("reading TensorBoard files needs tensorboard: pip install tensorboard") from error
+    accumulate: Any = event_accumulator.EventAccumulator
+    files = sorted(root.rglob(FILES), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    for place in dict.fromkeys(file.parent for file in files):
+        events = accumulate(str(place), size_guidance=ALL)
+        events.Reload()
+        tags = events.Tags()
+        if not any(tag.startswith(f"{GROUP}/") for tag in tags["scalars"]):
+            continue
+        # A resumed run writes a step again.
+        run.scalars = {
+            tag: sorted({event.step: event.value for event in events.Scalars(tag)}.items()) for tag in tags["scalars"]
+        }
+        for tag in tags["images"]:
+            run.picture = events.Images(tag)[-1].encoded_image_string
+        for tag in (tag for tag in tags["tensors"] if tag.startswith(f"{GROUP}/findings")):
+            run.words = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+        return
+
+
+def _read_checkpoints(root: Path, run: Run) -> None:
+    here = root / checkpoint.FILE
+    for folder in [root] if here.is_file() else [file.parent for file in root.glob(f"*/{checkpoint.FILE}")]:
+        state = checkpoint.read(folder)
+        run.states[state["steps"]] = state
+        if state["steps"] == max(run.states):
+            run.newest = folder
+    run.states = dict(sorted(run.states.items()))
+    logs = root.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{compat.trainer_state_name()}")
+    for file in (*logs, root / compat.trainer_state_name()):
+        if file.is_file():
+            history = json.loads(file.read_text()).get("log_history", [])
+            run.history = max(run.history, history, key=len)
+
+
+def judge(run: Run) -> tuple[Findings, Audit] | None:
+    """Judge the newest checkpoint by its state alone; None without one, or where its model cannot be made."""
+    if run.newest is None or models.obstacle(str(run.newest)) is not None:
+        return None
+    state = run.states[max(run.states)]
+    try:
+        model = models.without_weights(str(run.newest))
+    except (OSError, ValueError):
+        return None
+    names, per_head = state["layers"], state["options"]["per_head"]
+    chosen: dict[str, Any] = {"layers": lambda name, module: name in names, "per_head": per_head}
+    with checkpoint.unmarked(model), betahook.attach(model, controller="monitor", **chosen) as hook:
+        hook.load_state_dict({**state, "controllers": hook.state_dict()["controllers"]})
+        return hook.findings(), hook.audit()

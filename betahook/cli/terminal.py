@@ -1,0 +1,43 @@
+"""A document on a terminal. Pictures, charts and wide tables are left to the HTML page."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text as RichText
+
+from betahook.report.document import Document, Table, Text
+
+PIPED = 200
+"""Width where the output is no terminal, so that one row is one line."""
+
+
+def show(document: Document) -> None:
+    """Print a document to the standard output."""
+    console = Console(markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:
+        console = Console(markup=False, highlight=False, emoji=False, width=PIPED)
+    console.print(RichText(document.title, style="bold"))
+    for block in document.blocks:
+        if isinstance(block, Text):
+            console.print(RichText(block.text, style="bold" if block.strong else ""))
+        elif isinstance(block, Table) and not block.is_wide:
+            _show_table(console, block.used())
+
+
+def _show_table(console: Console, table: Table) -> None:
+    console.print()
+    if table.title:
+        console.print(RichText(table.title, style="bold"))
+    shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="dim")
+    for column, name in enumerate(table.header):
+        numeric = table.is_numeric(column)
+        shown.add_column(
+            RichText(name), justify="right" if numeric else "left", overflow="fold", no_wrap=numeric or column == 0
+        )
+    for row in table.rows:
+        shown.add_row(*map(RichText, row))
+    console.print(shown)
+    if table.note:
+        console.print(RichText(table.note, style="dim"))

@@ -1,0 +1,133 @@
+"""A chart of lines over steps as SVG, with axes, a legend and the numbers in tooltips."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+
+from betahook.report.document import Chart
+
+WIDTH, HEIGHT = 560, 260
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 30
+NAMED = 6
+"""So many lines have a legend of names; more are coloured from the first to the last."""
+DISTINCT = ("#3b82c4", "#e4671e", "#2f9e6e", "#a855c7", "#c9a227", "#d6455d")
+RAMP = ((59, 130, 246), (16, 160, 130), (230, 150, 30), (214, 60, 80))
+"""From the first line to the last: blue, green, orange, red; legible on white and on black."""
+
+Point = tuple[float, float]
+
+
+def draw(chart: Chart) -> str:
+    """Draw a chart; values that are no finite numbers, or not positive on a logarithmic axis, are left out."""
+    lines = {name: [point for point in points if _is_drawn(point, chart)] for name, points in chart.lines.items()}
+    lines = {name: points for name, points in lines.items() if points}
+    if not lines:
+        return '<p class="note">nothing was logged</p>'
+    steps = [step for points in lines.values() for step, _ in points]
+    values = [value for points in lines.values() for _, value in points]
+    low, high = _range(values, chart.logarithmic)
+    first, last = min(steps), max(max(steps), min(steps) + 1)
+
+    def place(point: Point) -> str:
+        return f"{_across(point[0], first, last):.1f},{_up(point[1], low, high, chart.logarithmic):.1f}"
+
+    colours = _colours(len(lines))
+    parts = [_axes(chart, (first, last), (low, high))]
+    for colour, (name, points) in zip(colours, lines.items(), strict=True):
+        tip = html.escape(
+            f"{name}: {points[0][1]:.4g} at step {points[0][0]:g}, {points[-1][1]:.4g} at {points[-1][0]:g}"
+        )
+        shape = f'<polyline stroke="{colour}" points="{" ".join(map(place, points))}"/>'
+        if len(points) == 1:
+            x, y = place(points[0]).split(",")
+            shape = f'<circle fill="{colour}" cx="{x}" cy="{y}" r="3"/>'
+        parts.append(f"<g><title>{tip}</title>{shape}</g>")
+    svg = (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(chart.title)}">{"".join(parts)}</svg>'
+    )
+    return svg + _legend(list(lines), colours)
+
+
+def _is_drawn(point: Point, chart: Chart) -> bool:
+    return math.isfinite(point[1]) and (point[1] > 0 or not chart.logarithmic)
+
+
+def _range(values: Sequence[float], logarithmic: bool) -> Point:
+    """Return the ends of the axis, with some room."""
+    low, high = min(values), max(values)
+    if logarithmic:
+        room = max((high / low) ** 0.05, 1.1)
+        return low / room, high * room
+    room = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
+    return low - room, high + room
+
+
+def _across(step: float, first: float, last: float) -> float:
+    return LEFT + (WIDTH - LEFT - RIGHT) * (step - first) / (last - first)
+
+
+def _up(value: float, low: float, high: float, logarithmic: bool) -> float:
+    if logarithmic:
+        value, low, high = math.log(value), math.log(low), math.log(high)
+    return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low)
+
+
+def ticks(low: float, high: float, logarithmic: bool) -> list[float]:
+    """Return round numbers between two, some five."""
+    if logarithmic and high / low > 4:
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        factors = (1, 2, 5) if high / low < 100 else (1,)
+        found = [factor * 10.0**decade for decade in decades for factor in factors]
+        found = [value for value in found if low <= value <= high]
+        return found[:: math.ceil(len(found) / 6)]
+    rough = (high - low) / 5
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
+    return [step * count for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _axes(chart: Chart, steps: Point, values: Point) -> str:
+    parts = []
+    for value in ticks(*values, chart.logarithmic):
+        y = _up(value, *values, chart.logarithmic)
+        parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_label(value)}</text>')
+    for step in ticks(*steps, False):
+        if step == int(step):
+            x = _across(step, *steps)
+            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{int(step):,}</text>')
+    return "".join(parts)
+
+
+def _label(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _colours(count: int) -> list[str]:
+    if count <= NAMED:
+        return list(DISTINCT[:count])
+    return [_between(index / (count - 1)) for index in range(count)]
+
+
+def _between(share: float) -> str:
+    position = share * (len(RAMP) - 1)
+    index = min(int(position), len(RAMP) - 2)
+    mix = [round(a + (b - a) * (position - index)) for a, b in zip(RAMP[index], RAMP[index + 1], strict=True)]
+    return f"rgb({mix[0]},{mix[1]},{mix[2]})"
+
+
+def _legend(names: Sequence[str], colours: Sequence[str]) -> str:
+    if len(names) == 1:
+        return ""
+    if len(names) <= NAMED:
+        entries = [
+            f'<span><i style="background:{colour}"></i>{html.escape(name)}</span>'
+            for name, colour in zip(names, colours, strict=True)
+        ]
+    else:
+        ramp = f"linear-gradient(to right,{','.join(_between(step / 6) for step in range(7))})"
+        first, last = html.escape(names[0]), html.escape(names[-1])
+        entries = [f'<span>{first}<i class="ramp" style="background:{ramp}"></i>{last}</span>']
+    return f'<div class="legend">{"".join(entries)}</div>'

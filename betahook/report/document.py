@@ -1,0 +1,107 @@
+"""A document of texts, tables, pictures and charts: the commands make one, a terminal or an HTML page shows it.
+
+Nothing here knows of betahook's numbers. `betahook.cli` fills documents; `report.html` and `cli.terminal` render them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?\s?(x|%)?")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph.
+
+    Attributes:
+        text: plain; line breaks stay.
+        strong: True for the sentence to read first.
+    """
+
+    text: str
+    strong: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with a header.
+
+    Attributes:
+        header: a name for each column.
+        rows: cells as plain text, as many as in the header.
+        title: above it.
+        note: below it, on how to read it.
+        is_wide: True for one that a terminal leaves to the HTML page.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    note: str = ""
+    is_wide: bool = False
+
+    def is_numeric(self, column: int) -> bool:
+        """Tell if a column holds numbers, to be aligned at the right."""
+        cells = [row[column] for row in self.rows if row[column]]
+        return bool(cells) and all(NUMBER.fullmatch(cell) for cell in cells)
+
+    def used(self) -> Table:
+        """Return the table without columns that are empty in every row."""
+        kept = [column for column in range(len(self.header)) if not self.rows or any(row[column] for row in self.rows)]
+        rows = [[row[column] for column in kept] for row in self.rows]
+        return replace(self, header=[self.header[column] for column in kept], rows=rows)
+
+    def without(self, *names: str) -> Table:
+        """Return the table without some columns."""
+        rows = [
+            ["" if name in names else cell for name, cell in zip(self.header, row, strict=True)] for row in self.rows
+        ]
+        return replace(self, rows=rows).used()
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture; a terminal leaves it out.
+
+    Attributes:
+        png: the file.
+        alt: what it shows, in words.
+        title: above it.
+        note: below it, on how to read it.
+    """
+
+    png: bytes
+    alt: str
+    title: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over the steps of a run; a terminal leaves it out.
+
+    Attributes:
+        title: above it.
+        lines: name to points (step, value), in order of the steps.
+        logarithmic: True for a logarithmic axis of positive values.
+        note: below it, on how to read it.
+    """
+
+    title: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    logarithmic: bool = False
+    note: str = ""
+
+
+Block = Text | Table | Picture | Chart
+
+
+@dataclass(frozen=True)
+class Document:
+    """Blocks under a title."""
+
+    title: str
+    blocks: Sequence[Block] = field(default_factory=tuple)

@@ -1,0 +1,259 @@
+"""`betahook` show, fold, examine and report, called as the console script calls them."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils.tensorboard import SummaryWriter
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import betahook
+from betahook import checkpoint
+from betahook.cli import main
+from betahook.integrations.trainer import BetaHookCallback
+from support.models import build, inputs
+from support.trainer import make_trainer
+
+TEXT = betahook.attach.__doc__ + betahook.fold.__doc__
+NAME = "model.layers.0.self_attn"
+
+
+def tokenizer():
+    """Bytes and some merges, trained on a text that is shipped."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="!")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model with a tokenizer, its text, and a checkpoint of it with betas of its own."""
+    folder = tmp_path_factory.mktemp("models")
+    model = build("llama", "sdpa", vocab_size=300)
+    (folder / "text.txt").write_text(TEXT)
+    for name in ("plain", "hooked"):
+        tokenizer().save_pretrained(folder / name)
+    model.save_pretrained(folder / "plain")
+    (folder / "hooked" / "optimizer.pt").write_text("large")
+    with betahook.attach(model, controller=betahook.Search(window=3, rise=False)) as hook:
+        model(**inputs("llama"))
+        hook.step()
+        hook.layers[NAME].beta = 0.5
+        model.save_pretrained(folder / "hooked")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    trainer = make_trainer(folder, BetaHookCallback(), save_strategy="steps", save_steps=3, report_to="tensorboard")
+    trainer.train()
+    return folder
+
+
+class Page(HTMLParser):
+    """Texts, tags and addresses of a page; unclosed tags are an error."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.open, self.seen, self.texts, self.addresses = [], [], [], []
+        self.source = path.read_text()
+        self.feed(self.source)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        self.addresses += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "link", "img", "polyline", "line", "circle"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in ("polyline", "line", "circle"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def test_without_a_command_there_is_help(capsys):
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert all(command in said for command in ("inspect", "examine", "report", "show", "fold"))
+
+
+def test_show(saved, capsys):
+    assert main(["show", str(saved / "hooked")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{saved / 'hooked'}: beta after 1 steps"
+    cells = [line.split() for line in lines]
+    assert ["0", "0.3536", "0.5", "1.41", "x"] in cells
+    assert ["1", "0.3536", "0.3536", "1", "x"] in cells
+    assert lines[-1] == "From Search(window=3, rise=False)"
+
+
+def test_show_tells_heads_that_differ(tmp_path, capsys):
+    model = build("llama")
+    with betahook.attach(model, per_head=True) as hook:
+        model(**inputs("llama"))
+        hook.step()
+        hook.layers[NAME].head_beta = torch.tensor([0.1, 0.2, 0.4, 0.8])
+        checkpoint.save(hook, tmp_path)
+    assert main(["show", str(tmp_path)]) == 0
+    assert "0.283 to 2.26 x" in capsys.readouterr().out
+
+
+def test_fold_makes_the_plain_model_of_a_checkpoint(saved, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["fold", str(saved / "hooked"), str(out)]) == 0
+    assert "is in the weights of 1 of 2 layers" in capsys.readouterr().out
+    assert not (out / checkpoint.FILE).exists()
+    assert not (out / "optimizer.pt").exists()
+    assert (out / "tokenizer.json").read_bytes() == (saved / "hooked/tokenizer.json").read_bytes()
+    assert checkpoint.MARK not in json.loads((out / "config.json").read_text())
+    ids = torch.arange(20)[None]
+    model = AutoModelForCausalLM.from_pretrained(saved / "hooked")
+    with betahook.restore(model, saved / "hooked"), torch.no_grad():
+        expected = model(input_ids=ids).logits
+    with torch.no_grad():
+        assert torch.allclose(AutoModelForCausalLM.from_pretrained(out)(input_ids=ids).logits, expected, atol=1e-5)
+
+
+def test_fold_overwrites_nothing(saved, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert main(["fold", str(saved / "hooked"), str(tmp_path)]) == 1
+    assert (
+        capsys.readouterr().err == f"betahook fold: {tmp_path} exists already; give a new folder for the plain model\n"
+    )
+
+
+@pytest.mark.parametrize("command", [["show"], ["fold", "out"]])
+def test_what_is_no_checkpoint(saved, run, tmp_path, capsys, command):
+    name, *rest = command
+    for folder, message in [
+        (tmp_path / "gone", "is no folder; give a checkpoint of a run with betahook"),
+        (saved / "plain", f"has no {checkpoint.FILE}: beta is in the weights already, or was never changed"),
+        (run, f"has no {checkpoint.FILE}; name one of its checkpoints: checkpoint-3, checkpoint-6"),
+    ]:
+        if name == "fold" and folder != saved / "plain":
+            continue  # which asks for a config first
+        assert main([name, str(folder), *rest]) == 1
+        assert capsys.readouterr().err == f"betahook {name}: {folder} {message}\n"
+
+
+def test_examine_looks_at_a_model_with_its_beta(saved, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    arguments = ["--text", str(saved / "text.txt"), "--length", "32", "--batch", "2", "--batches", "3"]
+    assert main(["examine", str(saved / "hooked"), *arguments, "--html", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert "Of 2 layers, 2 healthy." in said
+    assert "Beta is 1 to 1.4 times the model's own." in said
+    assert "192 tokens of text.txt, in 3 forwards of up to 2 x 32" in said
+    assert "float8_e4m3fn" in said
+    shown = Page(page)
+    assert "Assumptions behind 1/sqrt(d_k)" in shown.texts
+    assert main(["examine", str(saved / "plain"), *arguments]) == 0
+    assert "Beta is 1 times the model's own." in capsys.readouterr().out
+
+
+def test_examine_says_why_it_cannot(saved, tmp_path, capsys):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    without = tmp_path / "without"
+    LlamaForCausalLM(LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)).save_pretrained(without)
+    gone = str(tmp_path / "gone.txt")
+    capsys.readouterr()
+    for folder, text, message in [
+        (saved / "plain", gone, f"{gone} is no file; give a file of plain text with --text"),
+        (saved / "plain", empty, f"{empty} gives 0 tokens; give a longer text"),
+        (tmp_path / "gone", empty, f"{tmp_path / 'gone'} does not exist; give the folder of a model"),
+        (without, empty, "tokenizer"),
+    ]:
+        assert main(["examine", str(folder), "--text", str(text)]) == 1
+        said = capsys.readouterr().err
+        assert message in said
+        assert said.startswith("betahook examine: ")
+        assert said.count("\n") == 1
+
+
+def test_arguments_that_make_no_sense(capsys):
+    for arguments, message in [
+        (["examine", "model"], "the following arguments are required: --text"),
+        (
+            ["examine", "m", "--text", "t", "--batch", "0"],
+            "argument --batch: expected a whole number, 1 or more; got '0'",
+        ),
+        (["fold", "one"], "the following arguments are required: out"),
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+        assert message in capsys.readouterr().err
+
+
+def test_report_of_a_run_is_one_file_that_needs_no_other(run, tmp_path, capsys):
+    page = tmp_path / "run.html"
+    assert main(["report", str(run), "--html", str(page)]) == 0
+    assert capsys.readouterr().out == f"{page}: open it in a browser\n"
+    shown = Page(page)
+    assert all(address.startswith("data:") for address in shown.addresses)
+    assert "script" not in shown.seen
+    assert {"Loss", "Beta after 6 steps", "Assumptions behind 1/sqrt(d_k)"} <= set(shown.texts)
+    assert any(re.match("Step 6: of 2 layers", text) for text in shown.texts)
+    assert any("Search()" in text for text in shown.texts)
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_report_of_a_checkpoint_alone(run, tmp_path):
+    page = tmp_path / "one.html"
+    assert main(["report", str(run / "checkpoint-3"), "--html", str(page)]) == 0
+    assert "Beta after 3 steps" in Page(page).texts
+
+
+def test_report_of_tensorboard_files_alone(tmp_path):
+    page = tmp_path / "page.html"
+    table = "**Step 2: of 1 layer, 1 flat.**\n\n| layer | attention |\n| --- | --- |\n| 0 | flat |\n"
+    with SummaryWriter(str(tmp_path / "older")) as writer:
+        writer.add_scalar("attention/max_logit", 99.0, 0)
+    with SummaryWriter(str(tmp_path / "logs")) as writer:
+        for step in range(3):
+            writer.add_scalar("attention/max_logit", 4.0 + step, step)
+            writer.add_scalar("attention/layers_one_key", 0.5, step)
+        writer.add_image("attention/at a glance", torch.zeros(3, 4, 4), 2)
+        writer.add_text("attention/findings", table, 2)
+    with SummaryWriter(str(tmp_path / "other")) as writer:
+        writer.add_scalar("loss", 1.0, 0)
+    assert main(["report", str(tmp_path), "--html", str(page)]) == 0
+    shown = Page(page)
+    assert {"Largest logit", "Step 2: of 1 layer, 1 flat.", "attention", "flat"} <= set(shown.texts)
+    tips = [text for text in shown.texts if "at step" in text]
+    assert tips == ["largest logit: 4 at step 0, 6 at 2", "one key: 0.5 at step 0, 0.5 at 2"]
+    assert "img" in shown.seen
+
+
+def test_report_says_why_it_cannot(tmp_path, capsys):
+    page = str(tmp_path / "page.html")
+    assert main(["report", str(tmp_path), "--html", page]) == 1
+    assert "holds nothing of betahook: neither TensorBoard files with its numbers nor" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "gone"), "--html", page]) == 1
+    assert "is no folder; give that of a run" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_fault_of_ours_shows_where_it_is(monkeypatch):
+    monkeypatch.setattr("betahook.cli.commands.show", lambda folder: {}["missing"])
+    with pytest.raises(KeyError):
+        main(["show", "folder"])
+
+
+def test_ctrl_c_is_no_fault(monkeypatch):
+    def interrupt(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("betahook.cli.commands.show", interrupt)
+    assert main(["show", "folder"]) == 130

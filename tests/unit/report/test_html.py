@@ -1,0 +1,87 @@
+"""Documents as pages: escaped, closed, and charts whose lines are where the numbers are."""
+
+import re
+
+import pytest
+
+from betahook.report import charts, html
+from betahook.report.document import Chart, Document, Picture, Table, Text
+
+EVIL = '<script>alert("1")</script>&'
+
+
+def test_everything_is_escaped():
+    blocks = [
+        Text(EVIL),
+        Text(EVIL, strong=True),
+        Table([EVIL], [[EVIL]], EVIL, EVIL),
+        Picture(b"\x89PNG", EVIL, EVIL, EVIL),
+        Chart(EVIL, {EVIL: [(0, 1.0), (1, 2.0)], "b": [(0, 1.0)]}, note=EVIL),
+    ]
+    page = html.render(Document(EVIL, blocks))
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;") >= 10
+    assert "data:image/png;base64,iVBORw==" in page.replace("\n", "") or "base64,iVBORw" in page
+
+
+def test_columns_of_numbers_are_aligned_and_empty_ones_left_out():
+    table = Table(["name", "number", "empty"], [["a", "1.5 x", ""], ["b", "", ""]])
+    assert [table.is_numeric(column) for column in range(3)] == [False, True, False]
+    assert list(table.used().header) == ["name", "number"]
+    assert list(table.without("number").header) == ["name"]
+    page = html.render(Document("t", [table]))
+    assert '<th class="number">number</th>' in page
+    assert "empty" not in page.partition("<body>")[2]
+
+
+def test_a_page_replaces_an_older_one_at_once(tmp_path):
+    file = tmp_path / "page.html"
+    file.write_text("old")
+    html.write(Document("new", []), file)
+    assert "<title>new</title>" in file.read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def points(svg):
+    return [tuple(map(float, pair.split(","))) for pair in re.search(r'points="([^"]+)"', svg).group(1).split()]
+
+
+def test_lines_are_where_the_numbers_are():
+    (a, b, c) = points(charts.draw(Chart("t", {"x": [(0, 0.0), (5, 1.0), (10, 2.0)]})))
+    assert a[0] == charts.LEFT
+    assert c[0] == charts.WIDTH - charts.RIGHT
+    assert b == pytest.approx(((a[0] + c[0]) / 2, (a[1] + c[1]) / 2), abs=0.1)
+    assert a[1] > c[1]  # up is more
+    (a, b, c) = points(charts.draw(Chart("t", {"x": [(0, 0.1), (5, 1.0), (10, 10.0)]}, logarithmic=True)))
+    assert b[1] == pytest.approx((a[1] + c[1]) / 2, abs=0.1)
+
+
+def test_what_cannot_be_drawn_is_left_out():
+    nan, inf = float("nan"), float("inf")
+    assert len(points(charts.draw(Chart("t", {"x": [(0, 1.0), (1, nan), (2, inf), (3, 2.0)]})))) == 2
+    assert len(points(charts.draw(Chart("t", {"x": [(0, 1.0), (1, 0.0), (3, 2.0)]}, logarithmic=True)))) == 2
+    assert "nothing was logged" in charts.draw(Chart("t", {"x": [(0, nan)]}))
+    assert "<circle" in charts.draw(Chart("t", {"x": [(3, 2.0)]}))
+
+
+def test_few_lines_are_named_and_many_run_through_a_scale():
+    line = [(0, 1.0), (1, 2.0)]
+    assert "legend" not in charts.draw(Chart("t", {"x": line}))
+    assert charts.draw(Chart("t", {f"l{index}": line for index in range(6)})).count("<span>") == 6
+    many = charts.draw(Chart("t", {f"l{index}": line for index in range(64)}))
+    assert many.count("<span>") == 1
+    assert len(set(re.findall(r'stroke="(rgb[^"]+)"', many))) > 30
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "logarithmic", "expected"),
+    [
+        (0.0, 10.0, False, [0, 2, 4, 6, 8, 10]),
+        (-0.3, 0.31, False, [-0.2, 0, 0.2]),
+        (0.5, 60.0, True, [1, 10]),
+        (0.9, 30.0, True, [1, 2, 5, 10, 20]),
+        (4.5, 5.5, True, [4.6, 4.8, 5.0, 5.2, 5.4]),
+    ],
+)
+def test_ticks_are_round(low, high, logarithmic, expected):
+    assert charts.ticks(low, high, logarithmic) == pytest.approx(expected)
