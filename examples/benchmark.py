@@ -4,6 +4,8 @@
     python examples/benchmark.py --config n_layer=3 vocab_size=8192 --rounds 9
     python examples/benchmark.py --model llama --config num_hidden_layers=4 --dtype bfloat16 --device cuda --length 4096
     python examples/benchmark.py --scaling 1024 2048 4096 8192      # the statistics alone, against the sdpa forward
+    python examples/benchmark.py --small --model llama --config num_hidden_layers=8 hidden_size=32 \
+        intermediate_size=64 num_attention_heads=2 num_key_value_heads=2 vocab_size=64 --length 64 --threads 1
     python examples/benchmark.py --attention                        # one attention layer in turn: for a busy machine
 
 Every round runs one step of each way, ten with `interval=10`. Ratios are to the unhooked step of the same round, since
@@ -48,6 +50,14 @@ OURS = {
     f"default, interval={INTERVAL}": dict(interval=INTERVAL),
 }
 """Options of `betahook.attach` by name."""
+
+SMALL = {
+    "default": {},
+    "every layer in every step": dict(interval=1),
+    "not measured": dict(interval=1_000_000),
+    "monitor": dict(controller="monitor"),
+}
+"""Options of `betahook.attach` by name, for a step that waits for the host."""
 
 
 @contextmanager
@@ -255,6 +265,24 @@ def compare_attention(bench: Bench, rounds: int) -> dict[str, Any]:
     return {"step": step, "added": {**shares, f"interval={INTERVAL}": share(mixed, step)}}
 
 
+def compare_small(bench: Bench, rounds: int) -> dict[str, dict[str, float]]:
+    """Ratios of steps after the opening to unhooked ones, ten of each in turn: where the host's time decides."""
+    found = {}
+    for name, options in SMALL.items():
+        with betahook.attach(bench.model, **options) as hook:
+            for _ in range(2 * hook.controllers[0].opening_batches + 2):  # then the search is all that is left
+                bench.step(hook)
+            state, ratios = hook.state_dict(), []
+        for _ in range(rounds):
+            plain = sum(bench.step() for _ in range(INTERVAL))
+            with betahook.attach(bench.model, **options) as hook:
+                hook.load_state_dict(state)
+                bench.step(hook)
+                ratios.append(sum(bench.step(hook) for _ in range(INTERVAL)) / plain)
+        found[name] = summary(ratios)
+    return found
+
+
 def share(added: list[float], step: float) -> dict[str, float]:
     """Median added time as a share of a step, and its standard error, assuming normal values."""
     error = 1.25 * statistics.stdev(added) / len(added) ** 0.5
@@ -428,6 +456,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--scaling", nargs="+", type=int, metavar="LENGTH", help="the statistics alone, at these lengths"
     )
     parser.add_argument("--attention", action="store_true", help="one attention layer, against a whole step")
+    parser.add_argument("--small", action="store_true", help="steps after the opening, against unhooked ones")
     parser.add_argument("--heads", type=int, default=12, help="with --scaling")
     parser.add_argument("--head-dim", type=int, default=64, help="with --scaling")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -452,7 +481,11 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         model = build(options.model, dict(options.config), options.device, dtype)
         bench = Bench(model, options.batch, options.length)
-        if options.attention:
+        if options.small:
+            name, result = "small", compare_small(bench, options.rounds)
+            for way, row in result.items():
+                print(f"{way:26} {row['median']:>7.3f} {row['low']:>7.3f} {row['high']:>7.3f}")
+        elif options.attention:
             name, result = "attention", compare_attention(bench, options.rounds)
             print_attention(result)
         else:

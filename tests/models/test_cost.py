@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import betahook
 from support.models import build, inputs
+from support.operations import Operations
 
 CONTROLLERS = {
     "monitor": lambda: "monitor",
@@ -190,3 +191,21 @@ def test_no_graph_is_kept_alive(family, backward):
         for handle in handles:
             handle.remove()
         assert not any(tensor.requires_grad for tensor in hook.state_dict().values() if torch.is_tensor(tensor))
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_step_takes_as_many_operations_for_any_number_of_layers(layers):
+    """So many are launched on an accelerator, whose host they keep waiting; views are none."""
+    model, batch = build("llama", "sdpa", num_hidden_layers=layers), inputs("llama", padded=False)
+    short = betahook.Search(warmup=1, plateau_batches=1, rise_batches=1)
+    counted = {}
+    with betahook.attach(model, controller=short, interval=1) as hook:
+        for name, steps in (("opening", 3), ("search", 5)):
+            for _ in range(steps):
+                step(model, hook, batch)
+            model(**batch).loss.backward()
+            with Operations() as operations:
+                hook.step()
+            counted[name] = operations.calls.total()
+    assert counted["opening"] <= 180
+    assert counted["search"] <= 110
