@@ -68,6 +68,7 @@ class TensorBoardWriter:
         self._drawn: int | None = None
         self._step = 0
         self._written: dict[str, float] = {}
+        self._fired: dict[str, float] = {}  # a flag that has fired goes back to 0
 
     def write(
         self, hook: Hook, step: int, metrics: Mapping[str, float] | None = None, *, loss: float | None = None
@@ -88,7 +89,9 @@ class TensorBoardWriter:
             self.writer.add_custom_scalars(charts)
         self._history.add(findings, step)
         self._logs, self._step = self._logs + 1, step
-        for name, value in {**({} if loss is None else {"loss": loss}), **summarise(findings)}.items():
+        summary = {**self._fired, **({} if loss is None else {"loss": loss}), **summarise(findings)}
+        self._fired = {name: 0.0 for name in summary if name.startswith("layers_")}
+        for name, value in summary.items():
             self.writer.add_scalar(f"{GROUP}/{name}", value, step)
         self._write_details(hook, metrics, step)
         self._write_histograms(findings, step)

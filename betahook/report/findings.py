@@ -151,9 +151,11 @@ class Findings(tuple[Finding, ...]):
 
     def markdown(self) -> str:
         """The same as a page in Markdown."""
-        header, *rows = self.rows()
+        header, *rows = (row[:-1] for row in self.rows())  # the advice stands below: the table is wide enough
         table = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
-        return "\n".join([f"**{self.summary}**", "", *table, "", f"Conditions, limits and reasons: `{PAGE}`"])
+        advice = [f"* **{condition}**: {ADVICE[condition]}" for condition in self.counts if ADVICE[condition]]
+        lines = [f"**{self.summary}**", "", *advice, "", *table]
+        return "\n".join([*lines, "", f"Conditions, limits and reasons: `{PAGE}`"])
 
     def __str__(self) -> str:
         rows = self.rows()

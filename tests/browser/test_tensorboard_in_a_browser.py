@@ -1,0 +1,174 @@
+"""TensorBoard as one sees it, in headless Chromium: every card shows something, and the console has no error.
+
+Screenshots are kept in the folder that BETAHOOK_SCREENSHOTS names, if it names one.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import betahook
+from betahook.integrations.tensorboard import TensorBoardWriter
+from betahook.report.pictures import PIXELS
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DRIVER = shutil.which("chromedriver")
+FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+--disable-component-update --disable-sync --window-size=1600,1200"""
+LIMIT = 60
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver: apt-get install chromium chromium-driver"
+    ),
+]
+
+
+def write_run(folder, layers):
+    """A run of some logs, with a layer that becomes sharp."""
+    torch.manual_seed(0)
+    sizes = dict(n_layer=layers, n_head=8, n_embd=32, n_positions=32, vocab_size=64)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    ids = torch.randint(64, (4, 32))
+    with betahook.attach(model) as hook, TensorBoardWriter(str(folder)) as writer:
+        for step in range(1, 13):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            hook.step()
+            if step == 6:
+                with torch.no_grad():
+                    model.transformer.h[2].attn.c_attn.weight.mul_(30)
+            writer.write(hook, step, loss=loss.item())
+
+
+def wait_for(found, what):
+    """Return what `found()` returns, as soon as it is true."""
+    deadline = time.monotonic() + LIMIT
+    while not (result := found()):
+        assert time.monotonic() < deadline, f"no {what} after {LIMIT} s"
+        time.sleep(0.3)
+    return result
+
+
+@pytest.fixture(params=[12, 32], ids="{} layers".format)
+def tensorboard(request, tmp_path):
+    """The address of a TensorBoard on a run, and its number of layers."""
+    write_run(tmp_path / "runs", request.param)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", tmp_path / "runs", "--host", "127.0.0.1"]
+    command += ["--port", address.rpartition(":")[2]]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def serves_the_last_picture():
+        try:
+            page = f"{address}/data/plugin/images/images?run=.&tag=attention%2Fat%20a%20glance&sample=0"
+            with urllib.request.urlopen(page) as answer:
+                return b'"step": 12' in answer.read()
+        except urllib.error.URLError:
+            return False
+
+    try:
+        wait_for(serves_the_last_picture, "picture")
+        yield address, request.param
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@pytest.fixture
+def browser(tmp_path):
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in [*FLAGS.split(), f"--user-data-dir={tmp_path / 'profile'}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+DEEP = """
+function all(root, selector) {
+  const inner = [...root.querySelectorAll('*')].map(each => each.shadowRoot).filter(Boolean);
+  return [...root.querySelectorAll(selector), ...inner.flatMap(each => all(each, selector))];
+}
+"""
+"""Elements inside of web components too."""
+
+TEXT = DEEP + "return all(document, 'td, strong, li').map(each => each.textContent).join(' ')"
+LINES = (
+    DEEP
+    + """return all(document, 'tf-custom-scalar-multi-line-chart-card').map(card =>
+  all(card.shadowRoot || card, 'path').filter(path => (path.getAttribute('d') || '').length > 20).length)"""
+)
+PICTURES = (
+    DEEP
+    + "return all(document, 'tf-image-loader').flatMap(x => all(x.shadowRoot || x, 'img')).map(x => x.naturalWidth)"
+)
+
+
+def show(browser, address, page):
+    browser.get("about:blank")
+    browser.get(f"{address}/#{page}")
+
+
+def keep(browser, name):
+    if folder := os.environ.get("BETAHOOK_SCREENSHOTS"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        browser.save_screenshot(str(Path(folder, f"{name}.png")))
+
+
+def test_what_one_sees(tensorboard, browser):
+    address, layers = tensorboard
+    show(browser, address, "timeseries")
+    sizes = (
+        "return [...document.querySelectorAll('image-card img')].map(each => [each.naturalWidth, each.naturalHeight])"
+    )
+    wait_for(lambda: browser.execute_script(sizes) == [list(PIXELS)], "picture")
+    # A card outside of the window is not filled yet.
+    drawn = """return [...document.querySelectorAll('scalar-card')].map(each => [
+      each.getBoundingClientRect().top < innerHeight, each.textContent, each.querySelectorAll('line-chart').length])"""
+    cards = wait_for(lambda: [card for card in browser.execute_script(drawn) if card[0]], "chart")
+    assert all(charts == 1 for _, _, charts in cards)
+    wait_for(
+        lambda: all("Value" in text for seen, text, _ in browser.execute_script(drawn) if seen), "values in the charts"
+    )
+    first = browser.execute_script("return document.querySelector('card-view').textContent")
+    assert "attention/at a glance" in first
+    keep(browser, f"time-series-{layers}")
+
+    show(browser, address, "text")
+    wait_for(lambda: f"of {layers} layers" in browser.execute_script(TEXT), "findings")
+    assert "The largest logit is" in browser.execute_script(TEXT)
+    keep(browser, f"text-{layers}")
+
+    show(browser, address, "custom_scalars")
+    wait_for(lambda: len(charts := browser.execute_script(LINES)) == 5 and all(charts), "lines in every chart")
+    keep(browser, f"custom-scalars-{layers}")
+
+    show(browser, address, "images")
+    wait_for(lambda: PIXELS[0] in browser.execute_script(PICTURES), "picture among the images")
+    keep(browser, f"images-{layers}")
+
+    errors = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert errors == []
