@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,9 @@ from betahook.tap.override import Override
 
 MARK = "betahook"
 """Config key that marks a saved model whose beta is not in its weights but in `FILE`."""
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_MARK = "needs_betahook_restore"
+"""Key of the config of a saved adapter, which PEFT names in a warning when it loads it."""
 NOTE = f"beta is in {FILE}: load the model, then call betahook.restore(model, folder)"
 
 
@@ -53,7 +57,10 @@ def connect(model: nn.Module, hook: Stateful, acts: Callable[[], bool], undo: Ex
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             save(hook, save_directory, options.get("state_dict"))
         with _marked(model, acts()):
-            return original(save_directory, *args, **kwargs)
+            saved = original(save_directory, *args, **kwargs)
+        if options.get("is_main_process", True) and acts():
+            _mark_adapters(model, Path(save_directory))
+        return saved
 
     override = Override(model, "save_pretrained", save_pretrained)
     undo.callback(override.remove)
@@ -76,6 +83,14 @@ def unmarked(model: nn.Module) -> Iterator[None]:
         if marked:
             setattr(model.config, MARK, NOTE)
         raise
+
+
+def _mark_adapters(model: nn.Module, folder: Path) -> None:
+    """Let PEFT say, where it loads an adapter, that beta is missing: it names the keys that it does not know."""
+    for name in getattr(model, "peft_config", {}):
+        path = (folder if name == "default" else folder / name) / ADAPTER_CONFIG
+        if path.is_file():
+            path.write_text(json.dumps({**json.loads(path.read_text()), ADAPTER_MARK: NOTE}, indent=2, sort_keys=True))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from betahook.hook import Hook, hooks_of
-from betahook.keep import transition
+from betahook.keep import note, transition
 from betahook.keep.refusals import FoldError, Plan, refuse
 from betahook.keep.transition import Unfinished
 from betahook.keep.verification import exact_places
@@ -27,6 +27,9 @@ def fold(model: nn.Module | Hook, *, unfinished: Unfinished = "keep") -> None:
     forward, in evaluation mode. Up to rounding, each layer alone must give the same output from its folded weights, and
     so must the model, in every floating-point tensor that it returns; where only a part of it was ever called, that is
     `hook.last_call.module`. A use of a query weight that this does not run, as in a loss outside of it, is not seen.
+
+    The config of a model of transformers then says what was folded, under `betahook_folded`, and its card on the Hub
+    has the tag "betahook". Nothing reads either: delete them as you like.
 
     Args:
         model: a hooked model, or its hook.
@@ -53,6 +56,7 @@ def fold(model: nn.Module | Hook, *, unfinished: Unfinished = "keep") -> None:
         refuse(plan)
         for layer, place in exact_places(plan).items():
             place.write(place.scaled(plan.gains[layer]))
+        note.leave(hook, list(plan.gains.values()))
         hook.detach()
 
 

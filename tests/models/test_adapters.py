@@ -1,6 +1,7 @@
 """Adapters and quantised weights: the weights as they act are what is measured, and what is folded."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -264,3 +265,22 @@ def test_dora_is_not_clipped():
     adapted = adapt(build("llama"), use_dora=True)
     with pytest.raises(betahook.UnsupportedModelError, match=r"cannot clip .*under an adapter that does more than add"):
         betahook.attach(adapted, controller=betahook.Clip())
+
+
+@pytest.mark.parametrize("acts", [True, False])
+def test_peft_says_where_it_loads_an_adapter_that_beta_is_missing(tmp_path, acts):
+    adapted, batch = adapt(build("llama")).eval(), inputs("llama")
+    with betahook.attach(adapted, controller="monitor") as hook:
+        adapted(**batch)
+        if acts:
+            for layer in hook.layers.values():
+                layer.beta = 2 * layer.beta_default
+        expected = adapted(**batch).logits
+        adapted.save_pretrained(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again = peft.PeftModel.from_pretrained(build("llama"), tmp_path).eval()
+    assert any("needs_betahook_restore" in str(warning.message) for warning in caught) is acts
+    if acts:
+        with betahook.restore(again, tmp_path):
+            torch.testing.assert_close(again(**batch).logits, expected, rtol=1e-5, atol=1e-5)

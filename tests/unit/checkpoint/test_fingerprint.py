@@ -79,6 +79,7 @@ def test_tied_weights(tmp_path):
     betahook.restore(type(build("gpt2")).from_pretrained(tmp_path), tmp_path).detach()
 
 
+@pytest.mark.filterwarnings("ignore:.*needs_betahook_restore")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT reads it
 @pytest.mark.parametrize("changes", [False, True])
 def test_adapters(tmp_path, changes):
