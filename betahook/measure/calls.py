@@ -32,6 +32,7 @@ def add_scores(
     *,
     position_bias: Tensor | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     """Add one attention call to the sums of its layer, in place.
 
@@ -44,11 +45,12 @@ def add_scores(
         beta: `[heads]`, the inverse temperature in force.
         position_bias: `[batch or 1, heads or 1, queries or 1, keys]`, added to the logits.
         softcap: the model's soft cap of its logits.
+        sinks: `[heads]`, logits that take part in the softmax without a key.
     """
     with no_autocast(query.device):
         counts = derive(call_counts, mask, query, *query.shape[:3], key.shape[2])
         of_query = scores.components(query, mask.queries)
-        sums, largest, of_key = _score_sums(query, key, mask, beta, of_query, position_bias, softcap)
+        sums, largest, of_key = _score_sums(query, key, mask, beta, of_query, position_bias, softcap, sinks)
         _add(table, moments, counts, sums, largest, beta, of_query, of_key)
 
 
@@ -60,18 +62,26 @@ def _score_sums(
     of_query: Components,
     position_bias: Tensor | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Components]:
-    """Choose the form: the `SCORE_SUMS` of a call `[4, heads]`, its largest scores and the moments of its keys."""
+    """Choose the form: the `SCORE_SUMS` of a call `[5, heads]`, its largest scores and the moments of its keys."""
     if is_short(query.shape[2], key.shape[2]):
-        sums, largest = row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap)
+        sums, largest = row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap, sinks=sinks)
         return sums, largest, scores.components(key, mask.keys)
     sampled, largest = row_sums(
-        query, key, mask, beta, position_bias=position_bias, softcap=softcap, moments=mask.structured is not None
+        query,
+        key,
+        mask,
+        beta,
+        position_bias=position_bias,
+        softcap=softcap,
+        sinks=sinks,
+        moments=mask.structured is not None,
     )
     exact, of_key = scores.score_sums(query, key, mask, of_query.mean)
     if mask.structured is not None:
         exact = torch.where(mask.structured, exact, sampled[:3])
-    return torch.cat([exact, sampled[-1:]]), largest, of_key
+    return torch.cat([exact, sampled[-2:]]), largest, of_key
 
 
 def add_pairs(

@@ -22,8 +22,8 @@ def pair_sums(scores: Tensor, logits: Tensor, allowed: Tensor) -> tuple[Tensor, 
         allowed: boolean, the same shape.
 
     Returns:
-        The first four of `pairs.COUNTS` and the sums of `scores.pool_rows`, `[4, heads]` each, in float64, and the
-        largest absolute scores, `[heads]`.
+        The first four of `pairs.COUNTS`, `[4, heads]`, and the sums of `scores.pool_rows`, `[5, heads]`, in float64;
+        and the largest absolute scores, `[heads]`.
     """
     wide = sum_dtype(scores.device)
     used = at_least_float32(scores).masked_fill(~allowed, 0)
@@ -34,8 +34,11 @@ def pair_sums(scores: Tensor, logits: Tensor, allowed: Tensor) -> tuple[Tensor, 
 
     log_weights = at_least_float32(logits).log_softmax(-1)
     # A masked pair would give 0 * inf.
-    entropy = -(log_weights.exp() * log_weights.masked_fill(~allowed, 0)).sum(-1)
+    weights = log_weights.exp()
+    entropy = -(weights * log_weights.masked_fill(~allowed, 0)).sum(-1)
+    sink = weights.gather(-1, allowed.byte().argmax(-1, keepdim=True)).squeeze(-1)
     seen = count > 0
-    sums = pool_rows(count, mean, rest.square().sum(-1, dtype=wide), entropy.masked_fill(~seen, 0))
+    of_rows = (x.masked_fill(~seen, 0) for x in (entropy, sink))
+    sums = pool_rows(count, mean, rest.square().sum(-1, dtype=wide), *of_rows)
     pairs, rows, flat = (x.sum((0, 2), dtype=wide) for x in (count, seen, count.clamp(min=1).log()))
     return torch.stack([pairs, pairs, rows, flat]), sums, used.abs().amax((0, 2, 3))

@@ -26,13 +26,18 @@ def add_scores(
     *,
     position_bias: Tensor | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     """See `calls.add_scores`."""
     if not torch.compiler.is_compiling():
-        calls.add_scores(table, moments, query, key, mask, beta, position_bias=position_bias, softcap=softcap)
+        calls.add_scores(
+            table, moments, query, key, mask, beta, position_bias=position_bias, softcap=softcap, sinks=sinks
+        )
         return
     tensors = (mask.queries, mask.keys, mask.pairs, mask.bias, mask.documents, mask.structured)
-    _add_scores(table, moments, query, key, mask.band.low, mask.band.high, *tensors, beta, position_bias, softcap)
+    _add_scores(
+        table, moments, query, key, mask.band.low, mask.band.high, *tensors, beta, position_bias, softcap, sinks
+    )
 
 
 @torch.library.custom_op(
@@ -40,7 +45,7 @@ def add_scores(
     mutates_args=TABLES,
     schema="(Tensor(a!) table, Tensor(b!) moments, Tensor query, Tensor key, SymInt? low, SymInt? high, "
     "Tensor? queries, Tensor? keys, Tensor? pairs, Tensor? bias, Tensor? documents, Tensor? structured, "
-    "Tensor beta, Tensor? position_bias, float? softcap) -> ()",
+    "Tensor beta, Tensor? position_bias, float? softcap, Tensor? sinks) -> ()",
 )
 def _add_scores(
     table: Tensor,
@@ -58,10 +63,11 @@ def _add_scores(
     beta: Tensor,
     position_bias: Tensor | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     # Nothing is shared between layers: the memory of a graph's tensors is used again, and a CUDA graph owns it.
     mask = Mask(Band(low, high), queries, keys, pairs, bias, documents, structured, facts=None)
-    calls.add_scores(table, moments, query, key, mask, beta, position_bias=position_bias, softcap=softcap)
+    calls.add_scores(table, moments, query, key, mask, beta, position_bias=position_bias, softcap=softcap, sinks=sinks)
 
 
 def add_pairs(

@@ -52,6 +52,8 @@ class RowPairs:
             such a row no entropy.
         count: pairs in each row, `mask` without keys.
         share: 1 over that number; 0 for none.
+        first: the first key that each row may use, like `count`, int64; 0 for a row without one.
+        filled: 1 for a row with a key and 0 for any other, like `count`.
     """
 
     picked: Tensor | None
@@ -59,6 +61,8 @@ class RowPairs:
     added: Tensor
     count: Tensor
     share: Tensor
+    first: Tensor
+    filled: Tensor
 
 
 def row_pairs(mask: Mask, like: Tensor, queries: int, keys: int) -> RowPairs:
@@ -74,7 +78,9 @@ def row_pairs(mask: Mask, like: Tensor, queries: int, keys: int) -> RowPairs:
         bias = mask.bias.expand(*mask.bias.shape[:2], queries, keys)[..., rows, :]
         added = added + bias.masked_fill(~allowed, 0)
     share = count.clamp(min=1).reciprocal().masked_fill(count == 0, 0)
-    return RowPairs(None if is_short(queries, keys) else rows, used, added, count.to(dtype), share.to(dtype))
+    picked = None if is_short(queries, keys) else rows
+    # Of equal entries, argmax takes the first.
+    return RowPairs(picked, used, added, count.to(dtype), share.to(dtype), used.argmax(-1), (count > 0).to(dtype))
 
 
 def _allowed(mask: Mask, rows: Tensor, keys: int) -> Tensor:

@@ -37,6 +37,7 @@ def row_sums(
     *,
     position_bias: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     moments: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Scores, largest score and entropy of all rows of a short sequence, or of `pairs.ROWS` evenly spaced ones.
@@ -48,13 +49,14 @@ def row_sums(
         beta: `[heads]` or a scalar, the inverse temperature in force; used for the entropy only.
         position_bias: `[batch or 1, heads or 1, queries or 1, keys]`, added to the logits as the attention does.
         softcap: the model's soft cap of its logits, `softcap * tanh(logit / softcap)`.
+        sinks: `[heads]`, a logit of each head that takes part in the softmax without a key, as in gpt-oss.
         moments: False to leave out the moments of the scores.
 
     Returns:
-        The sums of `scores.pool_rows` over these rows, `[4, heads]`, or the last of them alone, `[1, heads]`; and the
+        The sums of `scores.pool_rows` over these rows, `[5, heads]`, or the last two alone, `[2, heads]`; and the
         largest absolute score, `[heads]`.
 
-    The entropy is that of the attention row itself: mask, biases and soft cap included, attention sinks not.
+    Entropy and sink are those of the attention row itself: mask, biases, soft cap and learned sinks included.
 
     For a sequence that is not short these are estimates from `n` rows (`ROWS` times the batch), as good as random rows
     unless attention is periodic in the distance between them. The largest score is never overestimated, and with 95 %
@@ -71,8 +73,8 @@ def row_sums(
     if pairs.picked is not None:
         query = query[:, :, pairs.picked]
     scale = beta.to(query.dtype).view(-1, 1, 1)
-    parts = _parts(query, key, mask, queries, (pairs.used, added, pairs.count, pairs.share))
-    found = [_reduce(part, scale, softcap, moments) for part in parts]
+    parts = _parts(query, key, mask, queries, (pairs.used, added, pairs.count, pairs.share, pairs.first, pairs.filled))
+    found = [_reduce(part, scale, softcap, sinks, moments) for part in parts]
     if len(found) == 1:
         return found[0]
     sums, largest = (torch.stack(part) for part in zip(*found, strict=True))
@@ -92,11 +94,14 @@ def _parts(query: Tensor, key: Tensor, mask: Mask, queries: int, of_rows: tuple[
     for sequence in range(0, batch, step):
         some = slice(sequence, sequence + step)
         scores = _scores(query[some], key[some])
-        used, added, count, share = (x if len(x) == 1 else x[some] for x in of_rows)
+        used, added, *by_row, first_key, filled = (x if len(x) == 1 else x[some] for x in of_rows)
         for first in range(0, rows, slab):
             row = slice(first, first + slab)
-            part = ..., row, _visible(mask, queries, keys, first, min(first + slab, rows) - 1)
-            yield [scores[part], used[part], added[part], count[..., row], share[..., row]]
+            visible = _visible(mask, queries, keys, first, min(first + slab, rows) - 1)
+            part = ..., row, visible
+            # A row without a key has its first one before those that are visible; it does not count.
+            begin = (first_key[..., row] - visible.start).clamp_(min=0)
+            yield [scores[part], used[part], added[part], *(x[..., row] for x in by_row), begin, filled[..., row]]
 
 
 def _visible(mask: Mask, queries: int, keys: int, first: int, last: int) -> slice:
@@ -118,31 +123,42 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
     return grouped.view(batch, heads, rows, -1)
 
 
-def _reduce(part: Sequence[Tensor], beta: Tensor, softcap: float | None, moments: bool) -> tuple[Tensor, Tensor]:
+def _reduce(
+    part: Sequence[Tensor], beta: Tensor, softcap: float | None, sinks: Tensor | None, moments: bool
+) -> tuple[Tensor, Tensor]:
     """Reduce a part as `_parts` makes it, whose scores are overwritten; see `row_sums`."""
-    scores, used, added, count, share = part
+    scores, used, added, count, share, first, filled = part
     scores *= used
     largest = scores.abs().amax((0, 2, 3))
     if softcap is None:
         logits = torch.addcmul(added, scores, beta)
     else:
         logits = softcap * torch.tanh(scores * beta / softcap) + added
-    entropy = _entropy(logits)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.to(logits.dtype).view(-1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
+    entropy, sink = _attention(logits, first.expand(logits.shape[:-1])[..., None])
+    sink = sink[..., 0] * filled
+    if sinks is not None:
+        entropy = entropy * filled  # a row without a key has its sink
     if not moments:
-        return entropy.sum((0, 2), dtype=sum_dtype(entropy.device))[None], largest
+        return torch.stack([entropy, sink]).sum((1, 3), dtype=sum_dtype(entropy.device)), largest
     # Centred in each row: a large mean score would cancel the digits of the variance.
     mean = scores.sum(-1) * share
     rest = torch.addcmul(scores, used, mean[..., None], value=-1)
-    return pool_rows(count, mean, torch.linalg.vector_norm(rest, dim=-1).square_(), entropy), largest
+    return pool_rows(count, mean, torch.linalg.vector_norm(rest, dim=-1).square_(), entropy, sink), largest
 
 
-def _entropy(logits: Tensor) -> Tensor:
-    """Shannon entropy of the softmax of each row, `[..., keys]` to `[...]`; the logits are overwritten on the CPU."""
+def _attention(logits: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """Shannon entropy of the softmax of each row, `[..., keys]` to `[...]`, and its weight of the key `first [..., 1]`.
+
+    The logits are overwritten on the CPU.
+    """
     if logits.device.type != "cpu":
-        entropy: Tensor = torch.special.entr(logits.softmax(-1))
-        return entropy.sum(-1)
+        weight = logits.softmax(-1)
+        return torch.special.entr(weight).sum(-1), weight.gather(-1, first)
     logits -= logits.amax(-1, keepdim=True)
     weight = logits.clamp_(min=LOWEST).exp()
     norm = weight.sum(-1)
+    share = weight.gather(-1, first).div_(norm[..., None])
     mean = weight.mul_(logits).sum(-1).div_(norm)
-    return norm.log_().sub_(mean)
+    return norm.log_().sub_(mean), share

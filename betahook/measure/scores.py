@@ -242,19 +242,20 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
     return torch.stack(sums).flatten(1), below[0].components()
 
 
-def pool_rows(count: Tensor, mean: Tensor, square: Tensor, entropy: Tensor) -> Tensor:
-    """Pool rows over the batch, `[batch, heads, rows]` each, to the sums `[4, heads]` of scores and entropies.
+def pool_rows(count: Tensor, mean: Tensor, square: Tensor, entropy: Tensor, sink: Tensor) -> Tensor:
+    """Pool rows over the batch, `[batch, heads, rows]` each, to the sums `[5, heads]` of scores, entropies, sinks.
 
     Args:
         count: number of scores in each row.
         mean: their mean.
         square: sum of their squares about it.
         entropy: of the row.
+        sink: attention on its first key.
     """
     wide = sum_dtype(mean.device)
     mean = mean.to(wide)
     total = mean * count
-    return torch.stack([total, torch.addcmul(square, total, mean), square, entropy]).sum((1, 3), dtype=wide)
+    return torch.stack([total, torch.addcmul(square, total, mean), square, entropy, sink]).sum((1, 3), dtype=wide)
 
 
 def _query_blocks(query: Tensor, valid: Tensor | None, groups: int, start: int, stop: int) -> Tensor:

@@ -31,6 +31,7 @@ SUMS = (
     "score_square",
     "row_square",
     "entropy",
+    "sink",
     # Weighted by numbers of tokens: averages over the components of q and k and the variance that independence
     # predicts. `betahook.measure.components` computes them when asked; they do not accumulate.
     "query_mean_square",
@@ -147,6 +148,7 @@ class Statistics:
             a longer one.
         max_logit: largest absolute score times the beta of its forward pass, in the same rows.
         entropy: mean entropy of the attention rows, in nats, over the same rows.
+        sink: mean share of the attention that a row gives to the first key that it may use, over the same rows.
         flat_entropy: the entropy that flat attention would have in these rows: the mean logarithm of the number of keys
             that a row may use. It is 0 where each row has but one.
         component_mean_square_q: square of the mean of a component of q, averaged over the components.
@@ -169,6 +171,7 @@ class Statistics:
     max_score: Tensor
     max_logit: Tensor
     entropy: Tensor
+    sink: Tensor
     flat_entropy: Tensor
     component_mean_square_q: Tensor
     component_variance_q: Tensor
@@ -284,6 +287,7 @@ FORMULAS: dict[str, Callable[[Pooled], Tensor]] = {
     "max_score": lambda pooled: pooled["max_score"].masked_fill(pooled.unmeasured, torch.nan),
     "max_logit": lambda pooled: pooled["max_logit"].masked_fill(pooled.unmeasured, torch.nan),
     "entropy": lambda pooled: pooled["entropy"] / pooled["rows"],
+    "sink": lambda pooled: pooled["sink"] / pooled["rows"],
     "flat_entropy": lambda pooled: pooled["flat_entropy"] / pooled["rows"],
     "component_mean_square_q": lambda pooled: pooled["query_mean_square"] / pooled["queries"],
     "component_variance_q": lambda pooled: pooled["query_variance"] / pooled["queries"],

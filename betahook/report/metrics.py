@@ -28,6 +28,7 @@ MetricName = Literal[
     "max_logit",
     "entropy",
     "flat_entropy",
+    "sink",
     "sensitivity",
     "nonfinite",
     "at_bound",
@@ -102,6 +103,8 @@ def columns(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
         "entropy": observed.entropy,
         # Zero: one key a row, or a state from before it was measured. Either way there is nothing to compare with.
         "flat_entropy": observed.flat_entropy.masked_fill(observed.flat_entropy == 0, torch.nan),
+        # Zero: a state from before it was measured.
+        "sink": observed.sink.masked_fill(observed.sink == 0, torch.nan),
         "sensitivity": measured(observed.sensitivity),
         "nonfinite": measured(~observed.finite),
         "at_bound": groups.largest(at_bound(beta, state.beta_default).to(state.recent)),

@@ -103,9 +103,15 @@ def _hooked(
         mask = args[0] if args else kwargs.get("attention_mask")
         described = describe_mask(implementation, module, query, key, mask, kwargs)
         raw = query if prescale == 1 else query / prescale
-        layer.record(raw, key, described, position_bias=kwargs.get("position_bias"), softcap=kwargs.get("softcap"))
+        options = {name: kwargs.get(name) for name in ("position_bias", "softcap")}
+        layer.record(raw, key, described, **options, sinks=_sinks(kwargs.get("s_aux"), query.shape[1]))
     query = scale_known_query(layer, query, (key, value), default)
     return function(module, query, key, value, *args, **kwargs)
+
+
+def _sinks(learned: Any, heads: int) -> Tensor | None:
+    """The logits `[heads]` that heads learn beside those of the keys, if there are any."""
+    return learned.detach() if isinstance(learned, Tensor) and learned.shape == (heads,) else None
 
 
 def describe_mask(

@@ -148,7 +148,14 @@ class Recorder:
 
     @torch.no_grad()
     def record(
-        self, query: Tensor, key: Tensor, mask: Mask, *, position_bias: Tensor | None, softcap: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        mask: Mask,
+        *,
+        position_bias: Tensor | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> None:
         """Add one attention call; `query [batch, heads, queries, d_k]` and `key` as the score product gets them."""
         if query.numel() == 0 or key.numel() == 0:
@@ -162,6 +169,7 @@ class Recorder:
             self._beta.to(query.device),
             position_bias=position_bias,
             softcap=softcap,
+            sinks=sinks,
         )
 
     @torch.no_grad()

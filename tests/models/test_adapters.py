@@ -14,7 +14,10 @@ from support.training import train
 peft = pytest.importorskip("peft")
 
 LAYER = "model.layers.0.self_attn"
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT reads it
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # PEFT reads it
+    pytest.mark.filterwarnings("ignore:.*needs_betahook_restore"),
+]
 
 
 def adapt(model, **options):

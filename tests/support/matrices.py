@@ -98,7 +98,13 @@ def looked_at(query, key, mask, beta=1.0, **options):
     count = row_pairs(mask, query, query.shape[2], key.shape[2]).count.expand(*query.shape[:2], -1).double()
     flat = count.clamp(min=1).log().sum((0, 2))
     return named(
-        count.sum((0, 2)), sums, rows=(count > 0).sum((0, 2)), entropy=sums[3], flat_entropy=flat, max_score=largest
+        count.sum((0, 2)),
+        sums,
+        rows=(count > 0).sum((0, 2)),
+        entropy=sums[3],
+        sink=sums[4],
+        flat_entropy=flat,
+        max_score=largest,
     )
 
 
@@ -107,7 +113,7 @@ def recorded(query, key, mask, beta=1.0, **options):
     heads, width = query.shape[1], query.shape[3]
     table = statistics.empty(heads, query.device)
     moments = components.empty(heads * width, query.device)
-    options = {"position_bias": None, "softcap": None, **options}
+    options = {"position_bias": None, "softcap": None, "sinks": None, **options}
     calls.add_scores(
         table, moments, query, key, mask, torch.as_tensor(beta, device=query.device).expand(heads), **options
     )

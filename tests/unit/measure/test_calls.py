@@ -21,7 +21,7 @@ def test_every_form_measures_the_same(name, monkeypatch):
     assert_sums(whole, used(query, key, pairs_of(band, 60, 60 + more)))
     assert_row_std(whole, row_std(query, key, pairs_of(band, 60, 60 + more)))
     assert (blocks.rows < whole.rows).all()
-    of_rows = {"rows", "entropy", "flat_entropy", "max_score", "max_logit"}
+    of_rows = {"rows", "entropy", "sink", "flat_entropy", "max_score", "max_logit"}
     for row in ROW.keys() - of_rows - {"score_square"}:
         torch.testing.assert_close(getattr(blocks, row), getattr(whole, row), rtol=1e-5, atol=1e-2, msg=row)
 
@@ -30,7 +30,8 @@ def test_calls_add_up():
     (query, key), mask = make(20, 20), Mask(Band(None, 0))
     table, moments = statistics.empty(2, query.device), components.empty(16, query.device)
     for beta in (2.0, 1.0):
-        calls.add_scores(table, moments, query, key, mask, torch.full((2,), beta), position_bias=None, softcap=None)
+        options = {"position_bias": None, "softcap": None, "sinks": None}
+        calls.add_scores(table, moments, query, key, mask, torch.full((2,), beta), **options)
     once = recorded(query, key, mask)
     for row in ("pairs", "exact_pairs", "rows", "flat_entropy", "queries", "keys", "score", "score_square"):
         torch.testing.assert_close(table[ROW[row]], 2 * getattr(once, row), rtol=1e-12, atol=1e-9)

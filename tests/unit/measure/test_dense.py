@@ -13,7 +13,7 @@ def pair_sums(scores, logits, allowed):
     counts, sums, largest = dense.pair_sums(scores, logits, allowed)
     pairs, exact, rows, flat_entropy = counts
     assert torch.equal(pairs, exact)
-    return named(pairs, sums, rows=rows, entropy=sums[3], flat_entropy=flat_entropy, max_score=largest)
+    return named(pairs, sums, rows=rows, entropy=sums[3], sink=sums[4], flat_entropy=flat_entropy, max_score=largest)
 
 
 def causal(*sizes):

@@ -243,3 +243,58 @@ def test_thirty_two_rows_are_sampled():
         picked = sampled_rows(queries, queries, torch.device("cpu"))
         assert len(set(picked.tolist())) == expected
         assert picked[[0, -1]].tolist() == [0, queries - 1]
+
+
+def first_shares(logits, allowed):
+    """Attention on the first allowed key of each row, one by one, summed over rows, `[heads]`."""
+    weights = logits.double().masked_fill(~allowed, -math.inf).softmax(-1)
+    totals = torch.zeros(logits.shape[1], dtype=torch.float64)
+    for batch, head, row in itertools.product(*map(range, logits.shape[:3])):
+        keys = allowed[batch, head, row].nonzero().flatten()
+        if len(keys):
+            totals[head] += weights[batch, head, row, keys[0]]
+    return totals
+
+
+@pytest.mark.parametrize("length", [1, 12, 200])
+@pytest.mark.parametrize("kind", ["full", "causal", "window", "padded left", "padded right", "scattered"])
+def test_the_sink_is_the_attention_on_the_first_allowed_key_of_each_row(kind, length):
+    generator = torch.Generator().manual_seed(5)
+    query, key = (torch.randn(2, 3, length, 8, generator=generator) for _ in range(2))
+    positions = torch.arange(length)
+    valid = {"padded left": positions >= length // 3, "padded right": positions < length - length // 3}.get(kind)
+    if kind == "scattered":
+        mask = Mask(Band(), pairs=scattered(3, length, length))
+        allowed = mask.pairs
+    else:
+        band = {"full": Band(), "window": Band(-(length // 4) - 1, 0)}.get(kind, Band(None, 0))
+        padding = None if valid is None else torch.stack([valid, torch.ones_like(valid)])
+        mask = Mask(band) if padding is None else masks.from_padding(padding.long(), band, length)
+        allowed = band.allowed(positions, positions)[None, None].expand(2, 3, -1, -1)
+        if padding is not None:
+            allowed = allowed & padding[:, None, None] & padding[:, None, :, None]
+    found = looked_at(query, key, mask, 0.7)
+    rows = sampled_rows(length, length, query.device)
+    logits = 0.7 * (query.double() @ key.double().mT)
+    expected = first_shares(logits[:, :, rows], allowed.expand(2, 3, -1, -1)[:, :, rows])
+    torch.testing.assert_close(found.sink, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_learned_sinks_are_one_more_key():
+    generator = torch.Generator().manual_seed(6)
+    query, key = (torch.randn(2, 3, 12, 8, generator=generator) for _ in range(2))
+    sinks = torch.tensor([-20.0, 0.5, 4.0])
+    valid = torch.ones(2, 12, dtype=torch.long)
+    valid[1, :4] = 0
+    mask = masks.from_padding(valid, Band(None, 0), 12)
+    found = looked_at(query, key, mask, 0.7, sinks=sinks)
+    allowed = (torch.ones(12, 12).tril().bool() & valid.bool()[:, None, None] & valid.bool()[:, None, :, None]).expand(
+        2, 3, 12, 12
+    )
+    logits = (0.7 * query.double() @ key.double().mT).masked_fill(~allowed, -math.inf)
+    weights = torch.cat([logits, sinks.double().view(1, 3, 1, 1).expand(2, 3, 12, 1)], -1).softmax(-1)
+    filled = allowed.any(-1)
+    entropy = torch.special.entr(weights).sum(-1).masked_fill(~filled, 0).sum((0, 2))
+    torch.testing.assert_close(found.entropy, entropy, rtol=1e-5, atol=1e-6)
+    first = weights.gather(-1, allowed.byte().argmax(-1, keepdim=True))[..., 0].masked_fill(~filled, 0).sum((0, 2))
+    torch.testing.assert_close(found.sink, first, rtol=1e-5, atol=1e-6)

@@ -70,7 +70,7 @@ def tabulate(raw, part=slice(None)):
     values = {name: scores.shape[1] * x for name, x in weighted.items()}
     values |= {name: torch.tensor(scores.shape[1]) for name in ("queries", "keys")}
     values |= {"rows": torch.tensor(entropy.shape[1]), "entropy": entropy.sum(1), "sensitivity": sensitivity}
-    values |= {"flat_entropy": 3 * entropy.sum(1)}
+    values |= {"flat_entropy": 3 * entropy.sum(1), "sink": entropy.sum(1) / 9}
     values |= {"exact_pairs": torch.tensor(scores.shape[1])}
     values |= {"max_score": scores.abs().amax(1), "max_logit": 2 * scores.abs().amax(1)}
     add(table, values)
@@ -166,6 +166,7 @@ def test_statistics_are_those_of_the_raw_numbers(raw):
         "max_logit": 2 * samples["std"].abs().amax(1),
         "entropy": entropy.mean(1),
         "flat_entropy": 3 * entropy.mean(1),
+        "sink": entropy.mean(1) / 9,
         "sensitivity": 2 * sensitivity,
         "finite": torch.tensor([True] * 3),
         **{name: x.std(1, correction=0) for name, x in samples.items()},

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from transformers.modeling_utils import AttentionInterface
 
 import betahook
@@ -15,7 +16,7 @@ from betahook.measure.masks import Band
 from betahook.tap import interface
 from betahook.tap.interface import describe_mask
 from support.matrices import overall_std
-from support.models import FAMILIES, build, derivative, inputs, trace
+from support.models import FAMILIES, GROUPED, SIZE, build, derivative, inputs, trace
 
 
 def run(model, batch):
@@ -310,3 +311,22 @@ def test_which_pairs_an_attention_uses(implementation, queries, keys, mask, opti
     query, key = torch.zeros(2, 4, queries, 8), torch.zeros(2, 4, keys, 8)
     mask = None if mask is None else torch.ones(mask, dtype=torch.bool)
     assert describe_mask(implementation, torch.nn.Module(), query, key, mask, options).band == band
+
+
+@pytest.mark.oldest_skips("its config has other names")
+def test_learned_sinks_take_part_in_the_entropy():
+    """gpt-oss: the last column of what eager attention hands to its softmax is no key."""
+    config = transformers.GptOssConfig(
+        **{**SIZE, **GROUPED, "num_hidden_layers": 1}, head_dim=8, num_local_experts=2, num_experts_per_tok=1
+    )
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM._from_config(config, attn_implementation="eager").train()
+    torch.nn.init.normal_(model.model.layers[0].self_attn.sinks)
+    ids = torch.randint(3, 64, (2, 12))
+    with betahook.attach(model, controller="monitor") as hook, trace() as calls:
+        model(input_ids=ids)
+        measured = next(iter(hook.layers.values())).head_statistics
+    weights = calls[0].softmax_input.double().softmax(-1)
+    assert weights.shape[-1] == 13
+    torch.testing.assert_close(measured.entropy, torch.special.entr(weights).sum(-1).mean((0, 2)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(measured.sink, weights[..., 0].mean((0, 2)), rtol=1e-5, atol=1e-6)
