@@ -128,8 +128,8 @@ def turn(state: State, controllers: Sequence[Controller], interval: int) -> rang
 def explain(state: State, layers: Layers, controllers: Sequence[Controller]) -> list[Note]:
     """Ask the controllers about their last update: one note a layer. Reads the device back."""
     observation, beta = observe(state, layers), state.units.geometric_mean(state.current_beta)
-    finite, at_bound = observation.statistics.finite, base.at_bound(beta, observation.beta_default)
-    notes = [[Note(reason=_held(*each))] for each in zip(finite.tolist(), at_bound.tolist(), strict=True)]
+    held = torch.stack([observation.statistics.finite, base.at_bound(beta, observation.beta_default)]).T.tolist()
+    notes = [[Note(reason=_held(*each))] for each in held]
     for controller, memory in zip(controllers, state.memories, strict=True):
         if memory or not controller.start(beta):  # it has run, or needs no memory
             for unit, note in enumerate(controller.explain(beta, observation, memory)):
