@@ -62,7 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     examine.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures")
     examine.set_defaults(
         act=lambda options: commands.examine(
-            options.model, options.text, length=options.length, batch=options.batch, batches=options.batches
+            options.model,
+            options.text,
+            length=options.length,
+            batch=options.batch,
+            batches=options.batches,
+            pictured=options.html is not None,
         )
     )
 

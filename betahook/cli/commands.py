@@ -114,7 +114,7 @@ def fold(folder: str, out: str) -> Document:
     return Document(f"{out}: a plain {type(model).__name__}", [Text(said)])
 
 
-def examine(name: str, text: str, *, length: int, batch: int, batches: int) -> Document:
+def examine(name: str, text: str, *, length: int, batch: int, batches: int, pictured: bool = False) -> Document:
     """Run the model of a folder on windows of a text and judge its attention."""
     if not Path(text).is_file():
         raise FileNotFoundError(f"{text} is no file; give a file of plain text with --text")
@@ -137,7 +137,7 @@ def examine(name: str, text: str, *, length: int, batch: int, batches: int) -> D
         found = examine_hooked(hook, ({"input_ids": ids} for ids in grouped))
     tokens = len(windows) * len(windows[0])
     source = f"{tokens:,} tokens of {Path(text).name}, in {found.batches} forwards of up to {batch} x {len(windows[0])}"
-    return pages.examination(f"{name}: {type(model).__name__}", source, found)
+    return pages.examination(f"{name}: {type(model).__name__}", source, found, pictured=pictured)
 
 
 def _windows(name: str, text: str, length: int, count: int) -> Iterator[torch.Tensor]:

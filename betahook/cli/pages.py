@@ -13,26 +13,40 @@ import betahook
 from betahook.cli.runs import GROUP, Run
 from betahook.examination import Examination
 from betahook.measure.statistics import geometric_mean
+from betahook.report import pictures
 from betahook.report.audit import Audit
 from betahook.report.conditions import PAGE, Condition
 from betahook.report.document import Block, Chart, Document, Picture, Table, Text
 from betahook.report.findings import Findings
+from betahook.report.history import History
 from betahook.report.names import short_names
 from betahook.report.precision import Precision
 
 
-def examination(title: str, source: str, found: Examination) -> Document:
-    """Return what an examination found."""
+def examination(title: str, source: str, found: Examination, *, pictured: bool) -> Document:
+    """Return what an examination found, with a picture if that is asked for and matplotlib is there."""
     summary = found.findings.summary.removeprefix(f"Step {found.findings.step}: ")
     blocks: list[Block] = [
         Text(summary[0].upper() + summary[1:], strong=True),
         Text(source),
+        *(glance(found.findings) if pictured else []),
         conditions(found.findings).without("since step", "controller", "beta / own"),
         formats(found.precision, found.findings.labels),
         audit(found.audit),
         used([]),
     ]
     return Document(title, blocks)
+
+
+def glance(findings: Findings) -> list[Picture]:
+    """Return the picture of one look; none without matplotlib."""
+    history = History()
+    history.add(findings, findings.step)
+    try:
+        png = pictures.draw(history, findings.labels)
+    except ImportError:
+        return []
+    return [Picture(png, "layer by head", "At a glance", "Blue is flat, orange sharp, dark red looks at one key.")]
 
 
 def run(folder: str, found: Run, judged: tuple[Findings, Audit] | None) -> Document:
