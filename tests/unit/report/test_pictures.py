@@ -77,6 +77,11 @@ def test_the_limits_of_the_conditions_are_steps_of_the_scale(ratio, place):
     assert pictures._place_of_entropy(numbers(ratio)) == pytest.approx(place, abs=1e-6)
 
 
+def test_the_scale_has_no_gap_where_flat_ends():
+    beyond = numbers(1 + math.log(0.9499) / math.log(100))
+    assert pictures._place_of_entropy(beyond) == pytest.approx(FLAT, abs=1e-3)
+
+
 def test_the_scale_agrees_with_the_conditions():
     names = {Condition.FLAT: (0, FLAT), Condition.HEALTHY: (FLAT, HEALTHY)}
     names |= {Condition.SHARP: (HEALTHY, SHARP), Condition.ONE_KEY: (SHARP, 1)}
