@@ -7,15 +7,13 @@ draw random numbers, read a value back to the host, or need autograd.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from betahook.measure import components, scores, statistics
+from betahook.measure import components, devices, prefix, scores, statistics
 from betahook.measure.dense import pair_sums
-from betahook.measure.dtypes import no_autocast, product_dtype
+from betahook.measure.dtypes import at_least_float32, no_autocast, product_dtype
 from betahook.measure.masks import Mask, derive
 from betahook.measure.pairs import call_counts, count_tokens, is_short
 from betahook.measure.rows import row_sums
@@ -47,6 +45,8 @@ def add_scores(
         softcap: the model's soft cap of its logits.
         sinks: `[heads]`, logits that take part in the softmax without a key.
     """
+    if is_short(query.shape[2], key.shape[2]) or not devices.is_cpu(query.device):
+        query, key = at_least_float32(query), at_least_float32(key)
     with no_autocast(query.device):
         counts = derive(call_counts, mask, query, *query.shape[:3], key.shape[2])
         of_query = scores.components(query, mask.queries)
@@ -63,11 +63,11 @@ def _score_sums(
     position_bias: Tensor | None,
     softcap: float | None,
     sinks: Tensor | None,
-) -> tuple[Tensor, Tensor, Components]:
-    """Choose the form: the `SCORE_SUMS` of a call `[5, heads]`, its largest scores and the moments of its keys."""
+) -> tuple[list[Tensor], Tensor, Components]:
+    """Choose the form: parts of the sums of `scores.pool_rows` `[5, heads]`, the largest scores and moments of k."""
     if is_short(query.shape[2], key.shape[2]):
         sums, largest = row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap, sinks=sinks)
-        return sums, largest, scores.components(key, mask.keys)
+        return [sums], largest, scores.components(key, mask.keys)
     sampled, largest = row_sums(
         query,
         key,
@@ -78,10 +78,14 @@ def _score_sums(
         sinks=sinks,
         moments=mask.structured is not None,
     )
-    exact, of_key = scores.score_sums(query, key, mask, of_query.mean)
+    if devices.is_cpu(query.device):
+        exact, of_key = scores.score_sums(query, key, mask, of_query.mean)
+    else:
+        of_key = scores.components(key, mask.keys)
+        exact = prefix.score_sums(query, key, mask, of_key)
     if mask.structured is not None:
         exact = torch.where(mask.structured, exact, sampled[:3])
-    return torch.cat([exact, sampled[-2:]]), largest, of_key
+    return [exact, sampled[-2:]], largest, of_key
 
 
 def add_pairs(
@@ -112,7 +116,7 @@ def add_pairs(
         tokens = [count_tokens(counts[0], valid, 1, x.shape[2]) for x, valid in sides]
         counts = torch.cat([counts, torch.stack(tokens)])
         of_query, of_key = (scores.components(x, valid) for x, valid in sides)
-        _add(table, moments, counts, sums, largest, beta, of_query, of_key)
+        _add(table, moments, counts, [sums], largest, beta, of_query, of_key)
 
 
 def valid_tokens(seen: Tensor, tokens: Tensor) -> Tensor | None:
@@ -125,26 +129,23 @@ def _add(
     table: Tensor,
     moments: Tensor,
     counts: Tensor,
-    sums: Tensor,
+    sums: list[Tensor],
     largest: Tensor,
     beta: Tensor,
     query: Components,
     key: Components,
 ) -> None:
-    """Add `COUNTS`, `SCORE_SUMS`, the largest scores and the components of one call."""
+    """Add `COUNTS`, the sums of `scores.pool_rows`, the largest scores and the components of one call."""
     if query.mean.numel() == moments.shape[1]:
         components.add(moments, query, key, counts[4:])
     else:  # another d_k than the module says
-        counts = counts[:4]
-    statistics.add(table, "pairs", counts)
-    statistics.add(table, "score", sums)
+        counts = F.pad(counts[:4], (0, 0, 0, 2))
+    statistics.add(table, "pairs", torch.cat([counts, *sums]))
     statistics.raise_maxima(table, torch.stack([largest, largest * beta]))
 
 
-def add_input(table: Tensor, inputs: Tensor, sides: Sequence[str]) -> None:
-    """Add the entries that enter the projections `sides`, "query", "key" or both, to the table of a layer."""
+def input_sums(inputs: Tensor) -> Tensor:
+    """Number, sum and sum of squares of the entries that enter a projection, `[3, 1]`."""
     dtype = product_dtype(inputs.dtype)
     total, square = inputs.sum(dtype=dtype), torch.linalg.vector_norm(inputs, dtype=dtype).square()
-    sums = F.pad(torch.stack([total, square]), (1, 0), value=inputs.numel())[:, None]
-    for side in sides:
-        statistics.add(table, f"{side}_inputs", sums)
+    return F.pad(torch.stack([total, square]), (1, 0), value=inputs.numel())[:, None]

@@ -50,7 +50,7 @@ class RowPairs:
         added: what is added to the logits, of the shape `mask`: the bias, and so much where a pair takes no part that
             its weight vanishes. Finite, and nothing at the first key of a row without one: no row gives a NaN, and
             such a row no entropy.
-        count: pairs in each row, `mask` without keys.
+        count: pairs in each row, `mask` without keys, in float64.
         share: 1 over that number; 0 for none.
         first: the first key that each row may use, like `count`, int64; 0 for a row without one.
         filled: 1 for a row with a key and 0 for any other, like `count`.
@@ -78,9 +78,10 @@ def row_pairs(mask: Mask, like: Tensor, queries: int, keys: int) -> RowPairs:
         bias = mask.bias.expand(*mask.bias.shape[:2], queries, keys)[..., rows, :]
         added = added + bias.masked_fill(~allowed, 0)
     share = count.clamp(min=1).reciprocal().masked_fill(count == 0, 0)
-    picked = None if is_short(queries, keys) else rows
+    picked, filled = None if is_short(queries, keys) else rows, (count > 0).to(dtype)
+    count, share = count.to(sum_dtype(like.device)), share.to(dtype)
     # Of equal entries, argmax takes the first.
-    return RowPairs(picked, used, added, count.to(dtype), share.to(dtype), used.argmax(-1), (count > 0).to(dtype))
+    return RowPairs(picked, used, added, count, share, used.argmax(-1), filled)
 
 
 def _allowed(mask: Mask, rows: Tensor, keys: int) -> Tensor:

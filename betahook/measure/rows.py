@@ -8,11 +8,13 @@ need autograd; everything is computed in float32 or better.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from betahook.measure import devices
 from betahook.measure.dtypes import at_least_float32, sum_dtype
 from betahook.measure.masks import Mask, derive
 from betahook.measure.pairs import row_at, row_pairs
@@ -84,7 +86,7 @@ def row_sums(
 def _parts(query: Tensor, key: Tensor, mask: Mask, queries: int, of_rows: tuple[Tensor, ...]) -> Iterator[list[Tensor]]:
     """Scores `[batch, heads, rows, keys]` to work on at once, with the same part of each tensor of the rows."""
     batch, heads, rows, _ = query.shape
-    keys, on_cpu = key.shape[2], query.device.type == "cpu"
+    keys, on_cpu = key.shape[2], devices.is_cpu(query.device)
     each, at_once = heads * rows * keys, CACHED if on_cpu else AT_ONCE
     if batch * each <= at_once:
         yield [_scores(query, key), *of_rows]
@@ -129,13 +131,13 @@ def _reduce(
     """Reduce a part as `_parts` makes it, whose scores are overwritten; see `row_sums`."""
     scores, used, added, count, share, first, filled = part
     scores *= used
-    largest = scores.abs().amax((0, 2, 3))
     if softcap is None:
         logits = torch.addcmul(added, scores, beta)
     else:
         logits = softcap * torch.tanh(scores * beta / softcap) + added
     if sinks is not None:
         logits = torch.cat([logits, sinks.to(logits.dtype).view(-1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
+    largest = _largest(scores)
     entropy, sink = _attention(logits, first.expand(logits.shape[:-1])[..., None])
     sink = sink[..., 0] * filled
     if sinks is not None:
@@ -148,12 +150,20 @@ def _reduce(
     return pool_rows(count, mean, torch.linalg.vector_norm(rest, dim=-1).square_(), entropy, sink), largest
 
 
+def _largest(scores: Tensor) -> Tensor:
+    """The largest magnitude, `[batch, heads, rows, keys]` to `[heads]`."""
+    if devices.is_cpu(scores.device):
+        return scores.abs().amax((0, 2, 3))
+    largest: Tensor = torch.linalg.vector_norm(scores, math.inf, (0, 2, 3))
+    return largest
+
+
 def _attention(logits: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
     """Shannon entropy of the softmax of each row, `[..., keys]` to `[...]`, and its weight of the key `first [..., 1]`.
 
     The logits are overwritten on the CPU.
     """
-    if logits.device.type != "cpu":
+    if not devices.is_cpu(logits.device):
         weight = logits.softmax(-1)
         return torch.special.entr(weight).sum(-1), weight.gather(-1, first)
     logits -= logits.amax(-1, keepdim=True)

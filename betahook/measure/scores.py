@@ -14,13 +14,14 @@ numbers, read a value back to the host, or need autograd; everything is computed
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from betahook.measure import devices
 from betahook.measure.dtypes import at_least_float32, product_dtype, sum_dtype
 from betahook.measure.masks import Mask, derive
 from betahook.measure.pairs import keys_per_query
@@ -28,8 +29,8 @@ from betahook.measure.pairs import keys_per_query
 BLOCK = 64
 """Queries per block of the causal sum: about d_k, where the work inside blocks equals the work between them."""
 
-BLOCKS_AT_ONCE = 64
-"""Blocks per kernel on an accelerator, where a launch costs more than the work; one on the CPU, to fit the cache."""
+SHORT = 2**12
+"""Tokens of a batch whose moments are taken at once on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,15 @@ def components(tokens: Tensor, valid: Tensor | None) -> Components:
 
     Zeros where there is no token; in float32 or better.
     """
-    if valid is None and tokens[:, :, :, 0].numel() <= 2**12:
-        dtype = product_dtype(tokens.dtype)
-        mean = tokens.mean((0, 2), dtype=dtype)
+    if valid is None and not devices.is_cpu(tokens.device):
+        variance, mean = torch.var_mean(at_least_float32(tokens), (0, 2), correction=0)
+        return Components(mean, variance)
+    if valid is None and len(tokens) * tokens.shape[2] <= SHORT:
+        mean = tokens.mean((0, 2), dtype=product_dtype(tokens.dtype))
         return Components(mean, (tokens - mean[:, None]).square_().mean((0, 2)))
     count, mean = _count_and_mean(tokens, valid)
     squares = [
-        _centred(tokens, mean, valid, start, stop).square_().sum((0, 2))
-        for start, stop in _slabs(tokens.shape[2], tokens.device)
+        _centred(tokens, mean, valid, start, stop).square_().sum((0, 2)) for start, stop in _slabs(tokens.shape[2])
     ]
     return Components(mean, (squares[0] if len(squares) == 1 else torch.stack(squares).sum(0)) / count)
 
@@ -88,17 +90,13 @@ def _centred(tokens: Tensor, mean: Tensor, valid: Tensor | None, start: int, sto
     return part if valid is None else part.mul_(_per_token(valid[:, start:stop], part.dtype))
 
 
-def _slabs(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
+def _slabs(length: int) -> Iterator[tuple[int, int]]:
     """Start and stop of the runs of tokens to work on at once; all but the last are whole blocks."""
-    if torch.compiler.is_compiling():  # without a loop one graph serves every length
-        yield 0, length
-        return
-    slab = BLOCK if device.type == "cpu" else BLOCK * BLOCKS_AT_ONCE
-    for start in range(0, length, slab):
-        yield start, min(start + slab, length)
+    for start in range(0, length, BLOCK):
+        yield start, min(start + BLOCK, length)
 
 
-def _filled(tokens: Tensor, length: int, before: int = 0) -> Tensor:
+def filled(tokens: Tensor, length: int, before: int = 0) -> Tensor:
     """Pad with zeros, `[..., n, d] -> [..., length, d]`: `before` of them in front, the rest behind."""
     after = length - before - tokens.shape[-2]
     return F.pad(tokens, (0, 0, before, after)) if before or after else tokens
@@ -111,7 +109,7 @@ def _whole_blocks(length: int) -> int:
 class _PrefixSums:
     """Score sums of each query `i` over the centred keys `j <= i + edge`, from sums over prefixes of the keys.
 
-    Called with one slab of queries after another, it carries the sums over the keys that every later query sees:
+    Called with one block of queries after another, it carries the sums over the keys that every later query sees:
     `gram [batch * key_heads, d, d]`, and `vectors [batch * key_heads, d, 2]`, the sum of the keys beside their mean,
     which costs next to nothing to multiply by in the same call.
     """
@@ -126,29 +124,23 @@ class _PrefixSums:
         self.gram = torch.zeros_like(means)[:, :, None].repeat(1, 1, mean.shape[-1])
 
     def __call__(self, query: Tensor, groups: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Sum over the queries from `start` to `stop`, blocks `[batch * key_heads * blocks, groups * BLOCK, d]`.
+        """Sum over the queries of one block, from `start` to `stop`, `[batch * key_heads, groups * BLOCK, d]`.
 
         Returns:
-            The sum of the scores of each query beside its product with the mean key,
-            `[batch * key_heads * blocks, groups * BLOCK, 2]`, and the sum of the squares of all scores,
-            `[batch * key_heads * blocks, groups]`.
+            The sum of the scores of each query beside its product with the mean key, `[..., groups * BLOCK, 2]`, and
+            the sum of the squares of all scores, `[batch * key_heads, groups]`.
         """
         first = min(max(start + self.edge, 0), self.keys)
         last = min(max(stop + self.edge, 0), self.keys)
         self._take_until(first)
-        blocks = query.shape[0] // self.gram.shape[0]
         if first == last:
-            return _seen_by_all(query, groups, *(x.repeat_interleave(blocks, 0) for x in (self.vectors, self.gram)))
+            return _seen_by_all(query, groups, self.vectors, self.gram)
 
         # The edge runs through these keys: of the keys in its own block a query sees those up to its own place.
-        key = _filled(self._read(first, last), blocks * BLOCK, before=first - start - self.edge)
-        key = key.reshape(-1, BLOCK, key.shape[-1])
+        key = filled(self._read(first, last), BLOCK, before=first - start - self.edge)
         self.seen = last
-        if blocks == 1:
-            score, square = _seen_by_all(query, groups, self.vectors, self.gram)
-            self._take(key)
-        else:
-            score, square = _seen_by_all(query, groups, *self._take_blocks(key))
+        score, square = _seen_by_all(query, groups, self.vectors, self.gram)
+        self._take(key)
         in_block = torch.bmm(query, key.mT).view(-1, groups, BLOCK, BLOCK).tril_()
         score.select(-1, 0).add_(in_block.sum(-1).flatten(1))
         return score, square.add_(torch.linalg.vector_norm(in_block, dim=(2, 3)).square_())
@@ -162,7 +154,7 @@ class _PrefixSums:
         return Components(self.mean + rest, square - rest.square())
 
     def _take_until(self, stop: int) -> None:
-        for start, end in _slabs(stop - self.seen, self.key.device):
+        for start, end in _slabs(stop - self.seen):
             self._take(self._read(self.seen + start, self.seen + end))
         self.seen = max(self.seen, stop)
 
@@ -173,15 +165,6 @@ class _PrefixSums:
         """Add the keys `[batch * key_heads, n, d]` in place: copying the Gram matrices would double the cost."""
         self.vectors.select(-1, 0).add_(key.sum(1))
         self.gram.baddbmm_(key.mT, key)
-
-    def _take_blocks(self, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys `[batch * key_heads * blocks, n, d]`; return vectors and gram in front of each block."""
-        vectors = torch.stack([key.sum(1), torch.zeros_like(key[:, 0])], -1)
-        parts = [x.unflatten(0, (len(self.gram), -1)) for x in (vectors, torch.bmm(key.mT, key))]
-        after = [x[:, None] + part.cumsum(1) for x, part in zip((self.vectors, self.gram), parts, strict=True)]
-        self.vectors, self.gram = (x[:, -1].clone() for x in after)
-        vectors, gram = ((x - part).flatten(0, 1) for x, part in zip(after, parts, strict=True))
-        return vectors, gram
 
 
 def _seen_by_all(query: Tensor, groups: int, vectors: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,8 +197,8 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
     # The keys are centred, so that a large mean score does not cancel the digits of the variance:
     # s - shift = q . (k - key_mean) + offset   with   offset = q . key_mean - shift.
     scores, squares = [], []
-    for start, stop in _slabs(queries, query.device):
-        rows = _query_blocks(query, mask.queries, groups, start, stop)
+    for start, stop in _slabs(queries):
+        rows = query_blocks(query, mask.queries, groups, start, stop)
         score, square = below[0](rows, groups, start, stop)
         if len(below) == 2:
             less, less_square = below[1](rows, groups, start, stop)
@@ -229,7 +212,7 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
     score, offset = torch.cat(scores, 2).unbind(-1)
     offset = offset - shift[:, None, :, None]
     count = derive(keys_per_query, mask, query, queries, keys)
-    count_here = _filled(count[..., None], _whole_blocks(queries)).view(len(count), 1, -1, 1, BLOCK)
+    count_here = filled(count[..., None], _whole_blocks(queries)).view(len(count), 1, -1, 1, BLOCK)
     total = (score + count_here * offset).sum((0, 2, 4), dtype=wide)
     square = torch.cat(squares, 2).sum((0, 2), dtype=wide)
     # The offset is the same for all keys of a query: it is no part of the spread within rows.
@@ -238,32 +221,32 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
 
     pairs, shift = count.expand(batch, -1).sum().to(wide), shift.to(wide)
     square = square + 2 * shift * total + pairs * shift.square()
-    sums = [total + pairs * shift, square, row_square.clamp(min=0)]
+    sums = [total + pairs * shift, square, row_square]
     return torch.stack(sums).flatten(1), below[0].components()
 
 
-def pool_rows(count: Tensor, mean: Tensor, square: Tensor, entropy: Tensor, sink: Tensor) -> Tensor:
-    """Pool rows over the batch, `[batch, heads, rows]` each, to the sums `[5, heads]` of scores, entropies, sinks.
+def pool_rows(count: Tensor, mean: Tensor, square: Tensor, *others: Tensor, over: Sequence[int] = (0, 2)) -> Tensor:
+    """Sum the scores of rows, their squares, and those about the mean of their row: `[3 and others, heads]`.
 
     Args:
-        count: number of scores in each row.
+        count: number of scores in each row, in float64, which the sums are taken in.
         mean: their mean.
         square: sum of their squares about it.
-        entropy: of the row.
-        sink: attention on its first key.
+        others: further numbers of each row to be summed.
+        over: axes of the batch and of the rows; `[batch, heads, rows]` without it.
     """
     wide = sum_dtype(mean.device)
-    mean = mean.to(wide)
     total = mean * count
-    return torch.stack([total, torch.addcmul(square, total, mean), square, entropy, sink]).sum((1, 3), dtype=wide)
+    sums = torch.stack([total, torch.addcmul(square, total, mean), square, *others])
+    return sums.sum([axis + 1 for axis in over], dtype=wide)
 
 
-def _query_blocks(query: Tensor, valid: Tensor | None, groups: int, start: int, stop: int) -> Tensor:
+def query_blocks(query: Tensor, valid: Tensor | None, groups: int, start: int, stop: int) -> Tensor:
     """Queries `start` to `stop`, zero where not valid: `[batch * key_heads * blocks, groups * BLOCK, d_k]`."""
     rows = at_least_float32(query[:, :, start:stop])
     if valid is not None:
         rows = rows * _per_token(valid[:, start:stop], rows.dtype)
     batch, heads, _, width = query.shape
-    rows = _filled(rows, _whole_blocks(stop - start))
+    rows = filled(rows, _whole_blocks(stop - start))
     rows = rows.view(batch, heads // groups, groups, -1, BLOCK, width).transpose(2, 3)
     return rows.reshape(-1, groups * BLOCK, width)

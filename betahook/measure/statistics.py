@@ -282,7 +282,7 @@ FORMULAS: dict[str, Callable[[Pooled], Tensor]] = {
     "count": lambda pooled: pooled["pairs"],
     "mean": lambda pooled: pooled["score"] / pooled["pairs"],
     "std": lambda pooled: pooled.std("pairs", "score"),
-    "row_std": lambda pooled: (pooled["row_square"] / pooled["pairs"]).sqrt(),
+    "row_std": lambda pooled: (pooled["row_square"] / pooled["pairs"]).clamp(min=0).sqrt(),
     "exact": lambda pooled: pooled["exact_pairs"] == pooled["pairs"],
     "max_score": lambda pooled: pooled["max_score"].masked_fill(pooled.unmeasured, torch.nan),
     "max_logit": lambda pooled: pooled["max_logit"].masked_fill(pooled.unmeasured, torch.nan),

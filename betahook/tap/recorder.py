@@ -6,6 +6,7 @@ and masks; it adds their sums to the `State`. It never reads a value back to the
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager
 from typing import NoReturn
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from betahook import compat
-from betahook.measure import opaque
+from betahook.measure import calls, opaque, statistics
 from betahook.measure.masks import Mask
 from betahook.models.discovery import AttentionModule
 from betahook.models.projections import Projection, locate
@@ -21,6 +22,35 @@ from betahook.state import HeadRange, State
 
 ATTRIBUTE = "_betahook"
 """Attribute under which a hooked module keeps its `Recorder`."""
+
+
+def _place(state: State, local: HeadRange) -> opaque.Place:
+    """Tables and beta of the heads of a layer as a graph gets them, which looks into them when it runs."""
+    bounds = [local.heads.start, local.heads.stop, local.components.start, local.components.stop]
+    return opaque.Place(state.table, state.moments, state.beta, state.beta_default, bounds)
+
+
+class _Inputs:
+    """Sums of what enters W_q and W_k: computed once where both get the same tensor, one after the other."""
+
+    def __init__(self) -> None:
+        self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+
+    def add(self, table: Tensor, inputs: Tensor, sides: list[str]) -> None:
+        """Add `calls.input_sums` to the rows of some sides, "query", "key" or both."""
+        sums = self._sums(inputs)
+        for side in sides:
+            statistics.add(table, f"{side}_inputs", sums)
+
+    def _sums(self, inputs: Tensor) -> Tensor:
+        last, self._last = self._last, None
+        version = None if inputs.is_inference() else compat.owner_and_version(inputs)[1]
+        if last is not None and last[0]() is inputs and last[1] == version:
+            return last[2]
+        sums = calls.input_sums(inputs.detach())
+        if version is not None:
+            self._last = weakref.ref(inputs), version, sums
+        return sums
 
 
 class Recorder:
@@ -52,6 +82,8 @@ class Recorder:
         self.always = when == "always"
         self._local = place  # all heads of the layer, unless this rank computes only some of them
         self._tensor_parallel_ranks = 1
+        self._default: float | None = None
+        self._inputs = _Inputs()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse: a copy would leave the tap without its hook, and beta with it."""
@@ -97,6 +129,8 @@ class Recorder:
 
     def note_default(self, beta: float | Tensor) -> None:
         """Remember the inverse temperature that the model itself applies: one, or one for each head."""
+        if not torch.compiler.is_compiling():
+            self._default = None if isinstance(beta, Tensor) else float(beta)
         self._state.note_default(self._place, beta)
 
     def follow(self, device: torch.device) -> None:
@@ -161,16 +195,15 @@ class Recorder:
         if query.numel() == 0 or key.numel() == 0:
             return
         self._state.recorded = True
-        opaque.add_scores(
-            *self._tables,
-            query.detach(),
-            key.detach(),
-            mask,
-            self._beta.to(query.device),
-            position_bias=position_bias,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        query, key = query.detach(), key.detach()
+        if torch.compiler.is_compiling():
+            place = _place(self._state, self._local)
+            opaque.add_scores(place, query, key, mask, position_bias=position_bias, softcap=softcap, sinks=sinks)
+        else:
+            beta = self._beta.to(query.device)
+            calls.add_scores(
+                *self._tables, query, key, mask, beta, position_bias=position_bias, softcap=softcap, sinks=sinks
+            )
 
     @torch.no_grad()
     def record_pairs(
@@ -190,8 +223,11 @@ class Recorder:
             return
         self._state.recorded = True
         gain = self.current_gain.to(raw.device).view(-1, 1, 1)
-        beta = self._beta.to(raw.device)
-        opaque.add_pairs(*self._tables, raw / (prescale * gain), logits, allowed, *operands, beta)
+        scores = raw / (prescale * gain), logits, allowed
+        if torch.compiler.is_compiling():
+            opaque.add_pairs(_place(self._state, self._local), *scores, *operands)
+        else:
+            calls.add_pairs(*self._tables, *scores, *operands, self._beta.to(raw.device))
 
     @torch.no_grad()
     def record_input(self, inputs: Tensor, sides: list[str]) -> None:
@@ -199,7 +235,10 @@ class Recorder:
         # A DTensor under tensor parallelism, the same on all ranks.
         inputs = inputs.to_local() if hasattr(inputs, "to_local") else inputs
         self.follow(inputs.device)
-        opaque.add_input(self._tables[0], inputs.detach(), sides)
+        if torch.compiler.is_compiling():
+            opaque.add_input(_place(self._state, self._local), inputs.detach(), sides)
+        else:
+            self._inputs.add(self._tables[0], inputs, sides)
 
     @property
     def _tables(self) -> tuple[Tensor, Tensor]:
@@ -208,5 +247,8 @@ class Recorder:
 
     @property
     def _beta(self) -> Tensor:
-        beta, default = (x[self._local.heads] for x in (self._state.beta, self._state.beta_default))
-        return torch.where(beta.isnan(), default, beta)
+        """Beta of the heads that this rank computes, `[heads]`."""
+        beta = self._state.beta[self._local.heads]
+        if self._default is not None:
+            return beta.nan_to_num(nan=self._default)
+        return torch.where(beta.isnan(), self._state.beta_default[self._local.heads], beta)

@@ -35,6 +35,7 @@ STAGES = ("tests/unit/test_stages.py",)
 HOOK = ("tests/unit/test_hook.py",)
 CHARTS = ("tests/unit/report/test_html.py",)
 COMMANDS = ("tests/unit/cli/test_commands.py",)
+RECORDER = ("tests/unit/tap/test_recorder.py",)
 ROWS = ("tests/unit/measure/test_rows.py",)
 SCORES = ("tests/unit/measure/test_scores.py",)
 
@@ -81,6 +82,11 @@ FAULTS = [
     Fault("betahook/measure/pairs.py", "bias.masked_fill(~allowed, 0)", "0"),
     Fault("betahook/measure/calls.py", "torch.where(mask.structured, exact, sampled[:3])", "exact"),
     Fault("betahook/measure/calls.py", "largest * beta]", "largest]"),
+    Fault("betahook/measure/prefix.py", "visible[:, width : width + BLOCK].tril_()", "visible[:, width:].tril_()"),
+    Fault("betahook/measure/prefix.py", ".tril(-1)", ".tril()"),
+    Fault("betahook/measure/prefix.py", "mean_score.add_(offset)", "mean_score"),
+    Fault("betahook/measure/prefix.py", "torch.addcmul(square, score, mean_score, value=-1)", "square"),
+    Fault("betahook/tap/recorder.py", "last[0]() is inputs and last[1] == version", "last[0]() is inputs", RECORDER),
     Fault("betahook/measure/masks.py", "facts is None or type(like) is not Tensor", "facts is None"),
     Fault("betahook/measure/masks.py", "like.dtype, sizes", "sizes"),
     Fault("betahook/theory.py", "return head_dim.sqrt()", "return head_dim"),
@@ -133,8 +139,8 @@ FAULTS = [
     Fault("betahook/measure/pairs.py", "queries * keys <= SHORT**2", "queries <= SHORT"),
     Fault(
         "betahook/measure/scores.py",
-        "for start, stop in _slabs(queries, query.device)",
-        "for start, stop in _slabs(queries - 1, query.device)",
+        "for start, stop in _slabs(queries)",
+        "for start, stop in _slabs(queries - 1)",
     ),
     Fault(
         "betahook/measure/scores.py",

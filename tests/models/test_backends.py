@@ -134,9 +134,9 @@ def test_one_graph_serves_every_beta(family):
     betas = [0.2 * 1.1**n for n in range(20)]
     if family == "gpt2":  # with labels transformers itself breaks the graph, to log its loss_type
         del batch["labels"]
-    with betahook.attach(model, controller="monitor") as hook:
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
         plain = run(model, hook, batch, betas)
-    with betahook.attach(model, controller="monitor") as hook:
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
         torch._dynamo.reset()
         counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
         compiled = run(torch.compile(model, backend=counter, fullgraph=True), hook, batch, betas)

@@ -68,7 +68,7 @@ def row_std(query, key, allowed):
 
 def assert_row_std(sums, expected, rel=1e-5):
     """Compare the spread within rows; where it is nothing, what rounding leaves is a trifle beside the whole spread."""
-    found = (sums.row_square / sums.pairs).sqrt()
+    found = (sums.row_square / sums.pairs).clamp(min=0).sqrt()
     variance = sums.score_square / sums.pairs - (sums.score / sums.pairs).square()
     tolerance = rel * expected + (expected < 1e-9) * 2e-3 * variance.clamp(min=0).sqrt()
     assert ((found - expected).abs() <= tolerance)[sums.pairs > 0].all(), (found, expected)

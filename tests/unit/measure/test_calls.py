@@ -51,9 +51,9 @@ def test_inputs(dtype):
     table = statistics.empty(3, torch.device("cpu"))
     inputs = torch.randn(2, 9, 24, generator=torch.Generator().manual_seed(2)).to(dtype) * 2 + 1
     for part in inputs.split(1):
-        calls.add_input(table, part, ["key"])
+        statistics.add(table, "key_inputs", calls.input_sums(part))
     assert not table[ROW["query_inputs"]].any()
-    calls.add_input(table, inputs, ["query"])
+    statistics.add(table, "query_inputs", calls.input_sums(inputs))
     expected = [inputs.numel(), inputs.double().sum(), inputs.double().square().sum()]
     for side in ("query", "key"):
         for row, value in zip((f"{side}_inputs", f"{side}_input", f"{side}_input_square"), expected, strict=True):

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from betahook.measure import dtypes, scores
 from betahook.measure.masks import Band, Mask
 from betahook.measure.pairs import ROWS, is_short, sampled_rows
+from support.largest import Largest
 from support.matrices import (
     BANDS,
     HEAD_DIM,
@@ -43,18 +42,6 @@ def assert_components(found, tokens, valid, rel=1e-5):
     torch.testing.assert_close(found.variance.double(), chosen.var(0, correction=0), rtol=rel, atol=0)
 
 
-@pytest.fixture(params=[1, 3])
-def blocks_at_once(request, monkeypatch):
-    """How many blocks of queries are worked on at once: one on the CPU, more on an accelerator and compiled."""
-
-    def slabs(length, device):
-        step = request.param * scores.BLOCK
-        return [(start, min(start + step, length)) for start in range(0, length, step)]
-
-    monkeypatch.setattr(scores, "_slabs", slabs)
-
-
-@pytest.mark.usefixtures("blocks_at_once")
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", BANDS)
 def test_sums_over_bands(name, length):
@@ -100,7 +87,6 @@ def test_padding_takes_no_part(name, side, of, batch, length):
     assert sampled.max_score.tolist() == pytest.approx([max([0, *x.abs().tolist()]) for x in expected], rel=1e-5)
 
 
-@pytest.mark.usefixtures("blocks_at_once")
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 @pytest.mark.parametrize("name", ["full", "causal behind a cache", "window in both directions"])
 def test_grouped_queries_share_their_key_head(name, key_heads):
@@ -201,18 +187,6 @@ def test_component_moments_without_a_token_are_zero():
     result = scores.components(make(5, 1)[0], torch.zeros(1, 5, dtype=torch.bool))
     assert not result.mean.any()
     assert not result.variance.any()
-
-
-class Largest(TorchDispatchMode):
-    """Remember the number of elements of the largest tensor that any operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = (x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor))
-        self.elements = max(self.elements, *sizes, 0)
-        return result
 
 
 @pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(-300, 0), Band(-300, 299)], ids=str)

@@ -1,11 +1,13 @@
 """Recording: when a forward is measured, and what of it shows in the statistics of its layer."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from betahook.measure import calls
 from betahook.measure.masks import Band, Mask
 from support.layers import attention, make, projecting
 from support.matrices import overall_std
@@ -85,6 +87,22 @@ def test_inputs_show_in_the_statistics(measured):
     std = inputs.double().std(correction=0).item()
     assert [seen.input_std_q.item(), seen.input_std_k.item()] == pytest.approx([std, 3 * std], rel=1e-5)
     assert second.statistics.input_std_q.isnan()
+
+
+def test_an_input_of_both_projections_is_summed_once_unless_it_changed(measured):
+    inputs = torch.ones(2, 9, 24)
+    with mock.patch.object(calls, "input_sums", wraps=calls.input_sums) as sums:
+        for _ in range(2):
+            measured.recorders[0].record_input(inputs, ["query"])
+            measured.recorders[0].record_input(inputs, ["key"])
+        assert sums.call_count == 2
+        measured.recorders[0].record_input(inputs, ["query"])
+        inputs[0] = 2
+        measured.recorders[0].record_input(inputs, ["key"])
+        assert sums.call_count == 4
+    seen = measured.layers[0].statistics
+    assert seen.input_std_q == 0
+    assert seen.input_std_k > 0
 
 
 def test_the_sensitivity_is_the_gradient_of_the_probe():

@@ -1,0 +1,164 @@
+"""The sums of `betahook.measure.scores` in a few large operations: the form for accelerators.
+
+There a launch costs more than the work that it starts, and nothing is gained by staying in a cache. So all blocks of
+queries are worked on at once: the sums over the keys in front of each block, `[d, d]` for the squares of the scores and
+`[d]` for the scores, stand beside the keys of the block itself as one factor, and one masked product with the queries
+gives both. `betahook.measure.calls` chooses between the forms. Nothing here may draw random numbers, read a value back
+to the host, or need autograd; everything is computed in float32 or better.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from betahook.measure.dtypes import at_least_float32, product_dtype, sum_dtype
+from betahook.measure.masks import Mask, derive
+from betahook.measure.pairs import keys_per_query
+from betahook.measure.scores import BLOCK, Components, filled, pool_rows, query_blocks
+
+SLAB = 4096
+"""Queries of a sequence that are worked on at once: memory does not grow beyond."""
+
+AT_ONCE = 2**26
+"""Entries of the largest tensor that is made, above which sequences are worked on one after another."""
+
+
+def score_sums(query: Tensor, key: Tensor, mask: Mask, of_key: Components) -> Tensor:
+    """Exact sums over the scores of a structured mask, `[3, heads]`: see `scores.score_sums`.
+
+    Args:
+        query: `[batch, heads, queries, d_k]`, any floating dtype.
+        key: `[batch, key_heads, keys, d_k]`.
+        mask: band and padding are used.
+        of_key: moments of the keys.
+    """
+    batch, heads, queries, width = query.shape
+    each = heads * min(queries, SLAB) * (width + BLOCK)
+    step = max(1, AT_ONCE // each)
+    parts = [
+        _sequences(query[some], key[some], mask, of_key, some)
+        for some in (slice(first, first + step) for first in range(0, batch, step))
+    ]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+def _sequences(query: Tensor, key: Tensor, mask: Mask, of_key: Components, some: slice) -> Tensor:
+    """`score_sums` of some sequences of the batch."""
+    batch, heads, queries, width = query.shape
+    key_heads, keys = key.shape[1:3]
+    # Centred, so that a large mean score does not cancel the digits of the variance: s = q . (k - mean) + q . mean.
+    centred = at_least_float32(key) - of_key.mean[:, None]
+    if mask.keys is not None:
+        centred = centred * _of(some, mask.keys)[:, None, :, None]
+    key = F.pad(centred, (0, 1), value=1).flatten(0, 1)
+    mean = of_key.mean.expand(batch, -1, -1).reshape(-1, 1, width, 1)
+    edges = [keys if mask.band.high is None else mask.band.high, mask.band.low]
+    below = [_Below(mask, edge, key, mean) for edge in edges if edge is not None]
+    valid = None if mask.queries is None else _of(some, mask.queries)
+    counts = [_of(some, x) for x in derive(block_counts, mask, query, queries, keys)]
+    parts = []
+    for start in range(0, queries, SLAB):
+        rows = query_blocks(query, valid, heads // key_heads, start, min(start + SLAB, queries))
+        rows = rows.unflatten(0, (batch * key_heads, -1))
+        offset, score, square = below[0](rows, start)
+        if len(below) == 2:
+            _, less, less_square = below[1](rows, start)
+            score, square = score - less, square - less_square
+        shape = batch, key_heads, -1, heads // key_heads, BLOCK
+        offset, score, square = (x.view(shape) for x in (offset, score, square))
+        first = start // BLOCK
+        count, share = (x if queries <= SLAB else x[:, :, first : first + rows.shape[1]] for x in counts)
+        mean_score = score * share
+        square = torch.addcmul(square, score, mean_score, value=-1)  # the offset is the same for all keys of a query
+        parts.append(pool_rows(count, mean_score.add_(offset), square, over=(0, 2, 4)).flatten(1))
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+def _of(some: slice, of_batch: Tensor) -> Tensor:
+    return of_batch if len(of_batch) == 1 else of_batch[some]
+
+
+def block_counts(mask: Mask, like: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """Number of keys of each query in float64 and 1 over it, 0 for none: `[batch or 1, 1, blocks, 1, BLOCK]`."""
+    count = keys_per_query(mask, like, queries, keys).to(sum_dtype(like.device))
+    count = F.pad(count, (0, -queries % BLOCK)).view(len(count), 1, -1, 1, BLOCK)
+    share = count.clamp(min=1).reciprocal().masked_fill(count == 0, 0)
+    return count, share.to(product_dtype(like.dtype))
+
+
+def block_factors(mask: Mask, like: Tensor, blocks: int, width: int) -> tuple[Tensor, Tensor]:
+    """1 for each earlier block, `[blocks, blocks]`, and 1 for what a query of a block sees of `_Below.__call__`."""
+    earlier = torch.ones(blocks, blocks, dtype=like.dtype, device=like.device).tril(-1)
+    visible = torch.ones(BLOCK, width + BLOCK + 2, dtype=like.dtype, device=like.device)
+    visible[:, width : width + BLOCK].tril_()
+    return earlier, visible
+
+
+class _Below:
+    """Score sums of each query `i` over the keys `j <= i + edge`, slab after slab.
+
+    Args:
+        mask: with which facts are shared.
+        edge: of its band.
+        key: centred keys beside a 1, `[batch * key_heads, keys, d + 1]`.
+        mean: their mean before that, `[batch * key_heads, 1, d, 1]`.
+    """
+
+    def __init__(self, mask: Mask, edge: int, key: Tensor, mean: Tensor) -> None:
+        self.mask = mask
+        self.edge = edge
+        self.key = key
+        self.mean = mean
+        self.seen = 0
+        self.sums: Tensor | None = None
+
+    def __call__(self, query: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Sum over the queries `[batch * key_heads, blocks, groups * BLOCK, d]` from the one at `start` on.
+
+        Returns:
+            The product of each query with the mean key, the sum of its scores, and of their squares,
+            `[batch * key_heads, blocks, groups * BLOCK]` each.
+        """
+        _, blocks, _, width = query.shape
+        first, last = (min(max(i + self.edge, 0), self.key.shape[1]) for i in (start, start + blocks * BLOCK))
+        self._take(first)
+        if first == last:
+            return self._of_all(query)
+        # The edge runs through these keys: of the keys in its own block a query sees those up to its own place.
+        key = filled(self.key[:, first:last], blocks * BLOCK, before=first - start - self.edge)
+        key = key.view(len(key), blocks, BLOCK, -1)
+        earlier, visible = derive(block_factors, self.mask, query, blocks, width)
+        sums = self._in_front_of(key, earlier)
+        parts = [sums[..., :-1], key[..., :-1].mT, sums[..., -1:], self.mean.expand(-1, blocks, -1, -1)]
+        products = query @ torch.cat(parts, -1)
+        products.view(-1, BLOCK, width + BLOCK + 2).mul_(visible)
+        score = products[..., width:-1].sum(-1)
+        products[..., :width].mul_(query)
+        products[..., width:-2].square_()
+        return products[..., -1], score, products[..., :-2].sum(-1)
+
+    def _of_all(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sum over the keys that were taken."""
+        if self.sums is None:
+            nothing = torch.zeros_like(query[..., 0])
+            return nothing, nothing, nothing
+        flat = query.flatten(1, 2)
+        products = flat @ torch.cat([self.sums, self.mean[:, 0]], -1)
+        square = (products[..., :-2] * flat).sum(-1)
+        offset, score, square = (x.view(query.shape[:-1]) for x in (products[..., -1], products[..., -2], square))
+        return offset, score, square
+
+    def _take(self, stop: int) -> None:
+        """Take the keys up to `stop` that every query from now on sees."""
+        if stop > self.seen:
+            key = self.key[:, self.seen : stop]
+            sums = key[..., :-1].mT @ key
+            self.sums, self.seen = sums if self.sums is None else self.sums + sums, stop
+
+    def _in_front_of(self, key: Tensor, earlier: Tensor) -> Tensor:
+        """Sums over the keys in front of each block of `key [n, blocks, BLOCK, d + 1]`: `[n, blocks, d, d + 1]`."""
+        sums = key[..., :-1].mT @ key
+        sums = torch.bmm(earlier.expand(len(key), -1, -1), sums.flatten(2)).view(sums.shape)
+        return sums if self.sums is None else sums + self.sums[:, None]
