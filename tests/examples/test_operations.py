@@ -1,0 +1,46 @@
+"""What measuring adds to a layer, counted: the same on every machine."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+PATH = Path(__file__).parents[2] / "examples" / "operations.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("operations", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("length", "dtype", "cpu", "most"),
+    [(256, torch.float32, False, 54), (256, torch.bfloat16, False, 59), (64, torch.float32, True, 57)],
+    ids=["accelerator", "accelerator, half precision", "cpu, short"],
+)
+def test_a_measured_step_adds_few_operations_to_a_layer(example, length, dtype, cpu, most):
+    launched, _ = example.added(length, dtype, cpu=cpu)
+    assert min(launched.values()) >= 0
+    assert 20 < sum(launched.values()) <= most
+
+
+def test_waiting_for_a_device_is_refused(example):
+    with example.Operations(), pytest.raises(RuntimeError, match="_local_scalar_dense makes the host wait"):
+        torch.ones(()).item()
+
+
+def test_memory_grows_by_tokens_and_nothing_is_kept_of_them(example):
+    (short, kept), (long, kept_of_long) = (example.memory(length, torch.float32) for length in (1024, 2048))
+    assert long < 2.1 * short
+    assert kept == kept_of_long
+
+
+def test_it_prints_what_it_counted(example, capsys):
+    example.main(["--length", "64"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("added to a layer in a measured step: ")
+    assert "bytes for each entry of a query" in printed
