@@ -45,6 +45,7 @@ def attach(
     per_head: bool = False,
     interval: int | None = None,
     when: Literal["training", "always"] = "training",
+    exact_max_logit: bool = False,
     alerts: Alerts | None = None,
 ) -> Hook:
     """Measure the attention scores of a model from now on, and let a controller adapt beta: it runs after every step.
@@ -56,17 +57,17 @@ def attach(
     Args:
         model: any model with softmax attention over q . k: that of transformers, written by hand with torch's products,
             or torch's own. Attach before wrapping it (`DistributedDataParallel`) and before compiling it.
-        controller: "default", a `Search` for beta; "monitor", beta stays; a controller; or a list of
-            controllers, applied in order.
+        controller: "default", a `Search`; "monitor", beta stays; a controller; or a list of them, applied in order.
         layers: which attention layers: a glob over module names, a list of globs, or a predicate `(name, module) ->
             bool`; None for all.
         per_head: one beta for each head instead of one for each layer.
-        interval: measure the scores of each layer once in so many steps, the layers in turn, so that no step costs more
-            than others; 1 measures all in every step. All are measured in the first step and, in every step, while
-            a controller is in its opening; the sensitivity is known in every step. None for 10, or for 1 with a
-            controller or an alert that goes by the scores of every step: `Cap`, `Alerts(max_logit=...)`.
+        interval: measure the scores of each layer once in so many steps, the layers in turn; 1 measures all in every
+            step. All are measured in the first step and, in every step, while a controller is in its opening; the
+            sensitivity is known in every step. None for 10, or for 1 with a limit: `Cap`, `Alerts(max_logit=...)`.
         when: "training" measures forwards in training mode that run with gradients, frozen layers included; "always"
             also those in evaluation mode and under `torch.no_grad`, such as the generation of a GRPO step.
+        exact_max_logit: measure the largest logit of all pairs instead of 32 query rows of a sequence, in about half
+            the time of an attention forward; what limits it (see `interval`) asks for that by itself.
         alerts: limits, and the function to call when the metrics cross them.
 
     Returns:
@@ -82,7 +83,7 @@ def attach(
     """
     chain = options.controllers(controller)
     options.check_alerts(alerts)
-    settings = options.settle(per_head, interval, when, chain, alerts)
+    settings = options.settle(per_head, interval, when, exact_max_logit, chain, alerts)
     options.check_model(model)
     survey = options.find_layers(model, layers)
     return Hook(model, survey, chain, settings, alerts)
@@ -117,7 +118,7 @@ class Hook:
         model: the hooked model.
         layers: the hooked attention layers by module name.
         controllers: the rules that adapt beta, in order.
-        settings: `per_head`, `interval` and `when`, as given to `attach`.
+        settings: `per_head`, `interval`, `when` and `exact_max_logit`, see `attach`.
         last_call: the last call of the model, or of the part of it that is called, on which `fold` checks itself. So
             that batch stays in memory; set `hook.last_call.input` to None to let it go. `detach` does.
         not_reached: names of the modules that look like attention but are not reached, with the reason.
@@ -309,13 +310,15 @@ def _new_state(model: nn.Module, survey: Survey, settings: Settings, controllers
     """Make the state of a hook on the device of its model."""
     # Weights that are offloaded, or not there yet, are on the meta device, where nothing can be computed.
     devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
-    return State.create(
+    state = State.create(
         [size_of(attention) for attention in survey.found.values()],
         per_head=settings.per_head,
         controllers=controllers,
         device=next(devices, torch.device("cpu")),
         dtype=next((parameter.dtype for parameter in model.parameters()), torch.float32),
     )
+    state.exact_max_logit = settings.exact_max_logit
+    return state
 
 
 def _measured(state: State) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -61,10 +61,13 @@ class Settings:
     per_head: bool = False
     interval: int = INTERVAL
     when: Literal["training", "always"] = "training"
+    exact_max_logit: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.per_head, bool):
             raise TypeError(f"per_head must be True or False; got {self.per_head!r}")
+        if not isinstance(self.exact_max_logit, bool):
+            raise TypeError(f"exact_max_logit must be True or False; got {self.exact_max_logit!r}")
         if not isinstance(self.interval, int) or isinstance(self.interval, bool) or self.interval < 1:
             raise ValueError(f"interval must be a whole number of steps, 1 or more; got {self.interval!r}")
         if self.when not in ("training", "always"):
@@ -75,14 +78,17 @@ def settle(
     per_head: bool,
     interval: int | None,
     when: Literal["training", "always"],
+    exact_max_logit: bool,
     chain: Sequence[Controller],
     alerts: Alerts | None,
 ) -> Settings:
-    """Return the settings of a hook; without an `interval`, as its controllers and alerts need it."""
+    """Return the settings of a hook: what its controllers and alerts need where the user did not ask for it."""
+    limited = alerts is not None and alerts.max_logit is not None
     if interval is None:
-        limited = alerts is not None and alerts.max_logit is not None
         interval = 1 if limited or any(controller.needs_every_step for controller in chain) else INTERVAL
-    return Settings(per_head, interval, when)
+    settings = Settings(per_head, interval, when, exact_max_logit)
+    needed = limited or any(controller.exact_max_logit for controller in chain)
+    return replace(settings, exact_max_logit=settings.exact_max_logit or needed)
 
 
 def controllers(choice: ControllerChoice) -> list[Controller]:

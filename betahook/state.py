@@ -90,16 +90,15 @@ class State:
         condition_since: int64 `[layers]`, the step at which it was first seen in it.
         clips: int64 `[heads]`, in how many steps a `Clip` scaled the weights of each, or would have.
         memories: what each controller remembers, tensors `[units]` by name; empty before its first update.
-        steps: how often `Hook.step` was called.
-        skipped_steps: of these, how many the optimizer skipped.
+        steps, skipped_steps: how often `Hook.step` was called, and for how many of these the optimizer skipped its own.
         loss_scale: factor on the loss of the next backward in float16 training; 0 for unknown.
         alerts_step: the last step whose metrics were held against the alerts.
         findings_step: the last step whose findings were logged.
         warned_of_nonfinite: True once a NaN or an infinity was reported.
         warned_of_unreached: True once layers were reported that no forward reaches.
+        exact_max_logit: True if the largest score is to be that of all pairs.
         paused: True while neither forwards nor their backwards are measured.
-        seen: True once any attention of the model has passed the tap.
-        recorded: True once any attention was measured.
+        seen, recorded: True once any attention of the model has passed the tap, and was measured.
         has_loss: True once a training loss was recorded, which is done for controllers that are judged by it.
         refused: the layers that are left alone, by their heads, with the reason.
     """
@@ -130,6 +129,7 @@ class State:
     findings_step: int = 0
     warned_of_nonfinite: bool = False
     warned_of_unreached: bool = False
+    exact_max_logit: bool = False
     paused: bool = False
     seen: bool = False
     recorded: bool = False

@@ -37,6 +37,7 @@ from transformers.modeling_utils import AttentionInterface
 
 import betahook
 from betahook.measure import scores
+from betahook.measure.largest import extreme_scores, norm_bound
 from betahook.measure.masks import Band, Mask
 from betahook.measure.rows import row_sums
 
@@ -324,6 +325,8 @@ def statistics_alone(heads: int, head_dim: int, length: int, device: str, dtype:
         "exact std": lambda: scores.score_sums(query, key, mask, query_mean),
         "sampled rows": lambda: row_sums(query, key, mask, beta),
         "moments of q": lambda: scores.components(query, None),
+        "bound on max logit": lambda: norm_bound(query, key, mask),
+        "exact max logit": lambda: extreme_scores(query, key, mask),
     }
 
 
@@ -342,7 +345,7 @@ def scale(
             for _ in range(rounds)
         ]
         for row in rows:
-            row["all statistics"] = sum(row.values()) - row["attention"]
+            row["all statistics"] = sum(row.values()) - row["attention"] - row["exact max logit"]  # not by default
         table[length] = {name: [row[name] for row in rows] for name in rows[0]}
     return {
         "lengths": {

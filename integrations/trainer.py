@@ -59,8 +59,8 @@ class BetaHookCallback(TrainerCallback):
     lose it. With `load_best_model_at_end`, it is the beta that stood when the best checkpoint was saved.
 
     Args:
-        controller, layers, per_head, interval, when, alerts: as for `betahook.attach`. Alerts also go to W&B and
-            Trackio, if `report_to` names them.
+        controller, layers, per_head, interval, when, exact_max_logit, alerts: as for `betahook.attach`. Alerts also go
+            to W&B and Trackio, if `report_to` names them.
         hook: a hook that is attached to the model already, instead of these options.
         on_end: "fold", as above; where a layer has no exact fold, the hook stays and a warning says why. "keep" leaves
             the model hooked, with its beta, for you to `fold` or `detach`.
@@ -83,6 +83,7 @@ class BetaHookCallback(TrainerCallback):
         per_head: bool = False,
         interval: int | None = None,
         when: Literal["training", "always"] = "training",
+        exact_max_logit: bool = False,
         alerts: Alerts | None = None,
         hook: Hook | None = None,
         on_end: Literal["fold", "keep"] = "fold",
@@ -94,13 +95,14 @@ class BetaHookCallback(TrainerCallback):
             "per_head": per_head,
             "interval": interval,
             "when": when,
+            "exact_max_logit": exact_max_logit,
             "alerts": alerts,
         }
         if hook is not None and self._options != _DEFAULTS:
             raise ValueError("BetaHookCallback(hook=...) takes no other option: they belong to attach(), which made it")
         chain = options.controllers(controller)
         options.check_alerts(alerts)
-        options.settle(per_head, interval, when, chain, alerts)
+        options.settle(per_head, interval, when, exact_max_logit, chain, alerts)
         if on_end not in ("fold", "keep"):
             raise ValueError(f'on_end must be "fold" or "keep"; got {on_end!r}')
         self.hook = hook

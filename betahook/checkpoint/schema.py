@@ -63,7 +63,7 @@ def dump(
     Args:
         state: of the hook.
         layers: module name to number of heads.
-        settings: `per_head`, `interval` and `when`, as given to `attach`.
+        settings: `per_head`, `interval`, `when` and `exact_max_logit`, as given to `attach`.
         controllers: those whose memories are in the state.
     """
     tensors = {name: getattr(state, name).clone() for name in TENSORS}

@@ -67,8 +67,11 @@ class Controller(ABC):
             runs also where an observation is not finite: a beta that breaks the training is a bad one.
         needs_every_step: True for a rule that goes by the scores of every step, such as a limit on them: `attach`
             without an `interval` then measures every layer in every step.
+        exact_max_logit: True for a rule that limits the largest score or logit: it is then that of all pairs, see
+            `attach`.
     """
 
+    exact_max_logit: ClassVar[bool] = False
     needs_every_step: ClassVar[bool] = False
     uses_loss: ClassVar[bool] = False
 
@@ -184,15 +187,15 @@ def at_bound(beta: Tensor, beta_default: Tensor) -> Tensor:
     return (beta / beta_default).log10().abs() >= DECADES - 1e-4
 
 
-def capped(beta: Tensor, logit: float | Tensor, observation: Observation) -> Tensor:
-    """Beta, at most such that the largest score makes `logit`; without a measured score there is no ceiling."""
-    ceiling = logit / observation.statistics.max_score
+def capped(beta: Tensor, logit: float | Tensor, score: Tensor) -> Tensor:
+    """Beta, at most such that the largest `score` makes `logit`; without a measured score there is no ceiling."""
+    ceiling = logit / score
     return torch.minimum(beta, ceiling.nan_to_num(nan=torch.inf))
 
 
-def is_at(logit: float | Tensor, beta: Tensor, observation: Observation) -> Tensor:
-    """Tell where the largest score makes `logit`, or more, up to rounding; boolean, as `beta`."""
-    return beta * observation.statistics.max_score >= logit * (1 - 1e-4)
+def is_at(logit: float | Tensor, beta: Tensor, score: Tensor) -> Tensor:
+    """Tell where the largest `score` makes `logit`, or more, up to rounding; boolean, as `beta`."""
+    return beta * score >= logit * (1 - 1e-4)
 
 
 def options(controller: Controller) -> dict[str, JSON]:

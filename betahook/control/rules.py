@@ -105,7 +105,7 @@ class Cap(Controller):
     """Keep `beta <= threshold / max|score|`: no logit grows beyond `threshold`.
 
     The remedy against attention-logit growth that QK-clip applies to the weights (Kimi K2, 2025), applied to beta. The
-    maximum is that of the sampled query rows.
+    maximum is that of all pairs.
 
     Args:
         threshold: largest absolute logit; 100 is that of QK-clip. A healthy layer may need 70.
@@ -117,13 +117,14 @@ class Cap(Controller):
     needs_every_step: ClassVar[bool] = True
 
     threshold: float = 100.0
+    exact_max_logit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require(self, "threshold", self.threshold > 0, "a positive number")
 
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
-        return capped(beta, self.threshold, observation), state
+        return capped(beta, self.threshold, observation.statistics.max_score_bound), state
 
     def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
-        held = is_at(self.threshold, beta, observation).tolist()
+        held = is_at(self.threshold, beta, observation.statistics.max_score_bound).tolist()
         return [Note(reason=f"Cap holds the largest logit at {self.threshold:g}") if each else Note() for each in held]

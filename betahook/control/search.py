@@ -134,7 +134,7 @@ class Search(Controller):
         bound = self._bound(state["fresh"], observation)
         columns = [state["phase"], state["left"], state["direction"], state["step"], bound]
         limited = [
-            is_at(bound, beta, observation),
+            is_at(bound, beta, observation.statistics.max_score),
             beta * observation.statistics.std >= self.rise_logit_std * (1 - 1e-4),
         ]
         numbers = torch.stack([column.to(beta) for column in [*columns, *limited]]).T.tolist()

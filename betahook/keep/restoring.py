@@ -24,7 +24,7 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
         model = AutoModelForCausalLM.from_pretrained(folder)  # attention as if beta were the default
         hook = betahook.restore(model, folder)  # as it was trained; fold(model) makes it plain
 
-    Layers, `per_head`, `interval` and `when` are those of the hook that was saved.
+    Layers, `per_head`, `interval`, `when` and `exact_max_logit` are those of the hook that was saved.
 
     Args:
         model: the model, with the weights of the folder.
@@ -41,6 +41,7 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
     try:
         names, options = list(state["layers"]), dict(state["options"])
         chosen = {"per_head": options["per_head"], "interval": options["interval"], "when": options["when"]}
+        chosen["exact_max_logit"] = options.get("exact_max_logit", False)  # newer than the others
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no state of a hook: layers or options are missing") from error
     missing = sorted(set(names) - {name for name, _ in named_modules(model)})

@@ -14,6 +14,7 @@ from torch import Tensor
 from betahook.measure import components, devices, prefix, scores, statistics
 from betahook.measure.dense import pair_sums
 from betahook.measure.dtypes import at_least_float32, no_autocast, product_dtype
+from betahook.measure.largest import extreme_scores, norm_bound
 from betahook.measure.masks import Mask, derive
 from betahook.measure.pairs import call_counts, count_tokens, is_short
 from betahook.measure.rows import row_sums
@@ -31,6 +32,7 @@ def add_scores(
     position_bias: Tensor | None,
     softcap: float | None,
     sinks: Tensor | None,
+    exact_max_logit: bool,
 ) -> None:
     """Add one attention call to the sums of its layer, in place.
 
@@ -44,6 +46,7 @@ def add_scores(
         position_bias: `[batch or 1, heads or 1, queries or 1, keys]`, added to the logits.
         softcap: the model's soft cap of its logits.
         sinks: `[heads]`, logits that take part in the softmax without a key.
+        exact_max_logit: True to look for the largest score of a long sequence among all pairs, False to bound it.
     """
     if is_short(query.shape[2], key.shape[2]) or not devices.is_cpu(query.device):
         query, key = at_least_float32(query), at_least_float32(key)
@@ -51,6 +54,12 @@ def add_scores(
         counts = derive(call_counts, mask, query, *query.shape[:3], key.shape[2])
         of_query = scores.components(query, mask.queries)
         sums, largest, of_key = _score_sums(query, key, mask, beta, of_query, position_bias, softcap, sinks)
+        if not is_short(query.shape[2], key.shape[2]):
+            if exact_max_logit:
+                largest = extreme_scores(query, key, mask)
+            else:
+                bound = norm_bound(query, key, mask)
+                statistics.raise_maxima(table, "max_score_bound", torch.stack([bound, bound * beta]))
         _add(table, moments, counts, sums, largest, beta, of_query, of_key)
 
 
@@ -64,7 +73,7 @@ def _score_sums(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> tuple[list[Tensor], Tensor, Components]:
-    """Choose the form: parts of the sums of `scores.pool_rows` `[5, heads]`, the largest scores and moments of k."""
+    """Choose the form: parts of the `SCORE_SUMS` of a call `[5, heads]`, its `extremes` and the moments of its keys."""
     if is_short(query.shape[2], key.shape[2]):
         sums, largest = row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap, sinks=sinks)
         return [sums], largest, scores.components(key, mask.keys)
@@ -135,13 +144,13 @@ def _add(
     query: Components,
     key: Components,
 ) -> None:
-    """Add `COUNTS`, the sums of `scores.pool_rows`, the largest scores and the components of one call."""
+    """Add `COUNTS`, `SCORE_SUMS`, the `extremes` of the scores and the components of one call."""
     if query.mean.numel() == moments.shape[1]:
         components.add(moments, query, key, counts[4:])
     else:  # another d_k than the module says
         counts = F.pad(counts[:4], (0, 0, 0, 2))
     statistics.add(table, "pairs", torch.cat([counts, *sums]))
-    statistics.raise_maxima(table, torch.stack([largest, largest * beta]))
+    statistics.raise_maxima(table, "max_score", torch.cat([largest, largest * beta]))
 
 
 def input_sums(inputs: Tensor) -> Tensor:

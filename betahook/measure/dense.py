@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from betahook.measure.dtypes import at_least_float32, sum_dtype
-from betahook.measure.scores import pool_rows
+from betahook.measure.scores import extremes, pool_rows
 
 
 def pair_sums(scores: Tensor, logits: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -23,7 +23,7 @@ def pair_sums(scores: Tensor, logits: Tensor, allowed: Tensor) -> tuple[Tensor, 
 
     Returns:
         The first four of `pairs.COUNTS`, `[4, heads]`, and the sums of `scores.pool_rows`, `[5, heads]`, in float64;
-        and the largest absolute scores, `[heads]`.
+        and the `scores.extremes` of the scores.
     """
     wide = sum_dtype(scores.device)
     used = at_least_float32(scores).masked_fill(~allowed, 0)
@@ -41,4 +41,4 @@ def pair_sums(scores: Tensor, logits: Tensor, allowed: Tensor) -> tuple[Tensor, 
     of_rows = (x.masked_fill(~seen, 0) for x in (entropy, sink))
     sums = pool_rows(count, mean, rest.square().sum(-1, dtype=wide), *of_rows)
     pairs, rows, flat = (x.sum((0, 2), dtype=wide) for x in (count, seen, count.clamp(min=1).log()))
-    return torch.stack([pairs, pairs, rows, flat]), sums, used.abs().amax((0, 2, 3))
+    return torch.stack([pairs, pairs, rows, flat]), sums, extremes(used)

@@ -53,18 +53,20 @@ def add_scores(
     position_bias: Tensor | None,
     softcap: float | None,
     sinks: Tensor | None,
+    exact_max_logit: bool,
 ) -> None:
     """See `calls.add_scores`."""
     tensors = [mask.queries, mask.keys, mask.pairs, mask.bias, mask.documents, mask.structured]
     where = place.table, place.moments, place.beta, place.beta_default, place.bounds
-    _add_scores(*where, query, key, mask.band.low, mask.band.high, tensors, position_bias, softcap, sinks)
+    options = position_bias, softcap, sinks, exact_max_logit
+    _add_scores(*where, query, key, mask.band.low, mask.band.high, tensors, *options)
 
 
 @torch.library.custom_op(
     "betahook::add_scores",
     mutates_args=("table", "moments"),
     schema=f"({PLACE}, Tensor query, Tensor key, SymInt? low, SymInt? high, Tensor?[] mask, Tensor? position_bias, "
-    "float? softcap, Tensor? sinks) -> ()",
+    "float? softcap, Tensor? sinks, bool exact_max_logit) -> ()",
 )
 def _add_scores(
     table: Tensor,
@@ -80,13 +82,19 @@ def _add_scores(
     position_bias: Tensor | None,
     softcap: float | None,
     sinks: Tensor | None,
+    exact_max_logit: bool,
 ) -> None:
     # Nothing is shared between layers: the memory of a graph's tensors is used again, and a CUDA graph owns it.
     queries, keys, pairs, bias, documents, structured = mask
     described = Mask(Band(low, high), queries, keys, pairs, bias, documents, structured, facts=None)
     table, moments, beta = Place(table, moments, beta, beta_default, bounds).columns(query.device)
-    options = {"position_bias": position_bias, "sinks": sinks}
-    calls.add_scores(table, moments, query, key, described, beta, softcap=softcap, **options)
+    calls.add_scores(
+        *(table, moments, query, key, described, beta),
+        position_bias=position_bias,
+        softcap=softcap,
+        sinks=sinks,
+        exact_max_logit=exact_max_logit,
+    )
 
 
 def add_pairs(place: Place, raw: Tensor, logits: Tensor, allowed: Tensor, query: Tensor, key: Tensor) -> None:

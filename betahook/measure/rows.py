@@ -8,7 +8,6 @@ need autograd; everything is computed in float32 or better.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -18,7 +17,7 @@ from betahook.measure import devices
 from betahook.measure.dtypes import at_least_float32, sum_dtype
 from betahook.measure.masks import Mask, derive
 from betahook.measure.pairs import row_at, row_pairs
-from betahook.measure.scores import pool_rows
+from betahook.measure.scores import extremes, pool_rows
 
 CACHED = 2**17
 """Scores that the CPU works on at once, so that they stay in its cache."""
@@ -56,7 +55,7 @@ def row_sums(
 
     Returns:
         The sums of `scores.pool_rows` over these rows, `[5, heads]`, or the last two alone, `[2, heads]`; and the
-        largest absolute score, `[heads]`.
+        `scores.extremes` of the scores in them, `[2, heads]`.
 
     Entropy and sink are those of the attention row itself: mask, biases, soft cap and learned sinks included.
 
@@ -137,7 +136,7 @@ def _reduce(
         logits = softcap * torch.tanh(scores * beta / softcap) + added
     if sinks is not None:
         logits = torch.cat([logits, sinks.to(logits.dtype).view(-1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
-    largest = _largest(scores)
+    largest = extremes(scores)
     entropy, sink = _attention(logits, first.expand(logits.shape[:-1])[..., None])
     sink = sink[..., 0] * filled
     if sinks is not None:
@@ -148,14 +147,6 @@ def _reduce(
     mean = scores.sum(-1) * share
     rest = torch.addcmul(scores, used, mean[..., None], value=-1)
     return pool_rows(count, mean, torch.linalg.vector_norm(rest, dim=-1).square_(), entropy, sink), largest
-
-
-def _largest(scores: Tensor) -> Tensor:
-    """The largest magnitude, `[batch, heads, rows, keys]` to `[heads]`."""
-    if devices.is_cpu(scores.device):
-        return scores.abs().amax((0, 2, 3))
-    largest: Tensor = torch.linalg.vector_norm(scores, math.inf, (0, 2, 3))
-    return largest
 
 
 def _attention(logits: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:

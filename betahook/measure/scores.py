@@ -241,6 +241,12 @@ def pool_rows(count: Tensor, mean: Tensor, square: Tensor, *others: Tensor, over
     return sums.sum([axis + 1 for axis in over], dtype=wide)
 
 
+def extremes(scores: Tensor) -> Tensor:
+    """Largest absolute score and largest score of each head, `[batch, heads, rows, keys] -> [2, heads]`."""
+    positive = scores.amax((0, 2, 3))
+    return torch.stack([torch.maximum(positive, -scores.amin((0, 2, 3))), positive])
+
+
 def query_blocks(query: Tensor, valid: Tensor | None, groups: int, start: int, stop: int) -> Tensor:
     """Queries `start` to `stop`, zero where not valid: `[batch * key_heads * blocks, groups * BLOCK, d_k]`."""
     rows = at_least_float32(query[:, :, start:stop])

@@ -51,7 +51,11 @@ SUMS = (
     "losses",
     "loss",
 )
-MAXIMA = ("max_score", "max_logit")
+MAXIMA = (
+    # Of what was seen, of which every limit holds that is exact, and upper bounds on what was not.
+    *("max_score", "max_positive_score", "max_logit", "max_positive_logit"),
+    *("max_score_bound", "max_logit_bound"),
+)
 DESCRIBED = ("query_mean_square", "query_variance", "key_mean_square", "key_variance", "independent_variance")
 """Rows that `betahook.measure.components` computes from the moments when somebody asks for them."""
 ROW = {name: index for index, name in enumerate((*SUMS, *MAXIMA))}
@@ -70,9 +74,13 @@ def add(table: Tensor, first: str, values: Tensor) -> None:
     table[row : row + len(values)].add_(values.to(table.device))  # the layer may be on another device
 
 
-def raise_maxima(table: Tensor, values: Tensor) -> None:
-    """Take the larger of `table` and `values [maxima, heads]` in the rows of `MAXIMA`, in place."""
-    table[len(SUMS) :].clamp_(min=values.to(table.device))
+def raise_maxima(table: Tensor, first: str, values: Tensor) -> None:
+    """Take the larger of `values [maxima, heads]` and as many rows of `table` from the one called `first` on, in place.
+
+    So no maximum is below 0, with which a table begins.
+    """
+    row = ROW[first]
+    table[row : row + len(values)].clamp_(min=values.to(table.device))
 
 
 def by_segment(values: Tensor, reduction: Literal["sum", "mean", "max"], lengths: Tensor) -> Tensor:
@@ -144,9 +152,13 @@ class Statistics:
             their variances, each about its own mean and weighted by its pairs.
         row_std: standard deviation within rows, about the mean score of each query: the spread that the softmax sees.
         exact: True where mean, std and row_std cover every pair, False where they come from some rows.
-        max_score: largest absolute score in the query rows looked at: all of a sequence of up to 128 tokens, 32 of
-            a longer one.
+        max_score: largest absolute score in the query rows looked at: all of a sequence of up to 128 tokens, 32 of a
+            longer one, or all of it with `attach(exact_max_logit=True)`.
+        max_positive_score: the same without the absolute value; 0 where no score is positive.
+        max_score_bound: no absolute score was above it; equal to `max_score` where all rows were looked at.
         max_logit: largest absolute score times the beta of its forward pass, in the same rows.
+        max_positive_logit: the same without the absolute value; 0 where no score is positive.
+        max_logit_bound: no absolute score times beta was above it; equal to `max_logit` where that is of all rows.
         entropy: mean entropy of the attention rows, in nats, over the same rows.
         sink: mean share of the attention that a row gives to the first key that it may use, over the same rows.
         flat_entropy: the entropy that flat attention would have in these rows: the mean logarithm of the number of keys
@@ -169,7 +181,11 @@ class Statistics:
     row_std: Tensor
     exact: Tensor
     max_score: Tensor
+    max_positive_score: Tensor
+    max_score_bound: Tensor
     max_logit: Tensor
+    max_positive_logit: Tensor
+    max_logit_bound: Tensor
     entropy: Tensor
     sink: Tensor
     flat_entropy: Tensor
@@ -267,6 +283,11 @@ class Pooled:
         """True for groups of which everything is finite, boolean `[groups]`."""
         return (self._sums * 0).sum(0) == 0  # three operations, `isfinite` alone has four
 
+    def largest(self, *names: str) -> Tensor:
+        """The largest of some maxima, `[groups]`; NaN where nothing was measured."""
+        largest = self[names[0]] if len(names) == 1 else torch.maximum(*(self[name] for name in names))
+        return largest.masked_fill(self.unmeasured, torch.nan)
+
     def std(self, count: str, total: str) -> Tensor:
         """Population std of numbers, from their count, their sum and the sum of their squares."""
         mean = self[total] / self[count]
@@ -284,8 +305,12 @@ FORMULAS: dict[str, Callable[[Pooled], Tensor]] = {
     "std": lambda pooled: pooled.std("pairs", "score"),
     "row_std": lambda pooled: (pooled["row_square"] / pooled["pairs"]).clamp(min=0).sqrt(),
     "exact": lambda pooled: pooled["exact_pairs"] == pooled["pairs"],
-    "max_score": lambda pooled: pooled["max_score"].masked_fill(pooled.unmeasured, torch.nan),
-    "max_logit": lambda pooled: pooled["max_logit"].masked_fill(pooled.unmeasured, torch.nan),
+    "max_score": lambda pooled: pooled.largest("max_score"),
+    "max_positive_score": lambda pooled: pooled.largest("max_positive_score"),
+    "max_score_bound": lambda pooled: pooled.largest("max_score", "max_score_bound"),
+    "max_logit": lambda pooled: pooled.largest("max_logit"),
+    "max_positive_logit": lambda pooled: pooled.largest("max_positive_logit"),
+    "max_logit_bound": lambda pooled: pooled.largest("max_logit", "max_logit_bound"),
     "entropy": lambda pooled: pooled["entropy"] / pooled["rows"],
     "sink": lambda pooled: pooled["sink"] / pooled["rows"],
     "flat_entropy": lambda pooled: pooled["flat_entropy"] / pooled["rows"],

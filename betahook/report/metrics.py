@@ -26,6 +26,8 @@ MetricName = Literal[
     "weight_std_q",
     "weight_std_k",
     "max_logit",
+    "max_logit_bound",
+    "max_positive_logit",
     "entropy",
     "flat_entropy",
     "sink",
@@ -100,6 +102,8 @@ def columns(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
         "weight_std_q": weight_std.query,
         "weight_std_k": weight_std.key,
         "max_logit": observed.max_logit,
+        "max_logit_bound": observed.max_logit_bound,
+        "max_positive_logit": observed.max_positive_logit,
         "entropy": observed.entropy,
         # Zero: one key a row, or a state from before it was measured. Either way there is nothing to compare with.
         "flat_entropy": observed.flat_entropy.masked_fill(observed.flat_entropy == 0, torch.nan),

@@ -195,14 +195,22 @@ class Recorder:
         if query.numel() == 0 or key.numel() == 0:
             return
         self._state.recorded = True
-        query, key = query.detach(), key.detach()
+        query, key, exact = query.detach(), key.detach(), self._state.exact_max_logit
         if torch.compiler.is_compiling():
-            place = _place(self._state, self._local)
-            opaque.add_scores(place, query, key, mask, position_bias=position_bias, softcap=softcap, sinks=sinks)
+            opaque.add_scores(
+                *(_place(self._state, self._local), query, key, mask),
+                position_bias=position_bias,
+                softcap=softcap,
+                sinks=sinks,
+                exact_max_logit=exact,
+            )
         else:
-            beta = self._beta.to(query.device)
             calls.add_scores(
-                *self._tables, query, key, mask, beta, position_bias=position_bias, softcap=softcap, sinks=sinks
+                *(*self._tables, query, key, mask, self._beta.to(query.device)),
+                position_bias=position_bias,
+                softcap=softcap,
+                sinks=sinks,
+                exact_max_logit=exact,
             )
 
     @torch.no_grad()

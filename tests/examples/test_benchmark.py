@@ -38,7 +38,8 @@ def test_the_statistics_are_swept_over_lengths(example, tmp_path, capsys):
     example.main(["--scaling", "16", "80", "--rounds", "2", "--device", "cpu", "--output", str(tmp_path)])
     result = json.loads((tmp_path / "scaling.json").read_text())["result"]
     assert list(result["lengths"]) == ["16", "80"]
-    names = ["attention", "exact std", "sampled rows", "moments of q", "all statistics"]
+    names = ["attention", "exact std", "sampled rows", "moments of q", "bound on max logit"]
+    names += ["exact max logit", "all statistics"]
     assert list(result["exponents"]) == list(result["lengths"]["80"]) == names
     assert "growth exponent" in capsys.readouterr().out
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")

@@ -111,7 +111,6 @@ FAULTS = [
         ["tests/unit/report/test_audit.py"],
     ),
     Fault("betahook/measure/dense.py", "masked_fill(~seen, 0)", "masked_fill(seen, 0)"),
-    Fault("betahook/measure/dense.py", "used.abs().amax", "used.amax"),
     Fault("betahook/measure/dense.py", "allowed.sum(-1)", "allowed[..., :1].sum(-1)"),
     Fault(
         "betahook/measure/groups.py",
@@ -130,7 +129,6 @@ FAULTS = [
     Fault("betahook/measure/pairs.py", "(queries - 1) // (ROWS - 1)", "queries // ROWS", ROWS),
     Fault("betahook/measure/rows.py", "mask.band.low + 1, 0)", "mask.band.low + 2, 0)"),
     Fault("betahook/measure/rows.py", "mask.band.high + 1, low + 1)", "mask.band.high, low + 1)"),
-    Fault("betahook/measure/rows.py", "scores.abs().amax((0, 2, 3))", "scores.amax((0, 2, 3))"),
     Fault(
         "betahook/measure/rows.py",
         "torch.tanh(scores * beta / softcap) + added",
@@ -178,9 +176,18 @@ FAULTS = [
         "cls(_std(*pooled[:3]), _std(*pooled[3:]))",
         "cls(_std(*pooled[:3]), _std(*pooled[:3]))",
     ),
+    Fault("betahook/measure/largest.py", "min(max(stop + band.high, 0), keys)", "min(max(start + band.high, 0), keys)"),
+    Fault("betahook/measure/largest.py", "lowest <= band.low", "lowest < band.low"),
+    Fault("betahook/measure/largest.py", "mask.pairs.shape[1] == 1", "mask.pairs.shape[1] > 0"),
+    Fault("betahook/measure/scores.py", "torch.maximum(positive, -scores.amin((0, 2, 3)))", "positive"),
     # control
     Fault("betahook/control/base.py", "DECADES = 3.0", "DECADES = 4.0"),
-    Fault("betahook/control/base.py", "logit / observation.statistics.max_score", "logit / observation.statistics.std"),
+    Fault(
+        "betahook/control/rules.py",
+        "self.threshold, observation.statistics.max_score_bound), state",
+        "self.threshold, observation.statistics.max_score), state",
+    ),
+    Fault("betahook/control/base.py", "ceiling = logit / score", "ceiling = score / logit"),
     Fault("betahook/control/base.py", "else _choose(healthy, made, before)", "else made"),
     Fault(
         "betahook/control/base.py",

@@ -104,7 +104,7 @@ def looked_at(query, key, mask, beta=1.0, **options):
         entropy=sums[3],
         sink=sums[4],
         flat_entropy=flat,
-        max_score=largest,
+        max_score=largest[0],
     )
 
 
@@ -113,7 +113,7 @@ def recorded(query, key, mask, beta=1.0, **options):
     heads, width = query.shape[1], query.shape[3]
     table = statistics.empty(heads, query.device)
     moments = components.empty(heads * width, query.device)
-    options = {"position_bias": None, "softcap": None, "sinks": None, **options}
+    options = {"position_bias": None, "softcap": None, "sinks": None, "exact_max_logit": False, **options}
     calls.add_scores(
         table, moments, query, key, mask, torch.as_tensor(beta, device=query.device).expand(heads), **options
     )

@@ -23,6 +23,8 @@ def observe(
     values = {field.name: tensor(NAN) for field in fields(Statistics)}
     values["finite"] = values["exact"] = tensor(True, torch.bool)
     values["count"] = tensor(1)
+    if "max_score" in measured:
+        measured.setdefault("max_score_bound", measured["max_score"])  # of all pairs
     values |= {
         name: tensor(value, torch.bool if name == "finite" else torch.float64) for name, value in measured.items()
     }

@@ -15,6 +15,7 @@ from torch import nn
 import betahook
 from betahook.measure import weights
 from betahook.report.audit import _closest
+from support.attention import WIDTH, FusedAttention
 from support.models import build, inputs
 from support.training import enable_checkpointing, train
 
@@ -433,6 +434,55 @@ def test_the_largest_logit_is_one_that_a_forward_had():
         assert hook.metrics()[f"max_logit/{LAYER}"] == measured
         hook.load_state_dict(hook.state_dict())
         assert hook.metrics()[f"max_logit/{LAYER}"] == measured
+
+
+@pytest.fixture
+def with_outlier():
+    """An attention over 200 tokens, and an input whose second token, which is not sampled, has by far the largest q."""
+    torch.manual_seed(0)
+    model, x = FusedAttention(), torch.randn(1, 200, WIDTH)
+    x[:, 1] *= 30
+
+    def largest():
+        q, k = (model.split(projection(x)).double() for projection in (model.q_proj, model.k_proj))
+        return (q @ k.mT).tril().abs().max().item()
+
+    return model, x, largest()
+
+
+def test_a_cap_holds_for_rows_that_are_not_sampled(with_outlier):
+    model, x, largest = with_outlier
+    with betahook.attach(model, controller=betahook.Cap(5.0)) as hook:
+        model(x).sum().backward()
+        hook.step()
+        (layer,) = hook.layers.values()
+        metrics = hook.metrics()
+        assert metrics[f"max_logit/{layer.name}"] == pytest.approx(largest * layer.beta_default, rel=1e-5)
+        assert layer.beta * largest == pytest.approx(5.0, rel=1e-5)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x).sum().backward()
+        (layer,) = hook.layers.values()
+        assert layer.statistics.max_score < 0.5 * largest < largest < layer.statistics.max_score_bound
+
+
+@pytest.mark.parametrize(
+    ("asked", "exact"),
+    [
+        ({"exact_max_logit": True}, True),
+        ({"controller": [betahook.Search(), betahook.Cap()]}, True),
+        ({"alerts": betahook.Alerts(print, max_logit=50.0)}, True),
+        ({"alerts": betahook.Alerts(print, entropy=0.1)}, False),
+        ({"controller": betahook.Search()}, False),
+    ],
+    ids=str,
+)
+def test_what_limits_the_largest_logit_asks_for_that_of_all_pairs(with_outlier, asked, exact):
+    model, x, largest = with_outlier
+    with betahook.attach(model, **asked) as hook:
+        model(x).sum().backward()
+        (layer,) = hook.layers.values()
+        assert (layer.statistics.max_score.item() == pytest.approx(largest, rel=1e-5)) is exact
+        assert bool(layer.statistics.max_score == layer.statistics.max_score_bound) is exact
 
 
 def test_audit_of_a_fresh_model_follows_the_weights():

@@ -119,7 +119,7 @@ def test_a_controller_that_is_no_dataclass(choice):
 
 
 def test_settings_by_default():
-    assert Settings() == Settings(per_head=False, interval=10, when="training")
+    assert Settings() == Settings(per_head=False, interval=10, when="training", exact_max_logit=False)
     assert Settings(per_head=True, interval=7, when="always").interval == 7
 
 
@@ -128,6 +128,7 @@ def test_settings_by_default():
     [
         ({"per_head": 1}, TypeError, "per_head must be True or False; got 1"),
         ({"per_head": None}, TypeError, "per_head must be True or False; got None"),
+        ({"exact_max_logit": 1}, TypeError, "exact_max_logit must be True or False; got 1"),
         ({"interval": 0}, ValueError, "interval must be a whole number of steps, 1 or more; got 0"),
         ({"interval": True}, ValueError, "interval must be a whole number of steps, 1 or more; got True"),
         ({"interval": 2.0}, ValueError, "interval must be a whole number of steps, 1 or more; got 2.0"),

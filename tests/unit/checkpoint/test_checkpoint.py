@@ -228,7 +228,8 @@ def adapted(hook):
 def test_saved_while_hooked_it_comes_back(tmp_path):
     """From a folder with a mark; what transformers alone makes of it is another model."""
     model, batch = build("llama").eval(), inputs("llama")
-    with betahook.attach(model, controller="monitor", layers="*.1.*", per_head=True, interval=3, when="always") as hook:
+    settings = {"per_head": True, "interval": 3, "when": "always", "exact_max_logit": True}
+    with betahook.attach(model, controller="monitor", layers="*.1.*", **settings) as hook:
         model(**batch)
         adapted(hook)
         expected = model(**batch).logits
@@ -242,7 +243,7 @@ def test_saved_while_hooked_it_comes_back(tmp_path):
         betahook.attach(plain)
     with betahook.restore(plain, tmp_path) as restored:
         assert torch.equal(plain(**batch).logits, expected)
-        assert restored.state_dict()["options"] == {"per_head": True, "interval": 3, "when": "always"}
+        assert restored.state_dict()["options"] == settings
         betahook.fold(plain)
     torch.testing.assert_close(plain(**batch).logits, expected, rtol=1e-5, atol=1e-5)
     plain.save_pretrained(tmp_path)

@@ -59,6 +59,10 @@ def test_cap_bounds_the_largest_logit():
     assert run(Cap(5.0), [observation], [2.0, 0.3, 2.0]) == [[0.5, 0.3, 2.0]]
 
 
+def test_cap_goes_by_the_bound_and_not_by_what_sampled_rows_show():
+    assert run(Cap(5.0), [observe(max_score=10, max_score_bound=50)], 2.0) == [0.1]
+
+
 @pytest.mark.parametrize(
     ("rule", "options", "message"),
     [

@@ -67,6 +67,7 @@ class Run:
             values |= {
                 "std": std,
                 "max_score": std * (4 + 2 * peak),
+                "max_score_bound": std * (4 + 2 * peak),
                 "sensitivity": torch.where(finite, (slope - optimum) / 64, math.nan),
                 "count": torch.tensor([100.0 * (call >= first) for first in self.first_used], dtype=torch.float64),
                 "exact": torch.ones(UNITS, dtype=torch.bool),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from betahook.measure import calls, components, masks, pairs, statistics
+from betahook.measure.largest import norm_bound
 from betahook.measure.masks import Band, Mask
 from betahook.measure.statistics import ROW
 from support.matrices import BANDS, assert_row_std, assert_sums, make, pairs_of, recorded, row_std, used
@@ -21,7 +22,7 @@ def test_every_form_measures_the_same(name, monkeypatch):
     assert_sums(whole, used(query, key, pairs_of(band, 60, 60 + more)))
     assert_row_std(whole, row_std(query, key, pairs_of(band, 60, 60 + more)))
     assert (blocks.rows < whole.rows).all()
-    of_rows = {"rows", "entropy", "sink", "flat_entropy", "max_score", "max_logit"}
+    of_rows = {"rows", "entropy", "sink", "flat_entropy", *statistics.MAXIMA}
     for row in ROW.keys() - of_rows - {"score_square"}:
         torch.testing.assert_close(getattr(blocks, row), getattr(whole, row), rtol=1e-5, atol=1e-2, msg=row)
 
@@ -30,13 +31,30 @@ def test_calls_add_up():
     (query, key), mask = make(20, 20), Mask(Band(None, 0))
     table, moments = statistics.empty(2, query.device), components.empty(16, query.device)
     for beta in (2.0, 1.0):
-        options = {"position_bias": None, "softcap": None, "sinks": None}
+        options = {"position_bias": None, "softcap": None, "sinks": None, "exact_max_logit": False}
         calls.add_scores(table, moments, query, key, mask, torch.full((2,), beta), **options)
     once = recorded(query, key, mask)
     for row in ("pairs", "exact_pairs", "rows", "flat_entropy", "queries", "keys", "score", "score_square"):
         torch.testing.assert_close(table[ROW[row]], 2 * getattr(once, row), rtol=1e-12, atol=1e-9)
     torch.testing.assert_close(table[ROW["max_score"]], once.max_score)
     torch.testing.assert_close(table[ROW["max_logit"]], 2 * once.max_score)
+
+
+@pytest.mark.parametrize("length", [128, 129])
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_largest_score_is_exact_or_has_a_bound(length, exact):
+    (query, key), mask = make(length, length), Mask(Band(None, 0))
+    found = recorded(query, key, mask, 0.5, exact_max_logit=exact)
+    scores = used(query, key, pairs_of(Band(None, 0), length, length))
+    largest = [x.abs().max().item() for x in scores]
+    if exact or length == 128:
+        assert found.max_score.tolist() == pytest.approx(largest, rel=1e-6)
+        assert found.max_positive_logit.tolist() == pytest.approx([0.5 * x.max().item() for x in scores], rel=1e-6)
+        assert found.max_score_bound.tolist() == found.max_logit_bound.tolist() == [0, 0]  # it has nothing to add
+    else:
+        assert (found.max_score < torch.tensor(largest)).all()
+        assert found.max_score_bound.tolist() == pytest.approx(norm_bound(query, key, mask).tolist())
+        assert found.max_logit_bound.tolist() == (0.5 * found.max_score_bound).tolist()
 
 
 def test_half_precision_is_measured_in_single():

@@ -13,7 +13,9 @@ def pair_sums(scores, logits, allowed):
     counts, sums, largest = dense.pair_sums(scores, logits, allowed)
     pairs, exact, rows, flat_entropy = counts
     assert torch.equal(pairs, exact)
-    return named(pairs, sums, rows=rows, entropy=sums[3], sink=sums[4], flat_entropy=flat_entropy, max_score=largest)
+    absolute, positive = largest
+    others = {"max_score": absolute, "max_positive_score": positive}
+    return named(pairs, sums, rows=rows, entropy=sums[3], sink=sums[4], flat_entropy=flat_entropy, **others)
 
 
 def causal(*sizes):
@@ -53,4 +55,6 @@ def test_a_row_without_a_key_has_no_entropy():
 
 def test_the_largest_score_may_be_negative():
     scores = torch.tensor([[[[1.0, 2.0], [-5.0, 3.0]], [[1.0, -9.0], [4.0, 3.0]]]])
-    assert pair_sums(scores, scores, causal(1, 2, 2, 2)).max_score.tolist() == [5, 4]
+    sums = pair_sums(scores, scores, causal(1, 2, 2, 2))
+    assert sums.max_score.tolist() == [5, 4]
+    assert sums.max_positive_score.tolist() == [3, 4]

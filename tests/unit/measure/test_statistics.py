@@ -56,7 +56,9 @@ def add(table, values):
         if name not in MAXIMA:
             statistics.add(table, name, value.expand(table.shape[1])[None])
     least = torch.full((table.shape[1],), -torch.inf)
-    statistics.raise_maxima(table, torch.stack([values.get(name, least).expand_as(least) for name in MAXIMA]))
+    statistics.raise_maxima(
+        table, "max_score", torch.stack([values.get(name, least).expand_as(least) for name in MAXIMA])
+    )
 
 
 def tabulate(raw, part=slice(None)):
@@ -73,6 +75,8 @@ def tabulate(raw, part=slice(None)):
     values |= {"flat_entropy": 3 * entropy.sum(1), "sink": entropy.sum(1) / 9}
     values |= {"exact_pairs": torch.tensor(scores.shape[1])}
     values |= {"max_score": scores.abs().amax(1), "max_logit": 2 * scores.abs().amax(1)}
+    values |= {"max_positive_score": scores.amax(1), "max_positive_logit": 2 * scores.amax(1)}
+    values |= {"max_score_bound": 3 * scores.abs().amax(1), "max_logit_bound": 6 * scores.abs().amax(1)}
     add(table, values)
     return table
 
@@ -139,6 +143,15 @@ def test_adding_hides_no_bad_maximum(bad):
     assert not table[ROW["max_score"]].isfinite()
 
 
+def test_a_maximum_of_all_rows_is_its_own_bound():
+    table = statistics.empty(2, CPU)
+    add(table, {"pairs": torch.ones(2), "max_score": torch.tensor([3.0, 4.0]), "max_logit": torch.tensor([5.0, 6.0])})
+    add(table[:, 1:], {"max_score_bound": torch.tensor([7.0]), "max_logit_bound": torch.tensor([1.0])})
+    measured = Statistics.from_table(table)
+    assert measured.max_score_bound.tolist() == [3, 7]
+    assert measured.max_logit_bound.tolist() == [5, 6]  # never below, by rounding
+
+
 def test_heads_without_scores_keep_what_was_last_measured():
     new, old = random_table(3, seed=1), random_table(3, seed=2)
     copies = new.clone(), old.clone()
@@ -163,7 +176,11 @@ def test_statistics_are_those_of_the_raw_numbers(raw):
         "mean": samples["std"].mean(1),
         "exact": torch.tensor([True] * 3),
         "max_score": samples["std"].abs().amax(1),
+        "max_positive_score": samples["std"].amax(1),
+        "max_score_bound": 3 * samples["std"].abs().amax(1),
         "max_logit": 2 * samples["std"].abs().amax(1),
+        "max_positive_logit": 2 * samples["std"].amax(1),
+        "max_logit_bound": 6 * samples["std"].abs().amax(1),
         "entropy": entropy.mean(1),
         "flat_entropy": 3 * entropy.mean(1),
         "sink": entropy.mean(1) / 9,

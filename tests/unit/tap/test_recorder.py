@@ -47,6 +47,9 @@ def test_a_recorded_call_shows_in_the_statistics_of_its_layer(measured):
     torch.testing.assert_close(first.head_statistics.std, heads.std(1, correction=0), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(first.head_statistics.mean, heads.mean(1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(first.head_statistics.max_score, heads.abs().amax(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(first.head_statistics.max_positive_logit, 0.5 * heads.amax(1), rtol=1e-5, atol=0)
+    for name in ("max_score", "max_logit"):  # of nine rows all are sampled
+        assert torch.equal(*(getattr(first.head_statistics, name + end) for end in ("", "_bound")))
     assert second.statistics.count == 0
 
 

@@ -1,0 +1,108 @@
+"""The largest scores over all pairs, without an N x N matrix: exact, or bounded from above.
+
+The sampled rows of `betahook.measure.rows` show the largest score among themselves only. `betahook.measure.calls`
+takes one of the two forms here for every long sequence, so that what limits the logits limits all of them. Nothing here
+may draw random numbers, read a value back to the host, or need autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from betahook.measure.dtypes import at_least_float32, product_dtype, sum_dtype
+from betahook.measure.masks import Band, Mask
+from betahook.measure.scores import extremes
+
+HEIGHT = 128
+"""Queries in a block: more would waste work at the edge of a causal mask, fewer the time to start a product."""
+
+
+def norm_bound(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
+    """Bound the absolute scores of each head from above, `[heads]`: `max |q_i| * max |k_j|` in each sequence.
+
+    Cauchy and Schwarz. Masked tokens count where only a mask of pairs says that they are masked.
+    """
+    groups = query.shape[1] // key.shape[1]
+    longest: list[Tensor] = []
+    for tokens, valid in ((query, mask.queries), (key, mask.keys)):
+        norms = torch.linalg.vector_norm(tokens, dim=-1, dtype=product_dtype(tokens.dtype))
+        # `queries` and `keys` of a mask with heads are those of its first head.
+        if valid is not None and (mask.pairs is None or mask.pairs.shape[1] == 1):
+            norms = norms.masked_fill(~valid[:, None], 0)
+        longest.append(norms.amax(-1))
+    of_query, of_key = longest
+    return (of_query * of_key.repeat_interleave(groups, 1)).amax(0)
+
+
+def extreme_scores(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
+    """The `scores.extremes` of each head over all pairs of a mask, `[2, heads]`, float64; 0 where none is positive.
+
+    Blocks outside of the band are not computed. Products run in float32 or better; on an accelerator those of bfloat16
+    run in bfloat16, as the model's do, and are rounded to it.
+
+    Args:
+        query: `[batch, heads, queries, d_k]`, any floating dtype.
+        key: `[batch, key_heads, keys, d_k]`; `heads` is a multiple of `key_heads`.
+        mask: the pairs in use; `mask.pairs` where given, else band, padding and documents.
+    """
+    batch, heads, queries, width = query.shape
+    key_heads, keys = key.shape[1:3]
+    band = mask.band if mask.pairs is None else Band()
+    query, key = (_computable(tokens) for tokens in (query, key))
+    if mask.pairs is None:  # a masked pair counts as 0, which is no extreme: so does one with a zero in place of q or k
+        query, key = _without(query, mask.queries), _without(key, mask.keys)
+    key = key.flatten(0, 1)
+    grouped = query.unflatten(1, (key_heads, heads // key_heads))
+    found = [query.new_zeros(2, heads)]
+    for rows, columns in _blocks(band, queries, keys, _area(query.device, batch * heads)):
+        block_of_query = grouped[:, :, :, rows].reshape(batch * key_heads, -1, width)
+        scores = torch.bmm(block_of_query, key[:, columns].mT).view(batch, heads, -1, columns.stop - columns.start)
+        masked = _masked(mask, band, rows, columns, query.device)
+        if masked is not None:
+            scores.masked_fill_(masked, 0)
+        found.append(extremes(scores))
+    return torch.stack(found).amax(0).to(sum_dtype(query.device))
+
+
+def _computable(tokens: Tensor) -> Tensor:
+    """The tokens in the dtype of their products: a float16 one could overflow where the model's own does not."""
+    return tokens if tokens.dtype == torch.bfloat16 and tokens.device.type != "cpu" else at_least_float32(tokens)
+
+
+def _without(tokens: Tensor, valid: Tensor | None) -> Tensor:
+    """Tokens `[batch, heads, tokens, d_k]` with zeros where they take no part."""
+    return tokens if valid is None else tokens.masked_fill(~valid[:, None, :, None], 0)
+
+
+def _area(device: torch.device, matrices: int) -> int:
+    """Number of scores of one head to work on at once: the CPU's fit its cache, an accelerator's are worth a launch."""
+    return (2**18 if device.type == "cpu" else 2**24) // matrices
+
+
+def _blocks(band: Band, queries: int, keys: int, area: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of the blocks that cover a band over `queries x keys`, of about `area` pairs each."""
+    width = max(area // HEIGHT, HEIGHT)
+    for start in range(0, queries, HEIGHT):
+        stop = min(start + HEIGHT, queries)
+        first = 0 if band.low is None else min(max(start + band.low + 1, 0), keys)
+        last = keys if band.high is None else min(max(stop + band.high, 0), keys)
+        for column in range(first, last, width):
+            yield slice(start, stop), slice(column, min(column + width, last))
+
+
+def _masked(mask: Mask, band: Band, rows: slice, columns: slice, device: torch.device) -> Tensor | None:
+    """Boolean `[batch or 1, heads or 1, rows, columns]`, True at pairs not in use; None where all are."""
+    if mask.pairs is not None:
+        return ~mask.pairs[..., rows, columns]
+    masked = None
+    lowest, highest = columns.start - (rows.stop - 1), columns.stop - 1 - rows.start
+    if (band.low is not None and lowest <= band.low) or (band.high is not None and highest > band.high):
+        positions = (torch.arange(part.start, part.stop, device=device) for part in (rows, columns))
+        masked = ~band.allowed(*positions)[None, None]
+    if mask.documents is not None:
+        other = (mask.documents[:, rows, None] != mask.documents[:, None, columns])[:, None]
+        masked = other if masked is None else masked | other
+    return masked
