@@ -20,8 +20,11 @@ from torch import Tensor
 from betahook import compat
 
 MASKED = math.log(torch.finfo(torch.float32).tiny)
-"""The bias at which a pair counts as masked, -87.3: its weight vanishes in float32. Models write "masked" as minus
-infinity, as the least number of a dtype, as -1e9, -1e4 or -100."""
+"""A masked pair has less than this, -87.3, added to its logit: its weight vanishes in float32. People write minus
+infinity, the least number of a dtype, -1e9, -1e4 or -100."""
+
+NO_BIAS = -1e8
+"""No position bias is below this: ALiBi takes off at most as much as there are tokens."""
 
 KEPT = 16
 """Facts that are kept about one mask, and bands whose facts are kept: more than the layers of one model differ by."""
@@ -110,8 +113,8 @@ def _of_band(band: Band) -> Mask:
 def from_tensor(mask: Tensor, band: Band) -> Mask:
     """Describe the 4-D `mask` of an attention call, `[batch or 1, heads or 1, queries, keys]`.
 
-    A boolean mask is True where a pair may be used. A floating-point mask is added to the logits; a pair counts as
-    masked where it is at or below `MASKED`. `band` is the expected structure; `Mask.structured` says if the mask has
+    A boolean mask is True where a pair may be used. A floating-point mask is added to the logits, and may hold a bias:
+    see `_pairs` for the pairs that it masks. `band` is the expected structure; `Mask.structured` says if the mask has
     it.
     """
     structure = _shared_structure(mask, band)
@@ -120,7 +123,19 @@ def from_tensor(mask: Tensor, band: Band) -> Mask:
 
 
 def _pairs(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask > MASKED
+    """Boolean, True where a pair may be used.
+
+    A floating-point mask of nothing but 0 and one number below `MASKED` is a mask, whatever the number. Any other holds
+    a bias, in which a small number is no mask, since ALiBi reaches -1000 and less: masked is what is minus infinity,
+    the least number of a dtype, or too low for a bias, as the sum of such a number and a bias is.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    lowest, least_half = mask.amin(), torch.finfo(torch.float16).min
+    is_mask = ((mask == 0) | (mask == lowest)).all() & (lowest < MASKED)
+    too_low = least_half / 2 if mask.dtype == torch.float16 else NO_BIAS
+    masked = (mask <= too_low) | (mask == least_half) | (is_mask & (mask == lowest))
+    return ~masked
 
 
 def _structure(mask: Tensor, band: Band) -> Mask:

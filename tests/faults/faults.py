@@ -180,6 +180,9 @@ FAULTS = [
     Fault("betahook/measure/largest.py", "lowest <= band.low", "lowest < band.low"),
     Fault("betahook/measure/largest.py", "mask.pairs.shape[1] == 1", "mask.pairs.shape[1] > 0"),
     Fault("betahook/measure/scores.py", "torch.maximum(positive, -scores.amin((0, 2, 3)))", "positive"),
+    Fault("betahook/measure/masks.py", "(mask <= too_low)", "(mask <= MASKED)"),
+    Fault("betahook/measure/masks.py", "| (mask == least_half)", ""),
+    Fault("betahook/measure/masks.py", "| (is_mask & (mask == lowest))", ""),
     # control
     Fault("betahook/control/base.py", "DECADES = 3.0", "DECADES = 4.0"),
     Fault(

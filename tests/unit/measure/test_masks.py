@@ -104,6 +104,25 @@ def test_a_bias_masks_nothing():
     assert mask.structured.item() is True
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("masked", ["-inf", "min", "-1e9"])
+def test_far_pairs_of_alibi_are_no_masked_pairs(dtype, masked, padding):
+    """They count, with a weight of nothing; the pairs that are masked, too, do not."""
+    masked = torch.finfo(dtype).min if masked == "min" else torch.tensor(float(masked)).to(dtype).item()
+    pairs = padded(Band(None, 2), *padding)
+    bias = -500.0 * (torch.arange(7)[:, None] - torch.arange(9)).abs().double().expand(pairs.shape)
+    for added in (bias.masked_fill(~pairs, masked), bias + (0 * bias).masked_fill(~pairs, masked)):
+        mask = masks.from_tensor(added.to(dtype), Band(None, 2))
+        assert torch.equal(mask.pairs, pairs)
+        assert mask.structured.item() is True
+
+
+def test_the_least_number_of_float16_masks_in_a_mask_of_float32():
+    bias = -500.0 * torch.arange(63.0).view(1, 1, 7, 9)
+    bias[..., 6:] = torch.finfo(torch.float16).min
+    assert torch.equal(masks.from_tensor(bias, Band()).pairs, bias != bias.min())
+
+
 @pytest.mark.parametrize("queries", [4, 2])
 def test_padding_is_that_of_the_keys_and_of_as_many_queries(queries):
     mask = masks.from_padding(torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0]]), Band(None, 0), queries)
