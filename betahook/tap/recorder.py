@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -195,23 +195,13 @@ class Recorder:
         if query.numel() == 0 or key.numel() == 0:
             return
         self._state.recorded = True
-        query, key, exact = query.detach(), key.detach(), self._state.exact_max_logit
+        options: dict[str, Any] = dict(position_bias=position_bias, softcap=softcap, sinks=sinks)
+        options["exact_max_logit"] = self._state.exact_max_logit
+        query, key = query.detach(), key.detach()
         if torch.compiler.is_compiling():
-            opaque.add_scores(
-                *(_place(self._state, self._local), query, key, mask),
-                position_bias=position_bias,
-                softcap=softcap,
-                sinks=sinks,
-                exact_max_logit=exact,
-            )
+            opaque.add_scores(_place(self._state, self._local), query, key, mask, **options)
         else:
-            calls.add_scores(
-                *(*self._tables, query, key, mask, self._beta.to(query.device)),
-                position_bias=position_bias,
-                softcap=softcap,
-                sinks=sinks,
-                exact_max_logit=exact,
-            )
+            calls.add_scores(*self._tables, query, key, mask, self._beta.to(query.device), **options)
 
     @torch.no_grad()
     def record_pairs(
