@@ -195,8 +195,7 @@ class AttentionLayer:
                 continue
             sums = self._state.weights[3 * side : 3 * side + 3, self._place.heads]
             if projection.obstacle is not None:
-                if not projection.stored.is_meta:  # what is offloaded stays as it was last read
-                    sums.zero_()
+                sums.zero_()
                 continue
             by_head = weights.entry_sums(projection.entries)
             # Grouped query heads share the W_k of one key head.

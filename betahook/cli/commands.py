@@ -39,7 +39,8 @@ def inspect(name: str) -> Document:
     model = models.without_weights(name)
     marked, state = checkpoint.is_marked(model), models.state(name)
     with checkpoint.unmarked(model), betahook.attach(model, controller="monitor") as hook:
-        _run_on_nothing(model)
+        with hook.pause():
+            _run_on_nothing(model)
         count = "1 attention layer" if len(hook.layers) == 1 else f"{len(hook.layers)} attention layers"
         blocks: list[Block] = []
         if marked:

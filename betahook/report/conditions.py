@@ -47,7 +47,7 @@ class Numbers:
         logit_std: std of the logits within rows.
         entropy: mean entropy of the attention rows, in nats.
         flat_entropy: what it would be if attention were flat.
-        first_key: mean share of the attention that goes to the first key.
+        sink: mean share of the attention that goes to the first key.
     """
 
     nonfinite: float = math.nan
@@ -55,7 +55,7 @@ class Numbers:
     logit_std: float = math.nan
     entropy: float = math.nan
     flat_entropy: float = math.nan
-    first_key: float = math.nan
+    sink: float = math.nan
 
     @property
     def keys(self) -> float:
@@ -122,7 +122,7 @@ RULES = (
     ),
     Rule(
         Condition.SINK,
-        lambda numbers: numbers.first_key,
+        lambda numbers: numbers.sink,
         0.5,
         True,
         "usual in causal models; the entropy says little here",

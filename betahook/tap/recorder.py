@@ -134,8 +134,9 @@ class Recorder:
         self._state.note_default(self._place, beta)
 
     def follow(self, device: torch.device) -> None:
-        """Move the state to where the model went."""
-        if self._state.device.type == "cpu" and device.type not in ("cpu", "meta"):  # meta tensors hold no numbers
+        """Move the state to where the model went, unless in a pause to the meta device: that is a look at shapes."""
+        looks = device.type == "meta" and self._state.paused
+        if self._state.device.type == "cpu" and device.type != "cpu" and not looks:
             self._state.to(device)
 
     def select_local_heads(self, heads: int) -> bool:

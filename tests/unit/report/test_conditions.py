@@ -8,7 +8,7 @@ import torch
 
 from betahook.report.conditions import ADVICE, PAGE, RULES, SLACK, Condition, Numbers, classify
 
-HEALTHY = dict(nonfinite=0.0, max_logit=8.0, logit_std=2.0, entropy=3.0, flat_entropy=5.0, first_key=0.01)
+HEALTHY = dict(nonfinite=0.0, max_logit=8.0, logit_std=2.0, entropy=3.0, flat_entropy=5.0, sink=0.01)
 
 
 def judge(before=Condition.UNMEASURED, **changes):
@@ -24,8 +24,8 @@ def judge(before=Condition.UNMEASURED, **changes):
         ({"max_logit": 99.9}, Condition.HEALTHY),
         ({"logit_std": 0.0019}, Condition.DEAD),
         ({"logit_std": 0.002}, Condition.HEALTHY),
-        ({"first_key": 0.51}, Condition.SINK),
-        ({"first_key": math.nan}, Condition.HEALTHY),
+        ({"sink": 0.51}, Condition.SINK),
+        ({"sink": math.nan}, Condition.HEALTHY),
         ({"entropy": 0.49}, Condition.ONE_KEY),
         ({"entropy": 0.51}, Condition.SHARP),
         ({"entropy": 1.24}, Condition.SHARP),
@@ -47,8 +47,8 @@ def test_what_was_not_measured_has_no_condition():
 
 
 def test_the_gravest_condition_comes_first():
-    everything = dict(nonfinite=1.0, max_logit=1e3, logit_std=0.0, first_key=0.9, entropy=0.0)
-    calm = [("nonfinite", 0.0), ("max_logit", 1.0), ("logit_std", 9.0), ("first_key", 0.0)]
+    everything = dict(nonfinite=1.0, max_logit=1e3, logit_std=0.0, sink=0.9, entropy=0.0)
+    calm = [("nonfinite", 0.0), ("max_logit", 1.0), ("logit_std", 9.0), ("sink", 0.0)]
     found = [judge(**everything)]
     for name, value in calm:
         everything[name] = value
