@@ -16,7 +16,7 @@ from betahook.report.findings import Finding, Findings
 from betahook.report.metrics import MetricName
 from betahook.report.precision import Precision
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Alert",

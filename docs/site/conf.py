@@ -35,7 +35,10 @@ CONTENTS = """
 ```{toctree}
 :hidden:
 :caption: Use
+docs/FINDINGS
 docs/METRICS
+docs/SHORT_RUNS
+docs/YOUR_ATTENTION
 docs/CHECKPOINTS
 docs/DISTRIBUTED
 docs/SUPPORT
@@ -70,6 +73,7 @@ examples/*/README
 :hidden:
 :caption: Project
 CONTRIBUTING
+SECURITY
 CHANGELOG
 ```
 """
