@@ -125,16 +125,16 @@ def from_tensor(mask: Tensor, band: Band) -> Mask:
 def _pairs(mask: Tensor) -> Tensor:
     """Boolean, True where a pair may be used.
 
-    A floating-point mask of nothing but 0 and one number below `MASKED` is a mask, whatever the number. Any other holds
-    a bias, in which a small number is no mask, since ALiBi reaches -1000 and less: masked is what is minus infinity,
-    the least number of a dtype, or too low for a bias, as the sum of such a number and a bias is.
+    A floating-point mask may hold a bias, in which a small number is no mask, since ALiBi reaches -1000 and less. What
+    is minus infinity, the least number of a dtype, or too low for a bias is masked in any case. Other numbers below
+    `MASKED` are masked where a gap parts them from the rest, as -100 added to a learned bias is; ALiBi has no gap.
     """
     if mask.dtype == torch.bool:
         return mask
-    lowest, least_half = mask.amin(), torch.finfo(torch.float16).min
-    is_mask = ((mask == 0) | (mask == lowest)).all() & (lowest < MASKED)
+    low, least_half = mask <= MASKED, torch.finfo(torch.float16).min
+    has_gap = (low | (mask > MASKED / 2)).all()
     too_low = least_half / 2 if mask.dtype == torch.float16 else NO_BIAS
-    masked = (mask <= too_low) | (mask == least_half) | (is_mask & (mask == lowest))
+    masked = (mask <= too_low) | (mask == least_half) | (has_gap & low)
     return ~masked
 
 

@@ -182,7 +182,7 @@ FAULTS = [
     Fault("betahook/measure/scores.py", "torch.maximum(positive, -scores.amin((0, 2, 3)))", "positive"),
     Fault("betahook/measure/masks.py", "(mask <= too_low)", "(mask <= MASKED)"),
     Fault("betahook/measure/masks.py", "| (mask == least_half)", ""),
-    Fault("betahook/measure/masks.py", "| (is_mask & (mask == lowest))", ""),
+    Fault("betahook/measure/masks.py", "| (has_gap & low)", ""),
     # control
     Fault("betahook/control/base.py", "DECADES = 3.0", "DECADES = 4.0"),
     Fault(

@@ -110,15 +110,24 @@ def test_far_pairs_of_alibi_are_no_masked_pairs(dtype, masked, padding):
     """They count, with a weight of nothing; the pairs that are masked, too, do not."""
     masked = torch.finfo(dtype).min if masked == "min" else torch.tensor(float(masked)).to(dtype).item()
     pairs = padded(Band(None, 2), *padding)
-    bias = -500.0 * (torch.arange(7)[:, None] - torch.arange(9)).abs().double().expand(pairs.shape)
+    bias = -20.0 * (torch.arange(7)[:, None] - torch.arange(9)).abs().double().expand(pairs.shape)
     for added in (bias.masked_fill(~pairs, masked), bias + (0 * bias).masked_fill(~pairs, masked)):
         mask = masks.from_tensor(added.to(dtype), Band(None, 2))
         assert torch.equal(mask.pairs, pairs)
         assert mask.structured.item() is True
 
 
+@pytest.mark.parametrize("masked", [-100.0, -1e4])
+def test_what_a_gap_parts_from_the_rest_is_masked(masked, padding):
+    """Swin adds -100 to a learned bias."""
+    pairs = padded(Band(None, 2), *padding)
+    bias = torch.linspace(-4.0, 4.0, pairs.numel()).view(pairs.shape)
+    mask = masks.from_tensor(bias + torch.zeros_like(bias).masked_fill(~pairs, masked), Band(None, 2))
+    assert torch.equal(mask.pairs, pairs)
+
+
 def test_the_least_number_of_float16_masks_in_a_mask_of_float32():
-    bias = -500.0 * torch.arange(63.0).view(1, 1, 7, 9)
+    bias = -20.0 * torch.arange(63.0).view(1, 1, 7, 9)
     bias[..., 6:] = torch.finfo(torch.float16).min
     assert torch.equal(masks.from_tensor(bias, Band()).pairs, bias != bias.min())
 
