@@ -25,7 +25,7 @@ class Clip(Controller):
 
     QK-clip, as Kimi K2 was trained with (MuonClip, 2025), for any model and any optimizer. It acts after the other
     controllers, whatever their place in the list, on single heads, also where a layer has one beta. The largest logit
-    is that of the sampled query rows; none of the same rows exceeds the threshold afterwards.
+    is that of all pairs of the step, before biases and soft caps.
 
     The state of the optimizer is left alone, as in MuonClip.
 

@@ -438,7 +438,8 @@ def test_the_largest_logit_is_one_that_a_forward_had():
 
 @pytest.fixture
 def with_outlier():
-    """An attention over 200 tokens, and an input whose second token, which is not sampled, has by far the largest q."""
+    """An attention over 200 tokens, an input whose second token, which is not sampled, has by far the largest q, and a
+    function that returns the largest score."""
     torch.manual_seed(0)
     model, x = FusedAttention(), torch.randn(1, 200, WIDTH)
     x[:, 1] *= 30
@@ -447,11 +448,12 @@ def with_outlier():
         q, k = (model.split(projection(x)).double() for projection in (model.q_proj, model.k_proj))
         return (q @ k.mT).tril().abs().max().item()
 
-    return model, x, largest()
+    return model, x, largest
 
 
 def test_a_cap_holds_for_rows_that_are_not_sampled(with_outlier):
-    model, x, largest = with_outlier
+    model, x, largest_score = with_outlier
+    largest = largest_score()
     with betahook.attach(model, controller=betahook.Cap(5.0)) as hook:
         model(x).sum().backward()
         hook.step()
@@ -463,6 +465,15 @@ def test_a_cap_holds_for_rows_that_are_not_sampled(with_outlier):
         model(x).sum().backward()
         (layer,) = hook.layers.values()
         assert layer.statistics.max_score < 0.5 * largest < largest < layer.statistics.max_score_bound
+
+
+def test_a_clip_holds_for_rows_that_are_not_sampled(with_outlier):
+    model, x, largest_score = with_outlier
+    with betahook.attach(model, controller=betahook.Clip(5.0)) as hook:
+        model(x).sum().backward()
+        hook.step()
+        (layer,) = hook.layers.values()
+        assert layer.beta_default * largest_score() == pytest.approx(5.0, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -477,7 +488,8 @@ def test_a_cap_holds_for_rows_that_are_not_sampled(with_outlier):
     ids=str,
 )
 def test_what_limits_the_largest_logit_asks_for_that_of_all_pairs(with_outlier, asked, exact):
-    model, x, largest = with_outlier
+    model, x, largest_score = with_outlier
+    largest = largest_score()
     with betahook.attach(model, **asked) as hook:
         model(x).sum().backward()
         (layer,) = hook.layers.values()
