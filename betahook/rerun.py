@@ -102,9 +102,11 @@ def distances(one: list[Tensor], other: list[Tensor]) -> Tensor:
 
 
 def distance(one: Any, other: Any) -> float:
-    """Norm of the difference of two outputs; what is NaN or infinite in both alike does not count."""
+    """Norm of the difference of two outputs, NaN if shapes differ; what is NaN or infinite in both does not count."""
     total = 0.0
     for a, b in zip(tensors(one), tensors(other), strict=True):
+        if a.shape != b.shape:  # of a length that is drawn, say
+            return math.nan
         for x, y in zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True):
             alike = (x == y) | (x.isnan() & y.isnan())
             total += float((x.double() - y.double()).masked_fill(alike, 0).square().sum())

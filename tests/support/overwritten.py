@@ -56,7 +56,7 @@ def outcome(folder: Path) -> str:
         model = LlamaForCausalLM.from_pretrained(folder)
     except (OSError, ValueError, SafetensorError):
         return "refused by transformers"
-    numbers = {float(x) for parameter in model.parameters() for x in parameter.unique()}
+    numbers = {float(x) for parameter in model.parameters() for x in parameter.detach().unique()}
     try:
         with betahook.restore(model, folder) as hook:
             numbers |= {float(hook.layers[name].beta) for name in hook.layers}

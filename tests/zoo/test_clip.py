@@ -64,7 +64,10 @@ def test_no_type_is_clipped_wrongly(model_type):
         model = build(model_type)
         batch = inputs(model_type, model)
         run(model, batch)
-        betahook.attach(model, controller="monitor").detach()
+        with betahook.attach(model, controller="monitor", when="always") as hook:
+            run(model, batch)
+            if not any(float(logits.max()) > 0 for logits in largest(hook).values()):
+                pytest.skip("no logit was measured that could be clipped")
     except Exception as error:  # whatever keeps the type from being built, run or hooked
         pytest.skip(f"{type(error).__name__}: {error}")
     try:
