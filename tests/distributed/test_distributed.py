@@ -102,8 +102,8 @@ def judged(rank, steps):
     hook = betahook.attach(model, controller=betahook.Decades(window=1))
     network = model if rank is None else DistributedDataParallel(model)
     batch = rows(0, 2) if rank is None else rows(rank % 2, rank % 2 + 1)
-    said = train(network, hook, [batch] * steps, rate=0.0)
-    return [(metrics | {"loss": training_loss.pooled(hook._state).item()}, beta) for metrics, beta in said]
+    *said, (metrics, beta) = train(network, hook, [batch] * steps, rate=0.0)
+    return [*said, (metrics | {"loss": training_loss.pooled(hook._state).item()}, beta)]
 
 
 def sharded(rank, steps, attach_first):
@@ -251,7 +251,6 @@ def test_all_ranks_have_the_same_beta_at_every_step(results, scenario):
 )
 def test_ranks_measure_what_one_process_does_on_the_joined_batch(results, scenario):
     """In the first steps: later ones are those of another model, as rounding errors grow."""
-    # The loss is that of the last step; the weights stay.
     alone = judged(None, results[1])[:4] if scenario == "judged" else even(None, 4)
     hidden = ("weight_std", "predicted_std") if scenario in ("sharded_flat", "sharded_views") else ("no metric",)
     for (metrics, _), (expected, _) in zip(results[0][scenario][0], alone, strict=False):

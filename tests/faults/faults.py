@@ -256,11 +256,6 @@ FAULTS = [
     ),
     Fault("betahook/tap/recorder.py", "self.module.training and torch.is_grad_enabled()", "self.module.training", HOOK),
     Fault("betahook/compat.py", "frame.f_globals is vars(torch.utils.checkpoint)", "False"),
-    Fault(
-        "betahook/tap/gain.py",
-        "None if isinstance(default, Tensor) or compat.is_captured(query.device) else",
-        "None if compat.is_captured(query.device) else",
-    ),
     Fault("betahook/tap/interface.py", "last = keys - queries", "last = 0"),
     Fault("betahook/tap/interface.py", "Band(-window - 1, window)", "Band(-window, window)"),
     Fault("betahook/tap/interface.py", "default = scaling * prescale", "default = scaling"),

@@ -90,6 +90,15 @@ def test_nothing_finite_counts_as_a_failed_trial_too():
     assert abs(path[-1] - 0.3) < math.log10(2)
 
 
+def test_beta_moves_on_from_where_nothing_is_finite():
+    beta, memories = torch.ones(1), [{}]
+    betas = set()
+    for _ in range(4):
+        beta, memories = apply([Decades(window=1)], beta, observe(loss=NAN, finite=False), memories)
+        betas.add(round(beta.item(), 6))
+    assert len(betas) > 1
+
+
 def test_an_optimum_beyond_the_edge_ends_at_it():
     path, _ = search(lambda x: -x)
     assert path[-1] == approx(3)

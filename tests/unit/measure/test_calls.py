@@ -76,3 +76,13 @@ def test_inputs(dtype):
     for side in ("query", "key"):
         for row, value in zip((f"{side}_inputs", f"{side}_input", f"{side}_input_square"), expected, strict=True):
             assert table[ROW[row]].tolist() == pytest.approx([float(value)] * 3, rel=1e-6)
+
+
+def test_long_calls_whose_mask_has_no_structure_go_by_their_sampled_rows():
+    """The exact sums know of no single pairs."""
+    query, key = make(200, 200, heads=2, key_heads=2)
+    scattered = torch.rand(1, 1, 200, 200, generator=torch.Generator().manual_seed(0)) < 0.5
+    found = recorded(query, key, masks.from_tensor(scattered, Band()), 0.3)
+    whole = recorded(query, key, Mask(Band()), 0.3)
+    assert (found.exact_pairs == 0).all()
+    assert (found.score_square < 0.9 * whole.score_square).all()

@@ -65,3 +65,10 @@ def test_what_is_added_to_the_logits_leaves_every_row_a_softmax():
     torch.testing.assert_close(rows.added.softmax(-1), expected)
     assert torch.equal(rows.used, pairs.float())
     assert rows.share[0, 0, 2] == rows.count[0, 0, 2] == 0
+
+
+def test_short_is_what_has_few_pairs():
+    assert is_short(128, 128)
+    assert is_short(64, 256)
+    assert not is_short(128, 129)
+    assert not is_short(1, 128**2 + 1)
