@@ -71,4 +71,5 @@ def test_short_is_what_has_few_pairs():
     assert is_short(128, 128)
     assert is_short(64, 256)
     assert not is_short(128, 129)
-    assert is_short(32, 10_000) and not is_short(33, 10_000)
+    assert is_short(32, 10_000)
+    assert not is_short(33, 10_000)
