@@ -1,7 +1,7 @@
 """`attach` and the `Hook` it returns, which ties the rooms together.
 
 Discovery, tap, state and controllers are made elsewhere; nothing here computes. The stages of a step are in
-`betahook.stages`.
+`betahook.step.stages`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from betahook import options, stages, training_loss
+from betahook import options
 from betahook.checkpoint import pretrained, schema
-from betahook.clipping import Clipping
 from betahook.control.base import Controller
-from betahook.last_call import LastCall
 from betahook.layer import AttentionLayer, Layers, size_of
-from betahook.loss_scale import LossScale
 from betahook.measure import statistics
 from betahook.models.discovery import Survey
 from betahook.options import ControllerChoice, LayerChoice, Settings
+from betahook.replay.last_call import LastCall
 from betahook.report import correlated, findings, metrics
 from betahook.report.alerts import Alerts
 from betahook.report.audit import Audit
 from betahook.report.findings import Findings
 from betahook.report.warnings import find_unreached, warn_of_nonfinite, warn_of_unreached
 from betahook.state import State
+from betahook.step import stages, training_loss
+from betahook.step.clipping import Clipping
+from betahook.step.loss_scale import LossScale
 from betahook.tap import install, interface
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 

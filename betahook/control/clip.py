@@ -1,6 +1,6 @@
 """`Clip`: QK-clip, which scales weights and leaves beta to the other controllers.
 
-`Hook.step` asks it for a factor for each head and writes that into the weights, see `betahook.clipping`; like all
+`Hook.step` asks it for a factor for each head and writes that into the weights, see `betahook.step.clipping`; like all
 controllers it never reads a tensor back to the host.
 """
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betahook import rerun
 from betahook.keep.places import Place
 from betahook.keep.refusals import FoldError, Plan
 from betahook.layer import AttentionLayer
+from betahook.replay import rerun
 
 ROUNDINGS = 5
 """How often rounding is measured: once is too little for an output of one number, which may happen to be near."""

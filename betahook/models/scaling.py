@@ -1,8 +1,8 @@
 """Scaling of single heads' scores by their weights: which rows of which parameters take which power of a factor.
 
 `find_scaling` reads it off a module, without a forward, so that a layer without such weights is refused when attached;
-`betahook.clipping` checks it on the model and writes. Where scores `q . k` take a factor, q and k take its square root
-each, unless several query heads share a key: then q takes all of it. Nothing here reads a value back to the host.
+`betahook.step.clipping` checks it on the model and writes. Where scores `q . k` take a factor, q and k take its square
+root each, unless several query heads share a key: then q takes all of it. Nothing here reads a value back to the host.
 """
 
 from __future__ import annotations

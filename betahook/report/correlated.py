@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from betahook import rerun
 from betahook.layer import Layers
 from betahook.measure.correlations import Correlations
 from betahook.measure.statistics import is_distributed
+from betahook.replay import rerun
 from betahook.state import State
 from betahook.tap.listening import listening
 from betahook.tap.recorder import ATTRIBUTE

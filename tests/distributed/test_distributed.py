@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM, TrainerControl, TrainerState
 
 import betahook
-from betahook import checkpoint, training_loss
+from betahook import checkpoint
+from betahook.step import training_loss
 from support.models import build, inputs
 from support.processes import run_ranks
 

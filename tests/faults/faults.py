@@ -29,9 +29,9 @@ SEARCH = ("tests/unit/control/test_search_defaults.py", "tests/unit/control/test
 CHECKPOINT = ("tests/unit/checkpoint",)
 STATE = ("tests/unit/test_state.py", "tests/unit/checkpoint")
 VERIFICATION = ("tests/unit/keep/test_verification.py",)
-CLIPPING = ("tests/unit/test_clipping.py", "tests/unit/models/test_scaling.py")
+CLIPPING = ("tests/unit/step/test_clipping.py", "tests/unit/models/test_scaling.py")
 TRAINER = ("tests/unit/integrations/test_trainer.py",)
-STAGES = ("tests/unit/test_stages.py",)
+STAGES = ("tests/unit/step/test_stages.py",)
 HOOK = ("tests/unit/test_hook.py",)
 CHARTS = ("tests/unit/report/test_html.py",)
 COMMANDS = ("tests/unit/cli/test_commands.py",)
@@ -161,11 +161,11 @@ FAULTS = [
     Fault("betahook/measure/statistics.py", 'ratios.log(), "mean"', 'ratios, "mean"'),
     Fault("betahook/measure/statistics.py", "torch.where(measured, new, old)", "new.clone()"),
     Fault("betahook/measure/components.py", "torch.where(known, with_averages, table)", "with_averages"),
-    Fault("betahook/stages.py", "state.steps - state.skipped_steps\n    if", "state.steps\n    if", STAGES),
-    Fault("betahook/stages.py", "(-(-part * layers // interval) for", "(part * (layers // interval) for", STAGES),
+    Fault("betahook/step/stages.py", "state.steps - state.skipped_steps\n    if", "state.steps\n    if", STAGES),
+    Fault("betahook/step/stages.py", "(-(-part * layers // interval) for", "(part * (layers // interval) for", STAGES),
     Fault("betahook/options.py", "1 if limited or any(", "1 if any(", HOOK),
     Fault(
-        "betahook/stages.py",
+        "betahook/step/stages.py",
         'measured = table[statistics.ROW["pairs"]] > 0',
         'measured = table[statistics.ROW["pairs"]] >= 0',
         HOOK,
@@ -232,8 +232,8 @@ FAULTS = [
         "healthy",
         ["tests/unit/control/test_decades.py"],
     ),
-    Fault("betahook/training_loss.py", "loss.requires_grad and not state.paused", "loss.requires_grad"),
-    Fault("betahook/training_loss.py", "state.recent[_ROWS].sum(1)", "state.recent[_ROWS].flip(0).sum(1)"),
+    Fault("betahook/step/training_loss.py", "loss.requires_grad and not state.paused", "loss.requires_grad"),
+    Fault("betahook/step/training_loss.py", "state.recent[_ROWS].sum(1)", "state.recent[_ROWS].flip(0).sum(1)"),
     Fault("betahook/control/beta_search.py", "            step /= 2", "            step /= 3"),
     Fault("betahook/control/beta_search.py", "<= self.noise", "< self.noise"),
     Fault("betahook/control/beta_search.py", 'score if self.mode == "max" else -score', "score"),
@@ -277,8 +277,8 @@ FAULTS = [
     Fault("betahook/keep/verification.py", "return gain / gain.max() / 2", "return gain"),
     Fault("betahook/keep/verification.py", "limits = limits.maximum(4 *", "limits = limits.maximum(4000 *"),
     Fault("betahook/keep/verification.py", "if not error <= 4 * rounding", "if not error <= 4000 * rounding"),
-    Fault("betahook/rerun.py", 'stack.callback(setattr, module, "training", True)', "pass", VERIFICATION),
-    Fault("betahook/rerun.py", "alike = (x == y) | (x.isnan() & y.isnan())", "alike = x == y", VERIFICATION),
+    Fault("betahook/replay/rerun.py", 'stack.callback(setattr, module, "training", True)', "pass", VERIFICATION),
+    Fault("betahook/replay/rerun.py", "alike = (x == y) | (x.isnan() & y.isnan())", "alike = x == y", VERIFICATION),
     Fault("betahook/keep/folding.py", "    hook.detach()\n", ""),
     Fault("betahook/keep/folding.py", "transition.choose(hook, unfinished, undo)", "pass"),
     Fault(
@@ -323,8 +323,8 @@ FAULTS = [
         CHECKPOINT,
     ),
     Fault("betahook/checkpoint/fingerprint.py", "entries.to(got.dtype), got", "entries, got"),
-    Fault("betahook/last_call.py", " or depth > self._depth", ""),
-    Fault("betahook/last_call.py", "if module is not self.module:", "if False:"),
+    Fault("betahook/replay/last_call.py", " or depth > self._depth", ""),
+    Fault("betahook/replay/last_call.py", "if module is not self.module:", "if False:"),
     Fault(
         "betahook/tap/nested.py",
         "watched(*map(pick, args)",
@@ -337,7 +337,7 @@ FAULTS = [
     Fault("betahook/checkpoint/file.py", 'path.with_suffix(".unfinished")', "path", CHECKPOINT),
     Fault("betahook/checkpoint/file.py", 'content.get("sha256") != _checksum(state, tensors)', "False", CHECKPOINT),
     Fault(
-        "betahook/stages.py",
+        "betahook/step/stages.py",
         "units.spread(new != beta), moved, state.beta",
         "units.spread(new > 0), moved, state.beta",
         HOOK,
@@ -356,8 +356,8 @@ FAULTS = [
     Fault("integrations/checkpoints.py", "elif exported is not None:", "elif named and exported:", TRAINER),
     Fault("integrations/checkpoints.py", "_exports(state).pop(_EXPORT, None)", "pass", TRAINER),
     Fault("betahook/control/clip.py", "(1 - MARGIN) * self.threshold", "self.threshold * 1.01", CLIPPING),
-    Fault("betahook/clipping.py", "healthy = measured & observed.finite", "healthy = observed.finite", CLIPPING),
-    Fault("betahook/clipping.py", "if self._differs(hook, layers):", "if False:", CLIPPING),
+    Fault("betahook/step/clipping.py", "healthy = measured & observed.finite", "healthy = observed.finite", CLIPPING),
+    Fault("betahook/step/clipping.py", "if self._differs(hook, layers):", "if False:", CLIPPING),
     Fault("betahook/models/scaling.py", "both = key_heads == heads and not normed", "both = key_heads == heads"),
     Fault("betahook/models/scaling.py", "+ self.offset * (by_row - 1)", "", CLIPPING),
 ]

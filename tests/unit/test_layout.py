@@ -14,14 +14,10 @@ ROOT = Path(__file__).parents[2]
 
 BASE = {"theory", "compat"}
 PIPELINE = BASE | {"measure", "models", "control", "state", "tap", "layer"}
-ATTACHED = PIPELINE | {"loss_scale", "training_loss", "stages", "checkpoint", "report", "options", "rerun"}
-ATTACHED |= {"clipping", "last_call", "hook"}
+ATTACHED = PIPELINE | {"replay", "checkpoint", "report", "options", "step", "hook"}
 ROOMS = {
     "theory": set(),
     "compat": set(),
-    "loss_scale": {"compat"},
-    "training_loss": {"measure", "control", "state"},
-    "last_call": set(),
     "factors": {"compat"},
     "measure": BASE,
     "models": {"compat"},
@@ -29,12 +25,11 @@ ROOMS = {
     "state": {"factors", "measure"},
     "layer": BASE | {"measure", "models", "state"},
     "tap": BASE | {"measure", "models", "state"},
-    "rerun": {"last_call"},
-    "clipping": PIPELINE | {"checkpoint", "report", "options", "rerun", "last_call"},
-    "stages": PIPELINE | {"loss_scale", "training_loss"},
+    "replay": set(),
     "checkpoint": PIPELINE,
-    "report": PIPELINE | {"rerun"},
+    "report": PIPELINE | {"replay"},
     "options": PIPELINE | {"checkpoint", "report"},
+    "step": PIPELINE | {"replay", "options"},
     "hook": ATTACHED - {"hook"},
     "examination": ATTACHED,
     "keep": ATTACHED,

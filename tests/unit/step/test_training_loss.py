@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import betahook
-from betahook import training_loss
 from betahook.control.decades import Phase
 from betahook.integrations.trainer import BetaHookCallback
 from betahook.measure.statistics import ROW
+from betahook.step import training_loss
 from support.models import build, inputs
 from support.trainer import make_trainer
 from support.training import LAYER, train

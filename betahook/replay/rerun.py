@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from betahook.last_call import LastCall
+from betahook.replay.last_call import LastCall
 
 CHUNK = 2**24
 """How many entries of an output are compared at once: logits may be large, and their differences take float64."""

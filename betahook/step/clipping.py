@@ -12,14 +12,15 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from betahook import compat, rerun
+from betahook import compat
 from betahook.control.base import Controller
 from betahook.control.clip import Clip
 from betahook.layer import AttentionLayer, Layers
 from betahook.measure import statistics
 from betahook.models.scaling import NoScalingError, Scaling, find_scaling
 from betahook.options import UnsupportedModelError
-from betahook.rerun import Hooked
+from betahook.replay import rerun
+from betahook.replay.rerun import Hooked
 from betahook.state import HeadRange, State
 
 logger = logging.getLogger(__name__)

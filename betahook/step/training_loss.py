@@ -1,7 +1,7 @@
 """The training loss of a step, for controllers that are judged by it; without one nothing of it is recorded.
 
-`Hook` connects the model and hands over what the user gives to `Hook.step`; `betahook.stages` reads it. Like all sums
-the loss is kept on the device, in the table of `betahook.measure.statistics`, and read back by nobody.
+`Hook` connects the model and hands over what the user gives to `Hook.step`; `betahook.step.stages` reads it. Like all
+sums the loss is kept on the device, in the table of `betahook.measure.statistics`, and read back by nobody.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import pytest
 
 from betahook import Search
 from betahook.control import Monitor
-from betahook.stages import turn
+from betahook.step.stages import turn
 
 MONITOR = Monitor()
 

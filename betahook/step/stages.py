@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from betahook import training_loss
 from betahook.control import base
 from betahook.control.base import DECADES, Controller, Observation
 from betahook.control.notes import Note, joined, pooled
 from betahook.layer import Layers
-from betahook.loss_scale import LossScale
 from betahook.measure import statistics
 from betahook.state import State
+from betahook.step import training_loss
+from betahook.step.loss_scale import LossScale
 from betahook.tap import interface
 
 logger = logging.getLogger(__name__)

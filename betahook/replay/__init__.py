@@ -1,0 +1,1 @@
+"""The last call of a hooked model, run again to compare outputs."""
