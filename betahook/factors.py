@@ -20,7 +20,7 @@ class Factors:
 
     Attributes:
         own: float32 `[heads]`, the inverse temperature that the model itself applied in the last forward of each layer
-            on this rank; NaN where that was no number.
+            on this rank; NaN where that was not a number.
         probes: float32 `[heads of the layer]` each, zeros that require grad; the gradient is the sensitivity (see
             `tap.gain.ScaleQuery`). A leaf for each layer: a slice of a common one would add to it in every backward.
     """

@@ -80,7 +80,7 @@ def attach(
         ValueError: an option has a value that makes no sense; the model is wrapped or compiled already, or was saved
             while hooked and waits for `betahook.restore`.
         RuntimeError: the model is hooked already.
-        TypeError: `model` is no module, or an option has the wrong type.
+        TypeError: `model` is not a module, or an option has the wrong type.
     """
     chain = options.controllers(controller)
     options.check_alerts(alerts)
@@ -94,7 +94,7 @@ def detach(model: nn.Module) -> None:
     """Detach every hook of a model, or of parts of it, without its handle; a model without a hook stays as it is.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
     """
     for hook in hooks_of(model):
         hook.detach()
@@ -104,7 +104,7 @@ def hooks_of(model: nn.Module) -> set[Hook]:
     """Find the hooks that act in a model.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a model, a torch module; got {type(model).__name__}")

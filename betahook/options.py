@@ -28,7 +28,7 @@ class UnsupportedModelError(ValueError):
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what is no model, or cannot be hooked as it is now."""
+    """Refuse what is not a model, or cannot be hooked as it is now."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach() takes a torch module, the model itself; got {type(model).__name__}")
     name = type(model).__name__

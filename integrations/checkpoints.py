@@ -83,7 +83,7 @@ def _holds(folder: Path, state: TrainerState) -> bool:
         there = TrainerState.load_from_json(str(folder / compat.trainer_state_name()))
     except FileNotFoundError:
         return False
-    # By text: a NaN is no other NaN's equal.
+    # By text: a NaN does not equal another NaN.
     return there.global_step == state.global_step and json.dumps(there.log_history) == json.dumps(state.log_history)
 
 

@@ -157,7 +157,7 @@ def _read(path: Path) -> Content:
     try:
         with safe_open(path, "pt") as file:
             header = (file.metadata() or {}).get(HEADER)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a dict
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}); resume from an older checkpoint") from error
     return _put_together(header, tensors, str(path))
@@ -179,7 +179,7 @@ def _put_together(header: str | None, tensors: dict[str, Tensor], place: str) ->
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{place} is damaged ({error}); resume from an older checkpoint") from error
     if not isinstance(content, dict) or not isinstance(content.get("state"), dict):
-        raise ValueError(f"{place} is no state of a hook: its header has no entry {HEADER!r} with a state")
+        raise ValueError(f"{place} is not the state of a hook: its header has no entry {HEADER!r} with a state")
     state: dict[str, Any] = content["state"]
     if content.get("sha256") != _checksum(state, tensors):
         raise ValueError(f"{place} is damaged (its checksum does not match); resume from an older checkpoint")

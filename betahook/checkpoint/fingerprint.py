@@ -58,7 +58,7 @@ def refuse_other_files(fingerprint: Mapping[str, Tensor], folder: Path) -> None:
     """
     with ExitStack() as opened:
         files = [opened.enter_context(safe_open(path, "pt")) for path in _weight_files(folder)]
-        holders = {name: file for file in files for name in file.keys()}  # noqa: SIM118, it is no dict
+        holders = {name: file for file in files for name in file.keys()}  # noqa: SIM118, it is not a dict
 
         def read(name: str) -> Tensor | None:
             return _entries(holders[name].get_tensor(name)) if name in holders else None  # maps it, reads the entries

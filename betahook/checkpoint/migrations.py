@@ -76,10 +76,10 @@ def _call(rule: object) -> tuple[str, dict[str, Any]]:
     try:
         call = ast.parse(f"options({arguments}", mode="eval").body
         if not isinstance(rule, str) or not isinstance(call, ast.Call) or call.args:
-            raise ValueError("it is no call with options by name")
+            raise ValueError("it is not a call with options by name")
         options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"the state is damaged: {rule!r} is no controller ({error})") from error
+        raise ValueError(f"the state is damaged: {rule!r} is not a controller ({error})") from error
     return name, {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
 
 

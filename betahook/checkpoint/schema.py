@@ -90,7 +90,7 @@ def parse(given: object) -> dict[str, Any]:
     """Return a state in the present form, its rows in the present order; what was given is not changed.
 
     Raises:
-        ValueError: it is no state, of an unknown version, or damaged; the message says where.
+        ValueError: it is not a state, or is of an unknown version, or damaged; the message says where.
     """
     version = given.get("version") if isinstance(given, dict) else type(given).__name__
     if not isinstance(given, dict) or type(version) is not int or version not in (*MIGRATIONS, VERSION):

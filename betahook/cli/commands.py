@@ -118,7 +118,7 @@ def fold(folder: str, out: str) -> Document:
 def examine(name: str, text: str, *, length: int, batch: int, batches: int, pictured: bool = False) -> Document:
     """Run the model of a folder on windows of a text and judge its attention."""
     if not Path(text).is_file():
-        raise FileNotFoundError(f"{text} is no file; give a file of plain text with --text")
+        raise FileNotFoundError(f"{text} is not a file; give a file of plain text with --text")
     state = models.state(name)
     model = models.with_weights(name)
     if model.main_input_name != "input_ids":
@@ -176,7 +176,7 @@ def _check_state(folder: str) -> None:
     """Refuse a folder without the state of a hook, and say where one is."""
     path = Path(folder)
     if not path.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder; give a checkpoint of a run with betahook")
+        raise FileNotFoundError(f"{folder} is not a folder; give a checkpoint of a run with betahook")
     if (path / checkpoint.FILE).is_file():
         return
     inside = sorted(found.parent.name for found in path.glob(f"*/{checkpoint.FILE}"))

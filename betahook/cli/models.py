@@ -131,7 +131,7 @@ def _explained(name: str) -> Iterator[None]:
         if Path(name).exists():
             raise
         raise OSError(
-            f"{name} is no folder on this machine, and no config of it could be read from the Hugging Face Hub. {error}"
+            f"{name} is not a folder on this machine, and the Hugging Face Hub gave no config of it. {error}"
         ) from error
     except ValueError as error:
         if "trust_remote_code" not in str(error):

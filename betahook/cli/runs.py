@@ -62,7 +62,7 @@ def read(folder: str) -> Run:
     """
     root = Path(folder)
     if not root.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder; give that of a run, with TensorBoard files or checkpoints")
+        raise FileNotFoundError(f"{folder} is not a folder; give that of a run, with TensorBoard files or checkpoints")
     run = Run()
     if any(root.rglob(FILES)):
         _read_events(root, run)

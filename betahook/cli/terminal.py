@@ -10,7 +10,7 @@ from rich.text import Text as RichText
 from betahook.report.document import Document, Table, Text
 
 PIPED = 200
-"""Width where the output is no terminal, so that one row is one line."""
+"""Width where the output is not a terminal, so that one row is one line."""
 
 
 def show(document: Document) -> None:

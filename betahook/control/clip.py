@@ -35,7 +35,7 @@ class Clip(Controller):
 
     Raises:
         ValueError: an option has a value that makes no sense.
-        TypeError: `log_only` is no boolean.
+        TypeError: `log_only` is not a boolean.
     """
 
     threshold: float = 100.0

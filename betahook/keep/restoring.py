@@ -43,7 +43,7 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
         chosen = {"per_head": options["per_head"], "interval": options["interval"], "when": options["when"]}
         chosen["exact_max_logit"] = options.get("exact_max_logit", False)  # newer than the others
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no state of a hook: layers or options are missing") from error
+        raise ValueError(f"{path} is not the state of a hook: layers or options are missing") from error
     missing = sorted(set(names) - {name for name, _ in named_modules(model)})
     if missing:
         raise ValueError(f"{path}: the state belongs to a model with other layers; these differ: {', '.join(missing)}")

@@ -1,6 +1,6 @@
 """Moments of every component of q and of k: a second flat table of sums, over all components of all heads.
 
-The score variance that independent components would give is no sum over batches: `described` computes it from the
+The score variance that independent components would give is not a sum over batches: `described` computes it from the
 moments of everything that was measured, beside the sums of `betahook.measure.statistics`. Layers call `add`; who asks a
 `Statistics` for it calls `described`.
 """

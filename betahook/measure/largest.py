@@ -52,7 +52,7 @@ def extreme_scores(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
     key_heads, keys = key.shape[1:3]
     band = mask.band if mask.pairs is None else Band()
     query, key = (_computable(tokens) for tokens in (query, key))
-    if mask.pairs is None:  # a masked pair counts as 0, which is no extreme: so does one with a zero in place of q or k
+    if mask.pairs is None:  # a masked pair counts as 0, never an extreme: so does one with a zero in place of q or k
         query, key = _without(query, mask.queries), _without(key, mask.keys)
     key = key.flatten(0, 1)
     grouped = query.unflatten(1, (key_heads, heads // key_heads))

@@ -125,7 +125,7 @@ def from_tensor(mask: Tensor, band: Band) -> Mask:
 def _pairs(mask: Tensor) -> Tensor:
     """Boolean, True where a pair may be used.
 
-    A floating-point mask may hold a bias, in which a small number is no mask, since ALiBi reaches -1000 and less. What
+    A floating-point mask may hold a bias, in which a small number is not a mask: ALiBi reaches -1000 and less. What
     is minus infinity, the least number of a dtype, or too low for a bias is masked in any case. Other numbers below
     `MASKED` are masked where a gap parts them from the rest, as -100 added to a learned bias is; ALiBi has no gap.
     """

@@ -215,7 +215,7 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
     count_here = filled(count[..., None], _whole_blocks(queries)).view(len(count), 1, -1, 1, BLOCK)
     total = (score + count_here * offset).sum((0, 2, 4), dtype=wide)
     square = torch.cat(squares, 2).sum((0, 2), dtype=wide)
-    # The offset is the same for all keys of a query: it is no part of the spread within rows.
+    # The offset is the same for all keys of a query: it is not part of the spread within rows.
     row_square = square - (score.square() / count_here.clamp(min=1)).sum((0, 2, 4), dtype=wide)
     square = square + (offset * (2 * score + count_here * offset)).sum((0, 2, 4), dtype=wide)
 

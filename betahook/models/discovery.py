@@ -62,7 +62,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgement on a module; it is no attention if there is neither a route nor an obstacle.
+    """The judgement on a module; it is not attention if there is neither a route nor an obstacle.
 
     Attributes:
         route: the source of its scores, where betahook can reach them.

@@ -55,7 +55,7 @@ class Forward:
         self._refusal: str | None = None
 
     def trace_of(self, tensor: Any) -> Trace | None:
-        """Look up a trace; None if the argument is no tensor that is followed."""
+        """Look up a trace; None if the argument is not a followed tensor."""
         return self._traces.get(tensor) if isinstance(tensor, Tensor) else None
 
     def factor_of(self, operand: Tensor) -> Factor:

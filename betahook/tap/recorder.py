@@ -215,7 +215,7 @@ class Recorder:
     ) -> None:
         """Add one attention whose scores exist: `raw`, `logits` and `allowed` are `[batch, heads, queries, keys]`.
 
-        `operands` are q and k, `[1, heads, tokens, d_k]`. `raw` carries the factor `prescale`, which is no part of a
+        `operands` are q and k, `[1, heads, tokens, d_k]`. `raw` carries the factor `prescale`, which is not part of a
         score, and the gain.
         """
         if raw.numel() == 0:

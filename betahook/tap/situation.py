@@ -22,7 +22,7 @@ class Situation:
 
     Attributes:
         call: the call.
-        trace_of: looks up the trace of an argument; None if it is no tensor that is followed.
+        trace_of: looks up the trace of an argument; None if it is not a followed tensor.
         strict: what is not understood makes scores lost; else, in modules that the zoo verifies, it is passed over.
         line: looks up the user's line.
     """

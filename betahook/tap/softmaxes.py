@@ -41,7 +41,7 @@ def softmax(forward: Forward, call: Call) -> Tensor:
 
 
 def _may_be_missed(trace: Trace | None) -> bool:
-    """Return True for what is no known product of scores, but was made of weights by a product."""
+    """Return True for what is not a known product of scores, but was made of weights by a product."""
     return (isinstance(trace, Weights) and trace.projected) or (isinstance(trace, Operand) and trace.mixed)
 
 

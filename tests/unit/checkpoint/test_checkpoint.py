@@ -117,7 +117,7 @@ def rewrite(**changes):
         (flip_beta, r"is damaged \(its checksum does not match\); resume from an older checkpoint"),
         (lambda path: path.write_bytes(b""), "is damaged"),
         (lambda path: path.write_text("{}"), "is damaged"),
-        (replace({"x": torch.zeros(1)}, None), "is no state of a hook"),
+        (replace({"x": torch.zeros(1)}, None), "is not the state of a hook"),
         (replace({"x": torch.zeros(1)}, {"betahook": "{"}), "is damaged"),
         (rewrite(version=0), "expected a betahook state of version 3, got 0"),
         (rewrite(table=torch.zeros(2, 8)), "table should have the shape"),

@@ -166,7 +166,7 @@ def test_a_file_of_version_2_still_loads():
 def test_a_state_of_version_2_in_memory_is_the_same():
     state = checkpoint.read(VERSION_2)
     with safe_open(VERSION_2 / checkpoint.FILE, "pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, it is no dict
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, it is not a dict
         old = json.loads(opened.metadata()["betahook"])["state"]
     for index, entry in enumerate(old["controllers"]):
         prefix = f"controllers.{index}."
@@ -178,7 +178,7 @@ def test_a_state_of_version_2_in_memory_is_the_same():
 def craft(folder, **changes):
     """Write a version 2 file, valid by its checksum, with other tensors or entries of its header."""
     with safe_open(VERSION_2 / checkpoint.FILE, "pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, it is no dict
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, it is not a dict
         state = json.loads(opened.metadata()["betahook"])["state"]
     tensors |= {name: value for name, value in changes.items() if isinstance(value, torch.Tensor)}
     state |= {name: value for name, value in changes.items() if not isinstance(value, torch.Tensor)}
@@ -201,9 +201,9 @@ CRAFTED = {
     "a negative loss scale": (dict(loss_scale=-1.0), "the loss scale should be a number, 0 or more, got -1.0"),
     "a controller that is code": (
         dict(controllers=[{"rule": "Search(window=__import__('os').getpid())"}]),
-        "is no controller",
+        "is not a controller",
     ),
-    "a controller with a place": (dict(controllers=[{"rule": "Search(10)"}]), "is no call with options by name"),
+    "a controller with a place": (dict(controllers=[{"rule": "Search(10)"}]), "is not a call with options by name"),
 }
 
 

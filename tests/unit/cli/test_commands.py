@@ -137,7 +137,7 @@ def test_fold_overwrites_nothing(saved, tmp_path, capsys):
 def test_what_is_no_checkpoint(saved, run, tmp_path, capsys, command):
     name, *rest = command
     for folder, message in [
-        (tmp_path / "gone", "is no folder; give a checkpoint of a run with betahook"),
+        (tmp_path / "gone", "is not a folder; give a checkpoint of a run with betahook"),
         (saved / "plain", f"has no {checkpoint.FILE}: beta is in the weights already, or was never changed"),
         (run, f"has no {checkpoint.FILE}; name one of its checkpoints: checkpoint-3, checkpoint-6"),
     ]:
@@ -171,7 +171,7 @@ def test_examine_says_why_it_cannot(saved, tmp_path, capsys):
     gone = str(tmp_path / "gone.txt")
     capsys.readouterr()
     for folder, text, message in [
-        (saved / "plain", gone, f"{gone} is no file; give a file of plain text with --text"),
+        (saved / "plain", gone, f"{gone} is not a file; give a file of plain text with --text"),
         (saved / "plain", empty, f"{empty} gives 0 tokens; give a longer text"),
         (tmp_path / "gone", empty, f"{tmp_path / 'gone'} does not exist; give the folder of a model"),
         (without, empty, "tokenizer"),
@@ -242,7 +242,7 @@ def test_report_says_why_it_cannot(tmp_path, capsys):
     assert main(["report", str(tmp_path), "--html", page]) == 1
     assert "holds nothing of betahook: neither TensorBoard files with its numbers nor" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "gone"), "--html", page]) == 1
-    assert "is no folder; give that of a run" in capsys.readouterr().err
+    assert "is not a folder; give that of a run" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
 
 

@@ -109,7 +109,7 @@ def test_inspect_asks_the_hub_for_what_is_no_folder(capsys, monkeypatch):
     assert main(["inspect", "someone/llama"]) == 0
     assert "layers.0.self_attn" in capsys.readouterr().out
     assert main(["inspect", "gpt2"]) == 1
-    message = "gpt2 is no folder on this machine, and no config of it could be read from the Hugging Face Hub."
+    message = "gpt2 is not a folder on this machine, and the Hugging Face Hub gave no config of it."
     assert capsys.readouterr().err == f"betahook inspect: {message} We couldn't connect\n"
 
 
