@@ -199,9 +199,10 @@ class Decades(Controller):
 
 def _note(searches: float, phase: float, beta: float, best: float, score: float) -> Note:
     """Explain one unit."""
-    if phase == Phase.HOLD:
-        return Note(reason=f"holds the best beta of its search, {best:.3g}")
+    stage = Phase(int(phase))
+    if stage is Phase.HOLD:
+        return Note(stage, reason=f"the best beta of its search was {best:.3g}")
     if not searches:
-        return Note(reason="waits while another layer searches")
-    found = f"; the best was {best:.3g}, with a loss of {score:.4g}" if phase == Phase.SIDES else ""
-    return Note(reason=f"tries a beta of {beta:.3g}{found}")
+        return Note(stage, reason="waits while another layer searches")
+    found = f"; the best was {best:.3g}, with a loss of {score:.4g}" if stage is Phase.SIDES else ""
+    return Note(stage, reason=f"tries a beta of {beta:.3g}{found}")

@@ -195,11 +195,11 @@ def test_it_says_what_it_does():
     said = []
     for steps in (1, 2, 60):
         _, (memory,) = search(lambda x: parabola(0)(x[0]), [rule], units=2, steps=steps)
-        said.append([note.reason for note in rule.explain(beta, observe(units=2), memory)])
+        said.append([str(note) for note in rule.explain(beta, observe(units=2), memory)])
     waits = "waits while another layer searches"
-    assert said[0] == ["tries a beta of 10", waits]
-    assert said[1] == ["tries a beta of 10; the best was 1, with a loss of 0", waits]
-    assert said[2] == ["holds the best beta of its search, 1"] * 2
+    assert said[0] == ["centre: tries a beta of 10", f"centre: {waits}"]
+    assert said[1] == ["sides: tries a beta of 10; the best was 1, with a loss of 0", f"sides: {waits}"]
+    assert said[2] == ["hold: the best beta of its search was 1"] * 2
 
 
 @pytest.mark.parametrize(
