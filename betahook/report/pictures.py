@@ -15,7 +15,8 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 from betahook.control.base import DECADES
-from betahook.report.conditions import RULES, Condition, Numbers
+from betahook.report.conditions import RULES, Condition, Numbers, classify
+from betahook.report.findings import Findings
 from betahook.report.history import Column, History
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ PIXELS, DPI = (1200, 760), 100
 INK, GREY, PAPER, UNKNOWN = "#1a1a1a", "#666666", "#ffffff", "#c4c4c4"
 LEVELS, GREYS = 40, 24
 """Colours of each scale, and of text. The file has no others, which makes it a third as large."""
+
+MARKS = {Condition.SINK: "o", Condition.DEAD: "x"}
+"""Markers of matplotlib for conditions that no colour shows."""
 
 LIMITS = {rule.condition: rule.limit for rule in reversed(RULES)}
 FLAT, HEALTHY, SHARP = 0.2, 0.7, 0.85
@@ -53,6 +57,7 @@ class Panel:
         words: places on the scale of the names of its parts.
         scale: name of the scale.
         lowest: place at which its legend begins.
+        marks_heads: True to mark the heads that `MARKS` names.
     """
 
     title: str
@@ -62,6 +67,7 @@ class Panel:
     words: Sequence[tuple[float, str]]
     scale: str = "meaning"
     lowest: float = 0.0
+    marks_heads: bool = False
 
 
 def draw(history: History, labels: Sequence[str]) -> bytes:
@@ -112,11 +118,12 @@ def _panels(history: History) -> list[Panel]:
         ),
         Panel(
             "Keys looked at",
-            f"exp(entropy), of about {keys:.0f} keys",
+            f"exp(entropy), of {keys:.0f}; \u25cb sink, \u00d7 dead",
             lambda numbers, gain: _place_of_entropy(numbers),
             [(place, _count(keys**ratio)) for place, ratio in ((HEALTHY, 0.25), (SHARP, 0.1), (0.45, 0.62))]
             + [(1.0, "1"), (FLAT, _count(0.95 * keys)), (0.0, _count(keys))],
             PARTS,
+            marks_heads=True,
         ),
         Panel(
             "Largest logit",
@@ -211,7 +218,7 @@ def _palette() -> list[int]:
 
 
 def _draw_panel(figure: Figure, place: Any, panel: Panel, history: History, labels: Sequence[str]) -> None:
-    over_time, now, bar = place.subgridspec(1, 3, width_ratios=[3.3, 1.5, 0.2], wspace=0.07).subplots()
+    over_time, now, bar = place.subgridspec(1, 3, width_ratios=[3.3, 1.5, 0.2], wspace=0.1).subplots()
     colours = _colormap(panel.scale)
     columns, latest = history.columns, history.latest
     assert latest is not None
@@ -246,6 +253,8 @@ def _draw_panel(figure: Figure, place: Any, panel: Panel, history: History, labe
         axes.tick_params(labelsize=8, length=2, pad=2, colors=INK)
         for spine in axes.spines.values():
             spine.set_color(GREY)
+    if panel.marks_heads:
+        _mark_heads(now, latest, heads)
     if panel.scale == "gain":
         _draw_phases(over_time, columns)
         _draw_turns(over_time, columns, edges, len(labels))
@@ -285,6 +294,21 @@ def _draw_turns(axes: Axes, columns: Sequence[Column], edges: Sequence[float], l
         ]
         xs, ys = [x for x, _ in places], [y for _, y in places]
         axes.scatter(xs, ys, s=min(22.0, 260.0 / layers), marker=marker, color=INK, linewidths=0)
+
+
+def _mark_heads(axes: Axes, latest: Findings, heads: int) -> None:
+    """Mark the heads in conditions that no colour shows."""
+    size = min(6.0, 50.0 / heads, 100.0 / len(latest))  # points: half of a cell
+    for condition, marker in MARKS.items():
+        places = [
+            (head + 0.5, layer + 0.5)
+            for layer, finding in enumerate(latest)
+            for head, numbers in enumerate(finding.head_numbers)
+            if classify(numbers) is condition
+        ]
+        xs, ys = [x for x, _ in places], [y for _, y in places]
+        ink = INK if condition is Condition.SINK else PAPER  # the dead are dark
+        axes.plot(xs, ys, marker, markersize=size, fillstyle="none", markeredgecolor=ink, markeredgewidth=size / 5)
 
 
 def _draw_scale(bar: Axes, panel: Panel, colours: Colormap) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -104,3 +105,16 @@ def test_what_was_not_measured_has_no_colour():
 def test_an_empty_history_cannot_be_drawn():
     with pytest.raises(ValueError, match="the history is empty: add the findings of a step first"):
         draw(History(), [])
+
+
+def test_heads_that_are_sinks_or_dead_are_marked():
+    def shades(head):
+        """Of the map of keys by head, where layer 0 has one head."""
+        history = History()
+        history.add(findings(1, 1, layer_0=finding(0, [head])), 1)
+        return {pixel for _, pixel in colours(draw(history, ["0"])).crop((990, 120, 1080, 330)).getcolors()}
+
+    dead, flat = numbers(1.0, logit_std=0.001), numbers(1.0, logit_std=0.003)
+    assert len(shades(numbers())) == len(shades(flat)) == 1
+    assert min(map(max, shades(replace(numbers(), sink=0.9)))) < 50
+    assert max(map(min, shades(dead))) > 200
