@@ -119,7 +119,8 @@ class Findings(tuple[Finding, ...]):
             gains = [finding.gain for finding, _ in measured if finding.gain > 0]
             if gains:
                 low, high = f"{min(gains):.2g}", f"{max(gains):.2g}"
-                sentences.append(f"Beta is {low if low == high else f'{low} to {high}'} times the model's own.")
+                times = "" if low == high == "1" else f"{low if low == high else f'{low} to {high}'} times "
+                sentences.append(f"Beta is {times}the model's own.")
         return " ".join(sentences)
 
     @property
@@ -214,10 +215,7 @@ def _columns(quantities: Mapping[MetricName, torch.Tensor]) -> dict[str, list[fl
 
 def _numbers(quantities: Mapping[str, Sequence[float]]) -> list[Numbers]:
     """Make the numbers of every layer, or of every head."""
-    names = [field.name for field in fields(Numbers)]
-    rows = zip(*(quantities[name] for name in names if name in quantities), strict=True)
-    known = [name for name in names if name in quantities]
-    return [Numbers(**dict(zip(known, row, strict=True))) for row in rows]
+    return [Numbers(*row) for row in zip(*(quantities[field.name] for field in fields(Numbers)), strict=True)]
 
 
 def _differing(conditions: Sequence[Condition], of_layer: Condition) -> dict[Condition, tuple[int, ...]]:

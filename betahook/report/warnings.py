@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -22,10 +21,11 @@ def find_unreached(state: State, layers: Layers, model: nn.Module) -> dict[str, 
     if not state.seen:
         return {}
     modules, unreached = set(model.modules()), {}
-    for name, layer in layers.items():
+    unused = state.layers.geometric_mean(state.beta_default).isnan().tolist()
+    for (name, layer), is_unused in zip(layers.items(), unused, strict=True):
         if layer.module not in modules:
             unreached[name] = "it is no longer part of the model: detach, and attach again"
-        elif math.isnan(layer.beta_default) and layer.refusal is None:
+        elif is_unused and layer.refusal is None:
             unreached[name] = "no forward has come to its attention yet"
     return unreached
 

@@ -160,7 +160,7 @@ def test_examine_looks_at_a_model_with_its_beta(saved, tmp_path, capsys):
     assert "Assumptions behind 1/sqrt(d_k)" in shown.texts
     assert "img" in shown.seen
     assert main(["examine", str(saved / "plain"), *arguments]) == 0
-    assert "Beta is 1 times the model's own." in capsys.readouterr().out
+    assert "Beta is the model's own." in capsys.readouterr().out
 
 
 def test_examine_says_why_it_cannot(saved, tmp_path, capsys):
