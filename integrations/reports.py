@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,8 @@ from transformers.trainer_callback import CallbackHandler
 
 from betahook.hook import Hook
 from betahook.report.alerts import Alert, Alerts
+from betahook.report.metrics import MetricName
+from betahook.report.summary import Summary
 from betahook.tap.override import Override
 
 from .tensorboard import TensorBoardWriter
@@ -35,11 +37,6 @@ REPORTERS: dict[str, type[TrainerCallback]] = {
 """Classes of reporters that take logs, by their names in `report_to`, but TensorBoard's: its pages are our own."""
 SHOWING_ALERTS = {"wandb", "trackio"}
 """Names in `report_to` of the trackers that show alerts."""
-SUMMARY = {
-    "largest": (max, ("beta", "logit_std", "max_logit", "at_bound", "nonfinite")),
-    "smallest": (min, ("beta", "logit_std", "entropy")),
-}
-"""Quantities of which a summary holds the largest and the smallest over the layers."""
 
 
 class Reports:
@@ -49,11 +46,18 @@ class Reports:
         hook: of the model in training.
         args: of the Trainer.
         handler: with the callbacks of the Trainer, its reporters among them; None where they are out of reach.
+        quantities: names of metrics to report layer by layer too.
     """
 
-    def __init__(self, hook: Hook, args: TrainingArguments, handler: CallbackHandler | None) -> None:
+    def __init__(
+        self, hook: Hook, args: TrainingArguments, handler: CallbackHandler | None, quantities: Sequence[MetricName]
+    ) -> None:
         self._hook = hook
-        self._read: tuple[int, Mapping[str, float]] = (-1, {})
+        self._quantities = quantities
+        self._summarise = Summary()
+        self._step = -1  # of the next two
+        self._metrics: Mapping[str, float] = {}
+        self._summary: Mapping[str, float] = {}
         self._undo = ExitStack()
         reported = args.report_to or ()
         missing = [name for name in reported if name in REPORTERS]
@@ -65,14 +69,14 @@ class Reports:
                 "betahook.integrations.trainer.watch(trainer) before trainer.train()",
                 " and ".join(missing),
             )
-        self._writer = _open_writer(args) if "tensorboard" in reported else None
+        self._writer = _open_writer(args, quantities) if "tensorboard" in reported else None
 
     def log(self, state: TrainerState) -> None:
         """Report the last step, whose entry of the history is the latest."""
-        metrics = self._metrics()
-        state.log_history[-1].update(summary(metrics))
+        self._read()
+        state.log_history[-1].update(self._summary)
         if self._writer is not None:
-            self._writer.write(self._hook, state.global_step, metrics, loss=state.log_history[-1]["loss"])
+            self._writer.write(self._hook, state.global_step, self._metrics, loss=state.log_history[-1]["loss"])
 
     def close(self) -> None:
         """Finish the files, and leave the reporters as they were."""
@@ -98,37 +102,23 @@ class Reports:
             **kwargs: Any,
         ) -> Any:
             if logs is not None and is_training(logs):
-                logs = {**logs, **self._metrics()}
+                self._read()
+                details = {key: self._metrics[key] for key in self._metrics if key.split("/")[0] in self._quantities}
+                logs = {**logs, **self._summary, **details}
             return on_log(args, state, control, logs=logs, **kwargs)
 
         return joined
 
-    def _metrics(self) -> Mapping[str, float]:
-        """Return the metrics of the last step, read once for all that log them."""
-        if self._read[0] != self._hook.steps:
-            self._read = self._hook.steps, self._hook.metrics()
-        return self._read[1]
+    def _read(self) -> None:
+        """Read the last step, once for all that log it."""
+        if self._step != self._hook.steps:
+            self._step, self._metrics = self._hook.steps, self._hook.metrics()
+            self._summary = self._summarise(self._hook.findings())
 
 
 def is_training(logs: Mapping[str, Any] | None) -> bool:
     """Tell if logs are of training steps; an evaluation or the final summary has nothing new of betahook."""
     return logs is not None and "loss" in logs
-
-
-def summary(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Reduce metrics by layer to a few numbers, `quantity/largest` and `quantity/smallest` over the layers.
-
-    The Trainer writes its history into every checkpoint, so an entry must not grow with the model.
-    """
-    values: dict[str, list[float]] = {}
-    for key, value in metrics.items():
-        values.setdefault(key.split("/", 1)[0], []).append(value)
-    return {
-        f"{quantity}/{name}": choose(values[quantity])
-        for name, (choose, quantities) in SUMMARY.items()
-        for quantity in quantities
-        if quantity in values
-    }
 
 
 def with_trackers(alerts: Alerts | None, args: TrainingArguments) -> Alerts | None:
@@ -158,12 +148,12 @@ def send_alert(alert: Alert) -> None:
         trackio.alert(title, str(alert))
 
 
-def _open_writer(args: TrainingArguments) -> TensorBoardWriter | None:
+def _open_writer(args: TrainingArguments, quantities: Sequence[MetricName]) -> TensorBoardWriter | None:
     """Open a writer on the TensorBoard run of the loss."""
     default = Path(args.output_dir or ".", default_logdir())
     run = os.environ.get("TENSORBOARD_LOGGING_DIR") or _newest_run(default.parent) or str(default)
     try:
-        return TensorBoardWriter(os.path.expanduser(run))
+        return TensorBoardWriter(os.path.expanduser(run), quantities=quantities)
     except ImportError as error:  # the Trainer also writes with tensorboardX
         logger.warning("%s; until then TensorBoard has no page of betahook", error)
         return None

@@ -5,22 +5,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from betahook.hook import Hook
 from betahook.report import pictures
 from betahook.report.findings import Findings
 from betahook.report.history import History
-from betahook.report.metrics import MetricName
+from betahook.report.metrics import MetricName, check_names
 from betahook.report.names import short_names, zero_padded
-from betahook.report.summary import summarise
+from betahook.report.summary import GROUP, Summary
 
 logger = logging.getLogger(__name__)
-
-GROUP = "attention"
-"""Begins the tags of all that concerns the whole model; it sorts before those of the trainers."""
 
 SPACING = 1.4
 """A picture is drawn when so many times the logs of the last one were written: some 25 in 10,000 logs."""
@@ -53,10 +50,7 @@ class TensorBoardWriter:
     """
 
     def __init__(self, logdir: str, *, quantities: Iterable[MetricName] | Literal["all"] = ()) -> None:
-        names = get_args(MetricName)
-        self.quantities: Sequence[str] = names if quantities == "all" else tuple(quantities)
-        if unknown := [name for name in self.quantities if name not in names]:
-            raise ValueError(f'quantities must be "all" or names of metrics, of {", ".join(names)}; got {unknown}')
+        self.quantities = check_names(quantities)
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -68,7 +62,7 @@ class TensorBoardWriter:
         self._drawn: int | None = None
         self._step = 0
         self._written: dict[str, float] = {}
-        self._fired: dict[str, float] = {}  # a flag that has fired goes back to 0
+        self._summary = Summary()
 
     def write(
         self, hook: Hook, step: int, metrics: Mapping[str, float] | None = None, *, loss: float | None = None
@@ -89,10 +83,9 @@ class TensorBoardWriter:
             self.writer.add_custom_scalars(charts)
         self._history.add(findings, step)
         self._logs, self._step = self._logs + 1, step
-        summary = {**self._fired, **({} if loss is None else {"loss": loss}), **summarise(findings)}
-        self._fired = {name: 0.0 for name in summary if name.startswith("layers_")}
-        for name, value in summary.items():
-            self.writer.add_scalar(f"{GROUP}/{name}", value, step)
+        whole = {**self._summary(findings), **({} if loss is None else {f"{GROUP}/loss": loss})}
+        for tag, value in whole.items():
+            self.writer.add_scalar(tag, value, step)
         self._write_details(hook, metrics, step)
         self._write_histograms(findings, step)
         if self._logs >= self._next_picture:

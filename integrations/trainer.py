@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,9 @@ from betahook.keep import transition
 from betahook.keep.folding import FoldError, fold
 from betahook.keep.transition import Unfinished
 from betahook.options import ControllerChoice, LayerChoice
+from betahook.report import metrics
 from betahook.report.alerts import Alerts
+from betahook.report.metrics import MetricName
 
 from . import checkpoints
 from .checkpoints import last_checkpoint
@@ -44,9 +47,10 @@ class BetaHookCallback(TrainerCallback):
 
         trainer = Trainer(model=model, ..., callbacks=[BetaHookCallback()])
 
-    With `report_to="tensorboard"`, the metrics of `Hook.metrics` go to the run of the loss. A callback runs after the
-    reporters of the Trainer, so that other trackers get the metrics only through `watch(trainer)`. Entries of
-    `trainer.state.log_history` with the training loss get a summary of them. Only the main process logs.
+    A log of the training loss also has a summary of all layers, some ten numbers that begin with `attention/`: in
+    `trainer.state.log_history`, and in the run of the loss with `report_to="tensorboard"`, beside a picture and
+    findings in words. A callback runs after the reporters of the Trainer, so that other trackers get the summary only
+    through `watch(trainer)`. Only the main process logs.
 
     Every checkpoint gets the state of the hook, and `trainer.train(resume_from_checkpoint=...)` continues from it,
     wherever the folder is. The hook of a training that was broken off is replaced by that of the next one. When the
@@ -61,6 +65,7 @@ class BetaHookCallback(TrainerCallback):
     Args:
         controller, layers, per_head, interval, when, exact_max_logit, alerts: as for `betahook.attach`. Alerts also go
             to W&B and Trackio, if `report_to` names them.
+        quantities: metrics to report layer by layer too, as `quantity/layer`, or "all".
         hook: a hook that is attached to the model already, instead of these options.
         on_end: "fold", as above; where a layer has no exact fold, the hook stays and a warning says why. "keep" leaves
             the model hooked, with its beta, for you to `fold` or `detach`.
@@ -85,6 +90,7 @@ class BetaHookCallback(TrainerCallback):
         when: Literal["training", "always"] = "training",
         exact_max_logit: bool = False,
         alerts: Alerts | None = None,
+        quantities: Iterable[MetricName] | Literal["all"] = (),
         hook: Hook | None = None,
         on_end: Literal["fold", "keep"] = "fold",
         unfinished: Unfinished = "better",
@@ -109,6 +115,7 @@ class BetaHookCallback(TrainerCallback):
         self._given = hook
         self._is_training = False
         transition.check(unfinished)
+        self._quantities = metrics.check_names(quantities)
         self._on_end = on_end
         self._unfinished = unfinished
         self._reports: Reports | None = None
@@ -150,7 +157,9 @@ class BetaHookCallback(TrainerCallback):
         checkpoints.export(self.hook, state)
         if self._reports is not None:  # of a training that was broken off
             self._reports.close()
-        self._reports = Reports(self.hook, args, self._handler) if state.is_world_process_zero else None
+        self._reports = (
+            Reports(self.hook, args, self._handler, self._quantities) if state.is_world_process_zero else None
+        )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         assert self.hook is not None
@@ -212,12 +221,12 @@ class BetaHookCallback(TrainerCallback):
 
 
 def watch(trainer: Trainer, callback: BetaHookCallback | None = None) -> BetaHookCallback:
-    """Add betahook to a Trainer, and its metrics to the logs of every tracker that the Trainer reports to.
+    """Add betahook to a Trainer, and its numbers to the logs of every tracker that the Trainer reports to.
 
         callback = watch(trainer)  # or watch(trainer, BetaHookCallback("monitor", interval=10))
         trainer.train()
 
-    The reporters of `report_to`, and those added as callbacks, log the metrics in the row of the training loss, from
+    The reporters of `report_to`, and those added as callbacks, log them in the row of the training loss, from
     the main process. Console and progress bar stay as they were.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import betahook
-from betahook.cli.runs import GROUP, Run
+from betahook.cli.runs import Run
 from betahook.examination import Examination
 from betahook.measure.statistics import geometric_mean
 from betahook.report import pictures
@@ -21,6 +21,7 @@ from betahook.report.findings import Findings
 from betahook.report.history import History
 from betahook.report.names import short_names
 from betahook.report.precision import Precision
+from betahook.report.summary import GROUP
 
 
 def examination(title: str, source: str, found: Examination, *, pictured: bool) -> Document:

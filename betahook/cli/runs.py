@@ -14,9 +14,8 @@ from betahook import checkpoint, compat
 from betahook.cli import models
 from betahook.report.audit import Audit
 from betahook.report.findings import Findings
+from betahook.report.summary import GROUP
 
-GROUP = "attention"
-"""First part of the tags of `TensorBoardWriter` that concern the whole model."""
 FILES = "events.out.tfevents.*"
 ALL = {"scalars": 0, "images": 1, "tensors": 0}
 """TensorBoard keeps every scalar and text, and the last picture."""
@@ -29,12 +28,11 @@ class Run:
     """Everything found of a run.
 
     Attributes:
-        scalars: tag to points (step, value), in order of the steps.
+        scalars: tag to points (step, value), in order of the steps: of TensorBoard, or else of the Trainer's history.
         picture: the last picture of TensorBoard, a PNG; None without one.
         words: the last findings in words, as Markdown; empty without any.
         states: step to the state of the hook in a checkpoint, in order.
         newest: the folder of the last of them; None without any.
-        history: the entries of the Trainer's log.
     """
 
     scalars: dict[str, Points] = field(default_factory=dict)
@@ -42,15 +40,10 @@ class Run:
     words: str = ""
     states: dict[int, dict[str, Any]] = field(default_factory=dict)
     newest: Path | None = None
-    history: list[dict[str, Any]] = field(default_factory=list)
 
     def curve(self, *tags: str) -> Points:
-        """Return the first of several tags of TensorBoard that is there, or else what the Trainer's log has of them."""
-        for tag in tags:
-            if tag in self.scalars:
-                return self.scalars[tag]
-        names = [tag.rpartition("/")[2] if not tag.startswith("eval/") else tag.replace("/", "_") for tag in tags]
-        return [(entry["step"], entry[name]) for entry in self.history for name in names if name in entry]
+        """Return the first of several tags that is there."""
+        return next((self.scalars[tag] for tag in tags if tag in self.scalars), [])
 
 
 def read(folder: str) -> Run:
@@ -108,10 +101,20 @@ def _read_checkpoints(root: Path, run: Run) -> None:
             run.newest = folder
     run.states = dict(sorted(run.states.items()))
     logs = root.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{compat.trainer_state_name()}")
-    for file in (*logs, root / compat.trainer_state_name()):
-        if file.is_file():
-            history = json.loads(file.read_text()).get("log_history", [])
-            run.history = max(run.history, history, key=len)
+    files = [file for file in (*logs, root / compat.trainer_state_name()) if file.is_file()]
+    histories: list[list[dict[str, Any]]] = [json.loads(file.read_text()).get("log_history", []) for file in files]
+    curves: dict[str, Points] = {}
+    for entry in max(histories, key=len, default=[]):
+        for name, value in entry.items():
+            curves.setdefault(_tag(name), []).append((entry["step"], value))
+    run.scalars = {**curves, **run.scalars}
+
+
+def _tag(name: str) -> str:
+    """Return the tag in TensorBoard of a name in the Trainer's history."""
+    if name.startswith(f"{GROUP}/"):
+        return name
+    return name.replace("_", "/", 1) if name.startswith("eval_") else f"train/{name}"
 
 
 def judge(run: Run) -> tuple[Findings, Audit] | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -46,8 +46,22 @@ how flat or sharp attention is; `predicted_std` follows from W_q and W_k, `indep
 `classic_std` is `sqrt(d_k)`; `entropy` and `flat_entropy`, that of flat attention, are in nats; `nonfinite` is 1 where
 a NaN, an infinity or a skipped optimizer step held the controllers, `at_bound` where a beta is as far from the model's
 own as controllers may take it; `exact` is 0 where mean and std are of sampled rows; `phase` is the phase of the
-controller, a `control.opening.Phase` for `Search`, and `last_move` its last move of beta in decades.
+controller, the number of a `control.opening.Phase` for `Search` and of a `control.decades.Phase` for `Decades`, and
+`last_move` the last move of beta by `Search`, in decades.
 """
+
+
+def check_names(quantities: Iterable[MetricName] | Literal["all"]) -> tuple[MetricName, ...]:
+    """Return names of metrics, all of them for "all".
+
+    Raises:
+        ValueError: a quantity has no such name.
+    """
+    names: tuple[MetricName, ...] = get_args(MetricName)
+    chosen = names if quantities == "all" else tuple(quantities)
+    if unknown := [name for name in chosen if name not in names]:
+        raise ValueError(f'quantities must be "all" or names of metrics, of {", ".join(names)}; got {unknown}')
+    return chosen
 
 
 def by_layer(state: State, layers: Layers, notes: Sequence[Note]) -> dict[str, float]:
@@ -64,7 +78,7 @@ def by_layer(state: State, layers: Layers, notes: Sequence[Note]) -> dict[str, f
     return {
         **values,
         **{f"phase/{layer}": float(note.phase or 0) for layer, note in explained},
-        **{f"last_move/{layer}": note.move for layer, note in explained},
+        **{f"last_move/{layer}": note.move for layer, note in explained if note.move},
     }
 
 

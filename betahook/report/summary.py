@@ -1,4 +1,4 @@
-"""The few numbers that say how a whole model does, from its findings: what trackers show first."""
+"""The few numbers that say how a whole model does, from its findings: what trackers and histories show first."""
 
 from __future__ import annotations
 
@@ -7,17 +7,32 @@ import math
 from betahook.report.conditions import Condition
 from betahook.report.findings import Finding, Findings
 
+GROUP = "attention"
+"""Begins the names of all that concerns the whole model; it sorts before those of the trainers."""
+
 ALWAYS = (Condition.HEALTHY, Condition.FLAT, Condition.SHARP, Condition.ONE_KEY)
 """Conditions whose share is reported in every log; the others are flags, reported when they fire."""
 
 
+class Summary:
+    """The summary of each log of a run, in their order: a condition that was there once is reported from then on."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, float] = {}
+
+    def __call__(self, findings: Findings) -> dict[str, float]:
+        """Return the numbers of `summarise`, and 0 for conditions that have ended."""
+        found = {**self._seen, **summarise(findings)}
+        self._seen = {name: 0.0 for name in found if name.startswith(f"{GROUP}/layers_")}
+        return found
+
+
 def summarise(findings: Findings) -> dict[str, float]:
-    """Return names to numbers.
+    """Return names to numbers, without what was not measured; each name begins with `attention/`.
 
     `layers_flat` and the like are the share of the layers in a condition; `max_logit` is the largest of all,
     `max_logit_layer` and `max_logit_head` its place; `lowest_entropy` that of the sharpest layer, in nats;
-    `log10_beta_over_own_lowest` and `_highest` the range of beta over the model's own, in decades. What was not
-    measured is left out.
+    `log10_beta_over_own_lowest` and `_highest` the range of beta over the model's own, in decades.
     """
     counts, measured = findings.counts, [each for each in findings if each.condition is not Condition.UNMEASURED]
     shares = {
@@ -27,12 +42,13 @@ def summarise(findings: Findings) -> dict[str, float]:
     }
     entropies = [each.numbers.entropy for each in measured if each.numbers.entropy >= 0]
     gains = [math.log10(gain) for each in findings for gain in each.head_gains if gain > 0]
-    return {
+    numbers = {
         **shares,
         **_largest(findings, [each for each in measured if each.numbers.max_logit >= 0]),
         **({"lowest_entropy": min(entropies)} if entropies else {}),
         **({"log10_beta_over_own_lowest": min(gains), "log10_beta_over_own_highest": max(gains)} if gains else {}),
     }
+    return {f"{GROUP}/{name}": value for name, value in numbers.items()}
 
 
 def _largest(findings: Findings, measured: list[Finding]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from support.trainer import make_trainer
 
 LAYER = "model.layers.0.self_attn"
 TAG = f"score_std/{LAYER}"
+LARGEST = "attention/max_logit"
 
 
 class Reporter(TrainerCallback):
@@ -60,20 +61,33 @@ def train(folder, callback, *added, resume=None, **arguments):
 
 
 def test_a_reporter_gets_the_metrics_in_the_row_of_the_loss(tmp_path, reporter):
-    trainer, seen = train(tmp_path, BetaHookCallback(), reporter, eval_strategy="steps", eval_steps=3)
+    callback = BetaHookCallback(quantities=["score_std"])
+    trainer, seen = train(tmp_path, callback, reporter, eval_strategy="steps", eval_steps=3)
     rows = {step: row for step, row in reporter.rows if "loss" in row}
     assert sorted(rows) == [2, 4, 6]
     for step, metrics in seen.metrics.items():
-        assert {key: rows[step][key] for key in metrics} == metrics
-    assert not any(TAG in row for _, row in reporter.rows if "loss" not in row)
-    assert not any(TAG in printed for printed in seen.printed)
+        expected = {key: value for key, value in metrics.items() if key.startswith("score_std/")}
+        assert {key: value for key, value in rows[step].items() if key in metrics} == expected
+        largest = max(value for key, value in metrics.items() if key.startswith("max_logit/"))
+        assert rows[step][LARGEST] == pytest.approx(largest)
+    assert not any(TAG in row or LARGEST in row for _, row in reporter.rows if "loss" not in row)
+    assert not any(TAG in printed or LARGEST in printed for printed in seen.printed)
     assert "on_log" not in vars(reporter)  # which is as it was
     assert not any(TAG in entry for entry in trainer.state.log_history)
 
 
+def test_a_reporter_gets_few_numbers_unless_it_asks_for_more(tmp_path, reporter):
+    _, seen = train(tmp_path, BetaHookCallback(), reporter)
+    rows = [row for _, row in reporter.rows if "loss" in row]
+    assert not any(key in seen.metrics[2] for key in rows[0])
+    assert all(len([key for key in row if key.startswith("attention/")]) <= 12 for row in rows)
+    with pytest.raises(ValueError, match=r"got \['score_sdt'\]"):
+        BetaHookCallback(quantities=["score_sdt"])
+
+
 def test_a_resumed_run_goes_on_at_its_step(tmp_path, reporter):
     train(tmp_path, BetaHookCallback(), reporter, max_steps=4, save_strategy="steps", save_steps=4)
-    _, seen = train(tmp_path, BetaHookCallback(), reporter, resume=str(tmp_path / "checkpoint-4"))
+    _, seen = train(tmp_path, BetaHookCallback(quantities="all"), reporter, resume=str(tmp_path / "checkpoint-4"))
     rows = [(step, row) for step, row in reporter.rows if "loss" in row]
     assert [step for step, _ in rows] == [2, 4, 6]
     assert rows[-1][1][TAG] == seen.metrics[6][TAG]
@@ -104,7 +118,7 @@ def test_after_a_training_that_was_broken_off_each_metric_still_comes_once(tmp_p
     trainer.remove_callback(Interrupt)
     reporter.rows.clear()
     trainer.train()
-    assert [step for step, row in reporter.rows if TAG in row] == [2, 4, 6]
+    assert [step for step, row in reporter.rows if LARGEST in row] == [2, 4, 6]
     assert "on_log" not in vars(reporter)
 
 
@@ -142,7 +156,7 @@ def test_watch_takes_the_callback_of_the_trainer_or_adds_one(tmp_path):
 def test_without_watch_a_warning_says_what_is_missing(tmp_path, caplog):
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to=["wandb", "mlflow"], use_cpu=True)
     with betahook.attach(build("llama")) as hook:
-        reports.Reports(hook, arguments, None).close()
+        reports.Reports(hook, arguments, None, ()).close()
     assert "do not reach wandb and mlflow, whose callbacks run before this one: call " in caplog.text
     assert "betahook.integrations.trainer.watch(trainer) before trainer.train()" in caplog.text
 
@@ -235,7 +249,7 @@ def test_real_trackers_get_each_metric_once_at_its_step_after_a_resume_too(store
     heard, values = [], {}
     for resume in (None, str(store / "out/checkpoint-4")):
         alerts = betahook.Alerts(heard.append, entropy=100.0)
-        callback, steps = BetaHookCallback("monitor", alerts=alerts), 6 if resume else 4
+        callback, steps = BetaHookCallback("monitor", alerts=alerts, quantities="all"), 6 if resume else 4
         arguments = dict(max_steps=steps, save_strategy="steps", save_steps=4, run_name="r", project=store.name)
         _, seen = train(store / "out", callback, resume=resume, report_to=[tracker, "tensorboard"], **arguments)
         values |= {step: metrics[TAG] for step, metrics in seen.metrics.items()}

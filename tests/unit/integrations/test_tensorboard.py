@@ -80,11 +80,11 @@ def scalars(fetch, tag):
 def test_the_summary_of_every_step(run):
     said, fetch = run
     served = {tag for tag in fetch("plugin/scalars/tags")["one"] if tag.startswith("attention/")}
-    assert {tag.removeprefix("attention/") for tag in served} == {"loss"}.union(*(summarise(f) for _, f, _ in said))
+    assert served == {"attention/loss"}.union(*(summarise(found) for _, found, _ in said))
     assert list(scalars(fetch, "attention/loss").values()) == pytest.approx([loss for *_, loss in said])
-    for name in ("max_logit", "lowest_entropy", "layers_healthy"):
-        expected = {step: summarise(found)[name] for step, (_, found, _) in enumerate(said)}
-        assert scalars(fetch, f"attention/{name}") == pytest.approx(expected, rel=1e-5)
+    for tag in ("attention/max_logit", "attention/lowest_entropy", "attention/layers_healthy"):
+        expected = {step: summarise(found)[tag] for step, (_, found, _) in enumerate(said)}
+        assert scalars(fetch, tag) == pytest.approx(expected, rel=1e-5)
     fired = scalars(fetch, "attention/layers_nonfinite")
     assert fired[3] > 0
     assert {step: share for step, share in fired.items() if step > 3} == {4: 0, 5: 0}

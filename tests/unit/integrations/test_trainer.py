@@ -63,10 +63,10 @@ def test_the_history_holds_a_summary_beside_the_loss(tmp_path):
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in entries] == [2, 4, 6]
     for entry in entries:
-        assert entry["beta/largest"] == entry["beta/smallest"] == pytest.approx(8**-0.5)
-        assert entry["max_logit/largest"] > 0
+        assert entry["attention/log10_beta_over_own_lowest"] == entry["attention/log10_beta_over_own_highest"] == 0
+        assert entry["attention/max_logit"] > 0
         assert len(json.dumps(entry, indent=2)) < 2_000
-    assert not any("beta/largest" in entry for entry in trainer.state.log_history if "loss" not in entry)
+    assert not any("attention/max_logit" in entry for entry in trainer.state.log_history if "loss" not in entry)
 
 
 @pytest.mark.parametrize("report_to", ["none", []])

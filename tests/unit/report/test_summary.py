@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from betahook.report.summary import summarise
+from betahook.report.summary import Summary, summarise
 from support.made_up_findings import ALL_KEYS, finding, findings, numbers
 
 
@@ -14,27 +14,34 @@ def test_the_numbers():
     found = summarise(findings(1, 4, layer_1=sharp, layer_2=flat))
     assert found == pytest.approx(
         {
-            "layers_healthy": 0.5,
-            "layers_flat": 0.25,
-            "layers_sharp": 0.25,
-            "layers_one_key": 0.0,
-            "max_logit": 40.0,
-            "max_logit_layer": 1,
-            "max_logit_head": 1,
-            "lowest_entropy": 0.2 * ALL_KEYS,
-            "log10_beta_over_own_lowest": -1,
-            "log10_beta_over_own_highest": 1,
+            "attention/layers_healthy": 0.5,
+            "attention/layers_flat": 0.25,
+            "attention/layers_sharp": 0.25,
+            "attention/layers_one_key": 0.0,
+            "attention/max_logit": 40.0,
+            "attention/max_logit_layer": 1,
+            "attention/max_logit_head": 1,
+            "attention/lowest_entropy": 0.2 * ALL_KEYS,
+            "attention/log10_beta_over_own_lowest": -1,
+            "attention/log10_beta_over_own_highest": 1,
         }
     )
 
 
 def test_flags_are_there_when_they_fire():
     exploding = finding(1, [numbers(max_logit=200.0)])
-    assert summarise(findings(1, layer_1=exploding))["layers_exploding"] == pytest.approx(1 / 3)
+    assert summarise(findings(1, layer_1=exploding))["attention/layers_exploding"] == pytest.approx(1 / 3)
 
 
 def test_what_was_not_measured_is_left_out():
     nothing = finding(0, [numbers(math.nan, math.nan, math.nan)], gain=math.nan)
     found = summarise(findings(0, 1, layer_0=nothing))
-    assert {name for name in found if not name.startswith("layers_")} == set()
-    assert found["layers_unmeasured"] == 1
+    assert {name for name in found if not name.startswith("attention/layers_")} == set()
+    assert found["attention/layers_unmeasured"] == 1
+
+
+def test_a_condition_that_was_there_once_is_reported_from_then_on():
+    exploding, calm = findings(1, layer_1=finding(1, [numbers(max_logit=200.0)])), findings(1)
+    summary, tag = Summary(), "attention/layers_exploding"
+    reported = [summary(found).get(tag) for found in (calm, exploding, calm, calm)]
+    assert reported == [None, pytest.approx(1 / 3), 0.0, 0.0]
