@@ -64,21 +64,26 @@ def run_tests(fault: Fault | None, names: Sequence[str], tests: Sequence[str], l
     os._exit(ENDED + int(status))
 
 
-def outcomes(faults: Sequence[Fault], logs: Path) -> Iterator[tuple[Fault, int | None, float]]:
-    """Each fault, as soon as its tests have ended, with their status and seconds; None for a status where they hang."""
+def outcomes(faults: Sequence[Fault], logs: Path) -> Iterator[tuple[Fault | None, int | None, float]]:
+    """Each fault as soon as its tests have ended, with their status and seconds; None for a status where they hang.
+
+    Before all of them, the same for no fault: the tests of all together, without a limit.
+    """
     context, names = multiprocessing.get_context("fork"), tree()
-    waiting, running = list(faults), {}
+    waiting: list[Fault | None] = [None, *faults]
+    running: dict[multiprocessing.process.BaseProcess, tuple[Fault | None, float]] = {}
     while waiting or running:
         while waiting and len(running) < AT_ONCE:
             fault = waiting.pop(0)
-            log = logs / f"{faults.index(fault)}.txt"
-            process = context.Process(target=run_tests, args=(fault, names, fault.noticed_by, log))
+            chosen = faults if fault is None else [fault]
+            tests = sorted({test for each in chosen for test in each.noticed_by})
+            process = context.Process(target=run_tests, args=(fault, names, tests, log_of(fault, logs)))
             process.start()
             running[process] = fault, time.monotonic()
         wait([process.sentinel for process in running], timeout=1)
         for process, (fault, started) in list(running.items()):
             seconds = time.monotonic() - started
-            if process.is_alive() and seconds < LIMIT:
+            if process.is_alive() and (fault is None or seconds < LIMIT):
                 continue
             hangs = process.is_alive()
             process.kill()
@@ -87,32 +92,33 @@ def outcomes(faults: Sequence[Fault], logs: Path) -> Iterator[tuple[Fault, int |
             yield fault, None if hangs else process.exitcode, seconds
 
 
+def log_of(fault: Fault | None, logs: Path) -> Path:
+    return logs / f"{'none' if fault is None else FAULTS.index(fault)}.txt"
+
+
 def main(part: str = "") -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.dont_write_bytecode = True  # a fault may be as long as what it replaces
     for name in IMPORTED:
         importlib.import_module(name)
     chosen = [fault for fault in FAULTS if part in fault.file]
-    started, missed, broken = time.monotonic(), [], []
+    started, failed = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as folder:
-        logs, whole = Path(folder), Path(folder, "whole.txt")
-        tests = sorted({test for fault in chosen for test in fault.noticed_by})
-        sound = multiprocessing.get_context("fork").Process(target=run_tests, args=(None, tree(), tests, whole))
-        sound.start()
-        sound.join()
-        if sound.exitcode != MISSED:
-            print(whole.read_text() if whole.exists() else "", "\nThe tests fail without any fault.", sep="")
-            return 2
+        logs = Path(folder)
         for fault, status, seconds in outcomes(chosen, logs):
+            if fault is None and status != MISSED:
+                print(log_of(None, logs).read_text(), "\nThe tests fail without any fault.", sep="")
+                return 2
+            if fault is None:
+                continue
             said = {NOTICED: "noticed", None: "hangs", MISSED: "MISSED"}.get(status, f"BROKEN ({status})")
             print(f"{said:8} {seconds:5.1f} s  {fault}", flush=True)
-            missed += [fault] if status == MISSED else []
+            failed += status not in (NOTICED, None)
             if status not in (NOTICED, MISSED, None):
-                broken.append(fault)
-                print((logs / f"{chosen.index(fault)}.txt").read_text()[-2000:])
+                print(log_of(fault, logs).read_text()[-2000:])
     seconds = time.monotonic() - started
-    print(f"{len(chosen) - len(missed) - len(broken)} of {len(chosen)} faults noticed, in {seconds:.0f} s")
-    return 1 if missed or broken else 0
+    print(f"{len(chosen) - failed} of {len(chosen)} faults noticed, in {seconds:.0f} s")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
