@@ -17,7 +17,7 @@ from betahook.tap.calls import Call
 
 Axis = int | Literal["flat", "heads first", "single"]
 
-NAMES = ("matmul", "__matmul__", "bmm", "baddbmm", "einsum")
+NAMES = ("matmul", "__matmul__", "mm", "bmm", "baddbmm", "einsum")
 
 
 class UnknownHeadsError(ValueError):
@@ -56,6 +56,11 @@ class Contraction:
     def size(self) -> int:
         """d, the number of terms of each sum."""
         return self.left.shape[self.left_axes.index(self.summed)]
+
+    @property
+    def has_batch(self) -> bool:
+        """True if the left operand has an axis beside those of the product, where heads may lie."""
+        return self.left.dim() > 2
 
     @property
     def biased(self) -> bool:
@@ -114,7 +119,7 @@ def read(call: Call) -> Contraction | None:
     if call.name == "baddbmm":
         return _read_baddbmm(*call.args, **call.kwargs)
     left, right = call.operands[:2]
-    if left.dim() < 3 or right.dim() < 3:
+    if min(left.dim(), right.dim()) < 2 or (left.dim() == 2) != (right.dim() == 2):
         return None
     options = {name: value for name, value in call.kwargs.items() if value is not left and value is not right}
 
@@ -159,7 +164,7 @@ def _read_einsum(equation: str, *operands: Any) -> Contraction | None:
         letters = left_axes + right_axes
         output = "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
     fits = all(len(axes) == x.dim() for axes, x in zip((left_axes, right_axes), operands, strict=True))
-    if len(summed) != 1 or not rows or not columns or operands[0].dim() < 3 or not fits:
+    if len(summed) != 1 or not rows or not columns or not fits:
         return None
     left, right = operands
 

@@ -38,6 +38,7 @@ class Forward:
         products: those that may make scores, so far.
         counted: products since the last softmax.
         attended: None before any softmax, then True if one was over scores.
+        without_heads: the line of a product of two matrices, in which several heads have no axis; None for none.
     """
 
     def __init__(self, layer: Recorder, plan: Plan, *, rehearsal: bool = False) -> None:
@@ -51,6 +52,7 @@ class Forward:
         self.products: list[Product] = []
         self.counted = 0
         self.attended: bool | None = None
+        self.without_heads: str | None = None
         self._traces = compat.WeakIdKeyDictionary()
         self._refusal: str | None = None
 
@@ -127,10 +129,19 @@ class Forward:
         self.plan.checked |= self.shadows is not None
         reason = self._refusal or self.plan.learn(self.products)
         if reason is None and self.attended is False:
-            return "no product of q and k was seen to reach its softmax"
+            return self._unseen()
         if reason is None and self.attended is None and self.products:
             return f"the product at {self.products[0].site.line} reaches no softmax"
         return reason
+
+    def _unseen(self) -> str:
+        if self.without_heads is None:
+            return "no product of q and k was seen to reach its softmax"
+        heads = self.layer.heads
+        return (
+            f"the product at {self.without_heads} is of two matrices, in which its {heads} heads have no axis: compute "
+            "all of them at once, with q and k as [batch, heads, tokens, d_k]"
+        )
 
 
 def is_strict(module: nn.Module) -> bool:

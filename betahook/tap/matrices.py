@@ -19,7 +19,7 @@ from betahook.tap.forward import Forward
 from betahook.tap.gain import scale_query
 from betahook.tap.rearranging import linear
 from betahook.tap.shadows import GAIN
-from betahook.tap.sites import find_site
+from betahook.tap.sites import find_line, find_site
 from betahook.tap.situation import Derived, other
 from betahook.tap.traces import Factor, Operand, Product, Scores, Shift, Weights, divided, masked_by
 
@@ -48,9 +48,12 @@ def _may_make_scores(forward: Forward, product: Contraction) -> bool:
     if forward.strict:
         if not product.left.is_floating_point() or forward.is_learned(product.right):
             return False
+        if not product.has_batch and layer.heads > 1:
+            forward.without_heads = forward.without_heads or find_line()
+            return False
         forward.counted += 1
         return forward.counted > known.skipped_products
-    if any(isinstance(trace, Scores) for trace in traces):
+    if not product.has_batch or any(isinstance(trace, Scores) for trace in traces):
         return False
     learned = any(isinstance(operand, nn.Parameter) for operand in operands)
     if known.every_product:

@@ -141,5 +141,5 @@ class ScoreProducts(TorchFunctionMode):
         return output
 
 
-UNLABELLED = {"__get__", "__set__", "bmm", "baddbmm", "einsum"}
-"""Functions whose labels `matrices` gives, or that have none."""
+UNLABELLED = {"__get__", "__set__"}
+"""Functions whose results get no labels."""

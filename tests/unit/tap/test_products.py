@@ -526,23 +526,6 @@ def test_an_einsum_of_other_dimensions_gets_the_error_of_torch(x):
         assert hook.layers["1"].refusal is None
 
 
-def test_one_head_without_a_batch_is_left_alone():
-    """Two matrices: so are the projections."""
-
-    class SingleAttention(Block):
-        mix = None
-
-        def forward(self, x):
-            q, k, v = (projection(x) for projection in (self.q_proj, self.k_proj, self.v_proj))
-            return torch.einsum("nm,md->nd", torch.einsum("nd,md->nm", q, k).softmax(-1), v)
-
-    model = make(SingleAttention)
-    model[1].num_heads, model[1].head_dim = 1, WIDTH
-    with betahook.attach(model, controller="monitor") as hook:
-        model(torch.randn(LENGTH, WIDTH))
-        assert "no product of q and k was seen to reach its softmax" in hook.layers["1"].refusal
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_nested_tensors_in_attention_written_by_hand_leave_it_alone(caplog):
     class NestedAttention(Block):

@@ -332,6 +332,67 @@ def test_the_axis_of_the_heads_is_not_guessed_by_size(layout):
         torch.testing.assert_close(measured, expected, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("batch", [1, 3, HEADS, WIDTH // HEADS])
+def test_the_heads_are_told_apart_where_a_sequence_is_as_long_as_a_head_is_wide(batch):
+    x = torch.randn(batch, WIDTH // HEADS, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = make(lambda module, q, k, v: (q @ k.mT * ROOT).softmax(-1) @ v)
+    check_doubled(model, x)
+    with betahook.attach(model, controller="monitor", per_head=True) as hook:
+        model(x)
+        measured = hook.layers["1"].head_statistics.std.double()
+    expected = raw_scores(model, x).transpose(0, 1).flatten(1).std(1, correction=0)
+    torch.testing.assert_close(measured, expected, rtol=1e-4, atol=0)
+
+
+class OneSequenceAttention(nn.Module):
+    """Attention to the tokens of one sequence, without a batch."""
+
+    def __init__(self, heads, attend):
+        super().__init__()
+        self.num_heads, self.head_dim, self.attend = heads, WIDTH // heads, attend
+        self.q_proj, self.k_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        return self.attend(self.q_proj(x), self.k_proj(x)) @ x
+
+    def by_which_it_is_known_as_attention(self, q, k):
+        return (q @ k.mT).softmax(-1)
+
+
+MATRICES = {
+    "transposed": lambda q, k: (q @ k.T / WIDTH**0.5).softmax(-1),
+    "of two matrices": lambda q, k: (torch.mm(q, k.t()) / WIDTH**0.5).softmax(-1),
+    "einsum": lambda q, k: (torch.einsum("id,jd->ij", q, k) / WIDTH**0.5).softmax(-1),
+}
+
+
+@pytest.mark.parametrize("way", MATRICES)
+def test_one_head_needs_no_axis(way):
+    x = torch.randn(LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(OneSequenceAttention(1, MATRICES[way]))
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        layer = hook.layers["0"]
+        assert layer.refusal is None
+        raw = (model[0].q_proj(x).double() @ model[0].k_proj(x).double().T).detach()
+        torch.testing.assert_close(layer.statistics.std.double(), raw.std(correction=0), rtol=1e-4, atol=0)
+        layer.beta = 0.7
+        torch.testing.assert_close(model(x), (0.7 * raw).softmax(-1).float() @ x, rtol=1e-4, atol=1e-5)
+
+
+def test_heads_without_an_axis_are_refused_with_what_to_do():
+    def attend(q, k):
+        halves = zip(q.chunk(2, -1), k.chunk(2, -1), strict=True)
+        return torch.stack([(a @ b.T).softmax(-1) for a, b in halves]).mean(0)
+
+    model = nn.Sequential(OneSequenceAttention(2, attend))
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.ones(LENGTH, WIDTH))
+        reason = hook.layers["0"].refusal
+    assert "is of two matrices, in which its 2 heads have no axis" in reason
+    assert "with q and k as [batch, heads, tokens, d_k]" in reason
+
+
 def test_the_axis_of_the_heads_is_found_behind_a_complex_rotation():
     def mix(module, q, k, v):
         angles = torch.polar(torch.ones(LENGTH, 4), torch.arange(LENGTH)[:, None] * torch.tensor([1.0, 0.5, 0.2, 0.1]))
