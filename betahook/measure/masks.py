@@ -23,6 +23,9 @@ MASKED = math.log(torch.finfo(torch.float32).tiny)
 """A masked pair has less than this, -87.3, added to its logit: its weight vanishes in float32. People write minus
 infinity, the least number of a dtype, -1e9, -1e4 or -100."""
 
+GAPS = (MASKED, -9000.0)
+"""Numbers of -100 and of -1e4, with a bias of some size upon them, lie below one of these."""
+
 NO_BIAS = -1e8
 """No position bias is below this: ALiBi takes off at most as much as there are tokens."""
 
@@ -114,28 +117,35 @@ def from_tensor(mask: Tensor, band: Band) -> Mask:
     """Describe the 4-D `mask` of an attention call, `[batch or 1, heads or 1, queries, keys]`.
 
     A boolean mask is True where a pair may be used. A floating-point mask is added to the logits, and may hold a bias:
-    see `_pairs` for the pairs that it masks. `band` is the expected structure; `Mask.structured` says if the mask has
-    it.
+    see `masked_by` for the pairs that it masks. `band` is the expected structure; `Mask.structured` says if it is that
+    of the mask.
     """
     structure = _shared_structure(mask, band)
     mask = mask.detach()
     return replace(structure, pairs=_pairs(mask), bias=None if mask.dtype == torch.bool else mask)
 
 
-def _pairs(mask: Tensor) -> Tensor:
-    """Boolean, True where a pair may be used.
+def masked_by(addend: Tensor) -> Tensor:
+    """The pairs that a floating-point addend of the logits masks, boolean of its shape.
 
-    A floating-point mask may hold a bias, in which a small number is not a mask: ALiBi reaches -1000 and less. What
-    is minus infinity, the least number of a dtype, or too low for a bias is masked in any case. Other numbers below
-    `MASKED` are masked where a gap parts them from the rest, as -100 added to a learned bias is; ALiBi has no gap.
+    It may hold a bias, in which a small number is not a mask: ALiBi reaches -1000 and less. What is minus infinity, the
+    least number of a dtype, or too low for a bias is masked in any case. Other numbers below one of `GAPS` are masked
+    where a gap parts them from higher ones, as -100 added to a learned bias is; ALiBi has no gap. An addend that lowers
+    all logits, or that is constant along each row, does not mask.
     """
-    if mask.dtype == torch.bool:
-        return mask
-    low, least_half = mask <= MASKED, torch.finfo(torch.float16).min
-    has_gap = (low | (mask > MASKED / 2)).all()
-    too_low = least_half / 2 if mask.dtype == torch.float16 else NO_BIAS
-    masked = (mask <= too_low) | (mask == least_half) | (has_gap & low)
-    return ~masked
+    least_half = torch.finfo(torch.float16).min
+    too_low = least_half / 2 if addend.dtype == torch.float16 else NO_BIAS
+    masked = (addend <= too_low) | (addend == least_half)
+    for bound in GAPS if addend.shape[-1:] != (1,) else ():
+        low = addend <= bound
+        has_gap = (low | (addend > bound / 2)).all() & ~low.all()
+        masked |= has_gap & low
+    return masked
+
+
+def _pairs(mask: Tensor) -> Tensor:
+    """Boolean, True where a pair may be used."""
+    return mask if mask.dtype == torch.bool else ~masked_by(mask)
 
 
 def _structure(mask: Tensor, band: Band) -> Mask:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from betahook.measure.masks import masked_by
 from betahook.tap.situation import Derived, Situation, other
-from betahook.tap.traces import Factor, Operand, Scores, Shift, Trace, Weights, masked_by, number, same_factor
+from betahook.tap.traces import Factor, Operand, Scores, Shift, Trace, Weights, number, same_factor
 
 
 def multiply(situation: Situation) -> Derived:
@@ -138,8 +139,8 @@ def _biased(situation: Situation, scores: Scores, addend: Any, sign: float) -> D
         # The softmax sees no number that is the same for a row.
         if addend.numel() == 1 or addend.shape[-1] == 1:
             return replace(scores, shifted=scores.shifted or addend.numel() > 1)
-        return situation.lose(scores, "of what was made of scores")
-    if not isinstance(addend, Tensor) or not situation.strict or scores.value is None:
+        return situation.lose(scores, "of what was made of scores") or replace(scores, pure=False)
+    if not isinstance(addend, Tensor) or scores.value is None:
         return replace(scores, pure=False)
     shape = torch.broadcast_shapes(scores.value.shape, addend.shape)
     scores = scores.expanded(shape)

@@ -54,7 +54,13 @@ class Call:
 
     def run_on(self, replacement: Callable[[Tensor], Tensor]) -> Any:
         """Call the function with another tensor in the place of each floating-point or complex one."""
-        return self.function(*_replaced(self.args, replacement), **_replaced(dict(self.kwargs), replacement))
+
+        def replace(tensor: Tensor) -> Tensor:
+            other = replacement(tensor)
+            # A mask may have been broadcast, whose memory has no such view.
+            return other.contiguous() if self.name == "view" else other
+
+        return self.function(*_replaced(self.args, replace), **_replaced(dict(self.kwargs), replace))
 
 
 def tensors_in(nested: Any) -> Iterator[Tensor]:

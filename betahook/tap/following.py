@@ -111,7 +111,7 @@ def _assigned(forward: Forward, call: Call, into: Trace | None, trace: Trace | N
     target, index, _ = call.args
     old = into if isinstance(into, Scores) else None
     if not isinstance(trace, Scores):
-        if old is None or old.value is None or not forward.strict:
+        if old is None or old.value is None:
             return old
         masked = torch.zeros_like(old.value, dtype=torch.bool)
         masked[index] = True

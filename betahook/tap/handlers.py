@@ -48,7 +48,7 @@ def reduce(situation: Situation) -> Derived:
     trace = situation.trace_of(situation.call.operands[0])
     if not isinstance(trace, Scores):
         return other(situation)
-    return Shift(trace.products) if situation.strict else None
+    return Shift(trace.products)
 
 
 def ignore(situation: Situation) -> Derived:

@@ -25,7 +25,6 @@ PROJECTIONS = {"linear": -1, "addmm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
 FAR = 2**31
 """More features than a projection has, so that those of two differ."""
 ON_LABELS: dict[str, Callable[..., Tensor]] = {
-    "view": Tensor.reshape,  # labels need not be contiguous where the tensor is
     "view_as_complex": lambda labels: labels[..., 0],
     "view_as_real": lambda labels: torch.stack([labels, labels], -1),
 }

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from betahook.measure.masks import masked_by
 from betahook.tap import contraction, heads
 from betahook.tap.calls import Call
 from betahook.tap.contraction import Axis, Contraction, UnknownHeadsError
@@ -21,7 +22,7 @@ from betahook.tap.rearranging import linear
 from betahook.tap.shadows import GAIN
 from betahook.tap.sites import find_line, find_site
 from betahook.tap.situation import Derived, other
-from betahook.tap.traces import Factor, Operand, Product, Scores, Shift, Weights, divided, masked_by
+from betahook.tap.traces import Factor, Operand, Product, Scores, Shift, Weights, divided
 
 
 def multiply(forward: Forward, call: Call) -> Any:
@@ -109,7 +110,7 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
             operands = divided(left, factors[0]), divided(right, factors[1])
             value = product.alone(query) if product.biased else output.detach()
             trace = replace(trace, value=value, operands=operands)
-            if not pure and forward.strict:
+            if not pure:
                 trace = trace.without(masked_by(call.operands[0].detach()).expand(value.shape))
     place = product.output_axis(axis)
     forward.note(output, replace(trace, axis=place - output.dim()) if isinstance(place, int) else trace)

@@ -66,7 +66,7 @@ def pad(situation: Situation) -> Derived:
     return replace(
         trace,
         value=F.pad(trace.value, sides),
-        allowed=F.pad(allowed, sides, value=False) if situation.strict else None,
+        allowed=F.pad(allowed, sides, value=False),
     )
 
 
@@ -78,7 +78,7 @@ def where(situation: Situation) -> Derived:
     condition, left, _ = situation.call.operands
     if isinstance(left, Tensor) and left.dtype == torch.bool:  # the method of a tensor
         condition, left = left, condition
-    if not isinstance(condition, Tensor) or not situation.strict:
+    if not isinstance(condition, Tensor):
         return traces[0]
     return traces[0].without(~condition if situation.trace_of(left) is not None else condition)
 
@@ -88,13 +88,13 @@ def fill(situation: Situation) -> Derived:
     trace = situation.trace_of(situation.call.operands[0])
     if not isinstance(trace, Scores):
         return trace if not situation.strict else other(situation)
-    return trace.without(situation.call.operands[1].bool()) if situation.strict else trace
+    return trace.without(situation.call.operands[1].bool())
 
 
 def triangle(situation: Situation) -> Derived:
     """Follow `tril` and `triu`, which replace scores by zeros."""
     trace = situation.trace_of(situation.call.operands[0])
-    if not isinstance(trace, Scores) or trace.value is None or not situation.strict:
+    if not isinstance(trace, Scores) or trace.value is None:
         return trace
     ones = torch.ones_like(trace.value)
     return trace.without(situation.call.run_on(lambda _: ones) == 0)
@@ -132,7 +132,7 @@ def linear(situation: Situation) -> Derived:
     parts = [moved] if isinstance(moved, Tensor) else list(moved)
     masks: list[Any] = [None] * len(parts)
     others = any(x.is_floating_point() and not isinstance(trace_of(x), Scores) for x in situation.call.tensors)
-    if situation.strict and (others or any(trace.allowed is not None for trace in scores)):
+    if (situation.strict and others) or any(trace.allowed is not None for trace in scores):
         allowed = situation.call.run_on(pairs)
         masks = [allowed] if isinstance(allowed, Tensor) else list(allowed)
     if situation.call.name in PERMUTING or any(part.dim() != first.value.dim() for part in parts):

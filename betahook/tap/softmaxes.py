@@ -6,7 +6,6 @@ The tap in `products` calls these functions in place of torch's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from betahook.tap.contraction import Axis
 from betahook.tap.forward import Forward
 from betahook.tap.gain import scale_query
 from betahook.tap.sites import Site, find_line, find_site
-from betahook.tap.traces import Operand, Scores, Trace, Weights, divided, masked_by
+from betahook.tap.traces import Operand, Scores, Trace, Weights, divided
 
 
 def softmax(forward: Forward, call: Call) -> Tensor:
@@ -78,13 +77,12 @@ def _record(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     axis: Axis | None
     scores, logits = (x.detach().movedim(dim, -1) for x in (trace.value, input))
     prescale = trace.prescale
+    allowed = torch.ones_like(scores, dtype=torch.bool)
+    if trace.allowed is not None:
+        allowed = trace.allowed.movedim(dim, -1)
     if not forward.strict:
-        allowed = logits - scores * trace.factor > masks.MASKED
         axis = contraction.axis_of(scores.shape[:-2], layer.heads, layer.facts.score_axis)
     else:
-        allowed = torch.ones_like(scores, dtype=torch.bool)
-        if trace.allowed is not None:
-            allowed = trace.allowed.movedim(dim, -1)
         axis = _score_axis(forward, input, dim)
         acting = trace.products[0].acting
         if axis is None or acting is None:
@@ -138,7 +136,7 @@ def fused(
             mask = Mask(Band(None, 0 if is_causal else None))
             if attn_mask is not None:
                 pairs = attn_mask.detach().expand(max(len(query), len(key)), *query.shape[1:-1], key.shape[-2])
-                mask = _mask(forward, contraction.batched(pairs, axis, layer.heads))
+                mask = masks.from_tensor(contraction.batched(pairs, axis, layer.heads), Band())
             layer.record(q, k, mask, position_bias=None, softcap=None)
         query = contraction.on_heads(
             query, axis, layer.heads, lambda query, axis: scale_query(layer, query, (key, value), axis, default)
@@ -160,9 +158,3 @@ def _fused_axis(forward: Forward, query: Tensor, site: Site) -> Axis | None:
     if axis is None and layer.heads not in sizes:
         contraction.axis_of(sizes, layer.heads, None)
     return axis
-
-
-def _mask(forward: Forward, pairs: Tensor) -> Mask:
-    if pairs.dtype == torch.bool or not forward.strict:
-        return masks.from_tensor(pairs, Band())
-    return replace(masks.from_tensor(~masked_by(pairs), Band()), bias=pairs)

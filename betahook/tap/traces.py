@@ -13,14 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from betahook.measure.masks import MASKED
 from betahook.tap.sites import Site
 
 Factor = float | Tensor
 """A number, a 0-dim tensor, or one that broadcasts over heads."""
-
-NEVER = -1e4
-"""An addend of this or less masks a pair, however large the logits are."""
 
 
 @dataclass(eq=False)
@@ -175,15 +171,3 @@ def number(factor: Any) -> Factor | None:
 def divided(tensor: Tensor, factor: Factor) -> Tensor:
     """`tensor / factor`, without a copy where that is the tensor itself."""
     return tensor if isinstance(factor, float) and factor == 1 else tensor / factor
-
-
-def masked_by(addend: Tensor) -> Tensor:
-    """The pairs that an addend of the logits masks: those with -1e4 or less, and those of a mask of two values.
-
-    Swin masks by -100; a bias that falls with the distance may go as low without masking anything.
-    """
-    if addend.numel() == 0:
-        return torch.zeros_like(addend, dtype=torch.bool)
-    lowest = addend.min()
-    is_mask = ((addend == 0) | (addend == lowest)).all() & (lowest < MASKED)
-    return (addend <= NEVER) | (is_mask & (addend < 0))

@@ -36,6 +36,7 @@ HOOK = ("tests/unit/test_hook.py",)
 CHARTS = ("tests/unit/report/test_html.py",)
 COMMANDS = ("tests/unit/cli/test_commands.py",)
 RECORDER = ("tests/unit/tap/test_recorder.py",)
+RIGHT = ("tests/unit/tap/test_right_or_refused.py",)
 ROWS = ("tests/unit/measure/test_rows.py",)
 SCORES = ("tests/unit/measure/test_scores.py",)
 
@@ -183,9 +184,13 @@ FAULTS = [
     Fault("betahook/measure/largest.py", "lowest <= band.low", "lowest < band.low"),
     Fault("betahook/measure/largest.py", "mask.pairs.shape[1] == 1", "mask.pairs.shape[1] > 0"),
     Fault("betahook/measure/scores.py", "torch.maximum(positive, -scores.amin((0, 2, 3)))", "positive"),
-    Fault("betahook/measure/masks.py", "(mask <= too_low)", "(mask <= MASKED)"),
-    Fault("betahook/measure/masks.py", "| (mask == least_half)", ""),
-    Fault("betahook/measure/masks.py", "| (has_gap & low)", ""),
+    Fault("betahook/measure/masks.py", "(addend <= too_low)", "(addend <= MASKED)"),
+    Fault("betahook/measure/masks.py", "| (addend == least_half)", ""),
+    Fault("betahook/measure/masks.py", "masked |= has_gap & low", "masked |= False"),
+    Fault("betahook/measure/masks.py", " & ~low.all()", "", RIGHT),
+    Fault("betahook/measure/masks.py", "GAPS = (MASKED, -9000.0)", "GAPS = (MASKED,)", RIGHT),
+    Fault("betahook/tap/calls.py", "other.contiguous() if", "other if", RIGHT),
+    Fault("betahook/tap/heads.py", "elif name not in NAMES and any(", "elif any(", RIGHT),
     # control
     Fault("betahook/control/base.py", "DECADES = 3.0", "DECADES = 4.0"),
     Fault(

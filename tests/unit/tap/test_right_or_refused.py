@@ -225,12 +225,27 @@ FAR = {
     "clamped from below": lambda s: s.clamp(min=-50),
     "far bias": lambda s: s - 40.0 * (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs(),
     "bias subtracted": lambda s: s - torch.arange(LENGTH) * 20.0,
+    "a bound subtracted": lambda s: s - torch.tensor(500.0),
+    "a bound of each row subtracted": lambda s: s - torch.linspace(40, 400, LENGTH)[:, None].round(decimals=-2),
+    "bias in front of far keys": lambda s: s - torch.arange(LENGTH) * 20.0 - 100.0,
 }
 
 
+@pytest.fixture(params=["of the user", "of transformers"])
+def by_whom(request):
+    """Tell who wrote the class, since classes of transformers are followed with less suspicion."""
+
+    def write(model):
+        if request.param == "of transformers":
+            type(model[1]).__module__ = "transformers.models.made_up"
+        return model
+
+    return write
+
+
 @pytest.mark.parametrize("way", FAR)
-def test_what_is_no_mask_is_counted(x, way):
-    model = make(lambda module, q, k, v: FAR[way](q @ k.mT * ROOT).softmax(-1) @ v)
+def test_what_is_no_mask_is_counted(x, way, by_whom):
+    model = by_whom(make(lambda module, q, k, v: FAR[way](q @ k.mT * ROOT).softmax(-1) @ v))
     x = 20 * x
     with betahook.attach(model, controller="monitor") as hook:
         model(x)
@@ -250,6 +265,15 @@ MASKS = {
     "added": lambda s: s + torch.zeros(LENGTH, LENGTH).masked_fill(MASKED, -1e4),
     "added infinity": lambda s: s + torch.full((LENGTH, LENGTH), -math.inf).triu(1),
     "added lowest": lambda s: s + torch.full((LENGTH, LENGTH), LOWEST).triu(1),
+    "added and moved": lambda s: (
+        (s + torch.zeros(3, 1, LENGTH, LENGTH).masked_fill(MASKED, -1e4)).view(-1, LENGTH, LENGTH).view_as(s)
+    ),
+    "added with a far bias": lambda s: (
+        s - 30.0 * torch.arange(LENGTH).flip(0) + torch.zeros(LENGTH, LENGTH).masked_fill(MASKED, -1e4)
+    ),
+    "added in one with a far bias": lambda s: (
+        s + (torch.zeros(LENGTH, LENGTH).masked_fill(MASKED, -1e4) - 30.0 * torch.arange(LENGTH).flip(0))
+    ),
     "added hundred": lambda s: s + torch.full((LENGTH, LENGTH), -100.0).triu(1),
     "subtracted": lambda s: s - MASKED * 1e9,
     "multiplied and subtracted": lambda s: s * ~MASKED - 1e9 * MASKED.float(),
@@ -263,8 +287,8 @@ def assigned(scores):
 
 
 @pytest.mark.parametrize("way", MASKS)
-def test_what_the_code_masks_is_not_counted(x, way):
-    model = make(lambda module, q, k, v: MASKS[way](q @ k.mT * ROOT).softmax(-1) @ v)
+def test_what_the_code_masks_is_not_counted(x, way, by_whom):
+    model = by_whom(make(lambda module, q, k, v: MASKS[way](q @ k.mT * ROOT).softmax(-1) @ v))
     with betahook.attach(model, controller="monitor") as hook:
         model(x)
         measured = hook.layers["1"].statistics
@@ -281,8 +305,9 @@ def test_a_far_bias_of_the_fused_attention_masks_nothing(x):
         assert hook.layers["1"].statistics.count == raw_scores(model, x).numel()
 
 
-def test_an_exploded_logit_behind_a_shift_is_capped(x):
+def test_an_exploded_logit_behind_a_shift_is_capped(x, by_whom):
     model = make(lambda module, q, k, v: (s := q @ k.mT * ROOT).sub(s.amax(-1, keepdim=True)).softmax(-1) @ v)
+    by_whom(model)
     with betahook.attach(model, controller=betahook.Cap(100.0)) as hook:
         for _ in range(3):
             model(100 * x).sum().backward()
