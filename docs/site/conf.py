@@ -36,6 +36,7 @@ CONTENTS = """
 :hidden:
 :caption: Use
 docs/FINDINGS
+docs/GALLERY
 docs/METRICS
 docs/SHORT_RUNS
 docs/YOUR_ATTENTION
