@@ -33,7 +33,7 @@ def draw(chart: Chart) -> str:
     def place(point: Point) -> str:
         return f"{_across(point[0], first, last):.1f},{_up(point[1], low, high, chart.logarithmic):.1f}"
 
-    colours = _colours(len(lines))
+    colours = [chart.colours.get(name, colour) for name, colour in zip(lines, _colours(len(lines)), strict=True)]
     parts = [_axes(chart, (first, last), (low, high))]
     for colour, (name, points) in zip(colours, lines.items(), strict=True):
         tip = html.escape(
@@ -89,7 +89,7 @@ def ticks(low: float, high: float, logarithmic: bool) -> list[float]:
 
 
 def _axes(chart: Chart, steps: Point, values: Point) -> str:
-    parts = []
+    parts = [f'<text x="{LEFT - 8}" y="{HEIGHT - 8}" text-anchor="end">step</text>']
     for value in ticks(*values, chart.logarithmic):
         y = _up(value, *values, chart.logarithmic)
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -102,7 +102,7 @@ def _axes(chart: Chart, steps: Point, values: Point) -> str:
 
 
 def _label(value: float) -> str:
-    return f"{value:.3g}"
+    return f"{value:,.10g}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
 def _colours(count: int) -> list[str]:

@@ -88,12 +88,14 @@ class Chart:
         lines: name to points (step, value), in order of the steps.
         logarithmic: True for a logarithmic axis of positive values.
         note: below it, on how to read it.
+        colours: of lines by name, where they have a meaning.
     """
 
     title: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
     logarithmic: bool = False
     note: str = ""
+    colours: Mapping[str, str] = field(default_factory=dict)
 
 
 Block = Text | Table | Picture | Chart

@@ -1,67 +1,17 @@
-"""TensorBoard as one sees it, in headless Chromium: every card shows something, and the console has no error.
+"""TensorBoard as one sees it, in headless Chromium: every card shows something, and the console has no error."""
 
-Screenshots are kept in the folder that BETAHOOK_SCREENSHOTS names, if it names one.
-"""
-
-import os
-import shutil
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
-import betahook
-from betahook.integrations.tensorboard import TensorBoardWriter
 from betahook.report.pictures import PIXELS
+from support.browser import errors, keep, wait_for, write_run
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-DRIVER = shutil.which("chromedriver")
-FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
---disable-component-update --disable-sync --window-size=1600,1200"""
-LIMIT = 60
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver: apt-get install chromium chromium-driver"
-    ),
-]
-
-
-def write_run(folder, layers):
-    """A run of some logs, with a layer that becomes sharp."""
-    torch.manual_seed(0)
-    sizes = dict(n_layer=layers, n_head=8, n_embd=32, n_positions=32, vocab_size=64)
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    ids = torch.randint(64, (4, 32))
-    with betahook.attach(model) as hook, TensorBoardWriter(str(folder)) as writer:
-        for step in range(1, 13):
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            hook.step()
-            if step == 6:
-                with torch.no_grad():
-                    model.transformer.h[2].attn.c_attn.weight.mul_(30)
-            writer.write(hook, step, loss=loss.item())
-
-
-def wait_for(found, what):
-    """Return what `found()` returns, as soon as it is true."""
-    deadline = time.monotonic() + LIMIT
-    while not (result := found()):
-        assert time.monotonic() < deadline, f"no {what} after {LIMIT} s"
-        time.sleep(0.3)
-    return result
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(params=[12, 32], ids="{} layers".format)
@@ -91,22 +41,6 @@ def tensorboard(request, tmp_path):
         server.wait()
 
 
-@pytest.fixture
-def browser(tmp_path):
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in [*FLAGS.split(), f"--user-data-dir={tmp_path / 'profile'}"]:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    try:
-        yield driver
-    finally:
-        driver.quit()
-
-
 DEEP = """
 function all(root, selector) {
   const inner = [...root.querySelectorAll('*')].map(each => each.shadowRoot).filter(Boolean);
@@ -130,12 +64,6 @@ PICTURES = (
 def show(browser, address, page):
     browser.get("about:blank")
     browser.get(f"{address}/#{page}")
-
-
-def keep(browser, name):
-    if folder := os.environ.get("BETAHOOK_SCREENSHOTS"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        browser.save_screenshot(str(Path(folder, f"{name}.png")))
 
 
 def test_what_one_sees(tensorboard, browser):
@@ -170,5 +98,4 @@ def test_what_one_sees(tensorboard, browser):
     wait_for(lambda: PIXELS[0] in browser.execute_script(PICTURES), "picture among the images")
     keep(browser, f"images-{layers}")
 
-    errors = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
-    assert errors == []
+    assert errors(browser) == []

@@ -73,6 +73,13 @@ def test_few_lines_are_named_and_many_run_through_a_scale():
     assert len(set(re.findall(r'stroke="(rgb[^"]+)"', many))) > 30
 
 
+def test_a_colour_with_a_meaning_stays_with_its_line():
+    lines = {"a": [(0, 1.0), (1, 2.0)], "flat": [(0, 1.0), (1, 2.0)]}
+    drawn = charts.draw(Chart("t", lines, colours={"flat": "#123456", "gone": "#654321"}))
+    assert re.findall('stroke="([^"]+)"', drawn) == [charts.DISTINCT[0], "#123456"]
+    assert drawn.count("#123456") == 2  # in the legend too
+
+
 @pytest.mark.parametrize(
     ("low", "high", "logarithmic", "expected"),
     [
