@@ -276,7 +276,9 @@ class Hook:
         """
         state = self._state
         table, moments = _measured(state)
-        self.layers.read_weights()
+        # A model without weights has what its state says of them.
+        if not all(parameter.is_meta for parameter in self.model.parameters()):
+            self.layers.read_weights()
         observed, stds = state.layers.observe(table, moments, state.widths), state.layers.weight_std(state.weights)
         correlations = correlated.correlations(self, self.layers, state)
         return Audit.of(self.layers, state.layers, observed, stds, correlations)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,26 @@ from betahook.report.names import short_names
 from betahook.report.precision import Precision
 from betahook.report.summary import GROUP
 
+COLOURS = {
+    "flat": "#3b82c4",
+    "healthy": "#2f9e6e",
+    "sharp": "#e4671e",
+    "one key": "#d6455d",
+    "exploding": "#a855c7",
+    "sink": "#c9a227",
+    "dead": "#8a7060",
+    "nonfinite": "#8c8f94",
+}
+"""Of conditions in charts: blue is flat and orange sharp, as in the picture; legible on white and on black."""
+PREDICTIONS = (
+    "Before beta. sqrt(d_k) is the std for which 1/sqrt(d_k) is right; the next follows from the std of W_q and W_k, "
+    "the third from the means and variances of q and k, if their components are independent."
+)
+ASSUMPTIONS = (
+    "The first row is what the paper assumes; x is the input of W_q and W_k, q-k a component of q and one of k. "
+    "Covariance: the measured variance of the scores over that of independent components."
+)
+
 
 def examination(title: str, source: str, found: Examination, *, pictured: bool) -> Document:
     """Return what an examination found, with a picture if that is asked for and matplotlib is there."""
@@ -33,7 +54,7 @@ def examination(title: str, source: str, found: Examination, *, pictured: bool) 
         *(glance(found.findings) if pictured else []),
         conditions(found.findings).without("since step", "controller", "beta / own"),
         formats(found.precision, found.findings.labels),
-        audit(found.audit),
+        *audit(found.audit),
         used([]),
     ]
     return Document(title, blocks)
@@ -69,9 +90,9 @@ def run(folder: str, found: Run, judged: tuple[Findings, Audit] | None) -> Docum
     if last is not None:
         blocks.append(replace(betas(found.states[last]), title=f"Beta after {last} steps"))
     if judged is not None:
-        blocks.append(audit(judged[1]))
+        blocks += audit(judged[1])
     blocks.append(used(sources(found)))
-    return Document(f"{folder}: attention", blocks)
+    return Document(f"Attention in {Path(folder).resolve().name}", blocks)
 
 
 def charts(found: Run) -> list[Chart]:
@@ -87,7 +108,7 @@ def charts(found: Run) -> list[Chart]:
     return [
         Chart("Loss", _drawn(loss)),
         Chart("Largest logit", _drawn({"largest logit": found.curve(f"{GROUP}/max_logit")}), logarithmic=True),
-        Chart("Share of the layers", shares),
+        Chart("Share of the layers in each condition", shares, colours=COLOURS),
         Chart("Lowest entropy of a layer (nats)", _drawn({"entropy": found.curve(f"{GROUP}/lowest_entropy")})),
         Chart("Beta over the model's own: range", _drawn(spread), logarithmic=True),
         Chart("Beta over the model's own, by layer, at checkpoints", _gains(found), logarithmic=True),
@@ -179,12 +200,19 @@ def formats(precision: Sequence[Precision], labels: Sequence[str]) -> Table:
     return Table(["layer", *names], rows, "Number formats", note)
 
 
-def audit(audited: Audit) -> Table:
-    """Return the paper's assumptions, measured."""
-    header, *rows = audited.rows()
-    labels = short_names([row[0] for row in rows])
-    rows = [[label, *row[1:]] for label, row in zip(labels, rows, strict=True)]
-    return Table(header, rows, "Assumptions behind 1/sqrt(d_k)", audited.NOTE, is_wide=True)
+def audit(audited: Audit) -> list[Table]:
+    """Return the std of the scores against its predictions, and the assumptions behind them."""
+    return [
+        _by_layer(audited.predictions(), "Std of the scores: measured and predicted", PREDICTIONS),
+        replace(_by_layer(audited.assumptions(), "Assumptions behind 1/sqrt(d_k)", ASSUMPTIONS), is_wide=True),
+    ]
+
+
+def _by_layer(rows: list[list[str]], title: str, note: str) -> Table:
+    """Make a table of rows by layer, with short names of the layers."""
+    header, *rest = rows
+    shorter = dict(zip(names := [row[0] for row in rest if row[0] != "assumed"], short_names(names), strict=True))
+    return Table(header, [[shorter.get(row[0], row[0]), *row[1:]] for row in rest], title, note)
 
 
 def used(lines: Sequence[str]) -> Text:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from betahook import theory
@@ -53,8 +53,31 @@ class LayerAudit:
     follows: str
 
 
+def _correlated(*names: str) -> Callable[[LayerAudit], Sequence[float]]:
+    """Read correlations; NaN where the model could not run once more."""
+
+    def read(layer: LayerAudit) -> Sequence[float]:
+        return [getattr(layer.correlations, name, math.nan) for name in names]
+
+    return read
+
+
+ASSUMPTIONS: Mapping[str, tuple[str, Callable[[LayerAudit], Sequence[float]]]] = {
+    "(ii) variance of W_q x, W_k x": ("1, 1", lambda layer: [layer.projected_variance_q, layer.projected_variance_k]),
+    "(iii) mean of q, k": ("0, 0", lambda layer: [layer.component_mean_q, layer.component_mean_k]),
+    "(iii) variance of q, k": ("1, 1", lambda layer: [layer.component_variance_q, layer.component_variance_k]),
+    "(iv) covariance": ("1", lambda layer: [layer.covariance]),
+    "(iv) correlation in q, in k, q-k": ("0, 0, 0", _correlated("within_q", "within_k", "between")),
+    "of tokens in q, k": ("0, 0", _correlated("tokens_q", "tokens_k")),
+}
+"""Headings to what is assumed, and to the numbers of a layer."""
+
+PREDICTIONS = {"classic": "sqrt(d_k)", "weights": "from W_q and W_k", "independent": "from q and k"}
+"""Formulas of `betahook.theory` to their headings."""
+
+
 class Audit(tuple[LayerAudit, ...]):
-    """One `LayerAudit` a layer; prints as a table."""
+    """One `LayerAudit` a layer; prints as two tables."""
 
     @classmethod
     def of(
@@ -96,61 +119,43 @@ class Audit(tuple[LayerAudit, ...]):
 
         return cls(row(index, name) for index, name in enumerate(layers))
 
-    NOTE = (
-        "assumed: (ii) variances 1, (iii) means 0 and variances 1, (iv) cov 1 (measured / independent variance), "
-        "correlations of components and of tokens 0"
-    )
+    def predictions(self) -> list[list[str]]:
+        """Return the std of the scores as a table: the first row is the header, then one row a layer."""
+        header = ["layer", "measured", *PREDICTIONS.values(), "closest"]
+        return [header, *(_predictions(layer) for layer in self)]
 
-    def rows(self) -> list[list[str]]:
-        """Return a table for people: the first row is the header, then one row a layer."""
-        header = [
-            "layer",
-            "(i) d_x, d_k",
-            "(ii) var Wq x, Wk x",
-            "(iii) mean q, k",
-            "var q, k",
-            "(iv) cov",
-            "corr q, k, q-k",
-            "of tokens",
-            "std measured",
-            "classic",
-            "weights",
-            "independent",
-            "follows",
+    def assumptions(self) -> list[list[str]]:
+        """Return a table for people: a header, the numbers assumed, then one row a layer; only what was measured."""
+        numbers = {name: [of(layer) for layer in self] for name, (_, of) in ASSUMPTIONS.items()}
+        known = [name for name, rows in numbers.items() if any(value == value for row in rows for value in row)]
+        header = ["layer", "d_x, d_k", *known]
+        assumed = ["assumed", "", *(ASSUMPTIONS[name][0] for name in known)]
+        rows = zip(*(numbers[name] for name in known), strict=True)
+        layers = [
+            [layer.name, f"{layer.query_width or '?'}, {layer.head_dim}", *map(_listed, row)]
+            for layer, row in zip(self, rows, strict=True)
         ]
-        return [header, *map(_cells, self)]
+        return [header, assumed, *layers]
 
     def __str__(self) -> str:
-        rows = self.rows()
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([*lines, self.NOTE])
+        return "\n\n".join(map(_aligned, (self.predictions(), self.assumptions())))
 
 
-def _cells(layer: LayerAudit) -> list[str]:
-    def pair(a: float, b: float) -> str:
-        return f"{a:.3g}, {b:.3g}"
-
-    return [
-        layer.name,
-        f"{layer.query_width or '?'}, {layer.head_dim}",
-        pair(layer.projected_variance_q, layer.projected_variance_k),
-        pair(layer.component_mean_q, layer.component_mean_k),
-        pair(layer.component_variance_q, layer.component_variance_k),
-        f"{layer.covariance:.3g}",
-        *_correlation_cells(layer.correlations),
-        f"{layer.score_std:.4g}",
-        *(f"{layer.predicted[formula]:.4g}" for formula in ("classic", "weights", "independent")),
-        layer.follows,
-    ]
+def _predictions(layer: LayerAudit) -> list[str]:
+    stds = [layer.score_std, *(layer.predicted[formula] for formula in PREDICTIONS)]
+    return [layer.name, *(_listed([std]) for std in stds), PREDICTIONS.get(layer.follows, layer.follows)]
 
 
-def _correlation_cells(found: Correlations | None) -> list[str]:
-    if found is None:
-        return ["?", "?"]
-    within = f"{found.within_q:.2f}, {found.within_k:.2f}, {found.between:.2f}"
-    return [within, f"{found.tokens_q:.2f}, {found.tokens_k:.2f}"]
+def _listed(values: Sequence[float]) -> str:
+    """Write numbers; what was not measured is a question mark."""
+    return ", ".join("?" if value != value else f"{value:.3g}" for value in values)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Write rows below one another, with a line below the first."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
 def _closest(measured: float, predicted: dict[str, float]) -> str:

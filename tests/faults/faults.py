@@ -52,7 +52,10 @@ FAULTS = [
         "betahook/report/charts.py", "value, low, high = math.log(value), math.log(low), math.log(high)", "pass", CHARTS
     ),
     Fault("betahook/cli/commands.py", "if state is not None:\n            if", "if False:\n            if", COMMANDS),
+    Fault("betahook/cli/runs.py", 'name.replace("_", "/", 1) if name.startswith("eval_")', "name if False", COMMANDS),
     # report
+    Fault("betahook/hook.py", "if not all(parameter.is_meta for", "if True or all(parameter.is_meta for", COMMANDS),
+    Fault("betahook/report/audit.py", '"?" if value != value', '"?" if not value'),
     Fault("betahook/report/history.py", "turned = before * move < 0 or", "turned = before * move < 0 and"),
     Fault("betahook/report/history.py", "            self._logs *= 2", "            self._logs += 2"),
     Fault("betahook/report/history.py", "if one.relative_entropy < other", "if one.relative_entropy > other"),

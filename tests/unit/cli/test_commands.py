@@ -204,7 +204,8 @@ def test_report_of_a_run_is_one_file_that_needs_no_other(run, tmp_path, capsys):
     shown = Page(page)
     assert all(address.startswith("data:") for address in shown.addresses)
     assert "script" not in shown.seen
-    assert {"Loss", "Beta after 6 steps", "Assumptions behind 1/sqrt(d_k)"} <= set(shown.texts)
+    assert {"Loss", "Beta after 6 steps", "Assumptions behind 1/sqrt(d_k)", "from W_q and W_k"} <= set(shown.texts)
+    assert "?" not in shown.texts
     assert any(re.match("Step 6: of 2 layers", text) for text in shown.texts)
     assert any("Search()" in text for text in shown.texts)
     assert not list(tmp_path.glob("*.unfinished"))
@@ -213,7 +214,10 @@ def test_report_of_a_run_is_one_file_that_needs_no_other(run, tmp_path, capsys):
 def test_report_of_a_checkpoint_alone(run, tmp_path):
     page = tmp_path / "one.html"
     assert main(["report", str(run / "checkpoint-3"), "--html", str(page)]) == 0
-    assert "Beta after 3 steps" in Page(page).texts
+    shown = Page(page)
+    assert "Beta after 3 steps" in shown.texts
+    assert any(text.startswith("training: ") for text in shown.texts)  # from the history of the Trainer
+    assert any(text.startswith("largest logit: ") for text in shown.texts)
 
 
 def test_report_of_tensorboard_files_alone(tmp_path):
