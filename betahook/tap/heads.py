@@ -140,6 +140,9 @@ def find(labels: Tensor, summed: int | None, heads: int) -> Axis | None:
         heads: number of heads.
     """
     found = varying(labels, summed)
+    if len(found) > 1:  # sequences of two projections lie one behind the other, as where an image attends to a text
+        labels = torch.where(labels == UNKNOWN, labels, labels % FAR)
+        found = varying(labels, summed)
     if len(found) != 1:
         return None
     axis, size = found[0], labels.shape[found[0]]

@@ -300,6 +300,47 @@ def check_whole(kind, x):
     torch.testing.assert_close(doubled, model(x), rtol=1e-5, atol=1e-5)
 
 
+class JointAttention(Block):
+    """Two parts of a sequence, each with projections of its own, attend to one another, as image and text in SD 3."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_q_proj, self.add_k_proj, self.add_v_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def project(self, x, side):
+        parts = (
+            getattr(self, name)(part) for name, part in zip((side, f"add_{side}"), x.split([7, 5], 1), strict=True)
+        )
+        return torch.cat([self.split(part) for part in parts], 2)
+
+    def forward(self, x):
+        return self.mix(*(self.project(x, side) for side in ("q_proj", "k_proj", "v_proj"))).transpose(1, 2).flatten(2)
+
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("batch", [3, HEADS])
+def test_joint_attention_of_two_projections(batch):
+    x = torch.randn(batch, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = make(JointAttention)
+    with torch.no_grad():
+        q, k = (model[1].project(model[0](x), side).double() for side in ("q_proj", "k_proj"))
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        statistics = hook.layers["1"].head_statistics
+        scores = (q @ k.mT).transpose(0, 1).flatten(1)
+        torch.testing.assert_close(statistics.std.double(), scores.std(1, correction=0), rtol=1e-5, atol=1e-5)
+        hook.layers["1"].beta = 2 * hook.layers["1"].beta_default
+        doubled = model(x)
+        with pytest.raises(betahook.FoldError, match="is not that of a scaled query projection"):
+            betahook.fold(model)
+    for projection in (model[1].q_proj, model[1].add_q_proj):
+        for parameter in projection.parameters():
+            parameter.data *= 2
+    torch.testing.assert_close(doubled, model(x), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_the_mode_ends_with_the_forward_whatever_is_raised(x, error):
     class FailingAttention(ByHandAttention):
