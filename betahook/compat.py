@@ -166,6 +166,18 @@ def learns_prompts(module: object) -> bool:
     return bool(getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False))
 
 
+# https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/configuration_utils.py
+def replace_config(model: Any, config: dict[str, Any]) -> None:
+    """Give a model of diffusers another config, whose entries cannot be changed."""
+    model._internal_dict = type(model.config)(config)
+
+
+# https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/peft.py
+def saves_adapters(model: object) -> bool:
+    """True for a model that was given adapters by its own `add_adapter`, and saves them by its own method."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
 # https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/lora/layer.py
 def adapter_outputs(adapter: Any) -> Iterator[nn.Module]:
     """Modules of an adapter whose output is added to that of the layer below it, of every adapter that it has."""

@@ -20,6 +20,8 @@ from torch.amp.grad_scaler import GradScaler
 from betahook import options
 from betahook.checkpoint import pretrained, schema
 from betahook.control.base import Controller
+from betahook.control.clip import Clip
+from betahook.control.rules import Monitor
 from betahook.layer import AttentionLayer, Layers, size_of
 from betahook.measure import statistics
 from betahook.models.discovery import Survey
@@ -34,7 +36,7 @@ from betahook.state import State
 from betahook.step import stages, training_loss
 from betahook.step.clipping import Clipping
 from betahook.step.loss_scale import LossScale
-from betahook.tap import install, interface
+from betahook.tap import adapters, install, interface
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 
 
@@ -152,6 +154,7 @@ class Hook:
         with ExitStack() as undo:  # also if something below fails
             undo.callback(self._release)
             install.connect(model, recorders, undo)
+            adapters.connect(model, self._state, undo)
             training_loss.connect(model, self._state, controllers, undo)
             self.last_call = LastCall(model, [layer.module for layer in self.layers.values()], undo)
             pretrained.connect(model, self, self._acts, undo)
@@ -224,6 +227,8 @@ class Hook:
         if not self.attached:
             raise RuntimeError("step() on a detached hook: attach to the model again")
         stages.check_seen(state)
+        if state.steps == 0 and any(not isinstance(controller, Monitor | Clip) for controller in self.controllers):
+            pretrained.warn_of_adapters(self.model)
         training_loss.take(state, self.controllers, loss)
         loss_scale = LossScale.read(scaler, state.loss_scale)
         measured = stages.pool(state, self.layers, loss_scale)

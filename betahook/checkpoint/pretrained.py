@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,9 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers.utils import CONFIG_NAME
 
+from betahook import compat
 from betahook.checkpoint.file import FILE, Stateful, save
 from betahook.tap.override import Override
+
+logger = logging.getLogger(__name__)
 
 MARK = "betahook"
 """Config key that marks a saved model whose beta is not in its weights but in `FILE`."""
@@ -59,7 +64,7 @@ def connect(model: nn.Module, hook: Stateful, acts: Callable[[], bool], undo: Ex
         with _marked(model, acts()):
             saved = original(save_directory, *args, **kwargs)
         if options.get("is_main_process", True) and acts():
-            _mark_adapters(model, Path(save_directory))
+            _mark_files(model, Path(save_directory))
         return saved
 
     override = Override(model, "save_pretrained", save_pretrained)
@@ -74,23 +79,37 @@ def is_marked(model: nn.Module) -> bool:
 @contextmanager
 def unmarked(model: nn.Module) -> Iterator[None]:
     """Take the mark from the config of a model; on an error it is put back."""
-    marked = is_marked(model)
-    if marked:
-        delattr(model.config, MARK)
-    try:
+    with ExitStack() as undo:
+        if is_marked(model):
+            if isinstance(model.config, dict):  # that of diffusers, which is frozen
+                undo.callback(compat.replace_config, model, model.config)
+                compat.replace_config(model, {key: value for key, value in model.config.items() if key != MARK})
+            else:
+                undo.callback(setattr, model.config, MARK, NOTE)
+                delattr(model.config, MARK)
         yield
-    except BaseException:
-        if marked:
-            setattr(model.config, MARK, NOTE)
-        raise
+        undo.pop_all()
 
 
-def _mark_adapters(model: nn.Module, folder: Path) -> None:
-    """Let PEFT say, where it loads an adapter, that beta is missing: it names the keys that it does not know."""
-    for name in getattr(model, "peft_config", {}):
-        path = (folder if name == "default" else folder / name) / ADAPTER_CONFIG
+def _mark_files(model: nn.Module, folder: Path) -> None:
+    """Let PEFT and diffusers say, where they load a config, that beta is missing: they name what they do not know."""
+    adapters = getattr(model, "peft_config", {})
+    marks = {(folder if name == "default" else folder / name) / ADAPTER_CONFIG: ADAPTER_MARK for name in adapters}
+    if hasattr(model, "register_to_config"):  # a model of diffusers
+        marks[folder / CONFIG_NAME] = MARK
+    for path, mark in marks.items():
         if path.is_file():
-            path.write_text(json.dumps({**json.loads(path.read_text()), ADAPTER_MARK: NOTE}, indent=2, sort_keys=True))
+            path.write_text(json.dumps({**json.loads(path.read_text()), mark: NOTE}, indent=2, sort_keys=True))
+
+
+def warn_of_adapters(model: nn.Module) -> None:
+    """Warn of adapters around a hooked model, whose `save_pretrained` is not that of the model and so lacks beta."""
+    if "peft_config" in vars(model) and not compat.saves_adapters(model):
+        logger.warning(
+            "%s is hooked, and a PeftModel was made of it: adapter and beta are saved apart. Attach to the PeftModel, "
+            "whose save_pretrained() then saves beta beside the adapter and says so to who loads it",
+            type(model).__name__,
+        )
 
 
 @contextmanager

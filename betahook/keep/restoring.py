@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -27,7 +27,7 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
     Layers, `per_head`, `interval`, `when` and `exact_max_logit` are those of the hook that was saved.
 
     Args:
-        model: the model, with the weights of the folder.
+        model: the model, with the weights of the folder; a `PeftModel` also where its base model was hooked.
         folder: where `save_pretrained` of the hooked model, or the Trainer, put weights and `betahook.safetensors`.
         controller: None keeps beta where it is; the controllers of the saved hook go on from their saved state.
 
@@ -44,9 +44,7 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
         chosen["exact_max_logit"] = options.get("exact_max_logit", False)  # newer than the others
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not the state of a hook: layers or options are missing") from error
-    missing = sorted(set(names) - {name for name, _ in named_modules(model)})
-    if missing:
-        raise ValueError(f"{path}: the state belongs to a model with other layers; these differ: {', '.join(missing)}")
+    model = _model_with(names, model, path)
     with checkpoint.unmarked(model):
         hook = attach(model, controller=controller or "monitor", layers=lambda name, module: name in names, **chosen)
         if controller is None:
@@ -62,11 +60,27 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
     return hook
 
 
+def _model_with(names: list[str], model: nn.Module, path: Path) -> nn.Module:
+    """The model that has layers of these names: the given one, or that to which a PEFT model adds adapters.
+
+    Raises:
+        ValueError: neither has them.
+    """
+    missing = sorted(set(names) - {name for name, _ in named_modules(model)})
+    if not missing:
+        return model
+    base: Any = getattr(model, "get_base_model", None)
+    if base is not None and set(names) <= {name for name, _ in named_modules(base())}:
+        return cast(nn.Module, base())
+    raise ValueError(f"{path}: the state belongs to a model with other layers; these differ: {', '.join(missing)}")
+
+
 def _read(model: nn.Module, path: Path) -> dict[str, Any]:
     """The state in a file, if the config of the model does not speak against it."""
     marked = checkpoint.is_marked(model)
-    # The config beside an adapter is the adapter's; it takes no mark.
-    if hasattr(model, "config") and not hasattr(model, "peft_config") and not marked:
+    # Only a config of transformers takes the mark, and not where the one beside the weights is an adapter's.
+    takes = hasattr(getattr(model, "config", None), "to_json_file") and not hasattr(model, "peft_config")
+    if takes and not marked:
         raise ValueError(
             f"the config of this {type(model).__name__} does not say that it needs betahook: its beta is in the "
             "weights already, or is the default"

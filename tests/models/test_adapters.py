@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import betahook
+from betahook import checkpoint
 from support.models import build, derivative, inputs
 from support.training import train
 
@@ -287,3 +288,59 @@ def test_peft_says_where_it_loads_an_adapter_that_beta_is_missing(tmp_path, acts
     if acts:
         with betahook.restore(again, tmp_path):
             torch.testing.assert_close(again(**batch).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def sharpen(hook):
+    for layer in hook.layers.values():
+        layer.beta = 2 * layer.beta_default
+
+
+def test_beta_is_off_with_the_adapters():
+    model, batch = build("llama").eval(), inputs("llama")
+    own = model(**batch).logits
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    with betahook.attach(adapted, when="always") as hook:
+        before = adapted.disable_adapter
+        adapted(**batch)
+        hook.step()
+        sharpen(hook)
+        trained = adapted(**batch).logits
+        measured = [layer.statistics.count.clone() for layer in hook.layers.values()]
+        with adapted.disable_adapter():
+            assert torch.equal(adapted(**batch).logits, own)
+        with torch.inference_mode(), adapted.disable_adapter():
+            assert torch.equal(adapted(**batch).logits, own)
+        assert [layer.statistics.count for layer in hook.layers.values()] == measured
+        assert torch.equal(adapted(**batch).logits, trained)
+    with before():  # kept from the time when the model was hooked
+        assert torch.equal(adapted(**batch).logits, own)
+    assert "disable_adapter" not in vars(adapted)
+
+
+def test_an_adapter_that_was_made_after_attach(tmp_path, caplog):
+    model, batch = build("llama").eval(), inputs("llama")
+    with betahook.attach(model, when="always") as hook:
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+        adapted.eval()(**batch)
+        hook.step()
+        assert "LlamaForCausalLM is hooked, and a PeftModel was made of it" in caplog.text
+        caplog.clear()
+        hook.step()
+        assert not caplog.text
+
+
+@pytest.mark.parametrize("of", ["model", "adapted"])
+def test_beta_of_an_adapted_model_is_restored_from_either(tmp_path, of):
+    model, batch = build("llama").eval(), inputs("llama")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    with betahook.attach(model if of == "model" else adapted, controller="monitor", when="always") as hook:
+        adapted(**batch)
+        sharpen(hook)
+        expected = adapted(**batch).logits
+        adapted.save_pretrained(tmp_path)
+        checkpoint.save(hook, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = peft.PeftModel.from_pretrained(build("llama"), tmp_path).eval()
+    with betahook.restore(again, tmp_path):
+        torch.testing.assert_close(again(**batch).logits, expected)

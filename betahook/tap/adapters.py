@@ -1,0 +1,47 @@
+"""A model whose adapters are switched off is the one that was adapted: beta, trained like them, does not act in it.
+
+`Hook` connects the model. PEFT's `disable_adapter` so gives DPO and GRPO their reference model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from betahook.state import State
+from betahook.tap.override import Override
+
+
+def connect(model: nn.Module, state: State, undo: ExitStack) -> None:
+    """Let the model's own beta act, and nothing be measured, in `disable_adapter` of PEFT, until `undo` is closed."""
+    original: Any = getattr(model, "disable_adapter", None)
+    if original is None:
+        return
+
+    @contextmanager
+    def disable_adapter() -> Iterator[None]:
+        with original():
+            if not override.active:  # a reference to this that was kept
+                yield
+                return
+            with state.pause(), _own_beta(state):
+                yield
+
+    override = Override(model, "disable_adapter", disable_adapter)
+    undo.callback(override.remove)
+
+
+@contextmanager
+def _own_beta(state: State) -> Iterator[None]:
+    with torch.inference_mode(False):  # in which torch does not count what is written to a tensor
+        kept = state.beta.clone()
+        state.beta.fill_(torch.nan)
+    try:
+        yield
+    finally:
+        with torch.inference_mode(False):
+            state.beta.copy_(kept)
