@@ -143,6 +143,8 @@ class BetaHookCallback(TrainerCallback):
             if self._is_training:  # it was broken off
                 self.hook.detach()
             self.hook = None
+        elif self._is_training and self.hook is not None and self.hook is not self._given and self.hook.steps == 0:
+            self.hook.detach()  # it has measured a batch that did not fit, see `auto_find_batch_size`
         self._is_training = True
         if self.hook is None or not self.hook.attached:
             for left in hooks_of(model) & set(_training):

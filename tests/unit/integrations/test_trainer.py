@@ -335,6 +335,30 @@ def test_the_hook_of_a_training_that_was_broken_off_is_replaced(tmp_path, caplog
     third.train()
 
 
+def test_a_first_batch_that_did_not_fit_leaves_nothing(tmp_path):
+    """`auto_find_batch_size` then trains the same model anew, with the smaller batches of a run without it."""
+    hooks = []
+    for size in (8, 7):
+        callback = BetaHookCallback(betahook.Search(window=1, warmup=0, rise=False), on_end="keep")
+        options = dict(auto_find_batch_size=True, per_device_train_batch_size=size, seed=3)
+        trainer = make_trainer(tmp_path, callback, **options)
+        fit = trainer.training_step
+
+        def training_step(model, batch, *args, fit=fit):
+            if len(batch["input_ids"]) == 8:
+                model(**batch)
+                raise RuntimeError("CUDA out of memory.")
+            return fit(model, batch, *args)
+
+        trainer.training_step = training_step
+        trainer.train()
+        hooks.append(callback.hook)
+        callback.hook.detach()
+    states = [hook.state_dict() for hook in hooks]
+    for name in ("beta", "recent", "table"):
+        assert torch.equal(*(state[name] for state in states)), name
+
+
 def test_a_hook_that_was_kept_stays_when_its_callback_goes_on(tmp_path):
     callback = BetaHookCallback(betahook.Gradient(), on_end="keep")
     first, second = (make_trainer(tmp_path, callback) for _ in range(2))
