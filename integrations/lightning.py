@@ -1,0 +1,129 @@
+"""betahook in Lightning: a callback, which attaches when fitting begins and steps after every optimizer step.
+
+Needs the package `lightning`; nothing else of betahook imports this file.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from betahook.hook import Hook, attach
+from betahook.keep import transition
+from betahook.keep.folding import FoldError, fold
+from betahook.keep.transition import Unfinished
+from betahook.models.discovery import survey
+
+__all__ = ["BetaHook"]
+
+logger = logging.getLogger(__name__)
+
+
+class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not installed
+    """Attaches to the model in a `LightningModule`, runs the controller after every optimizer step, logs the metrics.
+
+        trainer = lightning.Trainer(max_epochs=3, callbacks=[BetaHook()])
+
+    It hooks the one child of the `LightningModule` that has attention, or all of it if several have. The metrics of
+    `Hook.metrics` go to all loggers every `log_every_n_steps` steps. A checkpoint holds the weights without beta, and
+    the state of the hook beside them: any `Trainer` with this callback that loads it, to fit or to test, has the beta
+    that belongs to the weights. At the end of fitting, beta is folded into the weights.
+
+    Args:
+        options: those of `betahook.attach`.
+        on_end: "fold", as above; where a layer has no exact fold, the hook stays and a warning says why. "keep" leaves
+            the model hooked, with its beta, for you to `fold` or `detach`.
+        unfinished: which beta is folded where training ends early, see `betahook.fold`.
+
+    Attributes:
+        hook: the hook, set when a stage of the Trainer begins; None before.
+
+    Raises:
+        ValueError: an option has a value that makes no sense.
+        TypeError: there is no such option.
+    """
+
+    def __init__(
+        self, *, on_end: Literal["fold", "keep"] = "fold", unfinished: Unfinished = "better", **options: Any
+    ) -> None:
+        inspect.signature(attach).bind(nn.Module(), **options)
+        transition.check(unfinished)
+        if on_end not in ("fold", "keep"):
+            raise ValueError(f'on_end must be "fold" or "keep"; got {on_end!r}')
+        self.hook: Hook | None = None
+        self._options = options
+        self._on_end = on_end
+        self._unfinished = unfinished
+        self._loaded: dict[str, Any] | None = None
+        self._stepped = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.hook is None or not self.hook.attached else self.hook.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict  # the model may still be moved, or sharded
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._attach(pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._load(pl_module)
+        self._stepped = trainer.global_step
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._load(pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._load(pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._load(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self.hook is not None
+        if trainer.global_step == self._stepped:
+            return  # gradients are still being accumulated
+        self._stepped = trainer.global_step
+        self.hook.step(getattr(trainer.precision_plugin, "scaler", None))
+        if trainer.is_global_zero and trainer.global_step % trainer.log_every_n_steps == 0:
+            _log(trainer, self.hook.metrics())
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._on_end == "fold" and self.hook is not None and self.hook.attached:
+            try:
+                fold(self.hook, unfinished=self._unfinished)
+            except FoldError as error:
+                logger.warning("%s. A model that is saved now needs betahook to act as it was trained.", error)
+
+    def _attach(self, module: nn.Module) -> Hook:
+        """Hook the model of a module, unless it is hooked by this callback already."""
+        model = _model_in(module)
+        if self.hook is None or not self.hook.attached or self.hook.model is not model:
+            if self.hook is not None:
+                self.hook.detach()
+            self.hook = attach(model, **self._options)
+        return self.hook
+
+    def _load(self, module: nn.Module) -> None:
+        """Give the model the beta of the checkpoint that its weights were just loaded from, if there was one."""
+        if self._loaded is not None:
+            state, self._loaded = self._loaded, None
+            self._attach(module).load_state_dict(state)
+
+
+def _model_in(module: nn.Module) -> nn.Module:
+    """Return the one child that has attention, which may be able to save itself with its beta, or all of the module."""
+    children = [child for child in module.children() if survey(child).found]
+    return children[0] if len(children) == 1 else module
+
+
+def _log(trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    for each in trainer.loggers:
+        each.log_metrics(dict(metrics), step=trainer.global_step)
