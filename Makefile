@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 OLDEST := .venv-oldest
+STACKS := .venv-stacks
 PACKAGE := .venv-package
 
-.PHONY: demo test test-slow test-families test-faults test-oldest support docs package lint format clean
+.PHONY: demo test test-slow test-families test-faults test-oldest test-stacks support docs package lint format clean
 
 demo: $(VENV)/ready
 	$(RUN) examples/flip/run.py --columns plain betahook --seeds 7 --output runs/demo
@@ -27,6 +28,10 @@ test-faults: $(VENV)/ready
 # The least versions of pyproject.toml. torch from PyPI brings the CUDA libraries along, several gigabytes.
 test-oldest: $(OLDEST)/ready
 	$(OLDEST)/bin/python -m pytest -n 2
+
+# With the packages that others train in; their warnings are theirs.
+test-stacks: $(STACKS)/ready
+	BETAHOOK_STACKS=required $(STACKS)/bin/python -m pytest tests/stacks -W ignore
 
 support: $(VENV)/ready
 	cd tests && ../$(RUN) -m zoo.support
@@ -75,5 +80,11 @@ $(OLDEST)/ready: pyproject.toml
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.6.0 transformers==5.1.0 -e '.[test]'
 	touch $@
 
+$(STACKS)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(STACKS)
+	$(STACKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(STACKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[stacks]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(PACKAGE) runs build dist betahook.egg-info
+	rm -rf $(VENV) $(OLDEST) $(STACKS) $(PACKAGE) runs build dist betahook.egg-info

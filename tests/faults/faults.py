@@ -31,6 +31,7 @@ STATE = ("tests/unit/test_state.py", "tests/unit/checkpoint")
 VERIFICATION = ("tests/unit/keep/test_verification.py",)
 CLIPPING = ("tests/unit/step/test_clipping.py", "tests/unit/models/test_scaling.py")
 TRAINER = ("tests/unit/integrations/test_trainer.py",)
+ADAPTERS = ("tests/models/test_adapters.py",)
 STAGES = ("tests/unit/step/test_stages.py",)
 HOOK = ("tests/unit/test_hook.py",)
 CHARTS = ("tests/unit/report/test_html.py",)
@@ -371,4 +372,14 @@ FAULTS = [
     Fault("betahook/step/clipping.py", "if self._differs(hook, layers):", "if False:", CLIPPING),
     Fault("betahook/models/scaling.py", "both = key_heads == heads and not normed", "both = key_heads == heads"),
     Fault("betahook/models/scaling.py", "+ self.offset * (by_row - 1)", "", CLIPPING),
+    Fault("integrations/trainer.py", "and self.hook.steps == 0:", "and self.hook.steps < 0:", TRAINER),
+    Fault(
+        "betahook/tap/heads.py",
+        "torch.where(labels == UNKNOWN, labels, labels % FAR)",
+        "labels",
+        ("tests/unit/tap/test_products.py",),
+    ),
+    Fault("betahook/tap/adapters.py", "with state.pause(), _own_beta(state):", "with state.pause():", ADAPTERS),
+    Fault("betahook/tap/adapters.py", "state.beta.copy_(kept)", "pass", ADAPTERS),
+    Fault("betahook/checkpoint/pretrained.py", "not compat.saves_adapters(model):", "False:", ADAPTERS),
 ]

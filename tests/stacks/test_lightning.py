@@ -1,0 +1,162 @@
+"""`BetaHook` in Lightning: docs/STACKS.md, section Lightning."""
+
+import csv
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils._pytree import tree_leaves
+
+import betahook
+from betahook.integrations.lightning import BetaHook
+from support.models import build
+from support.pages import blocks, run
+from support.trainer import Tokens
+
+LAYER = "model.layers.0.self_attn"
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, automatic=True):
+        super().__init__()
+        self.model = build("llama", "sdpa")
+        self.automatic_optimization = automatic
+
+    def training_step(self, batch, index):
+        loss = self.model(**batch).loss
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            if index % 2:
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+        return loss
+
+    def validation_step(self, batch, index):
+        self.log("loss", self.model(**batch).loss)
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def search():
+    return betahook.Search(window=1, warmup=0, rise=False, opening=1.0, largest=1.0)
+
+
+def batches():
+    return torch.utils.data.DataLoader(Tokens(), batch_size=8)  # eight of them
+
+
+def make_trainer(folder, callback, epochs=2, *others, **options):
+    options = dict(accelerator="cpu", enable_progress_bar=False, enable_model_summary=False) | options
+    return lightning.Trainer(default_root_dir=folder, max_epochs=epochs, callbacks=[callback, *others], **options)
+
+
+def test_the_block_of_the_page():
+    names = run(*blocks("docs/STACKS.md", "Lightning"), module=Module(), batches=batches())
+    assert names["callback"].hook.steps == names["trainer"].global_step == 8
+    assert not names["callback"].hook.attached
+
+
+@pytest.mark.parametrize(("automatic", "steps"), [(True, 6), (False, 8)])
+def test_beta_is_that_of_a_plain_loop(tmp_path, automatic, steps):
+    """One step for each of the optimizer: three batches each by accumulation, whose rest steps too, or two by hand."""
+    callback, module = BetaHook(controller=search(), on_end="keep"), Module(automatic)
+    trainer = make_trainer(tmp_path, callback, accumulate_grad_batches=3 if automatic else 1, logger=False)
+    trainer.fit(module, batches())
+    assert callback.hook.model is module.model
+    assert callback.hook.steps == trainer.global_step == steps
+
+    model = build("llama", "sdpa").train()
+    hook = betahook.attach(model, controller=search())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(2):
+        for index, batch in enumerate(batches()):
+            (model(**batch).loss / (3 if automatic else 1)).backward()
+            if (index % 3 == 2 or index == 7) if automatic else index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+                hook.step()
+    assert torch.equal(callback.hook.state_dict()["beta"], hook.state_dict()["beta"])
+    hook.detach()
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
+    def fit(folder, epochs, **resumed):
+        callback, module = BetaHook(controller=search(), on_end="keep"), Module()
+        make_trainer(folder, callback, epochs, logger=False).fit(module, batches(), **resumed)
+        callback.hook.detach()
+        return callback.hook.state_dict(), module.model.state_dict()
+
+    whole = fit(tmp_path / "whole", 2)
+    fit(tmp_path / "half", 1)
+    (checkpoint,) = (tmp_path / "half").rglob("*.ckpt")
+    resumed = fit(tmp_path / "rest", 2, ckpt_path=checkpoint, weights_only=True)
+    tensors = ([each for each in tree_leaves(run) if isinstance(each, torch.Tensor)] for run in (whole, resumed))
+    for one, other in zip(*tensors, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_best_checkpoint_is_tested_with_its_own_beta(tmp_path):
+    callback, module = BetaHook(controller=search()), Module()
+    best = ModelCheckpoint(tmp_path, monitor="loss", mode="max", save_top_k=1)  # so that the last is not the best
+    trainer = make_trainer(tmp_path, callback, 3, best, logger=False)
+    trainer.fit(module, batches(), batches())
+    last = trainer.callback_metrics["loss"]
+    assert not callback.hook.attached
+    torch.testing.assert_close(trainer.validate(module, batches(), verbose=False)[0]["loss"], float(last))
+    tested = trainer.test(module, batches(), ckpt_path="best", verbose=False)[0]["loss"]
+    assert tested == pytest.approx(float(best.best_model_score), rel=1e-5)
+    assert tested > float(last) + 1e-3
+    betahook.fold(module.model)
+    torch.testing.assert_close(trainer.test(module, batches(), verbose=False)[0]["loss"], tested)
+
+    fresh = Module()
+    trainer = make_trainer(tmp_path, BetaHook(controller=search()), logger=False)
+    assert trainer.test(fresh, batches(), ckpt_path=best.best_model_path, verbose=False)[0]["loss"] == tested
+
+
+def test_the_metrics_go_to_the_loggers(tmp_path):
+    callback, logger = BetaHook(controller="monitor"), CSVLogger(tmp_path)
+    make_trainer(tmp_path, callback, 1, logger=logger, log_every_n_steps=4).fit(Module(), batches())
+    rows = csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines())
+    assert [row["step"] for row in rows if row[f"score_std/{LAYER}"]] == ["4", "8"]
+
+
+def test_a_model_without_exact_fold_stays_hooked_and_says_so(tmp_path, caplog):
+    callback, module = BetaHook(controller=search()), Module()
+    module.model.get_submodule(LAYER).clip_qkv = 8.0
+    make_trainer(tmp_path, callback, 1, logger=False).fit(module, batches())
+    assert callback.hook.attached
+    assert "A model that is saved now needs betahook to act as it was trained" in caplog.text
+    callback.hook.detach()
+
+
+def test_a_second_fit_goes_on_with_a_hook_that_was_kept(tmp_path):
+    callback, module = BetaHook(controller=search(), on_end="keep"), Module()
+    make_trainer(tmp_path, callback, 1, logger=False).fit(module, batches())
+    make_trainer(tmp_path, callback, 1, logger=False).fit(module, batches())
+    assert callback.hook.steps == 16
+    other = Module()
+    make_trainer(tmp_path, callback, 1, logger=False).fit(other, batches())
+    assert callback.hook.model is other.model
+    with pytest.raises(ValueError, match="not hooked"):
+        betahook.fold(module.model)
+    callback.hook.detach()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (dict(contoller="monitor"), (TypeError, "unexpected keyword argument 'contoller'")),
+        (dict(on_end="drop"), (ValueError, "on_end must be .fold. or .keep.; got 'drop'")),
+        (dict(unfinished="drop"), (ValueError, "unfinished must be")),
+    ],
+)
+def test_options_are_checked(options, error):
+    with pytest.raises(error[0], match=error[1]):
+        BetaHook(**options)
