@@ -21,6 +21,8 @@ from model import FlipConfig, FlipModel
 LEARNING_RATE, BATCH, EPOCHS, WARMUP, CLIP = 5e-4, 128, 10, 50, 5.0
 EVALUATIONS = 40
 """Points on the accuracy curve."""
+GAIN = "attention/log10_beta_over_own_highest"
+"""Where the callback logs beta, in decades over the model's own."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,11 @@ class Bar(ProgressCallback):
         self.shown: dict[str, str] = {}
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for key, label in (("eval_accuracy", "accuracy"), ("beta/largest", "beta")):
-            if key in state.log_history[-1]:
-                self.shown[label] = f"{state.log_history[-1][key]:.3g}"
+        newest = state.log_history[-1]
+        if "eval_accuracy" in newest:
+            self.shown["accuracy"] = f"{newest['eval_accuracy']:.3g}"
+        if GAIN in newest:
+            self.shown["beta / own"] = f"{10 ** newest[GAIN]:.3g}"
         if self.training_bar is not None:
             self.training_bar.set_description(self.title)
             self.training_bar.set_postfix(self.shown)
@@ -153,7 +157,7 @@ def train(
         history = trainer.state.log_history
     curves = {
         key: [(entry["step"], entry[key]) for entry in history if key in entry]
-        for key in ("eval_accuracy", "eval_loss", "beta/largest")
+        for key in ("eval_accuracy", "eval_loss", GAIN)
     }
     result = {
         "row": run.row.name,
@@ -166,7 +170,7 @@ def train(
         "beta": hook.layers["attention"].beta,
         "accuracy_curve": curves["eval_accuracy"],
         "loss_curve": curves["eval_loss"],
-        "beta_curve": curves["beta/largest"],
+        "beta_curve": [(step, 10**gain * run.row.length**-0.5) for step, gain in curves[GAIN]],
     }
     hook.detach()
     return result

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from support import commands
+
 FOLDER = Path(__file__).parents[2] / "examples" / "flip"
 
 
@@ -83,6 +85,13 @@ def test_runs_of_no_job_are_refused(flip, capsys):
     with pytest.raises(SystemExit, match="2"):
         flip["run"].main(["--jobs", "0"])
     assert "--jobs must be at least 1, not 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", commands.of("examples/flip/run.py"), ids=" ".join)
+def test_the_commands_of_the_pages_name_rows_and_columns(flip, arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr(flip["run"], "execute", lambda function, todo, jobs: iter(()))
+    monkeypatch.setattr(flip["run"], "draw", lambda *_: None)
+    flip["run"].main([*arguments, "--output", str(tmp_path)])
 
 
 def test_the_procedure_searches_by_validation_accuracy(flip, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import betahook
+from support import commands
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = (
@@ -256,6 +257,13 @@ def test_a_row_of_the_paper_keeps_its_steps(study, monkeypatch, tmp_path):
     study["run"].main(["--tasks", "flip-10-*", "--steps", "5", "--controllers", "plain", "--output", str(tmp_path)])
     (result,) = study["runs"].Results(tmp_path / "results.jsonl")
     assert result["steps"] == 620
+
+
+@pytest.mark.parametrize("arguments", commands.of("examples/study/run.py"), ids=" ".join)
+def test_the_commands_of_the_pages_name_tasks_and_controllers(study, arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(study["run"], "execute", lambda function, todo, jobs: iter(()))
+    study["run"].main([*arguments, "--output", str(tmp_path)])
+    assert capsys.readouterr().out.startswith("0 of ")
 
 
 def test_what_no_task_offers_is_refused(study, tmp_path, capsys):

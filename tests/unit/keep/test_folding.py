@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from transformers import DebertaV2Config, DebertaV2Model
 
 import betahook
 from support.attention import HEADS, LENGTH, PADDING, WIDTH, ByHandAttention, FusedAttention, padded_encoder
@@ -195,6 +196,29 @@ def test_half_precision_folds_up_to_rounding(dtype):
         adapted = model(**batch).logits
         betahook.fold(model)
     torch.testing.assert_close(model(**batch).logits, adapted, rtol=5e-2, atol=5e-2)
+
+
+def test_bfloat16_does_not_see_the_bias_that_nearly_flat_attention_loses():
+    """As docs/LIMITATIONS.md says: DeBERTa's p2c bias has a query projection of its own, which fold does not scale."""
+    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+    biases = dict(relative_attention=True, pos_att_type=["p2c", "c2p"], max_relative_positions=16)
+    config = DebertaV2Config(**sizes, **biases, initializer_range=0.05)
+    ids = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.manual_seed(0)
+        model = DebertaV2Model(config).to(dtype).eval()
+        with betahook.attach(model, controller="monitor", when="always") as hook:
+            model(ids)
+            for layer in hook.layers.values():
+                layer.beta = 2 * layer.beta_default
+            adapted = model(ids).last_hidden_state
+            assert max(float(layer.beta * layer.statistics.std) for layer in hook.layers.values()) < 0.2
+            if dtype is torch.bfloat16:
+                betahook.fold(model)
+                assert not torch.equal(model(ids).last_hidden_state, adapted)  # no rounding: a factor of 2 is exact
+            else:
+                with pytest.raises(betahook.FoldError, match="its output is not that of a scaled query projection"):
+                    betahook.fold(model)
 
 
 @pytest.mark.oldest_skips("torch cannot trace the models at all")
