@@ -1,10 +1,11 @@
-"""The tables and the plot of the flip results; run as a script, the tables of the README from the published runs.
+"""The tables and the plot of the flip results; run as a script, those of the READMEs from the published runs.
 
-python examples/flip/report.py
+python examples/flip/report.py --picture examples/flip/flip.png
 """
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 from collections import defaultdict
@@ -12,9 +13,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from task import Row
+from task import TABLE_1, Row
 
 Result = dict[str, Any]
+
+PLOTTED = {"plain": "1/√d_k", "paper": "the paper's β, fixed", "betahook": "betahook's default"}
+"""Columns of the README's picture, with their names in it; any other has the name of its column."""
+SEEDS = (7, 1, 2, 3, 4)
+"""Seeds of the README's table."""
+COLOURS = {"plain": "C0", "betahook": "C1", "scaled-init": "C2", "paper": "C4"}
+"""Of columns; those of rates-lm.png in examples/study are the same."""
 
 HEADER = "column           mean      min      max  seeds  steps to 95 %  final beta  what"
 
@@ -106,22 +114,35 @@ def draw(row: Row, results: Iterable[Result], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     chosen = [result for result in results if result["row"] == row.name]
-    colours = {column: f"C{index}" for index, column in enumerate(dict.fromkeys(r["column"] for r in chosen))}
+    columns = list(dict.fromkeys(result["column"] for result in chosen))
+    colours = {column: COLOURS.get(column, f"C{5 + index % 5}") for index, column in enumerate(columns)}
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
     for result in chosen:
         colour = colours[result["column"]]
         top.plot(*zip(*result["accuracy_curve"], strict=True), color=colour, alpha=0.8)
         bottom.plot(*zip(*result["beta_curve"], strict=True), color=colour, alpha=0.8)
     for column, colour in colours.items():
-        top.plot([], [], color=colour, label=column)
-    top.set(ylabel="validation accuracy per symbol", ylim=(0, 1.02), title=f"flip {row.name}")
-    bottom.set(ylabel="beta", yscale="log", xlabel="step")
+        top.plot([], [], color=colour, label=PLOTTED.get(column, column))
+    strings = f"{row.symbols} symbols, strings of {row.length}, {row.strings:,} of them: a line for each seed"
+    top.set(ylabel="validation accuracy per symbol", ylim=(0, 1.02), title=strings)
+    bottom.set(ylabel="β", yscale="log", xlabel="step")
     top.legend(loc="upper left")
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--picture", type=Path, help="file for the picture of 100/20/15000, of the seeds of its table")
+    options = parser.parse_args(arguments)
+    results = published()
+    print("\n".join(markdown(results)))
+    if options.picture is not None:
+        shown = [result for result in results if result["column"] in PLOTTED and result["seed"] in SEEDS]
+        draw(TABLE_1[0], shown, options.picture)
+
+
 if __name__ == "__main__":
-    print("\n".join(markdown(published())))
+    main()
