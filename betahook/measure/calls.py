@@ -54,13 +54,13 @@ def add_scores(
         counts = derive(call_counts, mask, query, *query.shape[:3], key.shape[2])
         of_query = scores.components(query, mask.queries)
         sums, largest, of_key = _score_sums(query, key, mask, beta, of_query, position_bias, softcap, sinks)
+        maxima = [largest]
         if not is_short(query.shape[2], key.shape[2]):
             if exact_max_logit:
-                largest = extreme_scores(query, key, mask)
+                maxima = [extreme_scores(query, key, mask)]
             else:
-                bound = norm_bound(query, key, mask)
-                statistics.raise_maxima(table, "max_score_bound", torch.stack([bound, bound * beta]))
-        _add(table, moments, counts, sums, largest, beta, of_query, of_key)
+                maxima.append(norm_bound(query, key, mask)[None])
+        _add(table, moments, counts, sums, maxima, beta, of_query, of_key)
 
 
 def _score_sums(
@@ -125,7 +125,7 @@ def add_pairs(
         tokens = [count_tokens(counts[0], valid, 1, x.shape[2]) for x, valid in sides]
         counts = torch.cat([counts, torch.stack(tokens)])
         of_query, of_key = (scores.components(x, valid) for x, valid in sides)
-        _add(table, moments, counts, [sums], largest, beta, of_query, of_key)
+        _add(table, moments, counts, [sums], [largest], beta, of_query, of_key)
 
 
 def valid_tokens(seen: Tensor, tokens: Tensor) -> Tensor | None:
@@ -139,18 +139,19 @@ def _add(
     moments: Tensor,
     counts: Tensor,
     sums: list[Tensor],
-    largest: Tensor,
+    maxima: list[Tensor],
     beta: Tensor,
     query: Components,
     key: Components,
 ) -> None:
-    """Add `COUNTS`, `SCORE_SUMS`, the `extremes` of the scores and the components of one call."""
+    """Add `COUNTS`, `SCORE_SUMS`, components, and the `extremes` of the scores of one call, then any bound on them."""
     if query.mean.numel() == moments.shape[1]:
         components.add(moments, query, key, counts[4:])
     else:  # another d_k than the module says
         counts = F.pad(counts[:4], (0, 0, 0, 2))
     statistics.add(table, "pairs", torch.cat([counts, *sums]))
-    statistics.raise_maxima(table, "max_score", torch.cat([largest, largest * beta]))
+    rows = [row for found in maxima for row in (found, found * beta)]
+    statistics.raise_maxima(table, "max_score", torch.cat(rows))
 
 
 def input_sums(inputs: Tensor) -> Tensor:

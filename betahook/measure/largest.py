@@ -25,7 +25,6 @@ def norm_bound(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
 
     Cauchy and Schwarz. Masked tokens count where only a mask of pairs says that they are masked.
     """
-    groups = query.shape[1] // key.shape[1]
     longest: list[Tensor] = []
     for tokens, valid in ((query, mask.queries), (key, mask.keys)):
         norms = torch.linalg.vector_norm(tokens, dim=-1, dtype=product_dtype(tokens.dtype))
@@ -34,7 +33,8 @@ def norm_bound(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
             norms = norms.masked_fill(~valid[:, None], 0)
         longest.append(norms.amax(-1))
     of_query, of_key = longest
-    return (of_query * of_key.repeat_interleave(groups, 1)).amax(0)
+    grouped: Tensor = of_query.unflatten(1, (key.shape[1], -1))
+    return (grouped * of_key[..., None]).amax(0).flatten()
 
 
 def extreme_scores(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
