@@ -154,10 +154,10 @@ def apply(
     measured = observation.statistics.finite & (observation.statistics.count > 0)
     known = observation.beta_default < torch.inf  # not NaN either; `isfinite` is four operations
     healthy = measured & known
-    old = new = beta.to(observation.statistics.sensitivity.dtype)
+    start = new = beta.to(observation.statistics.sensitivity.dtype)
     after: list[Memory] = []
     for controller, memory in zip(controllers, memories, strict=True):
-        before = memory or controller.start(old)
+        before = memory or controller.start(start)
         proposed, made = controller.update(new, observation, dict(before))
         if made.keys() != before.keys():
             raise ValueError(
@@ -165,12 +165,15 @@ def apply(
                 "return every name of the memory"
             )
         # A rule without an answer (a prediction without weights, say) leaves the others theirs.
-        usable = (proposed < torch.inf) & (proposed > 0) & (known if controller.uses_loss else healthy)
-        new = torch.where(usable, proposed, new)
+        if proposed is not new:
+            usable = (proposed < torch.inf) & (proposed > 0) & (known if controller.uses_loss else healthy)
+            new = torch.where(usable, proposed, new)
         after.append(made if controller.uses_loss else _choose(healthy, made, before))
+    if new is start:  # nothing moves beta, as in monitoring
+        return beta, after
     limit = 10**DECADES
     bounded = new.clamp(observation.beta_default / limit, observation.beta_default * limit)
-    return torch.where(known & (new != old), bounded.to(beta), beta), after
+    return torch.where(new != start, bounded.to(beta), beta), after
 
 
 def _choose(where: Tensor, new: Memory, old: Memory) -> Memory:

@@ -46,8 +46,8 @@ class SignSearch:
         due = batches >= self.window
         direction = -total.sign() * due
         agreement = direction * state["direction"]
-        step = torch.where(agreement < 0, state["step"] / 2, state["step"])
-        step = torch.where(agreement > 0, step * self.growth, step).clamp(self.smallest, self.largest)
+        step = torch.where(agreement < 0, state["step"] / 2, state["step"] * self.growth**agreement)
+        step = step.clamp(self.smallest, self.largest)
         return direction * step, {
             "batches": batches.masked_fill(due, 0),
             "total": total.masked_fill(due, 0),

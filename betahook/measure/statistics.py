@@ -95,9 +95,9 @@ def first_of_each(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def geometric_mean(values: Tensor, lengths: Tensor) -> Tensor:
-    """Geometric mean of runs of positive values, `[entries] -> [segments]`; equal values give that value to the bit."""
+    """Geometric mean of runs of positive values, `[entries, ...] -> [segments, ...]`; of equal values, that value."""
     first = first_of_each(values, lengths)
-    ratios = values / first.repeat_interleave(lengths, output_size=len(values))
+    ratios = values / first.repeat_interleave(lengths, 0, output_size=len(values))
     return first * by_segment(ratios.log(), "mean", lengths).exp()
 
 
@@ -246,7 +246,7 @@ class Pooled:
 
     def __getitem__(self, name: str) -> Tensor:
         if name in MAXIMA:
-            return self._maxima[MAXIMA.index(name)]
+            return self._maxima[ROW[name]]
         if name in DESCRIBED and self._describe is not None:
             return self._described[name]
         if name == "score_square" and self._lengths is not None:
@@ -254,14 +254,19 @@ class Pooled:
         return self._sums[ROW[name]]
 
     @cached_property
+    def _by_head(self) -> Tensor:
+        """The table as `by_segment` wants it, `[heads, quantities]`."""
+        return self._table.T.contiguous()
+
+    @cached_property
     def _sums(self) -> Tensor:
         """Sums of all rows, `[quantities, groups]`: of maxima too, where they only tell if all were finite."""
-        return self._table if self._lengths is None else by_segment(self._table.T, "sum", self._lengths).T
+        return self._table if self._lengths is None else by_segment(self._by_head, "sum", self._lengths).T
 
     @cached_property
     def _maxima(self) -> Tensor:
-        largest = self._table[len(SUMS) :]
-        return largest if self._lengths is None else by_segment(largest.T, "max", self._lengths).T
+        """The largest of all rows, `[quantities, groups]`, though only those of maxima mean something."""
+        return self._table if self._lengths is None else by_segment(self._by_head, "max", self._lengths).T
 
     @cached_property
     def _described(self) -> Pooled:

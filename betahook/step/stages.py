@@ -67,17 +67,18 @@ def latest(state: State, table: Tensor, moments: Tensor) -> tuple[Tensor, Tensor
     return statistics.keep_measured(table, state.recent, measured), kept, measured
 
 
-def observe(state: State, layers: Layers) -> Observation:
-    """Return what the controllers may look at."""
-    units, beta = state.units, state.current_beta
+def observe(state: State, layers: Layers) -> tuple[Tensor, Observation]:
+    """Return beta `[units]` and what else the controllers may look at."""
+    units = state.units
+    beta, default = units.geometric_mean(torch.stack([state.current_beta, state.beta_default], 1)).unbind(1)
     observed = units.observe(state.recent, state.recent_moments, state.widths)
 
     def predicted_std() -> Tensor:
         layers.read_weights()
         return units.predicted_std(observed, units.weight_std(state.weights))
 
-    return Observation(
-        beta_default=units.geometric_mean(state.beta_default),
+    return beta, Observation(
+        beta_default=default,
         statistics=observed,
         predicted_std=predicted_std,
         overflow=state.overflow,
@@ -87,14 +88,13 @@ def observe(state: State, layers: Layers) -> Observation:
     )
 
 
-def control(state: State, controllers: Sequence[Controller], observation: Observation) -> None:
+def control(state: State, controllers: Sequence[Controller], beta: Tensor, observation: Observation) -> None:
     """Run the controllers and write the beta that they choose: a move multiplies all heads of a unit alike."""
-    units, heads = state.units, state.current_beta
-    beta = units.geometric_mean(heads)
-    new, state.memories = base.apply(controllers, beta, observation, state.memories)
-    # Heads that differ keep their ratios, and a layer that does not move keeps the bits of every head.
-    moved = units.spread(new) * (heads / units.spread(beta))
-    state.beta.copy_(torch.where(units.spread(new != beta), moved, state.beta))
+    chosen, state.memories = base.apply(controllers, beta, observation, state.memories)
+    if chosen is not beta:
+        # Heads that differ keep their ratios, and a layer that does not move keeps the bits of every head.
+        new, old = state.units.spread(chosen), state.units.spread(beta)
+        state.beta.copy_(torch.where(new != old, new * (state.current_beta / old), state.beta))
     state.release_refused()
 
 
@@ -127,7 +127,7 @@ def turn(state: State, controllers: Sequence[Controller], interval: int) -> rang
 
 def explain(state: State, layers: Layers, controllers: Sequence[Controller]) -> list[Note]:
     """Ask the controllers about their last update: one note a layer. Reads the device back."""
-    observation, beta = observe(state, layers), state.units.geometric_mean(state.current_beta)
+    beta, observation = observe(state, layers)
     held = torch.stack([observation.statistics.finite, base.at_bound(beta, observation.beta_default)]).T.tolist()
     notes = [[Note(reason=_held(*each))] for each in held]
     for controller, memory in zip(controllers, state.memories, strict=True):
