@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from betahook import compat
-from betahook.measure.dtypes import at_least_float32
 from betahook.tap.recorder import Recorder
 from betahook.tap.traces import Product
 
@@ -67,8 +66,11 @@ def _scaled(
 
 def _times(values: Tensor, gain: Tensor) -> Tensor:
     """`values * gain` in the dtype of `values`."""
-    product = values * gain
-    return product if product.dtype == values.dtype else product.to(values.dtype)
+    if values.dtype == gain.dtype or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        product = values * gain
+        return product if product.dtype == values.dtype else product.to(values.dtype)
+    # Rounded while it is written: a wider product, to be read again, would be most of the cost.
+    return torch.mul(values, gain, out=torch.empty_like(values))
 
 
 class ScaleQuery(torch.autograd.Function):
@@ -107,7 +109,9 @@ class ScaleQuery(torch.autograd.Function):
             if torch.is_grad_enabled():  # this backward is differentiated in turn, and beta acts in it once more
                 gain = gain * probe.exp().view(gain.shape)
             others = [axis for axis in range(gradient.dim()) if axis != ctx.axis]
-            sensitivity = (at_least_float32(gradient) * scaled).sum(others, dtype=gain.dtype)
+            # 0 + gradient * scaled: so the products are in float32 or better without a copy of their factors.
+            products = torch.addcmul(probe.detach().view(gain.shape), gradient, scaled)
+            sensitivity = products.sum(others, dtype=gain.dtype)
         of_query = _times(gradient, gain) if ctx.needs_input_grad[0] else None
         return of_query, None, sensitivity, None, None, None
 
