@@ -88,12 +88,10 @@ def block_counts(mask: Mask, like: Tensor, queries: int, keys: int) -> tuple[Ten
     return count, share.to(product_dtype(like.dtype))
 
 
-def block_factors(mask: Mask, like: Tensor, blocks: int, width: int) -> tuple[Tensor, Tensor]:
-    """1 for each earlier block, `[blocks, blocks]`, and 1 for what a query of a block sees of `_Below.__call__`."""
+def block_factors(mask: Mask, like: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """1 for each earlier block, `[blocks, blocks]`, and 1 for each key of its own block that a query sees."""
     earlier = torch.ones(blocks, blocks, dtype=like.dtype, device=like.device).tril(-1)
-    visible = torch.ones(BLOCK, width + BLOCK + 2, dtype=like.dtype, device=like.device)
-    visible[:, width : width + BLOCK].tril_()
-    return earlier, visible
+    return earlier, torch.ones(BLOCK, BLOCK, dtype=like.dtype, device=like.device).tril()
 
 
 class _Below:
@@ -129,11 +127,11 @@ class _Below:
         # The edge runs through these keys: of the keys in its own block a query sees those up to its own place.
         key = filled(self.key[:, first:last], blocks * BLOCK, before=first - start - self.edge)
         key = key.view(len(key), blocks, BLOCK, -1)
-        earlier, visible = derive(block_factors, self.mask, query, blocks, width)
+        earlier, visible = derive(block_factors, self.mask, query, blocks)
         sums = self._in_front_of(key, earlier)
         parts = [sums[..., :-1], key[..., :-1].mT, sums[..., -1:], self.mean.expand(-1, blocks, -1, -1)]
         products = query @ torch.cat(parts, -1)
-        products.view(-1, BLOCK, width + BLOCK + 2).mul_(visible)
+        products.view(-1, BLOCK, width + BLOCK + 2)[..., width:-2].mul_(visible)
         score = products[..., width:-1].sum(-1)
         products[..., :width].mul_(query)
         products[..., width:-2].square_()
