@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from betahook.layer import AttentionLayer
-from betahook.models.families import QUERY_NORMS
-from betahook.models.projections import Part
+from betahook.models.families import ADDED_QUERY_NORMS, QUERY_NORMS
+from betahook.models.projections import Part, Projection, added_queries
 
 
 @dataclass(frozen=True)
@@ -61,26 +61,38 @@ def find_places(layer: AttentionLayer) -> Iterator[Place]:
         parts = [Part(parameter, parameter.detach().view(-1, 1), rows) for parameter in parameters]
         yield Place(parts)
         yield Place(parts, offset=1.0)
-    if layer.projections is not None:
-        yield Place(list(layer.projections[0].parts()))
+    if projections := _query_projections(layer):
+        yield Place([part for projection in projections for part in projection.parts()])
 
 
 def carriers(layer: AttentionLayer) -> list[Tensor]:
     """The tensors of a layer that a factor may go into."""
-    stored = [] if layer.projections is None else [layer.projections[0].stored]
+    stored = [projection.stored for projection in _query_projections(layer)]
     return [parameter for parameters in query_norms(layer) for parameter in parameters] + stored
 
 
+def _query_projections(layer: AttentionLayer) -> list[Projection]:
+    """The projections that make the query: one, or one of each sequence that attends."""
+    if layer.projections is None:
+        return []
+    return [layer.projections[0], *added_queries(layer.module, layer.projections[0])]
+
+
 def query_norms(layer: AttentionLayer) -> list[list[nn.Parameter]]:
-    """Weight and bias of each norm of the query that learns an entry for each component, of one head or of all."""
-    sizes = (layer.head_dim, layer.heads * layer.head_dim)
-    norms = (getattr(layer.module, name, None) for name in QUERY_NORMS)
-    learned = ((getattr(norm, "weight", None), getattr(norm, "bias", None)) for norm in norms)
-    return [
-        [parameter for parameter in (weight, bias) if isinstance(parameter, nn.Parameter)]
-        for weight, bias in learned
-        if isinstance(weight, nn.Parameter) and weight.numel() in sizes
-    ]
+    """Weight and bias of each norm of the query that learns an entry for each component, of one head or of all.
+
+    With those of the norm of a further sequence in joint attention.
+    """
+    added = [parameter for name in ADDED_QUERY_NORMS for parameter in _learned(layer, name)]
+    return [[*learned, *added] for name in QUERY_NORMS if (learned := _learned(layer, name))]
+
+
+def _learned(layer: AttentionLayer, name: str) -> list[nn.Parameter]:
+    norm = getattr(layer.module, name, None)
+    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    if not isinstance(weight, nn.Parameter) or weight.numel() not in (layer.head_dim, layer.heads * layer.head_dim):
+        return []
+    return [weight, bias] if isinstance(bias, nn.Parameter) else [weight]
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

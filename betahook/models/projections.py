@@ -113,6 +113,12 @@ def locate(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
     return next((pair for pair in pairs if pair is not None), None)
 
 
+def added_queries(module: nn.Module, query: Projection) -> list[Projection]:
+    """The query projections of further sequences in joint attention, laid out as that of the first."""
+    linears = (_linear(getattr(module, name, None)) for name in families.ADDED_QUERIES)
+    return [replace(query, module=linear) for linear in linears if linear is not None]
+
+
 def torch_attention(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
     """`nn.MultiheadAttention`, whose fused weight is its own; not where q, k and v have other widths, a weight each."""
     if not isinstance(module, nn.MultiheadAttention) or module.in_proj_weight is None:

@@ -164,9 +164,7 @@ def test_diffusers_says_where_it_loads_a_model_that_beta_is_missing(tmp_path, ca
     assert "betahook" not in (tmp_path / "plain" / "config.json").read_text()
 
 
-@pytest.mark.parametrize("batch", [3, 4])  # as many as heads, too
-def test_joint_attention_is_measured_and_not_folded(batch):
-    torch.manual_seed(0)
+def stable_diffusion_3(norm):
     model = diffusers.SD3Transformer2DModel(
         sample_size=8,
         patch_size=2,
@@ -178,16 +176,38 @@ def test_joint_attention_is_measured_and_not_folded(batch):
         caption_projection_dim=32,
         pooled_projection_dim=64,
         out_channels=4,
-    ).eval()
-    given = dict(hidden_states=torch.randn(batch, 4, 8, 8), encoder_hidden_states=torch.randn(batch, 7, 32))
-    given |= dict(pooled_projections=torch.randn(batch, 64), timestep=torch.arange(batch))
-    with betahook.attach(model, controller="monitor", when="always") as hook:
+        qk_norm=norm,
+    )
+    given = dict(hidden_states=torch.randn(4, 4, 8, 8), encoder_hidden_states=torch.randn(4, 7, 32))
+    return model, given | dict(pooled_projections=torch.randn(4, 64), timestep=torch.arange(4))
+
+
+def flux():
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=[2, 2, 4],
+    )
+    given = dict(hidden_states=torch.randn(4, 16, 4), encoder_hidden_states=torch.randn(4, 7, 32))
+    given |= dict(pooled_projections=torch.randn(4, 32), timestep=torch.rand(4))
+    return model, given | dict(img_ids=torch.randn(16, 3), txt_ids=torch.zeros(7, 3))
+
+
+@pytest.mark.parametrize("kind", ["stable diffusion 3", "stable diffusion 3.5", "flux"])
+def test_joint_attention_is_measured_and_folded(kind):
+    torch.manual_seed(0)
+    model, given = flux() if kind == "flux" else stable_diffusion_3("rms_norm" if kind.endswith("5") else None)
+    with betahook.attach(model.eval(), controller="monitor", when="always") as hook:
         model(**given)
-        layer = hook.layers["transformer_blocks.0.attn"]
-        assert layer.statistics.count == 4 * batch * (16 + 7) ** 2
-        sharpen(hook)
-        with pytest.raises(betahook.FoldError, match="its output is not that of a scaled query projection"):
-            betahook.fold(model)
+        assert len(hook.layers) == 2
+        assert [layer.statistics.count for layer in hook.layers.values()] == [4 * 4 * (16 + 7) ** 2] * 2
+        check_fold(model, hook, lambda: model(**given).sample)
 
 
 # timm
