@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -18,6 +18,8 @@ from betahook.keep import transition
 from betahook.keep.folding import FoldError, fold
 from betahook.keep.transition import Unfinished
 from betahook.models.discovery import survey
+from betahook.report.metrics import MetricName, check_names, chosen
+from betahook.report.summary import Summary
 
 __all__ = ["BetaHook"]
 
@@ -25,17 +27,19 @@ logger = logging.getLogger(__name__)
 
 
 class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not installed
-    """Attaches to the model in a `LightningModule`, runs the controller after every optimizer step, logs the metrics.
+    """Attaches to the model in a `LightningModule`, runs the controller after every optimizer step, logs a summary.
 
         trainer = lightning.Trainer(max_epochs=3, callbacks=[BetaHook()])
 
-    It hooks the one child of the `LightningModule` that has attention, or all of it if several have. The metrics of
-    `Hook.metrics` go to all loggers every `log_every_n_steps` steps. A checkpoint holds the weights without beta, and
+    It hooks the one child of the `LightningModule` that has attention, or all of it if several have. A summary of
+    all layers, some ten numbers that begin with `attention/`, goes to all loggers every `log_every_n_steps` steps. When
+    a layer gets into another condition, a line is logged. A checkpoint holds the weights without beta, and
     the state of the hook beside them: any `Trainer` with this callback that loads it, to fit or to test, has the beta
     that belongs to the weights. At the end of fitting, beta is folded into the weights.
 
     Args:
         options: those of `betahook.attach`.
+        quantities: metrics to log layer by layer too, as `quantity/layer`, or "all".
         on_end: "fold", as above; where a layer has no exact fold, the hook stays and a warning says why. "keep" leaves
             the model hooked, with its beta, for you to `fold` or `detach`.
         unfinished: which beta is folded where training ends early, see `betahook.fold`.
@@ -49,7 +53,12 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
     """
 
     def __init__(
-        self, *, on_end: Literal["fold", "keep"] = "fold", unfinished: Unfinished = "better", **options: Any
+        self,
+        *,
+        quantities: Iterable[MetricName] | Literal["all"] = (),
+        on_end: Literal["fold", "keep"] = "fold",
+        unfinished: Unfinished = "better",
+        **options: Any,
     ) -> None:
         inspect.signature(attach).bind(nn.Module(), **options)
         transition.check(unfinished)
@@ -57,6 +66,8 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
             raise ValueError(f'on_end must be "fold" or "keep"; got {on_end!r}')
         self.hook: Hook | None = None
         self._options = options
+        self._quantities = check_names(quantities)
+        self._summarise = Summary()
         self._on_end = on_end
         self._unfinished = unfinished
         self._loaded: dict[str, Any] | None = None
@@ -93,7 +104,8 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         self._stepped = trainer.global_step
         self.hook.step(getattr(trainer.precision_plugin, "scaler", None))
         if trainer.is_global_zero and trainer.global_step % trainer.log_every_n_steps == 0:
-            _log(trainer, self.hook.metrics())
+            details = chosen(self.hook.metrics(), self._quantities)
+            _log(trainer, {**self._summarise(self.hook.findings()), **details})
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._on_end == "fold" and self.hook is not None and self.hook.attached:

@@ -21,7 +21,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from betahook.hook import Hook
 from betahook.report.alerts import Alert, Alerts
-from betahook.report.metrics import MetricName
+from betahook.report.metrics import MetricName, chosen
 from betahook.report.summary import Summary
 from betahook.tap.override import Override
 
@@ -103,8 +103,7 @@ class Reports:
         ) -> Any:
             if logs is not None and is_training(logs):
                 self._read()
-                details = {key: self._metrics[key] for key in self._metrics if key.split("/")[0] in self._quantities}
-                logs = {**logs, **self._summary, **details}
+                logs = {**logs, **self._summary, **chosen(self._metrics, self._quantities)}
             return on_log(args, state, control, logs=logs, **kwargs)
 
         return joined

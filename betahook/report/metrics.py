@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -62,6 +62,11 @@ def check_names(quantities: Iterable[MetricName] | Literal["all"]) -> tuple[Metr
     if unknown := [name for name in chosen if name not in names]:
         raise ValueError(f'quantities must be "all" or names of metrics, of {", ".join(names)}; got {unknown}')
     return chosen
+
+
+def chosen(metrics: Mapping[str, float], quantities: Sequence[MetricName]) -> dict[str, float]:
+    """Return those metrics, `quantity/layer` to a number, that are of some quantities."""
+    return {key: value for key, value in metrics.items() if key.split("/")[0] in quantities}
 
 
 def by_layer(state: State, layers: Layers, notes: Sequence[Note]) -> dict[str, float]:

@@ -63,7 +63,7 @@ FAULTS = [
     Fault("betahook/report/pictures.py", "places = ((flat, FLAT), (", "places = ((1.0, FLAT), ("),
     Fault("betahook/report/summary.py", "{**self._seen, **summarise(findings)}", "summarise(findings)"),
     Fault("betahook/report/pictures.py", "if classify(numbers) is condition", "if numbers.sink > 0.5"),
-    Fault("integrations/reports.py", "logs = {**logs, **self._summary, **details}", "logs = {**logs, **self._metrics}"),
+    Fault("integrations/reports.py", "**chosen(self._metrics, self._quantities)}", "**self._metrics}"),
     Fault("betahook/report/summary.py", "max(measured, key=lambda each", "min(measured, key=lambda each"),
     Fault(
         "integrations/tensorboard.py",

@@ -120,11 +120,13 @@ def test_the_best_checkpoint_is_tested_with_its_own_beta(tmp_path):
     assert trainer.test(fresh, batches(), ckpt_path=best.best_model_path, verbose=False)[0]["loss"] == tested
 
 
-def test_the_metrics_go_to_the_loggers(tmp_path):
-    callback, logger = BetaHook(controller="monitor"), CSVLogger(tmp_path)
+def test_a_summary_and_what_is_asked_for_go_to_the_loggers(tmp_path):
+    callback, logger = BetaHook(controller="monitor", quantities=["score_std"]), CSVLogger(tmp_path)
     make_trainer(tmp_path, callback, 1, logger=logger, log_every_n_steps=4).fit(Module(), batches())
-    rows = csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines())
-    assert [row["step"] for row in rows if row[f"score_std/{LAYER}"]] == ["4", "8"]
+    rows = list(csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines()))
+    for name in (f"score_std/{LAYER}", "attention/max_logit"):
+        assert [row["step"] for row in rows if row[name]] == ["4", "8"]
+    assert f"max_logit/{LAYER}" not in rows[0]
 
 
 def test_a_model_without_exact_fold_stays_hooked_and_says_so(tmp_path, caplog):
