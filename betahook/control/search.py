@@ -50,8 +50,8 @@ class Search(Controller):
         growth: factor on the step while the sign persists; 1 keeps it.
         smallest: smallest step, in decades.
         largest: largest step, in decades.
-        fresh_ratio: up to this spectral ratio W_q and W_k pass for random: fresh ones have 0.85 to 1.05, what learned
-            soon has more.
+        fresh_ratio: up to this spectral ratio W_q and W_k pass for random: fresh ones have about 1, what learned soon
+            has more.
         early_share: share of the warm-up in which W_q and W_k learn only at a very high learning rate.
         warmup_decades: how far below its own beta a fresh model is in the warm-up.
         plateau_decades: how far below on a plateau.

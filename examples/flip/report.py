@@ -9,11 +9,11 @@ import argparse
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from task import TABLE_1, Row
+from task import MORE_DATA, TABLE_1, Row
 
 Result = dict[str, Any]
 
@@ -102,6 +102,18 @@ def markdown(results: Iterable[Result]) -> list[str]:
     return lines
 
 
+def missing(results: Sequence[Result]) -> list[str]:
+    """A line for each row of the paper with the columns that no run has."""
+    columns = dict.fromkeys(result["column"] for result in results)
+    run = {(result["row"], result["column"]) for result in results}
+    lines = []
+    for row in dict.fromkeys(row.name for row in (*TABLE_1, MORE_DATA)):
+        left = [f"`{column}`" for column in columns if (row, column) not in run]
+        if left:
+            lines.append(f"| {row} | {'every column' if len(left) == len(columns) else ', '.join(left)} |")
+    return lines
+
+
 def percent(share: float | None) -> str:
     return "no number" if share is None else f"{100 * share:.2f} %"
 
@@ -138,7 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--picture", type=Path, help="file for the picture of 100/20/15000, of the seeds of its table")
     options = parser.parse_args(arguments)
     results = published()
-    print("\n".join(markdown(results)))
+    print("\n".join([*markdown(results), "", "| row | not run |", "|---|---|", *missing(results)]))
     if options.picture is not None:
         shown = [result for result in results if result["column"] in PLOTTED and result["seed"] in SEEDS]
         draw(TABLE_1[0], shown, options.picture)
