@@ -34,6 +34,8 @@ def _scale(situation: Situation, left: Any, right: Any, *, divide: bool) -> Deri
     if first is None and (factor is None or number(left) is not None):
         return None
     if isinstance(first, Scores):
+        if first.axis is None and factor is None and situation.strict and _may_be_by_head(right):
+            first = replace(first, axis=situation.axis_of(left))
         return _scale_scores(situation, first, right, factor, divide=divide)
     trace = Operand() if first is None else first
     if factor is None or not isinstance(trace, Operand):
@@ -48,10 +50,13 @@ def _activation(situation: Situation, tensor: Any) -> Trace | None:
 
 
 def _scale_scores(situation: Situation, scores: Scores, by: Any, factor: Factor | None, *, divide: bool) -> Derived:
-    if factor is None and isinstance(by, Tensor) and by.shape[-2:] == (1, 1):
-        if situation.strict and (scores.axis is None or by.dim() < -scores.axis or by.shape[scores.axis] != by.numel()):
-            return situation.lose(scores, "by a factor that is not one for each head")
+    if factor is None and _may_be_by_head(by) and (not situation.strict or _is_by_head(by, scores.axis)):
         factor = by.detach()
+    if situation.strict and isinstance(by, Tensor):
+        is_beta = situation.at_first(factor is not None)
+        if is_beta and factor is None:
+            return situation.lose(scores, "by a factor that was one for each head")
+        factor = factor if is_beta else None
     if factor is not None:
         return replace(scores, factor=scores.factor / factor if divide else scores.factor * factor)
     if not isinstance(by, Tensor) or not situation.strict:
@@ -62,6 +67,15 @@ def _scale_scores(situation: Situation, scores: Scores, by: Any, factor: Factor 
         return scores
     value = scores.value / by if divide else scores.value * by
     return replace(scores.expanded(value.shape), value=value)
+
+
+def _may_be_by_head(factor: Any) -> bool:
+    return isinstance(factor, Tensor) and factor.shape[-2:] == (1, 1)
+
+
+def _is_by_head(factor: Tensor, axis: int | None) -> bool:
+    """Return True for a number for each head; any other factor is a part of the scores."""
+    return axis is not None and factor.dim() >= -axis and factor.shape[axis] == factor.numel()
 
 
 def negate(situation: Situation) -> Derived:

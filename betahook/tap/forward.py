@@ -11,13 +11,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from betahook import compat
+from betahook.tap import heads
 from betahook.tap.calls import Call, tensors_in
+from betahook.tap.contraction import Axis
 from betahook.tap.gain import is_recording
-from betahook.tap.heads import Labels
 from betahook.tap.plan import Plan
 from betahook.tap.recorder import Recorder
 from betahook.tap.shadows import Shadows
-from betahook.tap.sites import find_line
+from betahook.tap.sites import find_line, find_site
 from betahook.tap.situation import Derived, Situation
 from betahook.tap.traces import Factor, Operand, Product, Scores, Trace
 
@@ -47,7 +48,7 @@ class Forward:
         self.rehearsal = rehearsal
         self.strict = is_strict(layer.module)
         self.recording = is_recording(layer) and layer.refusal is None and not rehearsal
-        self.labels = Labels() if self.strict and not plan.complete else None
+        self.labels = heads.Labels() if self.strict and not plan.complete else None
         self.shadows = Shadows() if self.strict and self.recording and not plan.checked else None
         self.products: list[Product] = []
         self.counted = 0
@@ -74,7 +75,19 @@ class Forward:
 
     def situation(self, call: Call) -> Situation:
         """A call as a handler gets it."""
-        return Situation(call, self.trace_of, self.strict, find_line)
+        return Situation(call, self.trace_of, self.strict, find_line, self.plan.at_first, self._axis_of)
+
+    def score_axis(self, scores: Tensor, operation: str, dim: int = -1) -> Axis | None:
+        """The axis of the heads in scores that come to an operation, with their rows moved along the last axis."""
+        labels = None if self.labels is None else self.labels.get(scores)
+        rows = scores.movedim(dim, -1)
+        labels = None if labels is None else labels.movedim(dim, -1)
+        site, axes = find_site(operation), self.plan.axes
+        return heads.axis_of(rows, labels, None, range(rows.dim() - 2), self.layer.heads, site, axes)
+
+    def _axis_of(self, scores: Tensor) -> int | None:
+        axis = self.score_axis(scores, "scale")
+        return axis - scores.dim() if isinstance(axis, int) else None
 
     def note(self, output: Any, derived: Derived) -> None:
         """Remember the traces of what a function returned."""

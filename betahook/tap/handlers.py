@@ -84,7 +84,7 @@ HANDLERS = _table(
         (fill, "masked_fill masked_fill_"),
         (triangle, "tril triu tril_ triu_"),
         (ignore, "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones"),
-        (ignore, "new_empty new_full new_tensor"),
+        (ignore, "new_empty new_full new_tensor numel size dim stride is_contiguous __len__"),
     ]
 )
 """Function name to handler; for what is not here there is `other`."""

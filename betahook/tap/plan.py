@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from betahook.tap.contraction import Axis
-from betahook.tap.sites import Site
+from betahook.tap.sites import Site, find_site
 from betahook.tap.traces import Factor, Product
 
 
@@ -23,6 +23,7 @@ class Plan:
         leaders: the first product before the same softmax, whose scale is the model's own beta.
         axes: the axis of the heads in a left operand, or in what a softmax gets.
         scalings: the factors that followed on a product, see `Product.scalings`.
+        firsts: what held at other places in the first forward, see `at_first`.
         complete: a forward was seen to its end.
         checked: what beta does was checked by numbers, see `tap.shadows`.
     """
@@ -31,6 +32,7 @@ class Plan:
     leaders: dict[Site, Site] = field(default_factory=dict)
     axes: dict[Site, Axis] = field(default_factory=dict)
     scalings: dict[Site, list[Factor]] = field(default_factory=dict)
+    firsts: dict[Site, bool] = field(default_factory=dict)
     complete: bool = False
     checked: bool = False
 
@@ -46,6 +48,10 @@ class Plan:
             if product.reached:
                 self.scalings[site] = product.scalings
         return None
+
+    def at_first(self, now: bool) -> bool:
+        """Return what held at the place that runs in the first forward, given what holds now."""
+        return self.firsts.setdefault(find_site("at first"), now)
 
     def after(self, product: Product) -> Factor | None:
         """The factor that all further scalings put on a product in the last forward; None if there was none."""

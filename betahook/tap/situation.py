@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from betahook.tap.calls import Call
 from betahook.tap.traces import Operand, Scores, Shift, Trace, Weights
 
@@ -25,12 +27,17 @@ class Situation:
         trace_of: looks up the trace of an argument; None if it is not a followed tensor.
         strict: what is not understood makes scores lost; else, in modules that the zoo verifies, it is passed over.
         line: looks up the user's line.
+        at_first: returns what held at this place in the first forward, given what holds now. With a single query, a
+            factor of each query looks like a number.
+        axis_of: looks up the axis of the heads in scores, counted from the last; None if it is not known.
     """
 
     call: Call
     trace_of: Callable[[Any], Trace | None]
     strict: bool
     line: Callable[[], str]
+    at_first: Callable[[bool], bool]
+    axis_of: Callable[[Tensor], int | None]
 
     @property
     def traces(self) -> list[Trace]:

@@ -83,7 +83,7 @@ def _record(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     if not forward.strict:
         axis = contraction.axis_of(scores.shape[:-2], layer.heads, layer.facts.score_axis)
     else:
-        axis = _score_axis(forward, input, dim)
+        axis = forward.score_axis(input, "softmax", dim)
         acting = trace.products[0].acting
         if axis is None or acting is None:
             forward.refuse(f"its heads are not told apart from the batch in the softmax at {find_line()}")
@@ -93,15 +93,6 @@ def _record(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
         prescale = prescale * (acting / layer.current_gain.to(acting)).view(-1, 1, 1)
     scores, logits, allowed = (contraction.batched(x, axis, layer.heads) for x in (scores, logits, allowed))
     layer.record_pairs(scores, logits, allowed, trace.operands, prescale)
-
-
-def _score_axis(forward: Forward, input: Tensor, dim: int) -> Axis | None:
-    """The axis of the heads in what a softmax gets, with its rows along the last axis."""
-    labels = None if forward.labels is None else forward.labels.get(input)
-    rows = input.movedim(dim, -1)
-    labels = None if labels is None else labels.movedim(dim, -1)
-    site, axes = find_site("softmax"), forward.plan.axes
-    return heads.axis_of(rows, labels, None, range(rows.dim() - 2), forward.layer.heads, site, axes)
 
 
 def fused(

@@ -193,6 +193,13 @@ FAULTS = [
     Fault("betahook/measure/masks.py", "masked |= has_gap & low", "masked |= False"),
     Fault("betahook/measure/masks.py", " & ~low.all()", "", RIGHT),
     Fault("betahook/measure/masks.py", "GAPS = (MASKED, -9000.0)", "GAPS = (MASKED,)", RIGHT),
+    Fault(
+        "betahook/tap/arithmetic.py",
+        "is_beta = situation.at_first(factor is not None)",
+        "is_beta = factor is not None",
+        RIGHT,
+    ),
+    Fault("betahook/tap/arithmetic.py", "first = replace(first, axis=situation.axis_of(left))", "pass", RIGHT),
     Fault("betahook/tap/calls.py", "other.contiguous() if", "other if", RIGHT),
     Fault("betahook/tap/heads.py", "elif name not in NAMES and any(", "elif any(", RIGHT),
     # control

@@ -40,7 +40,8 @@ def derive(function, *args, traces=(), strict=True, **kwargs):
         return next((trace for x, trace in known if x is tensor), None)
 
     handler = HANDLERS.get(call.name, other)
-    return handler(Situation(call, trace_of, strict, lambda: "model.py:2")), call.run()
+    situation = Situation(call, trace_of, strict, lambda: "model.py:2", lambda now: now, lambda scores: None)
+    return handler(situation), call.run()
 
 
 LINEAR = {
@@ -215,7 +216,6 @@ LOST = {
     "square": (torch.square,),
     "cumsum": (torch.cumsum, -1),
     "dropout": (F.dropout, 0.5, True),
-    "mul by one for each sample": (torch.mul, normal(2, 1, 1, 1)),
     "linear": (F.linear, normal(3, 6)),
 }
 

@@ -216,6 +216,49 @@ def test_two_scales_in_one_forward_act_as_beta_each(x):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+FACTORS = {
+    "of each position": lambda module, q: torch.arange(1.0, 1 + q.shape[2])[:, None],
+    "of each query": lambda module, q: q.mean(-1, keepdim=True).exp(),
+    "of each sample": lambda module, q: torch.arange(1.0, 1 + len(q)).view(-1, 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("way", FACTORS)
+def test_a_factor_that_is_not_one_for_each_head_is_a_part_of_the_scores(x, way):
+    """Also where there is one query, as in generation, and it might be taken for a number."""
+    model = make(lambda module, q, k, v: (q @ k.mT * ROOT * FACTORS[way](module, q)).softmax(-1) @ v)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        layer = hook.layers["1"]
+        layer.beta = 2 * layer.beta_default
+        got = [model(part) for part in (x, x[:1, :1], x[:, :1], x)]
+        assert float(layer.beta_default) == pytest.approx(ROOT)
+    model = make(lambda module, q, k, v: (2 * q @ k.mT * ROOT * FACTORS[way](module, q)).softmax(-1) @ v)
+    for part, output in zip((x, x[:1, :1], x[:, :1], x), got, strict=True):
+        torch.testing.assert_close(output, model(part), rtol=1e-4, atol=1e-4)
+
+
+def test_a_factor_that_turns_out_to_be_one_of_each_query_is_refused(x):
+    model = make(lambda module, q, k, v: (q @ k.mT * ROOT * q.mean(-1, keepdim=True).exp()).softmax(-1) @ v)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x[:1, :1])
+        model(x)
+        assert "mul by a factor that was one for each head" in hook.layers["1"].refusal
+
+
+def test_the_temperatures_of_heads_are_found_behind_a_view(x):
+    def mix(module, q, k, v):
+        scores = (q.flatten(0, 1) @ k.flatten(0, 1).mT).view(len(q), HEADS, *k.shape[2:3], -1)
+        return (scores * module.temperatures.exp()).softmax(-1) @ v
+
+    model = make(mix)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        layer = hook.layers["1"]
+        torch.testing.assert_close(layer.head_beta_default, model[1].temperatures.exp().flatten().detach())
+        assert layer.statistics.max_score == pytest.approx(float(raw_scores(model, x).abs().max()), rel=1e-4)
+
+
 FAR = {
     "largest subtracted": lambda s: s - s.max(-1, keepdim=True).values,
     "largest subtracted, detached": lambda s: s - s.amax(dim=-1, keepdim=True).detach(),
