@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 STACKS := .venv-stacks
 PACKAGE := .venv-package
 
-.PHONY: demo test test-slow test-families test-faults test-oldest test-stacks support docs package lint format clean
+.PHONY: demo test test-slow test-families test-faults test-generated test-oldest test-stacks support docs package lint format clean
 
 demo: $(VENV)/ready
 	$(RUN) examples/flip/run.py --columns plain betahook --seeds 7 --output runs/demo
@@ -24,6 +24,12 @@ test-families: $(VENV)/ready
 # Small faults, one at a time: the tests beside the code must notice each.
 test-faults: $(VENV)/ready
 	$(RUN) tests/faults/run.py
+
+# Random attention modules: each must be right, or left alone by name. MODULES=300 SEED=5000 picks others.
+MODULES := 2000
+SEED := 0
+test-generated: $(VENV)/ready
+	cd tests && ../$(RUN) -m generated --modules $(MODULES) --seed $(SEED)
 
 # The least versions of pyproject.toml. torch from PyPI brings the CUDA libraries along, several gigabytes.
 test-oldest: $(OLDEST)/ready
