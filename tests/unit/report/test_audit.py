@@ -99,6 +99,7 @@ def test_attention_written_by_hand_shows_its_correlations():
         assert hook.audit()[0].score_std != before  # it is recorded again
 
 
+@pytest.mark.oldest_skips("T5 writes its attention by hand", family="t5")
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "bert", "t5"])
 def test_models_of_every_route_show_their_correlations(family):
     model, batch = build(family), inputs(family)
