@@ -80,16 +80,9 @@ $(VENV)/docs: $(VENV)/ready
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
-$(OLDEST)/ready: pyproject.toml
+$(OLDEST)/ready: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.6.0
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.6.0 transformers==5.1.0 -e '.[test]'
-	touch $@
-
-$(STACKS)/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(STACKS)
-	$(STACKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(STACKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[stacks]'
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e '.[test]'
 	touch $@
 
 clean:
