@@ -6,16 +6,19 @@ tests/unit/test_compat.py, which fails when upstream changes it.
 
 from __future__ import annotations
 
+import copy
+import logging
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 # Keyed by identity: a tensor compares by its entries. https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/weak.py
 from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
@@ -110,6 +113,28 @@ def multi_head_attention_forward() -> Callable[..., Any]:
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_subclasses/fake_tensor.py
+@contextmanager
+def without_data() -> Iterator[Callable[[nn.Module], nn.Module]]:
+    """Run code for the shapes that it makes; gives a function that copies a module without its data and hooks."""
+    mode, logger = FakeTensorMode(allow_non_fake_inputs=True), logging.getLogger(FakeTensorMode.__module__)
+
+    def copied(module: nn.Module) -> nn.Module:
+        with FakeCopyMode(mode):
+            made = copy.deepcopy(module)
+        for part in made.modules():
+            for hooks in (part._forward_pre_hooks, part._forward_hooks):
+                hooks.clear()
+        return made
+
+    disabled, logger.disabled = logger.disabled, True  # it logs what the caller is about to catch
+    try:
+        with mode:
+            yield copied
+    finally:
+        logger.disabled = disabled
+
+
 def steps_since_rescaling(state: Mapping[str, Any]) -> int:
     """Optimizer steps of a `GradScaler` since its scale last changed or it skipped one, from its `state_dict()`."""
     return int(state["_growth_tracker"])

@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-import dis
 import functools
-import inspect
 import re
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
-from types import CodeType
 from typing import Literal
 
 from torch import nn
 
 from betahook import compat
+from betahook.models import trial
+from betahook.models.code import is_own, names_used
 from betahook.models.families import Facts, facts
 from betahook.models.heads import count_heads
 
@@ -68,22 +67,35 @@ class Verdict:
         route: the source of its scores, where betahook can reach them.
         obstacle: the reason why it cannot.
         by_name_only: nothing but its name makes it look like attention.
+        unnamed: its code may be an attention's, its name is not: a trial decides.
     """
 
     route: Route | None = None
     obstacle: str | None = None
     by_name_only: bool = False
+    unnamed: bool = False
 
 
 NO_ATTENTION = Verdict()
 UNKNOWN_CODE = Verdict(obstacle="no product with a softmax behind it was found in its code", by_name_only=True)
-UNKNOWN_SIZE = Verdict(obstacle="it says neither how many heads it has nor how wide they are")
+UNKNOWN_SIZE = Verdict(
+    obstacle="it says neither how many heads it has nor how wide they are: set its attributes num_heads and head_dim "
+    "before attach"
+)
+UNKNOWN_UNNAMED = Verdict(
+    obstacle="it takes a softmax and multiplies; if that is an attention, set its attributes num_heads and head_dim "
+    "before attach",
+    by_name_only=True,
+)
 
 
 def survey(model: nn.Module) -> Survey:
     """Look at every module of a model."""
     names = functools.cache(names_used)  # of this survey: until the next one, a class may be patched
     verdicts = {module: classify(module, names) for module in model.modules()}
+    tried = functools.cache(trial.run)
+    _leave_parts_to_their_owners(verdicts)
+    _decide_unnamed(verdicts, tried)
     able = {module for module, verdict in verdicts.items() if verdict.route is not None}
     found: dict[str, AttentionModule] = {}
     refused: dict[str, tuple[nn.Module, Verdict]] = {}
@@ -94,7 +106,7 @@ def survey(model: nn.Module) -> Survey:
             continue
         if verdict.route is None:
             refused[name] = module, verdict
-        elif (size := count_heads(module)) is None:
+        elif (size := count_heads(module) or _size_in_trial(module, tried)) is None:
             refused[name] = module, UNKNOWN_SIZE
         else:
             found[name] = AttentionModule(module, *size, verdict.route, facts(module))
@@ -105,6 +117,37 @@ def survey(model: nn.Module) -> Survey:
         if not (verdict.by_name_only and module in reached)
     }
     return Survey(found, not_reached)
+
+
+Try = Callable[[nn.Module], trial.Trial | None]
+
+
+def _size_in_trial(module: nn.Module, tried: Try) -> tuple[int, int] | None:
+    """Query heads and d_k of a module that does not state them, as a trial shows them; those of transformers do."""
+    result = tried(module) if is_own(type(module)) else None
+    return None if result is None else result.size
+
+
+def _leave_parts_to_their_owners(verdicts: dict[nn.Module, Verdict]) -> None:
+    """Take no part for an attention that has no parameters and no size of its own, if its owner can be one."""
+    for owner, verdict in verdicts.items():
+        for part in owner.children() if verdict.route is not None and is_own(type(owner)) else ():
+            has_own = next(part.parameters(), None) is not None or count_heads(part) is not None
+            if verdicts[part].route is not None and not has_own:
+                verdicts[part] = NO_ATTENTION
+
+
+def _decide_unnamed(verdicts: dict[nn.Module, Verdict], tried: Try) -> None:
+    """Decide on the modules that only their code makes look like an attention, those inside of others first."""
+    for module, verdict in reversed(list(verdicts.items())):
+        if not verdict.unnamed:
+            continue
+        if any(verdicts[part].route is not None for part in module.modules() if part is not module):
+            verdicts[module] = NO_ATTENTION
+        elif (result := tried(module)) is not None:
+            verdicts[module] = verdict if result.size else NO_ATTENTION
+        elif count_heads(module) is None:
+            verdicts[module] = UNKNOWN_UNNAMED
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -144,6 +187,8 @@ def asks_interface(module: nn.Module, used: Set[str], used_below: Set[str]) -> V
 
 def asks_torch(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:
     """Attention that torch computes, unless its code has a softmax of its own for other cases."""
+    if is_own(type(module)):
+        used = used_below
     if not used & TORCH_ATTENTION:
         return None
     return Verdict("torch" if "scaled_dot_product_attention" in used and not used & SOFTMAX else "by hand")
@@ -151,7 +196,11 @@ def asks_torch(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdi
 
 def has_no_name(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:
     """Code that is not called attention, and asks nobody for one."""
-    return None if re.search("attention|attn", type(module).__name__, re.IGNORECASE) else NO_ATTENTION
+    if re.search("attention|attn", type(module).__name__, re.IGNORECASE):
+        return None
+    computes = is_own(type(module)) and used_below & SOFTMAX and used_below & PRODUCTS
+    has_weights = next(module.parameters(), None) is not None  # else it is a part of what calls it
+    return Verdict("by hand", unnamed=True) if computes and has_weights else NO_ATTENTION
 
 
 def multiplies(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:
@@ -167,19 +216,3 @@ def has_name_only(module: nn.Module, used: Set[str], used_below: Set[str]) -> Ve
 
 CLASSIFIERS = (known_otherwise, asks_interface, asks_torch, has_no_name, multiplies, has_name_only)
 """In the order in which they are asked."""
-
-
-def names_used(kind: type) -> frozenset[str]:
-    """The global names and attributes that the methods of a class use; "@" for the operator."""
-    classes = [cls for cls in kind.__mro__ if cls not in (nn.Module, object)]
-    methods = {name: member for cls in reversed(classes) for name, member in vars(cls).items()}
-    codes = (getattr(inspect.unwrap(member), "__code__", None) for member in methods.values() if callable(member))
-    return frozenset[str]().union(*(_names(code) for code in codes if code is not None))
-
-
-@functools.lru_cache(maxsize=2**14)
-def _names(code: CodeType) -> frozenset[str]:
-    """The names in one piece of code. Remembered by that and not by class: a class may get other methods later."""
-    multiplies = any(i.opname == "BINARY_OP" and i.argrepr in ("@", "@=") for i in dis.get_instructions(code))
-    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return frozenset(code.co_names).union(["@"] * multiplies, *inner)

@@ -30,6 +30,7 @@ CHECKPOINT = ("tests/unit/checkpoint",)
 STATE = ("tests/unit/test_state.py", "tests/unit/checkpoint")
 VERIFICATION = ("tests/unit/keep/test_verification.py",)
 CLIPPING = ("tests/unit/step/test_clipping.py", "tests/unit/models/test_scaling.py")
+TRIAL = ("tests/unit/models/test_trial.py",)
 TRAINER = ("tests/unit/integrations/test_trainer.py",)
 ADAPTERS = ("tests/models/test_adapters.py",)
 STAGES = ("tests/unit/step/test_stages.py",)
@@ -312,6 +313,10 @@ FAULTS = [
         'controller=controller or "default"',
     ),
     # models, state, checkpoint
+    Fault("betahook/models/trial.py", "if len(moving) > 1 else 0", ""),
+    Fault("betahook/models/discovery.py", "= verdict if result.size else NO_ATTENTION", "= verdict", TRIAL),
+    Fault("betahook/models/code.py", "if is_own(kind):", "if False:", TRIAL),
+    Fault("betahook/compat.py", "hooks.clear()", "len(hooks)", TRIAL),
     Fault("betahook/models/heads.py", "fused and fused // 3", "fused"),
     Fault("betahook/models/heads.py", "return None if misfit else heads, head_dim", "return heads, head_dim"),
     Fault("betahook/models/materialise.py", "* scale[:, None] / 127", "* scale[:, None] / 128"),

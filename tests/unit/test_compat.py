@@ -1,6 +1,7 @@
 """The private names of torch, transformers and PEFT: each does upstream what betahook leans on."""
 
 import gc
+import logging
 import subprocess
 import sys
 
@@ -294,3 +295,16 @@ def test_a_model_says_that_it_learns_prompts(peft):
     assert not compat.learns_prompts(model)
     assert compat.learns_prompts(peft.get_peft_model(model, prompts))
     assert not compat.learns_prompts(adapted(peft)[0])
+
+
+def test_copies_without_data():
+    """And nothing is printed where a shape does not fit."""
+    model = nn.Linear(2**20, 2**20, device="meta")
+    with compat.without_data() as copied:
+        made = copied(model)
+        assert made.weight is not model.weight
+        assert made(torch.zeros(3, 2**20, device="meta")).shape == (3, 2**20)
+        with pytest.raises(RuntimeError):
+            made(torch.zeros(3, 2))
+        assert logging.getLogger("torch._subclasses.fake_tensor").disabled
+    assert not logging.getLogger("torch._subclasses.fake_tensor").disabled

@@ -1,0 +1,80 @@
+"""The names that the code of a class uses, by which `discovery` tells what it computes."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+
+from torch import nn
+
+LIBRARIES = {"torch", "transformers", "einops", "numpy", "betahook"}
+"""Packages whose functions are known by their names, or compute no attention."""
+
+
+def names_used(kind: type) -> frozenset[str]:
+    """The global names and attributes that the methods of a class use; "@" for the operator.
+
+    Those of functions that they call, too, unless the class is one of transformers, which are known.
+    """
+    found = [function.__code__ for function in methods(kind)]
+    if is_own(kind):
+        found = [function.__code__ for function in reachable(kind)]
+    return frozenset[str]().union(*map(_names, found))
+
+
+def is_own(kind: type) -> bool:
+    """True for a class that neither transformers nor torch brings along."""
+    return not kind.__module__.startswith(("transformers.", "torch."))
+
+
+def methods(kind: type) -> list[FunctionType]:
+    """The functions that a class and those above it define, each the one that is called."""
+    classes = [cls for cls in kind.__mro__ if cls not in (nn.Module, object)]
+    members = {name: member for cls in reversed(classes) for name, member in vars(cls).items()}
+    unwrapped = (inspect.unwrap(member) for member in members.values() if callable(member))
+    return [function for function in unwrapped if isinstance(function, FunctionType)]
+
+
+def reachable(kind: type) -> list[FunctionType]:
+    """The methods of a class, and the functions that they call by name, those of `LIBRARIES` left out."""
+    seen: dict[FunctionType, None] = {}
+    waiting = methods(kind)
+    while waiting:
+        function = waiting.pop()
+        if function not in seen:
+            seen[function] = None
+            waiting += _called(function)
+    return list(seen)
+
+
+def _called(function: FunctionType) -> Iterator[FunctionType]:
+    """The Python functions that the code of a function names."""
+    names = set(_names(function.__code__))
+    values = [function.__globals__.get(name) for name in names]
+    for cell in function.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:  # it is empty yet
+            continue
+    for value in list(values):
+        if isinstance(value, ModuleType) and not _is_of_library(value.__name__):
+            values += [vars(value).get(name) for name in names]
+    for value in values:
+        called = inspect.unwrap(value) if callable(value) else None
+        if isinstance(called, FunctionType) and not _is_of_library(called.__module__):
+            yield called
+
+
+def _is_of_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in LIBRARIES
+
+
+@functools.lru_cache(maxsize=2**14)
+def _names(code: CodeType) -> frozenset[str]:
+    """The names in one piece of code. Remembered by that and not by class: a class may get other methods later."""
+    multiplies = any(i.opname == "BINARY_OP" and i.argrepr in ("@", "@=") for i in dis.get_instructions(code))
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(code.co_names).union(["@"] * multiplies, *inner)

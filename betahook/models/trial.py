@@ -1,0 +1,146 @@
+"""A trial of an attention module that does not state its heads: its own forward, on tensors that hold no data.
+
+`discovery` calls `run`. The module is copied without its weights' data, so nothing is computed, no random number is
+drawn, and the module stays as it is. How many scores come to the softmax, and how wide the query is, tells the size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from betahook import compat
+
+PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum"}
+SOFTMAX = {"softmax", "log_softmax"}
+BATCH, LENGTH = 3, 7
+"""Of the trial's input; no size of a model is likely to be a multiple of both."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The result of a trial that ran.
+
+    Attributes:
+        size: the query heads and d_k of the first attention in it; None if there was none.
+    """
+
+    size: tuple[int, int] | None
+
+
+def run(module: nn.Module) -> Trial | None:
+    """Run the forward of a module for what it shows; None if it does not run on a made-up input.
+
+    Each required argument is `[batch, length, width]`, but for masks, which are None.
+    """
+    with compat.without_data() as copied, torch.no_grad():
+        try:
+            arguments = [
+                name for name, each in inspect.signature(module.forward).parameters.items() if _is_required(each)
+            ]
+            module = copied(module)
+        except Exception:  # code of others: whatever it raises, there is no trial
+            return None
+        for width in _widths(module):
+            watch = _Watch()
+            try:
+                _try(module, arguments, width, watch)
+            except Exception:  # another width may fit
+                if watch.size is None:
+                    continue
+            return Trial(watch.size)
+    return None
+
+
+def _try(module: nn.Module, arguments: list[str], width: int, watch: _Watch) -> None:
+    like = next(module.parameters())
+    x = torch.zeros(BATCH, LENGTH, width, dtype=like.dtype, device=like.device)
+    watch.activations[x] = 0
+    with watch:
+        module.forward(*(None if "mask" in name else x for name in arguments))
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    return positional and parameter.default is parameter.empty
+
+
+def _widths(module: nn.Module) -> list[int]:
+    """Widths that an input of the module may have, those of its first layers first."""
+    found: dict[int, None] = {}
+    for part in module.modules():
+        width, weight = getattr(part, "in_features", None), getattr(part, "weight", None)
+        if isinstance(width, int):
+            found[width] = None
+        elif isinstance(weight, Tensor) and weight.dim() > 0:
+            found[weight.shape[0]] = None  # a norm, or a Conv1D of transformers
+        for own in part.parameters(recurse=False):
+            found.update(dict.fromkeys(own.shape))
+    return list(found)[:6]
+
+
+class _Watch(TorchFunctionMode):
+    """Follows products of activations to a softmax, and that to a further product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activations: Any = compat.WeakIdKeyDictionary()  # to the entries of a query, 0 for what is no score
+        self.weights: Any = compat.WeakIdKeyDictionary()  # to the size of the attention that made them
+        self.size: tuple[int, int] | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name, kwargs = func.__name__, kwargs or {}
+        if name == "multi_head_attention_forward":
+            with self:
+                return compat.multi_head_attention_forward()(*args, **kwargs)
+        given = list(_tensors((args, kwargs)))
+        output = func(*args, **kwargs)
+        if name == "scaled_dot_product_attention":
+            self._settle(given[0].numel(), BATCH * LENGTH, given[0].shape[-1])
+        parts, moving = list(_tensors(output)), [x for x in given if x in self.activations]
+        if name in SOFTMAX and parts and moving:
+            self._weigh(given[0], parts[0], args, kwargs)
+            return output
+        weights = next((self.weights[x] for x in given if x in self.weights), None)
+        if name in PRODUCTS and weights is not None:
+            self.size, weights = self.size or weights, None
+        query = max((self.activations[x] for x in moving), default=0)
+        if name in PRODUCTS:
+            query = max(x.numel() for x in given) if len(moving) > 1 else 0
+        for part in parts:
+            if moving:
+                self.activations[part] = query
+            if weights is not None:
+                self.weights[part] = weights
+        return output
+
+    def _weigh(self, scores: Tensor, output: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note what a softmax of scores makes."""
+        self.activations[output] = 0
+        query = self.activations.get(scores, 0)
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+        keys = scores.shape[-1 if dim is None else dim]
+        rows, left = divmod(scores.numel(), keys)
+        if query and not left and not rows % (BATCH * LENGTH) and not query % rows:
+            self.weights[output] = rows // (BATCH * LENGTH), query // rows
+
+    def _settle(self, entries: int, tokens: int, head_dim: int) -> None:
+        """Note the size of an attention that takes its softmax itself."""
+        if entries % (tokens * head_dim) == 0:
+            self.size = self.size or (entries // (tokens * head_dim), head_dim)
+
+
+def _tensors(nested: Any) -> Iterator[Tensor]:
+    if isinstance(nested, Tensor):
+        yield nested
+    elif isinstance(nested, (list, tuple, Mapping)):
+        for item in nested.values() if isinstance(nested, Mapping) else nested:
+            yield from _tensors(item)
