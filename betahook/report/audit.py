@@ -57,7 +57,8 @@ def _correlated(*names: str) -> Callable[[LayerAudit], Sequence[float]]:
     """Read correlations; NaN where the model could not run once more."""
 
     def read(layer: LayerAudit) -> Sequence[float]:
-        return [getattr(layer.correlations, name, math.nan) for name in names]
+        found = layer.correlations
+        return [math.nan if found is None else getattr(found, name) for name in names]
 
     return read
 
@@ -130,10 +131,9 @@ class Audit(tuple[LayerAudit, ...]):
         known = [name for name, rows in numbers.items() if any(value == value for row in rows for value in row)]
         header = ["layer", "d_x, d_k", *known]
         assumed = ["assumed", "", *(ASSUMPTIONS[name][0] for name in known)]
-        rows = zip(*(numbers[name] for name in known), strict=True)
         layers = [
-            [layer.name, f"{layer.query_width or '?'}, {layer.head_dim}", *map(_listed, row)]
-            for layer, row in zip(self, rows, strict=True)
+            [layer.name, f"{layer.query_width or '?'}, {layer.head_dim}", *(_listed(numbers[x][index]) for x in known)]
+            for index, layer in enumerate(self)
         ]
         return [header, assumed, *layers]
 

@@ -58,10 +58,10 @@ def check_names(quantities: Iterable[MetricName] | Literal["all"]) -> tuple[Metr
         ValueError: a quantity has no such name.
     """
     names: tuple[MetricName, ...] = get_args(MetricName)
-    chosen = names if quantities == "all" else tuple(quantities)
-    if unknown := [name for name in chosen if name not in names]:
+    asked = names if quantities == "all" else tuple(quantities)
+    if unknown := [name for name in asked if name not in names]:
         raise ValueError(f'quantities must be "all" or names of metrics, of {", ".join(names)}; got {unknown}')
-    return chosen
+    return asked
 
 
 def chosen(metrics: Mapping[str, float], quantities: Sequence[MetricName]) -> dict[str, float]:
