@@ -40,8 +40,9 @@ PREDICTIONS = (
     "the third from the means and variances of q and k, if their components are independent."
 )
 ASSUMPTIONS = (
-    "The first row is what the paper assumes; x is the input of W_q and W_k, q-k a component of q and one of k. "
-    "Covariance: the measured variance of the scores over that of independent components."
+    "The first row is what the paper assumes; x is the input of W_q and W_k. var: variance. cov: the measured variance "
+    "of the scores over that of independent components. corr: correlation of two components of q, of k, of one of q "
+    "and one of k, and of a component of q, or of k, at two tokens."
 )
 
 

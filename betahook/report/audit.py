@@ -64,12 +64,12 @@ def _correlated(*names: str) -> Callable[[LayerAudit], Sequence[float]]:
 
 
 ASSUMPTIONS: Mapping[str, tuple[str, Callable[[LayerAudit], Sequence[float]]]] = {
-    "(ii) variance of W_q x, W_k x": ("1, 1", lambda layer: [layer.projected_variance_q, layer.projected_variance_k]),
-    "(iii) mean of q, k": ("0, 0", lambda layer: [layer.component_mean_q, layer.component_mean_k]),
-    "(iii) variance of q, k": ("1, 1", lambda layer: [layer.component_variance_q, layer.component_variance_k]),
-    "(iv) covariance": ("1", lambda layer: [layer.covariance]),
-    "(iv) correlation in q, in k, q-k": ("0, 0, 0", _correlated("within_q", "within_k", "between")),
-    "of tokens in q, k": ("0, 0", _correlated("tokens_q", "tokens_k")),
+    "(ii) var W_q x, W_k x": ("1, 1", lambda layer: [layer.projected_variance_q, layer.projected_variance_k]),
+    "(iii) mean q, k": ("0, 0", lambda layer: [layer.component_mean_q, layer.component_mean_k]),
+    "(iii) var q, k": ("1, 1", lambda layer: [layer.component_variance_q, layer.component_variance_k]),
+    "(iv) cov": ("1", lambda layer: [layer.covariance]),
+    "(iv) corr q, k, q-k": ("0, 0, 0", _correlated("within_q", "within_k", "between")),
+    "(iv) corr tokens": ("0, 0", _correlated("tokens_q", "tokens_k")),
 }
 """Headings to what is assumed, and to the numbers of a layer."""
 

@@ -30,12 +30,12 @@ return [...document.querySelectorAll('h1, h2, p, th, td, text, .legend')].map(ea
 
 
 def test_what_one_sees(tmp_path, browser):
-    write_run(tmp_path / "run", 12)
+    write_run(tmp_path / "run", 4)
     page = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "run"), "--html", str(page)]) == 0
     browser.get(page.as_uri())
     assert browser.title == "Attention in run"
-    assert "of 12 layers" in browser.find_element("css selector", "p.strong").text
+    assert "of 4 layers" in browser.find_element("css selector", "p.strong").text
     parts = dict(browser.execute_script(PARTS))
     assert {"At a glance", "Loss", "Attention, layer by layer", "Beta after 12 steps"} <= parts.keys()
     assert [title for title, filled in parts.items() if not filled] == []

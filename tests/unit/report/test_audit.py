@@ -71,7 +71,7 @@ def test_the_audit_leaves_no_trace_and_says_where_it_cannot_look():
         model(tokens)
         hook.audit()  # reads W_q and W_k
         before, given, state = torch.get_rng_state(), hook.last_call.input, repr(hook.state_dict())
-        assert "(iv) correlation" in str(hook.audit())
+        assert "(iv) corr" in str(hook.audit())
         assert torch.equal(torch.get_rng_state(), before)
         assert hook.last_call.input is given
         assert repr(hook.state_dict()) == state
@@ -80,7 +80,7 @@ def test_the_audit_leaves_no_trace_and_says_where_it_cannot_look():
         hook.last_call.input = None
         (layer,) = hook.audit()
         assert layer.correlations is None
-        assert "(iv) correlation" not in str(hook.audit())
+        assert "(iv) corr" not in str(hook.audit())
 
 
 def test_attention_written_by_hand_shows_its_correlations():
