@@ -106,8 +106,8 @@ def warn_of_adapters(model: nn.Module) -> None:
     """Warn of adapters around a hooked model, whose `save_pretrained` is not that of the model and so lacks beta."""
     if "peft_config" in vars(model) and not compat.saves_adapters(model):
         logger.warning(
-            "%s is hooked, and a PeftModel was made of it: adapter and beta are saved apart. Attach to the PeftModel, "
-            "whose save_pretrained() then saves beta beside the adapter and says so to who loads it",
+            "%s is hooked, and a PeftModel was made of it, which saves its adapter without beta. Attach to the "
+            "PeftModel instead: its save_pretrained() saves beta too, and PEFT then warns where the adapter is loaded",
             type(model).__name__,
         )
 

@@ -1,6 +1,6 @@
-"""A model whose adapters are switched off is the one that was adapted: beta, trained like them, does not act in it.
+"""Switch beta off with the adapters of PEFT: without them the model is the one before training.
 
-`Hook` connects the model. PEFT's `disable_adapter` so gives DPO and GRPO their reference model.
+`Hook` connects the model. DPO and GRPO get their reference model by `disable_adapter`.
 """
 
 from __future__ import annotations
