@@ -152,7 +152,8 @@ class Findings(tuple[Finding, ...]):
 
     def markdown(self) -> str:
         """The same as a page in Markdown."""
-        header, *rows = (row[:-1] for row in self.rows())  # the advice stands below: the table is wide enough
+        columns = list(zip(*self.rows(), strict=True))[:-1]  # the advice stands below: the table is wide enough
+        header, *rows = zip(*(column for column in columns if any(column[1:])), strict=True)
         table = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
         advice = [f"* **{condition}**: {ADVICE[condition]}" for condition in self.counts if ADVICE[condition]]
         lines = [f"**{self.summary}**", "", *advice, "", *table]

@@ -165,3 +165,5 @@ def test_the_table():
     assert all(cell in str(found) for row in found.rows() for cell in row)
     assert "| 1 | sharp | 4 | 2 |" in found.markdown()
     assert "* **sharp**: watch whether the largest logit grows" in found.markdown()
+    assert "| heads |" in found.markdown()
+    assert "| heads |" not in Findings.at(4, found[1:]).markdown()  # nothing stands there
