@@ -17,8 +17,12 @@ class Override:
 
     def remove(self) -> None:
         """Leave the object as it was, unless another value has taken the place of this one."""
+        if not self.active:
+            return
         self.active = False
         attributes = vars(self._owner)
         if attributes.get(self._name) is self._value:
             del attributes[self._name]
             attributes.update(self._before)
+        # A value that refers to this object would keep both, and so a model, until the cyclic collector runs.
+        del self._owner, self._value, self._before
