@@ -24,10 +24,10 @@ ATTRIBUTE = "_betahook"
 """Attribute under which a hooked module keeps its `Recorder`."""
 
 
-def _place(state: State, local: HeadRange) -> opaque.Place:
+def _place(state: State, local: HeadRange, turn: list[int]) -> opaque.Place:
     """Tables and beta of the heads of a layer as a graph gets them, which looks into them when it runs."""
     bounds = [local.heads.start, local.heads.stop, local.components.start, local.components.stop]
-    return opaque.Place(state.table, state.moments, state.beta, state.beta_default, bounds)
+    return opaque.Place(state.table, state.moments, state.beta, state.beta_default, bounds, turn)
 
 
 class _Inputs:
@@ -84,6 +84,7 @@ class Recorder:
         self._tensor_parallel_ranks = 1
         self._default: float | None = None
         self._inputs = _Inputs()
+        self._turn = [opaque.register(state), place.layer]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse: a copy would leave the tap without its hook, and beta with it."""
@@ -101,7 +102,7 @@ class Recorder:
     def measuring(self) -> bool:
         """True if a forward of the module is to be recorded now."""
         state, trains = self._state, self.module.training and torch.is_grad_enabled()
-        in_turn = compat.is_captured(state.device) or self._place.layer in state.turn  # a graph is of all steps
+        in_turn = compat.is_captured(state.device) or self._place.layer in state.turn  # a graph asks when it runs
         return in_turn and not state.paused and (trains or self.always)
 
     def pause(self) -> AbstractContextManager[None]:
@@ -200,7 +201,7 @@ class Recorder:
         options["exact_max_logit"] = self._state.exact_max_logit
         query, key = query.detach(), key.detach()
         if torch.compiler.is_compiling():
-            opaque.add_scores(_place(self._state, self._local), query, key, mask, **options)
+            opaque.add_scores(_place(self._state, self._local, self._turn), query, key, mask, **options)
         else:
             calls.add_scores(*self._tables, query, key, mask, self._beta.to(query.device), **options)
 
@@ -224,7 +225,7 @@ class Recorder:
         gain = self.current_gain.to(raw.device).view(-1, 1, 1)
         scores = raw / (prescale * gain), logits, allowed
         if torch.compiler.is_compiling():
-            opaque.add_pairs(_place(self._state, self._local), *scores, *operands)
+            opaque.add_pairs(_place(self._state, self._local, self._turn), *scores, *operands)
         else:
             calls.add_pairs(*self._tables, *scores, *operands, self._beta.to(raw.device))
 
@@ -235,7 +236,7 @@ class Recorder:
         inputs = inputs.to_local() if hasattr(inputs, "to_local") else inputs
         self.follow(inputs.device)
         if torch.compiler.is_compiling():
-            opaque.add_input(_place(self._state, self._local), inputs.detach(), sides)
+            opaque.add_input(_place(self._state, self._local, self._turn), inputs.detach(), sides)
         else:
             self._inputs.add(self._tables[0], inputs, sides)
 

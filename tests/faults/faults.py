@@ -92,6 +92,12 @@ FAULTS = [
     Fault("betahook/measure/calls.py", "torch.where(mask.structured, exact, sampled[:3])", "exact"),
     Fault("betahook/measure/calls.py", "(found, found * beta)", "(found, found)"),
     Fault("betahook/measure/prefix.py", "device=like.device).tril()", "device=like.device)"),
+    Fault(
+        "betahook/measure/opaque.py",
+        "hook is None or layer in hook.turn or",
+        "True or",
+        ["tests/models/test_backends.py"],
+    ),
     Fault("betahook/measure/prefix.py", ".tril(-1)", ".tril()"),
     Fault("betahook/measure/prefix.py", "mean_score.add_(offset)", "mean_score"),
     Fault("betahook/measure/prefix.py", "torch.addcmul(square, score, mean_score, value=-1)", "square"),

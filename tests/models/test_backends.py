@@ -9,6 +9,7 @@ from transformers.masking_utils import flash_attention_mask
 
 import betahook
 from betahook.measure.pairs import is_short, sampled_rows
+from betahook.measure.statistics import ROW
 from support.matrices import overall_std
 from support.models import build, inputs, trace
 from support.training import enable_checkpointing
@@ -231,3 +232,20 @@ def test_compiled_checkpointing_computes_the_gain_again():
             model(**inputs("t5")).loss.backward()
             losses.append([float(layer.statistics.sensitivity) for layer in hook.layers.values()])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.oldest_skips("torch cannot trace the models at all")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of the same
+def test_one_graph_measures_the_layers_in_turn():
+    model = build("llama", num_hidden_layers=4).train()
+    with betahook.attach(model, controller="monitor", interval=2) as hook:
+        forward = torch.compile(model, backend="aot_eager", fullgraph=True)
+        counts, inputs_counted = [], []
+        for _ in range(3):
+            forward(**inputs("llama", padded=False)).loss.backward()
+            collected = hook._state.collect()
+            for row, found in (("pairs", counts), ("query_inputs", inputs_counted)):
+                found.append((collected[ROW[row]].view(4, -1).amax(1) > 0).tolist())
+            hook.step()
+    assert counts == inputs_counted == [[True] * 4, [False, False, True, True], [True, True, False, False]]
