@@ -74,8 +74,7 @@ def attach(
         alerts: limits, and the function to call when the metrics cross them.
 
     Returns:
-        The hook. Call its `step()` once per optimizer step, `detach()` at the end. Until then the model and its hook
-        hold each other: dropped without it, they stay in memory until Python's cyclic garbage collector runs.
+        The hook. Call its `step()` once per optimizer step, `detach()` at the end.
 
     Raises:
         UnsupportedModelError: nothing in the model can be hooked, or it is tensor-parallel and its attention does not
