@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from betahook.compat import WeakIdKeyDictionary
@@ -24,13 +25,21 @@ PROJECTIONS = {"linear": -1, "addmm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
 """Functions that make features, to the axis along which these lie."""
 FAR = 2**31
 """More features than a projection has, so that those of two differ."""
+UNKNOWN = -1
+"""The label of entries that come from elsewhere."""
+
+
+def _pad(labels: Tensor, sides: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    """Pad labels: a constant has none."""
+    return F.pad(labels, sides, mode, UNKNOWN if mode == "constant" else value)
+
+
 ON_LABELS: dict[str, Callable[..., Tensor]] = {
+    "pad": _pad,
     "view_as_complex": lambda labels: labels[..., 0],
     "view_as_real": lambda labels: torch.stack([labels, labels], -1),
 }
 """Functions that do to labels what others do to numbers, by the names of these."""
-UNKNOWN = -1
-"""The label of entries that come from elsewhere."""
 
 
 class Labels:

@@ -363,6 +363,7 @@ LAYOUTS = {
     "batch before the heads in one axis": lambda t: t.flatten(0, 1),
     "heads first": lambda t: t.transpose(0, 1),
     "as many windows as heads": lambda t: t.unflatten(2, (HEADS, -1)).transpose(1, 2),
+    "windows of padded tokens": lambda t: F.pad(t, (0, 0, 0, 4)).unflatten(2, (HEADS, -1)).transpose(1, 2),
     "windows behind the heads": lambda t: t.unflatten(2, (HEADS, -1)),
     "as many windows, all in one axis": lambda t: t.unflatten(2, (HEADS, -1)).transpose(1, 2).flatten(0, 2),
 }
