@@ -19,10 +19,16 @@ def names_used(kind: type) -> frozenset[str]:
 
     Those of functions that they call, too, unless the class is one of transformers, which are known.
     """
-    found = [function.__code__ for function in methods(kind)]
-    if is_own(kind):
-        found = [function.__code__ for function in reachable(kind)]
-    return frozenset[str]().union(*map(_names, found))
+    functions = reachable(kind) if is_own(kind) else methods(kind)
+    used = frozenset[str]().union(*(_names(function.__code__) for function in functions))
+    return used.union(*(_real_names(function) for function in functions)) if is_own(kind) else used
+
+
+def _real_names(function: FunctionType) -> set[str]:
+    """The names under which what a function calls was defined, as by that of a compiled function."""
+    called = (function.__globals__.get(name) for name in function.__code__.co_names)
+    names = (getattr(each, "__name__", None) for each in called if callable(each))
+    return {name for name in names if isinstance(name, str)}
 
 
 def is_own(kind: type) -> bool:

@@ -20,9 +20,12 @@ from betahook.models.families import Facts, facts
 from betahook.models.heads import count_heads
 
 Route = Literal["interface", "torch", "by hand"]
-"""The source of scores: transformers' attention "interface", "torch", which takes the softmax too, or "by hand"."""
+"""The source of scores: transformers' attention "interface", "torch" or another
+kernel, which takes the softmax too, or "by hand"."""
 
 TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+KERNELS = {"flex_attention", "flash_attn_func", "flash_attn_varlen_func", "memory_efficient_attention"}
+"""Functions that take the softmax too, and that a class of one's own calls by name: see `tap.kernels`."""
 SOFTMAX = {"softmax", "Softmax", "XSoftmax"}
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "@"}
 
@@ -187,11 +190,12 @@ def asks_interface(module: nn.Module, used: Set[str], used_below: Set[str]) -> V
 
 def asks_torch(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:
     """Attention that torch computes, unless its code has a softmax of its own for other cases."""
+    kernels = {"scaled_dot_product_attention"}
     if is_own(type(module)):
-        used = used_below
-    if not used & TORCH_ATTENTION:
+        used, kernels = used_below, kernels | KERNELS
+    if not used & (TORCH_ATTENTION | kernels):
         return None
-    return Verdict("torch" if "scaled_dot_product_attention" in used and not used & SOFTMAX else "by hand")
+    return Verdict("torch" if used & kernels and not used & SOFTMAX else "by hand")
 
 
 def has_no_name(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:

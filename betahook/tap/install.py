@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from betahook import compat
-from betahook.tap import products
+from betahook.tap import kernels, products
 from betahook.tap.gain import is_recording
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 
@@ -28,6 +28,7 @@ def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) 
         _watch_inputs(recorder, undo)
         if recorder.route != "interface":
             undo.callback(products.connect(recorder).remove)
+    kernels.connect([each for each in recorders if each.route != "interface"], undo)
     for override in products.keep_padding(model, recorders):
         undo.callback(override.remove)
 

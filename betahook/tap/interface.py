@@ -20,6 +20,7 @@ from betahook import compat
 from betahook.compat import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from betahook.measure import masks
 from betahook.measure.masks import Band, Mask
+from betahook.tap import kernels
 from betahook.tap.gain import is_recording, scale_known_query
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 
@@ -141,11 +142,11 @@ def describe_mask(
         if implementation == "eager" or implementation == "flex_attention":
             return Mask(Band())
         if "flash" in implementation:
-            documents = _documents(queries, query.device, options) if len(query) == 1 and queries == keys else None
+            documents = _documents(queries, options) if len(query) == 1 and queries == keys else None
             return Mask(band) if documents is None else masks.from_documents(documents, band)
         return Mask(Band(None, 0) if causal and queries > 1 else Band())
     if not isinstance(mask, Tensor):
-        mask = _dense(mask, queries, keys, query.device)
+        mask = kernels.dense(mask, queries, keys, query.device)
     if mask.dim() == 2:
         return masks.from_padding(mask, band, queries)
     if implementation == "eager" and not mask.is_floating_point():
@@ -155,20 +156,12 @@ def describe_mask(
     return masks.from_tensor(pairs, band)
 
 
-def _documents(tokens: int, device: torch.device, options: dict[str, Any]) -> Tensor | None:
+def _documents(tokens: int, options: dict[str, Any]) -> Tensor | None:
     """To which document each token of a packed sequence belongs, `[1, tokens]`, by what flash attention goes by."""
     ends: Tensor | None = options.get("cu_seq_lens_q")
     positions: Tensor | None = options.get("position_ids")
     if ends is not None:
-        return torch.bucketize(torch.arange(tokens, device=device), ends[1:], right=True)[None]
+        return kernels.documents(ends, tokens)
     if positions is not None and positions.shape == (1, tokens):
         return (positions == positions.min()).cumsum(-1)
     return None
-
-
-def _dense(mask: Any, queries: int, keys: int, device: torch.device) -> Tensor:
-    """The pairs of a `BlockMask` of flex attention, boolean `[batch, heads, queries, keys]`."""
-    from torch.nn.attention.flex_attention import create_mask
-
-    batch, heads = mask.shape[:2]
-    return create_mask(mask.mask_mod, batch, heads, queries, keys, device=str(device))

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from betahook import compat
-from betahook.tap import contraction, following, handlers, matrices, nested, softmaxes
+from betahook.tap import contraction, following, handlers, kernels, matrices, nested, softmaxes
 from betahook.tap.calls import Call
 from betahook.tap.contraction import UnknownHeadsError
 from betahook.tap.forward import Forward, is_strict
@@ -31,9 +31,7 @@ from betahook.tap.situation import other
 ACTIONS: dict[str, Callable[[Forward, Call], Any]] = {
     **dict.fromkeys(contraction.NAMES, matrices.multiply),
     **dict.fromkeys(("softmax", "log_softmax"), softmaxes.softmax),
-    "scaled_dot_product_attention": lambda forward, call: softmaxes.fused(
-        forward, call.function, *call.args, **call.kwargs
-    ),
+    **dict.fromkeys(kernels.KERNELS, softmaxes.fused),
     "__setitem__": following.assign,
     "__get__": following.read_property,
     "__set__": following.write_property,

@@ -5,20 +5,18 @@ The tap in `products` calls these functions in place of torch's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from betahook.measure import masks
-from betahook.measure.masks import Band, Mask
 from betahook.tap import contraction, heads
 from betahook.tap.calls import Call
 from betahook.tap.contraction import Axis
 from betahook.tap.forward import Forward
 from betahook.tap.gain import scale_query
-from betahook.tap.sites import Site, find_line, find_site
+from betahook.tap.kernels import KERNELS, Arguments, Kernel
+from betahook.tap.sites import find_line, find_site
 from betahook.tap.traces import Operand, Scores, Trace, Weights, divided
 
 
@@ -95,28 +93,18 @@ def _record(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     layer.record_pairs(scores, logits, allowed, trace.operands, prescale)
 
 
-def fused(
-    forward: Forward,
-    func: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    **options: Any,
-) -> Tensor:
-    """Run `torch.nn.functional.scaled_dot_product_attention` with beta, and record its scores."""
-    layer, site = forward.layer, find_site("fused")
-    axis = _fused_axis(forward, query, site)
-    factors = forward.factor_of(query), forward.factor_of(key)
+def fused(forward: Forward, call: Call) -> Any:
+    """Run a kernel that takes q, k and v with beta, and record its scores."""
+    layer, kernel = forward.layer, KERNELS[call.name]
+    given = kernel.read(call)
+    query, key, value = (given[name] for name in kernel.names[:3])
+    factors, scale = (forward.factor_of(query), forward.factor_of(key)), given.get(kernel.scale)
     default = factors[0] * factors[1] * (query.shape[-1] ** -0.5 if scale is None else scale)
+    axis, trouble = _fused_axis(forward, call, kernel, given)
+    query, key = map(kernel.heads_before_tokens, (query, key))
     forward.attended = True
     if axis is None:
-        inside = f"its attention lies in a checkpoint that begins inside the forward, at {site.line}"
-        apart = f"its heads are not told apart from the batch at {site.line}"
-        forward.refuse(inside if site.checkpointed else apart)
+        forward.refuse(trouble)
     else:
         if layer.refusal is None:
             layer.note_default(default)
@@ -124,28 +112,33 @@ def fused(
             raw = divided(query.detach(), factors[0]), divided(key.detach(), factors[1])
             q, k = (contraction.batched(x, axis, layer.heads) for x in raw)
             q, k = (x.expand(max(len(q), len(k)), *x.shape[1:]) for x in (q, k))  # one may be the same for all
-            mask = Mask(Band(None, 0 if is_causal else None))
-            if attn_mask is not None:
-                pairs = attn_mask.detach().expand(max(len(query), len(key)), *query.shape[1:-1], key.shape[-2])
-                mask = masks.from_tensor(contraction.batched(pairs, axis, layer.heads), Band())
-            layer.record(q, k, mask, position_bias=None, softcap=None)
+            mask = kernel.describe(given, query, key, lambda pairs: contraction.batched(pairs, axis, layer.heads))
+            layer.record(q, k, mask, position_bias=None, softcap=given.get("softcap") or None)
         query = contraction.on_heads(
             query, axis, layer.heads, lambda query, axis: scale_query(layer, query, (key, value), axis, default)
         )
-    output = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
+    output = kernel.run(call, kernel.heads_before_tokens(query))
     if forward.strict:
         forward.note(output, Operand(mixed=True))
     return output
 
 
-def _fused_axis(forward: Forward, query: Tensor, site: Site) -> Axis | None:
-    layer, sizes = forward.layer, query.shape[:-2]
+def _fused_axis(forward: Forward, call: Call, kernel: Kernel, given: Arguments) -> tuple[Axis | None, str]:
+    """The axis of the heads in the query of a kernel, with these before its tokens, or None and what is wrong."""
+    layer, site, query = forward.layer, find_site("fused"), given[kernel.names[0]]
+    sizes = kernel.heads_before_tokens(query).shape[:-2]
     if not forward.strict:
-        return contraction.axis_of(sizes, layer.heads, layer.facts.product_axis)
+        return contraction.axis_of(sizes, layer.heads, layer.facts.product_axis), ""
     if site.checkpointed:  # its recomputation is not seen here
-        return None
+        return None, f"its attention lies in a checkpoint that begins inside the forward, at {site.line}"
+    if (obstacle := kernel.obstacle(given)) is not None:
+        return None, f"{call.name} at {site.line} gets {obstacle}"
+    if kernel.states_heads(query):
+        if sizes[-1] != layer.heads:
+            contraction.axis_of(sizes, layer.heads, None)
+        return len(sizes) - 1, ""
     labels = None if forward.labels is None else forward.labels.get(query)
     axis = heads.axis_of(query, labels, query.dim() - 1, range(len(sizes)), layer.heads, site, forward.plan.axes)
     if axis is None and layer.heads not in sizes:
         contraction.axis_of(sizes, layer.heads, None)
-    return axis
+    return axis, f"its heads are not told apart from the batch at {site.line}"

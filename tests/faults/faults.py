@@ -319,10 +319,12 @@ FAULTS = [
         'controller=controller or "monitor"',
         'controller=controller or "default"',
     ),
+    Fault("betahook/tap/kernels.py", "Band(last - left - 1 if", "Band(last - left if"),
+    Fault("betahook/tap/kernels.py", "if users > 1:", "if users > 2:"),
     # models, state, checkpoint
     Fault("betahook/models/trial.py", "if len(moving) > 1 else 0", ""),
     Fault("betahook/models/discovery.py", "= verdict if result.size else NO_ATTENTION", "= verdict", TRIAL),
-    Fault("betahook/models/code.py", "if is_own(kind):", "if False:", TRIAL),
+    Fault("betahook/models/code.py", "reachable(kind) if is_own(kind) else methods(kind)", "methods(kind)", TRIAL),
     Fault("betahook/compat.py", "hooks.clear()", "len(hooks)", TRIAL),
     Fault("betahook/models/heads.py", "fused and fused // 3", "fused"),
     Fault("betahook/models/heads.py", "return None if misfit else heads, head_dim", "return heads, head_dim"),

@@ -1,0 +1,206 @@
+"""Kernels that take q, k and v, and the softmax themselves: what they are given, and how the tap gets to see them.
+
+`softmaxes.fused` runs them. A torch function mode sees `scaled_dot_product_attention`. The others are called by name:
+`connect` puts a function in their place that shows itself to a mode, as functions of torch do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from betahook.measure import masks
+from betahook.measure.masks import Band, Mask
+from betahook.models.code import is_own, reachable
+from betahook.tap.calls import Call
+from betahook.tap.recorder import Recorder
+
+Arguments = Mapping[str, Any]
+Batched = Callable[[Tensor], Tensor]
+"""Makes `[batch, heads, queries, keys]` of what has its heads where a query has them."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The signature of a kernel.
+
+    Attributes:
+        names: of its arguments, in order; the first three are q, k and v.
+        scale: the argument that is the model's own beta; None given stands for `1/sqrt(d_k)`.
+        heads: the axis of the heads in a query; None where labels have to show it.
+        describe: the pairs that a call uses, from its arguments, q and k `[..., heads, tokens, d_k]`.
+        package: where it comes from.
+        unknown: arguments whose effect on the logits is not followed.
+        dims: dimensions of a query with `heads`; labels show the axis in one of fewer.
+    """
+
+    names: tuple[str, ...]
+    scale: str
+    heads: int | None
+    describe: Callable[[Arguments, Tensor, Tensor, Batched], Mask]
+    package: str
+    unknown: tuple[str, ...] = ()
+    dims: int = 4
+
+    def read(self, call: Call) -> dict[str, Any]:
+        """The arguments of a call by their names."""
+        return {**dict(zip(self.names, call.args, strict=False)), **call.kwargs}
+
+    def obstacle(self, given: Arguments) -> str | None:
+        """The reason why a call is not followed, None if it is."""
+        for name in self.unknown:
+            if given.get(name) is not None:
+                return f"{name}, which is not followed"
+        if given.get("cu_seqlens_q") is not given.get("cu_seqlens_k"):
+            return "two tensors as cu_seqlens_q and cu_seqlens_k: give it one, as both"
+        return None
+
+    def run(self, call: Call, query: Tensor) -> Any:
+        """Call the kernel with another query."""
+        if call.args:
+            return call.function(query, *call.args[1:], **call.kwargs)
+        return call.function(**{**call.kwargs, self.names[0]: query})
+
+    def heads_before_tokens(self, tensor: Tensor) -> Tensor:
+        """An operand as `[..., heads, tokens, d_k]`, where the kernel says where its heads are; its own inverse."""
+        return tensor.movedim(self.heads, -3) if self.states_heads(tensor) else tensor  # type: ignore[arg-type]
+
+    def states_heads(self, tensor: Tensor) -> bool:
+        """True if the kernel says where the heads of such an operand are."""
+        return self.heads is not None and tensor.dim() >= self.dims
+
+
+def _of_torch(given: Arguments, query: Tensor, key: Tensor, batched: Batched) -> Mask:
+    mask = given.get("attn_mask")
+    if mask is None:
+        return Mask(Band(None, 0 if given.get("is_causal") else None))
+    pairs = mask.detach().expand(max(len(query), len(key)), *query.shape[1:-1], key.shape[-2])
+    return masks.from_tensor(batched(pairs), Band())
+
+
+def _of_flex(given: Arguments, query: Tensor, key: Tensor, batched: Batched) -> Mask:
+    mask = given.get("block_mask")
+    if mask is None:
+        return Mask(Band())
+    return masks.from_tensor(dense(mask, query.shape[-2], key.shape[-2], query.device), Band(None, 0))
+
+
+def _of_flash(given: Arguments, query: Tensor, key: Tensor, batched: Batched) -> Mask:
+    """Masks count positions from the end of the keys; a window has -1 for an open side."""
+    left, right = given.get("window_size") or (-1, -1)
+    last, right = key.shape[-2] - query.shape[-2], 0 if given.get("causal") else right
+    band = Band(last - left - 1 if left >= 0 else None, last + right if right >= 0 else None)
+    ends = given.get("cu_seqlens_q")
+    if ends is None:
+        return Mask(band)
+    return masks.from_documents(documents(ends, query.shape[-2]), band)
+
+
+def _of_xformers(given: Arguments, query: Tensor, key: Tensor, batched: Batched) -> Mask:
+    bias = given.get("attn_bias")
+    if bias is None:
+        return Mask(Band())
+    if type(bias).__name__ == "LowerTriangularMask":
+        return Mask(Band(None, 0))
+    if not isinstance(bias, Tensor):
+        bias = bias.materialize((*query.shape[:-1], key.shape[-2]), device=query.device)
+    return masks.from_tensor(batched(bias.detach().expand(*query.shape[:-1], key.shape[-2])), Band())
+
+
+def documents(ends: Tensor, tokens: int) -> Tensor:
+    """The document of each token of a packed sequence, `[1, tokens]`, from where documents begin and end."""
+    return torch.bucketize(torch.arange(tokens, device=ends.device), ends[1:], right=True)[None]
+
+
+def dense(mask: Any, queries: int, keys: int, device: torch.device) -> Tensor:
+    """The pairs of a `BlockMask` of flex attention, boolean `[batch, heads, queries, keys]`."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    batch, heads = mask.shape[:2]
+    return create_mask(mask.mask_mod, batch, heads, queries, keys, device=str(device))
+
+
+FLASH_OPTIONS = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes")
+KERNELS = {
+    "scaled_dot_product_attention": Kernel(
+        ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), "scale", None, _of_torch, "torch"
+    ),
+    "flex_attention": Kernel(
+        ("query", "key", "value", "score_mod", "block_mask", "scale"), "scale", -3, _of_flex, "torch", ("score_mod",)
+    ),
+    "flash_attn_func": Kernel(
+        ("q", "k", "v", *FLASH_OPTIONS),
+        *("softmax_scale", -2, _of_flash, "flash_attn", ("alibi_slopes",)),
+    ),
+    "flash_attn_varlen_func": Kernel(
+        ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *FLASH_OPTIONS),
+        *("softmax_scale", -2, _of_flash, "flash_attn", ("alibi_slopes", "block_table")),
+        dims=3,
+    ),
+    "memory_efficient_attention": Kernel(
+        ("query", "key", "value", "attn_bias", "p", "scale"), "scale", -2, _of_xformers, "xformers"
+    ),
+}
+"""Name of a kernel to its signature."""
+
+_shown: dict[tuple[int, str], tuple[int, Any]] = {}
+"""Places of the kernels that were replaced, to how many hooks need that, and the kernel."""
+
+
+def connect(layers: Iterable[Recorder], undo: ExitStack) -> None:
+    """Show the kernels that the code of some layers calls by name to the tap, until `undo` is closed."""
+    found = (place for layer in layers for place in _places(layer))
+    for namespace, name in {(id(namespace), name): (namespace, name) for namespace, name in found}.values():
+        _show(namespace, name)
+        undo.callback(_hide, namespace, name)
+
+
+def _places(layer: Recorder) -> Iterator[tuple[dict[str, Any], str]]:
+    """Namespaces and names by which a layer finds its kernels: global, of another module, or its own attributes."""
+    seen = [(vars(part), tuple(vars(part))) for part in layer.module.modules()]
+    for kind in {type(part) for part in layer.module.modules()}:
+        for function in reachable(kind) if is_own(kind) else ():
+            names, known = function.__code__.co_names, function.__globals__
+            seen.append((known, names))
+            seen += [(vars(known[name]), names) for name in names if isinstance(known.get(name), ModuleType)]
+    for namespace, names in seen:
+        yield from ((namespace, name) for name in names if _is_kernel(namespace.get(name)))
+
+
+def _is_kernel(value: Any) -> bool:
+    name = getattr(value, "__name__", None)
+    kernel = KERNELS.get(name) if isinstance(name, str) and callable(value) else None
+    package = str(getattr(value, "__module__", "")).partition(".")[0]
+    return kernel is not None and name != "scaled_dot_product_attention" and package.startswith(kernel.package)
+
+
+def _show(namespace: dict[str, Any], name: str) -> None:
+    users, kernel = _shown.get((id(namespace), name), (0, namespace[name]))
+    _shown[id(namespace), name] = users + 1, kernel
+    if users:
+        return
+
+    @functools.wraps(kernel)
+    def visible(*args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if has_torch_function(tensors):
+            return handle_torch_function(visible, tensors, *args, **kwargs)
+        return kernel(*args, **kwargs)
+
+    namespace[name] = visible
+
+
+def _hide(namespace: dict[str, Any], name: str) -> None:
+    users, kernel = _shown.pop((id(namespace), name))
+    if users > 1:
+        _shown[id(namespace), name] = users - 1, kernel
+    else:
+        namespace[name] = kernel

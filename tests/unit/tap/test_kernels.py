@@ -1,0 +1,223 @@
+"""Kernels that an attention calls by name: flex attention itself, and stand-ins with the signatures of the others."""
+
+import itertools
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import betahook
+from betahook.models import discovery
+from betahook.tap import kernels
+from support.attention import HEADS, WIDTH, Block
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+BATCH, LENGTH = 2, 10
+ENDS = torch.tensor([0, 4, LENGTH], dtype=torch.int32)
+CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+WINDOW = CAUSAL & ~torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(-4)
+PACKED = CAUSAL & ((torch.arange(LENGTH) < 4) == (torch.arange(LENGTH) < 4)[:, None])
+BLOCK_MASK = create_block_mask(lambda b, h, q, k: q >= k, None, None, LENGTH, LENGTH, device="cpu")
+
+
+def flash_attn_func(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None
+):
+    left = LENGTH if window_size[0] < 0 else window_size[0]
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(0 if causal else LENGTH).triu(-left)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False
+):
+    parts = [slice(*ends) for ends in itertools.pairwise(cu_seqlens_q.tolist())]
+    split = ([x[part].transpose(0, 1) for x in (q, k, v)] for part in parts)
+    made = [F.scaled_dot_product_attention(*each, is_causal=causal, scale=softmax_scale) for each in split]
+    return torch.cat(made, 1).transpose(0, 1)
+
+
+def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=None):
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    causal = isinstance(attn_bias, LowerTriangularMask)
+    mask = None if causal else attn_bias
+    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale).transpose(1, 2)
+
+
+class LowerTriangularMask:
+    """As in xformers."""
+
+
+flash_attn_func.__module__ = flash_attn_varlen_func.__module__ = "flash_attn.flash_attn_interface"
+memory_efficient_attention.__module__ = "xformers.ops.fmha"
+compiled_flex_attention = torch.compile(flex_attention, backend="eager")
+xops = types.ModuleType("xformers.ops")
+xops.memory_efficient_attention = memory_efficient_attention
+
+
+class Kernel(Block):
+    """By a kernel that takes heads before tokens."""
+
+    def mix(self, q, k, v):
+        return flex_attention(q, k, v, block_mask=BLOCK_MASK, scale=0.5)
+
+
+class Compiled(Block):
+    def mix(self, q, k, v):
+        return compiled_flex_attention(q, k, v, block_mask=BLOCK_MASK, scale=0.5)
+
+
+class OfModule(Block):
+    def mix(self, q, k, v):
+        return flex.flex_attention(q, k, v, scale=0.5)
+
+
+class Flash(Block):
+    def mix(self, q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return flash_attn_func(q, k, v, softmax_scale=0.5, causal=True).transpose(1, 2)
+
+
+class FlashWindow(Block):
+    def mix(self, q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return flash_attn_func(q=q, k=k, v=v, softmax_scale=0.5, causal=True, window_size=(3, 0)).transpose(1, 2)
+
+
+class Varlen(Block):
+    def mix(self, q, k, v):
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        out = flash_attn_varlen_func(q, k, v, ENDS, ENDS, 6, 6, softmax_scale=0.5, causal=True)
+        return out.transpose(0, 1)[None]
+
+
+class Xformers(Block):
+    def mix(self, q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return xops.memory_efficient_attention(q, k, v, LowerTriangularMask(), scale=0.5).transpose(1, 2)
+
+
+class XformersBias(Block):
+    def mix(self, q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        bias = torch.zeros(LENGTH, LENGTH).masked_fill(~WINDOW, -torch.inf).expand(len(q), HEADS, -1, -1)
+        return memory_efficient_attention(q, k, v, attn_bias=bias, scale=0.5).transpose(1, 2)
+
+
+class Reference(Block):
+    """By torch, with a mask and the same scale."""
+
+    pairs = CAUSAL
+
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, self.pairs, scale=0.5)
+
+
+def called():
+    """The kernels by the names under which the modules find them."""
+    own = flex_attention, compiled_flex_attention, flash_attn_func, flash_attn_varlen_func, memory_efficient_attention
+    return *own, xops.memory_efficient_attention, flex.flex_attention
+
+
+def run(model, x, factor):
+    """The output, statistics and the sensitivity of a model, whose beta is `factor` times its own."""
+    model.zero_grad()
+    with betahook.attach(model, controller="monitor", when="always", interval=1) as hook:
+        (layer,) = hook.layers.values()
+        model(x)
+        hook.step()
+        layer.beta = factor * layer.beta_default
+        output = model(x)
+        if output.requires_grad:
+            output.square().sum().backward()
+        measured = layer.head_statistics
+        names = "std", "mean", "entropy", "sensitivity"
+        return output.detach(), layer.beta_default, torch.stack([getattr(measured, name).double() for name in names])
+
+
+CASES = {
+    Kernel: CAUSAL,
+    Compiled: CAUSAL,
+    OfModule: torch.ones_like(CAUSAL),
+    Flash: CAUSAL,
+    FlashWindow: WINDOW,
+    Varlen: PACKED,
+    Xformers: CAUSAL,
+    XformersBias: WINDOW,
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_kernel_called_by_name_is_measured_and_scaled_as_that_of_torch(kind):
+    torch.manual_seed(0)
+    model, reference = kind(), Reference()
+    reference.load_state_dict(model.state_dict())
+    reference.pairs = CASES[kind]
+    x = torch.randn(1 if kind is Varlen else BATCH, LENGTH, WIDTH)
+    for each in (model, reference):
+        each.requires_grad_("flex" not in str(kind.mix.__code__.co_names))  # it has no backward on a CPU
+    before = called()
+    plain = model(x)
+    with betahook.attach(model, controller="monitor"):
+        assert torch.equal(model(x), plain)
+    (output, own, found), (same, default, expected) = run(model, x, 1.5), run(reference, x, 1.5)
+    torch.testing.assert_close(output, same)
+    assert own == default == 0.5
+    assert found.isfinite().all()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(output, plain, atol=1e-3)
+    assert called() == before
+
+
+def test_two_hooks_need_a_kernel():
+    first, second = Flash(), Flash()
+    hooks = [betahook.attach(model) for model in (first, second)]
+    assert flash_attn_func.__wrapped__.__module__ == "flash_attn.flash_attn_interface"
+    hooks[0].detach()
+    second(torch.randn(BATCH, LENGTH, WIDTH))
+    assert hooks[1].layers[""].beta_default == 0.5
+    hooks[1].detach()
+    assert not hasattr(flash_attn_func, "__wrapped__")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            dict(alibi_slopes=torch.ones(HEADS)),
+            r"flash_attn_func at test_kernels.py:\d+ gets alibi_slopes, which is not",
+        ),
+        (
+            dict(score_mod=lambda score, b, h, q, k: score + q),
+            "flex_attention at .* gets score_mod, which is not followed",
+        ),
+        (dict(cu=ENDS.clone()), "gets two tensors as cu_seqlens_q and cu_seqlens_k: give it one, as both"),
+    ],
+)
+def test_what_is_not_followed_is_left_alone_by_name(arguments, message):
+    class Own(Block):
+        def mix(self, q, k, v):
+            if "score_mod" in arguments:
+                return flex_attention(q, k, v, **arguments)
+            if "cu" in arguments:
+                q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+                return flash_attn_varlen_func(q, k, v, ENDS, arguments["cu"], 6, 6).transpose(0, 1)[None]
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return flash_attn_func(q, k, v, **arguments).transpose(1, 2)
+
+    model = Own().requires_grad_(False)
+    with betahook.attach(model, when="always") as hook:
+        model(torch.randn(1, LENGTH, WIDTH))
+        (layer,) = hook.layers.values()
+        with pytest.raises(RuntimeError, match=message):
+            layer.beta = 1.0
+
+
+def test_the_table_holds_what_discovery_finds():
+    assert set(kernels.KERNELS) == discovery.KERNELS | {"scaled_dot_product_attention"}
+    assert sys.modules[flex_attention.__module__] is flex
