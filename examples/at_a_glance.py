@@ -37,13 +37,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--every", type=int, default=10, help="steps between two logs")
-    parser.add_argument("--learning-rate", type=float, default=5e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-2)
     parser.add_argument("--controller", default="default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/at_a_glance"), help="folder of the TensorBoard run")
     parser.add_argument("--picture", type=Path, help="file for the last picture")
     options = parser.parse_args(arguments)
 
+    torch.set_num_threads(1)  # the rounding of sums decides such a run, and the number of threads the rounding
     torch.manual_seed(options.seed)
     model = build(options.layers, options.heads, options.width, options.length)
     windows = Windows(read_library()[0], options.length).windows
