@@ -373,7 +373,6 @@ FAULTS = [
         "betahook/step/stages.py",
         "new != old, new *",
         "new > 0, new *",
-        HOOK,
     ),
     Fault("integrations/reports.py", "if self._step != self._hook.steps:", "if True:"),
     Fault("integrations/reports.py", "if logs is not None and is_training(logs):", "if logs is not None:"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 
 import pytest
@@ -219,6 +220,16 @@ def test_report_of_a_checkpoint_alone(run, tmp_path):
     assert "Beta after 3 steps" in shown.texts
     assert any(text.startswith("training: ") for text in shown.texts)  # from the history of the Trainer
     assert any(text.startswith("largest logit: ") for text in shown.texts)
+
+
+def test_report_of_a_checkpoint_has_the_loss_of_its_evaluations(run, tmp_path):
+    folder, page = tmp_path / "checkpoint-3", tmp_path / "one.html"
+    shutil.copytree(run / "checkpoint-3", folder)
+    written = json.loads((folder / "trainer_state.json").read_text())
+    written["log_history"] += [{"step": step, "eval_loss": 4.0} for step in (2, 3)]
+    (folder / "trainer_state.json").write_text(json.dumps(written))
+    assert main(["report", str(folder), "--html", str(page)]) == 0
+    assert any(text.startswith("evaluation: ") for text in Page(page).texts)
 
 
 def test_report_of_tensorboard_files_alone(tmp_path):

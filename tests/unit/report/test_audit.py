@@ -1,5 +1,8 @@
 """The audit of layers whose components are known."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -109,3 +112,13 @@ def test_models_of_every_route_show_their_correlations(family):
             assert 0 <= layer.correlations.within_q <= 1
             assert layer.correlations.variance_q[0] <= layer.component_variance_q <= layer.correlations.variance_q[1]
             assert -1 <= layer.correlations.tokens_k <= 1
+
+
+def test_what_was_not_measured_of_one_layer_is_a_question_mark():
+    layer, _ = audited()
+    unknown = replace(layer, name="1", score_std=math.nan, component_mean_q=math.nan)
+    audit = betahook.Audit([layer, unknown])
+    assert [row[1] for row in audit.predictions()[1:]] == [f"{layer.score_std:.3g}", "?"]
+    column = audit.assumptions()[0].index("(iii) mean q, k")
+    assert audit.assumptions()[3][column] == f"?, {layer.component_mean_k:.3g}"
+    assert "nan" not in str(audit)

@@ -1,12 +1,16 @@
-"""The turns in which layers are measured."""
+"""The turns in which layers are measured, and the betas that a step writes."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from betahook import Search
+import betahook
+from betahook import Controller, Search
 from betahook.control import Monitor
 from betahook.step.stages import turn
+from support.models import build, inputs
 
 MONITOR = Monitor()
 
@@ -32,3 +36,27 @@ def test_all_layers_have_the_first_step_an_opening_and_an_interval_of_1():
     assert search.opening_batches == 200
     assert [len(each) for each in turns(40, 10, [199, 200], [MONITOR, search])] == [40, 4]
     assert [len(each) for each in turns(40, 10, [200], [search], skipped=1)] == [40]
+
+
+@dataclass(frozen=True)
+class First(Controller):
+    """Doubles the beta of the first layer."""
+
+    def start(self, beta):
+        return {}
+
+    def update(self, beta, observation, state):
+        return torch.where(torch.arange(len(beta)) == 0, 2 * beta, beta), {}
+
+
+def test_a_layer_that_does_not_move_keeps_the_models_own_beta():
+    """Not a number that equals it: the model's own may change from call to call."""
+    model = build("llama")
+    with betahook.attach(model, controller=First()) as hook:
+        model(**inputs("llama")).loss.backward()
+        hook.step()
+        moved, kept = hook.layers.values()
+        assert moved.beta == pytest.approx(2 * moved.beta_default)
+        written = hook.state_dict()["beta"].isnan().split([moved.heads, kept.heads])
+    assert not written[0].any()
+    assert written[1].all()
