@@ -47,6 +47,7 @@ def test_it_prints_what_it_counted(example, capsys):
     assert "bytes for each entry of a query" in printed
 
 
+@pytest.mark.oldest_skips("its Llama does not run on the meta device")
 def test_a_step_on_a_gpu_is_estimated_from_its_operations(example, capsys, monkeypatch):
     config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=8)
     monkeypatch.setattr(example, "MODELS", {"tiny": (config, 1, 256)})
