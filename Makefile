@@ -85,5 +85,11 @@ $(OLDEST)/ready: pyproject.toml constraints-oldest.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e '.[test]'
 	touch $@
 
+$(STACKS)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(STACKS)
+	$(STACKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(STACKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[stacks]'
+	touch $@
+
 clean:
 	rm -rf $(VENV) $(OLDEST) $(STACKS) $(PACKAGE) runs build dist betahook.egg-info

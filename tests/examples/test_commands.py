@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 
 import pytest
 
@@ -31,3 +32,5 @@ def test_targets_are_those_of_the_makefile():
     named = {name for page in pages for name in re.findall(r"(?:`|^ {4})make ([\w-]+)", page.read_text(), re.MULTILINE)}
     assert named <= targets
     assert "demo" in named
+    dry_run = subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, capture_output=True, text=True)
+    assert dry_run.returncode == 0, dry_run.stderr
