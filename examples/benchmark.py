@@ -3,14 +3,13 @@
     python examples/benchmark.py                               # GPT-2-small, batch 1, length 1,024: minutes on a CPU
     python examples/benchmark.py --config n_layer=3 vocab_size=8192 --rounds 9
     python examples/benchmark.py --model llama --config num_hidden_layers=4 --dtype bfloat16 --device cuda --length 4096
-    python examples/benchmark.py --scaling 1024 2048 4096 8192      # the statistics alone, against the sdpa forward
     python examples/benchmark.py --small --model llama --config num_hidden_layers=8 hidden_size=32 \
         intermediate_size=64 num_attention_heads=2 num_key_value_heads=2 vocab_size=64 --length 64 --threads 1
     python examples/benchmark.py --attention                        # one attention layer in turn: for a busy machine
 
 Every round runs one step of each way, ten with `interval=10`. Ratios are to the unhooked step of the same round, since
 other work on the machine slows both. On the CPU, seconds are those of the process. Prints a table and writes
-`benchmark.json` and `benchmark.png`, or `scaling.json` and `scaling.png`, or `attention.json`.
+`benchmark.json` and `benchmark.png`, or `small.json`, or `attention.json`.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -28,18 +25,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 from transformers.modeling_utils import AttentionInterface
 
 import betahook
-from betahook.measure import scores
-from betahook.measure.largest import extreme_scores, norm_bound
-from betahook.measure.masks import Band, Mask
-from betahook.measure.rows import row_sums
+import timing
+from timing import allocated, build, seconds, summary
 
 INTERVAL = 10
 PAIRS = 20
@@ -124,32 +116,6 @@ TODAY: dict[str, Callable[[nn.Module], AbstractContextManager[dict[str, Any]]]] 
 """Ways to look at attention without betahook: contexts that give the further arguments of the model."""
 
 
-def build(name: str, overrides: dict[str, Any], device: str, dtype: torch.dtype) -> nn.Module:
-    """A fresh model of a model type of transformers, with a language modelling head."""
-    if name not in CONFIG_MAPPING:
-        raise SystemExit(f"--model {name}: transformers has no such model type; give one such as gpt2, llama or bert")
-    config = AutoConfig.for_model(name, **overrides)
-    for head in (AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM):
-        if type(config) in head._model_mapping:
-            model = head.from_config(config, attn_implementation="sdpa", dtype=dtype)
-            return model.to(device).train()
-    raise SystemExit(f"--model {name}: transformers has no language model of this type")
-
-
-def seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Time a call, in seconds: of the process on the CPU, else until the device has finished."""
-
-    def clock() -> float:
-        if device.type == "cpu":
-            return time.process_time()
-        torch.accelerator.synchronize()
-        return time.perf_counter()
-
-    start = clock()
-    function()
-    return clock() - start
-
-
 class Bench:
     """Timed training steps of one model.
 
@@ -204,18 +170,6 @@ class Bench:
         states = [x for state in self.optimizer.state.values() for x in state.values()]
         before = sum(x.nbytes for x in (*self.model.parameters(), *self.model.buffers(), *states))
         return before + allocated(way)
-
-
-def allocated(run: Callable[[], object]) -> int:
-    """Peak number of bytes that `run` allocates on the CPU."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
 
 
 def capture(model: nn.Module, inputs: dict[str, Any], module: nn.Module) -> Callable[[], Any]:
@@ -290,12 +244,6 @@ def share(added: list[float], step: float) -> dict[str, float]:
     return {"median": statistics.median(added) / step, "error": error / step}
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else 3 * values
-    return {"median": median, "low": low, "high": high}
-
-
 def compare(bench: Bench, rounds: int) -> dict[str, dict[str, Any]]:
     """Map each way to its ratios to the unhooked step, its seconds and its peak memory."""
     ways = bench.ways()
@@ -314,72 +262,6 @@ def compare(bench: Bench, rounds: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def statistics_alone(heads: int, head_dim: int, length: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Functions that compute each statistic of one causal layer, by name, and its attention forward."""
-    # Laid out as the projections of a model leave them: head beside head for every token.
-    query, key, value = torch.randn(3, 1, length, heads, head_dim, device=device, dtype=dtype).transpose(2, 3)
-    mask, beta = Mask(Band(None, 0)), torch.tensor(head_dim**-0.5, device=device)
-    query_mean = scores.components(query, None).mean
-    return {
-        "attention": lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True),
-        "exact std": lambda: scores.score_sums(query, key, mask, query_mean),
-        "sampled rows": lambda: row_sums(query, key, mask, beta),
-        "moments of q": lambda: scores.components(query, None),
-        "bound on max logit": lambda: norm_bound(query, key, mask),
-        "exact max logit": lambda: extreme_scores(query, key, mask),
-    }
-
-
-@torch.no_grad()
-def scale(
-    heads: int, head_dim: int, lengths: list[int], rounds: int, device: str, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Seconds and ratios by length and statistic, and the exponents of their growth."""
-    table: dict[int, dict[str, list[float]]] = {}
-    for length in lengths:
-        functions = statistics_alone(heads, head_dim, length, device, dtype)
-        for function in functions.values():
-            function()
-        rows = [
-            {name: seconds(function, torch.device(device)) for name, function in functions.items()}
-            for _ in range(rounds)
-        ]
-        for row in rows:
-            row["all statistics"] = sum(row.values()) - row["attention"] - row["exact max logit"]  # not by default
-        table[length] = {name: [row[name] for row in rows] for name in rows[0]}
-    return {
-        "lengths": {
-            length: {
-                name: {
-                    "seconds": summary(values),
-                    "ratio": summary([a / b for a, b in zip(values, columns["attention"], strict=True)]),
-                }
-                for name, values in columns.items()
-            }
-            for length, columns in table.items()
-        },
-        "exponents": {
-            name: exponent(lengths, [statistics.median(table[length][name]) for length in lengths])
-            for name in table[lengths[0]]
-        },
-    }
-
-
-def exponent(lengths: list[int], seconds: list[float]) -> float:
-    """Fit `a` of `seconds = c * length^a` by least squares in the logarithms."""
-    x, y = (torch.tensor(values, dtype=torch.float64).log() for values in (lengths, seconds))
-    x, y = x - x.mean(), y - y.mean()
-    return float((x @ y) / (x @ x))
-
-
-def machine(device: str) -> str:
-    """Describe the machine in words."""
-    name = torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or platform.machine()
-    return (
-        f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}, transformers {transformers.__version__}"
-    )
-
-
 def print_comparison(result: dict[str, dict[str, Any]]) -> None:
     print(f"{'':26} {'ratio':>7} {'quartiles':>15} {'seconds':>9} {'peak MiB':>9} {'added':>8}")
     for name, row in result.items():
@@ -394,14 +276,6 @@ def print_attention(result: dict[str, Any]) -> None:
     print(f"a step takes {result['step']:.3f} s; added to it by the attention layers and hook.step()")
     for name, row in result["added"].items():
         print(f"{name:26} {100 * row['median']:>+7.2f} % +- {100 * row['error']:.2f}")
-
-
-def print_scaling(result: dict[str, Any]) -> None:
-    names = list(result["exponents"])
-    print(f"{'ratio to the attention':>22} " + " ".join(f"{name:>18}" for name in names))
-    for length, columns in result["lengths"].items():
-        print(f"{length:>22} " + " ".join(f"{columns[name]['ratio']['median']:>18.3f}" for name in names))
-    print(f"{'growth exponent':>22} " + " ".join(f"{result['exponents'][name]:>18.2f}" for name in names))
 
 
 def draw_comparison(result: dict[str, dict[str, Any]], path: Path) -> None:
@@ -423,20 +297,6 @@ def draw_comparison(result: dict[str, dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def draw_scaling(result: dict[str, Any], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, power in result["exponents"].items():
-        medians = [columns[name]["seconds"]["median"] for columns in result["lengths"].values()]
-        axes.loglog(list(result["lengths"]), medians, marker="o", label=f"{name}: N^{power:.2f}")
-    axes.set_xlabel("length N")
-    axes.set_ylabel("seconds a layer")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
 def override(text: str) -> tuple[str, Any]:
     """Parse `name=value`, the value as JSON if it is JSON."""
     name, equals, value = text.partition("=")
@@ -454,50 +314,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--config", nargs="*", type=override, default=[], metavar="NAME=VALUE", help="of its config")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument(
-        "--scaling", nargs="+", type=int, metavar="LENGTH", help="the statistics alone, at these lengths"
-    )
-    parser.add_argument("--attention", action="store_true", help="one attention layer, against a whole step")
-    parser.add_argument("--small", action="store_true", help="steps after the opening, against unhooked ones")
-    parser.add_argument("--heads", type=int, default=12, help="with --scaling")
-    parser.add_argument("--head-dim", type=int, default=64, help="with --scaling")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--threads", type=int, help="of the CPU")
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmark"), help="folder of the results")
-    options = parser.parse_args(arguments)
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device {options.device}: torch finds no CUDA here; give --device cpu")
-
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    dtype = getattr(torch, options.dtype)
-    options.output.mkdir(parents=True, exist_ok=True)
-    print(machine(options.device))
-    if options.scaling:
-        result = scale(options.heads, options.head_dim, options.scaling, options.rounds, options.device, dtype)
-        name = "scaling"
-        print_scaling(result)
-        draw_scaling(result, options.output / "scaling.png")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--attention", action="store_true", help="one attention layer, against a whole step")
+    way.add_argument("--small", action="store_true", help="steps after the opening, against unhooked ones")
+    timing.add_options(parser, Path("runs/benchmark"))
+    options = timing.start(parser, arguments)
+    model = build(options.model, dict(options.config), options.device, getattr(torch, options.dtype))
+    bench = Bench(model, options.batch, options.length)
+    if options.small:
+        name, result = "small", compare_small(bench, options.rounds)
+        for small, row in result.items():
+            print(f"{small:26} {row['median']:>7.3f} {row['low']:>7.3f} {row['high']:>7.3f}")
+    elif options.attention:
+        name, result = "attention", compare_attention(bench, options.rounds)
+        print_attention(result)
     else:
-        model = build(options.model, dict(options.config), options.device, dtype)
-        bench = Bench(model, options.batch, options.length)
-        if options.small:
-            name, result = "small", compare_small(bench, options.rounds)
-            for way, row in result.items():
-                print(f"{way:26} {row['median']:>7.3f} {row['low']:>7.3f} {row['high']:>7.3f}")
-        elif options.attention:
-            name, result = "attention", compare_attention(bench, options.rounds)
-            print_attention(result)
-        else:
-            name, result = "benchmark", compare(bench, options.rounds)
-            print_comparison(result)
-            draw_comparison(result, options.output / "benchmark.png")
-    settings = {key: str(value) for key, value in vars(options).items()}
-    text = json.dumps({"machine": machine(options.device), "settings": settings, "result": result}, indent=1)
-    (options.output / f"{name}.json").write_text(text)
+        name, result = "benchmark", compare(bench, options.rounds)
+        print_comparison(result)
+        draw_comparison(result, options.output / "benchmark.png")
+    timing.write(result, name, options)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import betahook
-from benchmark import build, machine, seconds, summary
+from timing import build, machine, seconds, summary
 
 BLOCK = 10
 """Steps that are timed together."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -33,6 +32,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaFor
 import betahook
 from betahook.measure import calls, components, devices, statistics
 from betahook.measure.masks import Band, Mask
+from timing import allocated
 
 WAITING = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "equal", "unique", "_unique2")
 """Operations that read a value back to the host, or whose result has a shape that depends on values."""
@@ -142,18 +142,6 @@ def added(length: int, dtype: torch.dtype, *, cpu: bool = False) -> tuple[Counte
             launched[name] += sign * number
         views += sign * counted.views
     return launched, views
-
-
-def allocated(layer: Callable[[], object]) -> int:
-    """Peak number of bytes that a call holds on top of what there was."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        layer()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
 
 
 def memory(length: int, dtype: torch.dtype, *, cpu: bool = False) -> tuple[int, int]:

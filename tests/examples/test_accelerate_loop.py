@@ -1,10 +1,8 @@
 """The Accelerate example: on one process and on two, killed and resumed."""
 
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,25 +10,23 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from support.examples import EXAMPLES, imported
 from support.killed import differences, flatten
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 LAYER = "transformer.h.0.attn"
 
 
 @pytest.fixture
-def example(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    spec = importlib.util.spec_from_file_location("accelerate_loop", EXAMPLES / "accelerate_loop.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def example():
+    with imported("accelerate_loop") as modules:
 
-    def run(folder, *arguments):
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
-        module.main(["--cpu", "--length", "16", "--log-every", "2", "--output", str(folder), *arguments])
+        def run(folder, *arguments):
+            for state in (AcceleratorState, GradientState, PartialState):
+                state._reset_state()
+            options = ["--cpu", "--length", "16", "--log-every", "2", "--output", str(folder)]
+            modules["accelerate_loop"].main([*options, *arguments])
 
-    yield run
+        yield run
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 

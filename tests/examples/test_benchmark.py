@@ -1,24 +1,21 @@
 """The benchmark example, on a model that takes no time."""
 
-import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-PATH = Path(__file__).parents[2] / "examples" / "benchmark.py"
+from support.examples import EXAMPLES, imported
+
 TINY = ["n_layer=1", "n_embd=8", "n_head=2", "vocab_size=16", "bos_token_id=0", "eos_token_id=0"]
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("benchmark", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with imported("benchmark") as modules:
+        yield modules["benchmark"]
 
 
 def test_every_way_is_compared_with_the_unhooked_step(example, tmp_path, capsys):
@@ -34,17 +31,6 @@ def test_every_way_is_compared_with_the_unhooked_step(example, tmp_path, capsys)
     assert (tmp_path / "benchmark.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_statistics_are_swept_over_lengths(example, tmp_path, capsys):
-    example.main(["--scaling", "16", "80", "--rounds", "2", "--device", "cpu", "--output", str(tmp_path)])
-    result = json.loads((tmp_path / "scaling.json").read_text())["result"]
-    assert list(result["lengths"]) == ["16", "80"]
-    names = ["attention", "exact std", "sampled rows", "moments of q", "bound on max logit"]
-    names += ["exact max logit", "all statistics"]
-    assert list(result["exponents"]) == list(result["lengths"]["80"]) == names
-    assert "growth exponent" in capsys.readouterr().out
-    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize("model", ["gpt2", "llama", "bert"])
 def test_one_attention_layer_is_compared_with_a_whole_step(example, tmp_path, capsys, monkeypatch, model):
     monkeypatch.setattr(example, "PAIRS", 2)
@@ -55,12 +41,6 @@ def test_one_attention_layer_is_compared_with_a_whole_step(example, tmp_path, ca
     assert list(result["added"]) == ["unhooked", "measured", "not measured", "interval=10"]
     assert result["added"]["measured"]["median"] > 0
     assert "\nnot measured " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
-def test_the_exponent_is_that_of_a_power_law(example, power):
-    lengths = [1024, 2048, 8192]
-    assert example.exponent(lengths, [3e-6 * n**power for n in lengths]) == pytest.approx(power)
 
 
 def test_the_peak_is_of_what_is_alive_at_once(example):
@@ -130,7 +110,18 @@ def test_a_hook_holds_no_more_than_the_scaled_queries(example):
 
 @pytest.mark.slow
 def test_the_profiler_does_not_write_between_the_lines(tmp_path):
-    command = [sys.executable, str(PATH), "--config", *TINY, "--length", "16", "--rounds", "1", "--device", "cpu"]
+    command = [
+        sys.executable,
+        str(EXAMPLES / "benchmark.py"),
+        "--config",
+        *TINY,
+        "--length",
+        "16",
+        "--rounds",
+        "1",
+        "--device",
+        "cpu",
+    ]
     done = subprocess.run(
         [*command, "--output", str(tmp_path)], check=True, timeout=240, capture_output=True, text=True
     )

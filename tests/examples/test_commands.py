@@ -16,10 +16,17 @@ COMMANDS = documented()
 )
 def test_a_command_names_a_script_and_options_of_it(words):
     script, *arguments = words
-    tree = ast.parse((ROOT / script).read_text())
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "add_argument" in ast.unparse(node.func)]
-    options = {argument.value for call in calls for argument in call.args if isinstance(argument, ast.Constant)}
-    assert {word for word in arguments if word.startswith("--")} <= options
+    assert {word for word in arguments if word.startswith("--")} <= options_of(ROOT / script)
+
+
+def options_of(script):
+    """Arguments that a script adds to its parser, or a module beside it that it imports."""
+    nodes = list(ast.walk(ast.parse(script.read_text())))
+    calls = [node for node in nodes if isinstance(node, ast.Call) and "add_argument" in ast.unparse(node.func)]
+    own = {argument.value for call in calls for argument in call.args if isinstance(argument, ast.Constant)}
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    beside = [script.with_name(f"{name}.py") for name in names]
+    return own.union(*(options_of(path) for path in beside if path.exists()))
 
 
 def test_there_are_commands():

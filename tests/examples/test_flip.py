@@ -1,29 +1,21 @@
 """The flip example: its model, its data, and a whole run of a table with tiny rows."""
 
-import importlib
 import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from support import commands
+from support.examples import EXAMPLES, imported
 
-FOLDER = Path(__file__).parents[2] / "examples" / "flip"
+FOLDER = EXAMPLES / "flip"
 
 
 @pytest.fixture
-def flip(monkeypatch):
-    """The modules of the example, which run from their own folder."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    names = ("model", "task", "report", "runs", "run", "start")
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield {name: importlib.import_module(name) for name in names}
-    for name in names:
-        sys.modules.pop(name, None)
+def flip():
+    with imported("model", "task", "report", "runs", "run", "start", folder="flip") as modules:
+        yield modules
 
 
 def test_the_model_is_that_of_the_paper(flip):

@@ -1,11 +1,11 @@
 """The runs and pictures of docs/GALLERY.md."""
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.examples import imported
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "GALLERY.md").read_text()
@@ -13,14 +13,8 @@ PAGE = (ROOT / "docs" / "GALLERY.md").read_text()
 
 @pytest.fixture(scope="module")
 def gallery():
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        spec = importlib.util.spec_from_file_location("gallery", ROOT / "examples" / "gallery.py")
-        module = sys.modules["gallery"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(ROOT / "examples"))
+    with imported("gallery") as modules:
+        yield modules["gallery"]
 
 
 def test_every_run_has_its_picture_on_the_page(gallery):

@@ -1,23 +1,19 @@
 """The GPU benchmark, on a model that takes no time, without a GPU."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).parents[2] / "examples" / "gpu.py"
+from support.examples import imported
 
 
 @pytest.fixture
 def example(monkeypatch):
-    monkeypatch.syspath_prepend(PATH.parent)  # it takes functions from the file beside it
-    spec = importlib.util.spec_from_file_location("gpu", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "BLOCK", 1)
-    monkeypatch.setattr(module, "WARM_UP", 1)
-    return module
+    with imported("gpu") as modules:
+        module = modules["gpu"]
+        monkeypatch.setattr(module, "BLOCK", 1)
+        monkeypatch.setattr(module, "WARM_UP", 1)
+        yield module
 
 
 def test_every_way_is_compared_with_the_unhooked_model(example, tmp_path, capsys):

@@ -1,20 +1,15 @@
 """The language model example, a few steps of it."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
-PATH = Path(__file__).parents[2] / "examples" / "language_model.py"
+from support.examples import imported
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("language_model", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with imported("language_model") as modules:
+        yield modules["language_model"]
 
 
 def test_no_file_is_trained_on_and_validated(example):

@@ -1,21 +1,16 @@
 """What measuring adds to a layer, counted: the same on every machine."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import LlamaConfig
 
-PATH = Path(__file__).parents[2] / "examples" / "operations.py"
+from support.examples import imported
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("operations", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with imported("operations") as modules:
+        yield modules["operations"]
 
 
 @pytest.mark.parametrize(

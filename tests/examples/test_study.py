@@ -1,19 +1,16 @@
 """The study example: its store, a tiny run of every task, the procedure, and the arithmetic of the report."""
 
 import dataclasses
-import importlib
 import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import betahook
 from support import commands
+from support.examples import imported
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = (
     *("neighbours", "controllers", "training", "tasks", "run", "procedure", "report"),
     *("runs", "task", "model", "language_model"),
@@ -25,14 +22,8 @@ LINE = {"loss": 1.0, "seconds": 1.0}
 
 @pytest.fixture(scope="module")
 def study():
-    """The modules of the example, which run from their own folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES / "study"))
-        for name in NAMES:
-            patch.delitem(sys.modules, name, raising=False)
-        yield {name: importlib.import_module(name) for name in NAMES}
-        for name in NAMES:
-            sys.modules.pop(name, None)
+    with imported(*NAMES, folder="study") as modules:
+        yield modules
 
 
 @pytest.fixture

@@ -1,24 +1,17 @@
 """examples/variance.py: its functions against independent computations, its tables, plot and errors."""
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-PATH = Path(__file__).parents[2] / "examples" / "variance.py"
+from support.examples import imported
 
 
 @pytest.fixture(scope="module")
 def variance():
-    spec = importlib.util.spec_from_file_location("variance_example", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their own module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with imported("variance") as modules:
+        yield modules["variance"]
 
 
 def loop_moments(query, key):
