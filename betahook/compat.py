@@ -112,7 +112,6 @@ def multi_head_attention_forward() -> Callable[..., Any]:
     return copy
 
 
-# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_subclasses/fake_tensor.py
 @contextmanager
 def without_data() -> Iterator[Callable[[nn.Module], nn.Module]]:
@@ -135,6 +134,7 @@ def without_data() -> Iterator[Callable[[nn.Module], nn.Module]]:
         logger.disabled = disabled
 
 
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
 def steps_since_rescaling(state: Mapping[str, Any]) -> int:
     """Optimizer steps of a `GradScaler` since its scale last changed or it skipped one, from its `state_dict()`."""
     return int(state["_growth_tracker"])

@@ -131,22 +131,43 @@ def dense(mask: Any, queries: int, keys: int, device: torch.device) -> Tensor:
 FLASH_OPTIONS = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes")
 KERNELS = {
     "scaled_dot_product_attention": Kernel(
-        ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), "scale", None, _of_torch, "torch"
+        names=("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
+        scale="scale",
+        heads=None,
+        describe=_of_torch,
+        package="torch",
     ),
     "flex_attention": Kernel(
-        ("query", "key", "value", "score_mod", "block_mask", "scale"), "scale", -3, _of_flex, "torch", ("score_mod",)
+        names=("query", "key", "value", "score_mod", "block_mask", "scale"),
+        scale="scale",
+        heads=-3,
+        describe=_of_flex,
+        package="torch",
+        unknown=("score_mod",),
     ),
     "flash_attn_func": Kernel(
-        ("q", "k", "v", *FLASH_OPTIONS),
-        *("softmax_scale", -2, _of_flash, "flash_attn", ("alibi_slopes",)),
+        names=("q", "k", "v", *FLASH_OPTIONS),
+        scale="softmax_scale",
+        heads=-2,
+        describe=_of_flash,
+        package="flash_attn",
+        unknown=("alibi_slopes",),
     ),
     "flash_attn_varlen_func": Kernel(
-        ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *FLASH_OPTIONS),
-        *("softmax_scale", -2, _of_flash, "flash_attn", ("alibi_slopes", "block_table")),
+        names=("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *FLASH_OPTIONS),
+        scale="softmax_scale",
+        heads=-2,
+        describe=_of_flash,
+        package="flash_attn",
+        unknown=("alibi_slopes", "block_table"),
         dims=3,
     ),
     "memory_efficient_attention": Kernel(
-        ("query", "key", "value", "attn_bias", "p", "scale"), "scale", -2, _of_xformers, "xformers"
+        names=("query", "key", "value", "attn_bias", "p", "scale"),
+        scale="scale",
+        heads=-2,
+        describe=_of_xformers,
+        package="xformers",
     ),
 }
 """Name of a kernel to its signature."""
