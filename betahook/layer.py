@@ -14,7 +14,7 @@ from betahook.measure import components, statistics, weights
 from betahook.measure.groups import LayerSize
 from betahook.measure.statistics import Statistics
 from betahook.models.discovery import AttentionModule
-from betahook.models.projections import Projection, locate
+from betahook.models.projections import KNOWN_FORMS, Projection, locate
 from betahook.state import LARGEST_BETA, SMALLEST_BETA, HeadRange, State, is_beta
 
 
@@ -154,7 +154,7 @@ class AttentionLayer:
         if self.refusal is not None:
             remarks.append(f"left alone, {self.refusal}")
         if self.projections is None:
-            remarks.append("W_q and W_k have no known form, their std is not measured")
+            remarks.append(f"W_q and W_k have no known form, their std is not measured. {KNOWN_FORMS}")
         return remarks
 
     @property

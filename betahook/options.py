@@ -19,6 +19,11 @@ from betahook.tap.recorder import ATTRIBUTE
 INTERVAL = 10
 """Steps in which each layer is measured once, unless somebody says otherwise; `Search` moves as seldom."""
 
+NO_ATTENTION = (
+    "it has no module that computes softmax attention over q . k, by F.scaled_dot_product_attention, "
+    "nn.MultiheadAttention, the attention interface of transformers, or products and a softmax in its forward"
+)
+
 LayerChoice = str | Sequence[str] | Callable[[str, nn.Module], bool]
 ControllerChoice = Literal["default", "monitor"] | Controller | Sequence[Controller]
 
@@ -122,9 +127,7 @@ def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
     seen = survey(model)
     if not seen.found:
         reasons = "; ".join(f"{path}, {reason}" for path, reason in list(seen.not_reached.items())[:3])
-        raise UnsupportedModelError(
-            f"cannot attach to {name}: " + (reasons or "it has no module that computes softmax attention over q . k")
-        )
+        raise UnsupportedModelError(f"cannot attach to {name}: " + (reasons or NO_ATTENTION))
     chosen = {path: found for path, found in seen.found.items() if is_chosen(path, found.module)}
     if not chosen:
         raise ValueError(f"layers={choice!r} matches none of the attention layers of {name}: {', '.join(seen.found)}")

@@ -20,6 +20,7 @@ from betahook.hook import Hook
 from betahook.keep.places import Place, carriers, find_places, overlap, query_norms
 from betahook.layer import AttentionLayer
 from betahook.models.families import QUERY_CLIPS
+from betahook.models.projections import KNOWN_FORMS
 
 SHARDING = {"FSDPModule", "FullyShardedDataParallel"}
 """Classes of modules whose weights, written to while they are whole, would come back from the shards: FSDP 2 and 1."""
@@ -148,7 +149,7 @@ def beta_is_unknown(plan: Plan, layer: AttentionLayer) -> str | None:
 def query_is_clipped(plan: Plan, layer: AttentionLayer) -> str | None:
     """The query meets bounds that the folded one would meet elsewhere."""
     clips = any(getattr(layer.module, name, None) is not None for name in QUERY_CLIPS)
-    return "it clips q, k and v after the projection" if clips else None
+    return "it clips q, k and v after the projection. Attach without it, layers=..." if clips else None
 
 
 def norm_is_shared_by_heads(plan: Plan, layer: AttentionLayer) -> str | None:
@@ -156,12 +157,16 @@ def norm_is_shared_by_heads(plan: Plan, layer: AttentionLayer) -> str | None:
     gain = plan.gains[layer]
     shared = any(weight.numel() == layer.head_dim for weight, *_ in query_norms(layer))
     differ = bool((gain != gain[0]).any())
-    return "its query norm is shared by all heads, whose betas differ" if shared and differ else None
+    return (
+        "its query norm is shared by all heads, whose betas differ. Attach with per_head=False"
+        if shared and differ
+        else None
+    )
 
 
 def projection_is_unknown(plan: Plan, layer: AttentionLayer) -> str | None:
     """The rows of q are not known."""
-    return "its query projection has no known form" if layer.projections is None else None
+    return f"its query projection has no known form. {KNOWN_FORMS}" if layer.projections is None else None
 
 
 def weight_is_computed(plan: Plan, layer: AttentionLayer) -> str | None:
@@ -188,7 +193,8 @@ def weight_is_quantised(plan: Plan, layer: AttentionLayer) -> str | None:
 def weight_is_shared(plan: Plan, layer: AttentionLayer) -> str | None:
     """A weight with another user has one value for both."""
     shared = any(plan.users[id(part.parameter)] > 1 for place in plan.places[layer] for part in place.parts)
-    return "another module shares its query weight, which cannot hold two factors" if shared else None
+    reason = "another module shares its query weight, which cannot hold two factors. Attach without it, layers=..."
+    return reason if shared else None
 
 
 def memory_is_shared(plan: Plan, layer: AttentionLayer) -> str | None:
@@ -205,7 +211,11 @@ def weight_would_overflow(plan: Plan, layer: AttentionLayer) -> str | None:
     """The scaled weight is beyond the range of its dtype, or was not finite before."""
     values = (value for place in plan.places[layer] for value in place.scaled(plan.gains[layer]))
     finite = all(bool(value.isfinite().all()) for value in values)
-    return None if finite else "a folded weight would be NaN or infinite; beta or the weight is not finite"
+    return (
+        None
+        if finite
+        else "a folded weight would be NaN or infinite; look at its weight, and set hook.layers[name].beta"
+    )
 
 
 MODEL_REFUSALS: list[Callable[[Plan], str | None]] = [

@@ -80,7 +80,10 @@ class Verdict:
 
 
 NO_ATTENTION = Verdict()
-UNKNOWN_CODE = Verdict(obstacle="no product with a softmax behind it was found in its code", by_name_only=True)
+UNKNOWN_CODE = Verdict(
+    obstacle="no product with a softmax behind it was found in its code, nor in the functions that this calls by name",
+    by_name_only=True,
+)
 UNKNOWN_SIZE = Verdict(
     obstacle="it says neither how many heads it has nor how wide they are: set its attributes num_heads and head_dim "
     "before attach"

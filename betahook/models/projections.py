@@ -103,6 +103,8 @@ class Projection:
             yield Part(bias, bias.detach()[:, None], rows)
 
 
+KNOWN_FORMS = "Known are linear modules called q_proj and k_proj, or qkv; docs/YOUR_ATTENTION.md has more names"
+"""The remedy where `locate` finds nothing."""
 Pair = tuple[Projection, Projection]
 """The query projection and the key projection."""
 

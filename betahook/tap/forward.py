@@ -131,7 +131,8 @@ class Forward:
         if reason is not None:
             layer.refuse(reason)
             logger.warning(
-                "%s is left alone: %s. Its beta stays the model's own, and its scores are not measured",
+                "%s is left alone: %s. Its beta stays the model's own, and its scores are not measured. Attention by "
+                "F.scaled_dot_product_attention is followed; attach(layers=...) leaves the module out",
                 layer.name or "the model",
                 reason,
             )

@@ -27,6 +27,8 @@ FAR = 2**31
 """More features than a projection has, so that those of two differ."""
 UNKNOWN = -1
 """The label of entries that come from elsewhere."""
+REMEDY = "make q and k [batch, heads, tokens, d_k]"
+"""The remedy where the axis of the heads is not found."""
 
 
 def _pad(labels: Tensor, sides: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:

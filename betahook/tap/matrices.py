@@ -20,7 +20,7 @@ from betahook.tap.forward import Forward
 from betahook.tap.gain import scale_query
 from betahook.tap.rearranging import linear
 from betahook.tap.shadows import GAIN
-from betahook.tap.sites import find_line, find_site
+from betahook.tap.sites import CHECKPOINT_REMEDY, find_line, find_site
 from betahook.tap.situation import Derived, other
 from betahook.tap.traces import Factor, Operand, Product, Scores, Shift, Weights, divided
 
@@ -151,7 +151,7 @@ def _head_axis(forward: Forward, product: Contraction, known: Product) -> tuple[
         folded = product.equation is not None and product.equation == facts.folded
         return product.head_axis(layer.heads, "flat" if folded else facts.product_axis), ""
     if known.site.checkpointed:  # its recomputation is not seen here
-        return None, f"a checkpoint that begins inside the forward, at {known.site.line}"
+        return None, f"a checkpoint that begins inside the forward, at {known.site.line} ({CHECKPOINT_REMEDY})"
     summed = product.left_axes.index(product.summed)
     labels = None if forward.labels is None else forward.labels.get(product.left)
     shared = [place for place, axis in enumerate(product.left_axes) if axis in product.batch]
@@ -163,4 +163,4 @@ def _head_axis(forward: Forward, product: Contraction, known: Product) -> tuple[
             product.head_axis(layer.heads, None)
         except UnknownHeadsError as error:
             known.error = error
-    return None, f"a product at {known.site.line} whose heads are not told apart from the batch"
+    return None, f"a product at {known.site.line} whose heads are not told apart from the batch ({heads.REMEDY})"

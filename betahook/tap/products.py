@@ -52,7 +52,7 @@ def connect(layer: Recorder) -> Override:
             if isinstance(layer.module, nn.MultiheadAttention):
                 return nested.run_each(forward, watched, args, kwargs)
             left_alone = Forward(layer, plan)
-            left_alone.refuse("its input is a nested tensor, whose scores are not followed")
+            left_alone.refuse("its input is a nested tensor, whose scores are not followed: pad it")
             left_alone.finish()
             return forward(*args, **kwargs)
         if not plan.complete and is_strict(layer.module) and layer.refusal is None and bool(layer.is_set):
@@ -63,7 +63,8 @@ def connect(layer: Recorder) -> Override:
                 output = forward(*args, **kwargs)
             except UnknownHeadsError as error:
                 raise ValueError(
-                    f"{layer.name}: {error}. Detach betahook, or leave this layer out with layers=..."
+                    f"{layer.name}: {error}. Detach betahook, state them in its attribute num_heads, or leave this "
+                    "layer out with layers=..."
                 ) from error
         known.finish()
         return output

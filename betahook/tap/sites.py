@@ -10,6 +10,8 @@ from types import CodeType, FrameType
 LIBRARIES = {"torch", "einops", "betahook"}
 WATCHED = "watched"
 """The function of `products` that calls the forward of a hooked module: the search for callers ends there."""
+CHECKPOINT_REMEDY = "begin it around the attention module"
+"""The remedy where a checkpoint of activations hides a call from its recomputation."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from betahook.tap.contraction import Axis
 from betahook.tap.forward import Forward
 from betahook.tap.gain import scale_query
 from betahook.tap.kernels import KERNELS, Arguments, Kernel
-from betahook.tap.sites import find_line, find_site
+from betahook.tap.sites import CHECKPOINT_REMEDY, find_line, find_site
 from betahook.tap.traces import Operand, Scores, Trace, Weights, divided
 
 
@@ -84,7 +84,9 @@ def _record(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
         axis = forward.score_axis(input, "softmax", dim)
         acting = trace.products[0].acting
         if axis is None or acting is None:
-            forward.refuse(f"its heads are not told apart from the batch in the softmax at {find_line()}")
+            forward.refuse(
+                f"its heads are not told apart from the batch in the softmax at {find_line()}: {heads.REMEDY}"
+            )
             return
         # What acted on this product, not what acts by the model's own beta of this call.
         prescale = prescale.view(-1, 1, 1) if isinstance(prescale, Tensor) else prescale
@@ -130,7 +132,10 @@ def _fused_axis(forward: Forward, call: Call, kernel: Kernel, given: Arguments) 
     if not forward.strict:
         return contraction.axis_of(sizes, layer.heads, layer.facts.product_axis), ""
     if site.checkpointed:  # its recomputation is not seen here
-        return None, f"its attention lies in a checkpoint that begins inside the forward, at {site.line}"
+        return (
+            None,
+            f"its attention lies in a checkpoint that begins inside the forward, at {site.line}: {CHECKPOINT_REMEDY}",
+        )
     if (obstacle := kernel.obstacle(given)) is not None:
         return None, f"{call.name} at {site.line} gets {obstacle}"
     if kernel.states_heads(query):
@@ -141,4 +146,4 @@ def _fused_axis(forward: Forward, call: Call, kernel: Kernel, given: Arguments) 
     axis = heads.axis_of(query, labels, query.dim() - 1, range(len(sizes)), layer.heads, site, forward.plan.axes)
     if axis is None and layer.heads not in sizes:
         contraction.axis_of(sizes, layer.heads, None)
-    return axis, f"its heads are not told apart from the batch at {site.line}"
+    return axis, f"its heads are not told apart from the batch at {site.line}: {heads.REMEDY}"

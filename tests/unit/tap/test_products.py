@@ -578,7 +578,7 @@ def test_nested_tensors_in_attention_written_by_hand_leave_it_alone(caplog):
     expected = model(nested)
     with betahook.attach(model, controller="monitor") as hook:
         got = model(nested)
-        assert hook.layers["1"].refusal == "its input is a nested tensor, whose scores are not followed"
+        assert hook.layers["1"].refusal == "its input is a nested tensor, whose scores are not followed: pad it"
         assert "1 is left alone: its input is a nested tensor" in caplog.text
     assert torch.equal(got.values(), expected.values())
 
