@@ -218,6 +218,14 @@ def test_what_is_not_followed_is_left_alone_by_name(arguments, message):
             layer.beta = 1.0
 
 
+@pytest.mark.oldest_skips("flex attention has no auxiliary outputs")
+def test_flex_attention_returns_no_maxima_on_a_cpu():
+    """If it ever does, docs/LIMITATIONS.md has one reason less not to use them."""
+    q = torch.randn(1, 1, LENGTH, 8)
+    with pytest.raises(NotImplementedError, match="max scores is not supported on CPU"):
+        flex_attention(q, q, q, return_aux=flex.AuxRequest(max_scores=True))
+
+
 def test_the_table_holds_what_discovery_finds():
     assert set(kernels.KERNELS) == discovery.KERNELS | {"scaled_dot_product_attention"}
     assert sys.modules[flex_attention.__module__] is flex
