@@ -72,6 +72,7 @@ class FlipModel(PreTrainedModel):
         super().__init__(config)
         d = config.length
         self.embed = nn.Linear(config.symbols, d)
+        self.register_buffer("one_hot", torch.eye(config.symbols), persistent=False)
         self.register_buffer("positions", sinusoids(d, d), persistent=False)
         self.attention = FlipAttention(config)
         self.attention_norm = nn.LayerNorm(d)
@@ -84,7 +85,7 @@ class FlipModel(PreTrainedModel):
         """Do nothing: PyTorch initialised the modules when they were made."""
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> TokenClassifierOutput:
-        x = self.embed(F.one_hot(input_ids, self.config.symbols).to(self.dtype)) + self.positions
+        x = self.embed(self.one_hot[input_ids]) + self.positions
         x = self.attention_norm(x + self.attention(x))
         x = self.mlp_norm(x + self.mlp(x))
         logits = self.head(x)
