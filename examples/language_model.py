@@ -4,6 +4,10 @@
     python examples/language_model.py --model llama --learning-rates 1e-3 3e-2 --seeds 0 1 2
 
 Both runs of a pair see the same batches and start from the same weights; the validation files are never trained on.
+A long comparison may be interrupted: with `--save-steps`, the same command goes on from the last checkpoints.
+
+    python examples/language_model.py --layers 6 --width 384 --length 256 --steps 5000 --save-steps 100 \
+        --learning-rates 3e-4 1e-3
 """
 
 from __future__ import annotations
@@ -29,12 +33,14 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Trainer,
+    TrainerState,
     TrainingArguments,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 
-from betahook.integrations.trainer import BetaHookCallback
+from betahook.integrations.trainer import BetaHookCallback, last_checkpoint
 
-BYTES = 256
+BYTES, HEAD_DIM = 256, 32
 
 
 class Windows(Dataset[dict[str, Tensor]]):
@@ -60,16 +66,17 @@ def read_library() -> tuple[bytes, bytes]:
     return training, b"".join(texts[::10])
 
 
-def build(name: str, length: int) -> PreTrainedModel:
-    """Four layers of four heads, width 128: about 0.9 million parameters. Qwen3 is Llama with QK-norm."""
+def build(name: str, length: int, width: int = 128, layers: int = 4) -> PreTrainedModel:
+    """Heads of 32; about 0.9 million parameters, 10.8 million with six layers of 384. Qwen3 is Llama with QK-norm."""
+    heads = width // HEAD_DIM
     if name == "gpt2":
         return GPT2LMHeadModel(
             GPT2Config(
                 vocab_size=BYTES,
                 n_positions=length,
-                n_embd=128,
-                n_layer=4,
-                n_head=4,
+                n_embd=width,
+                n_layer=layers,
+                n_head=heads,
                 resid_pdrop=0.0,
                 embd_pdrop=0.0,
                 attn_pdrop=0.0,
@@ -80,12 +87,12 @@ def build(name: str, length: int) -> PreTrainedModel:
     sizes: dict[str, Any] = dict(
         vocab_size=BYTES,
         max_position_embeddings=length,
-        hidden_size=128,
-        intermediate_size=344,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
+        hidden_size=width,
+        intermediate_size=width * 43 // 16,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=HEAD_DIM,
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -117,10 +124,11 @@ def train(controller: str, learning_rate: float, seed: int, options: argparse.Na
     torch.manual_seed(seed)
     training, validation = (Windows(text, options.length) for text in read_library())
     callback = BetaHookCallback(controller)
+    output = options.output / f"{controller}-{learning_rate:g}-seed{seed}"
     trainer = Trainer(
-        model=build(options.model, options.length),
+        model=build(options.model, options.length, options.width, options.layers),
         args=TrainingArguments(
-            output_dir=str(options.output / f"{controller}-{learning_rate:g}-seed{seed}"),
+            output_dir=str(output),
             max_steps=options.steps,
             per_device_train_batch_size=16,
             per_device_eval_batch_size=64,
@@ -130,7 +138,9 @@ def train(controller: str, learning_rate: float, seed: int, options: argparse.Na
             eval_strategy="steps",
             eval_steps=max(1, options.steps // 4),
             logging_steps=max(1, options.steps // 40),
-            save_strategy="no",
+            save_strategy="steps" if options.save_steps else "no",
+            save_steps=options.save_steps or options.steps,
+            save_total_limit=1,
             report_to="tensorboard",
             disable_tqdm=True,  # its bar; see Bar
             seed=seed,
@@ -140,7 +150,11 @@ def train(controller: str, learning_rate: float, seed: int, options: argparse.Na
         callbacks=[callback, Bar()],
     )
     trainer.pop_callback(PrinterCallback)
-    trainer.train()
+    checkpoint = last_checkpoint(output) if options.save_steps else None
+    if checkpoint is not None and Path(checkpoint).name == f"checkpoint-{options.steps}":  # a Trainer would go beyond
+        trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+    else:
+        trainer.train(resume_from_checkpoint=checkpoint)
     return [(entry["step"], entry["eval_loss"]) for entry in trainer.state.log_history if "eval_loss" in entry]
 
 
@@ -151,10 +165,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=positive, default=400)
     parser.add_argument("--length", type=positive, default=128, help="bytes in a window")
+    parser.add_argument("--width", type=positive, default=128, help=f"a multiple of {HEAD_DIM}, the width of a head")
+    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--save-steps", type=positive, help="save, and go on from, a checkpoint every so many steps")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/language_model"), help="folder of the TensorBoard runs"
     )
     options = parser.parse_args(arguments)
+    if options.width % HEAD_DIM:
+        parser.error(f"--width must be a multiple of {HEAD_DIM}, not {options.width}")
 
     lines = []
     for learning_rate in options.learning_rates:

@@ -42,3 +42,37 @@ def test_nothing_to_train_is_refused(example, capsys, option):
     with pytest.raises(SystemExit, match="2"):
         example.main([option, "0"])
     assert f"argument {option}: must be at least 1, not 0" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*")
+def test_an_interrupted_comparison_goes_on_where_it_was(example, tmp_path, capsys, monkeypatch):
+    text = bytes(range(256)) * 4
+    monkeypatch.setattr(example, "read_library", lambda: (text, text[::-1]))
+
+    def losses(folder):
+        example.main(["--steps", "2", "--length", "16", "--save-steps", "1", "--output", str(tmp_path / folder)])
+        return [line for line in capsys.readouterr().out.splitlines() if line.endswith("%")]
+
+    whole = losses("whole")
+    assert len(whole) == 2
+
+    class Interrupted(example.Bar):
+        def on_step_end(self, args, state, control, **kwargs):
+            super().on_step_end(args, state, control, **kwargs)
+            if state.global_step == 2 and "default" in args.output_dir:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(example, "Bar", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            losses("interrupted")
+    steps = []
+    monkeypatch.setattr(example.Bar, "on_step_begin", lambda *args, **kwargs: steps.append(1))
+    assert losses("interrupted") == whole
+    assert len(steps) == 1  # of the plain run none, of the other the last
+
+
+def test_a_width_that_is_no_multiple_of_a_head_is_refused(example, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        example.main(["--width", "100"])
+    assert "--width must be a multiple of 32, not 100" in capsys.readouterr().err
