@@ -13,6 +13,9 @@ from torch import nn
 LIBRARIES = {"torch", "transformers", "einops", "numpy", "betahook"}
 """Packages whose functions are known by their names, or compute no attention."""
 
+PRODUCTS = ("matmul", "__matmul__", "mm", "bmm", "baddbmm", "einsum")
+"""Functions that multiply matrices, by the names that a `TorchFunctionMode` sees."""
+
 
 def names_used(kind: type) -> frozenset[str]:
     """The global names and attributes that the methods of a class use; "@" for the operator.

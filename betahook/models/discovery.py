@@ -15,7 +15,7 @@ from torch import nn
 
 from betahook import compat
 from betahook.models import trial
-from betahook.models.code import is_own, names_used
+from betahook.models.code import PRODUCTS, is_own, names_used
 from betahook.models.families import Facts, facts
 from betahook.models.heads import count_heads
 
@@ -27,7 +27,6 @@ TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward
 KERNELS = {"flex_attention", "flash_attn_func", "flash_attn_varlen_func", "memory_efficient_attention"}
 """Functions that take the softmax too, and that a class of one's own calls by name: see `tap.kernels`."""
 SOFTMAX = {"softmax", "Softmax", "XSoftmax"}
-PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum", "@"}
 
 
 @dataclass(frozen=True)
@@ -205,14 +204,14 @@ def has_no_name(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verd
     """Code that is not called attention, and asks nobody for one."""
     if re.search("attention|attn", type(module).__name__, re.IGNORECASE):
         return None
-    computes = is_own(type(module)) and used_below & SOFTMAX and used_below & PRODUCTS
+    computes = is_own(type(module)) and used_below & SOFTMAX and used_below & {"@", *PRODUCTS}
     has_weights = next(module.parameters(), None) is not None  # else it is a part of what calls it
     return Verdict("by hand", unnamed=True) if computes and has_weights else NO_ATTENTION
 
 
 def multiplies(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:
     """Attention with a product and a softmax in its code, or past `get_interface` in the registry of transformers."""
-    by_hand = (used_below & SOFTMAX and used_below & PRODUCTS) or "ALL_ATTENTION_FUNCTIONS" in used
+    by_hand = (used_below & SOFTMAX and used_below & {"@", *PRODUCTS}) or "ALL_ATTENTION_FUNCTIONS" in used
     return Verdict("by hand") if by_hand else None
 
 

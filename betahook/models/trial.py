@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from betahook import compat
+from betahook.models.code import PRODUCTS
 
-PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum"}
 SOFTMAX = {"softmax", "log_softmax"}
 BATCH, LENGTH = 3, 7
 """Of the trial's input; no size of a model is likely to be a multiple of both."""

@@ -17,8 +17,6 @@ from betahook.tap.calls import Call
 
 Axis = int | Literal["flat", "heads first", "single"]
 
-NAMES = ("matmul", "__matmul__", "mm", "bmm", "baddbmm", "einsum")
-
 
 class UnknownHeadsError(ValueError):
     """No axis of an operand can be that of the heads."""
@@ -113,7 +111,7 @@ class Contraction:
 
 
 def read(call: Call) -> Contraction | None:
-    """The product that a call of a function in `NAMES` computes; None if it cannot be a score matrix."""
+    """The product that a call of a function in `PRODUCTS` computes; None if it cannot be a score matrix."""
     if call.name == "einsum":
         return _read_einsum(*call.args)
     if call.name == "baddbmm":

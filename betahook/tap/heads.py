@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from betahook.compat import WeakIdKeyDictionary
+from betahook.models.code import PRODUCTS
 from betahook.tap.calls import Call, tensors_in
-from betahook.tap.contraction import NAMES, Axis
+from betahook.tap.contraction import Axis
 from betahook.tap.sites import Site
 
 PROJECTIONS = {"linear": -1, "addmm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
@@ -87,7 +88,7 @@ class Labels:
             self._put(output, features, axis)
         elif name == "__setitem__":
             self._assign(*call.args)
-        elif name not in NAMES and any(self.get(tensor) is not None for tensor in call.tensors):
+        elif name not in PRODUCTS and any(self.get(tensor) is not None for tensor in call.tensors):
             self._follow(call, output, moves)
 
     def _assign(self, target: Tensor, index: Any, source: Any) -> None:

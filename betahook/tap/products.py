@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from betahook import compat
-from betahook.tap import contraction, following, handlers, kernels, matrices, nested, softmaxes
+from betahook.models.code import PRODUCTS
+from betahook.tap import following, handlers, kernels, matrices, nested, softmaxes
 from betahook.tap.calls import Call
 from betahook.tap.contraction import UnknownHeadsError
 from betahook.tap.forward import Forward, is_strict
@@ -29,7 +30,7 @@ from betahook.tap.recorder import Recorder
 from betahook.tap.situation import other
 
 ACTIONS: dict[str, Callable[[Forward, Call], Any]] = {
-    **dict.fromkeys(contraction.NAMES, matrices.multiply),
+    **dict.fromkeys(PRODUCTS, matrices.multiply),
     **dict.fromkeys(("softmax", "log_softmax"), softmaxes.softmax),
     **dict.fromkeys(kernels.KERNELS, softmaxes.fused),
     "__setitem__": following.assign,

@@ -209,7 +209,7 @@ FAULTS = [
     Fault("betahook/tap/arithmetic.py", "first = replace(first, axis=situation.axis_of(left))", "pass", RIGHT),
     Fault("betahook/tap/heads.py", 'UNKNOWN if mode == "constant" else value', "value", RIGHT),
     Fault("betahook/tap/calls.py", "other.contiguous() if", "other if", RIGHT),
-    Fault("betahook/tap/heads.py", "elif name not in NAMES and any(", "elif any(", RIGHT),
+    Fault("betahook/tap/heads.py", "elif name not in PRODUCTS and any(", "elif any(", RIGHT),
     # control
     Fault("betahook/control/base.py", "DECADES = 3.0", "DECADES = 4.0"),
     Fault(
