@@ -62,6 +62,16 @@ def test_a_fresh_model_at_a_high_rate():
     assert (min(ratios), max(ratios)) == pytest.approx((low, high), rel=0.05)
 
 
+def test_as_many_model_types_as_the_table_of_support_has():
+    rows = [line.split(" | ") for line in (ROOT / "docs/SUPPORT.md").read_text().splitlines() if line.startswith("| ")]
+    (attached,) = re.findall(r"^(\d+ of \d+) model types attach", (ROOT / "docs/SUPPORT.md").read_text(), re.MULTILINE)
+    exact = sum(row[4] == "exact" for row in rows)
+    numbers = re.findall(r"\d+", f"{attached} {exact}")
+    assert int(numbers[1]) == len(rows) - 2  # without its header and the line below
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert "{} of the {} model types of transformers ({} fold exactly)".format(*numbers) in readme
+
+
 def test_an_average_of_the_weights_gets_beta():
     """The block of docs/CHECKPOINTS.md."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/CHECKPOINTS.md").read_text(), re.DOTALL)
