@@ -1,4 +1,4 @@
-"""Factor on the query of every layer, and the probe whose gradient is its sensitivity: ready when a forward asks.
+"""Factor on the query of every layer, and what its sensitivity is the gradient of: ready when a forward asks.
 
 A part of `betahook.state.State`; the tap asks for both in every forward of every layer, so that what does not change
 between two steps is made once for all layers. Nothing here reads a value back to the host.
@@ -21,8 +21,8 @@ class Factors:
     Attributes:
         own: float32 `[heads]`, the inverse temperature that the model itself applied in the last forward of each layer
             on this rank; NaN where that was not a number.
-        probes: float32 `[heads of the layer]` each, zeros that require grad; the gradient is the sensitivity (see
-            `tap.gain.ScaleQuery`). A leaf for each layer: a slice of a common one would add to it in every backward.
+        probes: float32 `[heads of the layer]` each, zeros that require grad; the gradient is a part of the sensitivity
+            (see `tap.gain.ScaleQuery`). One for each layer: a slice of a common one would add to it in every backward.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
@@ -31,15 +31,16 @@ class Factors:
         self.probes = [torch.zeros(heads, dtype=torch.float32, device=device, requires_grad=True) for heads in lengths]
         self._noted = [math.nan] * len(lengths)
         self._gains: Sequence[Tensor] = ()
+        self._known = self.own
+        self._leaves: dict[int, Tensor] = {}
         self._made_of: tuple[int, int] | None = None
 
     def to(self, device: torch.device) -> None:
         """Follow the model to another device."""
-        gradients = [probe.grad for probe in self.probes]
-        self.own, self._made_of = self.own.to(device), None
+        sensitivity = self.sensitivity().to(device)
+        self.own, self._made_of, self._leaves = self.own.to(device), None, {}
         self.probes = [probe.detach().to(device).requires_grad_() for probe in self.probes]
-        for probe, gradient in zip(self.probes, gradients, strict=True):
-            probe.grad = None if gradient is None else gradient.to(device)
+        self.set_sensitivity(sensitivity)
 
     def note(self, layer: int, heads: slice, beta: float) -> bool:
         """Remember the inverse temperature that a layer itself applies; return False if it is that of the last call.
@@ -66,16 +67,52 @@ class Factors:
         if made_of != self._made_of:
             self._made_of = made_of
             with torch.inference_mode(False), torch.no_grad():  # made in a forward, of which it must know nothing
+                for of_layer in self._leaves:
+                    self._retire(of_layer)
                 gains = torch.where(beta.isnan(), 1.0, beta / self.own)
                 self._gains = gains[:, None, None].split(self._lengths)
+                self._known, self._leaves = gains.nan_to_num(), {}
         return self._gains[layer]
 
+    def leaf(self, layer: int, beta: Tensor) -> Tensor:
+        """Return `gain` as a leaf that requires grad: this gradient times the gain is a part of the sensitivity."""
+        gain = self.gain(layer, beta)
+        if layer not in self._leaves:
+            self._leaves[layer] = gain.detach().requires_grad_()
+        return self._leaves[layer]
+
+    def _retire(self, layer: int) -> None:
+        """Let the probe have what the leaf of a gain that has changed was given, and what graphs yet bring it."""
+        leaf, probe = self._leaves[layer], self.probes[layer]
+
+        def move(leaf: Tensor) -> None:
+            if leaf.grad is not None:
+                part = (leaf.grad * leaf).detach().flatten()
+                probe.grad, leaf.grad = part if probe.grad is None else probe.grad + part, None
+
+        move(leaf)
+        leaf.register_post_accumulate_grad_hook(move)
+
+    @torch.no_grad()
     def sensitivity(self) -> Tensor:
-        """Return the gradients of all probes, `[heads]`, zero where there is none."""
-        return torch.cat([probe if probe.grad is None else probe.grad for probe in self.probes]).detach()
+        """Return the derivative of the loss with respect to log beta, `[heads]`, zero where there was no backward."""
+        of_leaves = self._joined([getattr(self._leaves.get(layer), "grad", None) for layer in range(len(self.probes))])
+        of_probes = self._joined([probe.grad for probe in self.probes])
+        if of_leaves is None:
+            return torch.zeros_like(self.own) if of_probes is None else of_probes
+        return of_leaves * self._known if of_probes is None else torch.addcmul(of_probes, of_leaves, self._known)
+
+    def _joined(self, gradients: list[Tensor | None]) -> Tensor | None:
+        """Return the gradients of all layers, `[heads]`, zero for a layer without one; None if there is none at all."""
+        if all(gradient is None for gradient in gradients):
+            return None
+        parts = [p if g is None else g.flatten() for g, p in zip(gradients, self.probes, strict=True)]
+        return torch.cat(parts).detach()
 
     def set_sensitivity(self, values: Tensor | None) -> None:
-        """Replace the gradients of all probes by `values [heads]`, or by none."""
+        """Replace the sensitivity by `values [heads]`, or by none."""
         parts = [None] * len(self.probes) if values is None else values.to(self.own).split(self._lengths)
         for probe, part in zip(self.probes, parts, strict=True):
             probe.grad = part
+        for leaf in self._leaves.values():
+            leaf.grad = None

@@ -12,6 +12,10 @@ from betahook import compat
 from betahook.tap.recorder import Recorder
 from betahook.tap.traces import Product
 
+SMALL = 2**18
+"""Entries of a query that is multiplied by a gain whose own gradient gives the sensitivity. Autograd keeps the unscaled
+query for it, besides the scaled one that the attention keeps, but runs no Python, which takes longer than all else."""
+
 
 def scale_query(
     layer: Recorder,
@@ -46,22 +50,31 @@ def scale_known_query(layer: Recorder, query: Tensor, others: Iterable[Tensor], 
     In an eager forward the gain is there already. A graph, which is run with another beta later, computes it inside.
     """
     layer.follow(query.device)
-    gain = None if isinstance(default, Tensor) or compat.is_captured(query.device) else layer.ready_gain
+    gain = None
+    if not (isinstance(default, Tensor) or compat.is_captured(query.device)):
+        gain = layer.ready_gain(as_leaf=query.numel() <= SMALL and _has_gradient(query, others))
     if gain is None:
         return scale_query(layer, query, others, default=default)
-    return _scaled(layer, query, gain if gain.device == query.device else gain.to(query.device), others, 1, None)
+    if gain.device != query.device:
+        gain = gain.to(query.device)
+    return _times(query, gain) if gain.requires_grad else _scaled(layer, query, gain, others, 1, None)
+
+
+def _has_gradient(query: Tensor, others: Iterable[Tensor]) -> bool:
+    """Tell if the logits have a gradient."""
+    return torch.is_grad_enabled() and (query.requires_grad or any(x.requires_grad for x in others))
 
 
 def _scaled(
     layer: Recorder, query: Tensor, gain: Tensor, others: Iterable[Tensor], axis: int, product: Product | None
 ) -> Tensor:
-    if torch.is_grad_enabled() and (query.requires_grad or any(x.requires_grad for x in others)):
-        probe = layer.probe
-        probe = probe if probe.device == query.device else probe.to(query.device)
-        # Also while paused: gradient checkpointing counts what a forward saves, and its recomputation comes later.
-        scaled: Tensor = ScaleQuery.apply(query, gain, probe, axis, not layer.paused, product)  # type: ignore[no-untyped-call]
-        return scaled
-    return _times(query, gain)
+    if not _has_gradient(query, others):
+        return _times(query, gain)
+    probe = layer.probe
+    probe = probe if probe.device == query.device else probe.to(query.device)
+    # Also while paused: gradient checkpointing counts what a forward saves, and its recomputation comes later.
+    scaled: Tensor = ScaleQuery.apply(query, gain, probe, axis, not layer.paused, product)  # type: ignore[no-untyped-call]
+    return scaled
 
 
 def _times(values: Tensor, gain: Tensor) -> Tensor:
@@ -75,6 +88,8 @@ def _times(values: Tensor, gain: Tensor) -> Tensor:
 
 class ScaleQuery(torch.autograd.Function):
     """`query * gain`, whose backward also gives the sensitivity to `log gain`, as the gradient of a probe.
+
+    For queries that are not `SMALL`, and where the gain is made in the forward.
 
     Logits are linear in the query, so `dL/d log beta = <query * gain, dL/d(query * gain)>`, for each head. Both factors
     are at hand: the scaled query is what the attention keeps for its own backward, hence no further memory.

@@ -62,8 +62,10 @@ def _record_input(
     kwargs: dict[str, Any],
 ) -> None:
     """Record the argument at a position, given there or by name."""
+    if not is_recording(recorder):
+        return
     given = args[argument] if len(args) > argument else kwargs.get(name or "")
-    if given is None or not is_recording(recorder):
+    if given is None:
         return
     if given.is_nested:
         given = torch.cat(given.detach().unbind())

@@ -30,6 +30,19 @@ def _place(state: State, local: HeadRange, turn: list[int]) -> opaque.Place:
     return opaque.Place(state.table, state.moments, state.beta, state.beta_default, bounds, turn)
 
 
+def _tables(state: State, local: HeadRange) -> tuple[Tensor, Tensor]:
+    """Columns of the heads of a layer in the tables of sums and of the components of q and k."""
+    return state.table[:, local.heads], state.moments[:, local.components]
+
+
+def _beta(state: State, local: HeadRange, default: float | None) -> Tensor:
+    """Beta of the heads of a layer, `[heads]`, by the number that the model itself applies, if it is one."""
+    beta = state.beta[local.heads]
+    if default is not None:
+        return beta.nan_to_num(nan=default)
+    return torch.where(beta.isnan(), state.beta_default[local.heads], beta)
+
+
 class _Inputs:
     """Sums of what enters W_q and W_k: computed once where both get the same tensor, one after the other."""
 
@@ -101,9 +114,10 @@ class Recorder:
     @property
     def measuring(self) -> bool:
         """True if a forward of the module is to be recorded now."""
-        state, trains = self._state, self.module.training and torch.is_grad_enabled()
-        in_turn = compat.is_captured(state.device) or self._place.layer in state.turn  # a graph asks when it runs
-        return in_turn and not state.paused and (trains or self.always)
+        state = self._state
+        if self._place.layer not in state.turn and not compat.is_captured(state.device):  # a graph asks when it runs
+            return False
+        return not state.paused and (self.always or (self.module.training and torch.is_grad_enabled()))
 
     def pause(self) -> AbstractContextManager[None]:
         """Record nothing for a while."""
@@ -136,8 +150,7 @@ class Recorder:
 
     def follow(self, device: torch.device) -> None:
         """Move the state to where the model went, unless in a pause to the meta device: that is a look at shapes."""
-        looks = device.type == "meta" and self._state.paused
-        if self._state.device.type == "cpu" and device.type != "cpu" and not looks:
+        if device.type != "cpu" and self._state.device.type == "cpu" and not (device.type == "meta" and self.paused):
             self._state.to(device)
 
     def select_local_heads(self, heads: int) -> bool:
@@ -165,11 +178,18 @@ class Recorder:
         """`current_gain` of the heads that this rank computes, by the `default` of this call where it is given."""
         return self._state.gain(self._local.heads, default)
 
-    @property
-    def ready_gain(self) -> Tensor | None:
-        """The same by the number that was last noted, `[heads, 1, 1]`; None if another rank computes some heads."""
-        shared = self._tensor_parallel_ranks > 1
-        return None if shared else self._state.factors.gain(self._place.layer, self._state.beta)
+    def ready_gain(self, *, as_leaf: bool) -> Tensor | None:
+        """The same by the number that was last noted, `[heads, 1, 1]`; None if another rank computes some heads.
+
+        As a leaf it requires grad, and its gradient gives the sensitivity; that of a pause is lost.
+        """
+        factors, beta, layer = self._state.factors, self._state.beta, self._place.layer
+        if self._tensor_parallel_ranks > 1:
+            return None
+        if not as_leaf:
+            return factors.gain(layer, beta)
+        leaf = factors.leaf(layer, beta)
+        return leaf.detach().requires_grad_() if self._state.paused else leaf
 
     @property
     def probe(self) -> Tensor:
@@ -203,7 +223,8 @@ class Recorder:
         if torch.compiler.is_compiling():
             opaque.add_scores(_place(self._state, self._local, self._turn), query, key, mask, **options)
         else:
-            calls.add_scores(*self._tables, query, key, mask, self._beta.to(query.device), **options)
+            beta = _beta(self._state, self._local, self._default).to(query.device)
+            calls.add_scores(*_tables(self._state, self._local), query, key, mask, beta, **options)
 
     @torch.no_grad()
     def record_pairs(
@@ -227,7 +248,8 @@ class Recorder:
         if torch.compiler.is_compiling():
             opaque.add_pairs(_place(self._state, self._local, self._turn), *scores, *operands)
         else:
-            calls.add_pairs(*self._tables, *scores, *operands, self._beta.to(raw.device))
+            beta = _beta(self._state, self._local, self._default).to(raw.device)
+            calls.add_pairs(*_tables(self._state, self._local), *scores, *operands, beta)
 
     @torch.no_grad()
     def record_input(self, inputs: Tensor, sides: list[str]) -> None:
@@ -238,17 +260,4 @@ class Recorder:
         if torch.compiler.is_compiling():
             opaque.add_input(_place(self._state, self._local, self._turn), inputs.detach(), sides)
         else:
-            self._inputs.add(self._tables[0], inputs, sides)
-
-    @property
-    def _tables(self) -> tuple[Tensor, Tensor]:
-        """The columns of the layer in the tables of sums and of the components of q and k."""
-        return self._state.table[:, self._local.heads], self._state.moments[:, self._local.components]
-
-    @property
-    def _beta(self) -> Tensor:
-        """Beta of the heads that this rank computes, `[heads]`."""
-        beta = self._state.beta[self._local.heads]
-        if self._default is not None:
-            return beta.nan_to_num(nan=self._default)
-        return torch.where(beta.isnan(), self._state.beta_default[self._local.heads], beta)
+            self._inputs.add(_tables(self._state, self._local)[0], inputs, sides)

@@ -341,6 +341,15 @@ FAULTS = [
     Fault("betahook/state.py", "state.nonfinite_since > step", "state.nonfinite_since >= step", STATE),
     Fault("betahook/factors.py", "if self._noted[layer] == beta", "if not math.isnan(self._noted[layer])"),
     Fault("betahook/factors.py", "if made_of != self._made_of", "if self._made_of is None"),
+    Fault("betahook/factors.py", "leaf.register_post_accumulate_grad_hook(move)", "pass"),
+    Fault("betahook/factors.py", "gains.nan_to_num(), {}", "gains, {}"),
+    Fault("betahook/tap/gain.py", "query.numel() <= SMALL and ", ""),
+    Fault(
+        "betahook/tap/recorder.py",
+        "leaf.detach().requires_grad_() if self._state.paused else leaf",
+        "leaf",
+        ("tests/unit/tap/test_gain.py",),
+    ),
     Fault("betahook/factors.py", "torch.inference_mode(False), torch.no_grad()", "torch.no_grad()"),
     Fault("betahook/state.py", "torch.where(beta.isnan(), 1.0, beta / own)", "beta / own", STATE),
     Fault(

@@ -84,9 +84,44 @@ def test_a_sensitivity_that_was_loaded_is_added_to(factors):
     assert all(probe.grad is None for probe in factors.probes)
 
 
+def test_the_sensitivity_of_a_gain_is_its_gradient_times_itself(factors):
+    values = beta(1.0, torch.nan, torch.nan, 0.25, 0.125)
+    (3 * factors.leaf(0, values)).sum().backward()
+    assert factors.sensitivity().tolist() == [6, 3, 0, 0, 0]
+    factors.probes[1].sum().backward()
+    (2 * factors.leaf(0, values)).sum().backward()
+    assert factors.sensitivity().tolist() == [10, 5, 1, 1, 1]
+    factors.set_sensitivity(None)
+    assert factors.sensitivity().tolist() == [0] * 5
+
+
+def test_a_layer_whose_own_beta_is_unknown_has_no_sensitivity():
+    factors = Factors([1, 1], CPU)
+    factors.note(0, slice(0, 1), 0.5)
+    factors.leaf(0, torch.ones(2)).sum().backward()
+    assert factors.sensitivity().tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_beta_that_changes_before_or_after_the_backward_loses_no_sensitivity(factors, when):
+    values = torch.ones(5)
+    first = factors.leaf(0, values)
+    (3 * first).sum().backward()
+    output = (5 * first).sum()
+    if when == "after":
+        output.backward()
+    values.fill_(2.0)
+    second = factors.leaf(0, values)
+    second.sum().backward()
+    if when == "before":
+        output.backward()
+    assert factors.sensitivity().tolist() == [8 * 2 + 4] * 2 + [0] * 3
+
+
 def test_a_model_on_another_device_has_other_gains(factors):
-    factors.gain(0, torch.ones(5))
+    factors.leaf(0, torch.ones(5)).sum().backward()
     factors.probes[0].sum().backward()
     factors.to(torch.device("meta"))
     assert factors.gain(0, torch.ones(5, device="meta")).is_meta
+    assert factors.leaf(0, torch.ones(5, device="meta")).is_meta
     assert {x.device.type for x in (factors.own, *factors.probes, factors.probes[0].grad)} == {"meta"}

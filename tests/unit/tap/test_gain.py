@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from betahook.tap import gain
-from betahook.tap.gain import ScaleQuery, scale_query
+from betahook.tap.gain import ScaleQuery, scale_known_query, scale_query
 from support.layers import attention, make
 
 HEADS, DEFAULT = 2, 0.25
@@ -20,6 +20,15 @@ def recorder():
     layer.head_beta = DEFAULT * GAINS
     recorder.state = state
     return recorder
+
+
+@pytest.fixture(params=["made in the forward", "large", "small"])
+def scale(request, monkeypatch):
+    """Each way in which a query is scaled."""
+    if request.param == "made in the forward":
+        return scale_query
+    monkeypatch.setattr(gain, "SMALL", 0 if request.param == "large" else 1000)
+    return lambda recorder, query, others: scale_known_query(recorder, query, others, DEFAULT)
 
 
 def operands(dtype=torch.float64):
@@ -51,30 +60,30 @@ def test_a_query_is_scaled_by_head(recorder):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_query_keeps_its_dtype(recorder, dtype):
+def test_a_query_keeps_its_dtype(scale, recorder, dtype):
     query, key, value = operands(dtype)
     for leaf in (query, query.requires_grad_()):
-        assert scale_query(recorder, leaf, (key, value)).dtype == dtype
+        assert scale(recorder, leaf, (key, value)).dtype == dtype
 
 
-def test_the_sensitivity_away_from_the_beta_of_the_model(recorder):
+def test_the_sensitivity_away_from_the_beta_of_the_model(scale, recorder):
     """The gradient meets the scaled query, not the query itself."""
     query, key, value = operands()
     query.requires_grad_()
-    loss(scale_query(recorder, query, (key, value)), key, value).backward()
+    loss(scale(recorder, query, (key, value)), key, value).backward()
     expected = difference(lambda factor: loss(query.detach() * factor, key, value))
-    assert recorder.state.factors.probes[0].grad.tolist() == pytest.approx(expected, rel=1e-6)
+    assert recorder.state.factors.sensitivity().tolist() == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_gradient_of_the_query_is_that_of_the_product(recorder):
+def test_the_gradient_of_the_query_is_that_of_the_product(scale, recorder):
     query, key, value = (x.requires_grad_() for x in operands())
-    gradients = torch.autograd.grad(loss(scale_query(recorder, query, ()), key, value), (query, key, value))
+    gradients = torch.autograd.grad(loss(scale(recorder, query, ()), key, value), (query, key, value))
     expected = torch.autograd.grad(loss(query * GAINS.view(-1, 1, 1), key, value), (query, key, value))
     for one, other in zip(gradients, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
 
 
-def test_the_sensitivity_of_a_gradient(recorder):
+def test_the_sensitivity_of_a_gradient(scale, recorder):
     """A gradient penalty: beta acts in the backward too."""
     query, key, value = operands()
 
@@ -83,33 +92,33 @@ def test_the_sensitivity_of_a_gradient(recorder):
         return gradient.square().sum()
 
     leaf = query.requires_grad_()
-    penalty(lambda x: scale_query(recorder, x, (key, value))).backward()
+    penalty(lambda x: scale(recorder, x, (key, value))).backward()
     expected = difference(lambda factor: penalty(lambda x: x * factor))
-    assert recorder.state.factors.probes[0].grad.tolist() == pytest.approx(expected, rel=1e-6)
+    assert recorder.state.factors.sensitivity().tolist() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_query_without_a_gradient_has_a_sensitivity_where_key_or_value_have_one(recorder, which):
+def test_a_query_without_a_gradient_has_a_sensitivity_where_key_or_value_have_one(scale, recorder, which):
     query, *others = operands()
     others[which].requires_grad_()
-    loss(scale_query(recorder, query, others), *others).backward()
+    loss(scale(recorder, query, others), *others).backward()
     expected = difference(lambda factor: loss(query * factor, *(x.detach() for x in others)))
-    assert recorder.state.factors.probes[0].grad.tolist() == pytest.approx(expected, rel=1e-6)
+    assert recorder.state.factors.sensitivity().tolist() == pytest.approx(expected, rel=1e-6)
 
 
-def test_nothing_that_asks_for_a_gradient_has_no_graph(recorder):
+def test_nothing_that_asks_for_a_gradient_has_no_graph(scale, recorder):
     query, key, value = operands()
-    assert not scale_query(recorder, query, (key, value)).requires_grad
+    assert not scale(recorder, query, (key, value)).requires_grad
     with torch.no_grad():
-        assert not scale_query(recorder, query.requires_grad_(), (key, value)).requires_grad
+        assert not scale(recorder, query.requires_grad_(), (key, value)).requires_grad
 
 
-def test_a_hook_that_is_paused_has_no_sensitivity(recorder):
+def test_a_hook_that_is_paused_has_no_sensitivity(scale, recorder):
     query, key, value = operands()
     query.requires_grad_()
     recorder.state.paused = True
-    loss(scale_query(recorder, query, (key, value)), key, value).backward()
-    assert recorder.state.factors.probes[0].grad is None
+    loss(scale(recorder, query, (key, value)), key, value).backward()
+    assert not recorder.state.factors.sensitivity().any()
     assert query.grad.abs().sum() > 0
 
 
@@ -120,6 +129,39 @@ def test_the_sensitivity_of_half_precision_is_summed_in_float32():
     scaled.backward(torch.ones_like(scaled))
     assert probe.grad.tolist() == [4096.0]
     assert query.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_both_forms_agree_in_half_precision(recorder, monkeypatch, dtype):
+    query, weights = torch.randn(2, 1, HEADS, 64, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = []
+    for small in (0, 2**18):
+        monkeypatch.setattr(gain, "SMALL", small)
+        leaf = query.clone().requires_grad_()
+        recorder.state.factors.set_sensitivity(None)
+        scaled = scale_known_query(recorder, leaf, (), DEFAULT)
+        (scaled * weights).sum().backward()
+        found.append((scaled, leaf.grad, recorder.state.factors.sensitivity()))
+    (large, of_large, expected), (small, of_small, sensitivity) = found
+    assert large.dtype == small.dtype == dtype
+    assert torch.equal(large, small)
+    assert torch.equal(of_large, of_small)
+    # The function has the scaled query, which was rounded; both add up in float32.
+    torch.testing.assert_close(sensitivity, expected, rtol=1e-2, atol=0.1)
+    exact = (query.double() * weights.double()).sum((0, 2, 3)) * GAINS
+    torch.testing.assert_close(sensitivity.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_autograd_keeps_the_query_itself_where_it_is_small(recorder, monkeypatch, small):
+    """Of a large one it keeps the scaled query, which the attention keeps anyway."""
+    query = operands(torch.float32)[0].requires_grad_()
+    monkeypatch.setattr(gain, "SMALL", query.numel() - (not small))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()) or x, lambda x: x):
+        scaled = scale_known_query(recorder, query, (), DEFAULT)
+    assert (query.data_ptr() in kept) is small
+    assert (scaled.data_ptr() in kept) is not small
 
 
 @pytest.mark.parametrize("recomputed", [True, False])
