@@ -15,6 +15,7 @@ from betahook.keep import note, transition
 from betahook.keep.refusals import FoldError, Plan, refuse
 from betahook.keep.transition import Unfinished
 from betahook.keep.verification import exact_places
+from betahook.models import materialise
 
 __all__ = ["FoldError", "fold"]
 
@@ -27,6 +28,8 @@ def fold(model: nn.Module | Hook, *, unfinished: Unfinished = "keep") -> None:
     forward, in evaluation mode. Up to rounding, each layer alone must give the same output from its folded weights, and
     so must the model, in every floating-point tensor that it returns; where only a part of it was ever called, that is
     `hook.last_call.module`. A use of a query weight that this does not run, as in a loss outside of it, is not seen.
+
+    Of a model that FSDP 2 or tensor parallelism divides over ranks, every rank must call.
 
     The config of a model of transformers then says what was folded, under `betahook_folded`, and its card on the Hub
     has the tag "betahook". Nothing reads either: delete them as you like.
@@ -53,9 +56,10 @@ def fold(model: nn.Module | Hook, *, unfinished: Unfinished = "keep") -> None:
         gains = {layer: layer.current_gain.double() for layer in hook.layers.values()}
         changed = {layer: gain for layer, gain in gains.items() if bool((gain != 1).any())}  # NaN is no 1 either
         plan = Plan(hook, hook.model if isinstance(model, Hook) else model, changed)
+        materialise.reshard(hook.model)
         refuse(plan)
         for layer, place in exact_places(plan).items():
-            place.write(place.scaled(plan.gains[layer]))
+            place.scale(plan.gains[layer])
         note.leave(hook, list(plan.gains.values()))
         hook.detach()
 

@@ -8,67 +8,34 @@ nothing and runs nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from betahook.layer import AttentionLayer
 from betahook.models.families import ADDED_QUERY_NORMS, QUERY_NORMS
-from betahook.models.projections import Part, Projection, added_queries
+from betahook.models.projections import Projection, added_queries
+from betahook.models.scaling import Norm, Scaling, learned_norm, of_linear
 
 
-@dataclass(frozen=True)
-class Place:
-    """Weights that scale the query.
+def find_places(layer: AttentionLayer) -> Iterator[Scaling]:
+    """The places of a layer, the norms of its query first, without and with an offset of 1.
 
-    Attributes:
-        parts: of parameters; of a norm that all heads share, those of one head.
-        offset: what the module adds to the entries of the first part, 1 in norms whose factor is `1 + w`.
+    Raises:
+        NoScalingError: a weight cannot be written to.
     """
-
-    parts: list[Part]
-    offset: float = 0.0
-
-    def scaled(self, gain: Tensor, error: float = 0.0, seed: int = 0) -> list[Tensor]:
-        """New values of the parts, for the factors `gain [heads]`; each entry is off by a relative `error`."""
-        values = []
-        generator = torch.Generator().manual_seed(seed)
-        for index, entries in enumerate(self.read()):
-            offset = self.offset if index == 0 else 0.0
-            factor = gain[: len(entries), None, None].to(entries.device)
-            if error:
-                signs = 2 * torch.randint(2, entries.shape, generator=generator) - 1
-                factor = factor * (1 + error * signs.to(entries.device))
-            values.append(((entries.double() + offset) * factor - offset).to(entries.dtype))
-        return values
-
-    def read(self) -> list[Tensor]:
-        """Copies of the parts."""
-        return [part.read() for part in self.parts]
-
-    def write(self, values: list[Tensor]) -> None:
-        """Set the parts."""
-        for part, value in zip(self.parts, values, strict=True):
-            part.write(value)
-        torch.clear_autocast_cache()  # a forward under autocast would go on with its copy of the old values
-
-
-def find_places(layer: AttentionLayer) -> Iterator[Place]:
-    """The places of a layer, the norms of its query first; all its `carriers` must be plain parameters."""
-    for parameters in query_norms(layer):
-        rows = torch.arange(parameters[0].numel(), device=parameters[0].device).view(-1, layer.head_dim)
-        parts = [Part(parameter, parameter.detach().view(-1, 1), rows) for parameter in parameters]
-        yield Place(parts)
-        yield Place(parts, offset=1.0)
+    for norms in query_norms(layer):
+        weights = [weight for norm in norms for weight in norm.weights(layer.heads, layer.head_dim, 1.0, offset=0.0)]
+        yield Scaling(weights)
+        yield Scaling([replace(weight, offset=float(weight.name == "weight")) for weight in weights])
     if projections := _query_projections(layer):
-        yield Place([part for projection in projections for part in projection.parts()])
+        yield Scaling([weight for projection in projections for weight in of_linear(projection, 1.0)])
 
 
 def carriers(layer: AttentionLayer) -> list[Tensor]:
     """The tensors of a layer that a factor may go into."""
-    stored = [projection.stored for projection in _query_projections(layer)]
-    return [parameter for parameters in query_norms(layer) for parameter in parameters] + stored
+    of_norms = [tensor for norms in query_norms(layer) for norm in norms for tensor in norm.tensors]
+    return of_norms + [projection.stored for projection in _query_projections(layer)]
 
 
 def _query_projections(layer: AttentionLayer) -> list[Projection]:
@@ -78,21 +45,14 @@ def _query_projections(layer: AttentionLayer) -> list[Projection]:
     return [layer.projections[0], *added_queries(layer.module, layer.projections[0])]
 
 
-def query_norms(layer: AttentionLayer) -> list[list[nn.Parameter]]:
-    """Weight and bias of each norm of the query that learns an entry for each component, of one head or of all.
-
-    With those of the norm of a further sequence in joint attention.
-    """
-    added = [parameter for name in ADDED_QUERY_NORMS for parameter in _learned(layer, name)]
-    return [[*learned, *added] for name in QUERY_NORMS if (learned := _learned(layer, name))]
+def query_norms(layer: AttentionLayer) -> list[list[Norm]]:
+    """Each norm of the query that learns an entry for each component, with that of a further sequence."""
+    added = [norm for name in ADDED_QUERY_NORMS if (norm := _learned(layer, name)) is not None]
+    return [[norm, *added] for name in QUERY_NORMS if (norm := _learned(layer, name)) is not None]
 
 
-def _learned(layer: AttentionLayer, name: str) -> list[nn.Parameter]:
-    norm = getattr(layer.module, name, None)
-    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
-    if not isinstance(weight, nn.Parameter) or weight.numel() not in (layer.head_dim, layer.heads * layer.head_dim):
-        return []
-    return [weight, bias] if isinstance(bias, nn.Parameter) else [weight]
+def _learned(layer: AttentionLayer, name: str) -> Norm | None:
+    return learned_norm(layer.module, name, layer.heads, layer.head_dim)
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

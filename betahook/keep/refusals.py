@@ -7,7 +7,7 @@ hold those of the model and those of a layer, in order. None of them writes to t
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from betahook import compat
 from betahook.hook import Hook
-from betahook.keep.places import Place, carriers, find_places, overlap, query_norms
+from betahook.keep.places import carriers, find_places, overlap, query_norms
 from betahook.layer import AttentionLayer
+from betahook.models import materialise
 from betahook.models.families import QUERY_CLIPS
 from betahook.models.projections import KNOWN_FORMS
-
-SHARDING = {"FSDPModule", "FullyShardedDataParallel"}
-"""Classes of modules whose weights, written to while they are whole, would come back from the shards: FSDP 2 and 1."""
+from betahook.models.scaling import NoScalingError, Scaling
 
 
 class FoldError(ValueError):
@@ -45,9 +44,29 @@ class Plan:
     gains: dict[AttentionLayer, Tensor]
 
     @cached_property
-    def places(self) -> dict[AttentionLayer, list[Place]]:
+    def places(self) -> dict[AttentionLayer, list[Scaling]]:
         """Places at which each query may take its factor."""
-        return {layer: list(find_places(layer)) for layer in self.gains}
+        places = {}
+        for layer in self.gains:
+            try:
+                places[layer] = list(find_places(layer))
+            except NoScalingError as error:
+                raise self.error(f"{error}; fold the whole, plain model", layer) from error
+        return places
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        """True if every rank must take part in the fold: each holds a part of the weights."""
+        sharded = any(materialise.is_sharded(parameter) for parameter in self.hook.model.parameters())
+        return sharded or any(compat.is_fsdp2(module) for module in self.modules)
+
+    def pooled(self, norms: Tensor) -> Tensor:
+        """Norms of this rank's outputs, as those of the outputs of all ranks if these hold one model together."""
+        if not self.is_sharded:
+            return norms
+        squares = norms.square().to(next(iter(self.gains)).current_gain.device)
+        torch.distributed.all_reduce(squares)
+        return squares.sqrt().cpu()
 
     @cached_property
     def modules(self) -> dict[nn.Module, str]:
@@ -111,11 +130,9 @@ def foresee(hook: Hook, layer: AttentionLayer) -> str | None:
 
 
 def weights_are_sharded(plan: Plan) -> str | None:
-    """Not by the look of the weights: those of a model that FSDP 2 shards as one unit stay whole after a forward."""
-    model = plan.hook.model
-    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    zero_3 = any(compat.is_zero3(parameter) for parameter in model.parameters())
-    if not (SHARDING & kinds or zero_3):
+    """FSDP 1 and ZeRO-3 show a part of a weight, or none, where FSDP 2 and tensor parallelism show which part it is."""
+    parameters = plan.hook.model.parameters()
+    if not any(compat.is_zero3(parameter) or compat.is_flattened(parameter) for parameter in parameters):
         return None
     return (
         "its weights are sharded over ranks. Save the whole model, beta goes beside the weights, and in one process "
@@ -155,7 +172,7 @@ def query_is_clipped(plan: Plan, layer: AttentionLayer) -> str | None:
 def norm_is_shared_by_heads(plan: Plan, layer: AttentionLayer) -> str | None:
     """One weight has no room for a factor of each head."""
     gain = plan.gains[layer]
-    shared = any(weight.numel() == layer.head_dim for weight, *_ in query_norms(layer))
+    shared = any(norm.size == layer.head_dim for norm, *_ in query_norms(layer))
     differ = bool((gain != gain[0]).any())
     return (
         "its query norm is shared by all heads, whose betas differ. Attach with per_head=False"
@@ -176,9 +193,9 @@ def weight_is_computed(plan: Plan, layer: AttentionLayer) -> str | None:
 
 
 def weight_is_elsewhere(plan: Plan, layer: AttentionLayer) -> str | None:
-    """The numbers are offloaded, or lie in a tensor of another class: sharded, quantised."""
+    """The numbers are offloaded, or lie in a tensor of another class: quantised."""
     for tensor in carriers(layer):
-        if tensor.is_meta or type(tensor.data) is not Tensor:
+        if tensor.is_meta or not materialise.is_plain(tensor):
             kind = "offloaded, on the meta device" if tensor.is_meta else f"a {type(tensor.data).__name__}"
             return f"its query weight is {kind}; fold the whole, plain model on one device"
     return None
@@ -192,7 +209,7 @@ def weight_is_quantised(plan: Plan, layer: AttentionLayer) -> str | None:
 
 def weight_is_shared(plan: Plan, layer: AttentionLayer) -> str | None:
     """A weight with another user has one value for both."""
-    shared = any(plan.users[id(part.parameter)] > 1 for place in plan.places[layer] for part in place.parts)
+    shared = any(plan.users[id(parameter)] > 1 for parameter in _parameters(plan, layer))
     reason = "another module shares its query weight, which cannot hold two factors. Attach without it, layers=..."
     return reason if shared else None
 
@@ -200,22 +217,24 @@ def weight_is_shared(plan: Plan, layer: AttentionLayer) -> str | None:
 def memory_is_shared(plan: Plan, layer: AttentionLayer) -> str | None:
     """Two parameters, or a parameter and a buffer, on one storage change together; the attention's own are checked."""
     own = set(layer.module.modules())
-    for part in (part for place in plan.places[layer] for part in place.parts):
-        for module, name, tensor in plan.tensors[part.whole.untyped_storage().data_ptr()]:
-            if module not in own and overlap(part.whole, tensor):
+    for weight in map(materialise.local, _parameters(plan, layer)):
+        for module, name, tensor in plan.tensors[weight.untyped_storage().data_ptr()]:
+            if module not in own and overlap(weight, tensor):
                 return f"{name} lies in the memory of its query weight, which cannot hold two factors; give it a copy"
     return None
 
 
+def _parameters(plan: Plan, layer: AttentionLayer) -> Iterator[nn.Parameter]:
+    return (weight.parameter for place in plan.places[layer] for weight in place.weights)
+
+
 def weight_would_overflow(plan: Plan, layer: AttentionLayer) -> str | None:
     """The scaled weight is beyond the range of its dtype, or was not finite before."""
-    values = (value for place in plan.places[layer] for value in place.scaled(plan.gains[layer]))
-    finite = all(bool(value.isfinite().all()) for value in values)
-    return (
-        None
-        if finite
-        else "a folded weight would be NaN or infinite; look at its weight, and set hook.layers[name].beta"
-    )
+    weights = [weight for place in plan.places[layer] for weight in place.weights]
+    overflows = torch.tensor([float(not weight.stays_finite(plan.gains[layer])) for weight in weights])
+    overflow = bool(plan.pooled(overflows).any())
+    reason = "a folded weight would be NaN or infinite; look at its weight, and set hook.layers[name].beta"
+    return reason if overflow else None
 
 
 MODEL_REFUSALS: list[Callable[[Plan], str | None]] = [

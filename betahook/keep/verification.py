@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betahook.keep.places import Place
 from betahook.keep.refusals import FoldError, Plan
 from betahook.layer import AttentionLayer
+from betahook.models.scaling import Scaling
 from betahook.replay import rerun
 
 ROUNDINGS = 5
 """How often rounding is measured: once is too little for an output of one number, which may happen to be near."""
 
 
-def exact_places(plan: Plan) -> dict[AttentionLayer, Place]:
+def exact_places(plan: Plan) -> dict[AttentionLayer, Scaling]:
     """Run the model on its last input, and find for each layer the place where a factor does what its beta does.
 
     Once for the layers, each of which runs alone again and again; then, for uses of a weight outside of its layer, with
@@ -35,7 +35,7 @@ def exact_places(plan: Plan) -> dict[AttentionLayer, Place]:
     """
     if not plan.gains:
         return {}
-    if plan.hook.last_call.input is None:
+    if plan.pooled(torch.tensor([float(plan.hook.last_call.input is None)])).item():
         raise FoldError(
             "fold() checks itself on the input of the model's last forward, and there was none; run one, without a "
             f"cache, of {type(plan.hook.model).__name__} or of the part of it that holds all hooked layers"
@@ -46,9 +46,9 @@ def exact_places(plan: Plan) -> dict[AttentionLayer, Place]:
     return places
 
 
-def _check_layers(plan: Plan) -> tuple[dict[AttentionLayer, Place], list[Tensor], float]:
+def _check_layers(plan: Plan) -> tuple[dict[AttentionLayer, Scaling], list[Tensor], float]:
     """An exact place for each layer; what the hooked model returns, and the coarsest precision that was met."""
-    exact: dict[AttentionLayer, list[Place]] = {}
+    exact: dict[AttentionLayer, list[Scaling]] = {}
     precision = 0.0
 
     def check(layer: AttentionLayer, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
@@ -56,11 +56,12 @@ def _check_layers(plan: Plan) -> tuple[dict[AttentionLayer, Place], list[Tensor]
         candidates = exact.get(layer, plan.places[layer])  # those left of an earlier call in the same forward
         with rerun.random_state_kept(plan.hook):
             exact[layer] = _check_layer(plan, layer, candidates, _rerun(module, args, kwargs))
-        precision = max(precision, rerun.precision([output, exact[layer][0].read()]))
+        precision = max(precision, rerun.precision([output, _parameters(exact[layer][0])]))
 
     with ExitStack() as handles:
         for layer in plan.gains:
-            handle = layer.module.register_forward_hook(partial(check, layer), with_kwargs=True)
+            # First, before FSDP 2 frees the weights of a module that is a unit of its own.
+            handle = layer.module.register_forward_hook(partial(check, layer), prepend=True, with_kwargs=True)
             handles.callback(handle.remove)
         expected = _run_model(plan)
     modules = set(plan.hook.model.modules())
@@ -72,15 +73,14 @@ def _check_layers(plan: Plan) -> tuple[dict[AttentionLayer, Place], list[Tensor]
     return {layer: places[0] for layer, places in exact.items()}, expected, max(precision, rerun.precision(expected))
 
 
-def _check_model(plan: Plan, places: dict[AttentionLayer, Place], expected: list[Tensor], precision: float) -> None:
+def _check_model(plan: Plan, places: dict[AttentionLayer, Scaling], expected: list[Tensor], precision: float) -> None:
     """Compare what the model returns with all folded weights: it shows every use of them."""
 
     def run_folded(error: float = 0.0, seed: int = 0) -> list[Tensor]:
         with ExitStack() as undo:
             for layer, place in places.items():
                 undo.enter_context(layer.acting(torch.ones_like(plan.gains[layer])))
-                undo.callback(place.write, place.read())
-                place.write(place.scaled(plan.gains[layer], error, seed))
+                undo.enter_context(place.scaled(plan.gains[layer], error, seed))
             return _run_model(plan)
 
     name, actual = type(plan.hook.last_call.module).__name__, run_folded()
@@ -88,13 +88,13 @@ def _check_model(plan: Plan, places: dict[AttentionLayer, Place], expected: list
         raise plan.error(f"the output of {name} holds no floating-point tensor that would show a difference")
     if [tensor.shape for tensor in actual] != [tensor.shape for tensor in expected]:
         raise plan.error(f"the output of {name} has another form each time")
-    errors = rerun.distances(actual, expected)
-    norms = torch.tensor([rerun.norm(tensor) for tensor in expected], dtype=torch.double, device="cpu")
+    errors = plan.pooled(rerun.distances(actual, expected))
+    norms = plan.pooled(torch.tensor([rerun.norm(tensor) for tensor in expected], dtype=torch.double, device="cpu"))
     limits = max(1e-5, precision / 4) * norms
     for seed in range(ROUNDINGS):
         if bool((errors <= limits).all()):
             return
-        limits = limits.maximum(4 * rerun.distances(actual, run_folded(precision, seed)))
+        limits = limits.maximum(4 * plan.pooled(rerun.distances(actual, run_folded(precision, seed))))
     if not bool((errors <= limits).all()):
         worst = float((errors / norms)[~(errors <= limits)].max())
         reason = (
@@ -125,16 +125,15 @@ def _rerun(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return partial(module.forward, *again, **options)
 
 
-def _check_layer(plan: Plan, layer: AttentionLayer, places: list[Place], run: Callable[[], Any]) -> list[Place]:
+def _check_layer(plan: Plan, layer: AttentionLayer, places: list[Scaling], run: Callable[[], Any]) -> list[Scaling]:
     """Those places of a layer that are exact, at least one."""
-    gain = plan.gains[layer]
     try:
-        exact = [place for place in places if _is_exact(layer, place, gain, run)]
+        exact = [place for place in places if _is_exact(plan, layer, place, run)]
     except RuntimeError as error:
         raise plan.error(f"it does not run twice on one input ({error})", layer) from error
     if exact:
         return exact
-    if _has_effect(layer, gain, run):
+    if _has_effect(plan, layer, run):
         reason = (
             "its output is not that of a scaled query projection or norm. Probably the query is used outside the "
             "scores too, as in some relative position biases: attach without it, layers=..."
@@ -144,13 +143,13 @@ def _check_layer(plan: Plan, layer: AttentionLayer, places: list[Place], run: Ca
     raise plan.error(reason, layer)
 
 
-def _has_effect(layer: AttentionLayer, gain: Tensor, run: Callable[[], Any]) -> bool:
+def _has_effect(plan: Plan, layer: AttentionLayer, run: Callable[[], Any]) -> bool:
     """Tell if the output depends on beta at all; it does not if, for example, every query sees a single key."""
-    outputs = []
+    outputs, gain = [], plan.gains[layer]
     for factors in (torch.ones_like(gain), _probe_gain(gain)):
         with layer.acting(factors):
             outputs.append(run())
-    return rerun.distance(*outputs) > 0
+    return _distance(plan, *outputs) > 0
 
 
 def _probe_gain(gain: Tensor) -> Tensor:
@@ -158,31 +157,40 @@ def _probe_gain(gain: Tensor) -> Tensor:
     return gain / gain.max() / 2
 
 
-def _is_exact(layer: AttentionLayer, place: Place, gain: Tensor, run: Callable[[], Any]) -> bool:
+def _is_exact(plan: Plan, layer: AttentionLayer, place: Scaling, run: Callable[[], Any]) -> bool:
     """Tell if scaling a place has the effect of the gain: that of the layer, and one far from 1."""
-    kept = place.read()
+    gain = plan.gains[layer]
 
-    def run_with(values: list[Tensor]) -> Any:
-        place.write(values)
-        try:
-            with layer.acting(torch.ones_like(gain)):
-                return run()
-        finally:
-            place.write(kept)
+    def run_scaled(factors: Tensor, error: float = 0.0) -> Any:
+        with place.scaled(factors, error), layer.acting(torch.ones_like(gain)):
+            return run()
 
-    plain = run_with(kept)
+    with layer.acting(torch.ones_like(gain)):
+        plain = run()
     for factors in (_probe_gain(gain), gain):
         with layer.acting(factors):
             expected = run()
-        actual = run_with(place.scaled(factors))
-        error = rerun.distance(actual, expected)
-        effect = math.inf if factors is gain else rerun.distance(plain, expected)
+        actual = run_scaled(factors)
+        error = _distance(plan, actual, expected)
+        effect = math.inf if factors is gain else _distance(plan, plain, expected)
         if not error < effect / 4:
             return False
-        precision = rerun.precision([expected, kept])
-        if error <= max(1e-5, precision / 4) * rerun.norm(expected):
+        precision = rerun.precision([expected, _parameters(place)])
+        if error <= max(1e-5, precision / 4) * _pooled(plan, rerun.norm(expected)):
             continue
-        rounding = rerun.distance(actual, run_with(place.scaled(factors, precision)))
+        rounding = _distance(plan, actual, run_scaled(factors, precision))
         if not error <= 4 * rounding:
             return False
     return True
+
+
+def _parameters(place: Scaling) -> list[Tensor]:
+    return [weight.parameter for weight in place.weights]
+
+
+def _distance(plan: Plan, one: Any, other: Any) -> float:
+    return _pooled(plan, rerun.distance(one, other))
+
+
+def _pooled(plan: Plan, norm: float) -> float:
+    return plan.pooled(torch.tensor([norm], dtype=torch.double, device="cpu")).item()

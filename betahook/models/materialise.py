@@ -1,6 +1,6 @@
 """Materialise a weight: gather shards, dequantise, add LoRA.
 
-`Projection` calls this for W_q and W_k; nothing here changes the weight or knows which rows are asked for.
+`Projection` and `Weight` call this; nothing here changes a weight or knows which rows are asked for.
 """
 
 from __future__ import annotations
@@ -40,6 +40,19 @@ def is_sharded(weight: Tensor) -> bool:
 def is_plain(weight: Tensor) -> bool:
     """True for numbers that can be written to where they are: a plain tensor, or one that FSDP 2 or a mesh shards."""
     return type(weight.data) is Tensor or is_sharded(weight)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies on this rank, all of it unless it is sharded."""
+    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return part
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP 2 free the weights that a forward left whole, whose shards are what is to be written to."""
+    for module in model.modules():
+        if compat.is_fsdp2(module):
+            module.reshard()  # type: ignore[operator]
 
 
 def replicated_like(values: Tensor, weight: Tensor) -> Tensor:

@@ -2,43 +2,19 @@
 
 `locate` finds them, one strategy after another: transformers has no convention, but few variations. `families` holds
 the names and the layouts of known classes, `materialise` reads a weight however it is kept. Layers and `fold` hold what
-`locate` returns; nothing here writes to a weight but `Part.write`.
+`locate` returns; nothing here writes to a weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from betahook import compat
 from betahook.models import families, layouts, materialise
 from betahook.models.layouts import Select
-
-
-@dataclass(frozen=True)
-class Part:
-    """The rows of a parameter that belong to q or k.
-
-    Attributes:
-        parameter: a weight or a bias.
-        whole: all of it, as a view `[out, columns]`.
-        rows: which rows, `[heads, d_k]`; those of one head need not lie side by side with those of the next.
-    """
-
-    parameter: nn.Parameter
-    whole: Tensor
-    rows: Tensor
-
-    def read(self) -> Tensor:
-        """A copy of the entries, `[heads, d_k, columns]`."""
-        return self.whole[self.rows]
-
-    def write(self, entries: Tensor) -> None:
-        """Set them."""
-        self.whole[self.rows] = entries
 
 
 @dataclass(frozen=True)
@@ -91,16 +67,6 @@ class Projection:
     def entries(self) -> Tensor:
         """W_q or W_k as it acts, `[heads, d_k, d_x]` in floating point: gathered, dequantised, with its adapter."""
         return self.select(_out_by_in(self.module, materialise.read(self.stored, self.module, self.adapter)))
-
-    def parts(self) -> Iterator[Part]:
-        """W_q or W_k in the weight and, where there is one, in the bias."""
-        weight, bias = self.stored, getattr(self.module, f"{self.prefix}bias", None)
-        assert isinstance(weight, nn.Parameter)
-        whole = _out_by_in(self.module, weight.detach())
-        rows = self.select(torch.arange(len(whole), device=whole.device)[:, None]).squeeze(-1)
-        yield Part(weight, whole, rows)
-        if isinstance(bias, nn.Parameter):
-            yield Part(bias, bias.detach()[:, None], rows)
 
 
 KNOWN_FORMS = "Known are linear modules called q_proj and k_proj, or qkv; docs/YOUR_ATTENTION.md has more names"

@@ -1,13 +1,16 @@
 """Scaling of single heads' scores by their weights: which rows of which parameters take which power of a factor.
 
-`find_scaling` reads it off a module, without a forward, so that a layer without such weights is refused when attached;
-`betahook.step.clipping` checks it on the model and writes. Where scores `q . k` take a factor, q and k take its square
-root each, unless several query heads share a key: then q takes all of it. Nothing here reads a value back to the host.
+For `betahook.step.clipping`, `find_scaling` reads it off a module, without a forward, so that a layer without such
+weights is refused when attached. Where scores `q . k` take a factor, q and k take its square root each, unless several
+query heads share a key: then q takes all of it. For `betahook.keep`, `of_linear` and `learned_norm` are the places that
+may hold beta, on the side of q alone. Weights that FSDP 2 or a mesh shards are scaled where they are, each rank its
+rows. Nothing here reads a value back to the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -92,19 +95,39 @@ class Weight:
     def scale(self, factors: Tensor) -> None:
         """Multiply the rows of each head, in place, by their power of its factor; `factors [heads]`."""
         weight = self.parameter.detach()
+        self._multiply(weight, self._by_row(self.rows.spread(factors), weight))
+
+    def blur(self, error: float, generator: torch.Generator) -> None:
+        """Move each entry of the heads' rows up or down by a relative `error`, in place, as the generator says."""
+        weight = self.parameter.detach()
+        signs = 2 * torch.randint(2, weight.shape, generator=generator, device="cpu") - 1
+        of_heads = self._by_row(self.rows.head < self.rows.heads, signs)
+        self._multiply(weight, (1 + error * signs * of_heads).to(weight.device))
+
+    def stays_finite(self, factors: Tensor) -> Tensor:
+        """True if no entry on this rank would be NaN or infinite after `scale`, boolean `[]`."""
+        weight = self.parameter.detach()
+        by_row = materialise.replicated_like(self._by_row(self.rows.spread(factors), weight), weight)
+        return materialise.local((weight * by_row).to(weight.dtype)).isfinite().all()
+
+    def _by_row(self, values: Tensor, weight: Tensor) -> Tensor:
+        """Values of rows, in a shape and on a device in which they meet these rows of the weight."""
         shape = [1] * weight.dim()
         shape[self.axis] = -1
-        by_row = materialise.replicated_like(self.rows.spread(factors).view(shape).to(weight.device), weight)
+        return values.view(shape).to(weight.device)
+
+    def _multiply(self, weight: Tensor, factors: Tensor) -> None:
+        factors = materialise.replicated_like(factors, weight)
         if self.offset:
             # In this form a factor of 1 keeps every bit.
-            weight.copy_(weight * by_row + self.offset * (by_row - 1))
+            weight.copy_(weight * factors + self.offset * (factors - 1))
         else:
-            weight.mul_(by_row)
+            weight.mul_(factors)
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """All weights of an attention module that a factor on its scores goes into.
+    """Weights of an attention module that a factor on its scores goes into, all of it.
 
     Attributes:
         weights: those.
@@ -112,7 +135,7 @@ class Scaling:
     """
 
     weights: Sequence[Weight]
-    as_one: bool
+    as_one: bool = False
 
     def check(self) -> None:
         """Refuse weights that cannot be written to now.
@@ -128,6 +151,23 @@ class Scaling:
         factors = factors.amin().expand_as(factors) if self.as_one else factors
         for weight in self.weights:
             weight.scale(factors)
+        torch.clear_autocast_cache()  # a forward under autocast would go on with its copy of the old values
+
+    @contextmanager
+    def scaled(self, factors: Tensor, error: float = 0.0, seed: int = 0) -> Iterator[None]:
+        """Scale for a while, each entry off by a relative `error`; afterwards every bit is as it was."""
+        parameters = {id(weight.parameter): weight.parameter.detach() for weight in self.weights}
+        kept = [(parameter, parameter.clone()) for parameter in parameters.values()]
+        try:
+            self.scale(factors)
+            generator = torch.Generator().manual_seed(seed)
+            for weight in self.weights if error else ():
+                weight.blur(error, generator)
+            yield
+        finally:
+            for parameter, values in kept:
+                parameter.copy_(values)
+            torch.clear_autocast_cache()
 
 
 def find_scaling(module: nn.Module, heads: int, head_dim: int) -> Scaling:
@@ -145,7 +185,7 @@ def find_scaling(module: nn.Module, heads: int, head_dim: int) -> Scaling:
     key_rows = _rows(key)
     key_heads, unshared = key_rows.shape
     names = zip(families.QUERY_NORMS, families.KEY_NORMS, strict=True)
-    norms = ((_learned(module, q, heads, head_dim), _learned(module, k, key_heads, head_dim)) for q, k in names)
+    norms = ((learned_norm(module, q, heads, head_dim), learned_norm(module, k, key_heads, head_dim)) for q, k in names)
     norm, other = next((pair for pair in norms if pair[0] is not None), (None, None))
     if norm is None:
         normed = any(getattr(module, name, None) is not None for name in families.KEY_NORMS)
@@ -153,7 +193,7 @@ def find_scaling(module: nn.Module, heads: int, head_dim: int) -> Scaling:
         # The components of q that meet a part of k which all heads share, as in MLA, take all of the factor.
         exponent = torch.ones(head_dim, device="cpu")
         exponent[: unshared if both else 0] = 0.5
-        return Scaling([*_of_linear(query, exponent), *(_of_linear(key, 0.5) if both else [])], as_one=False)
+        return Scaling([*of_linear(query, exponent), *(of_linear(key, 0.5) if both else [])], as_one=False)
     as_one = norm.size == head_dim
     if other is not None and (other.size == head_dim if as_one else key_heads == heads):
         return Scaling([*norm.weights(heads, head_dim, 0.5), *other.weights(heads, head_dim, 0.5)], as_one)
@@ -168,7 +208,7 @@ def _rows(projection: Projection) -> Tensor:
     return projection.select(torch.arange(total, device="cpu")[:, None]).squeeze(-1)
 
 
-def _of_linear(projection: Projection, exponent: Tensor | float) -> Iterator[Weight]:
+def of_linear(projection: Projection, exponent: Tensor | float) -> Iterator[Weight]:
     """The weight and the bias of a projection, and what its adapters make its output from."""
     module, prefix = projection.module, projection.prefix
     rows = Rows.of(_rows(projection), exponent, len(projection.matrix))
@@ -183,28 +223,38 @@ def _of_linear(projection: Projection, exponent: Tensor | float) -> Iterator[Wei
 
 
 @dataclass(frozen=True)
-class _Norm:
-    """A norm that learns `size` entries, one for each component of one head or of all."""
+class Norm:
+    """A norm that learns an entry for each component of one head, or of all."""
 
     module: nn.Module
-    size: int
 
-    def weights(self, heads: int, head_dim: int, exponent: float) -> list[Weight]:
-        """Its weight and its bias; one that all heads share is that of the first."""
-        head = torch.arange(self.size, device="cpu") // head_dim
-        rows = Rows(head, torch.full((self.size,), exponent, device="cpu"), heads)
-        biased = isinstance(getattr(self.module, "bias", None), Tensor)
-        weight = Weight(self.module, "weight", rows, offset=_offset(self.module))
-        return [weight, *([Weight(self.module, "bias", rows)] if biased else [])]
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its weight and, where it has one, its bias."""
+        return [x for x in (self.module.weight, getattr(self.module, "bias", None)) if isinstance(x, Tensor)]
+
+    @property
+    def size(self) -> int:
+        """Number of its entries."""
+        return self.tensors[0].numel()
+
+    def weights(self, heads: int, head_dim: int, exponent: float, offset: float | None = None) -> list[Weight]:
+        """Its weight and its bias; one that all heads share is that of the first. None as offset: run it alone."""
+        rows_of_head = 1 if self.tensors[0].dim() == 2 else head_dim
+        head = torch.arange(len(self.tensors[0]), device="cpu") // rows_of_head
+        rows = Rows(head, torch.full(head.shape, exponent, device="cpu"), heads)
+        offset = _offset(self.module) if offset is None else offset
+        bias = [Weight(self.module, "bias", rows)] if len(self.tensors) > 1 else []
+        return [Weight(self.module, "weight", rows, offset=offset), *bias]
 
 
-def _learned(module: nn.Module, name: str, heads: int, head_dim: int) -> _Norm | None:
+def learned_norm(module: nn.Module, name: str, heads: int, head_dim: int) -> Norm | None:
     """The norm of this name, if it learns an entry for each component, of one head or of all."""
     norm = getattr(module, name, None)
     weight = getattr(norm, "weight", None)
-    if not isinstance(norm, nn.Module) or not isinstance(weight, Tensor) or weight.dim() != 1:
+    if not isinstance(norm, nn.Module) or not isinstance(weight, Tensor):
         return None
-    return _Norm(norm, weight.numel()) if weight.numel() in (head_dim, heads * head_dim) else None
+    return Norm(norm) if weight.shape in ((head_dim,), (heads * head_dim,), (heads, head_dim)) else None
 
 
 @torch.no_grad()
@@ -212,11 +262,11 @@ def _offset(norm: nn.Module) -> float:
     """The number that a norm adds to its weight, 0 or 1: seen from what it returns for weights of 0, 1 and 2."""
     state = dict(chain(norm.named_parameters(), norm.named_buffers()))
     on_cpu = {name: torch.zeros(tensor.shape, device="cpu") for name, tensor in state.items()}
-    tokens = torch.linspace(-1, 2, on_cpu["weight"].numel(), device="cpu")[None]
+    weight = on_cpu["weight"]
+    tokens = torch.linspace(-1, 2, weight.numel(), device="cpu").view(1, *weight.shape)
     try:
         zero, one, two = (
-            torch.func.functional_call(norm, {**on_cpu, "weight": on_cpu["weight"] + value}, (tokens,))
-            for value in (0, 1, 2)
+            torch.func.functional_call(norm, {**on_cpu, "weight": weight + value}, (tokens,)) for value in (0, 1, 2)
         )
     except (TypeError, ValueError, RuntimeError) as error:
         raise NoScalingError(f"its {type(norm).__name__} does not run alone ({error})") from error

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from betahook.models import materialise
 from betahook.replay.last_call import LastCall
 
 CHUNK = 2**24
@@ -74,7 +75,8 @@ def _output(hook: Hooked) -> Any:
     assert given is not None
     args, kwargs = given
     kwargs = {**kwargs, "use_cache": False} if "use_cache" in kwargs else kwargs
-    with random_state_kept(hook):
+    with random_state_kept(hook), ExitStack() as afterwards:
+        afterwards.callback(materialise.reshard, hook.model)  # which the caller may write to
         # One that is given twice stays the same: `nn.MultiheadAttention` asks if its query is its key.
         fresh = {id(value): _fresh(value) for value in (*args, *kwargs.values())}
         return module(*(fresh[id(x)] for x in args), **{name: fresh[id(x)] for name, x in kwargs.items()})

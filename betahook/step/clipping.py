@@ -17,6 +17,7 @@ from betahook.control.base import Controller
 from betahook.control.clip import Clip
 from betahook.layer import AttentionLayer, Layers
 from betahook.measure import statistics
+from betahook.models import materialise
 from betahook.models.scaling import NoScalingError, Scaling, find_scaling
 from betahook.options import UnsupportedModelError
 from betahook.replay import rerun
@@ -74,8 +75,7 @@ class WeightScaling:
         self._model = model
         self._heads = {layer: place.heads for layer, place in zip(layers.values(), ranges, strict=True)}
         self._found: dict[AttentionLayer, tuple[list[object], Scaling]] = {}
-        self._sharded: list[nn.Module] = []
-        self._is_checked = False
+        self._is_checked = self._is_sharded = False
         for layer in self._heads:
             self._find(layer)
         if any(compat.is_adapter(module) for module in model.modules()):
@@ -91,10 +91,10 @@ class WeightScaling:
         Args:
             factors: float32 `[heads]` of all layers, the same on all ranks.
         """
-        self._reshard()
+        if self._is_sharded:
+            materialise.reshard(self._model)
         for layer, heads in self._heads.items():
             self._find(layer).scale(factors[heads])
-        torch.clear_autocast_cache()  # a forward under autocast would go on with its copy of the old values
 
     @torch.no_grad()
     def check(self, hook: Hooked) -> None:
@@ -110,7 +110,7 @@ class WeightScaling:
         for layer in self._heads:
             with _refusing(layer):
                 self._find(layer).check()
-        self._sharded = [module for module in self._model.modules() if compat.is_fsdp2(module)]
+        self._is_sharded = any(compat.is_fsdp2(module) for module in self._model.modules())
         layers = [layer for layer in self._heads if layer.refusal is None and layer.beta_default == layer.beta_default]
         with rerun.without_side_effects(hook):
             if self._differs(hook, layers):
@@ -140,14 +140,14 @@ class WeightScaling:
         """Tell if scaled weights and a beta that makes up for them change the output, on any rank."""
         differs = False
         if hook.last_call.input is not None:  # an idle rank leaves it to the others
-            expected, again = self._run(hook), self._run(hook)
+            expected, again = rerun.run_model(hook), rerun.run_model(hook)
             with ExitStack() as undo:
                 for layer in layers:
                     factors = 4.0 ** -(1 + torch.arange(layer.heads, device=layer.current_gain.device) % 2)
                     factors = factors.amin().expand_as(factors) if self._find(layer).as_one else factors
                     undo.enter_context(layer.acting(layer.current_gain / factors))
-                    undo.enter_context(self._scaled(layer, factors))
-                actual = self._run(hook)
+                    undo.enter_context(self._find(layer).scaled(factors))
+                actual = rerun.run_model(hook)
             # Weights that a norm adds 1 to round; the other ones do not.
             offsets = [weight for layer in layers for weight in self._find(layer).weights if weight.offset]
             share = max(1e-5, rerun.precision([weight.parameter for weight in offsets]))
@@ -155,32 +155,6 @@ class WeightScaling:
             limits += 4 * rerun.distances(again, expected)
             differs = not bool((rerun.distances(actual, expected) <= limits).all())
         return self._on_any_rank(differs)
-
-    def _run(self, hook: Hooked) -> list[Tensor]:
-        try:
-            return rerun.run_model(hook)
-        finally:
-            self._reshard()
-
-    def _reshard(self) -> None:
-        """Let FSDP 2 free the weights that a forward left whole, whose shards are what is written to."""
-        for module in self._sharded:
-            module.reshard()  # type: ignore[operator]
-
-    @contextmanager
-    def _scaled(self, layer: AttentionLayer, factors: Tensor) -> Iterator[None]:
-        """Scale the weights of a layer for a while."""
-        scaling = self._find(layer)
-        parameters = {id(weight.parameter): weight.parameter.detach() for weight in scaling.weights}
-        kept = [(parameter, parameter.clone()) for parameter in parameters.values()]
-        try:
-            scaling.scale(factors)
-            torch.clear_autocast_cache()
-            yield
-        finally:
-            for parameter, values in kept:
-                parameter.copy_(values)
-            torch.clear_autocast_cache()
 
     def _on_any_rank(self, differs: bool) -> bool:
         if not statistics.is_distributed():

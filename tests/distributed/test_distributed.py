@@ -140,6 +140,7 @@ def sharded_old(rank, steps, use_orig_params):
     assert hook.layers[LAYERS[0]].spectral_ratio().isnan()
     with pytest.raises(betahook.FoldError, match="its weights are sharded over ranks"):
         betahook.fold(hook)
+    end_of_training(hook)
     return said
 
 
@@ -167,9 +168,8 @@ def divided(rank, folder, steps):
     here = hook.layers[LAYERS[0]]
     model(**rows(0, 2))
     assert here.head_statistics.count.gt(0).tolist() == [rank == 0] * 2 + [rank == 1] * 2
-    with pytest.raises(betahook.FoldError, match="its query weight is a DTensor; fold the whole, plain model"):
-        betahook.fold(hook)
     save(model.eval(), folder, rank)
+    fold(model, hook, folder)
     return said
 
 
@@ -179,13 +179,22 @@ def save_sharded(rank, folder, whole):
     hook = attach(model)
     shard(model) if not whole else fully_shard(model)
     train(model, hook, [rows(rank, rank + 1)] * 2)
-    with torch.no_grad():
-        model.eval()(**rows(0, 2))
-    with pytest.raises(betahook.FoldError, match="its weights are sharded over ranks"):
-        betahook.fold(hook)
-    end_of_training(hook)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    save(model, folder, rank, state_dict=state)
+    save(model.eval(), folder, rank, state_dict=state)
+    with torch.no_grad():
+        model(**rows(rank, rank + 1))  # the check runs on another batch on each rank
+    fold(model, hook, folder)
+
+
+def fold(model, hook, folder):
+    """Fold what lies in parts on all ranks; the weights as a whole."""
+    betahook.fold(hook)
+    assert not hook.attached
+    with torch.no_grad():
+        torch.testing.assert_close(model(**rows(0, 2)).logits, torch.load(f"{folder}/logits.pt"), rtol=1e-5, atol=1e-5)
+    whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in model.named_parameters()}
+    if dist.get_rank() == 0:
+        torch.save({name: x.detach() for name, x in whole.items()}, f"{folder}/folded.pt")
 
 
 def save(model, folder, rank, **options):
@@ -303,7 +312,7 @@ def test_tensor_parallel_ranks_measure_what_one_process_does(results):
 
 
 @pytest.mark.parametrize("how", ["by layer", "one unit", "divided"])
-def test_what_was_trained_in_shards_is_folded_in_one_process(results, how):
+def test_what_was_trained_in_shards_is_folded_there_and_in_one_process(results, how):
     folder = results[2] / how
     if not folder.exists():
         pytest.skip("saved by two ranks")
@@ -317,6 +326,8 @@ def test_what_was_trained_in_shards_is_folded_in_one_process(results, how):
         betahook.fold(model)
         torch.testing.assert_close(model(**rows(0, 2)).logits, expected, rtol=1e-5, atol=1e-5)
     assert not hasattr(model.config, checkpoint.MARK)
+    in_shards = torch.load(folder / "folded.pt")
+    assert all(torch.equal(in_shards[name], value) for name, value in model.named_parameters())
 
 
 def die(rank):

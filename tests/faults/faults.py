@@ -293,14 +293,24 @@ FAULTS = [
     Fault("betahook/tap/recorder.py", "else ranks * probe[mine", "else probe[mine"),
     Fault("betahook/tap/override.py", "if attributes.get(self._name) is self._value", "if self._name in attributes"),
     # keep
-    Fault("betahook/keep/places.py", "* factor - offset)", "* factor)"),
-    Fault("betahook/keep/places.py", "offset = self.offset if index == 0 else 0.0", "offset = self.offset"),
     Fault("betahook/keep/places.py", "return max(starts) < min(ends)", "return max(starts) <= min(ends)"),
-    Fault("betahook/keep/places.py", "        torch.clear_autocast_cache()", "        pass"),
+    Fault("betahook/keep/places.py", 'offset=float(weight.name == "weight")', "offset=1.0"),
+    Fault(
+        "betahook/models/scaling.py", "        torch.clear_autocast_cache()  # a forward", "        pass  # a forward"
+    ),
+    Fault("betahook/models/scaling.py", "signs * of_heads", "signs", ("tests/unit/models/test_scaling.py",)),
+    Fault(
+        "betahook/models/scaling.py",
+        "(weight * by_row).to(weight.dtype)",
+        "(weight * by_row)",
+        ("tests/unit/models/test_scaling.py",),
+    ),
     Fault("betahook/keep/refusals.py", "(gain != gain[0]).any()", "(gain != gain[0]).all()"),
-    Fault("betahook/keep/refusals.py", "plan.users[id(part.parameter)] > 1", "plan.users[id(part.parameter)] > 2"),
+    Fault("betahook/keep/refusals.py", "plan.users[id(parameter)] > 1", "plan.users[id(parameter)] > 2"),
     Fault("betahook/keep/refusals.py", "    memory_is_shared,\n", ""),
-    Fault("betahook/keep/refusals.py", "value.isfinite().all()", "value.isfinite().any()"),
+    Fault(
+        "betahook/models/scaling.py", ".isfinite().all()", ".isfinite().any()", ("tests/unit/keep/test_refusals.py",)
+    ),
     Fault("betahook/keep/verification.py", "return gain / gain.max() / 2", "return gain"),
     Fault("betahook/keep/verification.py", "limits = limits.maximum(4 *", "limits = limits.maximum(4000 *"),
     Fault("betahook/keep/verification.py", "if not error <= 4 * rounding", "if not error <= 4000 * rounding"),
@@ -400,7 +410,7 @@ FAULTS = [
     Fault("betahook/step/clipping.py", "healthy = measured & observed.finite", "healthy = observed.finite", CLIPPING),
     Fault("betahook/step/clipping.py", "if self._differs(hook, layers):", "if False:", CLIPPING),
     Fault("betahook/models/scaling.py", "both = key_heads == heads and not normed", "both = key_heads == heads"),
-    Fault("betahook/models/scaling.py", "+ self.offset * (by_row - 1)", "", CLIPPING),
+    Fault("betahook/models/scaling.py", "+ self.offset * (factors - 1)", "", CLIPPING),
     Fault("integrations/trainer.py", "and self.hook.steps == 0:", "and self.hook.steps < 0:", TRAINER),
     Fault(
         "betahook/tap/heads.py",

@@ -25,7 +25,7 @@ ROOMS = {
     "state": {"factors", "measure"},
     "layer": BASE | {"measure", "models", "state"},
     "tap": BASE | {"measure", "models", "state"},
-    "replay": set(),
+    "replay": {"models"},
     "checkpoint": PIPELINE,
     "report": PIPELINE | {"replay"},
     "options": PIPELINE | {"checkpoint", "report"},

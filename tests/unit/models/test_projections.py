@@ -104,21 +104,6 @@ def test_projections_are_those_of_the_module(name, operands):
         torch.testing.assert_close(torch.einsum("btx,hdx->bhtd", x, weight), result - bias, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.oldest_skips("T5 writes its attention by hand", name="t5*")
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_what_is_written_to_a_part_is_in_the_parameter(name):
-    attention = ATTENTIONS[name][0]()
-    for projection in projections.locate(attention, HEADS, HEAD_DIM):
-        for part in projection.parts():
-            nn.init.normal_(part.parameter)
-            entries, before = part.read(), part.parameter.detach().clone()
-            part.write(2 * entries)
-            assert torch.equal(part.read(), 2 * entries)
-            assert not part.read().requires_grad
-            assert (part.parameter != before).sum() == entries.numel()
-        assert torch.equal(projection.entries, next(projection.parts()).read())
-
-
 @pytest.mark.parametrize("rank", [8, None])
 def test_latent_attention_is_known_by_its_projections_up(rank, operands):
     sizes = dict(kv_lora_rank=8, q_lora_rank=rank, qk_nope_head_dim=6, qk_rope_head_dim=2, v_head_dim=8)

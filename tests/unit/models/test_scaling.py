@@ -6,7 +6,8 @@ import transformers
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from betahook.models.scaling import NoScalingError, Rows, Weight, find_scaling
+from betahook.models import projections
+from betahook.models.scaling import NoScalingError, Rows, Scaling, Weight, find_scaling, of_linear
 from support.attention import HEADS, WIDTH, ByHandAttention
 from support.models import build
 
@@ -100,3 +101,70 @@ def test_transposed_weights_are_scaled_along_their_columns():
     module = build("gpt2").transformer.h[0].attn
     axes = {weight.name: weight.axis for weight in find_scaling(module, 4, 8).weights}
     assert axes == {"weight": 1, "bias": 0}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rows_of_a_projection_take_the_factors_of_their_heads_and_no_others_change(family, dtype):
+    model = build(family).to(dtype)
+    module = next(module for name, module in model.named_modules() if name.endswith(("self_attn", "attn", "attention")))
+    for parameter in module.parameters():
+        parameter.data.uniform_(0.5, 1.5)
+    query, _ = projections.locate(module, 4, 8)
+    before, factors = query.entries.double(), torch.tensor([2.0, 1.0, 0.3, 1.0], dtype=torch.float64)
+    kept = {name: value.clone() for name, value in module.state_dict().items()}
+    place = Scaling(list(of_linear(query, 1.0)))
+    with place.scaled(factors):
+        assert torch.equal(query.entries, (before * factors[:, None, None]).to(dtype))
+        changed = sum(int((value != kept[name]).sum()) for name, value in module.state_dict().items())
+        biases = sum(weight.name == "bias" for weight in place.weights)
+        assert changed == sum(2 * 8 for _ in range(biases)) + 2 * 8 * 32
+    assert all(torch.equal(value, kept[name]) for name, value in module.state_dict().items())
+
+
+def make_weight(entries, heads, **options):
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.tensor(entries))
+    rows = Rows.of(torch.arange(len(entries)).view(heads, -1), 1.0, len(entries))
+    return Weight(module, "weight", rows, **options)
+
+
+def test_an_error_moves_each_entry_of_the_heads_up_or_down_and_differs_from_seed_to_seed():
+    weight, values = make_weight([1.0] * 64, 1), []
+    for seed in (0, 0, 1):
+        with Scaling([weight]).scaled(torch.tensor([2.0]), 0.5, seed):
+            values.append(weight.parameter.detach().clone())
+    assert set(values[0].tolist()) == {1.0, 3.0}
+    assert torch.equal(values[0], values[1])
+    assert not torch.equal(values[0], values[2])
+    assert weight.parameter.eq(1).all()
+
+
+def test_an_error_leaves_rows_of_no_head_and_is_relative_to_what_acts():
+    weight = make_weight([0.0] * 8, 1, offset=1.0)
+    weight.rows.head[4:] = 1
+    weight.blur(0.5, torch.Generator().manual_seed(0))
+    assert set(weight.parameter[:4].tolist()) <= {-0.5, 0.5}
+    assert weight.parameter[4:].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("entries", "factor", "expected"), [([3e38], 2, False), ([3e38], 1, True), ([0.0], torch.inf, False)]
+)
+def test_a_weight_that_would_overflow_is_seen_before(entries, factor, expected):
+    weight = make_weight(entries, 1)
+    assert weight.stays_finite(torch.tensor([factor], dtype=torch.float64)).item() is expected
+    assert weight.parameter.tolist() == pytest.approx(entries)
+
+
+@pytest.mark.filterwarnings("ignore:.*CPU Autocast")
+def test_autocast_does_not_go_on_with_the_old_values():
+    linear, x = nn.Linear(4, 4, bias=False), torch.ones(1, 4)
+    place = Scaling([Weight(linear, "weight", Rows.of(torch.arange(4)[None], 1.0, 4))])
+    with torch.autocast("cpu", torch.bfloat16):
+        before = linear(x)
+        with place.scaled(torch.tensor([2.0])):
+            torch.testing.assert_close(linear(x), 2 * before)
+        torch.testing.assert_close(linear(x), before)
+        place.scale(torch.tensor([2.0]))
+        torch.testing.assert_close(linear(x), 2 * before)

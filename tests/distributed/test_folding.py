@@ -1,0 +1,135 @@
+"""Folding on two ranks: what FSDP 2 divides gets the weights that one process folds, or stays as it was."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import betahook
+from betahook.models import materialise
+from support.models import build, inputs
+from support.processes import run_ranks
+from support.training import move
+
+pytestmark = pytest.mark.oldest_skips("FSDP 2 does not run on a CPU")
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def rows(family, start, stop):
+    return {name: x[start:stop] for name, x in inputs(family, padded=False).items()}
+
+
+def attention_of(model):
+    return [module for name, module in model.named_modules() if name.endswith(("self_attn", ".attn", "SelfAttention"))]
+
+
+def as_one(model):
+    return fully_shard(model)
+
+
+def by_attention(model):
+    for module in attention_of(model):
+        fully_shard(module)
+    return fully_shard(model)
+
+
+def by_projection(model):
+    for module in attention_of(model):
+        fully_shard(module.q_proj)
+    return fully_shard(model)
+
+
+def in_half(model):
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=HALF)
+    return fully_shard(model, mp_policy=HALF)
+
+
+CASES = {
+    "one unit": ("llama", as_one, True),
+    "attention by attention": ("llama", by_attention, True),
+    "projection by projection": ("llama", by_projection, True),
+    "bfloat16": ("llama", in_half, False),
+    "fused": ("gpt2", as_one, True),
+    "norms": ("qwen3", by_attention, False),
+    "norms that add 1": ("gemma3", as_one, False),
+}
+"""Family, how it is divided, and if heads have a beta each."""
+
+
+def prepare(family):
+    model = build(family).eval()
+    for parameter in model.parameters():
+        parameter.data *= 1.5
+    return model
+
+
+def whole(model):
+    materialise.reshard(model)
+    parameters = model.named_parameters()
+    return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone() for name, x in parameters}
+
+
+def in_shards(rank, family, shard, per_head):
+    model = prepare(family)
+    with betahook.attach(model, controller="monitor") as hook, torch.no_grad():
+        shard(model)
+        batch = rows(family, rank, rank + 1)
+        model(**batch)
+        move(hook, per_head)
+        expected = model(**batch).logits
+        betahook.fold(hook)
+        assert not hook.attached
+        error = (model(**batch).logits - expected).norm() / expected.norm()
+        assert error < (0.1 if expected.dtype == torch.bfloat16 else 1e-5)  # its weights round anew
+        return whole(model)
+
+
+def refused(rank):
+    """On one rank alone a layer is not linear, or there was no forward: all refuse, and nothing changes."""
+    for message in (
+        "its output is not that of a scaled query",
+        "the input of the model's last forward, and there was none",
+    ):
+        model, batch = prepare("llama"), rows("llama", rank, rank + 1)
+        query = model.model.layers[1].self_attn.q_proj
+        with betahook.attach(model, controller="monitor") as hook, torch.no_grad():
+            fully_shard(model)
+            model(**batch)
+            if rank == 0 and "output" in message:
+                query.register_forward_hook(lambda module, args, output: 10 * (output / 10).tanh())
+            if rank == 0 and "input" in message:
+                hook.last_call.input = None
+            move(hook, per_head=False)
+            before = whole(model)
+            with pytest.raises(betahook.FoldError, match=message):
+                betahook.fold(hook)
+            assert hook.attached
+            assert all(torch.equal(value, before[name]) for name, value in whole(model).items())
+
+
+def run(rank, folder):
+    torch.save({name: in_shards(rank, *case) for name, case in CASES.items()}, f"{folder}/{rank}")
+    refused(rank)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks(run, 2, str(folder), str(folder))
+    return [torch.load(folder / str(rank)) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_fold_what_one_process_does(results, case):
+    family, _, per_head = CASES[case]
+    model = prepare(family)
+    before = whole(model)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**rows(family, 0, 2))
+        move(hook, per_head)
+        betahook.fold(hook)
+    expected = whole(model)
+    assert any(not torch.equal(value, before[name]) for name, value in expected.items())
+    for result in results:
+        assert all(torch.equal(value, expected[name]) for name, value in result[case].items())
