@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from task import MORE_DATA, TABLE_1, Row
+from task import TABLE_1, Row
 
 Result = dict[str, Any]
 
@@ -103,11 +103,11 @@ def markdown(results: Iterable[Result]) -> list[str]:
 
 
 def missing(results: Sequence[Result]) -> list[str]:
-    """A line for each row of the paper with the columns that no run has."""
+    """A line for each row of the paper's table with the columns that no run has."""
     columns = dict.fromkeys(result["column"] for result in results)
     run = {(result["row"], result["column"]) for result in results}
     lines = []
-    for row in dict.fromkeys(row.name for row in (*TABLE_1, MORE_DATA)):
+    for row in dict.fromkeys(row.name for row in TABLE_1):
         left = [f"`{column}`" for column in columns if (row, column) not in run]
         if left:
             lines.append(f"| {row} | {'every column' if len(left) == len(columns) else ', '.join(left)} |")

@@ -75,7 +75,7 @@ def measure(column: str, row: Row, seed: int, options: dict[str, Any]) -> dict[s
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = list(dict.fromkeys(row.name for row in (*TABLE_1, MORE_DATA)))
+    names = list(dict.fromkeys(row.name for row in (*TABLE_1, *MORE_DATA)))
     parser.add_argument("--rows", nargs="+", default=["100/20/15000"], choices=[*names, "all"], metavar="ROW")
     parser.add_argument("--columns", nargs="+", default=list(COLUMNS), choices=list(COLUMNS), metavar="COLUMN")
     parser.add_argument("--seeds", nargs="+", type=int, default=[7])
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--jobs must be at least 1, not {options.jobs}")
 
     rows = [
-        row for row in (*TABLE_1, MORE_DATA) if row.name in options.rows or ("all" in options.rows and row in TABLE_1)
+        row for row in (*TABLE_1, *MORE_DATA) if row.name in options.rows or ("all" in options.rows and row in TABLE_1)
     ]
     store = options.output / "results.jsonl"
     results = Results(store)
