@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 import betahook
 from betahook import Cap, Controller, Decades, Gradient, Hook, Monitor, Search, Variance
+from betahook.models.scaling import find_scaling
 
 
 def monitor() -> list[Controller]:
@@ -45,9 +47,8 @@ class Treatment:
             if self.beta != 1:
                 layer.beta = self.beta * layer.head_dim**-0.5
             if self.init != 1:
-                for projection in layer.projections or ():
-                    for part in projection.parts():
-                        part.write(self.init**0.5 * part.read())
+                scaling = find_scaling(layer.module, layer.heads, layer.head_dim)
+                scaling.scale(torch.full([layer.heads], self.init))
         return hook
 
 
