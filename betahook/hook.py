@@ -20,8 +20,6 @@ from torch.amp.grad_scaler import GradScaler
 from betahook import options
 from betahook.checkpoint import pretrained, schema
 from betahook.control.base import Controller
-from betahook.control.clip import Clip
-from betahook.control.rules import Monitor
 from betahook.layer import AttentionLayer, Layers, size_of
 from betahook.measure import statistics
 from betahook.models.discovery import Survey
@@ -64,9 +62,9 @@ def attach(
         layers: which attention layers: a glob over module names, a list of globs, or a predicate `(name, module) ->
             bool`; None for all.
         per_head: one beta for each head instead of one for each layer.
-        interval: measure the scores of each layer once in so many steps, the layers in turn; 1 measures all in every
-            step. All are measured in the first step and, in every step, while a controller is in its opening; the
-            sensitivity is known in every step. None for 10, or for 1 with a limit: `Cap`, `Alerts(max_logit=...)`.
+        interval: measure the scores of each layer once in so many steps, the layers in turn, and pool the sums at least
+            as often; 1 does both in every step. All are measured in the first step and in every one of a controller's
+            opening; the sensitivity always is. None for 10, or for 1 with a limit: `Cap`, `Alerts(max_logit=...)`.
         when: "training" measures forwards in training mode that run with gradients, frozen layers included; "always"
             also those in evaluation mode and under `torch.no_grad`, such as the generation of a GRPO step.
         exact_max_logit: measure the largest logit of all pairs instead of 32 query rows of a sequence, in about half
@@ -157,7 +155,7 @@ class Hook:
             adapters.connect(model, self._state, undo)
             training_loss.connect(model, self._state, controllers, undo)
             self.last_call = LastCall(model, [layer.module for layer in self.layers.values()], undo)
-            pretrained.connect(model, self, self._acts, undo)
+            pretrained.connect(model, self, lambda: _acts(self.layers), undo)
             self._undo = undo.pop_all()
 
     def detach(self) -> None:
@@ -214,6 +212,8 @@ class Hook:
     def step(self, scaler: GradScaler | None = None, *, loss: Tensor | float | None = None) -> None:
         """Pool the statistics over ranks, run the controllers and write beta: once per optimizer step, after it.
 
+        Where no controller is due it only adds the sensitivities up, but in the first step and every `interval` steps.
+
         Args:
             scaler: the scaler of the loss in float16 training, after its `update()`. The sensitivities are divided by
                 its scale; where it skipped the optimizer step, on any rank, beta stays too. It is read back to the
@@ -227,25 +227,27 @@ class Hook:
         if not self.attached:
             raise RuntimeError("step() on a detached hook: attach to the model again")
         stages.check_seen(state)
-        if state.steps == 0 and any(not isinstance(controller, Monitor | Clip) for controller in self.controllers):
+        if state.steps == 0 and any(controller.moves_beta for controller in self.controllers):
             pretrained.warn_of_adapters(self.model)
         training_loss.take(state, self.controllers, loss)
         loss_scale = LossScale.read(scaler, state.loss_scale)
-        measured = stages.pool(state, self.layers, loss_scale)
-        beta, observation = stages.observe(state, self.layers)
-        stages.control(state, self.controllers, beta, observation)
-        self._clipping.step(self, measured)
-        stages.finish(state, self.controllers, observation, loss_scale, self.settings.interval)
+        stages.add(state, self.layers, loss_scale)
+        if stages.is_due(state, self.controllers, self.settings.interval, loss_scale):
+            measured = stages.pool(state, skipped=loss_scale.skipped)
+            stages.control(state, self.layers, self.controllers)
+            self._clipping.step(self, measured)
+            stages.clear(state)
+        stages.finish(state, self.controllers, loss_scale, self.settings.interval)
         self.last_call.release_graph()
 
     def metrics(self) -> dict[str, float]:
-        """Report what the last step measured, and beta, W_q and W_k as they are now: `quantity/layer` to a number.
+        """Report what the last steps measured, and beta, W_q and W_k as they are now: `quantity/layer` to a number.
 
         The quantities are those of `MetricName`; `docs/METRICS.md` explains them. What was not measured is left out.
         Reads the device back, so call it when you log, not in every step. The first call after a NaN or an infinity
         logs a warning, the only one, with the layers and their steps.
         """
-        state = self._state
+        state = stages.refreshed(self._state)
         self.layers.read_weights()
         unreached = find_unreached(state, self.layers, self.model)
         values = metrics.by_layer(state, self.layers, stages.explain(state, self.layers, self.controllers))
@@ -260,7 +262,7 @@ class Hook:
     def head_metrics(self) -> dict[str, Tensor]:
         """Report the numbers of each head: `quantity/layer` to a tensor `[heads]` on the CPU; NaN for missing ones."""
         self.layers.read_weights()
-        return metrics.by_head(self._state, self.layers)
+        return metrics.by_head(stages.refreshed(self._state), self.layers)
 
     def findings(self) -> Findings:
         """Report the condition of the attention of each layer in words, since when, and what to do.
@@ -269,7 +271,8 @@ class Hook:
         call after a step logs one line if a condition began, a warning if it asks for attention. Like `metrics`, it
         reads the device back.
         """
-        return findings.observe(self._state, self.layers, stages.explain(self._state, self.layers, self.controllers))
+        state = stages.refreshed(self._state)
+        return findings.observe(state, self.layers, stages.explain(state, self.layers, self.controllers))
 
     def audit(self) -> Audit:
         """Hold the assumptions (i)-(iv) behind `beta = 1/sqrt(d_k)` against what was measured, layer by layer.
@@ -309,10 +312,6 @@ class Hook:
         schema.restore(own, schema.match(schema.parse(state), self.state_dict(), self.controllers, beta))
         own.turn = stages.turn(own, self.controllers, self.settings.interval)
 
-    def _acts(self) -> bool:
-        """Tell if any beta is another than the model's own."""
-        return any(bool((layer.current_gain != 1).any()) for layer in self.layers.values())
-
 
 def _new_state(model: nn.Module, survey: Survey, settings: Settings, controllers: int) -> State:
     """Make the state of a hook on the device of its model."""
@@ -327,6 +326,11 @@ def _new_state(model: nn.Module, survey: Survey, settings: Settings, controllers
     )
     state.exact_max_logit = settings.exact_max_logit
     return state
+
+
+def _acts(layers: Layers) -> bool:
+    """Tell if any beta is another than the model's own."""
+    return any(bool((layer.current_gain != 1).any()) for layer in layers.values())
 
 
 def _measured(state: State) -> tuple[Tensor, Tensor]:

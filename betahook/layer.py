@@ -104,9 +104,10 @@ class AttentionLayer:
 
     @property
     def statistics(self) -> Statistics:
-        """Statistics of all forwards since the last `hook.step()`, pooled over the heads; scalar tensors.
+        """Statistics of all forwards since the sums were last pooled, over all heads; scalar tensors.
 
-        Nothing is measured where the layer has no turn in this step, see `interval` of `betahook.attach`.
+        They are pooled by a `hook.step()` after which a controller is due, and every `interval` steps, in which each
+        layer has one turn, see `betahook.attach`. The sensitivity is that of the backwards since the last step.
         Of this rank alone: its batches and, under tensor parallelism, its heads.
         """
         return self._statistics(torch.tensor([self.heads], device=self._state.device))[0]

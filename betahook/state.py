@@ -71,8 +71,7 @@ class State:
     `beta`, `beta_default`, `table` and `moments` are written to in place: a CUDA graph knows them by their addresses.
 
     Attributes:
-        layers: the heads grouped by layer.
-        units: the heads grouped by what has a beta of its own, a layer or a head.
+        layers, units: the heads grouped by layer, and by what has a beta of its own, a layer or a head.
         widths: int64 `[heads]`, d_k of each.
         ranges: places of the layers' heads.
         turn: the layers that are measured in this step, by index.
@@ -80,22 +79,21 @@ class State:
         beta: float32 `[heads]`, the inverse temperature; NaN stands for the model's own.
         beta_default: float32 `[heads]`, the model's own; NaN until the first forward.
         factors: gain and probe of each layer, as its forward gets them.
-        table: sums since the last step, `[quantities, heads]`, see `measure.statistics`.
-        moments: sums of q and k since the last step, `[4, components]`, see `measure.components`.
-        recent: the table of the last step, and of each head that it did not measure the last one that did.
+        table: sums over the steps since the last pooling, `[quantities, heads]`, see `measure.statistics`.
+        moments: sums of q and k over the same steps, `[4, components]`, see `measure.components`.
+        window: `[2, heads]`, the sum of the sensitivities of these steps where they were finite, and their number.
+        recent: the table when it was last pooled, and of each head that it did not measure the last one that did.
         recent_moments: the same of the moments.
         weights: sums of the entries of W_q and W_k when they were last read, `[6, heads]`, see `measure.weights`.
         nonfinite_since: int64 `[heads]`, the first step that saw a NaN or an infinity, from 1 on; 0 for none.
-        condition: int64 `[layers]`, a `report.conditions.Condition` for each layer when it was last looked at.
-        condition_since: int64 `[layers]`, the step at which it was first seen in it.
+        condition, condition_since: int64 `[layers]`, a `report.conditions.Condition`, and the step that first saw it.
         clips: int64 `[heads]`, in how many steps a `Clip` scaled the weights of each, or would have.
         memories: what each controller remembers, tensors `[units]` by name; empty before its first update.
+        batches: steps since the last pooling, skipped ones not counted.
         steps, skipped_steps: how often `Hook.step` was called, and for how many of these the optimizer skipped its own.
         loss_scale: factor on the loss of the next backward in float16 training; 0 for unknown.
-        alerts_step: the last step whose metrics were held against the alerts.
-        findings_step: the last step whose findings were logged.
-        warned_of_nonfinite: True once a NaN or an infinity was reported.
-        warned_of_unreached: True once layers were reported that no forward reaches.
+        alerts_step, findings_step: the last step whose metrics were held against the alerts, or findings logged.
+        warned_of_nonfinite, warned_of_unreached: True once a NaN or an infinity, or layers out of reach were reported.
         exact_max_logit: True if the largest score is to be that of all pairs.
         paused: True while neither forwards nor their backwards are measured.
         seen, recorded: True once any attention of the model has passed the tap, and was measured.
@@ -114,6 +112,7 @@ class State:
     factors: Factors
     table: Tensor
     moments: Tensor
+    window: Tensor
     recent: Tensor
     recent_moments: Tensor
     weights: Tensor
@@ -122,6 +121,7 @@ class State:
     condition: Tensor
     condition_since: Tensor
     memories: list[dict[str, Tensor]]
+    batches: int = 0
     steps: int = 0
     skipped_steps: int = 0
     loss_scale: float = 0.0
@@ -159,6 +159,7 @@ class State:
         heads = groups.heads
         widths = torch.tensor([layer.head_dim for layer in layers for _ in range(layer.heads)], device="cpu")
         unknown = torch.full((heads,), torch.nan, dtype=torch.float32, device=device)
+        none = torch.zeros(heads, dtype=torch.int64, device=device)
         table, moments = statistics.empty(heads, device), components.empty(int(widths.sum()), device)
         return cls(
             layers=groups,
@@ -172,13 +173,14 @@ class State:
             factors=Factors([layer.heads for layer in layers], device),
             table=table,
             moments=moments,
+            window=table.new_zeros(2, heads),
             recent=table.clone(),
             recent_moments=moments.clone(),
             weights=weights.empty(heads, device),
-            nonfinite_since=torch.zeros(heads, dtype=torch.int64, device=device),
-            clips=torch.zeros(heads, dtype=torch.int64, device=device),
-            condition=torch.zeros(len(layers), dtype=torch.int64, device=device),
-            condition_since=torch.zeros(len(layers), dtype=torch.int64, device=device),
+            nonfinite_since=none,
+            clips=none.clone(),
+            condition=none[: len(layers)].clone(),
+            condition_since=none[: len(layers)].clone(),
             memories=[{} for _ in range(controllers)],
         )
 
@@ -195,6 +197,11 @@ class State:
                 setattr(self, name, value.to(device))
         self.factors.to(device)
         self.memories = [{name: value.to(device) for name, value in memory.items()} for memory in self.memories]
+
+    @property
+    def batch(self) -> int:
+        """Number of batches before this one; those whose optimizer step was skipped do not count."""
+        return self.steps - self.skipped_steps
 
     @property
     def current_beta(self) -> Tensor:
@@ -224,8 +231,8 @@ class State:
     def refuse(self, place: HeadRange, reason: str) -> None:
         """Leave a layer alone from now on, and forget what was measured of it."""
         self.refused[place.heads.start, place.heads.stop], self.seen = reason, True
-        self.table[:, place.heads] = 0
-        self.moments[:, place.components] = 0
+        for sums, columns in ((self.table, place.heads), (self.moments, place.components), (self.window, place.heads)):
+            sums[:, columns] = 0
         self.factors.probes[place.layer].grad = None
         self.release_refused()
 
@@ -258,13 +265,6 @@ class State:
         table = self.table[:, heads].clone()
         table[statistics.ROW["sensitivity"]] = self.factors.sensitivity()[heads]
         return table
-
-    def start_step(self, turn: range) -> None:
-        """Clear what was added up since the last step, and say which layers the next one measures."""
-        self.table.zero_()
-        self.moments.zero_()
-        self.factors.set_sensitivity(None)
-        self.turn = turn
 
 
 def forget_after(state: State, step: int) -> None:

@@ -27,10 +27,12 @@ ROWS = {
     "recent": tuple(statistics.ROW),
     "moments": components.ROWS,
     "recent_moments": components.ROWS,
+    "window": ("sensitivity", "batches"),
     "weights": weights.ROWS,
 }
 """Tensors with a name for each row."""
 COUNTERS = {
+    "batches": int,
     "steps": int,
     "skipped_steps": int,
     "loss_scale": float,
@@ -95,7 +97,8 @@ def parse(given: object) -> dict[str, Any]:
     version = given.get("version") if isinstance(given, dict) else type(given).__name__
     if not isinstance(given, dict) or type(version) is not int or version not in (*MIGRATIONS, VERSION):
         raise ValueError(f"expected a betahook state of version {VERSION}, got {version!r}")
-    state = {**_later_entries(given), **(MIGRATIONS[version](given) if version in MIGRATIONS else given)}
+    state = MIGRATIONS[version](given) if version in MIGRATIONS else given
+    state = {**_later_entries(state), **state}
     for name, kind in TYPES.items():
         if not isinstance(state.get(name), kind) or (kind is not bool and isinstance(state[name], bool)):
             found = type(state[name]).__name__ if name in state else "nothing"
@@ -104,7 +107,7 @@ def parse(given: object) -> dict[str, Any]:
         raise ValueError(f"the state is damaged: it has entries that are unknown, {', '.join(unknown)}")
     _check_layers(state["layers"])
     _check_counters(state)
-    named = {"recent_moments": state["rows"].get("moments"), **state["rows"]}
+    named = {"recent_moments": state["rows"].get("moments"), "window": list(ROWS["window"]), **state["rows"]}
     for name, rows in ROWS.items():
         state[name] = _in_order(name, state[name], named.get(name), rows)
     heads = sum(state["layers"].values())
@@ -124,13 +127,17 @@ def parse(given: object) -> dict[str, Any]:
 
 
 def _later_entries(state: dict[str, Any]) -> dict[str, Any]:
-    """Return entries that files of an earlier day lack: what nobody had looked at, kept or clipped yet."""
-    layers, moments = state.get("layers"), state.get("moments")
+    """Return entries that files of an earlier day lack: what nobody had looked at, kept, clipped or waited for yet."""
+    layers, moments, table = state.get("layers"), state.get("moments"), state.get("table")
     kept = torch.zeros_like(moments) if isinstance(moments, Tensor) else moments
     zeros = torch.zeros(len(layers) if isinstance(layers, dict) else 0, dtype=torch.int64, device="cpu")
     since = state.get("nonfinite_since")  # of the same shape; where it is damaged, it is refused by itself
     clips = torch.zeros(since.shape if isinstance(since, Tensor) else 0, dtype=torch.int64, device="cpu")
-    return {"findings_step": 0, "clips": clips, "recent_moments": kept, **{name: zeros.clone() for name in BY_LAYER}}
+    window = torch.zeros_like(table[: len(ROWS["window"])]) if isinstance(table, Tensor) else table
+    return {
+        **{"findings_step": 0, "batches": 0, "clips": clips, "window": window, "recent_moments": kept},
+        **{name: zeros.clone() for name in BY_LAYER},
+    }
 
 
 def match(
@@ -231,10 +238,11 @@ def _check_layers(layers: dict[Any, Any]) -> None:
 
 
 def _check_counters(state: dict[str, Any]) -> None:
-    if not 0 <= state["skipped_steps"] <= state["steps"] < 2**53 or not 0 <= state["alerts_step"] < 2**53:
+    in_order = 0 <= state["skipped_steps"] <= state["steps"] < 2**53 and 0 <= state["batches"] <= state["steps"]
+    if not in_order or not 0 <= state["alerts_step"] < 2**53:
         raise ValueError(
-            f"the state is damaged: {state['steps']} steps, {state['skipped_steps']} of them skipped, alerts until "
-            f"step {state['alerts_step']}"
+            f"the state is damaged: {state['steps']} steps, {state['skipped_steps']} of them skipped, "
+            f"{state['batches']} since the last pooling, alerts until step {state['alerts_step']}"
         )
     if not (math.isfinite(state["loss_scale"]) and state["loss_scale"] >= 0):
         raise ValueError(

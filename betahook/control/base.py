@@ -34,16 +34,18 @@ class Observation:
 
     Attributes:
         beta_default: the model's own inverse temperature, `[units]`, float32.
-        statistics: of this step; of the last measured one where this step was not measured. The sensitivity is always
-            this step's. The std of W_q and W_k is not in it.
+        statistics: of the batches since the last update, a single one where every batch is due; of the last measured
+            ones where none of these was. The sensitivity is the mean over those of them in which it was finite. The
+            std of W_q and W_k is not in it.
         predicted_std: returns the standard deviation of the scores that W_q and W_k predict, `[units]`, NaN where they
             were not found. A function, since it reads them all.
         overflow: the largest logit whose exponential is finite in the dtype of the softmax.
-        step: number of updates before this one, skipped optimizer steps not counted.
+        step: number of batches before this one, skipped optimizer steps not counted.
         spectral_ratio: returns, as a scalar, the largest `theory.spectral_ratio` of all W_q and W_k, NaN where one was
             not found. A function, since it takes a score of products with each of them.
         loss: returns, as a scalar, the training loss of this step, the mean over its forwards and all ranks; NaN where
             there was none, or no controller has `uses_loss`.
+        batches: number of batches since the last update, this one included, skipped optimizer steps not counted.
     """
 
     beta_default: Tensor
@@ -53,6 +55,7 @@ class Observation:
     step: int
     spectral_ratio: Callable[[], Tensor]
     loss: Callable[[], Tensor] = lambda: torch.tensor(torch.nan)
+    batches: int = 1
 
 
 class Controller(ABC):
@@ -69,9 +72,11 @@ class Controller(ABC):
             without an `interval` then measures every layer in every step.
         exact_max_logit: True for a rule that limits the largest score or logit: it is then that of all pairs, see
             `attach`.
+        moves_beta: False for a rule that leaves beta where it is and has no memory: nothing is computed for it.
     """
 
     exact_max_logit: ClassVar[bool] = False
+    moves_beta: ClassVar[bool] = True
     needs_every_step: ClassVar[bool] = False
     uses_loss: ClassVar[bool] = False
 
@@ -100,6 +105,17 @@ class Controller(ABC):
         Returns:
             Beta, `[units]`, which stays where this is NaN, infinite or not positive; and the memory.
         """
+
+    def is_due(self, step: int) -> bool:
+        """Tell if an update is needed after a batch; all controllers of a hook are updated where one is due.
+
+        In between a step does next to nothing, and several processes exchange nothing. A rule with `uses_loss` is due
+        after every batch.
+
+        Args:
+            step: number of batches before this one, the `step` of the observation that the update would get.
+        """
+        return True
 
     @property
     def opening_batches(self) -> int:

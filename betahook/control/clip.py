@@ -40,6 +40,7 @@ class Clip(Controller):
 
     threshold: float = 100.0
     log_only: bool = False
+    moves_beta: ClassVar[bool] = False
     needs_every_step: ClassVar[bool] = True
     exact_max_logit: ClassVar[bool] = True
 

@@ -20,6 +20,11 @@ from betahook.control.notes import Note, downhill
 class Monitor(Controller):
     """Leave beta where it is."""
 
+    moves_beta: ClassVar[bool] = False
+
+    def is_due(self, step: int) -> bool:
+        return False
+
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
         return beta, state
 

@@ -103,21 +103,40 @@ class Search(Controller):
         return {**opening, **self._sign_search.start(beta)}
 
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
+        if self._searches_alone(observation.step):
+            return self._search(beta, observation, state)
         opening, sensitivity = self._opening, observation.statistics.sensitivity
         course = Course(beta, state["phase"], state["left"], state["fresh"])
-        if observation.step >= 2 * opening.batches:  # delayed by what was not finite or not used, but over by now
-            course = replace(course, phase=torch.full_like(course.phase, Phase.SEARCH))
-            decades, search = self._sign_search.advance(None, sensitivity, state)
-        else:
-            if self.rise:
-                course = opening.decide(course, observation)
-            course = opening.expire(course)
-            found, search = self._sign_search.advance(course.phase == Phase.SEARCH, sensitivity, state)
-            decades = torch.where(course.phase == Phase.CLIMB, opening.climb(course, observation), found)
-            course = replace(course, left=(course.left - 1).clamp(min=0))
+        if self.rise:
+            course = opening.decide(course, observation)
+        course = opening.expire(course)
+        found, search = self._sign_search.advance(course.phase == Phase.SEARCH, sensitivity, state)
+        decades = torch.where(course.phase == Phase.CLIMB, opening.climb(course, observation), found)
+        course = replace(course, left=(course.left - 1).clamp(min=0))
         new, bound = course.beta * 10**decades, self._bound(course.fresh, observation)
         memory = {"phase": course.phase, "left": course.left, "fresh": course.fresh, **search}
         return limit_increase(new, beta, bound, observation), memory
+
+    def _search(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
+        """Update units of which all search, with windows that end together."""
+        state = {**state, "phase": torch.full_like(state["phase"], Phase.SEARCH)}
+        total = torch.add(state["total"], observation.statistics.sensitivity, alpha=observation.batches)
+        if not self._ends_window(observation.step):
+            return beta, {**state, "total": total}
+        decades, search = self._sign_search.finish(total, state)
+        bound = self._bound(state["fresh"], observation)
+        return limit_increase(beta * 10**decades, beta, bound, observation), {**state, **search}
+
+    def is_due(self, step: int) -> bool:
+        return not self._searches_alone(step) or self._ends_window(step)
+
+    def _searches_alone(self, step: int) -> bool:
+        """Tell if the opening of all units is over: what was not finite or not used may delay it, but not for ever."""
+        return step >= 2 * self._opening.batches
+
+    def _ends_window(self, step: int) -> bool:
+        """Tell if a batch is the last one of a window of all units."""
+        return (step + 1) % self.window == 0
 
     @property
     def opening_batches(self) -> int:

@@ -34,23 +34,32 @@ class SignSearch:
             "step": zero + self.opening,
         }
 
-    def advance(self, searching: Tensor | None, sensitivity: Tensor, state: Memory) -> tuple[Tensor, Memory]:
-        """Count a batch where `searching`, None for everywhere.
+    def advance(self, searching: Tensor, sensitivity: Tensor, state: Memory) -> tuple[Tensor, Memory]:
+        """Count a batch where `searching`; each unit has windows of its own.
 
         Returns:
             The step in decades, 0 but at the end of a window, and the memory.
         """
-        batches, total = state["batches"] + 1, state["total"] + sensitivity
-        if searching is not None:
-            batches, total = torch.where(searching, batches, 0), torch.where(searching, total, 0)
+        elsewhere = ~searching
+        batches = (state["batches"] + 1).masked_fill(elsewhere, 0)
+        total = (state["total"] + sensitivity).masked_fill(elsewhere, 0)
         due = batches >= self.window
-        direction = -total.sign() * due
+        decades, moved = self._step(-total.sign() * due, state)
+        return decades, {"batches": batches.masked_fill(due, 0), "total": total.masked_fill(due, 0), **moved}
+
+    def finish(self, total: Tensor, state: Memory) -> tuple[Tensor, Memory]:
+        """End the windows of all units, in which the sensitivity was `total`; the rest is as in `advance`."""
+        decades, moved = self._step(-total.sign(), state)
+        zero = torch.zeros_like(total)
+        return decades, {"batches": zero, "total": zero, **moved}
+
+    def _step(self, direction: Tensor, state: Memory) -> tuple[Tensor, Memory]:
+        """Return a step in some direction, 0 for none, and what is remembered of it."""
         agreement = direction * state["direction"]
-        step = torch.where(agreement < 0, state["step"] / 2, state["step"] * self.growth**agreement)
+        # Where no window ends there is neither agreement nor a turn, and the step stays as it was.
+        step = state["step"] * (self.growth**agreement).masked_fill(agreement < 0, 0.5)
         step = step.clamp(self.smallest, self.largest)
         return direction * step, {
-            "batches": batches.masked_fill(due, 0),
-            "total": total.masked_fill(due, 0),
             "direction": torch.where(direction != 0, direction, state["direction"]),
-            "step": step,  # as it was where no window ends: there is neither agreement nor a turn
+            "step": step,
         }

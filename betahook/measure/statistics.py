@@ -59,8 +59,8 @@ MAXIMA = (
 DESCRIBED = ("query_mean_square", "query_variance", "key_mean_square", "key_variance", "independent_variance")
 """Rows that `betahook.measure.components` computes from the moments when somebody asks for them."""
 ROW = {name: index for index, name in enumerate((*SUMS, *MAXIMA))}
-OF_STEP = slice(ROW["sensitivity"], ROW["loss"] + 1)
-"""Rows that are of the last step, measured or not."""
+OF_STEP = slice(ROW["losses"], ROW["loss"] + 1)
+"""Rows that are of the last steps, measured or not; the sensitivity is too, but kept elsewhere, see `State.window`."""
 
 
 def empty(heads: int, device: torch.device) -> Tensor:
@@ -102,7 +102,7 @@ def geometric_mean(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def keep_measured(new: Tensor, old: Tensor, measured: Tensor) -> Tensor:
-    """`new`, with the columns of `old` for heads not `measured`; sensitivity and loss are always the new ones."""
+    """`new`, with the columns of `old` for heads not `measured`; the loss is always the new one."""
     kept = torch.where(measured, new, old)
     kept[OF_STEP] = new[OF_STEP]
     return kept
@@ -114,28 +114,37 @@ def is_distributed() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def all_reduce(table: Tensor, moments: Tensor, beta_default: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pool a table, the moments and `beta_default [heads]` over all ranks in one collective, to the same bits on all.
+def all_reduce(
+    table: Tensor, window: Tensor, moments: Tensor, beta_default: Tensor, age: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Pool everything over all ranks in one collective, to the same bits on all; without a process group return it.
 
-    The maxima travel as one slot per rank inside the sum, which saves a second collective. The sensitivity becomes
-    the mean over ranks, as the gradients do. A default is NaN for a layer that this rank has not used yet, and is then
-    taken from the others. Without a process group everything is returned as it is.
+    The maxima travel as one slot per rank inside the sum, which saves a second collective.
+
+    Args:
+        table: `[quantities, heads]`.
+        window: sums for each head, `[rows, heads]`.
+        moments: see `measure.components`.
+        beta_default: `[heads]`; NaN for a layer that this rank has not used yet, it is then taken from the others.
+        age: whole numbers `[heads]`, 0 or more, of which the largest is returned.
     """
     if not is_distributed():
-        return table, moments, beta_default
+        return table, window, moments, beta_default, age
     distributed = torch.distributed
     world, rank = distributed.get_world_size(), distributed.get_rank()
     sums, own = table.split([len(SUMS), len(MAXIMA)])
-    maxima = table.new_zeros(world, *own.shape)
-    maxima[rank] = own
+    maxima = table.new_zeros(world, len(MAXIMA) + 1, table.shape[1])
+    maxima[rank] = torch.cat([own, age[None].to(table)])
     known = ~beta_default.isnan()
-    by_head = torch.cat([sums, maxima.flatten(0, 1), torch.stack([beta_default.nan_to_num(), known]).to(table)])
+    default = torch.stack([beta_default.nan_to_num(), known]).to(table)
+    by_head = torch.cat([sums, window, maxima.flatten(0, 1), default])
     packed = torch.cat([by_head.flatten(), moments.flatten()])
     distributed.all_reduce(packed)
     by_head, moments = packed[: by_head.numel()].view_as(by_head), packed[by_head.numel() :].view_as(moments)
-    sums, maxima, (default, users) = by_head.split([len(SUMS), world * len(MAXIMA), 2])
-    sums[ROW["sensitivity"]] /= world
-    return torch.cat([sums, maxima.unflatten(0, (world, -1)).amax(0)]), moments, (default / users).to(beta_default)
+    sums, window, maxima, (default, users) = by_head.split([len(SUMS), len(window), len(maxima.flatten(0, 1)), 2])
+    largest = maxima.unflatten(0, (world, -1)).amax(0)
+    table, age = torch.cat([sums, largest[:-1]]), largest[-1].to(age)
+    return table, window, moments, (default / users).to(beta_default), age
 
 
 @dataclass(frozen=True)
@@ -171,7 +180,7 @@ class Statistics:
             moments over all tokens of a head.
         input_std_q: standard deviation of the entries that enter the query projection.
         input_std_k: standard deviation of the entries that enter the key projection.
-        sensitivity: derivative of the training loss with respect to log beta.
+        sensitivity: derivative of the training loss with respect to log beta, the mean over the batches.
         finite: False where a measured sum is NaN or infinite.
     """
 

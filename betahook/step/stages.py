@@ -1,6 +1,7 @@
-"""The stages of `Hook.step`: check, pool over ranks, observe, control, finish; and afterwards `explain`.
+"""The stages of `Hook.step`: check, add, and where something is due pool over ranks and control; finish, and `explain`.
 
-Each reads and writes the `State`; nothing but `explain` reads a value back to the host.
+Between two poolings all sums go on adding up, as they do over the micro-batches of a step. Each stage reads and writes
+the `State`; nothing but `explain` reads a value back to the host.
 """
 
 from __future__ import annotations
@@ -42,21 +43,59 @@ def check_seen(state: State) -> None:
         )
 
 
-def pool(state: State, layers: Layers, loss_scale: LossScale) -> Tensor:
-    """Add up the sums of all ranks; they become the recent ones. Return which heads they measured, `[heads]`."""
-    table = state.collect()
-    if loss_scale.skipped or loss_scale.of_step != 1:
-        # A NaN tells all ranks that the step was skipped on one.
-        table[statistics.ROW["sensitivity"]] /= float("nan") if loss_scale.skipped else loss_scale.of_step
-    moments = state.moments
-    if statistics.is_distributed():
-        own = torch.where(state.factors.own.isnan(), state.beta_default, state.factors.own)
-        table, moments, pooled = statistics.all_reduce(table, moments, own)
-        state.beta_default.copy_(pooled)
-    state.recent, state.recent_moments, measured = latest(state, table, moments)
+def add(state: State, layers: Layers, loss_scale: LossScale) -> None:
+    """Add the sensitivities of this step to those since the last pooling, but for what is not finite; note that."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():  # else nothing is sharded
         layers.read_weights(state.turn, sharded=True)
+    if loss_scale.skipped:  # nothing to learn from, and nothing to warn about
+        return
+    sensitivity = state.factors.sensitivity()
+    if loss_scale.of_step != 1:
+        sensitivity = sensitivity.to(state.window) / loss_scale.of_step
+    broken = (state.table.sum(0) + sensitivity) * 0 != 0  # NaN where anything is not finite
+    state.nonfinite_since.masked_fill_(broken & (state.nonfinite_since == 0), state.steps + 1)
+    total, batches = state.window
+    total.add_(sensitivity.masked_fill(broken, 0))
+    batches.add_(~broken)
+    state.batches += 1
+
+
+def is_due(state: State, controllers: Sequence[Controller], interval: int, loss_scale: LossScale) -> bool:
+    """Tell if this step is pooled: a controller is due, or the metrics are, in the first step and every `interval`.
+
+    A function of numbers that every rank and every resumed run have alike. A skipped step ends no window: it has no
+    number of its own, and the next one does.
+    """
+    batch = state.batch
+    due = batch == 0 or (batch + 1) % interval == 0 or any(rule.uses_loss or rule.is_due(batch) for rule in controllers)
+    return due and not (loss_scale.skipped and state.batches > 0)
+
+
+def pool(state: State, *, skipped: bool = False) -> Tensor:
+    """Add up the sums of all ranks; they become the recent ones. Return which heads they measured, `[heads]`."""
+    table, window, moments = state.table, state.window, state.moments
+    if skipped:  # tells all ranks that the step was skipped on one
+        window.fill_(torch.nan)
+    if statistics.is_distributed():
+        own = torch.where(state.factors.own.isnan(), state.beta_default, state.factors.own)
+        since = state.nonfinite_since
+        age = torch.where(since > 0, state.steps + 2 - since, 0)
+        table, window, moments, pooled, age = statistics.all_reduce(table, window, moments, own, age)
+        state.beta_default.copy_(pooled)
+        since.copy_(torch.where(age > 0, state.steps + 2 - age, 0))  # that of the rank that saw it first
+    state.recent, state.recent_moments, measured = latest(state, table, moments)
+    torch.div(window[0], window[1], out=state.recent[statistics.ROW["sensitivity"]])  # NaN where none was finite
     return measured
+
+
+def refreshed(state: State) -> State:
+    """Return the state with what came after the last pooling in its recent sums; with several ranks, as it is.
+
+    For metrics, which one rank may ask for alone.
+    """
+    if state.batches > 0 and not statistics.is_distributed():
+        pool(state)
+    return state
 
 
 def latest(state: State, table: Tensor, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,14 +121,18 @@ def observe(state: State, layers: Layers) -> tuple[Tensor, Observation]:
         statistics=observed,
         predicted_std=predicted_std,
         overflow=state.overflow,
-        step=state.steps - state.skipped_steps,
+        step=state.batch,
+        batches=state.batches,
         loss=lambda: training_loss.pooled(state),
         spectral_ratio=lambda: torch.stack([x.spectral_ratio().to(beta) for x in layers.values()]).max(),
     )
 
 
-def control(state: State, controllers: Sequence[Controller], beta: Tensor, observation: Observation) -> None:
+def control(state: State, layers: Layers, controllers: Sequence[Controller]) -> None:
     """Run the controllers and write the beta that they choose: a move multiplies all heads of a unit alike."""
+    if not any(controller.moves_beta for controller in controllers):
+        return
+    beta, observation = observe(state, layers)
     chosen, state.memories = base.apply(controllers, beta, observation, state.memories)
     if chosen is not beta:
         # Heads that differ keep their ratios, and a layer that does not move keeps the bits of every head.
@@ -98,18 +141,20 @@ def control(state: State, controllers: Sequence[Controller], beta: Tensor, obser
     state.release_refused()
 
 
-def finish(
-    state: State, controllers: Sequence[Controller], observation: Observation, loss_scale: LossScale, interval: int
-) -> None:
+def clear(state: State) -> None:
+    """Begin to add up anew, after what there was is pooled."""
+    for sums in (state.table, state.moments, state.window):
+        sums.zero_()
+    state.batches = 0
+
+
+def finish(state: State, controllers: Sequence[Controller], loss_scale: LossScale, interval: int) -> None:
     """Count the step and begin the next one."""
     state.steps += 1
+    state.skipped_steps += loss_scale.skipped
     state.loss_scale = loss_scale.of_next
-    if loss_scale.skipped:
-        state.skipped_steps += 1
-    else:  # a skipped step is nothing to warn about
-        broken = state.units.spread(~observation.statistics.finite) & (state.nonfinite_since == 0)
-        state.nonfinite_since.masked_fill_(broken, state.steps)
-    state.start_step(turn(state, controllers, interval))
+    state.factors.set_sensitivity(None)
+    state.turn = turn(state, controllers, interval)
 
 
 def turn(state: State, controllers: Sequence[Controller], interval: int) -> range:
@@ -118,7 +163,7 @@ def turn(state: State, controllers: Sequence[Controller], interval: int) -> rang
     All of them in the first step and while a controller is in its opening. A function of counters that every rank and
     every resumed run have alike.
     """
-    layers, batch = len(state.ranges), state.steps - state.skipped_steps
+    layers, batch = len(state.ranges), state.batch
     if batch < max(1, *(controller.opening_batches for controller in controllers)):
         return range(layers)
     first, last = (-(-part * layers // interval) for part in (batch % interval, batch % interval + 1))

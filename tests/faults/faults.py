@@ -34,6 +34,7 @@ TRIAL = ("tests/unit/models/test_trial.py",)
 TRAINER = ("tests/unit/integrations/test_trainer.py",)
 ADAPTERS = ("tests/models/test_adapters.py",)
 STAGES = ("tests/unit/step/test_stages.py",)
+WINDOW = ("tests/unit/step/test_window.py",)
 HOOK = ("tests/unit/test_hook.py",)
 CHARTS = ("tests/unit/report/test_html.py",)
 COMMANDS = ("tests/unit/cli/test_commands.py",)
@@ -171,12 +172,16 @@ FAULTS = [
         '[ROW["score_square"]] - (by_head',
         '[ROW["score_square"]] + (by_head',
     ),
-    Fault("betahook/measure/statistics.py", 'sums[ROW["sensitivity"]] /= world', 'sums[ROW["sensitivity"]] /= 1'),
-    Fault("betahook/measure/statistics.py", "maxima[rank] = own", "maxima[0] = own"),
+    Fault("betahook/measure/statistics.py", "maxima[rank] = torch.cat", "maxima[0] = torch.cat"),
     Fault("betahook/measure/statistics.py", 'ratios.log(), "mean"', 'ratios, "mean"'),
     Fault("betahook/measure/statistics.py", "torch.where(measured, new, old)", "new.clone()"),
     Fault("betahook/measure/components.py", "torch.where(known, with_averages, table)", "with_averages"),
-    Fault("betahook/step/stages.py", "state.steps - state.skipped_steps\n    if", "state.steps\n    if", STAGES),
+    Fault("betahook/state.py", "return self.steps - self.skipped_steps", "return self.steps", WINDOW),
+    Fault("betahook/step/stages.py", "sensitivity.masked_fill(broken, 0)", "sensitivity", WINDOW),
+    Fault("betahook/step/stages.py", " and not (loss_scale.skipped and state.batches > 0)", "", WINDOW),
+    Fault("betahook/step/stages.py", "(state.table.sum(0) + sensitivity) * 0", "sensitivity * 0", WINDOW),
+    Fault("betahook/step/stages.py", "torch.div(window[0], window[1], out", "torch.mul(window[0], 1, out", WINDOW),
+    Fault("betahook/control/search.py", "alpha=observation.batches", "alpha=1", WINDOW),
     Fault("betahook/step/stages.py", "(-(-part * layers // interval) for", "(part * (layers // interval) for", STAGES),
     Fault("betahook/options.py", "1 if limited or any(", "1 if any(", HOOK),
     Fault(
@@ -227,15 +232,15 @@ FAULTS = [
     Fault("betahook/control/rules.py", "smoothing: float = 0.9", "smoothing: float = 0.8"),
     Fault("betahook/control/rules.py", "corrected = mean / (1 - decay**steps)", "corrected = mean"),
     Fault("betahook/control/rules.py", "step = -self.learning_rate", "step = self.learning_rate"),
-    Fault("betahook/control/sign_search.py", 'state["step"] / 2', 'state["step"] / 3'),
+    Fault("betahook/control/sign_search.py", "agreement < 0, 0.5", "agreement < 0, 0.3"),
     Fault("betahook/control/sign_search.py", "batches >= self.window", "batches > self.window"),
-    Fault("betahook/control/sign_search.py", "direction = -total.sign()", "direction = total.sign()"),
+    Fault("betahook/control/sign_search.py", "-total.sign() * due", "total.sign() * due"),
     Fault(
         "betahook/control/sign_search.py",
         "torch.where(direction != 0, direction,",
-        "torch.where(due, direction,",
+        "torch.where(agreement == 0, direction,",
     ),
-    Fault("betahook/control/search.py", "2 * opening.batches", "opening.batches // 2"),
+    Fault("betahook/control/search.py", "2 * self._opening.batches", "self._opening.batches // 2"),
     Fault("betahook/control/search.py", "rise_batches: int = 100", "rise_batches: int = 140", SEARCH),
     Fault("betahook/control/search.py", "rise_logit_std: float = 4.0", "rise_logit_std: float = 6.0", SEARCH),
     Fault("betahook/control/search.py", "growth: float = 1.5", "growth: float = 1.2", SEARCH),

@@ -134,20 +134,25 @@ def test_interval_measures_every_nth_step_and_keeps_the_rest():
     with betahook.attach(model, controller="monitor", interval=3) as hook:
         counts = []
         for _ in range(7):
-            model(**batch).loss.backward()
-            counts.append(float(hook.layers[LAYER].statistics.count) > 0)
+            counts.append(counts_by_layer(hook, model, batch)[0])
             assert float(hook.layers[LAYER].statistics.sensitivity) != 0
             hook.step()
             assert f"score_std/{LAYER}" in hook.metrics()
         assert counts == [True, False, False, True, False, False, True]
 
 
+def counts_by_layer(hook, model, batch):
+    """Which layers the forward of a step measures."""
+    before = [float(layer.statistics.count) for layer in hook.layers.values()]
+    model(**batch).loss.backward()
+    return [layer.statistics.count > count for layer, count in zip(hook.layers.values(), before, strict=True)]
+
+
 def counts_by_step(hook, model, batch, steps):
     """The layers that each of some steps measures."""
     measured = []
     for _ in range(steps):
-        model(**batch).loss.backward()
-        measured.append([index for index, layer in enumerate(hook.layers.values()) if layer.statistics.count > 0])
+        measured.append([index for index, counts in enumerate(counts_by_layer(hook, model, batch)) if counts])
         hook.step()
     return measured
 

@@ -166,6 +166,48 @@ def test_where_weights_learn_in_the_first_third_of_the_warmup_the_rise_begins_at
     assert decades(below) == approx([-0.5, -0.5, *[-2 / 3] * 10, -2 / 3 - 0.5])
 
 
+TOGETHER = dict(window=3, warmup=6, plateau_batches=3, rise_batches=6, rise=True, opening=0.1)
+"""Waiting, a plateau and a rise take whole windows, and from batch 30 on the windows of all units end together."""
+
+
+def story(first, at_the_end, count=70):
+    """Observations of weights that look so at first and at the end of the warm-up."""
+    generator = torch.Generator().manual_seed(5)
+    slopes = torch.randn(count, 2, generator=generator, dtype=torch.float64) + 0.3
+    ratios = [first] * 6 + [at_the_end] * count
+    return [
+        observe(units=2, step=step, sensitivity=slope, std=0.1, spectral_ratio=ratio)
+        for step, (slope, ratio) in enumerate(zip(slopes, ratios, strict=False))
+    ]
+
+
+@pytest.mark.parametrize("looks", [(LEARNED, LEARNED), (FRESH, LEARNED), (FRESH, FRESH)], ids=str)
+def test_windows_that_end_together_decide_as_those_of_each_unit(looks, monkeypatch):
+    """And so do updates at their ends alone, with the mean over their batches."""
+    rule, observations = search(**TOGETHER), story(*looks)
+    together = run(rule, observations, [1.0, 1.0])
+    beta, memories, batches = torch.ones(2, dtype=torch.float64), [{}], []
+    for observation, expected in zip(observations, together, strict=True):
+        batches.append(observation.statistics.sensitivity)
+        if rule.is_due(observation.step):
+            mean = replace(observation.statistics, sensitivity=torch.stack(batches).mean(0))
+            given = replace(observation, statistics=mean, batches=len(batches))
+            (beta, memories), batches = apply([rule], beta, given, memories), []
+        assert beta.tolist() == expected
+    monkeypatch.setattr(Search, "_searches_alone", lambda self, step: False)
+    assert run(rule, observations, [1.0, 1.0]) == together
+    assert together[30:] != [together[30]] * 40
+
+
+def test_a_window_is_longer_where_those_of_all_units_begin_to_end_together():
+    """Weights that learned in the second batch rise at once: windows end after batches 8 + 3 n until the 30th."""
+    observations = [replace(one, spectral_ratio=lambda: torch.tensor(LEARNED)) for one in story(LEARNED, LEARNED)]
+    observations[0] = replace(observations[0], spectral_ratio=lambda: torch.tensor(FRESH))
+    history = [first for first, _ in run(search(**TOGETHER), observations, [1.0, 1.0])]
+    moves = [step + 1 for step in range(8, 42) if history[step] != history[step - 1]]
+    assert moves == [10, 13, 16, 19, 22, 25, 28, 33, 36, 39, 42]
+
+
 @pytest.mark.parametrize(("warmup", "steps"), [(0, [0]), (2, [0, 2]), (7, [0, 1, 2, 7])])
 def test_search_looks_at_the_weights_only_when_it_has_to_decide(warmup, steps):
     looks = []

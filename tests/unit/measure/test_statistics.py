@@ -157,7 +157,7 @@ def test_heads_without_scores_keep_what_was_last_measured():
     copies = new.clone(), old.clone()
     kept = statistics.keep_measured(new, old, torch.tensor([True, False, True]))
     expected = torch.stack([new[:, 0], old[:, 1], new[:, 2]], 1)
-    for name in ("sensitivity", "losses", "loss"):
+    for name in ("losses", "loss"):
         expected[ROW[name], 1] = new[ROW[name], 1]
     assert torch.equal(kept, expected)
     assert torch.equal(new, copies[0])
@@ -306,15 +306,8 @@ def test_averages_over_components_are_those_of_a_table_that_is_described_when_th
 
 
 def test_without_a_process_group_the_table_is_its_own_reduction():
-    given = random_table(2), torch.ones(4, 16), torch.ones(2)
+    given = random_table(2), torch.ones(2, 2), torch.ones(4, 16), torch.ones(2), torch.ones(2)
     assert statistics.all_reduce(*given) == given
-
-
-def _rank_table(raw, rank):
-    """Unequal shares of the samples; the sensitivity of rank 1 is three times that of rank 0."""
-    table = tabulate(raw, [slice(0, 9), slice(9, None)][rank])
-    table[ROW["sensitivity"]] *= [1, 3][rank]
-    return table
 
 
 @pytest.fixture
@@ -340,21 +333,25 @@ def ranks(monkeypatch):
 
 def test_two_ranks_reduce_to_one_table_of_everything(raw, ranks):
     def reduce(rank):
-        table = _rank_table(raw, rank)
+        table = tabulate(raw, [slice(0, 9), slice(9, None)][rank])  # unequal shares of the samples
+        window = torch.ones(2, table.shape[1], dtype=torch.float64) * (1 + rank)
+        age = torch.arange(table.shape[1]) * (1 - rank)
         default = torch.full(table.shape[1:], 1 / 3)
         default[rank] = torch.nan  # a layer that this rank has not used
         default[2] = torch.nan  # one that neither has
         moments = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.float64) * 10**rank
-        return statistics.all_reduce(table, moments, default)
+        return statistics.all_reduce(table, window, moments, default, age)
 
-    (first, moments, default), (second, moments_other, default_other) = ranks(reduce)
+    (first, *pooled, moments, default, age), (second, *others, moments_other, default_other, _) = ranks(reduce)
     assert torch.equal(first, second)
+    assert [x.tolist() for x in pooled] == [x.tolist() for x in others] == [[[3.0] * first.shape[1]] * 2]
+    assert torch.equal(age, torch.arange(first.shape[1]))
     assert moments.tolist() == moments_other.tolist() == [[11.0, 22.0, 33.0], [44.0, 55.0, 66.0]]
     for of_rank in (default, default_other):
         assert of_rank[2].isnan()
         assert torch.equal(of_rank[[0, 1]], torch.full((2,), 1 / 3))
     expected = tabulate(raw)
-    expected[ROW["sensitivity"]] *= 2  # the mean of the ranks, as for gradients
+    expected[ROW["sensitivity"]] *= 2
     torch.testing.assert_close(first, expected, rtol=1e-12, atol=1e-12)
 
 

@@ -16,7 +16,7 @@ MONITOR = Monitor()
 
 
 def turns(layers, interval, steps, controllers=(MONITOR,), skipped=0):
-    states = (SimpleNamespace(ranges=[None] * layers, steps=step, skipped_steps=skipped) for step in steps)
+    states = (SimpleNamespace(ranges=[None] * layers, batch=step - skipped) for step in steps)
     return [turn(state, controllers, interval) for state in states]
 
 

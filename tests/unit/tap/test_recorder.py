@@ -9,6 +9,7 @@ from torch import nn
 
 from betahook.measure import calls
 from betahook.measure.masks import Band, Mask
+from betahook.step.stages import clear
 from support.layers import attention, make, projecting
 from support.matrices import overall_std
 
@@ -112,12 +113,13 @@ def test_the_sensitivity_is_the_gradient_of_the_probe():
     state, layers, (first, second) = make(attention(nn.Module(), 4, 8), attention(nn.Module(), 2, 16))
     (3 * second.probe.sum() + first.probe[2]).backward()
     assert [layer.statistics.sensitivity.item() for layer in layers] == [1, 6]
-    state.start_step(range(2))
+    state.factors.set_sensitivity(None)
     assert [layer.statistics.sensitivity.item() for layer in layers] == [0, 0]
 
 
-def test_a_new_step_starts_empty(measured):
-    measured.state.start_step(range(1, 2))
+def test_what_is_pooled_is_cleared_and_layers_have_turns(measured):
+    clear(measured.state)
+    measured.state.turn = range(1, 2)
     assert measured.layers[0].statistics.count == 0
     assert not measured.state.table.any()
     assert not measured.state.moments.any()

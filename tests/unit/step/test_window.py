@@ -1,0 +1,235 @@
+"""Steps after which nothing is due: they add up, and a window that they made is that of steps that are all pooled."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import betahook
+from betahook import Cap, Clip, Controller, Decades, Gradient, Monitor, Search, Variance
+from support.models import build, inputs
+from support.training import LAYER, train
+
+WINDOW = 4
+OPENING = dict(warmup=1, plateau_batches=0, rise_batches=1)
+"""Of two batches: from batch 4 on, all units search."""
+
+
+def search(**changes):
+    return Search(**{"window": WINDOW, **OPENING, **changes})
+
+
+@dataclass(frozen=True)
+class EveryStep(Controller):
+    """Moves nothing, and makes every step be pooled."""
+
+    def update(self, beta, observation, state):
+        return beta, state
+
+
+@dataclass(frozen=True)
+class Probe(Controller):
+    """Steps and batches that it is updated after, of which it wants every third."""
+
+    def is_due(self, step):
+        return step % 3 == 2
+
+    def start(self, beta):
+        return {"steps": torch.zeros_like(beta), "batches": torch.zeros_like(beta)}
+
+    def update(self, beta, observation, state):
+        return beta, {
+            "steps": state["steps"] * 100 + observation.step,
+            "batches": state["batches"] + observation.batches,
+        }
+
+
+def test_a_search_is_due_in_its_opening_and_at_the_ends_of_windows():
+    assert [step for step in range(20) if search().is_due(step)] == [0, 1, 2, 3, 7, 11, 15, 19]
+    assert all(map(Search().is_due, range(400)))
+    assert [step for step in range(400, 430) if Search().is_due(step)] == [409, 419, 429]
+
+
+def test_other_rules_are_due_after_every_batch_and_a_monitor_never():
+    for rule in (Variance(), Gradient(), Cap(), Clip(), Decades(), EveryStep()):
+        assert all(map(rule.is_due, range(30)))
+    assert not any(map(Monitor().is_due, range(30)))
+
+
+def test_beta_moves_as_if_every_step_were_pooled():
+    """Whether metrics are asked for in between, and whatever is measured in which step."""
+    paths = []
+    for controller, interval in ((search(), 10), ([search(), EveryStep()], 10), (search(), 3), (search(), 1)):
+        model = build("llama")
+        with betahook.attach(model, controller=controller, interval=interval) as hook:
+            path = train(model, hook, 10)
+            hook.metrics()
+            paths.append(path + train(model, hook, 7))
+    assert paths[1:] == paths[:1] * 3
+    moves = [step for step in range(4, 17) if paths[0][step] != paths[0][step - 1]]
+    assert moves == [7, 11, 15]
+
+
+def test_a_controller_is_updated_when_any_is_due():
+    """Or when metrics are, in the first step and in every tenth."""
+    model = build("llama")
+    with betahook.attach(model, controller=Probe()) as hook:
+        train(model, hook, 12)
+        memory = hook.state_dict()["controllers"][0]["state"]
+        assert memory["batches"].tolist() == [12, 12]
+        assert memory["steps"].tolist() == [int("02050809 11".replace(" ", ""))] * 2
+    with betahook.attach(model, controller=[Probe(), EveryStep()]) as hook:
+        train(model, hook, 3)
+        assert hook.state_dict()["controllers"][0]["state"]["steps"].tolist() == [102, 102]
+
+
+def test_metrics_between_two_poolings_are_of_all_steps_since_the_last():
+    """The sensitivity is their mean; who asks adds nothing."""
+    said = []
+    for interval in (1, 10):
+        model, batch = build("llama"), inputs("llama")
+        with betahook.attach(model, controller="monitor", interval=interval) as hook:
+            for step in range(4):
+                (2**step * model(**batch).loss).backward()
+                hook.step()
+                said.append([hook.head_metrics()[f"sensitivity/{LAYER}"].sum(), hook.metrics()[f"sensitivity/{LAYER}"]])
+    of_step, of_window = torch.tensor(said, dtype=torch.float64).unflatten(0, (2, 4)).unbind()
+    after_first = of_step[1:].cumsum(0) / torch.tensor([[1.0], [2.0], [3.0]])
+    torch.testing.assert_close(of_window, torch.cat([of_step[:1], after_first]))
+
+
+def spoil(hook, value):
+    """Make the sensitivity of one head what it should not be."""
+    sensitivity = hook._state.factors.sensitivity()
+    sensitivity[1] = value
+    hook._state.factors.set_sensitivity(sensitivity)
+
+
+def window_of(hook):
+    return hook.state_dict()["window"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_batch_that_is_not_finite_is_left_out_alone(value, caplog):
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller=search()) as hook:
+        train(model, hook, 5)
+        sums = []
+        for step in range(2):
+            model(**batch).loss.backward()
+            if step == 0:
+                spoil(hook, value)
+            hook.step()
+            sums.append(window_of(hook))
+        before = hook.layers[LAYER].beta
+        train(model, hook, 1)
+        assert hook.layers[LAYER].beta != before
+        assert hook.metrics()[f"nonfinite/{LAYER}"] == 0
+    heads = sums[0].shape[1]
+    assert sums[0][1].tolist() == [2, 1] + [2] * (heads - 2)
+    assert sums[1][1].tolist() == [3, 2] + [3] * (heads - 2)
+    assert sums[1].isfinite().all()
+    assert hook._state.nonfinite_since.tolist() == [0, 6] + [0] * (heads - 2)
+    assert f"scores or gradients of {LAYER} in step 6" in caplog.text
+
+
+def test_scores_that_are_not_finite_are_noted_at_once_and_hold_beta_until_they_are_pooled():
+    model = build("llama")
+    with betahook.attach(model, controller=search(), interval=4) as hook:
+        train(model, hook, 5)
+        hook._state.table[:, 0] = torch.inf
+        held, moved = (layer.beta for layer in hook.layers.values())
+        train(model, hook, 3)
+        assert hook._state.nonfinite_since.tolist()[:2] == [6, 0]
+        first, second = hook.layers.values()
+        assert first.beta == held
+        assert second.beta != moved
+        train(model, hook, 4)
+        assert first.beta != held
+
+
+def scaled_step(model, hook, optimizer, scaler, *, overflows):
+    scaler.scale(model(**inputs("llama")).loss).backward()
+    if overflows:
+        model.lm_head.weight.grad[0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    hook.step(scaler)
+
+
+@pytest.mark.parametrize("skips", [6, 7], ids=["in a window", "at its end"])
+def test_a_skipped_step_is_no_batch_of_a_window(skips):
+    """The model stays as it is, so does the sensitivity: beta moves a step later, and as it would have."""
+    paths = []
+    for skipped in (None, skips):
+        model = build("llama")
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+        path = []
+        with betahook.attach(model, controller=search()) as hook:
+            for step in range(10 if skipped is None else 11):
+                scaled_step(model, hook, optimizer, scaler, overflows=step == skipped)
+                path.append([layer.beta for layer in hook.layers.values()])
+            assert not hook._state.nonfinite_since.any()
+        paths.append(path)
+    plain, skipping = paths
+    assert skipping[skips] == skipping[skips - 1]
+    del skipping[skips]
+    assert skipping == plain
+
+
+@pytest.mark.parametrize("stop", [5, 6, 7, 8])
+def test_a_run_that_stops_in_a_window_goes_on_with_every_bit(stop):
+    """With what was measured in it, and a skipped step."""
+    model = build("llama")
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    with betahook.attach(model, controller=search(), interval=4) as hook:
+        for step in range(stop):
+            scaled_step(model, hook, optimizer, scaler, overflows=step == 5)
+        with betahook.attach(other := build("llama"), controller=search(), interval=4) as resumed:
+            other.load_state_dict(model.state_dict())
+            resumed.load_state_dict(hook.state_dict())
+            own = torch.optim.SGD(other.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+            own[1].load_state_dict(scaler.state_dict())
+            for step in range(stop, 14):
+                scaled_step(model, hook, optimizer, scaler, overflows=step == 5)
+                scaled_step(other, resumed, *own, overflows=step == 5)
+                here, there = hook.state_dict(), resumed.state_dict()
+                assert here["batches"] == there["batches"]
+                for name in ("beta", "window", "table", "moments", "recent", "nonfinite_since"):
+                    torch.testing.assert_close(here[name], there[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_state_without_a_window_loads():
+    """One of an earlier day, when every step was pooled: nothing is left of the steps before."""
+    model = build("llama")
+    with betahook.attach(model, controller=search()) as hook:
+        train(model, hook, 6)
+        state = hook.state_dict()
+        for name in ("window", "batches"):
+            del state[name]
+        del state["rows"]["window"]
+        hook.load_state_dict(state)
+        assert not window_of(hook).any()
+        assert hook._state.batches == 0
+        train(model, hook, 2)
+        assert hook.metrics()[f"nonfinite/{LAYER}"] == 0
+
+
+def test_a_layer_that_is_left_out_of_a_batch_has_a_sensitivity_of_zero_in_it():
+    """As with LayerDrop."""
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller=search()) as hook:
+        train(model, hook, 5)
+        before = window_of(hook)
+        layer = model.model.layers[1]
+        forward, layer.forward = layer.forward, lambda hidden_states, *args, **kwargs: hidden_states
+        model(**batch).loss.backward()
+        hook.step()
+        layer.forward = forward
+        after = window_of(hook)
+    heads = hook.layers[LAYER].heads
+    assert torch.equal(after[0, heads:], before[0, heads:])
+    assert (after[0, :heads] != before[0, :heads]).all()
+    assert (after[1] == 2).all()
