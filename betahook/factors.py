@@ -51,6 +51,7 @@ class Factors:
             return False
         self._noted[layer] = beta
         self.own[heads] = beta
+        self._made_of = None  # what a graph of the compiler writes counts as no version
         return True
 
     def forget(self) -> None:

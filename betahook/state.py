@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from betahook import compat
 from betahook.factors import Factors
 from betahook.measure import components, statistics, weights
 from betahook.measure.dtypes import overflow_logit
@@ -49,6 +50,28 @@ class HeadRange:
         )
 
 
+@dataclass
+class LayerTensors:
+    """The tensors that the forward of one layer reads and writes.
+
+    A compiled forward gets them as they are: the place of the layer in those of all layers would be a constant of its
+    code, and each layer in need of code of its own.
+
+    Attributes:
+        table: of the `State`.
+        moments: the same.
+        beta_default: the same.
+        beta: float32 `[heads of the layer]`, a view of that of the state.
+        probe: see `betahook.factors`.
+    """
+
+    table: Tensor
+    moments: Tensor
+    beta_default: Tensor
+    beta: Tensor
+    probe: Tensor
+
+
 def head_ranges(layers: Sequence[LayerSize]) -> list[HeadRange]:
     """Lay out layers one after another."""
     ranges, head, component = [], 0, 0
@@ -78,12 +101,11 @@ class State:
         overflow: the largest logit whose exponential is finite, see `measure.dtypes.overflow_logit`.
         beta: float32 `[heads]`, the inverse temperature; NaN stands for the model's own.
         beta_default: float32 `[heads]`, the model's own; NaN until the first forward.
-        factors: gain and probe of each layer, as its forward gets them.
+        factors, parts: gain and probe of each layer, and its tensors alone, as its forward gets them.
         table: sums over the steps since the last pooling, `[quantities, heads]`, see `measure.statistics`.
         moments: sums of q and k over the same steps, `[4, components]`, see `measure.components`.
         window: `[2, heads]`, the sum of the sensitivities of these steps where they were finite, and their number.
-        recent: the table when it was last pooled, and of each head that it did not measure the last one that did.
-        recent_moments: the same of the moments.
+        recent, recent_moments: table and moments as they were pooled when they last measured each head.
         weights: sums of the entries of W_q and W_k when they were last read, `[6, heads]`, see `measure.weights`.
         nonfinite_since: int64 `[heads]`, the first step that saw a NaN or an infinity, from 1 on; 0 for none.
         condition, condition_since: int64 `[layers]`, a `report.conditions.Condition`, and the step that first saw it.
@@ -135,6 +157,7 @@ class State:
     recorded: bool = False
     has_loss: bool = False
     refused: dict[tuple[int, int], str] = field(default_factory=dict)
+    parts: list[LayerTensors] = field(init=False)
 
     @classmethod
     def create(
@@ -184,6 +207,9 @@ class State:
             memories=[{} for _ in range(controllers)],
         )
 
+    def __post_init__(self) -> None:
+        self.parts = _parts(self)
+
     @property
     def device(self) -> torch.device:
         """Device of all tensors."""
@@ -196,6 +222,8 @@ class State:
             if isinstance(value, Tensor | HeadGroups):
                 setattr(self, name, value.to(device))
         self.factors.to(device)
+        for part, moved in zip(self.parts, _parts(self), strict=True):
+            vars(part).update(vars(moved))
         self.memories = [{name: value.to(device) for name, value in memory.items()} for memory in self.memories]
 
     @property
@@ -220,8 +248,8 @@ class State:
     def note_default(self, place: HeadRange, default: float | Tensor) -> None:
         """Remember the inverse temperature that the model itself applies to heads of a layer: one, or one a head."""
         self.seen = True
-        # A compiled graph writes it in every run: what the host remembers says nothing about that.
-        always, heads = isinstance(default, Tensor) or torch.compiler.is_compiling(), place.heads
+        # A CUDA graph writes it in every run: what the host remembers says nothing about that.
+        always, heads = isinstance(default, Tensor) or compat.is_captured(self.device), place.heads
         if always or self.factors.note(place.layer, heads, float(default)):
             with torch.no_grad():
                 own = self.beta_default[heads]
@@ -234,12 +262,7 @@ class State:
         for sums, columns in ((self.table, place.heads), (self.moments, place.components), (self.window, place.heads)):
             sums[:, columns] = 0
         self.factors.probes[place.layer].grad = None
-        self.release_refused()
-
-    def release_refused(self) -> None:
-        """Give the layers that are left alone the model's own beta."""
-        for heads in self.refused:
-            self.beta[slice(*heads)] = torch.nan
+        release_refused(self)
 
     def refusal(self, place: HeadRange) -> str | None:
         """Return the reason why a layer is left alone, None if it is not."""
@@ -258,13 +281,42 @@ class State:
             own = default.to(beta).flatten().expand_as(beta)
         elif default is not None:
             own = torch.full_like(beta, default)
-        return torch.where(beta.isnan(), 1.0, beta / own)
+        return gain_of(beta, own)
 
     def collect(self, heads: slice = slice(None)) -> Tensor:
         """Return a copy of the table of some heads, with their sensitivity in it."""
         table = self.table[:, heads].clone()
         table[statistics.ROW["sensitivity"]] = self.factors.sensitivity()[heads]
         return table
+
+
+def _parts(state: State) -> list[LayerTensors]:
+    """Give each layer its tensors."""
+    shared, probes = (state.table, state.moments, state.beta_default), state.factors.probes
+    betas = state.beta.split([probe.numel() for probe in probes])
+    return [LayerTensors(*shared, *own) for own in zip(betas, probes, strict=True)]
+
+
+@contextmanager
+def writing_to(state: State, table: Tensor, moments: Tensor, beta_default: Tensor) -> Iterator[None]:
+    """Write to these instead of the state's for a while: a graph may hold copies, to be written back at its end."""
+    kept = state.table, state.moments, state.beta_default
+    state.table, state.moments, state.beta_default = table, moments, beta_default
+    try:
+        yield
+    finally:
+        state.table, state.moments, state.beta_default = kept
+
+
+def gain_of(beta: Tensor, own: Tensor | float) -> Tensor:
+    """Return `beta / own`, 1 where beta is NaN."""
+    return torch.where(beta.isnan(), 1.0, beta / own)
+
+
+def release_refused(state: State) -> None:
+    """Give the layers that are left alone the model's own beta."""
+    for heads in state.refused:
+        state.beta[slice(*heads)] = torch.nan
 
 
 def forget_after(state: State, step: int) -> None:

@@ -86,6 +86,44 @@ class Mask:
         return self.pairs is self.queries is self.keys is self.documents is None
 
 
+@dataclass(frozen=True)
+class Given:
+    """The tensor and the numbers that tell an attention call its pairs, not yet looked at.
+
+    Attributes:
+        kind: "none" for nothing but the band; "padding" and "documents" for the tensors of `from_padding` and
+            `from_documents`; "pairs" for that of `from_tensor`, and "added" for one whose numbers are added to the
+            logits even if it is boolean. The last two may have more keys than the call, and may leave a dimension at 1.
+        tensor: of that kind, None for nothing.
+        band: the expected structure.
+    """
+
+    kind: str
+    tensor: Tensor | None = None
+    band: Band = Band()
+
+    def describe(self, queries: int, keys: int, *, shared: bool = True) -> Mask:
+        """Look at the tensor.
+
+        Args:
+            queries: of the call.
+            keys: of the call.
+            shared: False to make everything for this call alone, see `Mask.facts`.
+        """
+        tensor = self.tensor
+        if tensor is None:
+            mask = Mask(self.band)
+        elif self.kind == "documents":
+            mask = from_documents(tensor, self.band)
+        elif self.kind == "padding":
+            mask = from_padding(tensor, self.band, queries)
+        else:
+            added = self.kind == "added" and not tensor.is_floating_point()
+            pairs = (tensor.float() if added else tensor)[..., :keys].expand(*tensor.shape[:2], queries, keys)
+            mask = from_tensor(pairs, self.band, shared=shared)
+        return mask if shared else replace(mask, facts=None)
+
+
 def derive(make: Callable[..., T], mask: Mask, like: Tensor, *sizes: int) -> T:
     """Return `make(mask, like, *sizes)`, made once for all calls with the same mask, device, dtype and sizes.
 
@@ -113,14 +151,14 @@ def _of_band(band: Band) -> Mask:
     return Mask(band)
 
 
-def from_tensor(mask: Tensor, band: Band) -> Mask:
+def from_tensor(mask: Tensor, band: Band, *, shared: bool = True) -> Mask:
     """Describe the 4-D `mask` of an attention call, `[batch or 1, heads or 1, queries, keys]`.
 
     A boolean mask is True where a pair may be used. A floating-point mask is added to the logits, and may hold a bias:
     see `masked_by` for the pairs that it masks. `band` is the expected structure; `Mask.structured` says if it is that
-    of the mask.
+    of the mask. `shared` is False to look at the tensor anew, though it was looked at for another layer.
     """
-    structure = _shared_structure(mask, band)
+    structure = _shared_structure(mask, band) if shared else _structure(mask, band)
     mask = mask.detach()
     return replace(structure, pairs=_pairs(mask), bias=None if mask.dtype == torch.bool else mask)
 
@@ -164,7 +202,7 @@ _structures: Any = compat.WeakTensorKeyDictionary()
 
 def _shared_structure(mask: Tensor, band: Band) -> Mask:
     """`_structure`, computed once for all layers that are given the same, unchanged tensor."""
-    if torch.compiler.is_compiling() or mask.is_inference():  # no version counter tells of changes there
+    if mask.is_inference():  # no version counter tells of changes there
         return _structure(mask, band)
     owner, version = compat.owner_and_version(mask)  # the views that layers make are new each time
     known_version, known = _structures.get(owner, (None, {}))

@@ -17,7 +17,7 @@ from betahook.control.base import DECADES, Controller, Observation
 from betahook.control.notes import Note, joined, pooled
 from betahook.layer import Layers
 from betahook.measure import statistics
-from betahook.state import State
+from betahook.state import State, release_refused
 from betahook.step import training_loss
 from betahook.step.loss_scale import LossScale
 from betahook.tap import interface
@@ -138,7 +138,7 @@ def control(state: State, layers: Layers, controllers: Sequence[Controller]) -> 
         # Heads that differ keep their ratios, and a layer that does not move keeps the bits of every head.
         new, old = state.units.spread(chosen), state.units.spread(beta)
         state.beta.copy_(torch.where(new != old, new * (state.current_beta / old), state.beta))
-    state.release_refused()
+    release_refused(state)
 
 
 def clear(state: State) -> None:

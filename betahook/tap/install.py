@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from betahook import compat
-from betahook.tap import kernels, products
+from betahook.tap import kernels, opaque, products
 from betahook.tap.gain import is_recording
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 
@@ -24,6 +24,7 @@ def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) 
     """Let attention modules pass through the tap, and the inputs of W_q and W_k too, until `undo` is closed."""
     for recorder in recorders:
         setattr(recorder.module, ATTRIBUTE, recorder)
+        opaque.register(recorder)
         undo.callback(delattr, recorder.module, ATTRIBUTE)
         _watch_inputs(recorder, undo)
         if recorder.route != "interface":
@@ -70,7 +71,7 @@ def _record_input(
     if given.is_nested:
         given = torch.cat(given.detach().unbind())
     if recorder.route == "interface":
-        recorder.record_input(given, sides)
+        opaque.record_input(recorder, given, sides)
     else:  # the functions of this module pass through the tap, our own need not
         with compat.unwatched():
             recorder.record_input(given, sides)

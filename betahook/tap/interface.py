@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from betahook import compat
 from betahook.compat import ALL_ATTENTION_FUNCTIONS, AttentionInterface
-from betahook.measure import masks
-from betahook.measure.masks import Band, Mask
-from betahook.tap import kernels
+from betahook.measure.masks import Band, Given
+from betahook.tap import kernels, opaque
 from betahook.tap.gain import is_recording, scale_known_query
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 
@@ -99,13 +98,18 @@ def _hooked(
         scaling = query.shape[-1] ** -0.5  # what every backend does without one
     prescale = 1.0 if layer.facts.prescale is None else layer.facts.prescale(module)
     default = scaling * prescale
-    layer.note_default(default)
     if is_recording(layer):
         mask = args[0] if args else kwargs.get("attention_mask")
-        described = describe_mask(implementation, module, query, key, mask, kwargs)
+        given = given_mask(implementation, module, query, key, mask, kwargs)
         raw = query if prescale == 1 else query / prescale
-        options = {name: kwargs.get(name) for name in ("position_bias", "softcap")}
-        layer.record(raw, key, described, **options, sinks=_sinks(kwargs.get("s_aux"), query.shape[1]))
+        opaque.record_call(
+            *(layer, raw, key, given, default),
+            position_bias=kwargs.get("position_bias"),
+            softcap=kwargs.get("softcap"),
+            sinks=_sinks(kwargs.get("s_aux"), query.shape[1]),
+        )
+    else:
+        opaque.note_default(layer, default)
     query = scale_known_query(layer, query, (key, value), default)
     return function(module, query, key, value, *args, **kwargs)
 
@@ -115,10 +119,10 @@ def _sinks(learned: Any, heads: int) -> Tensor | None:
     return learned.detach() if isinstance(learned, Tensor) and learned.shape == (heads,) else None
 
 
-def describe_mask(
+def given_mask(
     implementation: str, module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]
-) -> Mask:
-    """Describe the pairs that the attention function called `implementation` will use, as it decides that itself.
+) -> Given:
+    """Tell which pairs the attention function called `implementation` will use, as it decides that itself.
 
     Args:
         mask: what the model passes as `attention_mask`: None, a 4-D tensor, a 2-D padding mask or a `BlockMask`.
@@ -140,20 +144,17 @@ def describe_mask(
 
     if mask is None:
         if implementation == "eager" or implementation == "flex_attention":
-            return Mask(Band())
+            return Given("none")
         if "flash" in implementation:
             documents = _documents(queries, options) if len(query) == 1 and queries == keys else None
-            return Mask(band) if documents is None else masks.from_documents(documents, band)
-        return Mask(Band(None, 0) if causal and queries > 1 else Band())
+            return Given("none" if documents is None else "documents", documents, band)
+        return Given("none", band=Band(None, 0) if causal and queries > 1 else Band())
     if not isinstance(mask, Tensor):
         mask = kernels.dense(mask, queries, keys, query.device)
     if mask.dim() == 2:
-        return masks.from_padding(mask, band, queries)
-    if implementation == "eager" and not mask.is_floating_point():
-        mask = mask.float()  # eager adds whatever it gets, and so does not mask with a boolean
-    # Some models leave a dimension at 1 for the attention to broadcast.
-    pairs = mask[..., :keys].expand(*mask.shape[:2], queries, keys)
-    return masks.from_tensor(pairs, band)
+        return Given("padding", mask, band)
+    # Eager attention adds whatever it gets, and so does not mask with a boolean.
+    return Given("added" if implementation == "eager" else "pairs", mask, band)
 
 
 def _documents(tokens: int, options: dict[str, Any]) -> Tensor | None:

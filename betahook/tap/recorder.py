@@ -14,20 +14,14 @@ import torch
 from torch import Tensor
 
 from betahook import compat
-from betahook.measure import calls, opaque, statistics
+from betahook.measure import calls, statistics
 from betahook.measure.masks import Mask
 from betahook.models.discovery import AttentionModule
 from betahook.models.projections import Projection, locate
-from betahook.state import HeadRange, State
+from betahook.state import HeadRange, State, gain_of, writing_to
 
 ATTRIBUTE = "_betahook"
 """Attribute under which a hooked module keeps its `Recorder`."""
-
-
-def _place(state: State, local: HeadRange, turn: list[int]) -> opaque.Place:
-    """Tables and beta of the heads of a layer as a graph gets them, which looks into them when it runs."""
-    bounds = [local.heads.start, local.heads.stop, local.components.start, local.components.stop]
-    return opaque.Place(state.table, state.moments, state.beta, state.beta_default, bounds, turn)
 
 
 def _tables(state: State, local: HeadRange) -> tuple[Tensor, Tensor]:
@@ -41,6 +35,11 @@ def _beta(state: State, local: HeadRange, default: float | None) -> Tensor:
     if default is not None:
         return beta.nan_to_num(nan=default)
     return torch.where(beta.isnan(), state.beta_default[local.heads], beta)
+
+
+def _part(values: Tensor, heads: slice, first: int) -> Tensor:
+    """Those of some heads, from values of a layer whose first head has the number `first`."""
+    return values[heads.start - first : heads.stop - first]
 
 
 class _Inputs:
@@ -78,6 +77,7 @@ class Recorder:
         facts: what is known of the module's class.
         owner: the hook, which so lives as long as the hooked model, whoever else holds it.
         always: True if every forward is recorded, also in evaluation mode and under `no_grad`.
+        tensors: of the layer alone, see `state.LayerTensors`.
     """
 
     def __init__(
@@ -94,10 +94,11 @@ class Recorder:
         self._place = place
         self.always = when == "always"
         self._local = place  # all heads of the layer, unless this rank computes only some of them
+        self._local_heads = attention.heads
         self._tensor_parallel_ranks = 1
         self._default: float | None = None
         self._inputs = _Inputs()
-        self._turn = [opaque.register(state), place.layer]
+        self.tensors = state.parts[place.layer]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse: a copy would leave the tap without its hook, and beta with it."""
@@ -114,10 +115,12 @@ class Recorder:
     @property
     def measuring(self) -> bool:
         """True if a forward of the module is to be recorded now."""
-        state = self._state
-        if self._place.layer not in state.turn and not compat.is_captured(state.device):  # a graph asks when it runs
-            return False
-        return not state.paused and (self.always or (self.module.training and torch.is_grad_enabled()))
+        measured = self.always or (self.module.training and torch.is_grad_enabled())
+        return self.is_due() and measured and not self._state.paused
+
+    def is_due(self) -> bool:
+        """Tell if the layer is measured in this step; a graph of the compiler asks when it runs, a CUDA graph never."""
+        return compat.is_captured(self._state.device) or self._place.layer in self._state.turn
 
     def pause(self) -> AbstractContextManager[None]:
         """Record nothing for a while."""
@@ -144,8 +147,7 @@ class Recorder:
 
     def note_default(self, beta: float | Tensor) -> None:
         """Remember the inverse temperature that the model itself applies: one, or one for each head."""
-        if not torch.compiler.is_compiling():
-            self._default = None if isinstance(beta, Tensor) else float(beta)
+        self._default = None if isinstance(beta, Tensor) else float(beta)
         self._state.note_default(self._place, beta)
 
     def follow(self, device: torch.device) -> None:
@@ -158,14 +160,14 @@ class Recorder:
 
         Under tensor parallelism a rank has one of as many equal runs of heads as there are ranks, in their order.
         """
-        if heads == self._local.heads.stop - self._local.heads.start:
+        if heads == self._local_heads:
             return True
         projections = self.projections
         mesh = getattr(projections[0].stored, "device_mesh", None) if projections else None
         if mesh is None or heads * mesh.size(mesh.ndim - 1) != self.heads:
             return False
         # The innermost dimension of the mesh: the outer ones are data-parallel.
-        self._local = self._place.part(mesh.get_local_rank(mesh.ndim - 1) * heads, heads)
+        self._local, self._local_heads = self._place.part(mesh.get_local_rank(mesh.ndim - 1) * heads, heads), heads
         self._tensor_parallel_ranks = self.heads // heads
         return True
 
@@ -176,6 +178,8 @@ class Recorder:
 
     def local_gain(self, default: float | Tensor | None) -> Tensor:
         """`current_gain` of the heads that this rank computes, by the `default` of this call where it is given."""
+        if isinstance(default, float) and self._tensor_parallel_ranks == 1 and not self._state.refused:
+            return gain_of(self.tensors.beta, default)
         return self._state.gain(self._local.heads, default)
 
     def ready_gain(self, *, as_leaf: bool) -> Tensor | None:
@@ -198,9 +202,8 @@ class Recorder:
         Scaled by the number of tensor-parallel ranks: the reduction takes the mean over all ranks, and only one of them
         computes a head.
         """
-        probe, ranks = self._state.factors.probes[self._place.layer], self._tensor_parallel_ranks
-        first, mine = self._place.heads.start, self._local.heads
-        return probe if ranks == 1 else ranks * probe[mine.start - first : mine.stop - first]
+        probe, ranks = self.tensors.probe, self._tensor_parallel_ranks
+        return probe if ranks == 1 else ranks * _part(probe, self._local.heads, self._place.heads.start)
 
     @torch.no_grad()
     def record(
@@ -220,11 +223,8 @@ class Recorder:
         options: dict[str, Any] = dict(position_bias=position_bias, softcap=softcap, sinks=sinks)
         options["exact_max_logit"] = self._state.exact_max_logit
         query, key = query.detach(), key.detach()
-        if torch.compiler.is_compiling():
-            opaque.add_scores(_place(self._state, self._local, self._turn), query, key, mask, **options)
-        else:
-            beta = _beta(self._state, self._local, self._default).to(query.device)
-            calls.add_scores(*_tables(self._state, self._local), query, key, mask, beta, **options)
+        beta = _beta(self._state, self._local, self._default).to(query.device)
+        calls.add_scores(*_tables(self._state, self._local), query, key, mask, beta, **options)
 
     @torch.no_grad()
     def record_pairs(
@@ -245,19 +245,20 @@ class Recorder:
         self._state.recorded = True
         gain = self.current_gain.to(raw.device).view(-1, 1, 1)
         scores = raw / (prescale * gain), logits, allowed
-        if torch.compiler.is_compiling():
-            opaque.add_pairs(_place(self._state, self._local, self._turn), *scores, *operands)
-        else:
-            beta = _beta(self._state, self._local, self._default).to(raw.device)
-            calls.add_pairs(*_tables(self._state, self._local), *scores, *operands, beta)
+        beta = _beta(self._state, self._local, self._default).to(raw.device)
+        calls.add_pairs(*_tables(self._state, self._local), *scores, *operands, beta)
 
     @torch.no_grad()
-    def record_input(self, inputs: Tensor, sides: list[str]) -> None:
-        """Add the entries that enter the projections `sides`: "query", "key" or both."""
+    def record_input(self, inputs: Tensor, sides: list[str], *, shared: bool = True) -> None:
+        """Add the entries that enter the projections `sides`: "query", "key" or both.
+
+        `shared` is False for a tensor whose memory may be used again, so that nothing tells it from the next one there.
+        """
         # A DTensor under tensor parallelism, the same on all ranks.
         inputs = inputs.to_local() if hasattr(inputs, "to_local") else inputs
         self.follow(inputs.device)
-        if torch.compiler.is_compiling():
-            opaque.add_input(_place(self._state, self._local, self._turn), inputs.detach(), sides)
-        else:
-            self._inputs.add(_tables(self._state, self._local)[0], inputs, sides)
+        (self._inputs if shared else _Inputs()).add(_tables(self._state, self._local)[0], inputs, sides)
+
+    def writing_to(self, table: Tensor, moments: Tensor, beta_default: Tensor) -> AbstractContextManager[None]:
+        """Write to these tensors instead of the state's for a while."""
+        return writing_to(self._state, table, moments, beta_default)

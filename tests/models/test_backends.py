@@ -249,3 +249,27 @@ def test_one_graph_measures_the_layers_in_turn():
                 found.append((collected[ROW[row]].view(4, -1).amax(1) > 0).tolist())
             hook.step()
     assert counts == inputs_counted == [[True] * 4, [False, False, True, True], [True, True, False, False]]
+
+
+@pytest.mark.oldest_skips("torch cannot trace the models at all")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of the same
+def test_layers_that_are_compiled_one_by_one_share_their_code():
+    """Of which torch keeps eight versions at most: a model with more layers could not be compiled so."""
+    model, batch = build("llama", "sdpa", num_hidden_layers=3), inputs("llama", padded=False)
+    measured = []
+    for compiles in (False, True):
+        with betahook.attach(model, controller="monitor", interval=1) as hook:
+            torch._dynamo.reset()
+            counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+            for part in model.model.layers if compiles else ():
+                part.compile(backend=counter, fullgraph=True)
+            for _ in range(2):
+                model(**batch, use_cache=False).loss.backward()
+                measured.append(torch.tensor(statistics(hook)))
+                hook.step()
+                for number, layer in enumerate(hook.layers.values()):
+                    layer.beta = 0.3 + 0.1 * number
+    assert counter.frame_count == 1
+    for a, b in zip(measured[:2], measured[2:], strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)

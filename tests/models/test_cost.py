@@ -151,6 +151,45 @@ def test_cuda_graphs_know_of_beta_and_of_the_statistics():
         assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.oldest_skips("torch cannot trace the models at all")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of the import of inductor
+def test_a_graph_that_is_launched_without_python_measures_all_layers_by_the_beta_of_the_step():
+    """As a CUDA graph is; on the CPU, by a stand-in for it."""
+    from support.captured import Captured
+
+    model, batch = build("llama", "sdpa", num_hidden_layers=3), inputs("llama", padded=False)
+    said = []
+    for captured in (None, Captured()):
+        torch._dynamo.reset()
+        with betahook.attach(model, controller="monitor", interval=3 if captured else 1) as hook:
+            forward = torch.compile(model, backend=captured.backend, fullgraph=True) if captured else model
+            steps = []
+            for number in range(5):
+                model.zero_grad()
+                shifted = {name: values.roll(number, 1) for name, values in batch.items()}
+                loss = forward(**shifted).loss
+                loss.backward()
+                steps.append([loss.item()])
+                for layer in hook.layers.values():
+                    found = layer.statistics
+                    steps[-1] += [float(x) for x in (found.count, found.std, found.entropy, found.sensitivity)]
+                    steps[-1] += [layer.beta, layer.beta_default, float(found.input_std_k)]
+                hook.step()
+                for sums in (hook._state.table, hook._state.moments):  # which may be pooled later
+                    sums.zero_()
+                hook._state.factors.set_sensitivity(None)
+                for layer in hook.layers.values():
+                    layer.beta = 0.3 + 0.1 * number
+            said.append(steps)
+    written, found_again = captured.inputs
+    assert captured.replays == 3
+    assert len(written) == 3
+    assert written <= found_again
+    for eager, replayed in zip(*said, strict=True):
+        assert replayed == pytest.approx(eager, rel=1e-4, abs=1e-6)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("controller", CONTROLLERS)
 def test_the_host_never_waits_for_a_gpu(controller):

@@ -22,7 +22,7 @@ ROOMS = {
     "measure": BASE,
     "models": {"compat"},
     "control": {"theory", "measure"},
-    "state": {"factors", "measure"},
+    "state": {"compat", "factors", "measure"},
     "layer": BASE | {"measure", "models", "state"},
     "tap": BASE | {"measure", "models", "state"},
     "replay": {"models"},

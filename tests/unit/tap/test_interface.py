@@ -14,7 +14,7 @@ from transformers.modeling_utils import AttentionInterface
 import betahook
 from betahook.measure.masks import Band
 from betahook.tap import interface
-from betahook.tap.interface import describe_mask
+from betahook.tap.interface import given_mask
 from support.matrices import overall_std
 from support.models import FAMILIES, GROUPED, SIZE, build, derivative, inputs, trace
 
@@ -310,7 +310,7 @@ def test_the_factor_that_a_query_carries_is_a_part_of_beta():
 def test_which_pairs_an_attention_uses(implementation, queries, keys, mask, options, band):
     query, key = torch.zeros(2, 4, queries, 8), torch.zeros(2, 4, keys, 8)
     mask = None if mask is None else torch.ones(mask, dtype=torch.bool)
-    assert describe_mask(implementation, torch.nn.Module(), query, key, mask, options).band == band
+    assert given_mask(implementation, torch.nn.Module(), query, key, mask, options).band == band
 
 
 @pytest.mark.oldest_skips("its config has other names")

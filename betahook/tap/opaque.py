@@ -1,0 +1,169 @@
+"""The recorder as the attention interface calls it: in a compiled forward, by operations that no compiler looks into.
+
+A compiler that saw what is measured would compile it into every layer, which takes many times as long as the model
+itself. In its graph each function of this file is one operation, which calls the recorder when the graph runs. Nothing
+here computes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TypeAlias
+from weakref import WeakSet, WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from betahook.measure.masks import Band, Given
+from betahook.tap.recorder import Recorder
+
+_recorders: WeakSet[Recorder] = WeakSet()
+_by_address: WeakValueDictionary[int, Recorder] = WeakValueDictionary()
+
+
+def register(recorder: Recorder) -> None:
+    """Let graphs find a recorder."""
+    _recorders.add(recorder)
+
+
+def _find(beta: Tensor) -> Recorder:
+    """Find a recorder by the address of its layer's beta.
+
+    A number would be a constant of the graph, and each layer in need of a graph of its own.
+    """
+    address = beta.data_ptr()
+    found = _by_address.get(address)
+    if found is None or found.tensors.beta.data_ptr() != address:  # a new one, or one that moved to another device
+        _by_address.clear()
+        _by_address.update({each.tensors.beta.data_ptr(): each for each in _recorders})
+        found = _by_address[address]
+    return found
+
+
+Kernel: TypeAlias = Callable[..., None]
+TABLES = "Tensor(a!) table, Tensor(b!) moments, Tensor(c!) beta_default, Tensor beta"
+
+
+def _operation(schema: str) -> Callable[[Kernel], Kernel]:
+    """Make an operation of a function that gets the tables of a layer and its beta first, and returns nothing."""
+
+    def define(function: Kernel) -> Kernel:
+        own = function.__name__
+        name = own.removeprefix("_")
+        if not hasattr(torch.ops.betahook, name):  # it outlives this module, which may be imported again
+            # Tensors may have any strides: a compiler that had to keep them would copy what it has not computed yet.
+            tags = torch.Tag.flexible_layout
+            torch.library.define(f"betahook::{name}", f"({TABLES}, {schema}) -> ()", tags=tags)
+            torch.library.impl(f"betahook::{name}", "default", lambda *args: vars(sys.modules[__name__])[own](*args))
+            torch.library.register_fake(f"betahook::{name}", lambda *args: None)
+        return function
+
+    return define
+
+
+def _tables(layer: Recorder) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tensors = layer.tensors
+    return tensors.table, tensors.moments, tensors.beta_default, tensors.beta
+
+
+def note_default(layer: Recorder, default: float | Tensor) -> None:
+    """See `Recorder.note_default`."""
+    if torch.compiler.is_compiling():
+        torch.ops.betahook.note_default(*_tables(layer), *_number_or_tensor(default))
+    else:
+        layer.note_default(default)
+
+
+@_operation("float? number, Tensor? numbers")
+def _note_default(
+    table: Tensor, moments: Tensor, beta_default: Tensor, beta: Tensor, number: float | None, numbers: Tensor | None
+) -> None:
+    recorder = _find(beta)
+    with recorder.writing_to(table, moments, beta_default):
+        recorder.note_default(_default(number, numbers))
+
+
+@torch.no_grad()
+def record_call(
+    layer: Recorder,
+    query: Tensor,
+    key: Tensor,
+    given: Given,
+    default: float | Tensor,
+    *,
+    position_bias: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    """Note the model's own beta, and record one attention call: see `Recorder.record`."""
+    if torch.compiler.is_compiling():
+        operands = *_number_or_tensor(default), query.detach(), key.detach()
+        pairs = given.band.low, given.band.high, given.kind, given.tensor
+        torch.ops.betahook.record_call(*_tables(layer), *operands, *pairs, position_bias, softcap, sinks)
+    else:
+        layer.note_default(default)
+        mask = given.describe(query.shape[2], key.shape[2])
+        layer.record(query, key, mask, position_bias=position_bias, softcap=softcap, sinks=sinks)
+
+
+@_operation(
+    "float? number, Tensor? numbers, Tensor query, Tensor key, SymInt? low, SymInt? high, str kind, Tensor? mask, "
+    "Tensor? position_bias, float? softcap, Tensor? sinks"
+)
+def _record_call(
+    table: Tensor,
+    moments: Tensor,
+    beta_default: Tensor,
+    beta: Tensor,
+    number: float | None,
+    numbers: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    low: int | None,
+    high: int | None,
+    kind: str,
+    given: Tensor | None,
+    position_bias: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    recorder = _find(beta)
+    with recorder.writing_to(table, moments, beta_default):
+        recorder.note_default(_default(number, numbers))
+        if recorder.is_due():
+            # Nothing is shared between layers: the memory of a graph's tensors is used again, and a CUDA graph owns it.
+            mask = Given(kind, given, Band(low, high)).describe(query.shape[2], key.shape[2], shared=False)
+            recorder.record(query, key, mask, position_bias=position_bias, softcap=softcap, sinks=sinks)
+
+
+@torch.no_grad()
+def record_input(layer: Recorder, inputs: Tensor, sides: list[str]) -> None:
+    """See `Recorder.record_input`."""
+    if torch.compiler.is_compiling():
+        # A DTensor under tensor parallelism, the same on all ranks.
+        inputs = inputs.to_local() if hasattr(inputs, "to_local") else inputs
+        torch.ops.betahook.record_input(*_tables(layer), inputs.detach(), sides)
+    else:
+        layer.record_input(inputs, sides)
+
+
+@_operation("Tensor inputs, str[] sides")
+def _record_input(
+    table: Tensor, moments: Tensor, beta_default: Tensor, beta: Tensor, inputs: Tensor, sides: list[str]
+) -> None:
+    recorder = _find(beta)
+    if recorder.is_due():
+        with recorder.writing_to(table, moments, beta_default):
+            recorder.record_input(inputs, sides, shared=False)
+
+
+def _number_or_tensor(default: float | Tensor) -> tuple[float | None, Tensor | None]:
+    return (None, default.detach()) if isinstance(default, Tensor) else (default, None)
+
+
+def _default(number: float | None, numbers: Tensor | None) -> float | Tensor:
+    if numbers is not None:
+        return numbers
+    assert number is not None  # `_number_or_tensor` gives one of the two
+    return number
