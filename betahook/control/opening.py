@@ -61,8 +61,12 @@ class Course:
     def move(self, source: Phase, target: Phase, where: Tensor, **changes: Tensor | float) -> Course:
         """Take the units of a phase to another, with new values of the attributes named."""
         moved = where & (self.phase == source)
+
+        def put(old: Tensor, value: Tensor | float) -> Tensor:
+            return torch.where(moved, value, old) if isinstance(value, Tensor) else old.masked_fill(moved, value)
+
         values = {"phase": target, **changes}.items()
-        return replace(self, **{name: torch.where(moved, value, getattr(self, name)) for name, value in values})
+        return replace(self, **{name: put(getattr(self, name), value) for name, value in values})
 
 
 def looks_random(spectral_ratio: Tensor, limit: float) -> Tensor:
@@ -119,8 +123,8 @@ class Opening:
         """Move the units on that have no batch left in their phase."""
         over = course.left == 0
         climbs = over & ((course.phase == Phase.WARM_UP) | (course.phase == Phase.PLATEAU))
-        phase = torch.where(climbs, Phase.CLIMB, torch.where(over, Phase.SEARCH, course.phase))
-        return replace(course, phase=phase, left=torch.where(climbs, self.rise_batches, course.left))
+        phase = course.phase.masked_fill(over, Phase.SEARCH).masked_fill(climbs, Phase.CLIMB)
+        return replace(course, phase=phase, left=course.left.masked_fill(climbs, self.rise_batches))
 
     def climb(self, course: Course, observation: Observation) -> Tensor:
         """Decades to rise in this batch: an equal share of what is left, or fewer to hold the std of the logits."""

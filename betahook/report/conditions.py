@@ -42,7 +42,7 @@ class Numbers:
     """Numbers by which a layer or a head is judged; NaN for what was not measured.
 
     Attributes:
-        nonfinite: 1 where a NaN or an infinity was seen in the last step.
+        nonfinite: 1 where a NaN or an infinity held the controllers when the sums were last pooled.
         max_logit: the largest absolute logit.
         logit_std: std of the logits within rows.
         entropy: mean entropy of the attention rows, in nats.

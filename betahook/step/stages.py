@@ -106,10 +106,10 @@ def latest(state: State, table: Tensor, moments: Tensor) -> tuple[Tensor, Tensor
     return statistics.keep_measured(table, state.recent, measured), kept, measured
 
 
-def observe(state: State, layers: Layers) -> tuple[Tensor, Observation]:
-    """Return beta `[units]` and what else the controllers may look at."""
+def observe(state: State, layers: Layers, current: Tensor) -> tuple[Tensor, Observation]:
+    """Return beta `[units]`, of that of the heads, and what else the controllers may look at."""
     units = state.units
-    beta, default = units.geometric_mean(torch.stack([state.current_beta, state.beta_default], 1)).unbind(1)
+    beta, default = units.geometric_mean(torch.stack([current, state.beta_default], 1)).unbind(1)
     observed = units.observe(state.recent, state.recent_moments, state.widths)
 
     def predicted_std() -> Tensor:
@@ -132,12 +132,13 @@ def control(state: State, layers: Layers, controllers: Sequence[Controller]) -> 
     """Run the controllers and write the beta that they choose: a move multiplies all heads of a unit alike."""
     if not any(controller.moves_beta for controller in controllers):
         return
-    beta, observation = observe(state, layers)
+    current = state.current_beta
+    beta, observation = observe(state, layers, current)
     chosen, state.memories = base.apply(controllers, beta, observation, state.memories)
     if chosen is not beta:
         # Heads that differ keep their ratios, and a layer that does not move keeps the bits of every head.
         new, old = state.units.spread(chosen), state.units.spread(beta)
-        state.beta.copy_(torch.where(new != old, new * (state.current_beta / old), state.beta))
+        state.beta.copy_(torch.where(new != old, new * (current / old), state.beta))
     release_refused(state)
 
 
@@ -172,7 +173,7 @@ def turn(state: State, controllers: Sequence[Controller], interval: int) -> rang
 
 def explain(state: State, layers: Layers, controllers: Sequence[Controller]) -> list[Note]:
     """Ask the controllers about their last update: one note a layer. Reads the device back."""
-    beta, observation = observe(state, layers)
+    beta, observation = observe(state, layers, state.current_beta)
     held = torch.stack([observation.statistics.finite, base.at_bound(beta, observation.beta_default)]).T.tolist()
     notes = [[Note(reason=_held(*each))] for each in held]
     for controller, memory in zip(controllers, state.memories, strict=True):

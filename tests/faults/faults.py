@@ -264,7 +264,7 @@ FAULTS = [
     Fault("betahook/control/opening.py", "spectral_ratio <= limit", "spectral_ratio < 2 * limit"),
     Fault("betahook/control/opening.py", "beta=course.beta / down)", "beta=course.beta)"),
     Fault("betahook/control/opening.py", ".clamp(min=0) / course.left", ".clamp(min=0) / self.rise_batches"),
-    Fault("betahook/control/opening.py", "torch.where(climbs, self.rise_batches, course.left)", "course.left"),
+    Fault("betahook/control/opening.py", "course.left.masked_fill(climbs, self.rise_batches)", "course.left"),
     Fault("betahook/control/decades.py", "nan_to_num(nan=torch.inf,", "nan_to_num(nan=-torch.inf,"),
     Fault("betahook/control/decades.py", "batches >= self.window", "batches > self.window"),
     Fault("betahook/control/decades.py", "score > trial.score_below", "score > trial.best_score"),

@@ -99,6 +99,21 @@ def test_metrics_between_two_poolings_are_of_all_steps_since_the_last():
     torch.testing.assert_close(of_window, torch.cat([of_step[:1], after_first]))
 
 
+@pytest.mark.parametrize(("controller", "expected"), [("monitor", [0, 9]), (search(), [0, 1, 2, 3, 7, 9, 11])], ids=str)
+def test_ranks_exchange_sums_only_where_they_are_pooled(controller, expected, monkeypatch):
+    """Counted with a second rank that is the mirror of this one; metrics exchange nothing."""
+    exchanged = []
+    pair = dict(is_initialized=lambda: True, get_world_size=lambda: 2, get_rank=lambda: 0)
+    model = build("llama")
+    with betahook.attach(model, controller=controller) as hook:
+        for name, value in {**pair, "all_reduce": lambda sums: (exchanged.append(hook.steps), sums.mul_(2))}.items():
+            monkeypatch.setattr(torch.distributed, name, value)
+        for _ in range(12):
+            train(model, hook, 1)
+            hook.metrics()
+    assert exchanged == expected
+
+
 def spoil(hook, value):
     """Make the sensitivity of one head what it should not be."""
     sensitivity = hook._state.factors.sensitivity()
