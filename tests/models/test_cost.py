@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import betahook
+from betahook.tap import gain
 from support.models import build, inputs
 from support.operations import Operations
 
@@ -279,3 +280,37 @@ def test_a_step_that_moves_no_beta_computes_none():
     between, due = counted("monitor", 2, [8, 9])
     assert between <= 13
     assert due <= 23
+
+
+def kept_for_the_backward(model, batch):
+    """Bytes of memory, without the weights."""
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**batch).loss
+    loss.backward()
+    return sum(kept[place] for place in kept.keys() - {x.untyped_storage().data_ptr() for x in model.parameters()})
+
+
+@pytest.mark.oldest_skips("torch cannot trace the models at all")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
+@pytest.mark.parametrize(("small", "compiled", "queries"), [(True, False, 1), (False, False, 0), (True, True, 0)])
+def test_memory_that_a_layer_keeps_for_its_backward(small, compiled, queries, monkeypatch):
+    """Of a small query the unscaled one too; a large one is scaled where the attention keeps it, compiled ones are."""
+    if not small:
+        monkeypatch.setattr(gain, "SMALL", 0)
+    model, batch = build("llama", "sdpa", num_hidden_layers=1), inputs("llama", padded=False)
+    forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    alone = kept_for_the_backward(forward, batch)
+    with betahook.attach(model) as hook:
+        forward(**batch).loss.backward()
+        hook.step()
+        added = kept_for_the_backward(forward, batch) - alone
+    query = 4 * 32 * batch["input_ids"].numel()
+    assert added == pytest.approx(queries * query, abs=256)
+    assert query > 1000
