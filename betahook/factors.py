@@ -33,6 +33,7 @@ class Factors:
         self._gains: Sequence[Tensor] = ()
         self._known = self.own
         self._leaves: dict[int, Tensor] = {}
+        self._scales = self.own
         self._made_of: tuple[int, int] | None = None
 
     def to(self, device: torch.device) -> None:
@@ -61,19 +62,29 @@ class Factors:
     def gain(self, layer: int, beta: Tensor) -> Tensor:
         """Return `beta / own` of a layer, `[heads of the layer, 1, 1]`: 1 where beta is NaN.
 
-        Made for all layers at once, and anew only after `beta [heads]` or `own` was written to. It is never written to
-        itself: a backward that is yet to come holds on to it.
+        Never written to: a backward that is yet to come holds on to it.
         """
+        self._make(beta)
+        return self._gains[layer]
+
+    def scales(self, beta: Tensor) -> Tensor:
+        """Return 1 and the inverse temperature that acts, `[2, heads]`."""
+        self._make(beta)
+        return self._scales
+
+    def _make(self, beta: Tensor) -> None:
+        """Make what `gain` and `scales` return for all layers, after `beta [heads]` or `own` was written to."""
         made_of = compat.owner_and_version(beta)[1], compat.owner_and_version(self.own)[1]
         if made_of != self._made_of:
             self._made_of = made_of
             with torch.inference_mode(False), torch.no_grad():  # made in a forward, of which it must know nothing
                 for of_layer in self._leaves:
                     self._retire(of_layer)
+                acting = torch.where(beta.isnan(), self.own, beta)
                 gains = torch.where(beta.isnan(), 1.0, beta / self.own)
+                self._scales = torch.stack([torch.ones_like(acting), acting])
                 self._gains = gains[:, None, None].split(self._lengths)
                 self._known, self._leaves = gains.nan_to_num(), {}
-        return self._gains[layer]
 
     def leaf(self, layer: int, beta: Tensor) -> Tensor:
         """Return `gain` as a leaf that requires grad: this gradient times the gain is a part of the sensitivity."""

@@ -19,6 +19,7 @@ from betahook.factors import Factors
 from betahook.measure import components, statistics, weights
 from betahook.measure.dtypes import overflow_logit
 from betahook.measure.groups import HeadGroups, LayerSize
+from betahook.measure.inputs import Waiting
 
 SMALLEST_BETA, LARGEST_BETA = 1e-10, 1e10
 """Any beta outside of these is a mistake: the scaled query would vanish or overflow in half precision."""
@@ -95,8 +96,7 @@ class State:
 
     Attributes:
         layers, units: the heads grouped by layer, and by what has a beta of its own, a layer or a head.
-        widths: int64 `[heads]`, d_k of each.
-        ranges: places of the layers' heads.
+        widths, ranges: int64 `[heads]`, d_k of each; and the places of the layers' heads.
         turn: the layers that are measured in this step, by index.
         overflow: the largest logit whose exponential is finite, see `measure.dtypes.overflow_logit`.
         beta: float32 `[heads]`, the inverse temperature; NaN stands for the model's own.
@@ -116,11 +116,10 @@ class State:
         loss_scale: factor on the loss of the next backward in float16 training; 0 for unknown.
         alerts_step, findings_step: the last step whose metrics were held against the alerts, or findings logged.
         warned_of_nonfinite, warned_of_unreached: True once a NaN or an infinity, or layers out of reach were reported.
-        exact_max_logit: True if the largest score is to be that of all pairs.
-        paused: True while neither forwards nor their backwards are measured.
-        seen, recorded: True once any attention of the model has passed the tap, and was measured.
-        has_loss: True once a training loss was recorded, which is done for controllers that are judged by it.
+        exact_max_logit, paused: True if the largest score is to be that of all pairs, and while nothing is measured.
+        seen, recorded, has_loss: True once attention has passed the tap, was measured, and a training loss recorded.
         refused: the layers that are left alone, by their heads, with the reason.
+        inputs: sums of what entered W_q and W_k and is not in the table yet.
     """
 
     layers: HeadGroups
@@ -157,6 +156,7 @@ class State:
     recorded: bool = False
     has_loss: bool = False
     refused: dict[tuple[int, int], str] = field(default_factory=dict)
+    inputs: Waiting = field(default_factory=Waiting)
     parts: list[LayerTensors] = field(init=False)
 
     @classmethod
@@ -285,6 +285,7 @@ class State:
 
     def collect(self, heads: slice = slice(None)) -> Tensor:
         """Return a copy of the table of some heads, with their sensitivity in it."""
+        self.inputs.add_all(self.table)
         table = self.table[:, heads].clone()
         table[statistics.ROW["sensitivity"]] = self.factors.sensitivity()[heads]
         return table

@@ -37,7 +37,7 @@ from timing import allocated
 WAITING = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "equal", "unique", "_unique2")
 """Operations that read a value back to the host, or whose result has a shape that depends on values."""
 
-STARTS_NOTHING = ("_unsafe_view", "promote_types", "empty_like")
+STARTS_NOTHING = ("_unsafe_view", "promote_types", "empty_like", "empty")
 """Operations that compute nothing, beside those that return a view."""
 
 LAUNCH, START = 5e-6, 3e-6
@@ -152,7 +152,7 @@ def memory(length: int, dtype: torch.dtype, *, cpu: bool = False) -> tuple[int, 
     options = {"position_bias": None, "softcap": None, "sinks": None, "exact_max_logit": False}
 
     def measure() -> None:
-        calls.add_scores(table, moments, query, key, Mask(Band(None, 0)), torch.ones(heads), **options)
+        calls.add_scores(table, moments, query, key, Mask(Band(None, 0)), torch.ones(2, heads), **options)
 
     with mock.patch.object(devices, "is_cpu", return_value=cpu):
         measure()  # what all layers share is made here

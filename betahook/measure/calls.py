@@ -1,11 +1,13 @@
 """Everything that is measured of one attention call, and how it is added to the tables of a hook.
 
-The recorder of a layer calls `add_scores` where q and k are at hand, `add_pairs` where the scores are, and `add_input`
-for what enters W_q and W_k. Which form of the statistics is the cheapest is decided in `_score_sums`. Nothing here may
-draw random numbers, read a value back to the host, or need autograd.
+The recorder of a layer calls `add_scores` where q and k are at hand, and `add_pairs` where the scores are; what enters
+W_q and W_k is in `betahook.measure.inputs`. Which form of the statistics is the cheapest is decided in `_score_sums`.
+Nothing here may draw random numbers, read a value back to the host, or need autograd.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,8 @@ from torch import Tensor
 
 from betahook.measure import components, devices, prefix, scores, statistics
 from betahook.measure.dense import pair_sums
-from betahook.measure.dtypes import at_least_float32, no_autocast, product_dtype
+from betahook.measure.dtypes import at_least_float32, no_autocast
+from betahook.measure.inputs import Entries, input_rows
 from betahook.measure.largest import extreme_scores, norm_bound
 from betahook.measure.masks import Mask, derive
 from betahook.measure.pairs import call_counts, count_tokens, is_short
@@ -27,12 +30,13 @@ def add_scores(
     query: Tensor,
     key: Tensor,
     mask: Mask,
-    beta: Tensor,
+    scales: Tensor,
     *,
     position_bias: Tensor | None,
     softcap: float | None,
     sinks: Tensor | None,
     exact_max_logit: bool,
+    inputs: Sequence[Entries] = (),
 ) -> None:
     """Add one attention call to the sums of its layer, in place.
 
@@ -42,25 +46,27 @@ def add_scores(
         query: `[batch, heads, queries, d_k]`, any floating dtype.
         key: `[batch, key_heads, keys, d_k]`; `heads` is a multiple of `key_heads` (grouped-query attention).
         mask: the pairs that the call uses.
-        beta: `[heads]`, the inverse temperature in force.
+        scales: `[2, heads]`, 1 and the inverse temperature in force.
         position_bias: `[batch or 1, heads or 1, queries or 1, keys]`, added to the logits.
         softcap: the model's soft cap of its logits.
         sinks: `[heads]`, logits that take part in the softmax without a key.
         exact_max_logit: True to look for the largest score of a long sequence among all pairs, False to bound it.
+        inputs: `inputs.Entries` of what entered W_q and W_k for it, to be added with the rest; empty for none.
     """
     if is_short(query.shape[2], key.shape[2]) or not devices.is_cpu(query.device):
         query, key = at_least_float32(query), at_least_float32(key)
     with no_autocast(query.device):
         counts = derive(call_counts, mask, query, *query.shape[:3], key.shape[2])
         of_query = scores.components(query, mask.queries)
-        sums, largest, of_key = _score_sums(query, key, mask, beta, of_query, position_bias, softcap, sinks)
-        maxima = [largest]
+        sums, largest, of_key = _score_sums(query, key, mask, scales[1], of_query, position_bias, softcap, sinks)
         if not is_short(query.shape[2], key.shape[2]):
             if exact_max_logit:
-                maxima = [extreme_scores(query, key, mask)]
+                largest = extreme_scores(query, key, mask).unbind()
             else:
-                maxima.append(norm_bound(query, key, mask)[None])
-        _add(table, moments, counts, sums, maxima, beta, of_query, of_key)
+                largest = *largest, norm_bound(query, key, mask)
+        if inputs:
+            sums = [*sums, *input_rows(mask, query, inputs)]
+        _add(table, moments, [counts, *sums], largest, scales, of_query, of_key)
 
 
 def _score_sums(
@@ -72,11 +78,11 @@ def _score_sums(
     position_bias: Tensor | None,
     softcap: float | None,
     sinks: Tensor | None,
-) -> tuple[list[Tensor], Tensor, Components]:
-    """Choose the form: parts of the `SCORE_SUMS` of a call `[5, heads]`, its `extremes` and the moments of its keys."""
+) -> tuple[list[Tensor], tuple[Tensor, ...], Components]:
+    """Choose the form: sums of the scores of a call as `_add` gets them, their `extremes`, and moments of the keys."""
     if is_short(query.shape[2], key.shape[2]):
         sums, largest = row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap, sinks=sinks)
-        return [sums], largest, scores.components(key, mask.keys)
+        return sums, largest, scores.components(key, mask.keys)
     sampled, largest = row_sums(
         query,
         key,
@@ -93,8 +99,8 @@ def _score_sums(
         of_key = scores.components(key, mask.keys)
         exact = prefix.score_sums(query, key, mask, of_key)
     if mask.structured is not None:
-        exact = torch.where(mask.structured, exact, sampled[:3])
-    return [exact, sampled[-2:]], largest, of_key
+        exact = torch.where(mask.structured, exact, sampled.pop(0))
+    return [exact, *sampled], largest, of_key
 
 
 def add_pairs(
@@ -105,7 +111,7 @@ def add_pairs(
     allowed: Tensor,
     query: Tensor,
     key: Tensor,
-    beta: Tensor,
+    scales: Tensor,
 ) -> None:
     """Add one attention call whose scores exist.
 
@@ -117,7 +123,7 @@ def add_pairs(
         allowed: boolean, the same shape.
         query: `[1, heads, tokens, d_k]`, all tokens that had a part in the scores.
         key: the same.
-        beta: `[heads]`, the inverse temperature in force.
+        scales: as in `add_scores`.
     """
     with no_autocast(raw.device):
         counts, sums, largest = pair_sums(raw, logits, allowed)
@@ -125,7 +131,7 @@ def add_pairs(
         tokens = [count_tokens(counts[0], valid, 1, x.shape[2]) for x, valid in sides]
         counts = torch.cat([counts, torch.stack(tokens)])
         of_query, of_key = (scores.components(x, valid) for x, valid in sides)
-        _add(table, moments, counts, [sums], [largest], beta, of_query, of_key)
+        _add(table, moments, [counts, sums], largest, scales, of_query, of_key)
 
 
 def valid_tokens(seen: Tensor, tokens: Tensor) -> Tensor | None:
@@ -137,25 +143,24 @@ def valid_tokens(seen: Tensor, tokens: Tensor) -> Tensor | None:
 def _add(
     table: Tensor,
     moments: Tensor,
-    counts: Tensor,
     sums: list[Tensor],
-    maxima: list[Tensor],
-    beta: Tensor,
+    largest: Sequence[Tensor],
+    scales: Tensor,
     query: Components,
     key: Components,
 ) -> None:
-    """Add `COUNTS`, `SCORE_SUMS`, components, and the `extremes` of the scores of one call, then any bound on them."""
+    """Add one call: sums, the `extremes` of the scores with any bound on them, and components.
+
+    The sums are rows of the table from the first on: `COUNTS`, others `[rows, heads]`, then single ones, `[heads]`.
+    """
+    counts = sums[0]
     if query.mean.numel() == moments.shape[1]:
         components.add(moments, query, key, counts[4:])
     else:  # another d_k than the module says
-        counts = F.pad(counts[:4], (0, 0, 0, 2))
-    statistics.add(table, "pairs", torch.cat([counts, *sums]))
-    rows = [row for found in maxima for row in (found, found * beta)]
-    statistics.raise_maxima(table, "max_score", torch.cat(rows))
-
-
-def input_sums(inputs: Tensor) -> Tensor:
-    """Number, sum and sum of squares of the entries that enter a projection, `[3, 1]`."""
-    dtype = product_dtype(inputs.dtype)
-    total, square = inputs.sum(dtype=dtype), torch.linalg.vector_norm(inputs, dtype=dtype).square()
-    return F.pad(torch.stack([total, square]), (1, 0), value=inputs.numel())[:, None]
+        sums[0] = F.pad(counts[:4], (0, 0, 0, 2))
+    several, one = [x for x in sums if x.dim() == 2], [x for x in sums if x.dim() == 1]
+    first = torch.cat(several)
+    statistics.add(table, "pairs", first)
+    if one:
+        statistics.add(table, statistics.SUMS[len(first)], torch.stack(one))
+    statistics.raise_maxima(table, torch.stack(tuple(largest)), scales)

@@ -13,7 +13,7 @@ from betahook.measure.dtypes import at_least_float32, sum_dtype
 from betahook.measure.scores import extremes, pool_rows
 
 
-def pair_sums(scores: Tensor, logits: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def pair_sums(scores: Tensor, logits: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Exact sums over all allowed pairs.
 
     Args:

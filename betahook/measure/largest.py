@@ -34,7 +34,8 @@ def norm_bound(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
         longest.append(norms.amax(-1))
     of_query, of_key = longest
     grouped: Tensor = of_query.unflatten(1, (key.shape[1], -1))
-    return (grouped * of_key[..., None]).amax(0).flatten()
+    products = grouped * of_key[..., None]
+    return (products[0] if len(products) == 1 else products.amax(0)).flatten()
 
 
 def extreme_scores(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
@@ -63,7 +64,7 @@ def extreme_scores(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
         masked = _masked(mask, band, rows, columns, query.device)
         if masked is not None:
             scores.masked_fill_(masked, 0)
-        found.append(extremes(scores))
+        found.append(torch.stack(extremes(scores)))
     return torch.stack(found).amax(0).to(sum_dtype(query.device))
 
 

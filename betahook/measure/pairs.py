@@ -53,6 +53,7 @@ class RowPairs:
         count: pairs in each row, `mask` without keys, in float64.
         share: 1 over that number; 0 for none.
         first: the first key that each row may use, like `count`, int64; 0 for a row without one.
+        begins: 1 for the first key of a row that has one and 0 for any other, of the shape `mask`.
         filled: 1 for a row with a key and 0 for any other, like `count`.
     """
 
@@ -62,6 +63,7 @@ class RowPairs:
     count: Tensor
     share: Tensor
     first: Tensor
+    begins: Tensor
     filled: Tensor
 
 
@@ -80,8 +82,9 @@ def row_pairs(mask: Mask, like: Tensor, queries: int, keys: int) -> RowPairs:
     share = count.clamp(min=1).reciprocal().masked_fill(count == 0, 0)
     picked, filled = None if is_short(queries, keys) else rows, (count > 0).to(dtype)
     count, share = count.to(sum_dtype(like.device)), share.to(dtype)
-    # Of equal entries, argmax takes the first.
-    return RowPairs(picked, used, added, count, share, used.argmax(-1), filled)
+    first = used.argmax(-1)  # of equal entries, it takes the first
+    begins = torch.zeros_like(used).scatter_(-1, first[..., None], filled[..., None])
+    return RowPairs(picked, used, added, count, share, first, begins, filled)
 
 
 def _allowed(mask: Mask, rows: Tensor, keys: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from betahook.measure.dtypes import at_least_float32, product_dtype, sum_dtype
 from betahook.measure.masks import Mask, derive
 from betahook.measure.pairs import keys_per_query
-from betahook.measure.scores import BLOCK, Components, filled, pool_rows, query_blocks
+from betahook.measure.scores import BLOCK, Components, filled, query_blocks
 
 SLAB = 4096
 """Queries of a sequence that are worked on at once: memory does not grow beyond."""
@@ -70,9 +70,12 @@ def _sequences(query: Tensor, key: Tensor, mask: Mask, of_key: Components, some:
         offset, score, square = (x.view(shape) for x in (offset, score, square))
         first = start // BLOCK
         count, share = (x if queries <= SLAB else x[:, :, first : first + rows.shape[1]] for x in counts)
-        mean_score = score * share
-        square = torch.addcmul(square, score, mean_score, value=-1)  # the offset is the same for all keys of a query
-        parts.append(pool_rows(count, mean_score.add_(offset), square, over=(0, 2, 4)).flatten(1))
+        mean = score * share
+        sums = torch.empty(3, *mean.shape, dtype=count.dtype, device=mean.device)  # those of `scores.pool_rows`
+        torch.addcmul(square, score, mean, value=-1, out=sums[2])  # the offset is the same for all keys of a query
+        torch.mul(mean.add_(offset), count, out=sums[0])
+        torch.addcmul(sums[2], sums[0], mean, out=sums[1])
+        parts.append(sums.sum((1, 3, 5)).flatten(1))
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 

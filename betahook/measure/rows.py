@@ -8,7 +8,8 @@ need autograd; everything is computed in float32 or better.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from betahook.measure import devices
 from betahook.measure.dtypes import at_least_float32, sum_dtype
 from betahook.measure.masks import Mask, derive
-from betahook.measure.pairs import row_at, row_pairs
+from betahook.measure.pairs import RowPairs, row_at, row_pairs
 from betahook.measure.scores import extremes, pool_rows
 
 CACHED = 2**17
@@ -24,6 +25,9 @@ CACHED = 2**17
 
 AT_ONCE = 2**24
 """Scores that an accelerator works on at once, so that memory does not grow with the batch."""
+
+FEW = 2**14
+"""Scores up to which the CPU, too, takes fewest operations, whatever each of them costs: these are launches there."""
 
 LOWEST = -80.0
 """Floor of the logits, relative to the largest of their row, on the CPU: `exp(-80)` vanishes beside 1, and the
@@ -40,7 +44,7 @@ def row_sums(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     moments: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
     """Scores, largest score and entropy of all rows of a short sequence, or of `pairs.ROWS` evenly spaced ones.
 
     Args:
@@ -54,8 +58,8 @@ def row_sums(
         moments: False to leave out the moments of the scores.
 
     Returns:
-        The sums of `scores.pool_rows` over these rows, `[5, heads]`, or the last two alone, `[2, heads]`; and the
-        `scores.extremes` of the scores in them, `[2, heads]`.
+        The sums over these rows: of `scores.pool_rows`, `[3, heads]`, if asked for, then of entropy and sink, one
+        `[2, heads]` in float64 or two `[heads]`; and the `scores.extremes` of the scores in them.
 
     Entropy and sink are those of the attention row itself: mask, biases, soft cap and learned sinks included.
 
@@ -67,42 +71,45 @@ def row_sums(
     queries, keys = query.shape[2], key.shape[2]
     query, key = at_least_float32(query), at_least_float32(key)
     pairs = derive(row_pairs, mask, query, queries, keys)
-    added = pairs.added
     if position_bias is not None:
         bias = position_bias.expand(*position_bias.shape[:2], queries, keys)
-        added = added + (bias if pairs.picked is None else bias[:, :, pairs.picked])
+        pairs = replace(pairs, added=pairs.added + (bias if pairs.picked is None else bias[:, :, pairs.picked]))
     if pairs.picked is not None:
         query = query[:, :, pairs.picked]
     scale = beta.to(query.dtype).view(-1, 1, 1)
-    parts = _parts(query, key, mask, queries, (pairs.used, added, pairs.count, pairs.share, pairs.first, pairs.filled))
-    found = [_reduce(part, scale, softcap, sinks, moments) for part in parts]
+    cached = devices.is_cpu(query.device) and query.shape[:-1].numel() * keys > FEW
+    parts = _parts(query, key, mask, queries, pairs)
+    found = [_reduce(scores, of, scale, softcap, sinks, moments, cached) for scores, of in parts]
     if len(found) == 1:
         return found[0]
-    sums, largest = (torch.stack(part) for part in zip(*found, strict=True))
-    return sums.sum(0), largest.amax(0)
+    sums, largest = ([torch.stack(part) for part in zip(*one, strict=True)] for one in zip(*found, strict=True))
+    return [x.sum(0) for x in sums], (largest[0].amax(0), largest[1].amax(0))
 
 
-def _parts(query: Tensor, key: Tensor, mask: Mask, queries: int, of_rows: tuple[Tensor, ...]) -> Iterator[list[Tensor]]:
-    """Scores `[batch, heads, rows, keys]` to work on at once, with the same part of each tensor of the rows."""
+def _parts(query: Tensor, key: Tensor, mask: Mask, queries: int, pairs: RowPairs) -> Iterator[tuple[Tensor, RowPairs]]:
+    """Scores `[batch, heads, rows, keys]` to work on at once, with the same part of what is known of the rows."""
     batch, heads, rows, _ = query.shape
     keys, on_cpu = key.shape[2], devices.is_cpu(query.device)
     each, at_once = heads * rows * keys, CACHED if on_cpu else AT_ONCE
     if batch * each <= at_once:
-        yield [_scores(query, key), *of_rows]
+        yield _scores(query, key), pairs
         return
     step = max(1, at_once // each)
     slab = max(1, rows * CACHED // each) if on_cpu else rows
     for sequence in range(0, batch, step):
         some = slice(sequence, sequence + step)
         scores = _scores(query[some], key[some])
-        used, added, *by_row, first_key, filled = (x if len(x) == 1 else x[some] for x in of_rows)
-        for first in range(0, rows, slab):
-            row = slice(first, first + slab)
-            visible = _visible(mask, queries, keys, first, min(first + slab, rows) - 1)
+        by_pair = [x if len(x) == 1 else x[some] for x in (pairs.used, pairs.added, pairs.begins)]
+        by_row = [x if len(x) == 1 else x[some] for x in (pairs.count, pairs.share, pairs.first, pairs.filled)]
+        for start in range(0, rows, slab):
+            row = slice(start, start + slab)
+            visible = _visible(mask, queries, keys, start, min(start + slab, rows) - 1) if on_cpu else slice(0, keys)
             part = ..., row, visible
+            used, added, begins = (x[part] for x in by_pair)
+            count, share, first, filled = (x[..., row] for x in by_row)
             # A row without a key has its first one before those that are visible; it does not count.
-            begin = (first_key[..., row] - visible.start).clamp_(min=0)
-            yield [scores[part], used[part], added[part], *(x[..., row] for x in by_row), begin, filled[..., row]]
+            first = (first - visible.start).clamp_(min=0)
+            yield scores[part], RowPairs(None, used, added, count, share, first, begins, filled)
 
 
 def _visible(mask: Mask, queries: int, keys: int, first: int, last: int) -> slice:
@@ -125,41 +132,56 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _reduce(
-    part: Sequence[Tensor], beta: Tensor, softcap: float | None, sinks: Tensor | None, moments: bool
-) -> tuple[Tensor, Tensor]:
+    scores: Tensor,
+    pairs: RowPairs,
+    beta: Tensor,
+    softcap: float | None,
+    sinks: Tensor | None,
+    moments: bool,
+    cached: bool,
+) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
     """Reduce a part as `_parts` makes it, whose scores are overwritten; see `row_sums`."""
-    scores, used, added, count, share, first, filled = part
-    scores *= used
+    scores *= pairs.used
     if softcap is None:
-        logits = torch.addcmul(added, scores, beta)
+        logits = torch.addcmul(pairs.added, scores, beta)
     else:
-        logits = softcap * torch.tanh(scores * beta / softcap) + added
+        logits = softcap * torch.tanh(scores * beta / softcap) + pairs.added
     if sinks is not None:
         logits = torch.cat([logits, sinks.to(logits.dtype).view(-1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
     largest = extremes(scores)
-    entropy, sink = _attention(logits, first.expand(logits.shape[:-1])[..., None])
-    sink = sink[..., 0] * filled
-    if sinks is not None:
-        entropy = entropy * filled  # a row without a key has its sink
-    if not moments:
-        return torch.stack([entropy, sink]).sum((1, 3), dtype=sum_dtype(entropy.device)), largest
-    # Centred in each row: a large mean score would cancel the digits of the variance.
-    mean = scores.sum(-1) * share
-    rest = torch.addcmul(scores, used, mean[..., None], value=-1)
-    return pool_rows(count, mean, torch.linalg.vector_norm(rest, dim=-1).square_(), entropy, sink), largest
+    sums = _attention(logits, pairs) if cached else _small_attention(logits, pairs, sinks is not None)
+    if moments:
+        # Centred in each row: a large mean score would cancel the digits of the variance.
+        mean = scores.sum(-1) * pairs.share
+        rest = torch.addcmul(scores, pairs.used, mean[..., None], value=-1)
+        sums = [pool_rows(pairs.count, mean, torch.linalg.vector_norm(rest, dim=-1).square_()), *sums]
+    return sums, largest
 
 
-def _attention(logits: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Shannon entropy of the softmax of each row, `[..., keys]` to `[...]`, and its weight of the key `first [..., 1]`.
+def _small_attention(logits: Tensor, pairs: RowPairs, has_sinks: bool) -> list[Tensor]:
+    """`_attention` in few operations."""
+    weight = logits.softmax(-1)
+    entropy, begins = torch.special.entr(weight), pairs.begins
+    if has_sinks:
+        entropy = entropy * pairs.filled[..., None]  # a row without a key has its sink
+        weight = weight[..., :-1]
+    if begins.shape[:2] == (1, 1) == (len(weight), 1) and not has_sinks:
+        sink = torch.mv(weight.flatten(2)[0], begins.flatten())
+    else:
+        sink = (weight * begins).sum((0, 2, 3))
+    return [entropy.sum((0, 2, 3)), sink]
 
-    The logits are overwritten on the CPU.
+
+def _attention(logits: Tensor, pairs: RowPairs) -> list[Tensor]:
+    """Sums over the rows of the Shannon entropy of their softmax and of its weight of their first key; see `row_sums`.
+
+    The logits `[batch, heads, rows, keys]`, with those of learned sinks behind, are overwritten. A row without a key
+    does not count.
     """
-    if not devices.is_cpu(logits.device):
-        weight = logits.softmax(-1)
-        return torch.special.entr(weight).sum(-1), weight.gather(-1, first)
     logits -= logits.amax(-1, keepdim=True)
     weight = logits.clamp_(min=LOWEST).exp()
     norm = weight.sum(-1)
-    share = weight.gather(-1, first).div_(norm[..., None])
+    share = weight.gather(-1, pairs.first.expand(norm.shape)[..., None]).squeeze(-1).div_(norm)
     mean = weight.mul_(logits).sum(-1).div_(norm)
-    return norm.log_().sub_(mean), share
+    of_rows = torch.stack([norm.log_().sub_(mean), share]).mul_(pairs.filled)
+    return [of_rows.sum((1, 3), dtype=sum_dtype(logits.device))]

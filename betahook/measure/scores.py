@@ -241,10 +241,13 @@ def pool_rows(count: Tensor, mean: Tensor, square: Tensor, *others: Tensor, over
     return sums.sum([axis + 1 for axis in over], dtype=wide)
 
 
-def extremes(scores: Tensor) -> Tensor:
-    """Largest absolute score and largest score of each head, `[batch, heads, rows, keys] -> [2, heads]`."""
-    positive = scores.amax((0, 2, 3))
-    return torch.stack([torch.maximum(positive, -scores.amin((0, 2, 3))), positive])
+def extremes(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest absolute score and largest score of each head, `[batch, heads, rows, keys] -> [heads]`."""
+    over = 0, 2, 3
+    positive = scores.amax(over)
+    if devices.is_cpu(scores.device):  # whose norm takes each score by itself
+        return torch.maximum(positive, -scores.amin(over)), positive
+    return torch.linalg.vector_norm(scores, torch.inf, over), positive
 
 
 def query_blocks(query: Tensor, valid: Tensor | None, groups: int, start: int, stop: int) -> Tensor:

@@ -32,13 +32,6 @@ SUMS = (
     "row_square",
     "entropy",
     "sink",
-    # Weighted by numbers of tokens: averages over the components of q and k and the variance that independence
-    # predicts. `betahook.measure.components` computes them when asked; they do not accumulate.
-    "query_mean_square",
-    "query_variance",
-    "key_mean_square",
-    "key_variance",
-    "independent_variance",
     # Entries of the inputs of the two projections.
     "query_inputs",
     "query_input",
@@ -46,15 +39,22 @@ SUMS = (
     "key_inputs",
     "key_input",
     "key_input_square",
+    # Weighted by numbers of tokens: averages over the components of q and k and the variance that independence
+    # predicts. `betahook.measure.components` computes them when asked; they do not accumulate.
+    "query_mean_square",
+    "query_variance",
+    "key_mean_square",
+    "key_variance",
+    "independent_variance",
     "sensitivity",
     # Training losses of the step, the same for all heads: how many, and their sum. For controllers judged by the loss.
     "losses",
     "loss",
 )
 MAXIMA = (
-    # Of what was seen, of which every limit holds that is exact, and upper bounds on what was not.
-    *("max_score", "max_positive_score", "max_logit", "max_positive_logit"),
-    *("max_score_bound", "max_logit_bound"),
+    # Of what was seen, of which every limit holds that is exact, and upper bounds on what was not; then times beta.
+    *("max_score", "max_positive_score", "max_score_bound"),
+    *("max_logit", "max_positive_logit", "max_logit_bound"),
 )
 DESCRIBED = ("query_mean_square", "query_variance", "key_mean_square", "key_variance", "independent_variance")
 """Rows that `betahook.measure.components` computes from the moments when somebody asks for them."""
@@ -74,13 +74,13 @@ def add(table: Tensor, first: str, values: Tensor) -> None:
     table[row : row + len(values)].add_(values.to(table.device))  # the layer may be on another device
 
 
-def raise_maxima(table: Tensor, first: str, values: Tensor) -> None:
-    """Take the larger of `values [maxima, heads]` and as many rows of `table` from the one called `first` on, in place.
+def raise_maxima(table: Tensor, found: Tensor, scales: Tensor) -> None:
+    """Take the larger of `found [2 or 3, heads]`, of scores and of logits, and the maxima in `table`, in place.
 
-    So no maximum is below 0, with which a table begins.
+    So no maximum is below 0, with which a table begins. `scales [2, heads]` are 1 and beta.
     """
-    row = ROW[first]
-    table[row : row + len(values)].clamp_(min=values.to(table.device))
+    values = (found * scales[:, None]).to(table.device)
+    table[ROW["max_score"] :].unflatten(0, (2, -1))[:, : len(found)].clamp_(min=values)
 
 
 def by_segment(values: Tensor, reduction: Literal["sum", "mean", "max"], lengths: Tensor) -> Tensor:

@@ -74,6 +74,7 @@ def is_due(state: State, controllers: Sequence[Controller], interval: int, loss_
 def pool(state: State, *, skipped: bool = False) -> Tensor:
     """Add up the sums of all ranks; they become the recent ones. Return which heads they measured, `[heads]`."""
     table, window, moments = state.table, state.window, state.moments
+    state.inputs.add_all(table)
     if skipped:  # tells all ranks that the step was skipped on one
         window.fill_(torch.nan)
     if statistics.is_distributed():
@@ -146,6 +147,7 @@ def clear(state: State) -> None:
     """Begin to add up anew, after what there was is pooled."""
     for sums in (state.table, state.moments, state.window):
         sums.zero_()
+    state.inputs.clear()
     state.batches = 0
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from betahook import compat
-from betahook.measure import calls, statistics
+from betahook.measure import calls, inputs
 from betahook.measure.masks import Mask
 from betahook.models.discovery import AttentionModule
 from betahook.models.projections import Projection, locate
@@ -29,12 +29,16 @@ def _tables(state: State, local: HeadRange) -> tuple[Tensor, Tensor]:
     return state.table[:, local.heads], state.moments[:, local.components]
 
 
-def _beta(state: State, local: HeadRange, default: float | None) -> Tensor:
-    """Beta of the heads of a layer, `[heads]`, by the number that the model itself applies, if it is one."""
+def _scales(state: State, local: HeadRange, default: float | None, device: torch.device) -> Tensor:
+    """1 and beta of the heads of a layer, `[2, heads]`, by the number that the model itself applies, if it is one."""
+    if default is not None and not compat.is_captured(device):
+        return state.factors.scales(state.beta)[:, local.heads].to(device)
     beta = state.beta[local.heads]
     if default is not None:
-        return beta.nan_to_num(nan=default)
-    return torch.where(beta.isnan(), state.beta_default[local.heads], beta)
+        beta = beta.nan_to_num(nan=default)
+    else:
+        beta = torch.where(beta.isnan(), state.beta_default[local.heads], beta)
+    return torch.stack([torch.ones_like(beta), beta]).to(device)
 
 
 def _part(values: Tensor, heads: slice, first: int) -> Tensor:
@@ -46,23 +50,18 @@ class _Inputs:
     """Sums of what enters W_q and W_k: computed once where both get the same tensor, one after the other."""
 
     def __init__(self) -> None:
-        self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+        self._last: tuple[weakref.ref[Tensor], int, inputs.Entries] | None = None
 
-    def add(self, table: Tensor, inputs: Tensor, sides: list[str]) -> None:
-        """Add `calls.input_sums` to the rows of some sides, "query", "key" or both."""
-        sums = self._sums(inputs)
-        for side in sides:
-            statistics.add(table, f"{side}_inputs", sums)
-
-    def _sums(self, inputs: Tensor) -> Tensor:
+    def entries_of(self, tensor: Tensor) -> inputs.Entries:
+        """`inputs.entries_of` a tensor, those of the last one if it is that one, unchanged."""
         last, self._last = self._last, None
-        version = None if inputs.is_inference() else compat.owner_and_version(inputs)[1]
-        if last is not None and last[0]() is inputs and last[1] == version:
+        version = None if tensor.is_inference() else compat.owner_and_version(tensor)[1]
+        if last is not None and last[0]() is tensor and last[1] == version:
             return last[2]
-        sums = calls.input_sums(inputs.detach())
+        entries = inputs.entries_of(tensor.detach())
         if version is not None:
-            self._last = weakref.ref(inputs), version, sums
-        return sums
+            self._last = weakref.ref(tensor), version, entries
+        return entries
 
 
 class Recorder:
@@ -221,10 +220,10 @@ class Recorder:
             return
         self._state.recorded = True
         options: dict[str, Any] = dict(position_bias=position_bias, softcap=softcap, sinks=sinks)
-        options["exact_max_logit"] = self._state.exact_max_logit
+        options |= dict(exact_max_logit=self._state.exact_max_logit, inputs=self._state.inputs.take(self._local.heads))
         query, key = query.detach(), key.detach()
-        beta = _beta(self._state, self._local, self._default).to(query.device)
-        calls.add_scores(*_tables(self._state, self._local), query, key, mask, beta, **options)
+        scales = _scales(self._state, self._local, self._default, query.device)
+        calls.add_scores(*_tables(self._state, self._local), query, key, mask, scales, **options)
 
     @torch.no_grad()
     def record_pairs(
@@ -245,19 +244,19 @@ class Recorder:
         self._state.recorded = True
         gain = self.current_gain.to(raw.device).view(-1, 1, 1)
         scores = raw / (prescale * gain), logits, allowed
-        beta = _beta(self._state, self._local, self._default).to(raw.device)
-        calls.add_pairs(*_tables(self._state, self._local), *scores, *operands, beta)
+        scales = _scales(self._state, self._local, self._default, raw.device)
+        calls.add_pairs(*_tables(self._state, self._local), *scores, *operands, scales)
 
     @torch.no_grad()
-    def record_input(self, inputs: Tensor, sides: list[str], *, shared: bool = True) -> None:
-        """Add the entries that enter the projections `sides`: "query", "key" or both.
-
-        `shared` is False for a tensor whose memory may be used again, so that nothing tells it from the next one there.
-        """
+    def record_input(self, tensor: Tensor, sides: list[str], *, shared: bool = True) -> None:
+        """Add the entries that enter the projections `sides`; at once, if not `shared`: their memory is used again."""
         # A DTensor under tensor parallelism, the same on all ranks.
-        inputs = inputs.to_local() if hasattr(inputs, "to_local") else inputs
-        self.follow(inputs.device)
-        (self._inputs if shared else _Inputs()).add(_tables(self._state, self._local)[0], inputs, sides)
+        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        self.follow(tensor.device)
+        entries = self._inputs.entries_of(tensor) if shared else inputs.entries_of(tensor)
+        self._state.inputs.note(self._state.table, self._local.heads, sides, entries)
+        if not shared:
+            self._state.inputs.add_all(self._state.table)
 
     def writing_to(self, table: Tensor, moments: Tensor, beta_default: Tensor) -> AbstractContextManager[None]:
         """Write to these tensors instead of the state's for a while."""

@@ -94,7 +94,8 @@ def with_key_moments(query, key, mask):
 
 def looked_at(query, key, mask, beta=1.0, **options):
     """What `row_sums` finds, with the numbers of pairs and rows that it looks at."""
-    sums, largest = rows.row_sums(query, key, mask, torch.as_tensor(beta), **options)
+    parts, largest = rows.row_sums(query, key, mask, torch.as_tensor(beta), **options)
+    sums = torch.cat([part if part.dim() == 2 else part[None] for part in parts])
     count = row_pairs(mask, query, query.shape[2], key.shape[2]).count.expand(*query.shape[:2], -1).double()
     flat = count.clamp(min=1).log().sum((0, 2))
     return named(
@@ -114,9 +115,8 @@ def recorded(query, key, mask, beta=1.0, **options):
     table = statistics.empty(heads, query.device)
     moments = components.empty(heads * width, query.device)
     options = {"position_bias": None, "softcap": None, "sinks": None, "exact_max_logit": False, **options}
-    calls.add_scores(
-        table, moments, query, key, mask, torch.as_tensor(beta, device=query.device).expand(heads), **options
-    )
+    beta = torch.as_tensor(beta, device=query.device).expand(heads)
+    calls.add_scores(table, moments, query, key, mask, torch.stack([torch.ones_like(beta), beta]), **options)
     table = components.described(table, moments, torch.full((heads,), width, device=query.device))
     return SimpleNamespace(**{name: table[row] for name, row in statistics.ROW.items()})
 

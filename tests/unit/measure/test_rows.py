@@ -298,3 +298,26 @@ def test_learned_sinks_are_one_more_key():
     torch.testing.assert_close(found.entropy, entropy, rtol=1e-5, atol=1e-6)
     first = weights.gather(-1, allowed.byte().argmax(-1, keepdim=True))[..., 0].masked_fill(~filled, 0).sum((0, 2))
     torch.testing.assert_close(found.sink, first, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["in its cache", "at once"])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0])], ids=["", "sinks"])
+def test_a_padded_row_has_no_entropy_though_a_window_hides_the_first_keys(monkeypatch, cached, sinks):
+    monkeypatch.setattr(rows, "FEW", 0 if cached else 2**20)
+    monkeypatch.setattr(rows, "CACHED", 2**12 if cached else 2**20)
+    query, key = make(200, 200, heads=2, key_heads=2)
+    real = torch.ones(len(query), 200, dtype=torch.bool)
+    real[0, 100:] = False
+    mask = masks.from_padding(real, Band(-20, 0), 200)
+    found = looked_at(query, key, mask, 0.5, sinks=sinks)
+    picked = sampled_rows(200, 200, query.device)
+    positions = torch.arange(200)
+    allowed = Band(-20, 0).allowed(picked, positions) & real[:, picked, None] & real[:, None, :]
+    logits = (0.5 * query.double()[:, :, picked] @ key.double().mT).masked_fill(~allowed[:, None], -1e30)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.double().view(-1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
+    weights, seen = logits.softmax(-1), allowed.any(-1)[:, None]
+    first = allowed.byte().argmax(-1)[:, None, :, None].expand(*weights.shape[:-1], 1)
+    entropy, sink = torch.special.entr(weights).sum(-1), weights.gather(-1, first)[..., 0]
+    torch.testing.assert_close(found.entropy.double(), (entropy * seen).sum((0, 2)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.sink.double(), (sink * seen).sum((0, 2)), rtol=1e-5, atol=0)

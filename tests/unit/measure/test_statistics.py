@@ -53,12 +53,10 @@ def raw():
 def add(table, values):
     """Add values by the names of their rows, numbers or `[heads]`."""
     for name, value in values.items():
-        if name not in MAXIMA:
+        if name in MAXIMA:
+            table[ROW[name]].clamp_(min=value)
+        else:
             statistics.add(table, name, value.expand(table.shape[1])[None])
-    least = torch.full((table.shape[1],), -torch.inf)
-    statistics.raise_maxima(
-        table, "max_score", torch.stack([values.get(name, least).expand_as(least) for name in MAXIMA])
-    )
 
 
 def tabulate(raw, part=slice(None)):
@@ -120,9 +118,20 @@ def test_pooling_adds_runs_of_heads_and_takes_their_largest(lengths):
     )
 
 
+def test_maxima_are_raised_of_scores_and_of_logits():
+    table = statistics.empty(2, torch.device("cpu"))
+    scales = torch.tensor([[1.0, 1.0], [0.5, 3.0]])
+    statistics.raise_maxima(table, torch.tensor([[4.0, 1.0], [2.0, 1.0], [6.0, 1.0]]), scales)
+    statistics.raise_maxima(table, torch.tensor([[2.0, 2.0], [-1.0, -1.0]]), scales)  # without a bound
+    expected = {"max_score": [4, 2], "max_positive_score": [2, 1], "max_score_bound": [6, 1]}
+    expected |= {"max_logit": [2, 6], "max_positive_logit": [1, 3], "max_logit_bound": [3, 3]}
+    assert {name: table[ROW[name]].tolist() for name in MAXIMA} == expected
+
+
 def test_a_layer_may_be_on_another_device_than_the_table():
     table = statistics.empty(2, torch.device("meta"))
-    add(table, {"pairs": torch.ones(2), "max_score": torch.ones(2)})
+    statistics.add(table, "pairs", torch.ones(1, 2))
+    statistics.raise_maxima(table, torch.ones(2, 2), torch.ones(2, 2))
     assert table.is_meta
 
 
@@ -138,8 +147,8 @@ def test_pooling_hides_no_bad_number(row, bad):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_adding_hides_no_bad_maximum(bad):
     table = random_table(1)
-    add(table, {"max_score": torch.tensor([bad])})
-    add(table, {"max_score": torch.tensor([1.0])})
+    for value in (bad, 1.0):
+        statistics.raise_maxima(table, torch.full((2, 1), value), torch.ones(2, 1))
     assert not table[ROW["max_score"]].isfinite()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from betahook.measure import calls
+from betahook.measure import inputs as inputs_of
 from betahook.measure.masks import Band, Mask
 from betahook.step.stages import clear
 from support.layers import attention, make, projecting
@@ -95,7 +95,7 @@ def test_inputs_show_in_the_statistics(measured):
 
 def test_an_input_of_both_projections_is_summed_once_unless_it_changed(measured):
     inputs = torch.ones(2, 9, 24)
-    with mock.patch.object(calls, "input_sums", wraps=calls.input_sums) as sums:
+    with mock.patch.object(inputs_of, "entries_of", wraps=inputs_of.entries_of) as sums:
         for _ in range(2):
             measured.recorders[0].record_input(inputs, ["query"])
             measured.recorders[0].record_input(inputs, ["key"])

@@ -1,0 +1,81 @@
+"""Sums of what enters W_q and W_k, which wait for the scores of the same forward to be added with them.
+
+An operation for each layer and side would cost a small model more than the sums themselves. The recorder of a layer
+calls `entries_of` and `Waiting.note` where the inputs are, and `Waiting.take` where the scores are; a compiled graph
+adds at once. Nothing here may read a value back to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from betahook.measure import statistics
+from betahook.measure.dtypes import product_dtype
+from betahook.measure.masks import Mask, derive
+
+Entries = tuple[int, Tensor, Tensor]
+"""Number, sum and sum of squares of the entries that enter a projection."""
+
+SIDES = "query", "key"
+
+
+def entries_of(inputs: Tensor) -> Entries:
+    """Sum up what enters a projection, in float32 or better."""
+    dtype, flat = product_dtype(inputs.dtype), inputs.flatten()
+    if inputs.dtype == dtype:
+        return inputs.numel(), flat.sum(), torch.dot(flat, flat)
+    return inputs.numel(), flat.sum(dtype=dtype), torch.linalg.vector_norm(flat, dtype=dtype).square()
+
+
+def add(table: Tensor, side: str, entries: Entries) -> None:
+    """Add the entries of a side to the `table [quantities, heads]`, in place."""
+    number, total, square = entries
+    values = F.pad(torch.stack([total, square]), (1, 0), value=number)
+    statistics.add(table, f"{side}_inputs", values[:, None])
+
+
+def input_rows(mask: Mask, query: Tensor, entries: Sequence[Entries]) -> list[Tensor]:
+    """Entries of both sides as rows of a table, six `[heads]`, on the device of a query `[batch, heads, ...]`."""
+    rows = [(derive(_scalar, mask, total, number), total, square) for number, total, square in entries]
+    return [x.to(query.device).expand(query.shape[1]) for row in rows for x in row]
+
+
+def _scalar(mask: Mask, like: Tensor, value: int) -> Tensor:
+    return torch.full((), value, dtype=like.dtype, device=like.device)
+
+
+class Waiting:
+    """Entries that are not in the table yet, by heads and side."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[int, int, str], Entries] = {}
+
+    def note(self, table: Tensor, heads: slice, sides: Sequence[str], entries: Entries) -> None:
+        """Keep the entries of some sides of a layer; what is kept of them already goes to the table of all heads."""
+        for side in sides:
+            name = heads.start, heads.stop, side
+            if name in self._entries:
+                self._add(table, name)
+            self._entries[name] = entries
+
+    def take(self, heads: slice) -> list[Entries]:
+        """Hand the entries of both sides to the caller, who adds them; none if one is missing."""
+        names = [(heads.start, heads.stop, side) for side in SIDES]
+        return [self._entries.pop(name) for name in names] if all(name in self._entries for name in names) else []
+
+    def add_all(self, table: Tensor) -> None:
+        """Add what no scores came for."""
+        for name in list(self._entries):
+            self._add(table, name)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+
+    def _add(self, table: Tensor, name: tuple[int, int, str]) -> None:
+        first, last, side = name
+        add(table[:, first:last], side, self._entries.pop(name))
