@@ -197,7 +197,7 @@ FAULTS = [
     Fault("betahook/step/stages.py", " and not (loss_scale.skipped and state.batches > 0)", "", WINDOW),
     Fault("betahook/step/stages.py", "(state.table.sum(0) + sensitivity) * 0", "sensitivity * 0", WINDOW),
     Fault("betahook/step/stages.py", "torch.div(window[0], window[1], out", "torch.mul(window[0], 1, out", WINDOW),
-    Fault("betahook/control/search.py", "alpha=observation.batches", "alpha=1", WINDOW),
+    Fault("betahook/control/search.py", "alpha=observation.batches", "alpha=1"),
     Fault("betahook/step/stages.py", "(-(-part * layers // interval) for", "(part * (layers // interval) for", STAGES),
     Fault("betahook/options.py", "1 if limited or any(", "1 if any(", HOOK),
     Fault(

@@ -199,6 +199,15 @@ def test_windows_that_end_together_decide_as_those_of_each_unit(looks, monkeypat
     assert together[30:] != [together[30]] * 40
 
 
+def test_a_mean_counts_for_all_its_batches_in_the_sum_of_a_window():
+    rule = search(**TOGETHER)
+    beta, memories = torch.ones(1, dtype=torch.float64), [rule.start(torch.ones(1, dtype=torch.float64))]
+    for step, batches, sensitivity in ((31, 2, 1.0), (32, 1, -1.5)):
+        given = replace(observe(step=step, sensitivity=sensitivity), batches=batches)
+        beta, memories = apply([rule], beta, given, memories)
+    assert beta.item() == approx(10**-0.1)
+
+
 def test_a_window_is_longer_where_those_of_all_units_begin_to_end_together():
     """Weights that learned in the second batch rise at once: windows end after batches 8 + 3 n until the 30th."""
     observations = [replace(one, spectral_ratio=lambda: torch.tensor(LEARNED)) for one in story(LEARNED, LEARNED)]
