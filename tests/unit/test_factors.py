@@ -28,6 +28,13 @@ def test_a_gain_is_beta_over_the_own_one_and_1_where_beta_is_not_set(factors):
     assert factors.gain(1, values).flatten().tolist() == [2.0, 1.0, 0.5]
 
 
+def test_the_beta_that_acts_is_the_own_one_where_none_is_set(factors):
+    values = beta(1.0, torch.nan, 0.5, torch.nan, 0.125)
+    assert factors.scales(values).tolist() == [[1.0] * 5, [1.0, 0.5, 0.5, 0.25, 0.125]]
+    values[1] = 2.0
+    assert factors.scales(values)[1, 1] == 2.0
+
+
 def test_gains_are_made_for_all_layers_at_once_and_kept(factors):
     values = torch.ones(5)
     first = factors.gain(0, values)
