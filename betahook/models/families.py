@@ -69,7 +69,7 @@ class Facts:
     prescale: Callable[[Any], float] | None = None
     remark: str | None = None
     heads: int | None = None
-    fused: Layout = layouts.stacked
+    fused: Layout = layouts.usual
     skipped_products: int = 0
     every_product: bool = False
     product_axis: int | None = None

@@ -247,3 +247,25 @@ def test_attention_of_timm_is_measured_and_folded(name, options, fused):
         assert all(layer.statistics.std > 0 for layer in hook.layers.values())
         sharpen(hook, 5.0)
         check_fold(model, hook, lambda: model.forward_features(images))
+
+
+@pytest.mark.parametrize("name", ["tiny_vit_5m_224", "maxvit_nano_rw_256"])
+def test_fused_rows_that_go_head_by_head_are_found(name):
+    torch.manual_seed(0)
+    model, images = timm.create_model(name, num_classes=3).eval(), torch.randn(1, 3, 64, 64)
+    with betahook.attach(
+        model, controller="monitor", when="always", layers=lambda name, module: hasattr(module, "qkv")
+    ) as hook:
+        layer = next(iter(hook.layers.values()))
+        query, key = layer.projections
+        by_head = layer.module.qkv.weight.detach().unflatten(0, (layer.heads, -1))
+        assert torch.equal(query.entries, by_head[:, : layer.head_dim])
+        assert torch.equal(key.entries, by_head[:, layer.head_dim : 2 * layer.head_dim])
+        model(images)
+        check_fold(model, hook, lambda: model.forward_features(images))
+
+
+def test_a_projection_that_its_wrapper_norms_is_not_taken_for_what_acts():
+    model = timm.create_model("levit_128s", num_classes=3)
+    with betahook.attach(model) as hook:
+        assert all(layer.projections is None for layer in hook.layers.values())

@@ -1,5 +1,7 @@
 """Layouts of fused projections: which rows they pick."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -22,6 +24,9 @@ def picked(selections, rows):
         (layouts.stacked, 24, [0, 2, 4, 6], [8, 10, 12, 14]),
         (layouts.stacked, 16, [0, 2, 4, 6], [8, 10]),
         (layouts.stacked, 12, [0, 2, 4, 6], [8]),
+        (layouts.usual, 24, [0, 2, 4, 6], [8, 10, 12, 14]),
+        (lambda module, *sizes: layouts.head_by_head(*sizes), 24, [0, 6, 12, 18], [2, 8, 14, 20]),
+        (lambda module, *sizes: layouts.head_by_head(*sizes), 28, [0, 7, 14, 21], [2, 9, 16, 23]),
         (layouts.interleaved, 24, [0, 6, 12, 18], [2, 8, 14, 20]),
         (lambda module, *sizes: layouts.grouped(2, *sizes), 16, [0, 2, 8, 10], [4, 12]),
         (lambda module, *sizes: layouts.grouped(1, *sizes), 12, [0, 2, 4, 6], [8]),
@@ -31,12 +36,19 @@ def test_rows_of_q_and_k(layout, rows, query, key):
     assert picked(layout(None, HEADS, HEAD_DIM, rows), rows) == [query, key]
 
 
+@pytest.mark.parametrize("says", [{"head_first": True}, {"val_dim": 3}])
+def test_a_module_says_that_its_rows_go_head_by_head(says):
+    assert picked(layouts.usual(SimpleNamespace(**says), HEADS, HEAD_DIM, 28), 28)[0] == [0, 7, 14, 21]
+    assert layouts.usual(SimpleNamespace(head_first=False), HEADS, HEAD_DIM, 24) is not None
+
+
 @pytest.mark.parametrize(
     ("layout", "rows"),
     [
         *[(layouts.stacked, rows) for rows in (8, 10, 25)],
         *[(layouts.interleaved, rows) for rows in (8, 16, 25)],
         (lambda module, *sizes: layouts.grouped(2, *sizes), 24),
+        *[(lambda module, *sizes: layouts.head_by_head(*sizes), rows) for rows in (16, 25)],
     ],
 )
 def test_a_weight_of_another_size_does_not_fit(layout, rows):
