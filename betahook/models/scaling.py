@@ -1,6 +1,6 @@
 """Scaling of single heads' scores by their weights: which rows of which parameters take which power of a factor.
 
-For `betahook.step.clipping`, `find_scaling` reads it off a module, without a forward, so that a layer without such
+For `betahook.step.clipping`, `find_scalings` reads it off a module, without a forward, so that a layer without such
 weights is refused when attached. Where scores `q . k` take a factor, q and k take its square root each, unless several
 query heads share a key: then q takes all of it. For `betahook.keep`, `of_linear` and `learned_norm` are the places that
 may hold beta, on the side of q alone. Weights that FSDP 2 or a mesh shards are scaled where they are, each rank its
@@ -170,8 +170,10 @@ class Scaling:
             torch.clear_autocast_cache()
 
 
-def find_scaling(module: nn.Module, heads: int, head_dim: int) -> Scaling:
+def find_scalings(module: nn.Module, heads: int, head_dim: int) -> Iterator[Scaling]:
     """Find the weights of an attention module that a factor on its scores goes into.
+
+    Mostly the first; only a run shows where it has to be one of the others, which are on the side of q alone.
 
     Raises:
         NoScalingError: there are none, or they take no factor.
@@ -187,17 +189,17 @@ def find_scaling(module: nn.Module, heads: int, head_dim: int) -> Scaling:
     names = zip(families.QUERY_NORMS, families.KEY_NORMS, strict=True)
     norms = ((learned_norm(module, q, heads, head_dim), learned_norm(module, k, key_heads, head_dim)) for q, k in names)
     norm, other = next((pair for pair in norms if pair[0] is not None), (None, None))
-    if norm is None:
-        normed = any(getattr(module, name, None) is not None for name in families.KEY_NORMS)
-        both = key_heads == heads and not normed
+    if norm is not None:
+        as_one = norm.size == head_dim
+        if other is not None and (other.size == head_dim if as_one else key_heads == heads):
+            yield Scaling([*norm.weights(heads, head_dim, 0.5), *other.weights(heads, head_dim, 0.5)], as_one)
+        yield Scaling(norm.weights(heads, head_dim, 1.0), as_one)
+    elif key_heads == heads and not any(getattr(module, name, None) is not None for name in families.KEY_NORMS):
         # The components of q that meet a part of k which all heads share, as in MLA, take all of the factor.
         exponent = torch.ones(head_dim, device="cpu")
-        exponent[: unshared if both else 0] = 0.5
-        return Scaling([*of_linear(query, exponent), *(of_linear(key, 0.5) if both else [])], as_one=False)
-    as_one = norm.size == head_dim
-    if other is not None and (other.size == head_dim if as_one else key_heads == heads):
-        return Scaling([*norm.weights(heads, head_dim, 0.5), *other.weights(heads, head_dim, 0.5)], as_one)
-    return Scaling(norm.weights(heads, head_dim, 1.0), as_one)
+        exponent[:unshared] = 0.5
+        yield Scaling([*of_linear(query, exponent), *of_linear(key, 0.5)])
+    yield Scaling([*of_linear(query, 1.0)])
 
 
 def _rows(projection: Projection) -> Tensor:

@@ -18,13 +18,17 @@ from betahook.control.clip import Clip
 from betahook.layer import AttentionLayer, Layers
 from betahook.measure import statistics
 from betahook.models import materialise
-from betahook.models.scaling import NoScalingError, Scaling, find_scaling
+from betahook.models.scaling import NoScalingError, Scaling, find_scalings
 from betahook.options import UnsupportedModelError
 from betahook.replay import rerun
 from betahook.replay.rerun import Hooked
 from betahook.state import HeadRange, State
 
 logger = logging.getLogger(__name__)
+NOT_PROPORTIONAL = (
+    "the model's output shows that its scores are not proportional to its weights, as behind a norm without a weight, "
+    "or that something else uses them. Leave it out, attach(layers=...), or use Cap, which acts on beta"
+)
 
 
 class Clipping:
@@ -74,7 +78,8 @@ class WeightScaling:
     def __init__(self, model: nn.Module, layers: Layers, ranges: Sequence[HeadRange]) -> None:
         self._model = model
         self._heads = {layer: place.heads for layer, place in zip(layers.values(), ranges, strict=True)}
-        self._found: dict[AttentionLayer, tuple[list[object], Scaling]] = {}
+        self._found: dict[AttentionLayer, tuple[list[object], list[Scaling]]] = {}
+        self._choice = dict.fromkeys(self._heads, 0)
         self._is_checked = self._is_sharded = False
         for layer in self._heads:
             self._find(layer)
@@ -114,13 +119,11 @@ class WeightScaling:
         layers = [layer for layer in self._heads if layer.refusal is None and layer.beta_default == layer.beta_default]
         with rerun.without_side_effects(hook):
             if self._differs(hook, layers):
-                wrong = [layer for layer in layers if self._differs(hook, [layer])] or layers
-                raise UnsupportedModelError(
-                    f"cannot clip {', '.join(layer.name for layer in wrong)} ({type(wrong[0].module).__name__}): the "
-                    "model's output shows that its scores are not proportional to its weights, as behind a norm "
-                    "without a weight, or that something else uses them. Leave it out, attach(layers=...), or use "
-                    "Cap, which acts on beta"
-                )
+                wrong = [layer for layer in layers if not self._settle(hook, layer)]
+                if wrong or self._differs(hook, layers):
+                    names = ", ".join(layer.name for layer in wrong or layers)
+                    kind = type((wrong or layers)[0].module).__name__
+                    raise UnsupportedModelError(f"cannot clip {names} ({kind}): {NOT_PROPORTIONAL}")
         self._is_checked = True
 
     def _find(self, layer: AttentionLayer) -> Scaling:
@@ -131,10 +134,18 @@ class WeightScaling:
         found = self._found.get(layer)
         if found is None or found[0] != owners:
             with _refusing(layer):
-                found = owners, find_scaling(layer.module, layer.heads, layer.head_dim)
-                found[1].check()
+                found = owners, list(find_scalings(layer.module, layer.heads, layer.head_dim))
+                found[1][self._choice[layer]].check()
             self._found[layer] = found
-        return found[1]
+        return found[1][self._choice[layer]]
+
+    def _settle(self, hook: Hooked, layer: AttentionLayer) -> bool:
+        """Take the first weights of a layer that do what beta does; False if none do."""
+        for choice in range(len(self._found[layer][1])):
+            self._choice[layer] = choice
+            if not self._differs(hook, [layer]):
+                return True
+        return False
 
     def _differs(self, hook: Hooked, layers: Collection[AttentionLayer]) -> bool:
         """Tell if scaled weights and a beta that makes up for them change the output, on any rank."""

@@ -10,7 +10,7 @@ from torch import nn
 
 import betahook
 from betahook import Cap, Controller, Decades, Gradient, Hook, Monitor, Search, Variance
-from betahook.models.scaling import find_scaling
+from betahook.models.scaling import find_scalings
 
 
 def monitor() -> list[Controller]:
@@ -47,7 +47,7 @@ class Treatment:
             if self.beta != 1:
                 layer.beta = self.beta * layer.head_dim**-0.5
             if self.init != 1:
-                scaling = find_scaling(layer.module, layer.heads, layer.head_dim)
+                scaling = next(find_scalings(layer.module, layer.heads, layer.head_dim))
                 scaling.scale(torch.full([layer.heads], self.init))
         return hook
 

@@ -430,7 +430,12 @@ FAULTS = [
     Fault("betahook/control/clip.py", "(1 - MARGIN) * self.threshold", "self.threshold * 1.01", CLIPPING),
     Fault("betahook/step/clipping.py", "healthy = measured & observed.finite", "healthy = observed.finite", CLIPPING),
     Fault("betahook/step/clipping.py", "if self._differs(hook, layers):", "if False:", CLIPPING),
-    Fault("betahook/models/scaling.py", "both = key_heads == heads and not normed", "both = key_heads == heads"),
+    Fault(
+        "betahook/models/scaling.py",
+        "is not None for name in families.KEY_NORMS",
+        "is 0 for name in families.KEY_NORMS",
+    ),
+    Fault("betahook/step/clipping.py", "self._choice[layer] = choice", "pass", CLIPPING),
     Fault("betahook/models/scaling.py", "+ self.offset * (factors - 1)", "", CLIPPING),
     Fault("integrations/trainer.py", "and self.hook.steps == 0:", "and self.hook.steps < 0:", TRAINER),
     Fault(

@@ -7,7 +7,7 @@ from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from betahook.models import projections
-from betahook.models.scaling import NoScalingError, Rows, Scaling, Weight, find_scaling, of_linear
+from betahook.models.scaling import NoScalingError, Rows, Scaling, Weight, find_scalings, of_linear
 from support.attention import HEADS, WIDTH, ByHandAttention
 from support.models import build
 
@@ -32,7 +32,7 @@ def test_a_norm_that_adds_1_is_scaled_with_it(dtype):
     weight = Weight(norm, "weight", Rows.of(torch.arange(4).view(2, 2), 1.0, 4), offset=1.0)
     weight.scale(torch.tensor([1.0, 0.25]))
     assert torch.equal(norm.weight[:2], before[:2])
-    torch.testing.assert_close(1 + norm.weight[2:].float(), (1 + before[2:].float()) / 4, rtol=0.01, atol=0)
+    torch.testing.assert_close(1 + norm.weight[2:].float(), (1 + before[2:].float()) / 4, rtol=0.03, atol=0)
 
 
 class Normed(ByHandAttention):
@@ -50,7 +50,7 @@ class Normed(ByHandAttention):
 @pytest.mark.parametrize("both", [False, True])
 def test_a_norm_takes_the_factor_instead_of_the_projection(norm, offset, both):
     module = Normed(norm, type(norm)(norm.weight.numel()) if both else None)
-    scaling = find_scaling(module, HEADS, D)
+    scaling = next(find_scalings(module, HEADS, D))
     assert {weight.module for weight in scaling.weights} == {norm, *([module.k_norm] if both else [])}
     assert {weight.offset for weight in scaling.weights if weight.name == "weight"} == {offset}
     assert scaling.as_one is (norm.weight.numel() == D)
@@ -72,34 +72,34 @@ class Gated(nn.RMSNorm):
 )
 def test_other_norms_are_refused(norm, reason):
     with pytest.raises(NoScalingError, match=reason):
-        find_scaling(Normed(norm), HEADS, D)
+        next(find_scalings(Normed(norm), HEADS, D))
 
 
 def test_a_key_that_passes_a_norm_takes_no_factor():
     module = ByHandAttention()
     module.k_norm = nn.RMSNorm(D)
-    assert {weight.module for weight in find_scaling(module, HEADS, D).weights} == {module.q_proj}
+    assert {weight.module for weight in next(find_scalings(module, HEADS, D)).weights} == {module.q_proj}
 
 
 def test_quantised_weights_are_refused():
     module = ByHandAttention()
     module.q_proj.weight = nn.Parameter(module.q_proj.weight.to(torch.int8), requires_grad=False)
     with pytest.raises(NoScalingError, match="quantised"):
-        find_scaling(module, HEADS, D)
+        next(find_scalings(module, HEADS, D))
 
 
 def test_the_key_of_a_fused_projection_that_heads_share():
     """q alone, and nothing of k and v in the same weight."""
     config = transformers.FalconConfig(hidden_size=WIDTH, num_attention_heads=HEADS, num_hidden_layers=1, vocab_size=8)
     module = transformers.FalconModel(config).h[0].self_attention
-    (weight,) = find_scaling(module, HEADS, D).weights
+    (weight,) = next(find_scalings(module, HEADS, D)).weights
     assert weight.module is module.query_key_value
     assert (weight.rows.head == HEADS).tolist() == [False] * WIDTH + [True] * 2 * D
 
 
 def test_transposed_weights_are_scaled_along_their_columns():
     module = build("gpt2").transformer.h[0].attn
-    axes = {weight.name: weight.axis for weight in find_scaling(module, 4, 8).weights}
+    axes = {weight.name: weight.axis for weight in next(find_scalings(module, 4, 8)).weights}
     assert axes == {"weight": 1, "bias": 0}
 
 

@@ -285,6 +285,43 @@ class AttentionTwice(ByHandAttention):
         return super().mix(q, k, v) + q
 
 
+class KeyTwiceAttention(ByHandAttention):
+    """Its key goes elsewhere too, so that the factor must go into the query alone."""
+
+    def mix(self, q, k, v):
+        return super().mix(q, k, v) + k
+
+
+class EarlyNormAttention(ByHandAttention):
+    """What is called a norm of the query stands in front of its projection."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_dim, self.q_norm, self.k_norm = WIDTH // HEADS, nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.value_norm = self.q_norm
+
+    def forward(self, x):
+        q, k = self.split(self.q_proj(self.q_norm(x))), self.split(self.k_proj(self.k_norm(x)))
+        return self.mix(q, k, self.split(self.v_proj(self.q_norm(x)))).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("kind", [KeyTwiceAttention, EarlyNormAttention])
+def test_the_first_step_finds_that_the_query_has_to_take_all_of_the_factor(kind):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), kind()), 4 * torch.randn(3, LENGTH, WIDTH)
+    weights = copy.deepcopy(model.state_dict())
+    before = largest(model, {"input": x})["1"]
+    threshold = float(before.sort().values[-2:].mean())
+    with betahook.attach(model, controller=betahook.Clip(threshold), when="always") as hook:
+        for _ in range(2):
+            model(x)
+            hook.step()
+    after = largest(model, {"input": x})["1"]
+    torch.testing.assert_close(after, before.clamp(max=threshold), rtol=1e-4, atol=0)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, weights[name])}
+    assert changed == {"1.q_proj.weight", "1.q_proj.bias"}
+
+
 @pytest.mark.parametrize("kind", [NormalisedAttention, AttentionTwice])
 def test_weights_that_do_not_act_as_they_look_are_refused_at_the_first_step(kind):
     torch.manual_seed(0)
