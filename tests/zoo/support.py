@@ -21,7 +21,7 @@ from zoo.verify import Verdict, verify
 
 PAGE = Path(__file__).parents[2] / "docs" / "SUPPORT.md"
 BACKENDS = ("eager", "sdpa")
-COLUMNS = ("model type", *BACKENDS, "W_q, W_k", "fold", "not reached", "known difference")
+COLUMNS = ("model type", *BACKENDS, "W_q, W_k", "fold", "Clip", "not reached", "known difference")
 
 
 def columns(family: str, verdicts: dict[str, Verdict | None]) -> dict[str, str]:
@@ -32,7 +32,8 @@ def columns(family: str, verdicts: dict[str, Verdict | None]) -> dict[str, str]:
         "model type": family,
         **{backend: cell(verdicts[backend]) for backend in BACKENDS},
         "W_q, W_k": _count(eager.located, eager.layers),
-        "fold": _fold(eager),
+        "fold": _reason(eager.folds),
+        "Clip": _reason(eager.clips),
         "not reached": ", ".join(f"`{name}`" for name in _patterns(eager.beside)),
         "known difference": catalogue.KNOWN.get(family, ""),
     }
@@ -52,9 +53,10 @@ def _count(part: int, whole: int) -> str:
     return "" if not whole else "yes" if part == whole else f"{part} of {whole}" if part else "no"
 
 
-def _fold(verdict: Verdict) -> str:
-    refused = re.search(r"\): (.*?)\. ", verdict.folds)
-    return refused[1] if refused else verdict.folds
+def _reason(said: str) -> str:
+    """What a verdict says, of an error its reason alone."""
+    refused = re.search(r"\): (.*?)\. ", said)
+    return refused[1] if refused else said
 
 
 def _patterns(names: tuple[str, ...]) -> list[str]:
@@ -94,6 +96,8 @@ outputs while monitoring, and after detaching.
   product of queries and keys; "refused": `attach` raises and names what it cannot reach.
 * *W_q, W_k*: whether the std of their entries is measured.
 * *fold*: whether the model with β in its weights computes what the hooked one did, or why `fold` refuses.
+* *Clip*: whether no logit exceeds the threshold of `Clip`, half of the largest one, once all layers were clipped; or
+  why it refuses.
 * *not reached*: attention that `attach` leaves alone.
 * *known difference*: what still differs from the truth.
 

@@ -32,6 +32,7 @@ class Verdict:
         located: how many with their W_q and W_k.
         beside: attention modules that are not reached.
         folds: whether the model with beta folded in computes what the hooked one did, or why it cannot be folded.
+        clips: "yes" where no logit is above the threshold of a clipped model, or why it cannot be clipped.
         refusal: why nothing attaches, or None.
         problems: what is wrong, a sentence each.
     """
@@ -41,6 +42,7 @@ class Verdict:
     located: int = 0
     beside: tuple[str, ...] = ()
     folds: str = ""
+    clips: str = ""
     refusal: str | None = None
     problems: tuple[str, ...] = ()
 
@@ -82,17 +84,20 @@ def verify(model_type: str, backend: str) -> Verdict | None:
         problems += wrong_layers(hook, found)
         problems += [p for name, attention in reached.items() for p in wrong_statistics(hook, name, attention)]
         halve(measured)
-        with replayed(model, outputs), truth.watch(model) as halved:
+        # What measures takes products and a softmax too.
+        with hook.pause(), replayed(model, outputs), truth.watch(model) as halved:
             run()
         problems += [p for name, attention in reached.items() for p in wrong_beta(hook, name, attention, halved[name])]
     if fingerprint(model) != before or not same(run(), alone):
         problems.append("detach leaves something behind")
+    names = set(measured)
     return Verdict(
         layers=len(measured),
         exact=exact,
         located=sum(layer.projections is not None for layer in measured.values()),
         beside=tuple(name for name in found if name not in hook.layers),
-        folds=fold(model, run, set(measured)) if measured else "",
+        folds=fold(model, run, names) if names else "",
+        clips=clip(model, run, names) if names else "",
         problems=tuple(problems),
     )
 
@@ -120,6 +125,29 @@ def fold(model: nn.Module, run: Callable[[], Any], names: set[str]) -> str:
         if isinstance(a, Tensor) and a.is_floating_point() and a.numel()
     )
     return "exact" if worst < 1e-3 else f"off by {worst:.1g}"
+
+
+def clip(model: nn.Module, run: Callable[[], Any], names: set[str]) -> str:
+    """Clip at half of the largest logit until all layers have come to rest: "yes" where none is above it then."""
+    options: dict[str, Any] = dict(layers=lambda name, module: name in names, when="always")
+    with betahook.attach(model, controller="monitor", **options) as hook:
+        run()
+        threshold = max(map(largest_logit, hook.layers.values())) / 2
+    if not threshold > 0:
+        return "no logit is above 0"
+    try:
+        with betahook.attach(model, controller=betahook.Clip(threshold), **options) as hook:
+            for _ in range(len(hook.layers) + 3):  # a layer changes the logits of the next ones
+                run()
+                hook.step()
+            run()
+            return "yes" if max(map(largest_logit, hook.layers.values())) <= threshold else "above the threshold"
+    except betahook.UnsupportedModelError as error:
+        return str(error)
+
+
+def largest_logit(layer: betahook.AttentionLayer) -> float:
+    return float((layer.head_statistics.max_score * layer.head_beta).nan_to_num().max())
 
 
 def is_measured(layer: betahook.AttentionLayer) -> bool:
