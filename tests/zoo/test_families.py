@@ -28,6 +28,7 @@ def test_family(family, backend):
         assert {**found, "sdpa": said["sdpa"]} == said
     else:
         assert support.cell(verdict) == said[backend]
+        assert verdict is None or (verdict.clips == "yes") == (said["Clip"] == "yes")
 
 
 def test_every_model_type_is_in_the_table_or_in_the_list_below_it():
