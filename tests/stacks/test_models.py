@@ -249,10 +249,10 @@ def test_attention_of_timm_is_measured_and_folded(name, options, fused):
         check_fold(model, hook, lambda: model.forward_features(images))
 
 
-@pytest.mark.parametrize("name", ["tiny_vit_5m_224", "maxvit_nano_rw_256"])
-def test_fused_rows_that_go_head_by_head_are_found(name):
+@pytest.mark.parametrize(("name", "size"), [("tiny_vit_5m_224", 64), ("maxvit_nano_rw_256", 256)])
+def test_fused_rows_that_go_head_by_head_are_found(name, size):
     torch.manual_seed(0)
-    model, images = timm.create_model(name, num_classes=3).eval(), torch.randn(1, 3, 64, 64)
+    model, images = timm.create_model(name, num_classes=3).eval(), torch.randn(1, 3, size, size)
     with betahook.attach(
         model, controller="monitor", when="always", layers=lambda name, module: hasattr(module, "qkv")
     ) as hook:
