@@ -432,8 +432,8 @@ FAULTS = [
     Fault("betahook/step/clipping.py", "if self._differs(hook, layers):", "if False:", CLIPPING),
     Fault(
         "betahook/models/scaling.py",
-        "is not None for name in families.KEY_NORMS",
-        "is 0 for name in families.KEY_NORMS",
+        "key_heads == heads and not any(getattr(module, name, None) is not None for name in families.KEY_NORMS):",
+        "key_heads == heads:",
     ),
     Fault("betahook/step/clipping.py", "self._choice[layer] = choice", "pass", CLIPPING),
     Fault("betahook/models/scaling.py", "+ self.offset * (factors - 1)", "", CLIPPING),

@@ -3,9 +3,11 @@
 import pytest
 import torch
 import transformers
+from torch import nn
 
 import betahook
 from betahook.keep.places import overlap
+from support.models import build, inputs
 from support.training import move
 
 SIZES = {"num_attention_heads": 8, "num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 64}
@@ -36,6 +38,29 @@ def test_the_rows_of_q_may_lie_apart(family, per_head):
         assert (adapted - before).abs().max() > 1e-3
         betahook.fold(model)
     torch.testing.assert_close(model(ids).logits, adapted, rtol=1e-5, atol=1e-5)
+
+
+class AddsOne(nn.LayerNorm):
+    """Learns what its factor differs by from 1; its bias is added as it is."""
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
+
+
+def test_the_bias_of_a_norm_that_adds_1_takes_the_factor_as_it_is():
+    model, batch = build("persimmon"), inputs("persimmon")
+    for layer in model.model.layers:
+        layer.self_attn.q_layernorm = norm = AddsOne(layer.self_attn.q_layernorm.normalized_shape)
+        nn.init.uniform_(norm.weight, -0.5, 0.5)
+        nn.init.uniform_(norm.bias, -0.5, 0.5)
+    model.eval()
+    with betahook.attach(model, controller="monitor") as hook:
+        before = model(**batch).logits
+        move(hook, per_head=False)
+        adapted = model(**batch).logits
+        assert (adapted - before).abs().max() > 1e-3
+        betahook.fold(model)
+    torch.testing.assert_close(model(**batch).logits, adapted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
