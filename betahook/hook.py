@@ -154,8 +154,8 @@ class Hook:
             install.connect(model, recorders, undo)
             adapters.connect(model, self._state, undo)
             training_loss.connect(model, self._state, controllers, undo)
+            pretrained.connect(model, self, self.layers, undo)
             self.last_call = LastCall(model, [layer.module for layer in self.layers.values()], undo)
-            pretrained.connect(model, self, lambda: _acts(self.layers), undo)
             self._undo = undo.pop_all()
 
     def detach(self) -> None:
@@ -326,11 +326,6 @@ def _new_state(model: nn.Module, survey: Survey, settings: Settings, controllers
     )
     state.exact_max_logit = settings.exact_max_logit
     return state
-
-
-def _acts(layers: Layers) -> bool:
-    """Tell if any beta is another than the model's own."""
-    return any(bool((layer.current_gain != 1).any()) for layer in layers.values())
 
 
 def _measured(state: State) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from transformers.utils import CONFIG_NAME
 
 from betahook import compat
 from betahook.checkpoint.file import FILE, Stateful, save
+from betahook.layer import Layers
 from betahook.tap.override import Override
 
 logger = logging.getLogger(__name__)
@@ -32,13 +33,13 @@ ADAPTER_MARK = "needs_betahook_restore"
 NOTE = f"beta is in {FILE}: load the model, then call betahook.restore(model, folder)"
 
 
-def connect(model: nn.Module, hook: Stateful, acts: Callable[[], bool], undo: ExitStack) -> None:
+def connect(model: nn.Module, hook: Stateful, layers: Layers, undo: ExitStack) -> None:
     """Let `save_pretrained` of a hooked model save the state of its hook too, until `undo` is closed.
 
     Args:
         model: the hooked model.
         hook: its hook.
-        acts: tells if any beta is another than the model's own, and the saved weights so need the mark.
+        layers: its layers, whose beta may be in force: the saved weights then need the mark.
         undo: takes the changes back.
     """
     original = getattr(model, "save_pretrained", None)
@@ -61,9 +62,9 @@ def connect(model: nn.Module, hook: Stateful, acts: Callable[[], bool], undo: Ex
             # First, so that no folder ever has the weights alone.
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             save(hook, save_directory, options.get("state_dict"))
-        with _marked(model, acts()):
+        with _marked(model, layers.are_adapted):
             saved = original(save_directory, *args, **kwargs)
-        if options.get("is_main_process", True) and acts():
+        if options.get("is_main_process", True) and layers.are_adapted:
             _mark_files(model, Path(save_directory))
         return saved
 

@@ -27,7 +27,7 @@ class Fault:
 
 SEARCH = ("tests/unit/control/test_search_defaults.py", "tests/unit/control/test_search.py")
 CHECKPOINT = ("tests/unit/checkpoint",)
-STATE = ("tests/unit/test_state.py", "tests/unit/checkpoint")
+STATE = ("tests/unit/state", "tests/unit/checkpoint")
 VERIFICATION = ("tests/unit/keep/test_verification.py",)
 CLIPPING = ("tests/unit/step/test_clipping.py", "tests/unit/models/test_scaling.py")
 TRIAL = ("tests/unit/models/test_trial.py",)
@@ -110,7 +110,7 @@ FAULTS = [
         ["tests/models/test_backends.py"],
     ),
     Fault(
-        "betahook/state.py",
+        "betahook/state/state.py",
         "isinstance(default, Tensor) or compat.is_captured(self.device)",
         "isinstance(default, Tensor)",
         ["tests/models/test_cost.py"],
@@ -192,7 +192,7 @@ FAULTS = [
     Fault("betahook/measure/statistics.py", 'ratios.log(), "mean"', 'ratios, "mean"'),
     Fault("betahook/measure/statistics.py", "torch.where(measured, new, old)", "new.clone()"),
     Fault("betahook/measure/components.py", "torch.where(known, with_averages, table)", "with_averages"),
-    Fault("betahook/state.py", "return self.steps - self.skipped_steps", "return self.steps", WINDOW),
+    Fault("betahook/state/state.py", "return self.steps - self.skipped_steps", "return self.steps", WINDOW),
     Fault("betahook/step/stages.py", "sensitivity.masked_fill(broken, 0)", "sensitivity", WINDOW),
     Fault("betahook/step/stages.py", " and not (loss_scale.skipped and state.batches > 0)", "", WINDOW),
     Fault("betahook/step/stages.py", "(state.table.sum(0) + sensitivity) * 0", "sensitivity * 0", WINDOW),
@@ -364,16 +364,16 @@ FAULTS = [
     Fault("betahook/models/projections.py", "(heads, -1))[:, :head_dim])", "(heads, -1))[:, -head_dim:])"),
     Fault("betahook/models/projections.py", "(heads, -1))[:, :unturned])", "(heads, -1))[:, -unturned:])"),
     Fault(
-        "betahook/state.py",
+        "betahook/state/state.py",
         "SMALLEST_BETA, LARGEST_BETA = 1e-10, 1e10",
         "SMALLEST_BETA, LARGEST_BETA = 0.0, 1e30",
         CHECKPOINT,
     ),
-    Fault("betahook/state.py", "state.nonfinite_since > step", "state.nonfinite_since >= step", STATE),
-    Fault("betahook/factors.py", "if self._noted[layer] == beta", "if not math.isnan(self._noted[layer])"),
-    Fault("betahook/factors.py", "if made_of != self._made_of", "if self._made_of is None"),
-    Fault("betahook/factors.py", "leaf.register_post_accumulate_grad_hook(move)", "pass"),
-    Fault("betahook/factors.py", "gains.nan_to_num(), {}", "gains, {}"),
+    Fault("betahook/state/state.py", "state.nonfinite_since > step", "state.nonfinite_since >= step", STATE),
+    Fault("betahook/state/factors.py", "if self._noted[layer] == beta", "if not math.isnan(self._noted[layer])"),
+    Fault("betahook/state/factors.py", "if made_of != self._made_of", "if self._made_of is None"),
+    Fault("betahook/state/factors.py", "leaf.register_post_accumulate_grad_hook(move)", "pass"),
+    Fault("betahook/state/factors.py", "gains.nan_to_num(), {}", "gains, {}"),
     Fault("betahook/tap/gain.py", "query.numel() <= SMALL and ", ""),
     Fault(
         "betahook/tap/recorder.py",
@@ -381,8 +381,8 @@ FAULTS = [
         "leaf",
         ("tests/unit/tap/test_gain.py",),
     ),
-    Fault("betahook/factors.py", "torch.inference_mode(False), torch.no_grad()", "torch.no_grad()"),
-    Fault("betahook/state.py", "torch.where(beta.isnan(), 1.0, beta / own)", "beta / own", STATE),
+    Fault("betahook/state/factors.py", "torch.inference_mode(False), torch.no_grad()", "torch.no_grad()"),
+    Fault("betahook/state/state.py", "torch.where(beta.isnan(), 1.0, beta / own)", "beta / own", STATE),
     Fault(
         "betahook/checkpoint/schema.py",
         "torch.stack([values[rows.index(row)] if row in rows else zero for row in expected])",

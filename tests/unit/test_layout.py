@@ -18,11 +18,10 @@ ATTACHED = PIPELINE | {"replay", "checkpoint", "report", "options", "step", "hoo
 ROOMS = {
     "theory": set(),
     "compat": set(),
-    "factors": {"compat"},
     "measure": BASE,
     "models": {"compat"},
     "control": {"theory", "measure"},
-    "state": {"compat", "factors", "measure"},
+    "state": {"compat", "measure"},
     "layer": BASE | {"measure", "models", "state"},
     "tap": BASE | {"measure", "models", "state"},
     "replay": {"models"},

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from betahook.factors import Factors
+from betahook.state.factors import Factors
 from support.operations import Operations
 
 CPU = torch.device("cpu")

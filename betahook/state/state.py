@@ -15,40 +15,15 @@ import torch
 from torch import Tensor
 
 from betahook import compat
-from betahook.factors import Factors
 from betahook.measure import components, statistics, weights
 from betahook.measure.dtypes import overflow_logit
 from betahook.measure.groups import HeadGroups, LayerSize
 from betahook.measure.inputs import Waiting
+from betahook.state.factors import Factors
+from betahook.state.ranges import HeadRange, head_ranges
 
 SMALLEST_BETA, LARGEST_BETA = 1e-10, 1e10
 """Any beta outside of these is a mistake: the scaled query would vanish or overflow in half precision."""
-
-
-@dataclass(frozen=True)
-class HeadRange:
-    """Place of consecutive heads of one layer in the flat tensors.
-
-    Attributes:
-        layer: its index.
-        heads: their columns in tensors `[..., heads]`.
-        components: their columns in tensors `[..., components]`, `head_dim` for each head.
-        head_dim: d_k.
-    """
-
-    layer: int
-    heads: slice
-    components: slice
-    head_dim: int
-
-    def part(self, first: int, count: int) -> HeadRange:
-        """Return `count` of these heads, from the one at `first` on."""
-        return HeadRange(
-            self.layer,
-            _part(self.heads, first, count),
-            _part(self.components, first * self.head_dim, count * self.head_dim),
-            self.head_dim,
-        )
 
 
 @dataclass
@@ -63,7 +38,7 @@ class LayerTensors:
         moments: the same.
         beta_default: the same.
         beta: float32 `[heads of the layer]`, a view of that of the state.
-        probe: see `betahook.factors`.
+        probe: see `betahook.state.factors`.
     """
 
     table: Tensor
@@ -71,21 +46,6 @@ class LayerTensors:
     beta_default: Tensor
     beta: Tensor
     probe: Tensor
-
-
-def head_ranges(layers: Sequence[LayerSize]) -> list[HeadRange]:
-    """Lay out layers one after another."""
-    ranges, head, component = [], 0, 0
-    for index, layer in enumerate(layers):
-        width = layer.heads * layer.head_dim
-        heads, columns = slice(head, head + layer.heads), slice(component, component + width)
-        ranges.append(HeadRange(index, heads, columns, layer.head_dim))
-        head, component = heads.stop, columns.stop
-    return ranges
-
-
-def _part(whole: slice, first: int, count: int) -> slice:
-    return slice(whole.start + first, whole.start + first + count)
 
 
 @dataclass

@@ -1,0 +1,26 @@
+"""Everything that changes while a model trains: one `State` for each hook."""
+
+from betahook.state.ranges import HeadRange, head_ranges
+from betahook.state.state import (
+    LARGEST_BETA,
+    SMALLEST_BETA,
+    State,
+    forget_after,
+    gain_of,
+    is_beta,
+    release_refused,
+    writing_to,
+)
+
+__all__ = [
+    "LARGEST_BETA",
+    "SMALLEST_BETA",
+    "HeadRange",
+    "State",
+    "forget_after",
+    "gain_of",
+    "head_ranges",
+    "is_beta",
+    "release_refused",
+    "writing_to",
+]
