@@ -111,7 +111,7 @@ RULES = (
         lambda numbers: numbers.max_logit,
         100.0,
         True,
-        "lower the learning rate, or hold the logits with QK-norm or betahook.Cap",
+        "lower the learning rate, or hold the logits with QK-norm, betahook.Clip or betahook.Cap",
     ),
     Rule(
         Condition.DEAD,
@@ -132,7 +132,7 @@ RULES = (
         lambda numbers: numbers.relative_entropy,
         0.1,
         False,
-        "lower the learning rate or beta, or hold the logits with QK-norm or betahook.Cap",
+        "lower the learning rate or beta, or hold the logits with QK-norm, betahook.Clip or betahook.Cap",
     ),
     Rule(
         Condition.SHARP,
