@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from transformers import LlamaForCausalLM
 
 import betahook
 from support.models import build, inputs
-from support.processes import run_ranks
+from support.processes import run_ranks, tensor_parallel
 
 pytestmark = pytest.mark.oldest_skips("FSDP 2 does not run on a CPU")
 
@@ -55,14 +53,7 @@ def of_shards(rank, family, by_layer):
 
 def of_heads(rank, folder):
     """Two of the four heads on each rank."""
-    from transformers.distributed import DistributedConfig  # not in the oldest version
-
-    if rank == 0:
-        build("llama").save_pretrained(folder)
-    dist.barrier()
-    model = LlamaForCausalLM.from_pretrained(
-        folder, distributed_config=DistributedConfig(tp_size=2, tp_plan="auto")
-    ).train()
+    model = tensor_parallel(rank, folder)
     with betahook.attach(model, controller=betahook.Clip(THRESHOLD)) as hook:
         train(model, hook, rows(0, 2))
         return weights(model)

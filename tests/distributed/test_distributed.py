@@ -19,7 +19,7 @@ import betahook
 from betahook import checkpoint
 from betahook.step import training_loss
 from support.models import build, inputs
-from support.processes import run_ranks
+from support.processes import run_ranks, tensor_parallel
 
 pytestmark = pytest.mark.oldest_skips("FSDP 2 does not run on a CPU")
 
@@ -154,14 +154,7 @@ def sharded_views(rank, steps):
 
 def divided(rank, folder, steps):
     """Tensor parallelism: two of the four heads on each rank, which have the same batch."""
-    from transformers.distributed import DistributedConfig  # not in the oldest version
-
-    if rank == 0:
-        build("llama").save_pretrained(folder)
-    dist.barrier()
-    model = LlamaForCausalLM.from_pretrained(
-        folder, distributed_config=DistributedConfig(tp_size=2, tp_plan="auto")
-    ).train()
+    model = tensor_parallel(rank, folder)
     hook = attach(model, per_head=True)
     said = train(model, hook, [rows(0, 2)] * steps)
     check_spectral_ratio(model, hook)

@@ -10,6 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from support.models import build
 
 IMPORTED = ["betahook.integrations.trainer", "transformers.trainer", "transformers.models.llama.modeling_llama"]
 IMPORTED += ["tensorboard.backend.event_processing.event_accumulator", "torch.utils.tensorboard", "accelerate.utils"]
@@ -48,3 +52,14 @@ def _rank(rank: int, function: Callable[..., None], world: int, folder: str, arg
     function(rank, *arguments)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def tensor_parallel(rank: int, folder: str) -> nn.Module:
+    """A Llama whose heads are divided over two ranks, two of four on each, in training mode."""
+    from transformers.distributed import DistributedConfig  # not in the oldest version
+
+    if rank == 0:
+        build("llama").save_pretrained(folder)
+    dist.barrier()
+    config = DistributedConfig(tp_size=2, tp_plan="auto")
+    return LlamaForCausalLM.from_pretrained(folder, distributed_config=config).train()
