@@ -88,6 +88,11 @@ def is_captured(device: torch.device) -> bool:
     return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/compiler/__init__.py
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+"""True for a forward that `torch.export` looks at; torch 2.6 does not tell."""
+
+
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/disable_torch_function.cpp
 def unwatched() -> AbstractContextManager[None]:
     """Let the functions that are called in it pass by every `TorchFunctionMode`."""

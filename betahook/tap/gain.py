@@ -133,7 +133,7 @@ class ScaleQuery(torch.autograd.Function):
 
 def is_recording(layer: Recorder) -> bool:
     """Tell if the forward that runs now is to be measured: once, though gradient checkpointing runs it twice."""
-    if not layer.measuring:
+    if not layer.measuring or compat.is_exporting():
         return False
     # Reentrant checkpointing runs a forward without gradients first; by default, the one in the backward counts.
     return not (compat.is_in_backward() if layer.always else compat.is_recomputation())

@@ -15,6 +15,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor
 
+from betahook import compat
 from betahook.measure.masks import Band, Given
 from betahook.tap.recorder import Recorder
 
@@ -68,7 +69,9 @@ def _tables(layer: Recorder) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def note_default(layer: Recorder, default: float | Tensor) -> None:
-    """See `Recorder.note_default`."""
+    """See `Recorder.note_default`; what is exported runs where there is no recorder, and keeps the beta of now."""
+    if compat.is_exporting():
+        return
     if torch.compiler.is_compiling():
         torch.ops.betahook.note_default(*_tables(layer), *_number_or_tensor(default))
     else:

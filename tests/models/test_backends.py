@@ -146,6 +146,20 @@ def test_one_graph_serves_every_beta(family):
         assert b == pytest.approx(a, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.oldest_skips("torch does not tell that it exports")
+@pytest.mark.filterwarnings("ignore")  # torch's own
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_an_exported_model_keeps_beta_without_its_hook(training):
+    model, tokens = build("llama", "sdpa", num_hidden_layers=1).train(training), inputs("llama")["input_ids"]
+    with betahook.attach(model) as hook:
+        for layer in hook.layers.values():
+            layer.beta = 2.0
+        exported = torch.export.export(model, (tokens,), {"use_cache": False}, strict=False)
+        expected = model(tokens).logits
+    del hook, layer
+    torch.testing.assert_close(exported.module()(tokens, use_cache=False).logits, expected, rtol=0, atol=0)
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
 @pytest.mark.parametrize("same", [True, False], ids=["the model itself", "another of its class"])
 def test_graphs_from_before_the_hook_are_not_used(same):

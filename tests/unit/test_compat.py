@@ -162,6 +162,21 @@ def test_the_compiler_is_loaded_by_what_is_compiled_and_not_by_torch():
     assert compat.has_compiled()
 
 
+@pytest.mark.oldest_skips("torch does not tell")
+def test_an_export_is_told_from_a_compilation():
+    seen = []
+
+    class Asks(nn.Module):
+        def forward(self, x):
+            seen.append((torch.compiler.is_compiling(), compat.is_exporting()))
+            return x + 1
+
+    torch.export.export(Asks(), (torch.ones(2),), strict=False)
+    Asks()(torch.ones(2))
+    assert seen[0] == (True, True)
+    assert seen[-1] == (False, False)
+
+
 def test_the_owner_of_a_view():
     x = torch.zeros(2, 3)
     assert compat.owner_and_version(x)[0] is x
