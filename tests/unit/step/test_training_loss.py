@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 import betahook
 from betahook.control.decades import Phase
@@ -123,6 +124,26 @@ def test_the_trainer_needs_no_further_line(tmp_path):
     layer = callback.hook.layers[LAYER]
     assert layer.beta != layer.beta_default
     callback.hook.detach()
+
+
+def test_the_loop_of_accelerate_needs_no_further_line():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = build("llama")
+    with betahook.attach(model, controller=betahook.Decades(window=1, relative=True)) as hook:
+        wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        losses, path = [], []
+        for length in (24, 12) * 4:
+            with accelerator.accumulate(wrapped):
+                loss = wrapped(**inputs("llama", length)).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            if accelerator.sync_gradients:
+                hook.step(accelerator.scaler)
+                assert pooled(hook) == pytest.approx(sum(losses[-2:]) / 2)
+                path.append(hook.layers[LAYER].beta / hook.layers[LAYER].beta_default)
+        assert path[:3] == pytest.approx([1, 10, 0.1])
 
 
 @pytest.mark.oldest_skips("torch cannot trace the models at all")
