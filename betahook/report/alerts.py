@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+LIMITS = ("max_logit", "logit_std", "entropy")
+"""Quantities with a limit; of the entropy it is the lowest value, of the others the largest."""
+
 
 @dataclass(frozen=True)
 class Alert:
@@ -12,7 +15,7 @@ class Alert:
 
     Attributes:
         step: number of steps of the hook so far.
-        quantity: name of the metric: "max_logit", "entropy" or "at_bound".
+        quantity: name of the metric: "max_logit", "logit_std", "entropy" or "at_bound".
         layer: name of the layer.
         value: the metric; of "at_bound", beta.
         limit: the limit; None for "at_bound": the bounds are those of the controllers.
@@ -42,17 +45,19 @@ class Alerts:
         max_logit: alert above this largest absolute logit; None for no alert.
         entropy: alert below this mean entropy of the attention rows, in nats; None for no alert.
         at_bound: True to alert when beta is at a bound of the controllers, see `control.base.DECADES`.
+        logit_std: alert above this std of the logits within rows; None for no alert.
     """
 
     on_alert: Callable[[Alert], object]
     max_logit: float | None = None
     entropy: float | None = None
     at_bound: bool = False
+    logit_std: float | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.on_alert):
             raise TypeError(f"Alerts(on_alert) must be a function of an Alert; got {self.on_alert!r}")
-        for name in ("max_logit", "entropy"):
+        for name in LIMITS:
             limit = getattr(self, name)
             number = isinstance(limit, int | float) and not isinstance(limit, bool)
             if limit is not None and not (number and limit > 0):
@@ -64,9 +69,8 @@ class Alerts:
         """Call back for every limit that `metrics`, as from `Hook.metrics`, cross."""
         for key, value in metrics.items():
             quantity, layer = key.split("/", 1)
-            if quantity == "max_logit" and self.max_logit is not None and value > self.max_logit:
-                self.on_alert(Alert(step, quantity, layer, value, self.max_logit))
-            elif quantity == "entropy" and self.entropy is not None and value < self.entropy:
-                self.on_alert(Alert(step, quantity, layer, value, self.entropy))
+            limit = getattr(self, quantity) if quantity in LIMITS else None
+            if limit is not None and (value < limit if quantity == "entropy" else value > limit):
+                self.on_alert(Alert(step, quantity, layer, value, limit))
             elif quantity == "at_bound" and self.at_bound and value:
                 self.on_alert(Alert(step, quantity, layer, metrics[f"beta/{layer}"], None))

@@ -51,7 +51,7 @@ def test_many_layers_are_not_all_named(caplog):
 
 def test_alerts_come_once_a_step_with_the_metrics():
     model, heard = build("llama"), []
-    alerts = betahook.Alerts(heard.append, max_logit=1e-3, entropy=100.0, at_bound=True)
+    alerts = betahook.Alerts(heard.append, max_logit=1e-3, entropy=100.0, logit_std=1e-4, at_bound=True)
     with betahook.attach(model, controller="monitor", alerts=alerts) as hook:
         train(model, hook, 2)
         assert heard == []
@@ -59,7 +59,7 @@ def test_alerts_come_once_a_step_with_the_metrics():
         hook.metrics()
         assert heard == [
             betahook.Alert(2, quantity, name, metrics[f"{quantity}/{name}"], limit)
-            for quantity, limit in (("max_logit", 1e-3), ("entropy", 100.0))
+            for quantity, limit in (("logit_std", 1e-4), ("max_logit", 1e-3), ("entropy", 100.0))
             for name in (LAYER, SECOND)
         ]
         heard.clear()
@@ -69,12 +69,12 @@ def test_alerts_come_once_a_step_with_the_metrics():
         (bound,) = (alert for alert in heard if alert.quantity == "at_bound")
         assert (bound.layer, bound.step, bound.limit) == (SECOND, 3, None)
         assert str(bound) == f"step 3: beta of {SECOND} is {bound.value:g}, which is at its bound"
-        assert str(heard[0]).endswith("which crossed 0.001")
+        assert str(heard[0]).endswith("which crossed 0.0001")
 
 
 def test_within_the_limits_there_is_silence():
     model, heard = build("llama"), []
-    alerts = betahook.Alerts(heard.append, max_logit=1e3, entropy=1e-3, at_bound=True)
+    alerts = betahook.Alerts(heard.append, max_logit=1e3, entropy=1e-3, logit_std=1e3, at_bound=True)
     for options in ({}, {"alerts": alerts}):
         with betahook.attach(model, controller="monitor", **options) as hook:
             train(model, hook, 1)
