@@ -49,7 +49,7 @@ def attach(
     exact_max_logit: bool = False,
     alerts: Alerts | None = None,
 ) -> Hook:
-    """Measure the attention scores of a model from now on, and let a controller adapt beta: it runs after every step.
+    """Measure the attention scores of a model from now on, and let a controller adapt beta as it trains.
 
     Nothing about the model changes but the inverse temperature of its attention, and with `controller="monitor"` not
     even that: outputs, gradients and random state are then bit-identical to those of the model alone. (One exception:

@@ -1,4 +1,4 @@
-"""The interface of a controller, and `apply`, with which a hook runs its controllers after every step.
+"""The interface of a controller, and `apply`, with which a hook runs its controllers.
 
 A unit is a layer, or a head with `per_head=True`; tensors have the shape `[units]` unless said otherwise. Nothing here
 or in a controller may read a tensor back to the host. Statistics arrive pooled over ranks, so that all ranks compute
