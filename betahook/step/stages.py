@@ -48,6 +48,7 @@ def add(state: State, layers: Layers, loss_scale: LossScale) -> None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():  # else nothing is sharded
         layers.read_weights(state.turn, sharded=True)
     if loss_scale.skipped:  # nothing to learn from, and nothing to warn about
+        _forget_nonfinite(state)
         return
     sensitivity = state.factors.sensitivity()
     if loss_scale.of_step != 1:
@@ -58,6 +59,13 @@ def add(state: State, layers: Layers, loss_scale: LossScale) -> None:
     total.add_(sensitivity.masked_fill(broken, 0))
     batches.add_(~broken)
     state.batches += 1
+
+
+def _forget_nonfinite(state: State) -> None:
+    """Forget all scores since the last pooling of heads whose sums are not finite."""
+    broken = state.table.sum(0) * 0 != 0
+    state.table.masked_fill_(broken, 0)
+    state.moments.masked_fill_(broken.repeat_interleave(state.widths, output_size=state.moments.shape[1]), 0)
 
 
 def is_due(state: State, controllers: Sequence[Controller], interval: int, loss_scale: LossScale) -> bool:

@@ -195,6 +195,23 @@ def test_a_skipped_step_is_no_batch_of_a_window(skips):
     assert skipping == plain
 
 
+def test_scores_of_a_skipped_step_that_are_not_finite_are_forgotten():
+    """As where float16 overflows in the forward: the window goes on without them, and nothing is warned about."""
+    paths = []
+    for broken in (False, True):
+        model = build("llama")
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler("cpu", init_scale=8.0)
+        with betahook.attach(model, controller=search(), interval=20) as hook:
+            for step in range(15):
+                if broken and step == 10:
+                    hook._state.table[:, 0] = hook._state.moments[:, 0] = torch.inf
+                scaled_step(model, hook, optimizer, scaler, overflows=step == 10)
+            paths.append([layer.beta for layer in hook.layers.values()])
+            assert not hook._state.nonfinite_since.any()
+            assert hook.head_metrics()[f"independent_std/{LAYER}"].isfinite().all()
+    assert paths[0] == paths[1]
+
+
 @pytest.mark.parametrize("stop", [5, 6, 7, 8])
 def test_a_run_that_stops_in_a_window_goes_on_with_every_bit(stop):
     """With what was measured in it, and a skipped step."""
