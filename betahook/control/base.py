@@ -107,10 +107,11 @@ class Controller(ABC):
         """
 
     def is_due(self, step: int) -> bool:
-        """Tell if an update is needed after a batch; all controllers of a hook are updated where one is due.
+        """Tell if an update is needed after a batch.
 
-        In between a step does next to nothing, and several processes exchange nothing. A rule with `uses_loss` is due
-        after every batch.
+        All controllers of a hook are updated where one is due, after the first batch, and after every `interval`
+        batches: a rule with windows of its own counts the batches. In between a step does next to nothing, and several
+        processes exchange nothing. A rule with `uses_loss` is due after every batch.
 
         Args:
             step: number of batches before this one, the `step` of the observation that the update would get.
