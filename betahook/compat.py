@@ -179,14 +179,23 @@ def is_active_adapter(adapter: Any) -> bool:
     return not (getattr(adapter, "merged", False) or getattr(adapter, "disable_adapters", False))
 
 
-def is_additive_adapter(adapter: Any) -> bool:
-    """True for an adapter that does no more than add to the weight: LoRA, and not DoRA."""
-    return hasattr(adapter, "lora_A") and not any(getattr(adapter, "use_dora", {}).values())
-
-
 # https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/lora/layer.py
+def is_known_adapter(adapter: Any) -> bool:
+    """True for LoRA, which only adds to the weight, and for DoRA where no other acts beside it."""
+    active = set(getattr(adapter, "active_adapters", ())) & set(getattr(adapter, "lora_A", ()))
+    dora = active & set(getattr(adapter, "lora_magnitude_vector", ()))
+    variants = active & set(getattr(adapter, "lora_variant", ()))
+    return hasattr(adapter, "lora_A") and (not dora | variants or (active == dora and len(active) == 1))
+
+
+def magnitudes(adapter: Any) -> list[Any]:
+    """Modules whose `weight [out]` is what the rows of the weight have as norms under DoRA; empty without it."""
+    vectors = getattr(adapter, "lora_magnitude_vector", {}) if is_active_adapter(adapter) else {}
+    return [vectors[name] for name in getattr(adapter, "active_adapters", ()) if name in vectors]
+
+
 def adapter_weights(adapter: Any) -> Iterator[Tensor]:
-    """Tensors that an adapter which only adds to the weight adds to it."""
+    """Tensors that an adapter adds to the weight."""
     return (adapter.get_delta_weight(name) for name in adapter.active_adapters if name in adapter.lora_A)
 
 
@@ -212,6 +221,13 @@ def saves_adapters(model: object) -> bool:
 def adapter_outputs(adapter: Any) -> Iterator[nn.Module]:
     """Modules of an adapter whose output is added to that of the layer below it, of every adapter that it has."""
     return iter(getattr(adapter, "lora_B", {}).values())
+
+
+# https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py
+def parameters_of_adapters(model: nn.Module) -> set[int]:
+    """The ids of the parameters that are saved with the adapters of a model."""
+    kinds = ((module, tuple(getattr(module, "adapter_layer_names", ()))) for module in model.modules())
+    return {id(p) for module, names in kinds for name, p in module.named_parameters() if name.startswith(names)}
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py

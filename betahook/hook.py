@@ -227,8 +227,7 @@ class Hook:
         if not self.attached:
             raise RuntimeError("step() on a detached hook: attach to the model again")
         stages.check_seen(state)
-        if state.steps == 0 and any(controller.moves_beta for controller in self.controllers):
-            pretrained.warn_of_adapters(self.model)
+        pretrained.follow_adapters(self.model, self, self.layers, self._undo)
         training_loss.take(state, self.controllers, loss)
         loss_scale = LossScale.read(scaler, state.loss_scale)
         stages.add(state, self.layers, loss_scale)

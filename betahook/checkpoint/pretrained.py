@@ -8,12 +8,11 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers.utils import CONFIG_NAME
@@ -22,8 +21,6 @@ from betahook import compat
 from betahook.checkpoint.file import FILE, Stateful, save
 from betahook.layer import Layers
 from betahook.tap.override import Override
-
-logger = logging.getLogger(__name__)
 
 MARK = "betahook"
 """Config key that marks a saved model whose beta is not in its weights but in `FILE`."""
@@ -37,7 +34,7 @@ def connect(model: nn.Module, hook: Stateful, layers: Layers, undo: ExitStack) -
     """Let `save_pretrained` of a hooked model save the state of its hook too, until `undo` is closed.
 
     Args:
-        model: the hooked model.
+        model: the hooked model, or the config of an adapter around it.
         hook: its hook.
         layers: its layers, whose beta may be in force: the saved weights then need the mark.
         undo: takes the changes back.
@@ -94,7 +91,7 @@ def unmarked(model: nn.Module) -> Iterator[None]:
 
 def _mark_files(model: nn.Module, folder: Path) -> None:
     """Let PEFT and diffusers say, where they load a config, that beta is missing: they name what they do not know."""
-    adapters = getattr(model, "peft_config", {})
+    adapters = getattr(model, "peft_config", ["default"])  # `model` is perhaps the config of one
     marks = {(folder if name == "default" else folder / name) / ADAPTER_CONFIG: ADAPTER_MARK for name in adapters}
     if hasattr(model, "register_to_config"):  # a model of diffusers
         marks[folder / CONFIG_NAME] = MARK
@@ -103,14 +100,15 @@ def _mark_files(model: nn.Module, folder: Path) -> None:
             path.write_text(json.dumps({**json.loads(path.read_text()), mark: NOTE}, indent=2, sort_keys=True))
 
 
-def warn_of_adapters(model: nn.Module) -> None:
-    """Warn of adapters around a hooked model, whose `save_pretrained` is not that of the model and so lacks beta."""
+def follow_adapters(model: nn.Module, hook: Stateful, layers: Layers, undo: ExitStack) -> None:
+    """Let adapters that were put around a hooked model since then save the state of its hook too; args as `connect`.
+
+    Their `save_pretrained` is not that of the model, but saves the config of each adapter by its own method.
+    """
     if "peft_config" in vars(model) and not compat.saves_adapters(model):
-        logger.warning(
-            "%s is hooked, and a PeftModel was made of it, which saves its adapter without beta. Attach to the "
-            "PeftModel instead: its save_pretrained() saves beta too, and PEFT then warns where the adapter is loaded",
-            type(model).__name__,
-        )
+        for config in cast(Any, model).peft_config.values():
+            if "save_pretrained" not in vars(config):
+                connect(config, hook, layers, undo)
 
 
 @contextmanager

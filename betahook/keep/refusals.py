@@ -45,14 +45,32 @@ class Plan:
 
     @cached_property
     def places(self) -> dict[AttentionLayer, list[Scaling]]:
-        """Places at which each query may take its factor."""
+        """Places at which each query may take its factor; of a model with adapters, those saved with them."""
         places = {}
         for layer in self.gains:
             try:
-                places[layer] = list(find_places(layer))
+                found = list(find_places(layer))
             except NoScalingError as error:
-                raise self.error(f"{error}; fold the whole, plain model", layer) from error
+                raise self.error(f"{error}; {self.adapters or 'fold the whole, plain model'}", layer) from error
+            # The first is the norm of the query where it has one: what is before it does nothing.
+            places[layer] = [place for place in found if self._is_saved(found[0]) and self._is_saved(place)]
         return places
+
+    @cached_property
+    def adapters(self) -> str | None:
+        """Says that the model has adapters, and what to do, if it has."""
+        adapters = (name for name, module in self.hook.model.named_modules() if compat.is_adapter(module))
+        if (name := next(adapters, None)) is None:
+            return None
+        merge = "merge that first, merged = model.merge_and_unload(), betahook.fold(merged)"
+        return f"{name} is wrapped by an adapter, saved without the weights below; {merge}"
+
+    def _is_saved(self, place: Scaling) -> bool:
+        return self.adapters is None or {id(weight.parameter) for weight in place.weights} <= self._adapted
+
+    @cached_property
+    def _adapted(self) -> set[int]:
+        return compat.parameters_of_adapters(self.hook.model)
 
     @cached_property
     def is_sharded(self) -> bool:
@@ -140,15 +158,9 @@ def weights_are_sharded(plan: Plan) -> str | None:
     )
 
 
-def adapter_is_saved_alone(plan: Plan) -> str | None:
+def adapter_is_saved_alone(plan: Plan, layer: AttentionLayer) -> str | None:
     """A saved adapter leaves out the weights below it."""
-    adapters = (name for name, module in plan.hook.model.named_modules() if compat.is_adapter(module))
-    if (name := next(adapters, None)) is None:
-        return None
-    return (
-        f"{name} is wrapped by an adapter, saved without the weights below; merge that first, "
-        "merged = model.merge_and_unload(), betahook.fold(merged)"
-    )
+    return None if plan.places[layer] else plan.adapters
 
 
 def prompts_are_saved_alone(plan: Plan) -> str | None:
@@ -239,7 +251,6 @@ def weight_would_overflow(plan: Plan, layer: AttentionLayer) -> str | None:
 
 MODEL_REFUSALS: list[Callable[[Plan], str | None]] = [
     weights_are_sharded,
-    adapter_is_saved_alone,
     prompts_are_saved_alone,
 ]
 FORESEEN: list[Callable[[Plan, AttentionLayer], str | None]] = [
@@ -254,7 +265,8 @@ LAYER_REFUSALS: list[Callable[[Plan, AttentionLayer], str | None]] = [
     *FORESEEN,
     weight_is_elsewhere,
     weight_is_quantised,
-    weight_is_shared,  # from here on the weights can be read
+    adapter_is_saved_alone,  # from here on the weights can be read
+    weight_is_shared,
     memory_is_shared,
     weight_would_overflow,
 ]

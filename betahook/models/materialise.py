@@ -1,4 +1,4 @@
-"""Materialise a weight: gather shards, dequantise, add LoRA.
+"""Materialise a weight: gather shards, dequantise, add LoRA or DoRA.
 
 `Projection` and `Weight` call this; nothing here changes a weight or knows which rows are asked for.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from betahook import compat
@@ -27,8 +28,8 @@ def obstacle(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> st
         return f"quantised in an unknown way, a {type(weight).__name__} of {weight.dtype}"
     if weight.is_floating_point() and (weight.numel() != _entries(weight, module) or _is_freed(weight)):
         return "sharded outside the forward"
-    if adapter is not None and compat.is_active_adapter(adapter) and not compat.is_additive_adapter(adapter):
-        return f"under an adapter that does more than add to it, {type(adapter).__name__}"
+    if adapter is not None and compat.is_active_adapter(adapter) and not compat.is_known_adapter(adapter):
+        return f"under an adapter of an unknown kind, {type(adapter).__name__}"
     return None
 
 
@@ -75,6 +76,10 @@ def read(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> Tensor
     if adapter is not None and compat.is_active_adapter(adapter):
         for added in compat.adapter_weights(adapter):
             weight = weight + _gathered(added.detach()).to(weight)
+        for magnitude in compat.magnitudes(adapter):
+            of_row = 0 if getattr(adapter, "fan_in_fan_out", False) else 1
+            norms = torch.linalg.vector_norm(weight, dim=of_row, keepdim=True)
+            weight = weight * (_gathered(magnitude.weight.detach()).to(weight).view_as(norms) / norms)
     return weight
 
 

@@ -214,11 +214,14 @@ def of_linear(projection: Projection, exponent: Tensor | float) -> Iterator[Weig
     """The weight and the bias of a projection, and what its adapters make its output from."""
     module, prefix = projection.module, projection.prefix
     rows = Rows.of(_rows(projection), exponent, len(projection.matrix))
-    yield Weight(module, f"{prefix}weight", rows, axis=int(type(module).__name__ in families.TRANSPOSED))
     owners = [(module, f"{prefix}bias")]
-    for up in () if projection.adapter is None else compat.adapter_outputs(projection.adapter):
-        yield Weight(up, "weight", rows)
-        owners.append((up, "bias"))
+    if magnitudes := compat.magnitudes(projection.adapter):  # of DoRA, where the norms of the weight cancel
+        yield from (Weight(magnitude, "weight", rows) for magnitude in magnitudes)
+    else:
+        yield Weight(module, f"{prefix}weight", rows, axis=int(type(module).__name__ in families.TRANSPOSED))
+        for up in compat.adapter_outputs(projection.adapter):
+            yield Weight(up, "weight", rows)
+            owners.append((up, "bias"))
     for owner, name in owners:
         if isinstance(getattr(owner, name, None), Tensor):
             yield Weight(owner, name, rows)

@@ -130,7 +130,8 @@ class WeightScaling:
         """The weights of a layer, found again where adapters came or went."""
         owners: list[object] = []
         for projection in layer.projections or ():
-            owners += [projection.module, *compat.adapter_outputs(projection.adapter)]
+            adapter = projection.adapter
+            owners += [projection.module, *compat.adapter_outputs(adapter), *compat.magnitudes(adapter)]
         found = self._found.get(layer)
         if found is None or found[0] != owners:
             with _refusing(layer):

@@ -458,4 +458,7 @@ FAULTS = [
     ),
     Fault("betahook/tap/adapters.py", "state.beta.copy_(kept)", "pass", ADAPTERS),
     Fault("betahook/checkpoint/pretrained.py", "not compat.saves_adapters(model):", "False:", ADAPTERS),
+    Fault("betahook/compat.py", "if is_active_adapter(adapter) else {}", "if True else {}", ADAPTERS),
+    Fault("betahook/keep/refusals.py", "self._is_saved(found[0]) and ", "", ADAPTERS),
+    Fault("betahook/keep/refusals.py", " and self._is_saved(place)]", "]", ADAPTERS),
 ]

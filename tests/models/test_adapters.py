@@ -87,12 +87,73 @@ def test_an_adapter_on_a_transposed_weight():
 
 
 def test_an_adapter_of_another_kind_is_not_measured_and_said_so():
-    adapted = adapt(build("llama"), use_dora=True)
+    config = peft.IA3Config(target_modules=["q_proj", "k_proj"], feedforward_modules=[])
+    adapted = peft.get_peft_model(build("llama"), config)
     with betahook.attach(adapted, controller="monitor") as hook:
         adapted(**inputs("llama"))
         hook.step()
         assert not any(key.startswith("weight_std") for key in hook.metrics())
-        assert f"{LAYER}: the std of W_q is not measured, it is under an adapter that does more than add" in repr(hook)
+        assert f"{LAYER}: the std of W_q is not measured, it is under an adapter of an unknown kind" in repr(hook)
+        sharpen(hook)
+        with pytest.raises(betahook.FoldError, match=r"under an adapter of an unknown kind.*merge that first"):
+            betahook.fold(hook)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_std_under_dora_is_that_of_the_merged_weight(family):
+    transposed = dict(target_modules=["c_attn"], fan_in_fan_out=True) if family == "gpt2" else {}
+    config = dict(target_modules=["q_proj"], init_lora_weights=False, use_dora=True) | transposed
+    adapted = peft.get_peft_model(build(family), peft.LoraConfig(**config))
+    with betahook.attach(adapted, controller="monitor") as hook:
+        layer = next(iter(hook.layers.values()))
+        with torch.no_grad():
+            for magnitude in (p for name, p in adapted.named_parameters() if "magnitude" in name):
+                magnitude.mul_(torch.linspace(0.5, 2, len(magnitude)))
+        measured = layer.weight_std_q
+        adapted.merge_adapter()
+        assert measured == pytest.approx(layer.weight_std_q, rel=1e-5)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_beta_is_folded_into_what_is_saved_with_an_adapter(tmp_path, late):
+    """Into the magnitudes of DoRA, whose rows have no other scale."""
+    model, batch = build("llama").eval(), inputs("llama")
+    own = model(**batch).logits
+    base = copy.deepcopy(model.state_dict())
+    hook = betahook.attach(model, controller="monitor") if late else None
+    adapted = adapt(model, use_dora=True).eval()
+    hook = hook or betahook.attach(adapted, controller="monitor")
+    adapted(**batch)
+    for layer in hook.layers.values():
+        layer.head_beta = layer.head_beta_default * torch.linspace(0.5, 2, layer.heads)
+    expected = adapted(**batch).logits
+    betahook.fold(adapted)
+    torch.testing.assert_close(adapted(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+    adapted.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        again = build("llama")
+        again.load_state_dict(base)
+        again = peft.PeftModel.from_pretrained(again, tmp_path).eval()
+    torch.testing.assert_close(again(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+    with again.disable_adapter():
+        assert torch.equal(again(**batch).logits, own)
+
+
+@pytest.mark.parametrize(("saved", "folds"), [(["q_norm"], True), ([], False)])
+def test_the_norm_that_beta_goes_into_must_be_saved_with_the_adapter(saved, folds):
+    config = peft.LoraConfig(target_modules=["q_proj"], use_dora=True, modules_to_save=saved, init_lora_weights=False)
+    adapted, batch = peft.get_peft_model(build("qwen3"), config).eval(), inputs("qwen3")
+    with betahook.attach(adapted, controller="monitor") as hook:
+        adapted(**batch)
+        sharpen(hook)
+        expected = adapted(**batch).logits
+        if folds:
+            betahook.fold(adapted)
+            torch.testing.assert_close(adapted(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+        else:
+            with pytest.raises(betahook.FoldError, match="saved without the weights below; merge that first"):
+                betahook.fold(adapted)
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -265,10 +326,16 @@ def test_an_adapter_that_comes_later_is_clipped_too():
         assert hook.layers[LAYER].head_statistics.max_logit.max() <= 1 + 1e-5
 
 
-def test_dora_is_not_clipped():
-    adapted = adapt(build("llama"), use_dora=True)
-    with pytest.raises(betahook.UnsupportedModelError, match=r"cannot clip .*under an adapter that does more than add"):
-        betahook.attach(adapted, controller=betahook.Clip())
+def test_dora_is_clipped_in_its_magnitudes():
+    model, batch = build("llama").eval(), inputs("llama")
+    adapted = adapt(model, use_dora=True)
+    below = copy.deepcopy(model.get_submodule(LAYER).q_proj.base_layer.weight)
+    with betahook.attach(adapted, controller=betahook.Clip(1.0), when="always") as hook:
+        adapted(**batch)
+        hook.step()
+        adapted(**batch)
+        assert hook.layers[f"base_model.model.{LAYER}"].head_statistics.max_logit.max() <= 1 + 1e-5
+    assert torch.equal(model.get_submodule(LAYER).q_proj.base_layer.weight, below)
 
 
 @pytest.mark.parametrize("acts", [True, False])
@@ -317,16 +384,26 @@ def test_beta_is_off_with_the_adapters():
     assert "disable_adapter" not in vars(adapted)
 
 
-def test_an_adapter_that_was_made_after_attach(tmp_path, caplog):
+@pytest.mark.parametrize("name", ["default", "other"])
+def test_an_adapter_that_was_made_after_attach_says_that_beta_is_missing(tmp_path, name):
     model, batch = build("llama").eval(), inputs("llama")
-    with betahook.attach(model, when="always") as hook:
-        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-        adapted.eval()(**batch)
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        adapted = peft.get_peft_model(model, config, adapter_name=name).eval()
+        adapted(**batch)
         hook.step()
-        assert "LlamaForCausalLM is hooked, and a PeftModel was made of it" in caplog.text
-        caplog.clear()
-        hook.step()
-        assert not caplog.text
+        adapted.save_pretrained(tmp_path / "own")
+        sharpen(hook)
+        expected = adapted(**batch).logits
+        adapted.save_pretrained(tmp_path)
+    assert "save_pretrained" not in vars(config)
+    assert "needs_betahook_restore" not in next(tmp_path.glob("own/**/adapter_config.json")).read_text()
+    folder = tmp_path if name == "default" else tmp_path / name
+    with pytest.warns(UserWarning, match="needs_betahook_restore"):
+        again = peft.PeftModel.from_pretrained(build("llama"), folder).eval()
+    assert not torch.allclose(again(**batch).logits, expected, rtol=1e-3)
+    with betahook.restore(again, folder):
+        torch.testing.assert_close(again(**batch).logits, expected)
 
 
 @pytest.mark.parametrize("of", ["model", "adapted"])

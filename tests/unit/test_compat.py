@@ -279,7 +279,7 @@ def test_an_adapter_is_known_and_says_what_it_adds(peft):
     model, layer = adapted(peft)
     assert compat.is_adapter(layer)
     assert not compat.is_adapter(layer.base_layer)
-    assert compat.is_additive_adapter(layer)
+    assert compat.is_known_adapter(layer)
     x = torch.eye(3)
     (added,) = compat.adapter_weights(layer)
     torch.testing.assert_close(layer(x) - layer.base_layer(x), added.T)
@@ -298,9 +298,16 @@ def test_an_adapter_is_inactive_while_it_is_disabled_or_merged(peft):
     assert compat.is_active_adapter(layer)
 
 
-def test_dora_does_more_than_add(peft):
-    _, layer = adapted(peft, use_dora=True)
-    assert not compat.is_additive_adapter(layer)
+def test_dora_is_known_alone(peft):
+    model, layer = adapted(peft, use_dora=True)
+    assert compat.is_known_adapter(layer)
+    assert compat.magnitudes(layer) == [layer.lora_magnitude_vector["default"]]
+    assert id(layer.lora_magnitude_vector["second"].weight) in compat.parameters_of_adapters(model)
+    assert id(layer.base_layer.weight) not in compat.parameters_of_adapters(model)
+    layer.set_adapter(["default", "second"])
+    assert not compat.is_known_adapter(layer)
+    model.merge_adapter()
+    assert not compat.magnitudes(layer)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT reads it

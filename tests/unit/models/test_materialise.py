@@ -156,7 +156,7 @@ class Lora(nn.Module):
         super().__init__()
         self.base_layer, self.active_adapters = base, ["one", "prompts"]
         self.lora_A = nn.ModuleDict({"one": nn.Identity(), "two": nn.Identity()})
-        self.merged, self.disable_adapters, self.use_dora = False, False, {"one": False}
+        self.merged, self.disable_adapters, self.lora_variant = False, False, {}
         for name, value in attributes.items():
             setattr(self, name, value)
 
@@ -173,8 +173,8 @@ class Lora(nn.Module):
         ({"active_adapters": []}, 0),
         ({"merged": True}, 0),
         ({"disable_adapters": True}, 0),
-        ({"merged": True, "use_dora": {"one": True}}, 0),
-        ({"disable_adapters": True, "use_dora": {"one": True}}, 0),
+        ({"merged": True, "lora_variant": {"one": None}}, 0),
+        ({"disable_adapters": True, "lora_variant": {"one": None}}, 0),
     ],
     ids=str,
 )
@@ -194,10 +194,12 @@ def test_adapters_are_added_to_what_was_gathered_and_dequantised():
     torch.testing.assert_close(read(module, Lora(module), weight), torch.full((4, 3), 2.0))
 
 
-@pytest.mark.parametrize("adapter", [Lora(linear(), use_dora={"one": True}), nn.Identity()], ids=["DoRA", "other"])
-def test_an_adapter_that_does_more_than_add_is_named(adapter):
+@pytest.mark.parametrize(
+    "adapter", [Lora(linear(), lora_variant={"one": None}), nn.Identity()], ids=["a variant", "other"]
+)
+def test_an_adapter_of_an_unknown_kind_is_named(adapter):
     module = linear()
-    expected = f"under an adapter that does more than add to it, {type(adapter).__name__}"
+    expected = f"under an adapter of an unknown kind, {type(adapter).__name__}"
     assert materialise.obstacle(module.weight, module, adapter) == expected
 
 
@@ -207,6 +209,6 @@ def test_projections_are_read_as_they_act():
     query, key = locate(attention, 2, 2)
     torch.testing.assert_close(query.entries.flatten(0, 1), linear().weight.detach() + 1)
     assert torch.equal(key.entries.flatten(0, 1), linear().weight)
-    attention.q_proj.use_dora = {"one": True}
-    assert "does more than add" in query.obstacle
+    attention.q_proj.lora_variant = {"one": None}
+    assert "of an unknown kind" in query.obstacle
     assert key.obstacle is None
