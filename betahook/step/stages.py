@@ -97,6 +97,8 @@ def pool(state: State, *, skipped: bool = False) -> Tensor:
     return measured
 
 
+@torch.inference_mode(False)  # its tensors could not be written to outside of it
+@torch.no_grad()
 def refreshed(state: State) -> State:
     """Return the state with what came after the last pooling in its recent sums; with several ranks, as it is.
 

@@ -377,6 +377,12 @@ FAULTS = [
     Fault("betahook/state/factors.py", "leaf.register_post_accumulate_grad_hook(move)", "pass"),
     Fault("betahook/state/factors.py", "gains.nan_to_num(), {}", "gains, {}"),
     Fault("betahook/tap/gain.py", "query.numel() <= SMALL and ", ""),
+    Fault(
+        "betahook/step/stages.py",
+        "@torch.inference_mode(False)  # its tensors could not be written to outside of it",
+        "",
+        HOOK,
+    ),
     Fault("betahook/step/stages.py", "        _forget_nonfinite(state)\n", "", WINDOW),
     Fault("betahook/tap/gain.py", " or compat.is_exporting()", "", ("tests/models/test_backends.py",)),
     Fault("betahook/tap/opaque.py", "if compat.is_exporting():", "if False:", ("tests/models/test_backends.py",)),

@@ -635,6 +635,12 @@ def test_what_is_done_in_inference_mode_can_go_on_outside_of_it():
         model(**batch).loss.backward()
         hook.step()
         assert hook.metrics()[f"sensitivity/{LAYER}"] != 0
+        state = hook.state_dict()
+        model(**batch).loss.backward()
+        hook.step()
+        with torch.inference_mode():
+            hook.metrics()
+        hook.load_state_dict(state)
 
 
 def test_beta_is_read_on_the_cpu_whatever_the_default_device_is():
