@@ -98,7 +98,7 @@ class Controller(ABC):
         controller has `uses_loss`.
 
         Args:
-            beta: `[units]`, as the controllers before this one in the list left it.
+            beta: `[units]`, as the controllers before this one in the list left it. Not to be changed in place.
             observation: what was measured.
             state: the memory, as `start` or the last update returned it. Its tensors must not be changed in place.
 
