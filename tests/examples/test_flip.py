@@ -148,6 +148,20 @@ def test_pages_repeat_the_means_of_the_published_runs(flip, page):
     assert {column: mean for column, mean in means.items() if mean not in prose} == {}
 
 
+def test_the_card_of_decades_shows_the_paths_of_published_runs(flip):
+    lines = (FOLDER.parents[1] / "docs/controllers/decades.md").read_text().splitlines()
+    steps, *paths = [line.strip("| ").split(" | ") for line in lines if line.startswith(("| batch ", "| seed "))]
+    assert len(paths) == 2
+    for seed, *path in paths:
+        (run,) = (
+            r
+            for r in flip["report"].published()
+            if (r["row"], r["column"], f"seed {r['seed']}") == ("10/20/8000", "decades", seed)
+        )
+        betas = dict(run["beta_curve"])
+        assert path == [f"{betas[int(step)]:.2g}" for step in steps[1:]]
+
+
 def test_the_scores_start_far_below_the_std_that_the_assumptions_give(flip):
     start = flip["start"].start_std
     assert start(0, layer_norm=False, unfused=False) < 1.2
