@@ -37,11 +37,9 @@ def connect(model: nn.Module, state: State, undo: ExitStack) -> None:
 
 @contextmanager
 def _own_beta(state: State) -> Iterator[None]:
-    with torch.inference_mode(False):  # in which torch does not count what is written to a tensor
-        kept = state.beta.clone()
-        state.beta.fill_(torch.nan)
+    kept = state.beta.clone()
+    state.beta.fill_(torch.nan)
     try:
         yield
     finally:
-        with torch.inference_mode(False):
-            state.beta.copy_(kept)
+        state.beta.copy_(kept)

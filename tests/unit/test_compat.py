@@ -192,6 +192,10 @@ def test_a_version_counts_changes_in_place_through_any_view():
     assert after > before
     x + 1
     assert compat.owner_and_version(x[1])[1] == after
+    with torch.inference_mode():
+        x[0].add_(1)
+        x.fill_(2)
+    assert compat.owner_and_version(x)[1] == after + 2
 
 
 def test_attention_of_torch_goes_through_a_mode_only_from_within():
