@@ -1,4 +1,7 @@
-"""Training runs that are killed, each in a process of its own; `python tests/killed.py` kills 20 at random moments."""
+"""Training runs that are killed, each in a process of its own.
+
+`cd tests && python -m support.killed` kills 20 at random moments.
+"""
 
 from __future__ import annotations
 
