@@ -135,7 +135,7 @@ def derive(make: Callable[..., T], mask: Mask, like: Tensor, *sizes: int) -> T:
     """
     facts = _of_band(mask.band).facts if mask.is_band and mask.facts is not None else mask.facts
     # A fake tensor stands for no data, and the memory of what a graph records is the graph's.
-    if facts is None or type(like) is not Tensor or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if facts is None or type(like) is not Tensor or compat.is_captured(like.device):
         return make(mask, like, *sizes)
     name = make, like.device, like.dtype, sizes
     if name not in facts:
@@ -202,7 +202,8 @@ _structures: Any = compat.WeakTensorKeyDictionary()
 
 def _shared_structure(mask: Tensor, band: Band) -> Mask:
     """`_structure`, computed once for all layers that are given the same, unchanged tensor."""
-    if mask.is_inference():  # no version counter tells of changes there
+    # No version counter tells of changes there, nor in the runs of a graph that is captured now.
+    if mask.is_inference() or compat.is_captured(mask.device):
         return _structure(mask, band)
     owner, version = compat.owner_and_version(mask)  # the views that layers make are new each time
     known_version, known = _structures.get(owner, (None, {}))

@@ -377,6 +377,7 @@ FAULTS = [
     Fault("betahook/state/factors.py", "leaf.register_post_accumulate_grad_hook(move)", "pass"),
     Fault("betahook/state/factors.py", "gains.nan_to_num(), {}", "gains, {}"),
     Fault("betahook/tap/gain.py", "query.numel() <= SMALL and ", ""),
+    Fault("betahook/measure/masks.py", "mask.is_inference() or compat.is_captured(mask.device)", "mask.is_inference()"),
     Fault(
         "betahook/step/stages.py",
         "@torch.inference_mode(False)  # its tensors could not be written to outside of it",
