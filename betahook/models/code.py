@@ -50,13 +50,24 @@ def methods(kind: type) -> list[FunctionType]:
 def reachable(kind: type) -> list[FunctionType]:
     """The methods of a class, and the functions that they call by name, those of `LIBRARIES` left out."""
     seen: dict[FunctionType, None] = {}
-    waiting = methods(kind)
+    waiting = [*methods(kind), *_inherited(kind)]
     while waiting:
         function = waiting.pop()
         if function not in seen:
             seen[function] = None
             waiting += _called(function)
     return list(seen)
+
+
+def _inherited(kind: type) -> Iterator[FunctionType]:
+    """The methods that others of the same name may call by `super()`."""
+    for place, cls in enumerate(kind.__mro__, start=1):
+        for name, member in vars(cls).items():
+            if name != "__init__" and "super" in getattr(getattr(member, "__code__", None), "co_names", ()):
+                above = [
+                    inspect.unwrap(vars(base)[name]) for base in kind.__mro__[place:] if callable(vars(base).get(name))
+                ]
+                yield from (function for function in above[:1] if isinstance(function, FunctionType))
 
 
 def _called(function: FunctionType) -> Iterator[FunctionType]:

@@ -28,6 +28,11 @@ class Helper(nn.Module):
         return registry.get_interface("eager", None)
 
 
+class CallsSuper(Calls):
+    def forward(self, *args):
+        return super().forward(*args)
+
+
 class Decorated(nn.Module):
     @staticmethod
     def keep(function):
@@ -59,6 +64,11 @@ class NestedAttention(nn.Module):
             return torch.bmm(y, y.mT).softmax(-1)
 
         return weights(x)
+
+
+class Torchs(nn.MultiheadAttention):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
 
 
 class Product(nn.Module):
@@ -97,16 +107,16 @@ def sized(module, heads=2, head_dim=4):
     return module
 
 
-@pytest.mark.parametrize("cls", [Calls, Inherits, Helper, Decorated])
+@pytest.mark.parametrize("cls", [Calls, Inherits, CallsSuper, Helper, Decorated])
 def test_modules_that_ask_the_interface_are_found_by_their_code(cls):
     assert survey(sized(cls())).found[""].route == "interface"
 
 
 @pytest.mark.parametrize(
-    "cls", [ByHandAttention, Fused, MatmulAttention, WithPartsAttention, nn.MultiheadAttention, NestedAttention]
+    "cls", [ByHandAttention, Fused, MatmulAttention, WithPartsAttention, nn.MultiheadAttention, Torchs, NestedAttention]
 )
 def test_modules_that_compute_their_scores_are_found_by_their_code(cls):
-    module = cls(8, 2) if cls is nn.MultiheadAttention else sized(cls())
+    module = cls(8, 2) if issubclass(cls, nn.MultiheadAttention) else sized(cls())
     assert survey(module).found[""].route == ("torch" if cls is Fused else "by hand")
 
 
