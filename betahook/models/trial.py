@@ -7,6 +7,7 @@ drawn, and the module stays as it is. How many scores come to the softmax, and h
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from betahook.models.code import PRODUCTS
 
 SOFTMAX = {"softmax", "log_softmax"}
 BATCH, LENGTH = 3, 7
-"""Of the trial's input; no size of a model is likely to be a multiple of both."""
+"""Of the trial's input, where any length does; no size of a model is likely to be a multiple of both."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +48,20 @@ def run(module: nn.Module) -> Trial | None:
             module = copied(module)
         except Exception:  # code of others: whatever it raises, there is no trial
             return None
-        for width in _widths(module):
-            watch = _Watch()
+        for length, width in itertools.product(_lengths(module), _widths(module)):
+            watch = _Watch(BATCH * length)
             try:
-                _try(module, arguments, width, watch)
-            except Exception:  # another width may fit
+                _try(module, arguments, (BATCH, length, width), watch)
+            except Exception:  # another size may fit
                 if watch.size is None:
                     continue
             return Trial(watch.size)
     return None
 
 
-def _try(module: nn.Module, arguments: list[str], width: int, watch: _Watch) -> None:
+def _try(module: nn.Module, arguments: list[str], shape: tuple[int, ...], watch: _Watch) -> None:
     like = next(module.parameters())
-    x = torch.zeros(BATCH, LENGTH, width, dtype=like.dtype, device=like.device)
+    x = torch.zeros(shape, dtype=like.dtype, device=like.device)
     watch.activations[x] = 0
     with watch:
         module.forward(*(None if "mask" in name else x for name in arguments))
@@ -69,6 +70,13 @@ def _try(module: nn.Module, arguments: list[str], width: int, watch: _Watch) -> 
 def _is_required(parameter: inspect.Parameter) -> bool:
     positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     return positional and parameter.default is parameter.empty
+
+
+def _lengths(module: nn.Module) -> list[int]:
+    """Lengths that an input of the module may have: any, or else those of its masks and numbers that it states."""
+    of_masks = (mask.shape[-1] for mask in module.buffers() if mask.dim() > 1 and mask.shape[-1] == mask.shape[-2])
+    stated = (value for value in vars(module).values() if type(value) is int and value > 1)
+    return list(dict.fromkeys([LENGTH, *of_masks, *stated]))[:4]
 
 
 def _widths(module: nn.Module) -> list[int]:
@@ -86,10 +94,11 @@ def _widths(module: nn.Module) -> list[int]:
 
 
 class _Watch(TorchFunctionMode):
-    """Follows products of activations to a softmax, and that to a further product."""
+    """Follows products of activations to a softmax, and that to a further product; `tokens` of all sequences."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int) -> None:
         super().__init__()
+        self.tokens = tokens
         self.activations: Any = compat.WeakIdKeyDictionary()  # to the entries of a query, 0 for what is no score
         self.weights: Any = compat.WeakIdKeyDictionary()  # to the size of the attention that made them
         self.size: tuple[int, int] | None = None
@@ -104,7 +113,7 @@ class _Watch(TorchFunctionMode):
         given = list(_tensors((args, kwargs)))
         output = func(*args, **kwargs)
         if name == "scaled_dot_product_attention":
-            self._settle(given[0].numel(), BATCH * LENGTH, given[0].shape[-1])
+            self._settle(given[0].numel(), given[0].shape[-1])
         parts, moving = list(_tensors(output)), [x for x in given if x in self.activations]
         if name in SOFTMAX and parts and moving:
             self._weigh(given[0], parts[0], args, kwargs)
@@ -129,13 +138,13 @@ class _Watch(TorchFunctionMode):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         keys = scores.shape[-1 if dim is None else dim]
         rows, left = divmod(scores.numel(), keys)
-        if query and not left and not rows % (BATCH * LENGTH) and not query % rows:
-            self.weights[output] = rows // (BATCH * LENGTH), query // rows
+        if query and not left and not rows % self.tokens and not query % rows:
+            self.weights[output] = rows // self.tokens, query // rows
 
-    def _settle(self, entries: int, tokens: int, head_dim: int) -> None:
+    def _settle(self, entries: int, head_dim: int) -> None:
         """Note the size of an attention that takes its softmax itself."""
-        if entries % (tokens * head_dim) == 0:
-            self.size = self.size or (entries // (tokens * head_dim), head_dim)
+        if entries % (self.tokens * head_dim) == 0:
+            self.size = self.size or (entries // (self.tokens * head_dim), head_dim)
 
 
 def _tensors(nested: Any) -> Iterator[Tensor]:

@@ -463,6 +463,8 @@ FAULTS = [
         "",
         ("tests/unit/tap/test_products.py",),
     ),
+    Fault("betahook/models/code.py", ", *_inherited(kind)]", "]", ("tests/unit/models/test_discovery.py",)),
+    Fault("betahook/models/trial.py", "[LENGTH, *of_masks, *stated]", "[LENGTH]", ("tests/unit/models/test_trial.py",)),
     Fault("betahook/tap/adapters.py", "state.beta.copy_(kept)", "pass", ADAPTERS),
     Fault("betahook/checkpoint/pretrained.py", "not compat.saves_adapters(model):", "False:", ADAPTERS),
     Fault("betahook/compat.py", "if is_active_adapter(adapter) else {}", "if True else {}", ADAPTERS),

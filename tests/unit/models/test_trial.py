@@ -120,6 +120,35 @@ def test_what_is_no_attention_or_cannot_be_tried_is_refused_with_the_attributes_
             assert hook.layers["layer"].heads == HEADS
 
 
+class FixedMask(Mixer):
+    """Takes sequences of one length, that of its mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", CAUSAL)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def mix(self, q, k, v):
+        return (self.scale * (q @ k.mT)).masked_fill(self.mask, -math.inf).softmax(-1) @ v
+
+
+class FixedLength(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.tokens = LENGTH
+
+    def mix(self, q, k, v):
+        return super().mix(q.reshape(-1, HEADS, self.tokens, HEAD_DIM), k, v)
+
+
+@pytest.mark.parametrize("kind", [FixedMask, FixedLength])
+def test_the_one_length_of_a_sequence_is_found(kind):
+    with betahook.attach(Model(kind), controller="monitor") as hook:
+        assert [(layer.heads, layer.head_dim) for layer in hook.layers.values()] == [(HEADS, HEAD_DIM)]
+        hook.model(torch.randn(2, LENGTH, WIDTH))
+        assert hook.layers["layer"].statistics.count > 0
+
+
 def test_a_trial_leaves_nothing_behind():
     class Keeps(Mixer):
         def __init__(self):
