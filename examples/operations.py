@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaFor
 import betahook
 from betahook.measure import calls, components, devices, statistics
 from betahook.measure.masks import Band, Mask
+from betahook.tap import recorder
 from timing import allocated
 
 WAITING = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "equal", "unique", "_unique2")
@@ -131,9 +132,13 @@ def run(layers: int, hooked: bool, length: int, dtype: torch.dtype) -> Operation
     return counted
 
 
-def added(length: int, dtype: torch.dtype, *, cpu: bool = False) -> tuple[Counter[str], int]:
-    """Operations that measuring adds to one layer, by name, and the number of views."""
-    with mock.patch.object(devices, "is_cpu", return_value=cpu):
+def added(length: int, dtype: torch.dtype, *, cpu: bool = False, alone: bool = True) -> tuple[Counter[str], int]:
+    """Operations that measuring adds to one layer, by name, and the number of views.
+
+    Layers as small as these would be measured together; as large ones are, `alone`.
+    """
+    room = (lambda query, key: 1) if alone else recorder.room
+    with mock.patch.object(devices, "is_cpu", return_value=cpu), mock.patch.object(recorder, "room", room):
         of = {(layers, hooked): run(layers, hooked, length, dtype) for layers in (2, 3) for hooked in (False, True)}
     launched, views = Counter[str](), 0
     for (layers, hooked), counted in of.items():
@@ -236,7 +241,9 @@ def main(arguments: list[str] | None = None) -> None:
         estimate()
         return
     launched, views = added(options.length, getattr(torch, options.dtype), cpu=options.cpu)
+    together, _ = added(options.length, getattr(torch, options.dtype), cpu=options.cpu, alone=False)
     print(f"added to a layer in a measured step: {sum(launched.values())} operations and {views} views")
+    print(f"and {sum(together.values())} operations to one so small that it is measured with the others")
     for name, number in launched.most_common():
         if number:
             print(f"{number:>4} {name}")

@@ -38,10 +38,27 @@ def add(table: Tensor, side: str, entries: Entries) -> None:
     statistics.add(table, f"{side}_inputs", values[:, None])
 
 
+def joined(layers: Sequence[Sequence[Entries]]) -> list[Entries]:
+    """Put the entries of layers, of as many each, into one for each side: sums `[layers]`, in one tensor for all."""
+    if len(layers) == 1 or not layers[0]:
+        return list(layers[0])
+    sums = torch.stack([x for entries in layers for _, *of_side in entries for x in of_side])
+    columns = sums.view(len(layers), -1).unbind(1)
+    return [(number, columns[2 * side], columns[2 * side + 1]) for side, (number, *_) in enumerate(layers[0])]
+
+
 def input_rows(mask: Mask, query: Tensor, entries: Sequence[Entries]) -> list[Tensor]:
-    """Entries of both sides as rows of a table, six `[heads]`, on the device of a query `[batch, heads, ...]`."""
+    """Entries of both sides as rows of a table, six `[heads]`, on the device of a query `[batch, heads, ...]`.
+
+    Sums are scalars, or `[layers]` where the heads are those of as many layers.
+    """
     rows = [(derive(_scalar, mask, total, number), total, square) for number, total, square in entries]
-    return [x.to(query.device).expand(query.shape[1]) for row in rows for x in row]
+    return [_by_head(x.to(query.device), query.shape[1]) for row in rows for x in row]
+
+
+def _by_head(values: Tensor, heads: int) -> Tensor:
+    """A scalar or `[layers]`, to `[heads]`."""
+    return values.expand(heads) if values.dim() == 0 else values[:, None].expand(-1, heads // len(values)).flatten()
 
 
 def _scalar(mask: Mask, like: Tensor, value: int) -> Tensor:

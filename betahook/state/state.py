@@ -18,7 +18,7 @@ from betahook import compat
 from betahook.measure import components, statistics, weights
 from betahook.measure.dtypes import overflow_logit
 from betahook.measure.groups import HeadGroups, LayerSize
-from betahook.measure.inputs import Waiting
+from betahook.measure.together import Together
 from betahook.state.factors import Factors
 from betahook.state.ranges import HeadRange, head_ranges
 
@@ -78,8 +78,7 @@ class State:
         warned_of_nonfinite, warned_of_unreached: True once a NaN or an infinity, or layers out of reach were reported.
         exact_max_logit, paused: True if the largest score is to be that of all pairs, and while nothing is measured.
         seen, recorded, has_loss: True once attention has passed the tap, was measured, and a training loss recorded.
-        refused: the layers that are left alone, by their heads, with the reason.
-        inputs: sums of what entered W_q and W_k and is not in the table yet.
+        refused, waiting: the layers left alone, by their heads, with the reason; what is not in the table yet.
     """
 
     layers: HeadGroups
@@ -116,7 +115,7 @@ class State:
     recorded: bool = False
     has_loss: bool = False
     refused: dict[tuple[int, int], str] = field(default_factory=dict)
-    inputs: Waiting = field(default_factory=Waiting)
+    waiting: Together = field(default_factory=Together)
     parts: list[LayerTensors] = field(init=False)
 
     @classmethod
@@ -219,6 +218,7 @@ class State:
     def refuse(self, place: HeadRange, reason: str) -> None:
         """Leave a layer alone from now on, and forget what was measured of it."""
         self.refused[place.heads.start, place.heads.stop], self.seen = reason, True
+        self.waiting.add(self.table, self.moments)
         for sums, columns in ((self.table, place.heads), (self.moments, place.components), (self.window, place.heads)):
             sums[:, columns] = 0
         self.factors.probes[place.layer].grad = None
@@ -245,7 +245,7 @@ class State:
 
     def collect(self, heads: slice = slice(None)) -> Tensor:
         """Return a copy of the table of some heads, with their sensitivity in it."""
-        self.inputs.add_all(self.table)
+        self.waiting.add(self.table, self.moments)
         table = self.table[:, heads].clone()
         table[statistics.ROW["sensitivity"]] = self.factors.sensitivity()[heads]
         return table

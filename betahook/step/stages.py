@@ -47,6 +47,7 @@ def add(state: State, layers: Layers, loss_scale: LossScale) -> None:
     """Add the sensitivities of this step to those since the last pooling, but for what is not finite; note that."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():  # else nothing is sharded
         layers.read_weights(state.turn, sharded=True)
+    state.waiting.add(state.table, state.moments)
     if loss_scale.skipped:  # nothing to learn from, and nothing to warn about
         _forget_nonfinite(state)
         return
@@ -82,7 +83,6 @@ def is_due(state: State, controllers: Sequence[Controller], interval: int, loss_
 def pool(state: State, *, skipped: bool = False) -> Tensor:
     """Add up the sums of all ranks; they become the recent ones. Return which heads they measured, `[heads]`."""
     table, window, moments = state.table, state.window, state.moments
-    state.inputs.add_all(table)
     if skipped:  # tells all ranks that the step was skipped on one
         window.fill_(torch.nan)
     if statistics.is_distributed():
@@ -157,7 +157,7 @@ def clear(state: State) -> None:
     """Begin to add up anew, after what there was is pooled."""
     for sums in (state.table, state.moments, state.window):
         sums.zero_()
-    state.inputs.clear()
+    state.waiting.clear()
     state.batches = 0
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from betahook.measure.calls import valid_tokens
-from betahook.measure.masks import Mask
+from betahook.measure.masks import Given, Mask
 from betahook.tap.override import Override
 from betahook.tap.recorder import Recorder
 
@@ -24,7 +24,9 @@ Listener: TypeAlias = Callable[[Tensor, Tensor, tuple[Tensor | None, Tensor | No
 def listening(recorder: Recorder, listener: Listener) -> Iterator[None]:
     """Hand every attention call to a listener, in any mode of the module; nothing is recorded meanwhile."""
 
-    def record(query: Tensor, key: Tensor, mask: Mask, **options: Any) -> None:
+    def record(query: Tensor, key: Tensor, mask: Mask | Given, **options: Any) -> None:
+        if isinstance(mask, Given):
+            mask = mask.describe(query.shape[2], key.shape[2])
         listener(query.detach(), key.detach(), (mask.queries, mask.keys))
 
     def record_pairs(raw: Tensor, logits: Tensor, allowed: Tensor, operands: tuple[Tensor, Tensor], *_: Any) -> None:

@@ -106,8 +106,7 @@ def record_call(
         torch.ops.betahook.record_call(*_tables(layer), *operands, *pairs, position_bias, softcap, sinks)
     else:
         layer.note_default(default)
-        mask = given.describe(query.shape[2], key.shape[2])
-        layer.record(query, key, mask, position_bias=position_bias, softcap=softcap, sinks=sinks)
+        layer.record(query, key, given, position_bias=position_bias, softcap=softcap, sinks=sinks)
 
 
 @_operation(

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from betahook import compat
 from betahook.measure import calls, inputs
-from betahook.measure.masks import Mask
+from betahook.measure.masks import Given, Mask
+from betahook.measure.together import Call, room
 from betahook.models.discovery import AttentionModule
 from betahook.models.projections import Projection, locate
 from betahook.state import HeadRange, State, gain_of, writing_to
@@ -44,6 +45,40 @@ def _scales(state: State, local: HeadRange, default: float | None, device: torch
 def _part(values: Tensor, heads: slice, first: int) -> Tensor:
     """Those of some heads, from values of a layer whose first head has the number `first`."""
     return values[heads.start - first : heads.stop - first]
+
+
+def _record(
+    state: State,
+    place: HeadRange,
+    default: float | None,
+    query: Tensor,
+    key: Tensor,
+    mask: Mask | Given,
+    options: dict[str, Any],
+) -> None:
+    """Add a call to the tables, or let it wait for those of the other layers, of which the last has all measured."""
+    further: dict[str, Any] = dict(exact_max_logit=state.exact_max_logit, inputs=state.waiting.inputs.take(place.heads))
+    waits = default is not None and options["position_bias"] is options["sinks"] is None
+    if isinstance(mask, Given) and waits and _may_wait(state, place, query, key, mask):
+        further |= dict(scales=state.factors.scales(state.beta), softcap=options["softcap"])
+        call = Call(place.heads, place.components, query.detach(), key.detach(), mask, **further)
+        state.waiting.note(state.table, state.moments, call)
+        if place.layer == state.turn[-1]:
+            state.waiting.add_calls(state.table, state.moments)
+        return
+    if isinstance(mask, Given):
+        mask = mask.describe(query.shape[2], key.shape[2])
+    scales = _scales(state, place, default, query.device)
+    table, moments = _tables(state, place)
+    calls.add_scores(table, moments, query.detach(), key.detach(), mask, scales, **options, **further)
+
+
+def _may_wait(state: State, place: HeadRange, query: Tensor, key: Tensor, given: Given) -> bool:
+    """Tell if a call is small, its pairs are the same for all heads, and autograd keeps its q and k as they are."""
+    if len(state.turn) < 2 or not (query.requires_grad and key.requires_grad and type(query) is type(key) is Tensor):
+        return False
+    same = given.tensor is None or given.tensor.dim() == 2 or given.tensor.shape[1] == 1
+    return same and query.shape[3] == place.head_dim and state.waiting.takes(place.heads) and room(query, key) > 1
 
 
 class _Inputs:
@@ -209,21 +244,21 @@ class Recorder:
         self,
         query: Tensor,
         key: Tensor,
-        mask: Mask,
+        mask: Mask | Given,
         *,
         position_bias: Tensor | None,
         softcap: float | None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Add one attention call; `query [batch, heads, queries, d_k]` and `key` as the score product gets them."""
+        """Add one attention call; `query [batch, heads, queries, d_k]` and `key` as the score product gets them.
+
+        With a mask that nobody has looked at yet, a small call may wait to be measured with those of other layers.
+        """
         if query.numel() == 0 or key.numel() == 0:
             return
         self._state.recorded = True
-        options: dict[str, Any] = dict(position_bias=position_bias, softcap=softcap, sinks=sinks)
-        options |= dict(exact_max_logit=self._state.exact_max_logit, inputs=self._state.inputs.take(self._local.heads))
-        query, key = query.detach(), key.detach()
-        scales = _scales(self._state, self._local, self._default, query.device)
-        calls.add_scores(*_tables(self._state, self._local), query, key, mask, scales, **options)
+        options = dict(position_bias=position_bias, softcap=softcap, sinks=sinks)
+        _record(self._state, self._local, self._default, query, key, mask, options)
 
     @torch.no_grad()
     def record_pairs(
@@ -254,9 +289,10 @@ class Recorder:
         tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         self.follow(tensor.device)
         entries = self._inputs.entries_of(tensor) if shared else inputs.entries_of(tensor)
-        self._state.inputs.note(self._state.table, self._local.heads, sides, entries)
+        waiting = self._state.waiting.inputs
+        waiting.note(self._state.table, self._local.heads, sides, entries)
         if not shared:
-            self._state.inputs.add_all(self._state.table)
+            waiting.add_all(self._state.table)
 
     def writing_to(self, table: Tensor, moments: Tensor, beta_default: Tensor) -> AbstractContextManager[None]:
         """Write to these tensors instead of the state's for a while."""

@@ -22,6 +22,8 @@ def test_a_measured_step_adds_few_operations_to_a_layer(example, length, dtype, 
     launched, _ = example.added(length, dtype, cpu=cpu)
     assert min(launched.values()) >= 0
     assert 20 < sum(launched.values()) <= most
+    together, _ = example.added(length, dtype, cpu=cpu, alone=False)
+    assert 4 < sum(together.values()) <= 10
 
 
 def test_waiting_for_a_device_is_refused(example):

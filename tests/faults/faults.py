@@ -41,6 +41,7 @@ COMMANDS = ("tests/unit/cli/test_commands.py",)
 RECORDER = ("tests/unit/tap/test_recorder.py",)
 RIGHT = ("tests/unit/tap/test_right_or_refused.py",)
 ROWS = ("tests/unit/measure/test_rows.py",)
+TOGETHER = ("tests/unit/measure/test_together.py",)
 SCORES = ("tests/unit/measure/test_scores.py",)
 
 FAULTS = [
@@ -94,6 +95,11 @@ FAULTS = [
     Fault("betahook/measure/pairs.py", "bias.masked_fill(~allowed, 0)", "0"),
     Fault("betahook/measure/calls.py", "torch.where(mask.structured, exact, sampled.pop(0))", "exact"),
     Fault("betahook/measure/statistics.py", "found * scales[:, None]", "torch.stack([found, found])"),
+    Fault("betahook/measure/together.py", "self.heads.start == other.heads.stop", "True", TOGETHER),
+    Fault("betahook/measure/together.py", "self.given.tensor is other.given.tensor", "True", TOGETHER),
+    Fault("betahook/measure/together.py", "if call.versions() == versions:", "if True:", TOGETHER),
+    Fault("betahook/measure/inputs.py", "columns[2 * side], columns", "columns[side], columns", TOGETHER),
+    Fault("betahook/tap/recorder.py", "query.requires_grad and key.requires_grad and", "True and", TOGETHER),
     Fault("betahook/measure/inputs.py", "                self._add(table, name)\n", "                pass\n"),
     Fault("betahook/measure/inputs.py", "dtype=dtype).square()", "dtype=dtype)"),
     Fault("betahook/measure/rows.py", "entropy = entropy * pairs.filled[..., None]", "pass"),

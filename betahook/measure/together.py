@@ -1,0 +1,153 @@
+"""Attention calls of several small layers, which wait for one another and are measured as one call with many heads.
+
+A small layer costs what the host takes to launch its statistics, so those of all layers are launched at once. The
+recorder of a layer asks `room` if its call is small enough, hands it to `Together.note`, and calls `add_calls` with the
+last layer of the forward; who reads the tables calls `add` first. Nothing here may read a value back to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from betahook import compat
+from betahook.measure import calls, devices
+from betahook.measure.inputs import Entries, Waiting, joined
+from betahook.measure.masks import Given, Mask
+from betahook.measure.pairs import is_short
+from betahook.measure.rows import CACHED
+
+AT_ONCE = 2**22
+"""Entries of the queries that an accelerator takes at once, so that copies of them need little memory."""
+
+
+def room(query: Tensor, key: Tensor) -> int:
+    """Return how many calls such as this one may be measured at once; 1 for a call that has nothing to gain."""
+    queries, keys = query.shape[2], key.shape[2]
+    if not devices.is_cpu(query.device):
+        return AT_ONCE // max(1, query.numel())
+    return CACHED // max(1, query.shape[:3].numel() * keys) if is_short(queries, keys) else 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call, as `calls.add_scores` gets it.
+
+    Attributes:
+        heads, components: columns of the layer in the table and in the moments.
+        query, key: detached. Autograd keeps them for the backward, so that they take no memory of their own.
+        given: its pairs, alike for all heads.
+        scales: `[2, all heads]`, 1 and the inverse temperature in force; the same tensor between two steps.
+        softcap: the model's soft cap of its logits.
+        exact_max_logit: as `calls.add_scores` has it.
+        inputs: of W_q and W_k, none where they were not seen.
+    """
+
+    heads: slice
+    components: slice
+    query: Tensor
+    key: Tensor
+    given: Given
+    scales: Tensor
+    softcap: float | None
+    exact_max_logit: bool
+    inputs: list[Entries]
+
+    def versions(self) -> tuple[int, int]:
+        """Tell how often q and k were changed in place."""
+        return compat.owner_and_version(self.query)[1], compat.owner_and_version(self.key)[1]
+
+    def is_like(self, other: Call) -> bool:
+        """Tell if both can be measured as one, this one behind the other."""
+        same = self.given.tensor is other.given.tensor and self.scales is other.scales
+        return same and self.heads.start == other.heads.stop and self._form() == other._form()
+
+    def _form(self) -> tuple[object, ...]:
+        query, key, entries = self.query, self.key, tuple(number for number, *_ in self.inputs)
+        tensors = query.shape, key.shape, query.dtype, key.dtype, query.device, key.device
+        return *tensors, self.given.kind, self.given.band, self.softcap, self.exact_max_logit, entries
+
+
+class Together:
+    """Everything that is measured and not in the table of all layers yet.
+
+    The calls that wait are alike, and of neighbouring layers.
+
+    Attributes:
+        inputs: of W_q and W_k, whose call is yet to come.
+    """
+
+    def __init__(self) -> None:
+        self.inputs = Waiting()
+        self._calls: list[Call] = []
+        self._versions: list[tuple[int, int]] = []
+        self._mask: Mask | None = None
+        self._alone: set[int] = set()
+
+    def takes(self, heads: slice) -> bool:
+        """Tell if a layer's calls can wait: not where it once changed q or k before they were measured."""
+        return heads.start not in self._alone
+
+    def note(self, table: Tensor, moments: Tensor, call: Call) -> None:
+        """Let a call wait; `table` and `moments` are of all heads, as in `add`."""
+        if self._calls and not (call.is_like(self._calls[-1]) and len(self._calls) < room(call.query, call.key)):
+            self.add_calls(table, moments)
+        if not self._calls:
+            self._mask = call.given.describe(call.query.shape[2], call.key.shape[2])
+        self._calls.append(call)
+        self._versions.append(call.versions())
+
+    def add(self, table: Tensor, moments: Tensor) -> None:
+        """Add everything to the `table [quantities, heads]` and `moments [4, components]`, in place."""
+        self.add_calls(table, moments)
+        self.inputs.add_all(table)
+
+    @torch.no_grad()
+    def add_calls(self, table: Tensor, moments: Tensor) -> None:
+        """Measure the calls, and add them."""
+        for run in self._unchanged():
+            heads = slice(run[0].heads.start, run[-1].heads.stop)
+            components = slice(run[0].components.start, run[-1].components.stop)
+            query, key = _side_by_side([call.query for call in run]), _side_by_side([call.key for call in run])
+            assert self._mask is not None
+            calls.add_scores(
+                table[:, heads],
+                moments[:, components],
+                query,
+                key,
+                self._mask,
+                run[0].scales[:, heads].to(query.device),
+                position_bias=None,
+                softcap=run[0].softcap,
+                sinks=None,
+                exact_max_logit=run[0].exact_max_logit,
+                inputs=joined([call.inputs for call in run]),
+            )
+        self._calls, self._versions, self._mask = [], [], None
+
+    def clear(self) -> None:
+        """Forget everything that waits."""
+        self._calls, self._versions, self._mask = [], [], None
+        self.inputs.clear()
+
+    def _unchanged(self) -> Iterator[list[Call]]:
+        """Give runs of neighbours. A layer whose q or k changed meanwhile lost this measurement, and waits no more."""
+        run: list[Call] = []
+        for call, versions in zip(self._calls, self._versions, strict=True):
+            if call.versions() == versions:
+                run.append(call)
+                continue
+            self._alone.add(call.heads.start)
+            if run:
+                yield run
+            run = []
+        if run:
+            yield run
+
+
+def _side_by_side(tensors: list[Tensor]) -> Tensor:
+    """Put the heads of layers beside one another, `[batch, heads, tokens, d_k]` each."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)
