@@ -212,7 +212,7 @@ class Hook:
     def step(self, scaler: GradScaler | None = None, *, loss: Tensor | float | None = None) -> None:
         """Pool the statistics over ranks, run the controllers and write beta: once per optimizer step, after it.
 
-        Where no controller is due it only adds the sensitivities up, but in the first step and every `interval` steps.
+        It only adds sensitivities up where no controller is due, except in the first step and every `interval` steps.
 
         Args:
             scaler: the scaler of the loss in float16 training, after its `update()`. The sensitivities are divided by
