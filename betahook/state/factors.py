@@ -76,7 +76,6 @@ class Factors:
         """Make what `gain` and `scales` return for all layers, after `beta [heads]` or `own` was written to."""
         made_of = compat.owner_and_version(beta)[1], compat.owner_and_version(self.own)[1]
         if made_of != self._made_of:
-            self._made_of = made_of
             with torch.inference_mode(False), torch.no_grad():  # made in a forward, of which it must know nothing
                 for of_layer in self._leaves:
                     self._retire(of_layer)
@@ -85,6 +84,7 @@ class Factors:
                 self._scales = torch.stack([torch.ones_like(acting), acting])
                 self._gains = gains[:, None, None].split(self._lengths)
                 self._known, self._leaves = gains.nan_to_num(), {}
+            self._made_of = made_of  # last: what was not made, on an error or in another thread, serves nobody
 
     def leaf(self, layer: int, beta: Tensor) -> Tensor:
         """Return `gain` as a leaf that requires grad: this gradient times the gain is a part of the sensitivity."""

@@ -217,7 +217,7 @@ class Recorder:
         return self._state.gain(self._local.heads, default)
 
     def ready_gain(self, *, as_leaf: bool) -> Tensor | None:
-        """The same by the number that was last noted, `[heads, 1, 1]`; None if another rank computes some heads.
+        """`current_gain` by the number that was last noted, `[heads, 1, 1]`; None if another rank computes some heads.
 
         As a leaf it requires grad, and its gradient gives the sensitivity; that of a pause is lost.
         """

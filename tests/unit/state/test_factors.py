@@ -1,5 +1,7 @@
 """The gains and probes of all layers: made when something changed, and only then."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -54,6 +56,16 @@ def test_gains_are_made_anew_after_a_change_and_the_old_ones_stay(factors, chang
         (values[:1] if change == "a head" else values).fill_(2.0)
     assert factors.gain(0, values).flatten().tolist() == ([4.0, 2.0] if change == "a head" else [4.0, 4.0])
     assert old.flatten().tolist() == [2.0, 2.0]
+
+
+def test_gains_that_could_not_be_made_are_made_by_the_next_who_asks(factors):
+    values = torch.ones(5)
+    factors.gain(0, values)
+    values.fill_(2.0)
+    broken = mock.patch("torch.stack", side_effect=RuntimeError("no memory"))
+    with broken, pytest.raises(RuntimeError, match="no memory"):
+        factors.gain(0, values)
+    assert factors.gain(0, values).flatten().tolist() == [4.0, 4.0]
 
 
 def test_gains_made_in_inference_serve_training(factors):
