@@ -3,6 +3,7 @@
 import ast
 import pkgutil
 import re
+import tomllib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -147,6 +148,12 @@ def _too_long(limit, *kinds):
 
 def test_every_room_is_in_the_table_and_every_one_of_the_table_is_there():
     assert {_room(module) for module in FILES} == set(ROOMS)
+
+
+def test_every_folder_of_the_package_is_in_the_wheel():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = (file.parent.relative_to(ROOT) for file in ROOT.glob("betahook/**/__init__.py"))
+    assert sorted(listed) == sorted([*(".".join(folder.parts) for folder in folders), "betahook.integrations"])
 
 
 def test_the_table_has_no_circle():
