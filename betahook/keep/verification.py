@@ -135,8 +135,9 @@ def _check_layer(plan: Plan, layer: AttentionLayer, places: list[Scaling], run: 
         return exact
     if _has_effect(plan, layer, run):
         reason = (
-            "its output is not that of a scaled query projection or norm. Probably the query is used outside the "
-            "scores too, as in some relative position biases: attach without it, layers=..."
+            "its output is not that of a scaled query projection or norm. Probably a norm without a weight comes "
+            "between, or the query is used outside the scores too, as in some relative position biases: attach without "
+            "it, layers=..."
         )
         raise plan.error(reason, layer)
     reason = "its output on the input of the last forward does not depend on beta; run one where it does"

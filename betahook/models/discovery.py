@@ -80,7 +80,8 @@ class Verdict:
 
 NO_ATTENTION = Verdict()
 UNKNOWN_CODE = Verdict(
-    obstacle="no product with a softmax behind it was found in its code, nor in the functions that this calls by name",
+    obstacle="no product with a softmax behind it was found in its code, nor in the functions that this calls by name; "
+    "F.scaled_dot_product_attention is found",
     by_name_only=True,
 )
 UNKNOWN_SIZE = Verdict(
