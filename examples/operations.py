@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -32,7 +33,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaFor
 import betahook
 from betahook.measure import calls, components, devices, statistics
 from betahook.measure.masks import Band, Mask
-from betahook.tap import recorder
+from betahook.tap import gain, recorder
 from timing import allocated
 
 WAITING = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "equal", "unique", "_unique2")
@@ -135,10 +136,14 @@ def run(layers: int, hooked: bool, length: int, dtype: torch.dtype) -> Operation
 def added(length: int, dtype: torch.dtype, *, cpu: bool = False, alone: bool = True) -> tuple[Counter[str], int]:
     """Operations that measuring adds to one layer, by name, and the number of views.
 
-    Layers as small as these would be measured together; as large ones are, `alone`.
+    Layers as small as these are measured together; `alone` is how large ones are, and their query is scaled.
     """
-    room = (lambda query, key: 1) if alone else recorder.room
-    with mock.patch.object(devices, "is_cpu", return_value=cpu), mock.patch.object(recorder, "room", room):
+    with ExitStack() as undo:
+        undo.enter_context(mock.patch.object(devices, "is_cpu", return_value=cpu))
+        if alone:
+            undo.enter_context(mock.patch.object(recorder, "room", return_value=1))
+        if alone and not cpu:
+            undo.enter_context(mock.patch.object(gain, "SMALL", 0))
         of = {(layers, hooked): run(layers, hooked, length, dtype) for layers in (2, 3) for hooked in (False, True)}
     launched, views = Counter[str](), 0
     for (layers, hooked), counted in of.items():

@@ -158,9 +158,5 @@ def _add(
         components.add(moments, query, key, counts[4:])
     else:  # another d_k than the module says
         sums[0] = F.pad(counts[:4], (0, 0, 0, 2))
-    several, one = [x for x in sums if x.dim() == 2], [x for x in sums if x.dim() == 1]
-    first = torch.cat(several)
-    statistics.add(table, "pairs", first)
-    if one:
-        statistics.add(table, statistics.SUMS[len(first)], torch.stack(one))
+    statistics.add(table, "pairs", torch.cat([x if x.dim() == 2 else x[None] for x in sums]))
     statistics.raise_maxima(table, torch.stack(tuple(largest)), scales)

@@ -114,6 +114,12 @@ class Factors:
             return torch.zeros_like(self.own) if of_probes is None else of_probes
         return of_leaves * self._known if of_probes is None else torch.addcmul(of_probes, of_leaves, self._known)
 
+    def drop(self, layer: int) -> None:
+        """Drop the sensitivity of a layer since the last step."""
+        self.probes[layer].grad = None
+        if layer in self._leaves:
+            self._leaves[layer].grad = None
+
     def _joined(self, gradients: list[Tensor | None]) -> Tensor | None:
         """Return the gradients of all layers, `[heads]`, zero for a layer without one; None if there is none at all."""
         if all(gradient is None for gradient in gradients):

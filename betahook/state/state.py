@@ -221,7 +221,7 @@ class State:
         self.waiting.add(self.table, self.moments)
         for sums, columns in ((self.table, place.heads), (self.moments, place.components), (self.window, place.heads)):
             sums[:, columns] = 0
-        self.factors.probes[place.layer].grad = None
+        self.factors.drop(place.layer)
         release_refused(self)
 
     def refusal(self, place: HeadRange) -> str | None:

@@ -38,7 +38,12 @@ def _find(beta: Tensor) -> Recorder:
     if found is None or found.tensors.beta.data_ptr() != address:  # a new one, or one that moved to another device
         _by_address.clear()
         _by_address.update({each.tensors.beta.data_ptr(): each for each in _recorders})
-        found = _by_address[address]
+        found = _by_address.get(address)
+    if found is None:
+        raise RuntimeError(
+            "a compiled graph measures a layer whose hook is gone: expected the hook under which it was compiled. Call "
+            "torch.compiler.reset(), and compile the model again"
+        )
     return found
 
 

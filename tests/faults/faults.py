@@ -382,6 +382,7 @@ FAULTS = [
     Fault("betahook/state/factors.py", "if made_of != self._made_of", "if self._made_of is None"),
     Fault("betahook/state/factors.py", "leaf.register_post_accumulate_grad_hook(move)", "pass"),
     Fault("betahook/state/factors.py", "gains.nan_to_num(), {}", "gains, {}"),
+    Fault("betahook/state/factors.py", "            self._leaves[layer].grad = None\n", "            pass\n"),
     Fault("betahook/tap/gain.py", "query.numel() <= SMALL and ", ""),
     Fault("betahook/measure/masks.py", "mask.is_inference() or compat.is_captured(mask.device)", "mask.is_inference()"),
     Fault(

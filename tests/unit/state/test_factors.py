@@ -114,6 +114,17 @@ def test_the_sensitivity_of_a_gain_is_its_gradient_times_itself(factors):
     assert factors.sensitivity().tolist() == [0] * 5
 
 
+def test_a_layer_that_is_dropped_leaves_the_others_theirs(factors):
+    values = torch.ones(5)
+    for layer in range(2):
+        factors.leaf(layer, values).sum().backward()
+        factors.probes[layer].sum().backward()
+    factors.drop(0)
+    assert factors.sensitivity().tolist() == [0, 0, 5, 5, 5]
+    factors.drop(1)
+    assert factors.sensitivity().tolist() == [0] * 5
+
+
 def test_a_layer_whose_own_beta_is_unknown_has_no_sensitivity():
     factors = Factors([1, 1], CPU)
     factors.note(0, slice(0, 1), 0.5)

@@ -8,6 +8,7 @@ import torch
 
 import betahook
 from betahook import Cap, Clip, Controller, Decades, Gradient, Monitor, Search, Variance
+from betahook.measure import statistics
 from support.models import build, inputs
 from support.training import LAYER, train
 
@@ -266,3 +267,56 @@ def test_a_layer_that_is_left_out_of_a_batch_has_a_sensitivity_of_zero_in_it():
     assert torch.equal(after[0, heads:], before[0, heads:])
     assert (after[0, :heads] != before[0, :heads]).all()
     assert (after[1] == 2).all()
+
+
+def test_micro_batches_are_one_batch_of_a_window():
+    """Two halves of a batch, with half of the loss each, have the window of the whole."""
+    batch, windows = inputs("llama", padded=False), []
+    for halves in (1, 2):
+        model = build("llama")
+        with betahook.attach(model, controller=search()) as hook:
+            for _ in range(6):
+                for some in range(halves):
+                    part = {name: values.chunk(halves)[some] for name, values in batch.items()}
+                    (model(**part).loss / halves).backward()
+                model.zero_grad()
+                hook.step()
+            windows.append((window_of(hook), hook._state.table[statistics.ROW["pairs"]].clone()))
+    (whole, pairs), (parts, pairs_of_parts) = windows
+    assert parts[1].tolist() == whole[1].tolist() == [2] * len(whole[1])
+    torch.testing.assert_close(parts[0], whole[0], rtol=1e-4, atol=1e-7)
+    assert torch.equal(pairs_of_parts, pairs)
+
+
+def test_a_pause_in_a_window_leaves_no_trace_in_it():
+    paths = []
+    for pauses in (False, True):
+        model, path = build("llama"), []
+        with betahook.attach(model, controller=search()) as hook:
+            for _ in range(9):
+                if pauses:
+                    with hook.pause():
+                        (3 * model(**inputs("llama")).loss).backward()
+                    model.zero_grad()
+                path += train(model, hook, 1)
+            path.append(window_of(hook).tolist())
+        paths.append(path)
+    assert paths[0] == paths[1]
+
+
+def test_a_hook_that_goes_in_a_window_leaves_the_model_and_takes_nothing_along():
+    model = build("llama")
+    alone = model(**inputs("llama")).loss.item()
+    hook = betahook.attach(model, controller=search())
+    for _ in range(6):
+        model(**inputs("llama")).loss.backward()
+        model.zero_grad()
+        hook.step()
+    model(**inputs("llama")).loss.backward()
+    seen = window_of(hook)
+    hook.detach()
+    model(**inputs("llama")).loss.backward()
+    assert torch.equal(window_of(hook), seen)
+    assert model(**inputs("llama")).loss.item() == alone
+    with betahook.attach(model, controller=search()) as other:
+        assert not window_of(other).any()
