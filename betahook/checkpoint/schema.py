@@ -68,6 +68,7 @@ def dump(
         settings: `per_head`, `interval`, `when` and `exact_max_logit`, as given to `attach`.
         controllers: those whose memories are in the state.
     """
+    table = state.collect()  # first: it adds to the others what waits
     tensors = {name: getattr(state, name).clone() for name in TENSORS}
     return {
         "version": VERSION,
@@ -75,7 +76,7 @@ def dump(
         "options": dict(settings),
         **{name: getattr(state, name) for name in COUNTERS},
         **tensors,
-        "table": state.collect(),
+        "table": table,
         "rows": {name: list(rows) for name, rows in ROWS.items()},
         "controllers": [
             {

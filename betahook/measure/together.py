@@ -40,7 +40,7 @@ class Call:
         heads, components: columns of the layer in the table and in the moments.
         query, key: detached. Autograd keeps them for the backward, so that they take no memory of their own.
         given: its pairs, alike for all heads.
-        scales: `[2, all heads]`, 1 and the inverse temperature in force; the same tensor between two steps.
+        scales: `[2, all heads]`, 1 and the inverse temperature in force; mostly one tensor for all layers of a forward.
         softcap: the model's soft cap of its logits.
         exact_max_logit: as `calls.add_scores` has it.
         inputs: of W_q and W_k, none where they were not seen.
@@ -56,14 +56,15 @@ class Call:
     exact_max_logit: bool
     inputs: list[Entries]
 
-    def versions(self) -> tuple[int, int]:
-        """Tell how often q and k were changed in place."""
-        return compat.owner_and_version(self.query)[1], compat.owner_and_version(self.key)[1]
+    def versions(self) -> tuple[int, ...]:
+        """Tell how often q, k and the tensor of the mask were changed in place."""
+        tensors = self.query, self.key, self.given.tensor
+        return tuple(compat.owner_and_version(tensor)[1] for tensor in tensors if tensor is not None)
 
     def is_like(self, other: Call) -> bool:
         """Tell if both can be measured as one, this one behind the other."""
-        same = self.given.tensor is other.given.tensor and self.scales is other.scales
-        return same and self.heads.start == other.heads.stop and self._form() == other._form()
+        follows = self.given.tensor is other.given.tensor and self.heads.start == other.heads.stop
+        return follows and self._form() == other._form()
 
     def _form(self) -> tuple[object, ...]:
         query, key, entries = self.query, self.key, tuple(number for number, *_ in self.inputs)
@@ -83,7 +84,7 @@ class Together:
     def __init__(self) -> None:
         self.inputs = Waiting()
         self._calls: list[Call] = []
-        self._versions: list[tuple[int, int]] = []
+        self._versions: list[tuple[int, ...]] = []
         self._mask: Mask | None = None
         self._alone: set[int] = set()
 
@@ -93,12 +94,15 @@ class Together:
 
     def note(self, table: Tensor, moments: Tensor, call: Call) -> None:
         """Let a call wait; `table` and `moments` are of all heads, as in `add`."""
-        if self._calls and not (call.is_like(self._calls[-1]) and len(self._calls) < room(call.query, call.key)):
-            self.add_calls(table, moments)
+        versions = call.versions()
+        if self._calls:
+            alike = call.is_like(self._calls[-1]) and versions[2:] == self._versions[-1][2:]
+            if not (alike and len(self._calls) < room(call.query, call.key)):
+                self.add_calls(table, moments)
         if not self._calls:
             self._mask = call.given.describe(call.query.shape[2], call.key.shape[2])
         self._calls.append(call)
-        self._versions.append(call.versions())
+        self._versions.append(versions)
 
     def add(self, table: Tensor, moments: Tensor) -> None:
         """Add everything to the `table [quantities, heads]` and `moments [4, components]`, in place."""
@@ -119,7 +123,7 @@ class Together:
                 query,
                 key,
                 self._mask,
-                run[0].scales[:, heads].to(query.device),
+                _scales(run, heads).to(query.device),
                 position_bias=None,
                 softcap=run[0].softcap,
                 sinks=None,
@@ -134,7 +138,7 @@ class Together:
         self.inputs.clear()
 
     def _unchanged(self) -> Iterator[list[Call]]:
-        """Give runs of neighbours. A layer whose q or k changed meanwhile lost this measurement, and waits no more."""
+        """Give runs of neighbours. A layer whose q, k or mask changed meanwhile is left out, and waits no more."""
         run: list[Call] = []
         for call, versions in zip(self._calls, self._versions, strict=True):
             if call.versions() == versions:
@@ -146,6 +150,13 @@ class Together:
             run = []
         if run:
             yield run
+
+
+def _scales(run: list[Call], heads: slice) -> Tensor:
+    """Those of all heads of a run, as each call had them: each of the first forward has a tensor of its own."""
+    if all(call.scales is run[0].scales for call in run):
+        return run[0].scales[:, heads]
+    return torch.cat([call.scales[:, call.heads] for call in run], 1)
 
 
 def _side_by_side(tensors: list[Tensor]) -> Tensor:

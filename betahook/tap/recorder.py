@@ -75,9 +75,12 @@ def _record(
 
 def _may_wait(state: State, place: HeadRange, query: Tensor, key: Tensor, given: Given) -> bool:
     """Tell if a call is small, its pairs are the same for all heads, and autograd keeps its q and k as they are."""
-    if len(state.turn) < 2 or not (query.requires_grad and key.requires_grad and type(query) is type(key) is Tensor):
+    kept = query.requires_grad and key.requires_grad and type(query) is type(key) is Tensor
+    # On another device another thread may be at work; and a graph that is captured must measure within itself.
+    if not kept or len(state.turn) < 2 or query.device != state.device or compat.is_captured(query.device):
         return False
-    same = given.tensor is None or given.tensor.dim() == 2 or given.tensor.shape[1] == 1
+    mask = given.tensor
+    same = mask is None or (not mask.is_inference() and (mask.dim() == 2 or mask.shape[1] == 1))
     return same and query.shape[3] == place.head_dim and state.waiting.takes(place.heads) and room(query, key) > 1
 
 

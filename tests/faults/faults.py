@@ -384,6 +384,14 @@ FAULTS = [
     Fault("betahook/state/factors.py", "gains.nan_to_num(), {}", "gains, {}"),
     Fault("betahook/state/factors.py", "            self._leaves[layer].grad = None\n", "            pass\n"),
     Fault("betahook/tap/gain.py", "query.numel() <= SMALL and ", ""),
+    Fault("betahook/measure/together.py", " and versions[2:] == self._versions[-1][2:]", ""),
+    Fault("betahook/measure/together.py", "self.query, self.key, self.given.tensor\n", "self.query, self.key, None\n"),
+    Fault(
+        "betahook/tap/recorder.py",
+        " or compat.is_captured(query.device):",
+        ":",
+        ("tests/unit/measure/test_together.py",),
+    ),
     Fault("betahook/measure/masks.py", "mask.is_inference() or compat.is_captured(mask.device)", "mask.is_inference()"),
     Fault(
         "betahook/step/stages.py",

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import betahook
+from betahook import compat
 from betahook.measure import devices, together
 from betahook.measure.masks import Band, Given
 from betahook.measure.statistics import ROW
@@ -117,6 +118,62 @@ def test_a_layer_that_changes_its_operands_afterwards_is_not_measured_wrongly(ch
     assert layers[1].statistics.std == layers[2].statistics.std
     recorders[0].record(*operands(), CAUSAL, **PLAIN)
     assert state.table[ROW["pairs"], :4].all()
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["before the next call", "after it"])
+def test_a_mask_that_is_changed_afterwards_is_that_of_later_calls_alone(at_once):
+    _, layers, recorders = three_layers()
+    tokens = torch.ones(2, 40, dtype=torch.bool)
+    given = Given("padding", tokens, Band(None, 0))
+    recorders[0].record(*operands(), given, **PLAIN)
+    if not at_once:
+        recorders[1].record(*operands(), given, **PLAIN)
+    tokens[:, 30:] = False
+    recorders[2 - at_once].record(*operands(), given, **PLAIN)
+    pairs = 2 * 4 * 30 * 31 // 2
+    assert [int(layer.statistics.count) for layer in layers] == [0, pairs if at_once else 0, 0 if at_once else pairs]
+
+
+def test_a_graph_that_is_captured_measures_at_once(monkeypatch):
+    state, _, recorders = three_layers()
+    monkeypatch.setattr(compat, "is_captured", lambda device: True)
+    recorders[0].record(*operands(), CAUSAL, **PLAIN)
+    assert state.table[ROW["pairs"], :4].all()
+
+
+def test_a_mask_of_inference_mode_does_not_wait():
+    state, _, recorders = three_layers()
+    with torch.inference_mode():
+        given = Given("padding", torch.ones(2, 40, dtype=torch.bool), Band(None, 0))
+    recorders[0].record(*operands(), given, **PLAIN)
+    assert state.table[ROW["pairs"], :4].all()
+
+
+def test_a_hook_that_loads_its_state_measures_with_the_same_bits():
+    """Though it takes the beta of each layer for new."""
+    model, batch, found = build("llama"), inputs("llama"), []
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        for _ in range(2):
+            model(**batch)
+            hook.step()
+        state = hook.state_dict()
+        for loads in (False, True):
+            if loads:
+                hook.load_state_dict(state)
+            model(**batch)
+            found.append(hook.state_dict())
+    for name in ("table", "moments"):
+        assert torch.equal(found[0][name], found[1][name])
+
+
+def test_what_waits_is_saved_whole():
+    model = build("llama")
+    last = model.model.layers[1]
+    last.forward = lambda hidden_states, *args, **kwargs: hidden_states
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama"))
+        state = hook.state_dict()
+        assert torch.equal(state["moments"], hook.state_dict()["moments"])
 
 
 def test_a_refused_layer_leaves_nothing_that_waits():
