@@ -15,8 +15,7 @@ from betahook.report.conditions import Condition
 from betahook.report.findings import Finding, Findings
 from betahook.report.metrics import MetricName
 from betahook.report.precision import Precision
-
-__version__ = "0.2.0"
+from betahook.version import __version__ as __version__
 
 __all__ = [
     "Alert",

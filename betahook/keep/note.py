@@ -5,13 +5,13 @@ A folded model is plain: nothing reads the note. `del model.config.betahook_fold
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from betahook.hook import Hook
+from betahook.version import __version__
 
 KEY = "betahook_folded"
 """Of the note in the config; another one than that of a model whose beta is not in its weights."""
@@ -31,7 +31,7 @@ def leave(hook: Hook, gains: list[Tensor]) -> None:
     if hasattr(getattr(model, "config", None), "to_json_file"):  # it is a config of transformers
         all_gains = torch.cat(gains)
         note = {
-            "version": version("betahook"),
+            "version": __version__,
             "controllers": [repr(controller) for controller in hook.controllers],
             "steps": hook.steps,
             "beta_over_own": [float(f"{float(limit):.6g}") for limit in all_gains.aminmax()],

@@ -119,7 +119,7 @@ class Plan:
         keep = "save hook.state_dict() beside model.state_dict(), hook.load_state_dict() brings beta back"
         if hasattr(self.hook.model, "save_pretrained"):
             keep = "save_pretrained() writes beta beside the weights, betahook.restore() brings it back"
-        where = "" if layer is None else f" into {layer.name} ({type(layer.module).__name__})"
+        where = "" if layer is None else f" into {layer.name or 'the model'} ({type(layer.module).__name__})"
         return FoldError(f"cannot fold beta{where}: {reason}. Or keep the hook: {keep}")
 
 

@@ -183,7 +183,8 @@ def _refusing(layer: AttentionLayer) -> Iterator[None]:
     try:
         yield
     except NoScalingError as error:
+        name = layer.name or "the model"
         raise UnsupportedModelError(
-            f"cannot clip {layer.name} ({type(layer.module).__name__}): {error}. Leave it out, attach(layers=...), or "
-            "use Cap, which acts on beta"
+            f"cannot clip {name} ({type(layer.module).__name__}): {error}. Leave it out, attach(layers=...), or use "
+            "Cap, which acts on beta"
         ) from error

@@ -19,6 +19,7 @@ ATTACHED = PIPELINE | {"replay", "checkpoint", "report", "options", "step", "hoo
 ROOMS = {
     "theory": set(),
     "compat": set(),
+    "version": set(),
     "measure": BASE,
     "models": {"compat"},
     "control": {"theory", "measure"},
@@ -32,8 +33,8 @@ ROOMS = {
     "step": PIPELINE | {"replay", "options"},
     "hook": ATTACHED - {"hook"},
     "examination": ATTACHED,
-    "keep": ATTACHED,
-    "__init__": ATTACHED | {"examination", "keep"},
+    "keep": ATTACHED | {"version"},
+    "__init__": ATTACHED | {"examination", "keep", "version"},
     "cli": ATTACHED | {"examination", "keep", "__init__"},
     "integrations": ATTACHED | {"keep", "__init__"},
 }

@@ -1,7 +1,6 @@
 """The note of a fold: in the config that is saved, read by nobody, and easily removed."""
 
 import json
-from importlib.metadata import version
 
 import torch
 from torch import nn
@@ -27,7 +26,7 @@ def test_the_config_and_the_card_say_what_was_folded(tmp_path):
     model.save_pretrained(tmp_path)
     note = json.loads((tmp_path / "config.json").read_text())["betahook_folded"]
     assert note == {
-        "version": version("betahook"),
+        "version": betahook.__version__,
         "controllers": ["Cap(threshold=1000.0)"],
         "steps": 1,
         "beta_over_own": [2.0, 4.0],

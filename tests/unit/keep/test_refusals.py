@@ -168,8 +168,8 @@ def test_an_offloaded_weight_is_refused():
     [
         (lambda: build("llama"), r"Or keep the hook: save_pretrained\(\) writes beta beside the weights"),
         (
-            lambda: nn.Sequential(FusedAttention()),
-            r"Or keep the hook: save hook.state_dict\(\) beside model.state_dict\(\)",
+            lambda: FusedAttention(),
+            r"into the model \(FusedAttention\): .* Or keep the hook: save hook.state_dict\(\) beside model.state_dict",
         ),
     ],
 )
