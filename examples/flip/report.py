@@ -86,7 +86,7 @@ def markdown(results: Iterable[Result]) -> list[str]:
         cells.items(), key=lambda cell: (cell[0][0] != "100/20/15000", cell[0][0])
     ):
         accuracies = [100 * result["accuracy"] for result in found]
-        name = f"`{column}`" + ("" if beta is None or column != "paper" else f" (β = {beta:g})")
+        name = f"`{column}`" + ("" if beta is None else f" (β = {beta:g})")
         reached = sum(result["steps_to_95"] is not None for result in found)
         fields = (
             row,
