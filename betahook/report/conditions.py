@@ -160,7 +160,7 @@ RULES = (
 
 ADVICE = {
     Condition.HEALTHY: "",
-    Condition.UNMEASURED: "no forward has come to its attention yet",
+    Condition.UNMEASURED: "no forward has come to its attention yet, or it is left alone: print(hook) says why",
     **{rule.condition: rule.advice for rule in RULES},
 }
 

@@ -219,9 +219,7 @@ class State:
         """Leave a layer alone from now on, and forget what was measured of it."""
         self.refused[place.heads.start, place.heads.stop], self.seen = reason, True
         self.waiting.add(self.table, self.moments)
-        for sums, columns in ((self.table, place.heads), (self.moments, place.components), (self.window, place.heads)):
-            sums[:, columns] = 0
-        self.factors.drop(place.layer)
+        _forget(self, place)
         release_refused(self)
 
     def refusal(self, place: HeadRange) -> str | None:
@@ -272,6 +270,15 @@ def writing_to(state: State, table: Tensor, moments: Tensor, beta_default: Tenso
 def gain_of(beta: Tensor, own: Tensor | float) -> Tensor:
     """Return `beta / own`, 1 where beta is NaN."""
     return torch.where(beta.isnan(), 1.0, beta / own)
+
+
+def _forget(state: State, place: HeadRange) -> None:
+    """Forget everything that was measured of a layer."""
+    for sums in (state.table, state.recent, state.window):
+        sums[:, place.heads] = 0
+    for sums in (state.moments, state.recent_moments):
+        sums[:, place.components] = 0
+    state.factors.drop(place.layer)
 
 
 def release_refused(state: State) -> None:

@@ -384,6 +384,12 @@ FAULTS = [
     Fault("betahook/state/factors.py", "gains.nan_to_num(), {}", "gains, {}"),
     Fault("betahook/state/factors.py", "            self._leaves[layer].grad = None\n", "            pass\n"),
     Fault("betahook/tap/gain.py", "query.numel() <= SMALL and ", ""),
+    Fault(
+        "betahook/state/state.py",
+        "(state.table, state.recent, state.window)",
+        "(state.table, state.window)",
+        ("tests/unit/report/test_findings.py",),
+    ),
     Fault("betahook/measure/together.py", " and versions[2:] == self._versions[-1][2:]", ""),
     Fault("betahook/measure/together.py", "self.query, self.key, self.given.tensor\n", "self.query, self.key, None\n"),
     Fault(

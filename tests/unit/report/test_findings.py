@@ -11,6 +11,7 @@ from betahook.control.notes import Note
 from betahook.control.opening import Phase
 from betahook.report.conditions import Condition, Numbers
 from betahook.report.findings import Finding, Findings
+from betahook.tap.recorder import ATTRIBUTE
 from support.models import build, inputs
 from support.training import LAYER, train
 
@@ -38,6 +39,23 @@ def forward_and_step(model, hook):
     model(**inputs("llama")).loss.backward()
     hook.step()
     return hook.findings()
+
+
+def test_a_layer_that_is_left_alone_later_shows_nothing_of_before():
+    model = build("llama")
+    with betahook.attach(model) as hook:
+        assert forward_and_step(model, hook)[0].condition is Condition.HEALTHY
+        model(**inputs("llama")).loss.backward()
+        getattr(model.get_submodule(LAYER), ATTRIBUTE).refuse("for a test")
+        hook.step()
+        first, second = hook.findings()
+        assert first.condition is Condition.UNMEASURED
+        assert "left alone" in first.advice
+        assert str(first.note) == "left alone"
+        assert second.condition is Condition.FLAT
+        assert str(second.note).startswith("warm-up")
+        metrics = hook.metrics()
+        assert not {f"{name}/{LAYER}" for name in ("logit_std", "independent_std", "sensitivity")} & metrics.keys()
 
 
 @pytest.fixture
