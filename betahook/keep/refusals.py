@@ -62,8 +62,10 @@ class Plan:
         adapters = (name for name, module in self.hook.model.named_modules() if compat.is_adapter(module))
         if (name := next(adapters, None)) is None:
             return None
-        merge = "merge that first, merged = model.merge_and_unload(), betahook.fold(merged)"
-        return f"{name} is wrapped by an adapter, saved without the weights below; {merge}"
+        merge = "merged = model.merge_and_unload(), betahook.fold(merged)"
+        if hasattr(self.hook.model, "fuse_lora"):  # a model of diffusers
+            merge = "model.fuse_lora(), model.unload_lora(), betahook.fold(model)"
+        return f"{name} is wrapped by an adapter, saved without the weights below; merge that first, {merge}"
 
     def _is_saved(self, place: Scaling) -> bool:
         return self.adapters is None or {id(weight.parameter) for weight in place.weights} <= self._adapted

@@ -3,6 +3,7 @@
 import logging
 
 import diffusers
+import peft
 import pytest
 import sentence_transformers
 import timm
@@ -162,6 +163,21 @@ def test_diffusers_says_where_it_loads_a_model_that_beta_is_missing(tmp_path, ca
     betahook.fold(again)
     again.save_pretrained(tmp_path / "plain")
     assert "betahook" not in (tmp_path / "plain" / "config.json").read_text()
+
+
+def test_lora_of_diffusers_is_merged_before_a_fold():
+    unet, (sample, steps, text, _) = make_unet().eval(), noisy()
+    unet.add_adapter(peft.LoraConfig(target_modules=["to_q"], init_lora_weights=False))
+    with betahook.attach(unet, controller="monitor", when="always") as hook:
+        unet(sample, steps, text)
+        sharpen(hook)
+        expected = unet(sample, steps, text).sample
+        with pytest.raises(betahook.FoldError, match=r"model\.fuse_lora\(\), model\.unload_lora\(\)"):
+            betahook.fold(unet)
+        unet.fuse_lora()
+        unet.unload_lora()
+        betahook.fold(unet)
+    torch.testing.assert_close(unet(sample, steps, text).sample, expected, rtol=1e-4, atol=1e-5)
 
 
 def stable_diffusion_3(norm):
