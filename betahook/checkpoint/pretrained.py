@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from transformers.utils import CONFIG_NAME
@@ -105,8 +105,9 @@ def follow_adapters(model: nn.Module, hook: Stateful, layers: Layers, undo: Exit
 
     Their `save_pretrained` is not that of the model, but saves the config of each adapter by its own method.
     """
-    if "peft_config" in vars(model) and not compat.saves_adapters(model):
-        for config in cast(Any, model).peft_config.values():
+    configs = vars(model).get("peft_config")  # a model of one's own may keep something else under this name
+    if isinstance(configs, dict) and not compat.saves_adapters(model):
+        for config in configs.values():
             if "save_pretrained" not in vars(config):
                 connect(config, hook, layers, undo)
 

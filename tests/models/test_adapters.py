@@ -398,6 +398,10 @@ def test_an_adapter_that_was_made_after_attach_says_that_beta_is_missing(tmp_pat
         adapted.save_pretrained(tmp_path)
     assert "save_pretrained" not in vars(config)
     assert "needs_betahook_restore" not in next(tmp_path.glob("own/**/adapter_config.json")).read_text()
+    model.peft_config = config  # of one's own, not of PEFT
+    with betahook.attach(model, when="always") as hook:
+        model(**batch)
+        hook.step()
     folder = tmp_path if name == "default" else tmp_path / name
     with pytest.warns(UserWarning, match="needs_betahook_restore"):
         again = peft.PeftModel.from_pretrained(build("llama"), folder).eval()
