@@ -26,8 +26,11 @@ class Fault:
 
 
 SEARCH = ("tests/unit/control/test_search_defaults.py", "tests/unit/control/test_search.py")
-CHECKPOINT = ("tests/unit/checkpoint",)
-STATE = ("tests/unit/state", "tests/unit/checkpoint")
+CHECKPOINT = ("tests/unit/checkpoint/test_checkpoint.py",)
+SCHEMA = ("tests/unit/checkpoint/test_schema.py",)
+FINGERPRINT = ("tests/unit/checkpoint/test_fingerprint.py",)
+STATE = ("tests/unit/state",)
+EXPORTED = ("tests/models/test_backends.py::test_an_exported_model_keeps_beta_without_its_hook",)
 VERIFICATION = ("tests/unit/keep/test_verification.py",)
 CLIPPING = ("tests/unit/step/test_clipping.py", "tests/unit/models/test_scaling.py")
 TRIAL = ("tests/unit/models/test_trial.py",)
@@ -43,6 +46,12 @@ RIGHT = ("tests/unit/tap/test_right_or_refused.py",)
 ROWS = ("tests/unit/measure/test_rows.py",)
 TOGETHER = ("tests/unit/measure/test_together.py",)
 SCORES = ("tests/unit/measure/test_scores.py",)
+
+
+def of_trainer(test: str) -> tuple[str]:
+    """One of the tests of the Trainer, which take long together."""
+    return (f"{TRAINER[0]}::test_{test}",)
+
 
 FAULTS = [
     # examination and the command
@@ -109,13 +118,13 @@ FAULTS = [
         "betahook/tap/recorder.py",
         "return compat.is_captured(self._state.device) or",
         "return True or",
-        ["tests/models/test_backends.py"],
+        ["tests/models/test_backends.py::test_one_graph_measures_the_layers_in_turn"],
     ),
     Fault(
         "betahook/tap/recorder.py",
         "and self._tensor_parallel_ranks == 1 and",
         "and self._tensor_parallel_ranks == 0 and",
-        ["tests/models/test_backends.py"],
+        ["tests/models/test_backends.py::test_layers_that_are_compiled_one_by_one_share_their_code"],
     ),
     Fault(
         "betahook/state/state.py",
@@ -375,7 +384,7 @@ FAULTS = [
         "betahook/state/state.py",
         "SMALLEST_BETA, LARGEST_BETA = 1e-10, 1e10",
         "SMALLEST_BETA, LARGEST_BETA = 0.0, 1e30",
-        CHECKPOINT,
+        SCHEMA,
     ),
     Fault("betahook/state/state.py", "state.nonfinite_since > step", "state.nonfinite_since >= step", STATE),
     Fault("betahook/state/factors.py", "if self._noted[layer] == beta", "if not math.isnan(self._noted[layer])"),
@@ -406,8 +415,8 @@ FAULTS = [
         HOOK,
     ),
     Fault("betahook/step/stages.py", "        _forget_nonfinite(state)\n", "", WINDOW),
-    Fault("betahook/tap/gain.py", " or compat.is_exporting()", "", ("tests/models/test_backends.py",)),
-    Fault("betahook/tap/opaque.py", "if compat.is_exporting():", "if False:", ("tests/models/test_backends.py",)),
+    Fault("betahook/tap/gain.py", " or compat.is_exporting()", "", EXPORTED),
+    Fault("betahook/tap/opaque.py", "if compat.is_exporting():", "if False:", EXPORTED),
     Fault(
         "betahook/tap/recorder.py",
         "leaf.detach().requires_grad_() if self._state.paused else leaf",
@@ -415,18 +424,18 @@ FAULTS = [
         ("tests/unit/tap/test_gain.py",),
     ),
     Fault("betahook/state/factors.py", "torch.inference_mode(False), torch.no_grad()", "torch.no_grad()"),
-    Fault("betahook/state/state.py", "torch.where(beta.isnan(), 1.0, beta / own)", "beta / own", STATE),
+    Fault("betahook/state/state.py", "torch.where(beta.isnan(), 1.0, beta / own)", "beta / own", CHECKPOINT),
     Fault(
         "betahook/checkpoint/schema.py",
         "torch.stack([values[rows.index(row)] if row in rows else zero for row in expected])",
         "values",
-        CHECKPOINT,
+        SCHEMA,
     ),
     Fault(
         "betahook/checkpoint/schema.py",
         'if {**_defaults(controller), **entry["options"]} != like["options"]',
         'if entry["options"] != like["options"]',
-        CHECKPOINT,
+        SCHEMA,
     ),
     Fault("betahook/checkpoint/fingerprint.py", "entries.to(got.dtype), got", "entries, got"),
     Fault("betahook/replay/last_call.py", " or depth > self._depth", ""),
@@ -439,8 +448,8 @@ FAULTS = [
     ),
     Fault("betahook/checkpoint/fingerprint.py", "last * index // (ENTRIES - 1)", "0"),
     Fault("betahook/checkpoint/fingerprint.py", " and not compat.is_flattened(weight)", ""),
-    Fault("betahook/checkpoint/file.py", "fingerprint.refuse_other_weights(entries, hook.model)", "pass", CHECKPOINT),
-    Fault("betahook/checkpoint/file.py", 'path.with_suffix(".unfinished")', "path", CHECKPOINT),
+    Fault("betahook/checkpoint/file.py", "fingerprint.refuse_other_weights(entries, hook.model)", "pass", FINGERPRINT),
+    Fault("betahook/checkpoint/file.py", 'path.with_suffix(".unfinished")', "path", FINGERPRINT),
     Fault("betahook/checkpoint/file.py", 'content.get("sha256") != _checksum(state, tensors)', "False", CHECKPOINT),
     Fault(
         "betahook/step/stages.py",
@@ -457,9 +466,24 @@ FAULTS = [
         "            pass\n        self._reports = (",
         ("tests/unit/integrations/test_reports.py",),
     ),
-    Fault("integrations/trainer.py", "hooks_of(model) & set(_training)", "hooks_of(model)", TRAINER),
-    Fault("integrations/checkpoints.py", "elif exported is not None:", "elif named and exported:", TRAINER),
-    Fault("integrations/checkpoints.py", "_exports(state).pop(_EXPORT, None)", "pass", TRAINER),
+    Fault(
+        "integrations/trainer.py",
+        "hooks_of(model) & set(_training)",
+        "hooks_of(model)",
+        of_trainer("the_hook_of_a_training_that_was_broken_off_is_replaced"),
+    ),
+    Fault(
+        "integrations/checkpoints.py",
+        "elif exported is not None:",
+        "elif named and exported:",
+        of_trainer("a_fork_of_a_run_ends_with_the_same_bits"),
+    ),
+    Fault(
+        "integrations/checkpoints.py",
+        "_exports(state).pop(_EXPORT, None)",
+        "pass",
+        of_trainer("the_state_of_the_trainer_is_that_of_any_run_once_beta_is_folded"),
+    ),
     Fault("betahook/control/clip.py", "(1 - MARGIN) * self.threshold", "self.threshold * 1.01", CLIPPING),
     Fault("betahook/step/clipping.py", "healthy = measured & observed.finite", "healthy = observed.finite", CLIPPING),
     Fault("betahook/step/clipping.py", "if self._differs(hook, layers):", "if False:", CLIPPING),
@@ -470,7 +494,12 @@ FAULTS = [
     ),
     Fault("betahook/step/clipping.py", "self._choice[layer] = choice", "pass", CLIPPING),
     Fault("betahook/models/scaling.py", "+ self.offset * (factors - 1)", "", CLIPPING),
-    Fault("integrations/trainer.py", "and self.hook.steps == 0:", "and self.hook.steps < 0:", TRAINER),
+    Fault(
+        "integrations/trainer.py",
+        "and self.hook.steps == 0:",
+        "and self.hook.steps < 0:",
+        of_trainer("a_first_batch_that_did_not_fit_leaves_nothing"),
+    ),
     Fault(
         "betahook/tap/heads.py",
         "torch.where(labels == UNKNOWN, labels, labels % FAR)",
