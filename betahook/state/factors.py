@@ -29,7 +29,7 @@ class Factors:
         self._lengths = list(lengths)
         self.own = torch.full((sum(lengths),), torch.nan, dtype=torch.float32, device=device)
         self.probes = [torch.zeros(heads, dtype=torch.float32, device=device, requires_grad=True) for heads in lengths]
-        self._noted = [math.nan] * len(lengths)
+        self._noted: list[float | None] = [math.nan] * len(lengths)
         self._gains: Sequence[Tensor] = ()
         self._known = self.own
         self._leaves: dict[int, Tensor] = {}
@@ -43,15 +43,16 @@ class Factors:
         self.probes = [probe.detach().to(device).requires_grad_() for probe in self.probes]
         self.set_sensitivity(sensitivity)
 
-    def note(self, layer: int, heads: slice, beta: float) -> bool:
+    def note(self, layer: int, heads: slice, beta: float | None) -> bool:
         """Remember the inverse temperature that a layer itself applies; return False if it is that of the last call.
 
-        Compared on the host, where it nearly always is the same number: nothing is then launched.
+        None stands for one that is not a number. Compared on the host, where it nearly always is the same number:
+        nothing is then launched.
         """
         if self._noted[layer] == beta:
             return False
         self._noted[layer] = beta
-        self.own[heads] = beta
+        self.own[heads] = math.nan if beta is None else beta
         self._made_of = None  # what a graph of the compiler writes counts as no version
         return True
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from betahook import compat
 from betahook.measure import components, statistics, weights
-from betahook.measure.dtypes import overflow_logit
+from betahook.measure.dtypes import overflow_logit, sum_dtype
 from betahook.measure.groups import HeadGroups, LayerSize
 from betahook.measure.together import Together
 from betahook.state.factors import Factors
@@ -176,14 +176,18 @@ class State:
 
     @torch.inference_mode(False)
     def to(self, device: torch.device) -> None:
-        """Follow the model to another device."""
+        """Follow the model to another device; numbers in float64 go on in the dtype of sums there."""
+
+        def moved(value: Tensor) -> Tensor:
+            return value.to(device, sum_dtype(device) if value.dtype == torch.float64 else None)
+
         for name, value in vars(self).items():
             if isinstance(value, Tensor | HeadGroups):
-                setattr(self, name, value.to(device))
+                setattr(self, name, moved(value) if isinstance(value, Tensor) else value.to(device))
         self.factors.to(device)
-        for part, moved in zip(self.parts, _parts(self), strict=True):
-            vars(part).update(vars(moved))
-        self.memories = [{name: value.to(device) for name, value in memory.items()} for memory in self.memories]
+        for part, there in zip(self.parts, _parts(self), strict=True):
+            vars(part).update(vars(there))
+        self.memories = [{name: moved(value) for name, value in memory.items()} for memory in self.memories]
 
     @property
     def batch(self) -> int:
@@ -207,9 +211,10 @@ class State:
     def note_default(self, place: HeadRange, default: float | Tensor) -> None:
         """Remember the inverse temperature that the model itself applies to heads of a layer: one, or one a head."""
         self.seen = True
+        number, heads = None if isinstance(default, Tensor) else float(default), place.heads
         # A CUDA graph writes it in every run: what the host remembers says nothing about that.
-        always, heads = isinstance(default, Tensor) or compat.is_captured(self.device), place.heads
-        if always or self.factors.note(place.layer, heads, float(default)):
+        is_new = compat.is_captured(self.device) or self.factors.note(place.layer, heads, number)
+        if is_new or number is None:
             with torch.no_grad():
                 own = self.beta_default[heads]
                 own.copy_(default.flatten()) if isinstance(default, Tensor) else own.fill_(default)

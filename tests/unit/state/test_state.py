@@ -32,6 +32,25 @@ def test_everything_follows_the_model():
     assert all(probe.is_leaf and probe.requires_grad for probe in state.factors.probes)
 
 
+def test_a_device_without_float64_gets_none(monkeypatch):
+    state, _, (recorder,) = make(attention(nn.Module(), 4, 8))
+    state.memories = [{"total": torch.zeros(1, dtype=torch.float64)}]
+    monkeypatch.setattr("betahook.state.state.sum_dtype", lambda device: torch.float32)
+    recorder.follow(torch.device("meta"))
+    tensors = [value for value in vars(state).values() if isinstance(value, torch.Tensor)]
+    dtypes = {x.dtype for x in [*tensors, state.parts[0].table, state.memories[0]["total"]]}
+    assert dtypes == {torch.float32, torch.int64}
+
+
+def test_the_own_beta_is_that_of_the_last_call_where_numbers_and_tensors_take_turns():
+    state, (layer,), (recorder,) = make(attention(nn.Module(), 2, 8))
+    by_head = torch.tensor([0.25, 2.0])
+    for default, expected in ((0.5, [0.5, 0.5]), (by_head, [0.25, 2.0]), (0.5, [0.5, 0.5]), (by_head, [0.25, 2.0])):
+        recorder.note_default(default)
+        assert layer.head_beta_default.tolist() == expected
+        assert state.factors.own.isnan().all() == isinstance(default, torch.Tensor)  # else another rank got the number
+
+
 def test_warnings_of_later_steps_are_forgotten():
     state, *_ = make(attention(nn.Module(), 3, 8))
     state.nonfinite_since.copy_(torch.tensor([0, 3, 7]))
