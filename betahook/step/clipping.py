@@ -1,6 +1,6 @@
 """Clipping: the stage of `Hook.step` that scales the weights of single heads, as the `Clip`s among its controllers say.
 
-Nothing here reads a value back to the host but the check of the first step.
+Nothing here reads a value back to the host but the check of each layer, in the first step that it is used in.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Clipping:
         """Count the heads that exceed a threshold, and scale their weights.
 
         Args:
-            hook: for the check of the first step.
+            hook: for the check of the weights.
             measured: heads that this step measured, boolean `[heads]`: a maximum of before says nothing about the
                 weights that were clipped since.
         """
@@ -80,7 +80,8 @@ class WeightScaling:
         self._heads = {layer: place.heads for layer, place in zip(layers.values(), ranges, strict=True)}
         self._found: dict[AttentionLayer, tuple[list[object], list[Scaling]]] = {}
         self._choice = dict.fromkeys(self._heads, 0)
-        self._is_checked = self._is_sharded = False
+        self._unchecked = list(self._heads)
+        self._is_sharded = False
         for layer in self._heads:
             self._find(layer)
         if any(compat.is_adapter(module) for module in model.modules()):
@@ -105,18 +106,22 @@ class WeightScaling:
     def check(self, hook: Hooked) -> None:
         """Check once, on the input of the last forward, that scaled weights do what beta does; all ranks must call.
 
-        Powers of 4, whose square roots are exact, go into the weights and out of beta: the output must stay.
+        Powers of 4, whose square roots are exact, go into the weights and out of beta: the output must stay. A layer
+        that was not used yet is checked when it is, and all of them wait for a step with such an input.
 
         Raises:
             UnsupportedModelError: it does not; the message names the layers.
         """
-        if self._is_checked:
+        self._unchecked = [layer for layer in self._unchecked if layer.refusal is None]
+        if not self._unchecked:
             return
-        for layer in self._heads:
+        self._is_sharded = any(compat.is_fsdp2(module) for module in self._model.modules())
+        layers = [layer for layer in self._unchecked if layer.beta_default == layer.beta_default]
+        if not (layers and self._on_any_rank(hook.last_call.input is not None)):
+            return
+        for layer in layers:
             with _refusing(layer):
                 self._find(layer).check()
-        self._is_sharded = any(compat.is_fsdp2(module) for module in self._model.modules())
-        layers = [layer for layer in self._heads if layer.refusal is None and layer.beta_default == layer.beta_default]
         with rerun.without_side_effects(hook):
             if self._differs(hook, layers):
                 wrong = [layer for layer in layers if not self._settle(hook, layer)]
@@ -124,7 +129,7 @@ class WeightScaling:
                     names = ", ".join(layer.name for layer in wrong or layers)
                     kind = type((wrong or layers)[0].module).__name__
                     raise UnsupportedModelError(f"cannot clip {names} ({kind}): {NOT_PROPORTIONAL}")
-        self._is_checked = True
+        self._unchecked = [layer for layer in self._unchecked if layer not in layers]
 
     def _find(self, layer: AttentionLayer) -> Scaling:
         """The weights of a layer, found again where adapters came or went."""
@@ -168,11 +173,11 @@ class WeightScaling:
             differs = not bool((rerun.distances(actual, expected) <= limits).all())
         return self._on_any_rank(differs)
 
-    def _on_any_rank(self, differs: bool) -> bool:
+    def _on_any_rank(self, here: bool) -> bool:
         if not statistics.is_distributed():
-            return differs
+            return here
         device = next(iter(self._heads)).current_gain.device
-        flag = torch.tensor(float(differs), device=device)
+        flag = torch.tensor(float(here), device=device)
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
         return bool(flag)
 

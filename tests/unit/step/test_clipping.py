@@ -339,6 +339,33 @@ def test_weights_that_do_not_act_as_they_look_are_refused_at_the_first_step(kind
         hook.step()
 
 
+class InTurn(nn.Module):
+    """Calls one of its attentions at a time."""
+
+    def __init__(self, *kinds):
+        super().__init__()
+        self.parts, self.chosen = nn.ModuleList(kind() for kind in kinds), 0
+
+    def forward(self, x):
+        return self.parts[self.chosen](x)
+
+
+@pytest.mark.parametrize("missing", ["input", "layer"])
+def test_what_the_first_step_could_not_check_is_checked_later(missing):
+    torch.manual_seed(0)
+    model, x = InTurn(FusedAttention, NormalisedAttention), torch.randn(3, LENGTH, WIDTH)
+    model.chosen = int(missing == "input")
+    with betahook.attach(model, controller=betahook.Clip(1e6)) as hook:
+        model(x).sum().backward()
+        if missing == "input":
+            hook.last_call.input = None
+        hook.step()
+        model.chosen = 1
+        model(x).sum().backward()
+        with pytest.raises(betahook.UnsupportedModelError, match=r"cannot clip parts\.1 \(Norm"):
+            hook.step()
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
