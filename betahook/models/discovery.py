@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import nn
 
 from betahook import compat
@@ -27,6 +28,7 @@ TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward
 KERNELS = {"flex_attention", "flash_attn_func", "flash_attn_varlen_func", "memory_efficient_attention"}
 """Functions that take the softmax too, and that a class of one's own calls by name: see `tap.kernels`."""
 SOFTMAX = {"softmax", "Softmax", "XSoftmax"}
+IN_NAME = re.compile("attention|attn", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,13 @@ def known_otherwise(module: nn.Module, used: Set[str], used_below: Set[str]) -> 
     return None if reason is None else Verdict(obstacle=reason)
 
 
+def is_scripted(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:
+    """Attention that `torch.jit` compiled: nothing that it calls is seen."""
+    name = module.original_name if isinstance(module, torch.jit.ScriptModule) else ""
+    reason = f"torch.jit compiled this {name}, so that its products are out of sight; leave it in Python"
+    return Verdict(obstacle=reason) if IN_NAME.search(name) else None
+
+
 def asks_interface(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:
     """Attention that asks transformers for its attention function."""
     if "get_interface" not in used:
@@ -203,7 +212,7 @@ def asks_torch(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdi
 
 def has_no_name(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:
     """Code that is not called attention, and asks nobody for one."""
-    if re.search("attention|attn", type(module).__name__, re.IGNORECASE):
+    if IN_NAME.search(type(module).__name__):
         return None
     computes = is_own(type(module)) and used_below & SOFTMAX and used_below & {"@", *PRODUCTS}
     has_weights = next(module.parameters(), None) is not None  # else it is a part of what calls it
@@ -221,5 +230,5 @@ def has_name_only(module: nn.Module, used: Set[str], used_below: Set[str]) -> Ve
     return UNKNOWN_CODE if re.search("(attention|attn)[0-9]*$", type(module).__name__, re.IGNORECASE) else None
 
 
-CLASSIFIERS = (known_otherwise, asks_interface, asks_torch, has_no_name, multiplies, has_name_only)
+CLASSIFIERS = (known_otherwise, is_scripted, asks_interface, asks_torch, has_no_name, multiplies, has_name_only)
 """In the order in which they are asked."""

@@ -388,6 +388,14 @@ FAULTS = [
     ),
     Fault("betahook/state/state.py", "state.nonfinite_since > step", "state.nonfinite_since >= step", STATE),
     Fault("betahook/state/factors.py", "if self._noted[layer] == beta", "if not math.isnan(self._noted[layer])"),
+    Fault(
+        "betahook/state/factors.py",
+        "self.own[heads] = math.nan if beta is None else beta",
+        "self.own[heads] = beta or 0.5",
+        STATE,
+    ),
+    Fault("betahook/state/state.py", "sum_dtype(device) if value.dtype == torch.float64 else None", "None", STATE),
+    Fault("betahook/models/discovery.py", "known_otherwise, is_scripted, asks", "known_otherwise, asks"),
     Fault("betahook/state/factors.py", "if made_of != self._made_of", "if self._made_of is None"),
     Fault("betahook/state/factors.py", "leaf.register_post_accumulate_grad_hook(move)", "pass"),
     Fault("betahook/state/factors.py", "gains.nan_to_num(), {}", "gains, {}"),
@@ -487,6 +495,7 @@ FAULTS = [
     Fault("betahook/control/clip.py", "(1 - MARGIN) * self.threshold", "self.threshold * 1.01", CLIPPING),
     Fault("betahook/step/clipping.py", "healthy = measured & observed.finite", "healthy = observed.finite", CLIPPING),
     Fault("betahook/step/clipping.py", "if self._differs(hook, layers):", "if False:", CLIPPING),
+    Fault("betahook/step/clipping.py", "if layer not in layers]", "if False]", CLIPPING),
     Fault(
         "betahook/models/scaling.py",
         "key_heads == heads and not any(getattr(module, name, None) is not None for name in families.KEY_NORMS):",

@@ -254,3 +254,11 @@ def test_attention_that_is_not_reached_is_named_with_the_reason():
         "landmarks": "NystromformerSelfAttention: it approximates the softmax by landmarks",
     }
     assert list(survey(LinearAttention()).not_reached) == ["the model"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 2))])
+def test_attention_that_torch_jit_compiled_is_named(compiled):
+    seen = survey(nn.Sequential(compiled(LinearAttention()), nn.ReLU(), compiled(nn.ReLU())))
+    assert list(seen.not_reached) == ["0"]
+    assert "torch.jit compiled this LinearAttention" in seen.not_reached["0"]
