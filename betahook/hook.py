@@ -316,7 +316,7 @@ def _new_state(model: nn.Module, survey: Survey, settings: Settings, controllers
     """Make the state of a hook on the device of its model."""
     # Weights that are offloaded, or not there yet, are on the meta device, where nothing can be computed.
     devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
-    state = State.create(
+    state = State(
         [size_of(attention) for attention in survey.found.values()],
         per_head=settings.per_head,
         controllers=controllers,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -48,7 +48,6 @@ class LayerTensors:
     probe: Tensor
 
 
-@dataclass
 class State:
     """Everything that changes while a model trains, flat over all heads of all layers.
 
@@ -81,53 +80,15 @@ class State:
         refused, waiting: the layers left alone, by their heads, with the reason; what is not in the table yet.
     """
 
-    layers: HeadGroups
-    units: HeadGroups
-    widths: Tensor
-    ranges: list[HeadRange]
-    turn: range
-    overflow: float
-    beta: Tensor
-    beta_default: Tensor
-    factors: Factors
-    table: Tensor
-    moments: Tensor
-    window: Tensor
-    recent: Tensor
-    recent_moments: Tensor
-    weights: Tensor
-    nonfinite_since: Tensor
-    clips: Tensor
-    condition: Tensor
-    condition_since: Tensor
-    memories: list[dict[str, Tensor]]
-    batches: int = 0
-    steps: int = 0
-    skipped_steps: int = 0
-    loss_scale: float = 0.0
-    alerts_step: int = 0
-    findings_step: int = 0
-    warned_of_nonfinite: bool = False
-    warned_of_unreached: bool = False
-    exact_max_logit: bool = False
-    paused: bool = False
-    seen: bool = False
-    recorded: bool = False
-    has_loss: bool = False
-    refused: dict[tuple[int, int], str] = field(default_factory=dict)
-    waiting: Together = field(default_factory=Together)
-    parts: list[LayerTensors] = field(init=False)
-
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         layers: Sequence[LayerSize],
         *,
         per_head: bool,
         controllers: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
-    ) -> State:
+    ) -> None:
         """Make the state of a hook before its first forward.
 
         Args:
@@ -137,36 +98,34 @@ class State:
             device: of all tensors.
             dtype: of the model.
         """
-        groups = HeadGroups.of(layers, device)
-        heads = groups.heads
         widths = torch.tensor([layer.head_dim for layer in layers for _ in range(layer.heads)], device="cpu")
-        unknown = torch.full((heads,), torch.nan, dtype=torch.float32, device=device)
-        none = torch.zeros(heads, dtype=torch.int64, device=device)
-        table, moments = statistics.empty(heads, device), components.empty(int(widths.sum()), device)
-        return cls(
-            layers=groups,
-            units=groups.by_head() if per_head else groups,
-            widths=widths.to(device),
-            ranges=head_ranges(layers),
-            turn=range(len(layers)),
-            overflow=overflow_logit(dtype),
-            beta=unknown.clone(),
-            beta_default=unknown,
-            factors=Factors([layer.heads for layer in layers], device),
-            table=table,
-            moments=moments,
-            window=table.new_zeros(2, heads),
-            recent=table.clone(),
-            recent_moments=moments.clone(),
-            weights=weights.empty(heads, device),
-            nonfinite_since=none,
-            clips=none.clone(),
-            condition=none[: len(layers)].clone(),
-            condition_since=none[: len(layers)].clone(),
-            memories=[{} for _ in range(controllers)],
-        )
-
-    def __post_init__(self) -> None:
+        heads = len(widths)
+        self.layers = HeadGroups.of(layers, device)
+        self.units = self.layers.by_head() if per_head else self.layers
+        self.widths = widths.to(device)
+        self.ranges = head_ranges(layers)
+        self.turn = range(len(layers))
+        self.overflow = overflow_logit(dtype)
+        self.beta = torch.full((heads,), torch.nan, dtype=torch.float32, device=device)
+        self.beta_default = self.beta.clone()
+        self.factors = Factors([layer.heads for layer in layers], device)
+        self.table, self.recent = (statistics.empty(heads, device) for _ in range(2))
+        self.moments, self.recent_moments = (components.empty(int(widths.sum()), device) for _ in range(2))
+        self.window = self.table.new_zeros(2, heads)
+        self.weights = weights.empty(heads, device)
+        self.nonfinite_since = torch.zeros(heads, dtype=torch.int64, device=device)
+        self.clips = self.nonfinite_since.clone()
+        self.condition = torch.zeros(len(layers), dtype=torch.int64, device=device)
+        self.condition_since = self.condition.clone()
+        self.memories: list[dict[str, Tensor]] = [{} for _ in range(controllers)]
+        self.batches = self.steps = self.skipped_steps = 0
+        self.loss_scale = 0.0
+        self.alerts_step = self.findings_step = 0
+        self.warned_of_nonfinite = self.warned_of_unreached = False
+        self.exact_max_logit = self.paused = False
+        self.seen = self.recorded = self.has_loss = False
+        self.refused: dict[tuple[int, int], str] = {}
+        self.waiting = Together()
         self.parts = _parts(self)
 
     @property
