@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -82,12 +81,10 @@ def attach(
         RuntimeError: the model is hooked already.
         TypeError: `model` is not a module, or an option has the wrong type.
     """
-    chain = options.controllers(controller)
-    options.check_alerts(alerts)
-    settings = options.settle(per_head, interval, when, exact_max_logit, chain, alerts)
+    chain, settings = options.settle(controller, per_head, interval, when, exact_max_logit, alerts)
     options.check_model(model)
     survey = options.find_layers(model, layers)
-    return Hook(model, survey, chain, settings, alerts)
+    return Hook(survey, chain, settings, alerts)
 
 
 def detach(model: nn.Module) -> None:
@@ -127,19 +124,14 @@ class Hook:
 
     @torch.inference_mode(False)  # tensors made in it could never be written to outside of it
     def __init__(
-        self,
-        model: nn.Module,
-        survey: Survey,
-        controllers: Sequence[Controller],
-        settings: Settings,
-        alerts: Alerts | None,
+        self, survey: Survey, controllers: Sequence[Controller], settings: Settings, alerts: Alerts | None
     ) -> None:
-        self.model = model
+        self.model = model = survey.model
         self.controllers = list(controllers)
         self.settings = settings
         self.not_reached = survey.not_reached
         self._alerts = alerts
-        self._state = _new_state(model, survey, settings, len(controllers))
+        self._state = _new_state(survey, settings, len(controllers))
         named = zip(survey.found.items(), self._state.ranges, strict=True)
         placed = [(name, found, self._state, place) for (name, found), place in named]
         self.layers = Layers([AttentionLayer(*each) for each in placed])
@@ -192,9 +184,7 @@ class Hook:
     def __enter__(self) -> Hook:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.detach()
 
     def __repr__(self) -> str:
@@ -312,16 +302,16 @@ class Hook:
         own.turn = stages.turn(own, self.controllers, self.settings.interval)
 
 
-def _new_state(model: nn.Module, survey: Survey, settings: Settings, controllers: int) -> State:
+def _new_state(survey: Survey, settings: Settings, controllers: int) -> State:
     """Make the state of a hook on the device of its model."""
     # Weights that are offloaded, or not there yet, are on the meta device, where nothing can be computed.
-    devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+    devices = (parameter.device for parameter in survey.model.parameters() if not parameter.is_meta)
     state = State(
         [size_of(attention) for attention in survey.found.values()],
         per_head=settings.per_head,
         controllers=controllers,
         device=next(devices, torch.device("cpu")),
-        dtype=next((parameter.dtype for parameter in model.parameters()), torch.float32),
+        dtype=next((parameter.dtype for parameter in survey.model.parameters()), torch.float32),
     )
     state.exact_max_logit = settings.exact_max_logit
     return state

@@ -80,20 +80,23 @@ class Settings:
 
 
 def settle(
+    controller: ControllerChoice,
     per_head: bool,
     interval: int | None,
     when: Literal["training", "always"],
     exact_max_logit: bool,
-    chain: Sequence[Controller],
     alerts: Alerts | None,
-) -> Settings:
-    """Return the settings of a hook: what its controllers and alerts need where the user did not ask for it."""
+) -> tuple[list[Controller], Settings]:
+    """Return the controllers of a hook, and its settings: what these and the alerts need where nobody asked for it."""
+    chain = controllers(controller)
+    if not isinstance(alerts, Alerts | None):
+        raise TypeError(f"alerts must be betahook.Alerts or None; got {alerts!r}")
     limited = alerts is not None and alerts.max_logit is not None
     if interval is None:
         interval = 1 if limited or any(controller.needs_every_step for controller in chain) else INTERVAL
     settings = Settings(per_head, interval, when, exact_max_logit)
     needed = limited or any(controller.exact_max_logit for controller in chain)
-    return replace(settings, exact_max_logit=settings.exact_max_logit or needed)
+    return chain, replace(settings, exact_max_logit=settings.exact_max_logit or needed)
 
 
 def controllers(choice: ControllerChoice) -> list[Controller]:
@@ -115,12 +118,6 @@ def controllers(choice: ControllerChoice) -> list[Controller]:
     return list(chain)
 
 
-def check_alerts(alerts: Alerts | None) -> None:
-    """Refuse what are no alerts."""
-    if not isinstance(alerts, Alerts | None):
-        raise TypeError(f"alerts must be betahook.Alerts or None; got {alerts!r}")
-
-
 def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
     """Survey the attention modules of a model; of those that betahook can attach to, return only the chosen ones."""
     name, is_chosen = type(model).__name__, _predicate(choice)
@@ -137,7 +134,7 @@ def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
             "interface of transformers it is unknown which heads a rank computes; use data parallelism or FSDP "
             "(fully_shard)"
         )
-    return Survey(chosen, seen.not_reached)
+    return replace(seen, found=chosen)
 
 
 def _predicate(choice: LayerChoice | None) -> Callable[[str, nn.Module], bool]:

@@ -6,7 +6,6 @@ Needs the package `lightning`; nothing else of betahook imports this file.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -14,16 +13,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from betahook.hook import Hook, attach
-from betahook.keep import transition
-from betahook.keep.folding import FoldError, fold
+from betahook.keep.folding import check_end, fold_or_warn
 from betahook.keep.transition import Unfinished
 from betahook.models.discovery import survey
 from betahook.report.metrics import MetricName, check_names, chosen
 from betahook.report.summary import Summary
 
 __all__ = ["BetaHook"]
-
-logger = logging.getLogger(__name__)
 
 
 class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not installed
@@ -61,9 +57,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         **options: Any,
     ) -> None:
         inspect.signature(attach).bind(nn.Module(), **options)
-        transition.check(unfinished)
-        if on_end not in ("fold", "keep"):
-            raise ValueError(f'on_end must be "fold" or "keep"; got {on_end!r}')
+        check_end(on_end, unfinished)
         self.hook: Hook | None = None
         self._options = options
         self._quantities = check_names(quantities)
@@ -89,11 +83,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._load(pl_module)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._load(pl_module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._load(pl_module)
+    on_test_start = on_predict_start = on_validation_start
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -109,10 +99,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._on_end == "fold" and self.hook is not None and self.hook.attached:
-            try:
-                fold(self.hook, unfinished=self._unfinished)
-            except FoldError as error:
-                logger.warning("%s. A model that is saved now needs betahook to act as it was trained.", error)
+            fold_or_warn(self.hook, self._unfinished)
 
     def _attach(self, module: nn.Module) -> Hook:
         """Hook the model of a module, unless it is hooked by this callback already."""

@@ -16,8 +16,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from betahook import checkpoint, options
 from betahook.hook import Hook, attach, hooks_of
-from betahook.keep import transition
-from betahook.keep.folding import FoldError, fold
+from betahook.keep.folding import check_end, fold_or_warn
 from betahook.keep.transition import Unfinished
 from betahook.options import ControllerChoice, LayerChoice
 from betahook.report import metrics
@@ -106,15 +105,11 @@ class BetaHookCallback(TrainerCallback):
         }
         if hook is not None and self._options != _DEFAULTS:
             raise ValueError("BetaHookCallback(hook=...) takes no other option: they belong to attach(), which made it")
-        chain = options.controllers(controller)
-        options.check_alerts(alerts)
-        options.settle(per_head, interval, when, exact_max_logit, chain, alerts)
-        if on_end not in ("fold", "keep"):
-            raise ValueError(f'on_end must be "fold" or "keep"; got {on_end!r}')
+        options.settle(controller, per_head, interval, when, exact_max_logit, alerts)
+        check_end(on_end, unfinished)
         self.hook = hook
         self._given = hook
         self._is_training = False
-        transition.check(unfinished)
         self._quantities = metrics.check_names(quantities)
         self._on_end = on_end
         self._unfinished = unfinished
@@ -211,10 +206,7 @@ class BetaHookCallback(TrainerCallback):
         elif hasattr(kwargs.get("optimizer"), "eval"):
             kwargs["optimizer"].eval()  # a schedule-free one trains other weights than those that it ends with
         if self._on_end == "fold" and self.hook.attached:
-            try:
-                fold(self.hook, unfinished=self._unfinished)
-            except FoldError as error:
-                logger.warning("%s. A model that is saved now needs betahook to act as it was trained.", error)
+            fold_or_warn(self.hook, self._unfinished)
         if not self.hook.attached:
             checkpoints.forget(state)
         if self._reports is not None:

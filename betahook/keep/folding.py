@@ -1,10 +1,12 @@
 """`fold`: bake beta into the weights, so that the model needs betahook no longer.
 
-Reads as refuse, find the exact places, write, detach. Until the whole model is checked, nothing stays written.
+Reads as refuse, find the exact places, write, detach. Until the whole model is checked, nothing stays written. The
+callbacks of trainers fold by `fold_or_warn`.
 """
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 
 import torch
@@ -17,7 +19,9 @@ from betahook.keep.transition import Unfinished
 from betahook.keep.verification import exact_places
 from betahook.models import materialise
 
-__all__ = ["FoldError", "fold"]
+__all__ = ["FoldError", "check_end", "fold", "fold_or_warn"]
+
+logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -62,6 +66,25 @@ def fold(model: nn.Module | Hook, *, unfinished: Unfinished = "keep") -> None:
             place.scale(plan.gains[layer])
         note.leave(hook, list(plan.gains.values()))
         hook.detach()
+
+
+def check_end(on_end: str, unfinished: str) -> None:
+    """Refuse options of a callback on the end of training that are none.
+
+    Raises:
+        ValueError: `on_end` is neither "fold" nor "keep", or `unfinished` is none of those of `fold`.
+    """
+    if on_end not in ("fold", "keep"):
+        raise ValueError(f'on_end must be "fold" or "keep"; got {on_end!r}')
+    transition.check(unfinished)
+
+
+def fold_or_warn(hook: Hook, unfinished: Unfinished) -> None:
+    """Fold at the end of training; where a layer has no exact fold, the hook stays and a warning says why."""
+    try:
+        fold(hook, unfinished=unfinished)
+    except FoldError as error:
+        logger.warning("%s. A model that is saved now needs betahook to act as it was trained.", error)
 
 
 def _only_hook(model: nn.Module) -> Hook:

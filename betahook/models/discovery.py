@@ -55,10 +55,12 @@ class Survey:
     """The attention of a model.
 
     Attributes:
+        model: the model.
         found: the modules to which betahook can attach, by name.
         not_reached: names of those that look like attention, with the reason why it cannot.
     """
 
+    model: nn.Module
     found: dict[str, AttentionModule]
     not_reached: dict[str, str]
 
@@ -124,7 +126,7 @@ def survey(model: nn.Module) -> Survey:
         for name, (module, verdict) in refused.items()
         if not (verdict.by_name_only and module in reached)
     }
-    return Survey(found, not_reached)
+    return Survey(model, found, not_reached)
 
 
 Try = Callable[[nn.Module], trial.Trial | None]

@@ -19,6 +19,9 @@ EXPECTED = (
 )
 
 
+OTHERS = False, None, "training", False
+
+
 def refused(kind, check, *arguments, **keywords):
     """What a check says."""
     with pytest.raises(kind) as caught:
@@ -142,9 +145,9 @@ def test_settings_that_make_no_sense(settings, kind, message):
 
 
 def test_alerts():
-    options.check_alerts(None)
-    options.check_alerts(betahook.Alerts(print))
-    said = refused(TypeError, options.check_alerts, print)
+    options.settle("default", *OTHERS, None)
+    options.settle("default", *OTHERS, betahook.Alerts(print))
+    said = refused(TypeError, options.settle, "default", *OTHERS, print)
     assert said == f"alerts must be betahook.Alerts or None; got {print!r}"
 
 
@@ -185,14 +188,14 @@ def test_a_model_without_attention():
 
 def test_a_model_whose_attention_is_out_of_reach(monkeypatch):
     reasons = {"a": "it is compiled", "b": "too", "c": "again", "d": "no more than three"}
-    monkeypatch.setattr(options, "survey", lambda model: options.Survey({}, reasons))
+    monkeypatch.setattr(options, "survey", lambda model: options.Survey(model, {}, reasons))
     said = refused(betahook.UnsupportedModelError, options.find_layers, Model(), None)
     assert said == "cannot attach to Model: a, it is compiled; b, too; c, again"
 
 
 def test_what_is_not_reached_is_passed_on(monkeypatch):
     found = options.survey(Model()).found
-    monkeypatch.setattr(options, "survey", lambda model: options.Survey(found, {"a": "it is compiled"}))
+    monkeypatch.setattr(options, "survey", lambda model: options.Survey(model, found, {"a": "it is compiled"}))
     assert options.find_layers(Model(), None).not_reached == {"a": "it is compiled"}
 
 

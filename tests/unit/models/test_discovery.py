@@ -122,7 +122,7 @@ def test_modules_that_compute_their_scores_are_found_by_their_code(cls):
 
 @pytest.mark.parametrize("module", [Mixer(), nn.Linear(2, 2), nn.Module()], ids=type)
 def test_modules_that_are_no_attention_are_left_alone(module):
-    assert survey(sized(module)) == Survey({}, {})
+    assert survey(sized(module)) == Survey(module, {}, {})
 
 
 def test_the_attention_may_be_kept_apart_from_the_module():
