@@ -59,9 +59,10 @@ def connect(model: nn.Module, hook: Stateful, layers: Layers, undo: ExitStack) -
             # First, so that no folder ever has the weights alone.
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             save(hook, save_directory, options.get("state_dict"))
-        with _marked(model, layers.are_adapted):
+        acts = layers.are_adapted
+        with _marked(model, acts):
             saved = original(save_directory, *args, **kwargs)
-        if options.get("is_main_process", True) and layers.are_adapted:
+        if options.get("is_main_process", True) and acts:
             _mark_files(model, Path(save_directory))
         return saved
 

@@ -243,11 +243,10 @@ def check_controller(controller: Controller) -> None:
     options(controller)
 
 
-def require(controller: Controller, option: str, condition: bool, expected: str) -> None:
-    """Refuse the value of an option where `condition` is false."""
+def require(owner: object, option: str, condition: bool, expected: str) -> None:
+    """Refuse the value of an option, of a controller say, where `condition` is false."""
     if not condition:
-        name = type(controller).__name__
-        raise ValueError(f"{name}({option}=...) must be {expected}; got {getattr(controller, option)!r}")
+        raise ValueError(f"{type(owner).__name__}({option}=...) must be {expected}; got {getattr(owner, option)!r}")
 
 
 def _as_json(controller: Controller, name: str, value: object) -> JSON:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any, Literal
 
+from betahook.control.base import require
 
+
+@dataclass(eq=False)
 class BetaSearch:
     """Search over decades, `beta = start * 10^N`, until the best is bracketed, then bisection in log beta.
 
@@ -37,36 +41,22 @@ class BetaSearch:
         ValueError: an option has a value that makes no sense.
     """
 
-    def __init__(
-        self,
-        start: float = 1.0,
-        *,
-        mode: Literal["max", "min"] = "max",
-        decades: int = 3,
-        resolution: float = 0.1,
-        noise: float = 0.0,
-        largest_beta: float | None = None,
-    ) -> None:
-        if not (math.isfinite(start) and start > 0):
-            raise ValueError(f"BetaSearch(start=...) must be a positive number; got {start!r}")
-        if mode not in ("max", "min"):
-            raise ValueError(f'BetaSearch(mode=...) must be "max" or "min"; got {mode!r}')
-        if not isinstance(decades, int) or decades < 1:
-            raise ValueError(f"BetaSearch(decades=...) must be a whole number, 1 or more; got {decades!r}")
-        if not 0 < resolution <= 1:
-            raise ValueError(f"BetaSearch(resolution=...) must be above 0 and at most 1; got {resolution!r}")
-        if not (math.isfinite(noise) and noise >= 0):
-            raise ValueError(f"BetaSearch(noise=...) must be a number, 0 or more; got {noise!r}")
-        if largest_beta is not None and not start <= largest_beta < math.inf:
-            raise ValueError(
-                f"BetaSearch(largest_beta=...) must be a number, start or more, or None; got {largest_beta!r}"
-            )
-        self.start = float(start)
-        self.mode = mode
-        self.decades = decades
-        self.resolution = float(resolution)
-        self.noise = float(noise)
-        self.largest_beta = None if largest_beta is None else float(largest_beta)
+    start: float = 1.0
+    _: KW_ONLY
+    mode: Literal["max", "min"] = "max"
+    decades: int = 3
+    resolution: float = 0.1
+    noise: float = 0.0
+    largest_beta: float | None = None
+
+    def __post_init__(self) -> None:
+        require(self, "start", math.isfinite(self.start) and self.start > 0, "a positive number")
+        require(self, "mode", self.mode in ("max", "min"), '"max" or "min"')
+        require(self, "decades", isinstance(self.decades, int) and self.decades >= 1, "a whole number, 1 or more")
+        require(self, "resolution", 0 < self.resolution <= 1, "above 0 and at most 1")
+        require(self, "noise", math.isfinite(self.noise) and self.noise >= 0, "a number, 0 or more")
+        bounded = self.largest_beta is None or self.start <= self.largest_beta < math.inf
+        require(self, "largest_beta", bounded, "a number, start or more, or None")
         self._scores: dict[float, float] = {}  # log10(beta / start) to score; sums of powers of two, hence exact
 
     def ask(self) -> float | None:
@@ -112,8 +102,7 @@ class BetaSearch:
 
     def state_dict(self) -> dict[str, Any]:
         """Options, trials and `at_edge`, ready for JSON."""
-        names = ("start", "mode", "decades", "resolution", "noise", "largest_beta")
-        options = {name: getattr(self, name) for name in names}
+        options = asdict(self)
         # Strict JSON knows no NaN: a failed run is written as None.
         trials = [[offset, None if math.isnan(score) else score] for offset, score in self._scores.items()]
         return {**options, "trials": trials, "at_edge": self.at_edge}

@@ -14,7 +14,7 @@ numbers, read a value back to the host, or need autograd; everything is computed
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -225,20 +225,18 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
     return torch.stack(sums).flatten(1), below[0].components()
 
 
-def pool_rows(count: Tensor, mean: Tensor, square: Tensor, *others: Tensor, over: Sequence[int] = (0, 2)) -> Tensor:
+def pool_rows(count: Tensor, mean: Tensor, square: Tensor, *others: Tensor) -> Tensor:
     """Sum the scores of rows, their squares, and those about the mean of their row: `[3 and others, heads]`.
 
     Args:
-        count: number of scores in each row, in float64, which the sums are taken in.
+        count: number of scores in each row, `[batch, heads, rows]`, in float64, which the sums are taken in.
         mean: their mean.
         square: sum of their squares about it.
         others: further numbers of each row to be summed.
-        over: axes of the batch and of the rows; `[batch, heads, rows]` without it.
     """
-    wide = sum_dtype(mean.device)
     total = mean * count
     sums = torch.stack([total, torch.addcmul(square, total, mean), square, *others])
-    return sums.sum([axis + 1 for axis in over], dtype=wide)
+    return sums.sum((1, 3), dtype=sum_dtype(mean.device))
 
 
 def extremes(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from betahook.measure.dtypes import sum_dtype
 
+DESCRIBED = ("query_mean_square", "query_variance", "key_mean_square", "key_variance", "independent_variance")
+"""Rows that `betahook.measure.components` computes from the moments when somebody asks for them; they do not add up.
+Weighted by numbers of tokens: averages over the components of q and k, and the variance that independence predicts."""
 SUMS = (
     # `pairs.COUNTS` of the calls.
     "pairs",
@@ -39,13 +42,7 @@ SUMS = (
     "key_inputs",
     "key_input",
     "key_input_square",
-    # Weighted by numbers of tokens: averages over the components of q and k and the variance that independence
-    # predicts. `betahook.measure.components` computes them when asked; they do not accumulate.
-    "query_mean_square",
-    "query_variance",
-    "key_mean_square",
-    "key_variance",
-    "independent_variance",
+    *DESCRIBED,
     "sensitivity",
     # Training losses of the step, the same for all heads: how many, and their sum. For controllers judged by the loss.
     "losses",
@@ -56,8 +53,6 @@ MAXIMA = (
     *("max_score", "max_positive_score", "max_score_bound"),
     *("max_logit", "max_positive_logit", "max_logit_bound"),
 )
-DESCRIBED = ("query_mean_square", "query_variance", "key_mean_square", "key_variance", "independent_variance")
-"""Rows that `betahook.measure.components` computes from the moments when somebody asks for them."""
 ROW = {name: index for index, name in enumerate((*SUMS, *MAXIMA))}
 OF_STEP = slice(ROW["losses"], ROW["loss"] + 1)
 """Rows that are of the last steps, measured or not; the sensitivity is too, but kept elsewhere, see `State.window`."""
@@ -117,7 +112,7 @@ def is_distributed() -> bool:
 def all_reduce(
     table: Tensor, window: Tensor, moments: Tensor, beta_default: Tensor, age: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Pool everything over all ranks in one collective, to the same bits on all; without a process group return it.
+    """Pool everything over all ranks, of which there are several, in one collective, to the same bits on all.
 
     The maxima travel as one slot per rank inside the sum, which saves a second collective.
 
@@ -128,8 +123,6 @@ def all_reduce(
         beta_default: `[heads]`; NaN for a layer that this rank has not used yet, it is then taken from the others.
         age: whole numbers `[heads]`, 0 or more, of which the largest is returned.
     """
-    if not is_distributed():
-        return table, window, moments, beta_default, age
     distributed = torch.distributed
     world, rank = distributed.get_world_size(), distributed.get_rank()
     sums, own = table.split([len(SUMS), len(MAXIMA)])

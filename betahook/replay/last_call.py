@@ -51,7 +51,8 @@ class LastCall:
 def _around(model: nn.Module, layers: Collection[nn.Module]) -> Iterator[nn.Module]:
     """The modules that hold all layers, from the model inwards."""
     yield model
-    paths = [path.split(".") for path, module in model.named_modules() if path and module in set(layers)]
+    layers = set(layers)
+    paths = [path.split(".") for path, module in model.named_modules() if path and module in layers]
     for names in zip(*paths, strict=False):
         if len(set(names)) > 1:
             return

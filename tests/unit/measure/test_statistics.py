@@ -314,11 +314,6 @@ def test_averages_over_components_are_those_of_a_table_that_is_described_when_th
     assert asked[0] is table
 
 
-def test_without_a_process_group_the_table_is_its_own_reduction():
-    given = random_table(2), torch.ones(2, 2), torch.ones(4, 16), torch.ones(2), torch.ones(2)
-    assert statistics.all_reduce(*given) == given
-
-
 @pytest.fixture
 def ranks(monkeypatch):
     """Call a function with each of two ranks, in threads that meet where they add up; real ranks: tests/distributed."""
