@@ -94,17 +94,8 @@ class Contraction:
 
         def arrange(tensor: Tensor, axes: str) -> Tensor:
             tensor = tensor.detach().movedim(axes.index(self.summed), -1)
-            rest = axes.replace(self.summed, "")
-            if axis == "flat":
-                tensor, place = tensor.unflatten(0, (-1, heads)), 1
-            elif axis == "heads first":
-                tensor, place = tensor.unflatten(0, (heads, -1)), 0
-            elif letter is None:
-                tensor, place = tensor[None], 0
-            elif letter in rest:
-                place = rest.index(letter)
-            else:
-                tensor, place = tensor[None], 0
+            here = axes.replace(self.summed, "").find(letter) if letter else axis
+            tensor, place = _apart(tensor, "single" if here == -1 else here, heads)
             return tensor.movedim(place, 0).flatten(1, -2)[None]
 
         return arrange(self.left, self.left_axes), arrange(self.right, self.right_axes)
@@ -189,26 +180,25 @@ def axis_of(sizes: Sequence[int], heads: int, known: Axis | None) -> Axis:
     raise UnknownHeadsError(f"expected an axis of {heads} heads before the last two, got axes of {list(sizes)}")
 
 
+def _apart(tensor: Tensor, axis: Axis, heads: int) -> tuple[Tensor, int]:
+    """A view in which the heads have an axis of their own, and that axis."""
+    if axis == "flat":
+        return tensor.unflatten(0, (-1, heads)), 1
+    if axis == "heads first":
+        return tensor.unflatten(0, (heads, -1)), 0
+    return (tensor[None], 0) if axis == "single" else (tensor, axis)
+
+
 def on_heads(tensor: Tensor, axis: Axis, heads: int, function: Callable[[Tensor, int], Tensor]) -> Tensor:
     """`function(tensor, axis)`, where heads without an axis of their own get one meanwhile."""
-    if axis == "flat":
-        return function(tensor.unflatten(0, (-1, heads)), 1).flatten(0, 1)
-    if axis == "heads first":
-        return function(tensor.unflatten(0, (heads, -1)), 0).flatten(0, 1)
+    output = function(*_apart(tensor, axis, heads))
     if axis == "single":
-        return function(tensor[None], 0)[0]
-    return function(tensor, axis)
+        return output[0]
+    return output if isinstance(axis, int) else output.flatten(0, 1)
 
 
 def batched(tensor: Tensor, axis: Axis, heads: int) -> Tensor:
     """`[..., n, x]` with its heads anywhere among the dots, as `[batch, heads, n, x]`."""
-    apart: Tensor
-    if axis == "flat":
-        apart = tensor.unflatten(0, (-1, heads))
-        return apart
-    if axis == "heads first":
-        apart = tensor.unflatten(0, (heads, -1)).transpose(0, 1)
-        return apart
-    if axis == "single":
-        return tensor.flatten(0, -3)[:, None] if tensor.dim() > 2 else tensor[None, None]
-    return tensor.movedim(axis, -3).flatten(0, -4) if tensor.dim() > 3 else tensor.movedim(axis, -3)[None]
+    apart, place = _apart(tensor, axis, heads)
+    apart = apart.movedim(place, -3)
+    return apart.flatten(0, -4) if apart.dim() > 3 else apart[None]

@@ -19,7 +19,7 @@ from torch import Tensor
 from betahook.compat import WeakIdKeyDictionary
 from betahook.models.code import PRODUCTS
 from betahook.tap.calls import Call, tensors_in
-from betahook.tap.contraction import Axis
+from betahook.tap.contraction import Axis, on_heads
 from betahook.tap.sites import Site
 
 PROJECTIONS = {"linear": -1, "addmm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
@@ -59,19 +59,8 @@ class Labels:
 
     def put_heads(self, scores: Tensor, axis: Axis, heads: int) -> None:
         """Label scores by the numbers of their heads."""
-        if axis == "single":
-            return
-        numbers = torch.arange(heads)
-        if axis == "flat":
-            numbers = numbers.repeat(scores.shape[0] // heads)
-        elif axis == "heads first":
-            numbers = numbers.repeat_interleave(scores.shape[0] // heads)
-        self._put(scores, numbers, axis if isinstance(axis, int) else 0)
-
-    def _put(self, tensor: Tensor, numbers: Tensor, axis: int) -> None:
-        shape = [1] * tensor.dim()
-        shape[axis] = -1
-        self._of[tensor] = numbers.to(tensor.device).view(shape).expand(tensor.shape).contiguous()
+        if axis != "single":
+            self._of[scores] = on_heads(scores, axis, heads, lambda x, own: _along(own, torch.arange(heads), x))
 
     def note(self, call: Call, output: Any, moves: bool) -> None:
         """Label what a call returned.
@@ -85,7 +74,7 @@ class Labels:
         if name in PROJECTIONS or (name in ("matmul", "__matmul__") and call.operands[1].dim() == 2):
             axis = PROJECTIONS.get(name, -1)
             features = torch.arange(output.shape[axis]) + FAR * next(self._numbers)
-            self._put(output, features, axis)
+            self._of[output] = _along(axis, features, output)
         elif name == "__setitem__":
             self._assign(*call.args)
         elif name not in PRODUCTS and any(self.get(tensor) is not None for tensor in call.tensors):
@@ -122,6 +111,13 @@ class Labels:
     def _labels_or_none(self, tensor: Tensor) -> Tensor:
         labels = self.get(tensor)
         return torch.full_like(tensor, UNKNOWN, dtype=torch.long, requires_grad=False) if labels is None else labels
+
+
+def _along(axis: int, numbers: Tensor, tensor: Tensor) -> Tensor:
+    """Numbers along an axis of a tensor, the same along all others: of its shape."""
+    shape = [1] * tensor.dim()
+    shape[axis] = -1
+    return numbers.to(tensor.device).view(shape).expand(tensor.shape).contiguous()
 
 
 def _attempt(run: Callable[[], Any]) -> Any:

@@ -48,11 +48,12 @@ def _find(beta: Tensor) -> Recorder:
 
 
 Kernel: TypeAlias = Callable[..., None]
+"""Gets the recorder of a layer first, which writes to the tables that the graph has."""
 TABLES = "Tensor(a!) table, Tensor(b!) moments, Tensor(c!) beta_default, Tensor beta"
 
 
 def _operation(schema: str) -> Callable[[Kernel], Kernel]:
-    """Make an operation of a function that gets the tables of a layer and its beta first, and returns nothing."""
+    """Make an operation that gets the tables of a layer and its beta first, and returns nothing."""
 
     def define(function: Kernel) -> Kernel:
         own = function.__name__
@@ -61,11 +62,18 @@ def _operation(schema: str) -> Callable[[Kernel], Kernel]:
             # Tensors may have any strides: a compiler that had to keep them would copy what it has not computed yet.
             tags = torch.Tag.flexible_layout
             torch.library.define(f"betahook::{name}", f"({TABLES}, {schema}) -> ()", tags=tags)
-            torch.library.impl(f"betahook::{name}", "default", lambda *args: vars(sys.modules[__name__])[own](*args))
+            torch.library.impl(f"betahook::{name}", "default", lambda *args: sys.modules[__name__]._run(own, *args))
             torch.library.register_fake(f"betahook::{name}", lambda *args: None)
         return function
 
     return define
+
+
+def _run(name: str, table: Tensor, moments: Tensor, beta_default: Tensor, beta: Tensor, *args: object) -> None:
+    """Run an operation of the graph."""
+    recorder = _find(beta)
+    with recorder.writing_to(table, moments, beta_default):
+        globals()[name](recorder, *args)
 
 
 def _tables(layer: Recorder) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -84,12 +92,8 @@ def note_default(layer: Recorder, default: float | Tensor) -> None:
 
 
 @_operation("float? number, Tensor? numbers")
-def _note_default(
-    table: Tensor, moments: Tensor, beta_default: Tensor, beta: Tensor, number: float | None, numbers: Tensor | None
-) -> None:
-    recorder = _find(beta)
-    with recorder.writing_to(table, moments, beta_default):
-        recorder.note_default(_default(number, numbers))
+def _note_default(recorder: Recorder, number: float | None, numbers: Tensor | None) -> None:
+    recorder.note_default(_default(number, numbers))
 
 
 @torch.no_grad()
@@ -119,10 +123,7 @@ def record_call(
     "Tensor? position_bias, float? softcap, Tensor? sinks"
 )
 def _record_call(
-    table: Tensor,
-    moments: Tensor,
-    beta_default: Tensor,
-    beta: Tensor,
+    recorder: Recorder,
     number: float | None,
     numbers: Tensor | None,
     query: Tensor,
@@ -135,13 +136,11 @@ def _record_call(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    recorder = _find(beta)
-    with recorder.writing_to(table, moments, beta_default):
-        recorder.note_default(_default(number, numbers))
-        if recorder.is_due():
-            # Nothing is shared between layers: the memory of a graph's tensors is used again, and a CUDA graph owns it.
-            mask = Given(kind, given, Band(low, high)).describe(query.shape[2], key.shape[2], shared=False)
-            recorder.record(query, key, mask, position_bias=position_bias, softcap=softcap, sinks=sinks)
+    recorder.note_default(_default(number, numbers))
+    if recorder.is_due():
+        # Nothing is shared between layers: the memory of a graph's tensors is used again, and a CUDA graph owns it.
+        mask = Given(kind, given, Band(low, high)).describe(query.shape[2], key.shape[2], shared=False)
+        recorder.record(query, key, mask, position_bias=position_bias, softcap=softcap, sinks=sinks)
 
 
 @torch.no_grad()
@@ -156,13 +155,9 @@ def record_input(layer: Recorder, inputs: Tensor, sides: list[str]) -> None:
 
 
 @_operation("Tensor inputs, str[] sides")
-def _record_input(
-    table: Tensor, moments: Tensor, beta_default: Tensor, beta: Tensor, inputs: Tensor, sides: list[str]
-) -> None:
-    recorder = _find(beta)
+def _record_input(recorder: Recorder, inputs: Tensor, sides: list[str]) -> None:
     if recorder.is_due():
-        with recorder.writing_to(table, moments, beta_default):
-            recorder.record_input(inputs, sides, shared=False)
+        recorder.record_input(inputs, sides, shared=False)
 
 
 def _number_or_tensor(default: float | Tensor) -> tuple[float | None, Tensor | None]:
