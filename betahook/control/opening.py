@@ -69,11 +69,6 @@ class Course:
         return replace(self, **{name: put(getattr(self, name), value) for name, value in values})
 
 
-def looks_random(spectral_ratio: Tensor, limit: float) -> Tensor:
-    """Judge by the spectral ratio if weights look random; those that were not found, with NaN, do not."""
-    return spectral_ratio <= limit
-
-
 @dataclass(frozen=True)
 class Opening:
     """The phases of a model before its search. The options are those of `Search`."""
@@ -97,7 +92,7 @@ class Opening:
         """Judge if W_q and W_k look random now, a scalar; None in batches in which nothing is decided by it."""
         if observation.step > self.warmup * self.early_share and observation.step != self.warmup:
             return None
-        return looks_random(observation.spectral_ratio(), self.fresh_ratio)
+        return observation.spectral_ratio() <= self.fresh_ratio  # False for NaN, of weights that were not found
 
     def decide(self, course: Course, observation: Observation) -> Course:
         """Make the moves that depend on W_q and W_k; units seen later do what the first ones did."""

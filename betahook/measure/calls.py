@@ -80,19 +80,16 @@ def _score_sums(
     sinks: Tensor | None,
 ) -> tuple[list[Tensor], tuple[Tensor, ...], Components]:
     """Choose the form: sums of the scores of a call as `_add` gets them, their `extremes`, and moments of the keys."""
-    if is_short(query.shape[2], key.shape[2]):
-        sums, largest = row_sums(query, key, mask, beta, position_bias=position_bias, softcap=softcap, sinks=sinks)
-        return sums, largest, scores.components(key, mask.keys)
+    short = is_short(query.shape[2], key.shape[2])
     sampled, largest = row_sums(
-        query,
-        key,
-        mask,
-        beta,
+        *(query, key, mask, beta),
         position_bias=position_bias,
         softcap=softcap,
         sinks=sinks,
-        moments=mask.structured is not None,
+        moments=short or mask.structured is not None,
     )
+    if short:
+        return sampled, largest, scores.components(key, mask.keys)
     if devices.is_cpu(query.device):
         exact, of_key = scores.score_sums(query, key, mask, of_query.mean)
     else:

@@ -64,10 +64,14 @@ def run_model(hook: Hooked) -> list[Tensor]:
 
 def loss(hook: Hooked) -> Tensor:
     """The loss that the last call returns when it runs again, a scalar; NaN where it returns none, or had no input."""
-    output = None if hook.last_call.input is None else _output(hook)
-    found = output.get("loss") if type(output) is dict else getattr(output, "loss", None)
+    found = None if hook.last_call.input is None else loss_in(_output(hook))
     device = next(hook.model.parameters()).device
     return found.detach().mean().float() if isinstance(found, Tensor) else torch.full((), math.nan, device=device)
+
+
+def loss_in(output: Any) -> Any:
+    """The loss in what a model returns, None if there is none."""
+    return output.get("loss") if type(output) is dict else getattr(output, "loss", None)
 
 
 def _output(hook: Hooked) -> Any:

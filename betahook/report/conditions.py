@@ -7,7 +7,6 @@ gives the reason for each.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -79,90 +78,48 @@ class Rule:
 
     Attributes:
         condition: of a layer or a head whose number is beyond the limit.
-        number: that number; NaN is beyond no limit.
+        number: the name of that number; NaN is beyond no limit.
         limit: where the condition begins.
         above: True if it is above the limit, False if below.
-        advice: what to do, in a few words.
     """
 
     condition: Condition
-    number: Callable[[Numbers], float]
+    number: str
     limit: float
     above: bool
-    advice: str
 
     def holds(self, numbers: Numbers, before: Condition) -> bool:
         """Tell if the number is beyond the limit, which is `SLACK` nearer where the condition was there before."""
         slack = SLACK if before is self.condition else 0.0
-        value = self.number(numbers)
+        value: float = getattr(numbers, self.number)
         return value > self.limit * (1 - slack) if self.above else value < self.limit * (1 + slack)
 
 
 RULES = (
-    Rule(
-        Condition.NONFINITE,
-        lambda numbers: numbers.nonfinite,
-        0.0,
-        True,
-        "look for the first NaN or infinity in the inputs, the loss and the weights; beta stays where it was",
-    ),
-    Rule(
-        Condition.EXPLODING,
-        lambda numbers: numbers.max_logit,
-        100.0,
-        True,
-        "lower the learning rate, or hold the logits with QK-norm, betahook.Clip or betahook.Cap",
-    ),
-    Rule(
-        Condition.DEAD,
-        lambda numbers: numbers.logit_std,
-        2.0**-9,
-        False,
-        "q and k make no difference; if it stays, see that W_q and W_k are trained and are not zero",
-    ),
-    Rule(
-        Condition.SINK,
-        lambda numbers: numbers.sink,
-        0.5,
-        True,
-        "usual in causal models; the entropy says little here",
-    ),
-    Rule(
-        Condition.ONE_KEY,
-        lambda numbers: numbers.relative_entropy,
-        0.1,
-        False,
-        "lower the learning rate or beta, or hold the logits with QK-norm, betahook.Clip or betahook.Cap",
-    ),
-    Rule(
-        Condition.SHARP,
-        lambda numbers: numbers.relative_entropy,
-        0.25,
-        False,
-        "watch whether the largest logit grows",
-    ),
-    Rule(
-        Condition.SHARP,
-        lambda numbers: numbers.logit_std,
-        10.0,
-        True,
-        "watch whether the largest logit grows",
-    ),
-    Rule(
-        Condition.FLAT,
-        lambda numbers: numbers.keys_share,
-        0.95,
-        True,
-        "usual in the first steps; if it stays, raise beta, as the default controller does",
-    ),
+    Rule(Condition.NONFINITE, "nonfinite", 0.0, above=True),
+    Rule(Condition.EXPLODING, "max_logit", 100.0, above=True),
+    Rule(Condition.DEAD, "logit_std", 2.0**-9, above=False),
+    Rule(Condition.SINK, "sink", 0.5, above=True),
+    Rule(Condition.ONE_KEY, "relative_entropy", 0.1, above=False),
+    Rule(Condition.SHARP, "relative_entropy", 0.25, above=False),
+    Rule(Condition.SHARP, "logit_std", 10.0, above=True),
+    Rule(Condition.FLAT, "keys_share", 0.95, above=True),
 )
 """In the order in which they are asked: the first that holds is the condition, none of them is healthy."""
 
+_HOLD = "hold the logits with QK-norm, betahook.Clip or betahook.Cap"
 ADVICE = {
-    Condition.HEALTHY: "",
     Condition.UNMEASURED: "no forward has come to its attention yet, or it is left alone: print(hook) says why",
-    **{rule.condition: rule.advice for rule in RULES},
+    Condition.HEALTHY: "",
+    Condition.FLAT: "usual in the first steps; if it stays, raise beta, as the default controller does",
+    Condition.SHARP: "watch whether the largest logit grows",
+    Condition.ONE_KEY: f"lower the learning rate or beta, or {_HOLD}",
+    Condition.SINK: "usual in causal models; the entropy says little here",
+    Condition.DEAD: "q and k make no difference; if it stays, see that W_q and W_k are trained and are not zero",
+    Condition.EXPLODING: f"lower the learning rate, or {_HOLD}",
+    Condition.NONFINITE: "look for the first NaN or infinity in inputs, loss and weights; beta stays where it was",
 }
+"""Remedies, in a few words."""
 
 WORRYING = (Condition.SHARP, Condition.ONE_KEY, Condition.EXPLODING, Condition.NONFINITE)
 """Conditions that are logged as a warning when they begin; the others are information."""

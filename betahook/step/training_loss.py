@@ -14,20 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from betahook.control.base import Controller
-from betahook.measure.statistics import ROW, is_distributed
+from betahook.measure.statistics import OF_STEP, is_distributed
+from betahook.replay import rerun
 from betahook.state import State
-
-_ROWS = slice(ROW["losses"], ROW["loss"] + 1)
 
 
 def connect(model: nn.Module, state: State, controllers: Sequence[Controller], undo: ExitStack) -> None:
     """Record the loss in every output of the model until `undo` is closed, if a controller is judged by it."""
 
     def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        loss = output.get("loss") if type(output) is dict else getattr(output, "loss", None)
+        loss = rerun.loss_in(output)
         # A loss without a graph is one of an evaluation.
         if isinstance(loss, Tensor) and loss.requires_grad and not state.paused:
-            state.table[_ROWS] += torch.stack([loss.new_ones(()), loss.detach().mean()]).to(state.table)[:, None]
+            state.table[OF_STEP] += torch.stack([loss.new_ones(()), loss.detach().mean()]).to(state.table)[:, None]
             state.has_loss = True
 
     if any(controller.uses_loss for controller in controllers):
@@ -42,7 +41,7 @@ def take(state: State, controllers: Sequence[Controller], given: Tensor | float 
     """
     if given is not None:
         loss = torch.as_tensor(given, device=state.device).detach().mean().to(state.table)
-        state.table[_ROWS] = torch.stack([torch.ones_like(loss), loss])[:, None]
+        state.table[OF_STEP] = torch.stack([torch.ones_like(loss), loss])[:, None]
         state.has_loss = True
     judged = [controller for controller in controllers if controller.uses_loss]
     # A rank may be idle in the first step.
@@ -55,6 +54,6 @@ def take(state: State, controllers: Sequence[Controller], given: Tensor | float 
 
 def pooled(state: State) -> Tensor:
     """Return the mean loss of the last step over its forwards and all ranks, a scalar; NaN if there was none."""
-    count, total = state.recent[_ROWS].sum(1)
+    count, total = state.recent[OF_STEP].sum(1)
     mean: Tensor = total / count
     return mean

@@ -282,7 +282,9 @@ FAULTS = [
     Fault("betahook/control/search.py", "observation.overflow * self.fresh_bound", "observation.overflow"),
     Fault("betahook/control/search.py", "torch.maximum(old, ceiling)", "ceiling"),
     Fault("betahook/control/search.py", "rise == 100, Phase.WARM_UP", "rise == 101, Phase.WARM_UP"),
-    Fault("betahook/control/opening.py", "spectral_ratio <= limit", "spectral_ratio < 2 * limit"),
+    Fault(
+        "betahook/control/opening.py", "spectral_ratio() <= self.fresh_ratio", "spectral_ratio() < 2 * self.fresh_ratio"
+    ),
     Fault("betahook/control/opening.py", "beta=course.beta / down)", "beta=course.beta)"),
     Fault("betahook/control/opening.py", ".clamp(min=0) / course.left", ".clamp(min=0) / self.rise_batches"),
     Fault("betahook/control/opening.py", "course.left.masked_fill(climbs, self.rise_batches)", "course.left"),
@@ -298,7 +300,7 @@ FAULTS = [
         ["tests/unit/control/test_decades.py"],
     ),
     Fault("betahook/step/training_loss.py", "loss.requires_grad and not state.paused", "loss.requires_grad"),
-    Fault("betahook/step/training_loss.py", "state.recent[_ROWS].sum(1)", "state.recent[_ROWS].flip(0).sum(1)"),
+    Fault("betahook/step/training_loss.py", "state.recent[OF_STEP].sum(1)", "state.recent[OF_STEP].flip(0).sum(1)"),
     Fault("betahook/control/beta_search.py", "            step /= 2", "            step /= 3"),
     Fault("betahook/control/beta_search.py", "<= self.noise", "< self.noise"),
     Fault("betahook/control/beta_search.py", 'score if self.mode == "max" else -score', "score"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from betahook.control.opening import Course, Opening, Phase, looks_random
+from betahook.control.opening import Course, Opening, Phase
 from support.observations import approx, observe
 
 RULE = Opening(
@@ -59,7 +59,8 @@ def test_checkpoints_hold_the_numbers_of_the_phases():
 
 
 def test_weights_look_random_up_to_the_limit_and_unknown_ones_do_not():
-    assert looks_random(torch.tensor([0.9, 1.1, 1.11, math.nan], dtype=torch.float64), 1.1).tolist() == [1, 1, 0, 0]
+    looks = [RULE.look(observe(spectral_ratio=ratio)).item() for ratio in (0.9, 1.1, 1.11, math.nan)]
+    assert looks == [True, True, False, False]
 
 
 def test_a_move_takes_only_units_of_its_source_where_it_is_told():

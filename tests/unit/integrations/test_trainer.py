@@ -417,7 +417,7 @@ def test_the_weights_that_a_schedule_free_optimizer_ends_with_are_folded(tmp_pat
     optimizer = trainer.optimizer = ScheduleFree(trainer.model.parameters(), lr=0.1)
     modes = []
     with mock.patch(
-        "betahook.integrations.trainer.fold", side_effect=lambda *_, **__: modes.append(optimizer.training)
+        "betahook.integrations.trainer.fold_or_warn", side_effect=lambda *_, **__: modes.append(optimizer.training)
     ):
         trainer.train()
     assert modes == [False]
