@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from betahook.hook import Hook, attach
 from betahook.options import LayerChoice
+from betahook.replay import rerun
 from betahook.report import precision
 from betahook.report.audit import Audit
 from betahook.report.findings import Findings
@@ -80,18 +81,11 @@ def examine(
 @torch.no_grad()
 def examine_hooked(hook: Hook, batches: Iterable[Mapping[str, Any] | Tensor]) -> Examination:
     """Examine a model with the beta of its hook, which measures in evaluation mode and leaves beta where it is."""
-    model, count = hook.model, 0
-    modes = {module: module.training for module in model.modules()}
-    devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
-    try:
-        model.eval()
-        with torch.random.fork_rng(sorted(devices)):
-            for batch in batches:
-                _call(model, batch)
-                count += 1
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    count = 0
+    with rerun.evaluating(hook.model), rerun.random_state_kept(hook):
+        for batch in batches:
+            _call(hook.model, batch)
+            count += 1
     if not count:
         raise ValueError("examine() got no batch: give at least one, as keyword arguments of the model or as a tensor")
     audit = hook.audit()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from torch import nn
 from betahook import checkpoint
 from betahook.hook import Hook, attach
 from betahook.models.discovery import named_modules
-from betahook.options import ControllerChoice
+from betahook.options import ControllerChoice, Settings
 
 
 def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: ControllerChoice | None = None) -> Hook:
@@ -39,11 +40,9 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
     path = Path(folder, checkpoint.FILE)
     state = _read(model, path)
     try:
-        names, options = list(state["layers"]), dict(state["options"])
-        chosen = {"per_head": options["per_head"], "interval": options["interval"], "when": options["when"]}
-        chosen["exact_max_logit"] = options.get("exact_max_logit", False)  # newer than the others
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not the state of a hook: layers or options are missing") from error
+        names, chosen = list(state["layers"]), asdict(Settings(**state["options"]))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not the state of a hook: {error}") from error
     model = _model_with(names, model, path)
     with checkpoint.unmarked(model):
         hook = attach(model, controller=controller or "monitor", layers=lambda name, module: name in names, **chosen)

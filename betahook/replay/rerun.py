@@ -33,7 +33,6 @@ class Hooked(Protocol):
 @contextmanager
 def without_side_effects(hook: Hooked) -> Iterator[None]:
     """Evaluation mode, without caches, compilation and measuring; afterwards everything is as it was."""
-    training = [module for module in hook.model.modules() if module.training]
     configs = {id(c): c for c in (getattr(m, "config", None) for m in hook.model.modules()) if c is not None}
     with ExitStack() as stack:
         stack.enter_context(hook.pause())
@@ -43,9 +42,17 @@ def without_side_effects(hook: Hooked) -> Iterator[None]:
             if getattr(config, "use_cache", False) is True:
                 config.use_cache = False
                 stack.callback(setattr, config, "use_cache", True)
-        for module in training:
-            stack.callback(setattr, module, "training", True)
-        hook.model.eval()
+        stack.enter_context(evaluating(hook.model))
+        yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards every module is in the mode that it was in."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.eval()
         yield
 
 

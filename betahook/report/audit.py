@@ -12,6 +12,7 @@ from betahook.measure.correlations import Correlations
 from betahook.measure.groups import HeadGroups
 from betahook.measure.statistics import Statistics
 from betahook.measure.weights import WeightStd
+from betahook.report.names import aligned
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Audit(tuple[LayerAudit, ...]):
         return [header, assumed, *layers]
 
     def __str__(self) -> str:
-        return "\n\n".join(map(_aligned, (self.predictions(), self.assumptions())))
+        return "\n\n".join(map(aligned, (self.predictions(), self.assumptions())))
 
 
 def _predictions(layer: LayerAudit) -> list[str]:
@@ -149,13 +150,6 @@ def _predictions(layer: LayerAudit) -> list[str]:
 def _listed(values: Sequence[float]) -> str:
     """Write numbers; what was not measured is a question mark."""
     return ", ".join("?" if value != value else f"{value:.3g}" for value in values)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Write rows below one another, with a line below the first."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
 def _closest(measured: float, predicted: dict[str, float]) -> str:

@@ -18,7 +18,7 @@ from betahook.layer import Layers
 from betahook.report import metrics
 from betahook.report.conditions import ADVICE, PAGE, WORRYING, Condition, Numbers, classify
 from betahook.report.metrics import MetricName
-from betahook.report.names import short_names
+from betahook.report.names import aligned, short_names
 from betahook.state import State
 
 logger = logging.getLogger("betahook")
@@ -160,11 +160,7 @@ class Findings(tuple[Finding, ...]):
         return "\n".join([*lines, "", f"Conditions, limits and reasons: `{PAGE}`"])
 
     def __str__(self) -> str:
-        rows = self.rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([self.summary, "", *lines, "", f"Conditions, limits and reasons: {PAGE}"])
+        return "\n".join([self.summary, "", aligned(self.rows()), "", f"Conditions, limits and reasons: {PAGE}"])
 
 
 def observe(state: State, layers: Layers, notes: Sequence[Note]) -> Findings:

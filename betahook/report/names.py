@@ -1,4 +1,4 @@
-"""Short names of layers: what tells them apart, as tables, pictures and tags show them."""
+"""Short names of layers: what tells them apart, as tables, pictures and tags show them; and tables as plain text."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ def zero_padded(names: Sequence[str]) -> list[str]:
     numbers = [part for name in names for part in name.split(".") if part.isdecimal()]
     width = max(map(len, numbers), default=0)
     return [".".join(part.zfill(width) if part.isdecimal() else part for part in name.split(".")) for name in names]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Write rows below one another, with a line below the first."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
 def _common(names: Sequence[Sequence[str]]) -> int:

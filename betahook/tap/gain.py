@@ -73,7 +73,7 @@ def _scaled(
     probe = layer.probe
     probe = probe if probe.device == query.device else probe.to(query.device)
     # Also while paused: gradient checkpointing counts what a forward saves, and its recomputation comes later.
-    scaled: Tensor = ScaleQuery.apply(query, gain, probe, axis, not layer.paused, product)  # type: ignore[no-untyped-call]
+    scaled: Tensor = ScaleQuery.apply(query, gain, probe, axis, not layer.state.paused, product)  # type: ignore[no-untyped-call]
     return scaled
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from betahook import compat
 from betahook.measure.masks import Band, Given
+from betahook.state import writing_to
 from betahook.tap.recorder import Recorder
 
 _recorders: WeakSet[Recorder] = WeakSet()
@@ -72,7 +73,7 @@ def _operation(schema: str) -> Callable[[Kernel], Kernel]:
 def _run(name: str, table: Tensor, moments: Tensor, beta_default: Tensor, beta: Tensor, *args: object) -> None:
     """Run an operation of the graph."""
     recorder = _find(beta)
-    with recorder.writing_to(table, moments, beta_default):
+    with writing_to(recorder.state, table, moments, beta_default):
         globals()[name](recorder, *args)
 
 

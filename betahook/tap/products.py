@@ -84,7 +84,7 @@ def _rehearse(
     known, module = Forward(layer, plan, rehearsal=True), layer.module
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = {x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_cuda}
-    with torch.random.fork_rng(devices), layer.pause():
+    with torch.random.fork_rng(devices), layer.state.pause():
         try:
             with ScoreProducts(known):
                 forward(*args, **kwargs)

@@ -7,7 +7,6 @@ and masks; it adds their sums to the `State`. It never reads a value back to the
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +18,7 @@ from betahook.measure.masks import Given, Mask
 from betahook.measure.together import Call, room
 from betahook.models.discovery import AttentionModule
 from betahook.models.projections import Projection, locate
-from betahook.state import HeadRange, State, gain_of, writing_to
+from betahook.state import HeadRange, State, gain_of
 
 ATTRIBUTE = "_betahook"
 """Attribute under which a hooked module keeps its `Recorder`."""
@@ -40,11 +39,6 @@ def _scales(state: State, local: HeadRange, default: float | None, device: torch
     else:
         beta = torch.where(beta.isnan(), state.beta_default[local.heads], beta)
     return torch.stack([torch.ones_like(beta), beta]).to(device)
-
-
-def _part(values: Tensor, heads: slice, first: int) -> Tensor:
-    """Those of some heads, from values of a layer whose first head has the number `first`."""
-    return values[heads.start - first : heads.stop - first]
 
 
 def _record(
@@ -112,6 +106,7 @@ class Recorder:
         head_dim: d_k.
         route: where the module's scores come from, see `models.discovery.AttentionModule`.
         facts: what is known of the module's class.
+        state: of the hook.
         owner: the hook, which so lives as long as the hooked model, whoever else holds it.
         always: True if every forward is recorded, also in evaluation mode and under `no_grad`.
         tensors: of the layer alone, see `state.LayerTensors`.
@@ -127,7 +122,7 @@ class Recorder:
         self.route = attention.route
         self.facts = attention.facts
         self.owner = owner
-        self._state = state
+        self.state = state
         self._place = place
         self.always = when == "always"
         self._local = place  # all heads of the layer, unless this rank computes only some of them
@@ -153,44 +148,36 @@ class Recorder:
     def measuring(self) -> bool:
         """True if a forward of the module is to be recorded now."""
         measured = self.always or (self.module.training and torch.is_grad_enabled())
-        return self.is_due() and measured and not self._state.paused
+        return self.is_due() and measured and not self.state.paused
 
     def is_due(self) -> bool:
         """Tell if the layer is measured in this step; a graph of the compiler asks when it runs, a CUDA graph never."""
-        return compat.is_captured(self._state.device) or self._place.layer in self._state.turn
-
-    def pause(self) -> AbstractContextManager[None]:
-        """Record nothing for a while."""
-        return self._state.pause()
+        return compat.is_captured(self.state.device) or self._place.layer in self.state.turn
 
     @property
     def is_set(self) -> Tensor:
         """True if a beta was set, boolean `[1]`: all heads have one then."""
-        return ~self._state.beta[self._place.heads][:1].isnan()
+        return ~self.state.beta[self._place.heads][:1].isnan()
 
     @property
     def refusal(self) -> str | None:
         """The reason why the layer is left alone, None if it is not."""
-        return self._state.refusal(self._place)
+        return self.state.refusal(self._place)
 
     def refuse(self, reason: str) -> None:
         """Leave the layer alone from now on."""
-        self._state.refuse(self._place, reason)
-
-    @property
-    def paused(self) -> bool:
-        """True if the backward of a forward that runs now gives no sensitivity."""
-        return self._state.paused
+        self.state.refuse(self._place, reason)
 
     def note_default(self, beta: float | Tensor) -> None:
         """Remember the inverse temperature that the model itself applies: one, or one for each head."""
         self._default = None if isinstance(beta, Tensor) else float(beta)
-        self._state.note_default(self._place, beta)
+        self.state.note_default(self._place, beta)
 
     def follow(self, device: torch.device) -> None:
         """Move the state to where the model went, unless in a pause to the meta device: that is a look at shapes."""
-        if device.type != "cpu" and self._state.device.type == "cpu" and not (device.type == "meta" and self.paused):
-            self._state.to(device)
+        state = self.state
+        if device.type != "cpu" and state.device.type == "cpu" and not (device.type == "meta" and state.paused):
+            state.to(device)
 
     def select_local_heads(self, heads: int) -> bool:
         """Point the recorder at the heads that this rank computes; False if a query cannot have so many.
@@ -211,26 +198,26 @@ class Recorder:
     @property
     def current_gain(self) -> Tensor:
         """`beta / beta_default`, `[heads]`: 1 where beta is the model's own, NaN where that is not known yet."""
-        return self._state.gain(self._place.heads)
+        return self.state.gain(self._place.heads)
 
     def local_gain(self, default: float | Tensor | None) -> Tensor:
         """`current_gain` of the heads that this rank computes, by the `default` of this call where it is given."""
-        if isinstance(default, float) and self._tensor_parallel_ranks == 1 and not self._state.refused:
+        if isinstance(default, float) and self._tensor_parallel_ranks == 1 and not self.state.refused:
             return gain_of(self.tensors.beta, default)
-        return self._state.gain(self._local.heads, default)
+        return self.state.gain(self._local.heads, default)
 
     def ready_gain(self, *, as_leaf: bool) -> Tensor | None:
         """`current_gain` by the number that was last noted, `[heads, 1, 1]`; None if another rank computes some heads.
 
         As a leaf it requires grad, and its gradient gives the sensitivity; that of a pause is lost.
         """
-        factors, beta, layer = self._state.factors, self._state.beta, self._place.layer
+        factors, beta, layer = self.state.factors, self.state.beta, self._place.layer
         if self._tensor_parallel_ranks > 1:
             return None
         if not as_leaf:
             return factors.gain(layer, beta)
         leaf = factors.leaf(layer, beta)
-        return leaf.detach().requires_grad_() if self._state.paused else leaf
+        return leaf.detach().requires_grad_() if self.state.paused else leaf
 
     @property
     def probe(self) -> Tensor:
@@ -240,7 +227,8 @@ class Recorder:
         computes a head.
         """
         probe, ranks = self.tensors.probe, self._tensor_parallel_ranks
-        return probe if ranks == 1 else ranks * _part(probe, self._local.heads, self._place.heads.start)
+        first = self._local.heads.start - self._place.heads.start
+        return probe if ranks == 1 else ranks * probe[first : first + self._local_heads]
 
     @torch.no_grad()
     def record(
@@ -259,9 +247,9 @@ class Recorder:
         """
         if query.numel() == 0 or key.numel() == 0:
             return
-        self._state.recorded = True
+        self.state.recorded = True
         options = dict(position_bias=position_bias, softcap=softcap, sinks=sinks)
-        _record(self._state, self._local, self._default, query, key, mask, options)
+        _record(self.state, self._local, self._default, query, key, mask, options)
 
     @torch.no_grad()
     def record_pairs(
@@ -279,11 +267,11 @@ class Recorder:
         """
         if raw.numel() == 0:
             return
-        self._state.recorded = True
+        self.state.recorded = True
         gain = self.current_gain.to(raw.device).view(-1, 1, 1)
         scores = raw / (prescale * gain), logits, allowed
-        scales = _scales(self._state, self._local, self._default, raw.device)
-        calls.add_pairs(*_tables(self._state, self._local), *scores, *operands, scales)
+        scales = _scales(self.state, self._local, self._default, raw.device)
+        calls.add_pairs(*_tables(self.state, self._local), *scores, *operands, scales)
 
     @torch.no_grad()
     def record_input(self, tensor: Tensor, sides: list[str], *, shared: bool = True) -> None:
@@ -292,11 +280,7 @@ class Recorder:
         tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         self.follow(tensor.device)
         entries = self._inputs.entries_of(tensor) if shared else inputs.entries_of(tensor)
-        waiting = self._state.waiting.inputs
-        waiting.note(self._state.table, self._local.heads, sides, entries)
+        waiting = self.state.waiting.inputs
+        waiting.note(self.state.table, self._local.heads, sides, entries)
         if not shared:
-            waiting.add_all(self._state.table)
-
-    def writing_to(self, table: Tensor, moments: Tensor, beta_default: Tensor) -> AbstractContextManager[None]:
-        """Write to these tensors instead of the state's for a while."""
-        return writing_to(self._state, table, moments, beta_default)
+            waiting.add_all(self.state.table)

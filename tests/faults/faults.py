@@ -55,8 +55,7 @@ def of_trainer(test: str) -> tuple[str]:
 
 FAULTS = [
     # examination and the command
-    Fault("betahook/examination.py", "module.training = mode", "module.training = True"),
-    Fault("betahook/examination.py", "with torch.random.fork_rng(sorted(devices)):", "if True:"),
+    Fault("betahook/examination.py", ", rerun.random_state_kept(hook):", ":"),
     Fault(
         "betahook/report/precision.py", "torch.expm1(max_logit * limits.eps / 2)", "torch.expm1(max_logit * limits.eps)"
     ),
@@ -116,7 +115,7 @@ FAULTS = [
     Fault("betahook/measure/prefix.py", "device=like.device).tril()", "device=like.device)"),
     Fault(
         "betahook/tap/recorder.py",
-        "return compat.is_captured(self._state.device) or",
+        "return compat.is_captured(self.state.device) or",
         "return True or",
         ["tests/models/test_backends.py::test_one_graph_measures_the_layers_in_turn"],
     ),
@@ -314,7 +313,7 @@ FAULTS = [
     Fault("betahook/tap/gain.py", "gain = gain * probe.exp().view(gain.shape)", "gain = gain * 1"),
     Fault("betahook/tap/gain.py", "_times(gradient, gain) if", "gradient if"),
     Fault("betahook/tap/gain.py", "query.requires_grad or any(x.requires_grad for x in others)", "query.requires_grad"),
-    Fault("betahook/tap/gain.py", "not layer.paused, product)", "True, product)"),
+    Fault("betahook/tap/gain.py", "not layer.state.paused, product)", "True, product)"),
     Fault(
         "betahook/tap/gain.py",
         "not (compat.is_in_backward() if layer.always else compat.is_recomputation())",
@@ -330,7 +329,7 @@ FAULTS = [
     Fault("betahook/tap/contraction.py", "lambda x: torch.bmm(x, batch2),", "lambda x: alpha * torch.bmm(x, batch2),"),
     Fault("betahook/tap/contraction.py", "set(right_axes) - set(output)", "set(right_axes)"),
     Fault("betahook/tap/recorder.py", "raw / (prescale * gain)", "raw / prescale"),
-    Fault("betahook/tap/recorder.py", "else ranks * _part(probe", "else _part(probe"),
+    Fault("betahook/tap/recorder.py", "else ranks * probe[first", "else probe[first"),
     Fault("betahook/tap/override.py", "if attributes.get(self._name) is self._value", "if self._name in attributes"),
     # keep
     Fault("betahook/keep/places.py", "return max(starts) < min(ends)", "return max(starts) <= min(ends)"),
@@ -354,7 +353,12 @@ FAULTS = [
     Fault("betahook/keep/verification.py", "return gain / gain.max() / 2", "return gain"),
     Fault("betahook/keep/verification.py", "limits = limits.maximum(4 *", "limits = limits.maximum(4000 *"),
     Fault("betahook/keep/verification.py", "if not error <= 4 * rounding", "if not error <= 4000 * rounding"),
-    Fault("betahook/replay/rerun.py", 'stack.callback(setattr, module, "training", True)', "pass", VERIFICATION),
+    Fault(
+        "betahook/replay/rerun.py",
+        '"training", module.training)',
+        '"training", True)',
+        ("tests/unit/test_examination.py",),
+    ),
     Fault("betahook/replay/rerun.py", "alike = (x == y) | (x.isnan() & y.isnan())", "alike = x == y", VERIFICATION),
     Fault("betahook/keep/folding.py", "    hook.detach()\n", ""),
     Fault("betahook/keep/folding.py", "transition.choose(hook, unfinished, undo)", "pass"),
@@ -429,7 +433,7 @@ FAULTS = [
     Fault("betahook/tap/opaque.py", "if compat.is_exporting():", "if False:", EXPORTED),
     Fault(
         "betahook/tap/recorder.py",
-        "leaf.detach().requires_grad_() if self._state.paused else leaf",
+        "leaf.detach().requires_grad_() if self.state.paused else leaf",
         "leaf",
         ("tests/unit/tap/test_gain.py",),
     ),
