@@ -197,8 +197,6 @@ class Hook:
         lines += [f"  not reached: {name}, {reason}" for name, reason in {**self.not_reached, **unreached}.items()]
         return "\n".join(lines)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def step(self, scaler: GradScaler | None = None, *, loss: Tensor | float | None = None) -> None:
         """Pool the statistics over ranks, run the controllers and write beta: once per optimizer step, after it.
 
@@ -222,10 +220,11 @@ class Hook:
         loss_scale = LossScale.read(scaler, state.loss_scale)
         stages.add(state, self.layers, loss_scale)
         if stages.is_due(state, self.controllers, self.settings.interval, loss_scale):
-            measured = stages.pool(state, skipped=loss_scale.skipped)
-            stages.control(state, self.layers, self.controllers)
-            self._clipping.step(self, measured)
-            stages.clear(state)
+            with torch.inference_mode(False), torch.no_grad():
+                measured = stages.pool(state, skipped=loss_scale.skipped)
+                stages.control(state, self.layers, self.controllers)
+                self._clipping.step(self, measured)
+                stages.clear(state)
         stages.finish(state, self.controllers, loss_scale, self.settings.interval)
         self.last_call.release_graph()
 

@@ -183,7 +183,7 @@ def apply(
             )
         # A rule without an answer (a prediction without weights, say) leaves the others theirs.
         if proposed is not new:
-            usable = (proposed < torch.inf) & (proposed > 0) & (known if controller.uses_loss else healthy)
+            usable = (proposed * 0 < proposed) & (known if controller.uses_loss else healthy)  # finite and positive
             new = torch.where(usable, proposed, new)
         after.append(made if controller.uses_loss else _choose(healthy, made, before))
     if new is start:  # nothing moves beta, as in monitoring

@@ -84,16 +84,11 @@ def by_segment(values: Tensor, reduction: Literal["sum", "mean", "max"], lengths
     return torch.segment_reduce(values.contiguous(), reduction, lengths=lengths, unsafe=True)
 
 
-def first_of_each(values: Tensor, lengths: Tensor) -> Tensor:
-    """First entry of each run, `[entries] -> [segments]`."""
-    return values[lengths.cumsum(0) - lengths]
-
-
 def geometric_mean(values: Tensor, lengths: Tensor) -> Tensor:
     """Geometric mean of runs of positive values, `[entries, ...] -> [segments, ...]`; of equal values, that value."""
-    first = first_of_each(values, lengths)
-    ratios = values / first.repeat_interleave(lengths, 0, output_size=len(values))
-    return first * by_segment(ratios.log(), "mean", lengths).exp()
+    largest = by_segment(values, "max", lengths)
+    ratios = values / largest.repeat_interleave(lengths, 0, output_size=len(values))
+    return largest * by_segment(ratios.log(), "mean", lengths).exp()
 
 
 def keep_measured(new: Tensor, old: Tensor, measured: Tensor) -> Tensor:

@@ -106,7 +106,8 @@ class Together:
 
     def add(self, table: Tensor, moments: Tensor) -> None:
         """Add everything to the `table [quantities, heads]` and `moments [4, components]`, in place."""
-        self.add_calls(table, moments)
+        if self._calls:
+            self.add_calls(table, moments)
         self.inputs.add_all(table)
 
     @torch.no_grad()

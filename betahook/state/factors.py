@@ -106,7 +106,6 @@ class Factors:
         move(leaf)
         leaf.register_post_accumulate_grad_hook(move)
 
-    @torch.no_grad()
     def sensitivity(self) -> Tensor:
         """Return the derivative of the loss with respect to log beta, `[heads]`, zero where there was no backward."""
         of_leaves = self._joined([getattr(self._leaves.get(layer), "grad", None) for layer in range(len(self.probes))])
@@ -123,10 +122,12 @@ class Factors:
 
     def _joined(self, gradients: list[Tensor | None]) -> Tensor | None:
         """Return the gradients of all layers, `[heads]`, zero for a layer without one; None if there is none at all."""
-        if all(gradient is None for gradient in gradients):
+        like = next((gradient for gradient in gradients if gradient is not None), None)
+        if like is None:
             return None
-        parts = [p if g is None else g.flatten() for g, p in zip(gradients, self.probes, strict=True)]
-        return torch.cat(parts).detach()
+        shape = -1, *like.shape[1:]
+        parts = [p.view(shape) if g is None else g for g, p in zip(gradients, self.probes, strict=True)]
+        return torch.cat(parts).detach().flatten()
 
     def set_sensitivity(self, values: Tensor | None) -> None:
         """Replace the sensitivity by `values [heads]`, or by none."""

@@ -20,6 +20,7 @@ from betahook.measure.dtypes import overflow_logit, sum_dtype
 from betahook.measure.groups import HeadGroups, LayerSize
 from betahook.measure.together import Together
 from betahook.state.factors import Factors
+from betahook.state.pending import Step, add_steps
 from betahook.state.ranges import HeadRange, head_ranges
 
 SMALLEST_BETA, LARGEST_BETA = 1e-10, 1e10
@@ -77,7 +78,8 @@ class State:
         warned_of_nonfinite, warned_of_unreached: True once a NaN or an infinity, or layers out of reach were reported.
         exact_max_logit, paused: True if the largest score is to be that of all pairs, and while nothing is measured.
         seen, recorded, has_loss: True once attention has passed the tap, was measured, and a training loss recorded.
-        refused, waiting: the layers left alone, by their heads, with the reason; what is not in the table yet.
+        refused: the layers left alone, by their heads, with the reason.
+        waiting, pending: calls that are not in the table yet, and steps that are not in the window: see `settle`.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class State:
         self.seen = self.recorded = self.has_loss = False
         self.refused: dict[tuple[int, int], str] = {}
         self.waiting = Together()
+        self.pending: list[Step] = []
         self.parts = _parts(self)
 
     @property
@@ -140,6 +143,7 @@ class State:
         def moved(value: Tensor) -> Tensor:
             return value.to(device, sum_dtype(device) if value.dtype == torch.float64 else None)
 
+        self.settle()
         for name, value in vars(self).items():
             if isinstance(value, Tensor | HeadGroups):
                 setattr(self, name, moved(value) if isinstance(value, Tensor) else value.to(device))
@@ -182,7 +186,7 @@ class State:
     def refuse(self, place: HeadRange, reason: str) -> None:
         """Leave a layer alone from now on, and forget what was measured of it."""
         self.refused[place.heads.start, place.heads.stop], self.seen = reason, True
-        self.waiting.add(self.table, self.moments)
+        self.settle()
         _forget(self, place)
         release_refused(self)
 
@@ -205,9 +209,17 @@ class State:
             own = torch.full_like(beta, default)
         return gain_of(beta, own)
 
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Add what waits, before sums are read."""
+        self.waiting.add(self.table, self.moments)
+        if self.pending:
+            add_steps(self.window, self.nonfinite_since, self.pending)
+            self.pending.clear()
+
     def collect(self, heads: slice = slice(None)) -> Tensor:
         """Return a copy of the table of some heads, with their sensitivity in it."""
-        self.waiting.add(self.table, self.moments)
+        self.settle()
         table = self.table[:, heads].clone()
         table[statistics.ROW["sensitivity"]] = self.factors.sensitivity()[heads]
         return table

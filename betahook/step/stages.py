@@ -17,7 +17,7 @@ from betahook.control.base import DECADES, Controller, Observation
 from betahook.control.notes import Note, joined, pooled
 from betahook.layer import Layers
 from betahook.measure import statistics
-from betahook.state import State, release_refused
+from betahook.state import State, pending, release_refused
 from betahook.step import training_loss
 from betahook.step.loss_scale import LossScale
 from betahook.tap import interface
@@ -44,22 +44,22 @@ def check_seen(state: State) -> None:
 
 
 def add(state: State, layers: Layers, loss_scale: LossScale) -> None:
-    """Add the sensitivities of this step to those since the last pooling, but for what is not finite; note that."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():  # else nothing is sharded
+    """Take note of the sensitivities of this step, to be added to those since the last pooling."""
+    distributed = torch.distributed
+    if state.turn and distributed.is_available() and distributed.is_initialized():  # else nothing is sharded
         layers.read_weights(state.turn, sharded=True)
     state.waiting.add(state.table, state.moments)
     if loss_scale.skipped:  # nothing to learn from, and nothing to warn about
+        state.settle()
         _forget_nonfinite(state)
         return
     sensitivity = state.factors.sensitivity()
     if loss_scale.of_step != 1:
         sensitivity = sensitivity.to(state.window) / loss_scale.of_step
-    broken = (state.table.sum(0) + sensitivity) * 0 != 0  # NaN where anything is not finite
-    state.nonfinite_since.masked_fill_(broken & (state.nonfinite_since == 0), state.steps + 1)
-    total, batches = state.window
-    total.add_(sensitivity.masked_fill(broken, 0))
-    batches.add_(~broken)
+    state.pending.append(pending.Step(state.steps + 1, sensitivity, state.table.sum(0)))
     state.batches += 1
+    if len(state.pending) == pending.MOST:
+        state.settle()
 
 
 def _forget_nonfinite(state: State) -> None:
@@ -82,18 +82,19 @@ def is_due(state: State, controllers: Sequence[Controller], interval: int, loss_
 
 def pool(state: State, *, skipped: bool = False) -> Tensor:
     """Add up the sums of all ranks; they become the recent ones. Return which heads they measured, `[heads]`."""
-    table, window, moments = state.table, state.window, state.moments
+    state.settle()
+    table, summed, moments = state.table, state.window, state.moments
     if skipped:  # tells all ranks that the step was skipped on one
-        window.fill_(torch.nan)
+        summed.fill_(torch.nan)
     if statistics.is_distributed():
         own = torch.where(state.factors.own.isnan(), state.beta_default, state.factors.own)
         since = state.nonfinite_since
         age = torch.where(since > 0, state.steps + 2 - since, 0)
-        table, window, moments, pooled, age = statistics.all_reduce(table, window, moments, own, age)
+        table, summed, moments, pooled, age = statistics.all_reduce(table, summed, moments, own, age)
         state.beta_default.copy_(pooled)
         since.copy_(torch.where(age > 0, state.steps + 2 - age, 0))  # that of the rank that saw it first
     state.recent, state.recent_moments, measured = latest(state, table, moments)
-    torch.div(window[0], window[1], out=state.recent[statistics.ROW["sensitivity"]])  # NaN where none was finite
+    torch.div(*summed, out=state.recent[statistics.ROW["sensitivity"]])  # NaN where none was finite
     return measured
 
 
@@ -104,6 +105,7 @@ def refreshed(state: State) -> State:
 
     For metrics, which one rank may ask for alone.
     """
+    state.settle()
     if state.batches > 0 and not statistics.is_distributed():
         pool(state)
     return state

@@ -36,6 +36,7 @@ CLIPPING = ("tests/unit/step/test_clipping.py", "tests/unit/models/test_scaling.
 TRIAL = ("tests/unit/models/test_trial.py",)
 TRAINER = ("tests/unit/integrations/test_trainer.py",)
 ADAPTERS = ("tests/models/test_adapters.py",)
+PENDING = ("tests/unit/state/test_pending.py",)
 STAGES = ("tests/unit/step/test_stages.py",)
 WINDOW = ("tests/unit/step/test_window.py",)
 HOOK = ("tests/unit/test_hook.py",)
@@ -209,10 +210,20 @@ FAULTS = [
     Fault("betahook/measure/statistics.py", "torch.where(measured, new, old)", "new.clone()"),
     Fault("betahook/measure/components.py", "torch.where(known, with_averages, table)", "with_averages"),
     Fault("betahook/state/state.py", "return self.steps - self.skipped_steps", "return self.steps", WINDOW),
-    Fault("betahook/step/stages.py", "sensitivity.masked_fill(broken, 0)", "sensitivity", WINDOW),
+    Fault("betahook/state/pending.py", "sensitivity.masked_fill(broken, 0)", "sensitivity"),
+    Fault("betahook/state/pending.py", "(first + steps[0].number)", "steps[0].number"),
+    Fault("betahook/checkpoint/schema.py", "    state.pending.clear()\n", "", PENDING),
+    Fault(
+        "betahook/step/stages.py",
+        "if len(state.pending) == pending.MOST",
+        "if False",
+        PENDING,
+    ),
     Fault("betahook/step/stages.py", " and not (loss_scale.skipped and state.batches > 0)", "", WINDOW),
-    Fault("betahook/step/stages.py", "(state.table.sum(0) + sensitivity) * 0", "sensitivity * 0", WINDOW),
-    Fault("betahook/step/stages.py", "torch.div(window[0], window[1], out", "torch.mul(window[0], 1, out", WINDOW),
+    Fault(
+        "betahook/state/pending.py", "(torch.stack([step.sums for step in steps]) + sensitivity) * 0", "sensitivity * 0"
+    ),
+    Fault("betahook/step/stages.py", "torch.div(*summed, out", "torch.mul(summed[0], 1, out", WINDOW),
     Fault("betahook/control/search.py", "alpha=observation.batches", "alpha=1"),
     Fault("betahook/step/stages.py", "(-(-part * layers // interval) for", "(part * (layers // interval) for", STAGES),
     Fault("betahook/options.py", "1 if limited or any(", "1 if any(", HOOK),

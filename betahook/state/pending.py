@@ -1,0 +1,50 @@
+"""Steps that are not in the window of sensitivities yet.
+
+A small model waits for the host to launch its operations, so a step of the hook only takes note of itself, and several
+are added up at once. `betahook.step.stages` makes the notes; `State.settle` adds them, before anyone reads the window.
+Nothing here may read a value back to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MOST = 16
+"""Steps that may wait."""
+
+
+class Step(NamedTuple):
+    """Note of one step.
+
+    Attributes:
+        number: of the step, from 1 on.
+        sensitivity: `[heads]`, not multiplied by a loss scale.
+        sums: `[heads]`, not finite where anything that was measured since the last pooling is not.
+    """
+
+    number: int
+    sensitivity: Tensor
+    sums: Tensor
+
+
+def add_steps(window: Tensor, nonfinite_since: Tensor, steps: Sequence[Step]) -> None:
+    """Add steps that follow one another, in place.
+
+    A cumulative sum, one step after the other: so a run that is saved while some wait has the same bits.
+
+    Args:
+        window: `[2, heads]`, sum and number of the sensitivities; of a head that is not finite, a step does not count.
+        nonfinite_since: int64 `[heads]`, the first step in which the head was not finite, 0 for none.
+        steps: at least one.
+    """
+    sensitivity = torch.stack([step.sensitivity for step in steps]).to(window)
+    broken = (torch.stack([step.sums for step in steps]) + sensitivity) * 0 != 0  # NaN where anything is not finite
+    total, batches = window
+    total.copy_(torch.cat([total[None], sensitivity.masked_fill(broken, 0)]).cumsum(0)[-1])
+    batches.add_((~broken).sum(0))
+    is_broken, first = broken.int().max(0)
+    nonfinite_since.add_((nonfinite_since == 0) * is_broken * (first + steps[0].number))
