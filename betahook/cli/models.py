@@ -26,10 +26,7 @@ def without_weights(name: str) -> PreTrainedModel:
         OSError: there is no config.
         ValueError: the model needs code of its own.
     """
-    if (reason := obstacle(name)) is not None:
-        raise FileNotFoundError(f"{name} {reason}")
-    with _explained(name):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    with _reading(name) as config:
         architecture = _architecture(config)
         with torch.device("meta"):
             model: PreTrainedModel = (
@@ -47,10 +44,7 @@ def with_weights(name: str) -> PreTrainedModel:
         OSError: there is no config, or there are no weights.
         ValueError: the model needs code of its own.
     """
-    if (reason := obstacle(name)) is not None:
-        raise FileNotFoundError(f"{name} {reason}")
-    with _explained(name):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    with _reading(name) as config:
         model: PreTrainedModel = _architecture(config).from_pretrained(name, dtype="auto", trust_remote_code=False)
     model.eval()
     return model
@@ -122,11 +116,13 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Say in words of ours what transformers says of a model that cannot be read."""
+def _reading(name: str) -> Iterator[Any]:
+    """Give the config of a model; what transformers says of one that cannot be read is said in words of ours."""
+    if (reason := obstacle(name)) is not None:
+        raise FileNotFoundError(f"{name} {reason}")
     try:
         with quiet():
-            yield
+            yield AutoConfig.from_pretrained(name, trust_remote_code=False)
     except OSError as error:
         if Path(name).exists():
             raise

@@ -55,7 +55,7 @@ def _sequences(query: Tensor, key: Tensor, mask: Mask, of_key: Components, some:
     key = F.pad(centred, (0, 1), value=1).flatten(0, 1)
     mean = of_key.mean.expand(batch, -1, -1).reshape(-1, 1, width, 1)
     edges = [keys if mask.band.high is None else mask.band.high, mask.band.low]
-    below = [_Below(mask, edge, key, mean) for edge in edges if edge is not None]
+    below = [_PrefixSums(mask, edge, key, mean) for edge in edges if edge is not None]
     valid = None if mask.queries is None else _of(some, mask.queries)
     counts = [_of(some, x) for x in derive(block_counts, mask, query, queries, keys)]
     parts = []
@@ -97,7 +97,7 @@ def block_factors(mask: Mask, like: Tensor, blocks: int) -> tuple[Tensor, Tensor
     return earlier, torch.ones(BLOCK, BLOCK, dtype=like.dtype, device=like.device).tril()
 
 
-class _Below:
+class _PrefixSums:
     """Score sums of each query `i` over the keys `j <= i + edge`, slab after slab.
 
     Args:

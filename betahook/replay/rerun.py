@@ -88,14 +88,9 @@ def _output(hook: Hooked) -> Any:
     kwargs = {**kwargs, "use_cache": False} if "use_cache" in kwargs else kwargs
     with random_state_kept(hook), ExitStack() as afterwards:
         afterwards.callback(materialise.reshard, hook.model)  # which the caller may write to
-        # One that is given twice stays the same: `nn.MultiheadAttention` asks if its query is its key.
-        fresh = {id(value): _fresh(value) for value in (*args, *kwargs.values())}
+        # Copies, since a forward may write to them; of one that is given twice, as query and key say, a single one.
+        fresh = {id(x): x.clone() if isinstance(x, Tensor) else x for x in (*args, *kwargs.values())}
         return module(*(fresh[id(x)] for x in args), **{name: fresh[id(x)] for name, x in kwargs.items()})
-
-
-def _fresh(value: Any) -> Any:
-    """An argument that a forward may write to."""
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def tensors(output: Any, depth: int = 8) -> Iterator[Tensor]:

@@ -17,7 +17,6 @@ from betahook.control.notes import Note
 from betahook.layer import Layers
 from betahook.report import metrics
 from betahook.report.conditions import ADVICE, PAGE, WORRYING, Condition, Numbers, classify
-from betahook.report.metrics import MetricName
 from betahook.report.names import aligned, short_names
 from betahook.state import State
 
@@ -169,9 +168,9 @@ def observe(state: State, layers: Layers, notes: Sequence[Note]) -> Findings:
     The notes of the controllers, one a layer, go into the findings. The first look at a step logs its news, one line at
     most. Reads the device back.
     """
-    by_layer = _columns(metrics.columns(state, state.layers))
+    by_layer = metrics.numbers(state, state.layers)
     of_layers = _numbers(by_layer)
-    of_all_heads = _numbers(_columns(metrics.columns(state, state.layers.by_head())))
+    of_all_heads = _numbers(metrics.numbers(state, state.layers.by_head()))
     own = state.layers.geometric_mean(state.beta_default).tolist()
     gains = (state.current_beta / state.beta_default).tolist()
     before, since = state.condition.tolist(), state.condition_since.tolist()
@@ -203,11 +202,6 @@ def observe(state: State, layers: Layers, notes: Sequence[Note]) -> Findings:
         if found.news:
             logger.log(logging.WARNING if found.is_worrying else logging.INFO, "%s", found.news)
     return found
-
-
-def _columns(quantities: Mapping[MetricName, torch.Tensor]) -> dict[str, list[float]]:
-    table = torch.stack([column.double() for column in quantities.values()]).tolist()
-    return {str(name): row for name, row in zip(quantities, table, strict=True)}
 
 
 def _numbers(quantities: Mapping[str, Sequence[float]]) -> list[Numbers]:

@@ -71,11 +71,9 @@ def chosen(metrics: Mapping[str, float], quantities: Sequence[MetricName]) -> di
 
 def by_layer(state: State, layers: Layers, notes: Sequence[Note]) -> dict[str, float]:
     """Return `quantity/layer` to a number, without what was not measured. Reads the device back."""
-    quantities = columns(state, state.layers)
-    table = torch.stack([column.double() for column in quantities.values()]).tolist()
     values = {
         f"{quantity}/{layer}": number
-        for quantity, row in zip(quantities, table, strict=True)
+        for quantity, row in numbers(state, state.layers).items()
         for layer, number in zip(layers, row, strict=True)
         if number == number
     }
@@ -97,6 +95,13 @@ def by_head(state: State, layers: Layers) -> dict[str, Tensor]:
         for quantity, row in zip(quantities, table, strict=True)
         for name, part in zip(layers, row.split(lengths), strict=True)
     }
+
+
+def numbers(state: State, groups: HeadGroups) -> dict[str, list[float]]:
+    """Return every metric as numbers, one of each group. Reads the device back, once."""
+    quantities = columns(state, groups)
+    table = torch.stack([column.double() for column in quantities.values()]).tolist()
+    return dict(zip(quantities, table, strict=True))
 
 
 def columns(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
