@@ -135,7 +135,7 @@ class Hook:
         named = zip(survey.found.items(), self._state.ranges, strict=True)
         placed = [(name, found, self._state, place) for (name, found), place in named]
         self.layers = Layers([AttentionLayer(*each) for each in placed])
-        self._clipping = Clipping(model, self.layers, self._state, self.controllers)
+        self._clipping = Clipping(self.layers, self._state, self.controllers)
         recorders = [Recorder(*each, owner=self, when=settings.when) for each in placed]
 
         interface.acquire()

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from betahook import compat
 from betahook.control.base import Controller
@@ -38,17 +38,17 @@ class Clipping:
         UnsupportedModelError: a layer has no weights to scale; the message says which and why.
     """
 
-    def __init__(self, model: nn.Module, layers: Layers, state: State, controllers: Sequence[Controller]) -> None:
+    def __init__(self, layers: Layers, state: State, controllers: Sequence[Controller]) -> None:
         self._state = state
         self._rules = [controller for controller in controllers if isinstance(controller, Clip)]
         writes = not all(rule.log_only for rule in self._rules)
-        self._scaling = WeightScaling(model, layers, state.ranges) if writes else None
+        self._scaling = WeightScaling(layers, state.ranges) if writes else None
 
     def step(self, hook: Hooked, measured: Tensor) -> None:
         """Count the heads that exceed a threshold, and scale their weights.
 
         Args:
-            hook: for the check of the weights.
+            hook: of the model.
             measured: heads that this step measured, boolean `[heads]`: a maximum of before says nothing about the
                 weights that were clipped since.
         """
@@ -64,8 +64,7 @@ class Clipping:
             if not rule.log_only:
                 factors = torch.minimum(factors, clipped)
         if self._scaling is not None:
-            self._scaling.check(hook)
-            self._scaling.scale(factors)
+            self._scaling.scale(hook, factors)
 
 
 class WeightScaling:
@@ -75,47 +74,46 @@ class WeightScaling:
         UnsupportedModelError: a layer has no such weights; the message says which and why.
     """
 
-    def __init__(self, model: nn.Module, layers: Layers, ranges: Sequence[HeadRange]) -> None:
-        self._model = model
+    def __init__(self, layers: Layers, ranges: Sequence[HeadRange]) -> None:
         self._heads = {layer: place.heads for layer, place in zip(layers.values(), ranges, strict=True)}
         self._found: dict[AttentionLayer, tuple[list[object], list[Scaling]]] = {}
         self._choice = dict.fromkeys(self._heads, 0)
         self._unchecked = list(self._heads)
-        self._is_sharded = False
+        self._is_sharded: bool | None = None
         for layer in self._heads:
             self._find(layer)
-        if any(compat.is_adapter(module) for module in model.modules()):
-            logger.warning(
-                "clipping scales the weights below an adapter too, which a saved adapter leaves out: merge it before "
-                "you save, model.merge_and_unload()"
-            )
 
     @torch.no_grad()
-    def scale(self, factors: Tensor) -> None:
+    def scale(self, hook: Hooked, factors: Tensor) -> None:
         """Multiply the scores of each head by its factor, in the weights; those of a head with 1 keep every bit.
 
         Args:
+            hook: of the model; all ranks must call.
             factors: float32 `[heads]` of all layers, the same on all ranks.
+
+        Raises:
+            UnsupportedModelError: scaled weights do not act as beta does; the message names the layers.
         """
+        if self._is_sharded is None:  # adapters and shards may come after attach
+            self._is_sharded = any(compat.is_fsdp2(module) for module in hook.model.modules())
+            if any(compat.is_adapter(module) for module in hook.model.modules()):
+                logger.warning(
+                    "clipping scales the weights below an adapter too, which a saved adapter leaves out: merge it "
+                    "before you save, model.merge_and_unload()"
+                )
+        self._check(hook)
         if self._is_sharded:
-            materialise.reshard(self._model)
+            materialise.reshard(hook.model)
         for layer, heads in self._heads.items():
             self._find(layer).scale(factors[heads])
 
-    @torch.no_grad()
-    def check(self, hook: Hooked) -> None:
-        """Check once, on the input of the last forward, that scaled weights do what beta does; all ranks must call.
+    def _check(self, hook: Hooked) -> None:
+        """Check each layer once, on the input of the last forward.
 
         Powers of 4, whose square roots are exact, go into the weights and out of beta: the output must stay. A layer
         that was not used yet is checked when it is, and all of them wait for a step with such an input.
-
-        Raises:
-            UnsupportedModelError: it does not; the message names the layers.
         """
         self._unchecked = [layer for layer in self._unchecked if layer.refusal is None]
-        if not self._unchecked:
-            return
-        self._is_sharded = any(compat.is_fsdp2(module) for module in self._model.modules())
         layers = [layer for layer in self._unchecked if layer.beta_default == layer.beta_default]
         if not (layers and self._on_any_rank(hook.last_call.input is not None)):
             return
