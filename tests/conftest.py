@@ -1,4 +1,5 @@
 import fnmatch
+import gc
 
 import hypothesis
 import pytest
@@ -24,6 +25,12 @@ def pytest_collection_modifyitems(items):
         for mark in item.iter_markers("oldest_skips"):
             if _is_meant(item, mark) and oldest:
                 item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]} in the oldest versions"))
+
+
+def pytest_collection_finish():
+    """Collections of garbage, of which the Trainer makes one at each end, pass over what was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def _is_meant(item, mark):

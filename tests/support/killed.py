@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -32,6 +33,7 @@ Bits = list[tuple[str, Tensor]]
 
 def train(folder: Path, prepare: Callable[[], None] | None = None) -> None:
     """Train, resuming where there is something to resume; saves everything that a run ends with to `end.pt`."""
+    gc.freeze()  # the Trainer collects garbage, which need not pass over all that was imported before the fork
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if prepare is not None:
