@@ -17,9 +17,9 @@ test: $(VENV)/ready
 test-slow: $(VENV)/ready
 	$(RUN) -m pytest -n 2 -m slow
 
-# A tiny model of each model type of transformers, against what torch's own operations show of it.
+# A tiny model of each model type of transformers, against what torch's own operations show of it; `make test` has a few.
 test-families: $(VENV)/ready
-	$(RUN) -m pytest -n 2 tests/zoo -m "families or not slow"
+	$(RUN) -m pytest -n 2 tests/zoo -m families
 
 # Small faults, one at a time: the tests beside the code must notice each.
 test-faults: $(VENV)/ready

@@ -69,25 +69,24 @@ WITHOUT_MODEL = {
     **_all(
         "takes a minute, even when it is small",
         """
-        blt glm5_next_text rag vibevoice vibevoice_acoustic_tokenizer vibevoice_asr
-        vibevoice_acoustic_tokenizer_decoder vibevoice_acoustic_tokenizer_encoder emu3
+        blt rag
         """,
     ),
     **_all(
         "no small config written that runs",
         """
-        blt_local_decoder chmv2 clvp cohere_compass cohere_compass_text csm d_fine deepseek_ocr2
-        deepseek_ocr2_vision deimv2 depth_pro diffusion_gemma dots3_note dots3_note_vision_encoder
-        efficientnet ernie4_5_vl_moe esmfold2 fastspeech2_conformer_with_hifigan florence_vision
-        gemma4_assistant gemma4_unified_assistant granite4_vision inkling_vision lw_detr lw_detr_vit
-        mamba2 molmo2 molmo2_vision muse_spark muse_spark_audio nemotron3_5_transcribe_audio
-        nemotron_h_omni neucodec pe_audio pp_doclayout_v2 pp_doclayout_v3 pp_doclayout_v4
-        pp_ocrv5_mobile_det pp_ocrv5_mobile_rec pp_ocrv5_server_det pp_ocrv6_medium_det
-        pp_ocrv6_small_det qwen2_5_omni_audio_encoder qwen3_omni_moe qwen3_omni_moe_audio_encoder
-        qwen3_omni_moe_talker_code_predictor qwen3_omni_moe_talker_text qwen4_exp qwen4_exp_text
-        rf_detr_dinov2 sam3_tracker shieldgemma2 slanet tipsv2_dpt tvp unlimited_ocr_vision upernet
-        uvdoc vitmatte xcodec2 mimi_decoder mimi_encoder pocket_tts_audio_tokenizer_decoder
-        pocket_tts_audio_tokenizer_encoder
+        blt_local_decoder chmv2 clvp cohere_compass cohere_compass_text csm d_fine deepseek_ocr2_vision
+        deimv2 depth_pro dots3_note dots3_note_vision_encoder efficientnet ernie4_5_vl_moe esmfold2
+        fastspeech2_conformer_with_hifigan florence_vision gemma4_assistant gemma4_unified_assistant
+        granite4_vision inkling_vision lw_detr lw_detr_vit mamba2 molmo2 molmo2_vision muse_spark
+        muse_spark_audio nemotron3_5_transcribe_audio nemotron_h_omni neucodec pe_audio pp_doclayout_v2
+        pp_doclayout_v3 pp_doclayout_v4 pp_ocrv5_mobile_det pp_ocrv5_mobile_rec pp_ocrv5_server_det
+        pp_ocrv6_medium_det pp_ocrv6_small_det qwen2_5_omni_audio_encoder qwen3_omni_moe
+        qwen3_omni_moe_audio_encoder qwen3_omni_moe_talker_code_predictor qwen3_omni_moe_talker_text
+        qwen4_exp qwen4_exp_text rf_detr_dinov2 sam3_tracker shieldgemma2 slanet tipsv2_dpt tvp
+        unlimited_ocr_vision upernet uvdoc vibevoice_acoustic_tokenizer
+        vibevoice_acoustic_tokenizer_decoder vibevoice_acoustic_tokenizer_encoder vitmatte xcodec2
+        mimi_decoder mimi_encoder pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder
         """,
     ),
 }

@@ -237,7 +237,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         vocab_size_per_layer_input=384,
         laurel_rank=8,
     ),
-    **_all("glm5_next_text Glm5NextTextConfig", dict(index_topk=16)),
+    **_all("glm5_next_text Glm5NextTextConfig", dict(index_topk=16, linear_num_heads=4, linear_head_dim=16)),
     **_all("gpt2 imagegpt", dict(scale_attn_by_inverse_layer_idx=True)),
     "gpt_neo": dict(
         attention_types=[[["global", "local"], 1]],
@@ -332,6 +332,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         mamba_headdim=32,
         chunk_size=8,
         num_mem_blocks=1,
+    ),
+    **_all(
+        "VibeVoiceAcousticTokenizerConfig VibeVoiceAcousticTokenizerEncoderConfig",
+        dict(num_filters=2, depths=[1] * 7),
     ),
 }
 """Fields by model type, or by config class where the config is part of another one."""
