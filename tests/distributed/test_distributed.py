@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM, TrainerControl, TrainerState
 
 import betahook
 from betahook import checkpoint
+from betahook.keep import folding
 from betahook.step import training_loss
 from support.models import build, inputs
 from support.processes import run_ranks, tensor_parallel
@@ -201,10 +202,10 @@ def save(model, folder, rank, **options):
 
 def end_of_training(hook):
     """The callback warns and leaves the hook, beta and all."""
-    from betahook.integrations import trainer
+    from betahook.integrations.trainer import BetaHookCallback
 
-    before, callback = hook.state_dict()["beta"], trainer.BetaHookCallback(hook=hook)
-    with mock.patch.object(trainer.logger, "warning") as warning:
+    before, callback = hook.state_dict()["beta"], BetaHookCallback(hook=hook)
+    with mock.patch.object(folding.logger, "warning") as warning:
         callback.on_train_end(SimpleNamespace(load_best_model_at_end=False), TrainerState(), TrainerControl())
     assert hook.attached
     assert torch.equal(hook.state_dict()["beta"], before)
@@ -224,7 +225,8 @@ def run(rank, folder, steps):
             save_sharded(rank, f"{folder}/{'one unit' if whole else 'by layer'}", whole)
 
 
-RUNS = [(2, 4), *(pytest.param((world, 200), marks=pytest.mark.slow) for world in (2, 4))]
+RUNS = [(2, 4), *(pytest.param((world, 60), marks=pytest.mark.slow) for world in (2, 4))]
+"""Ranks and steps: after 50, the search goes to and fro by its smallest step, and the trials of Decades have ended."""
 
 
 @pytest.fixture(scope="module", params=RUNS, ids=str)
