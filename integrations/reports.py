@@ -89,7 +89,7 @@ class Reports:
         callbacks: list[TrainerCallback] = handler.callbacks
         for callback in callbacks:
             if isinstance(callback, tuple(REPORTERS.values())):
-                self._undo.callback(Override(callback, "on_log", self._with_metrics(callback.on_log)).remove)
+                Override(callback, "on_log", self._with_metrics(callback.on_log), self._undo)
 
     def _with_metrics(self, on_log: Callable[..., Any]) -> Callable[..., Any]:
         """Return the `on_log` of a reporter, which gets the metrics too in a dictionary of its own."""

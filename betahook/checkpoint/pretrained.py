@@ -66,8 +66,7 @@ def connect(model: nn.Module, hook: Stateful, layers: Layers, undo: ExitStack) -
             _mark_files(model, Path(save_directory))
         return saved
 
-    override = Override(model, "save_pretrained", save_pretrained)
-    undo.callback(override.remove)
+    override = Override(model, "save_pretrained", save_pretrained, undo)
 
 
 def is_marked(model: nn.Module) -> bool:

@@ -207,12 +207,6 @@ def at_bound(beta: Tensor, beta_default: Tensor) -> Tensor:
     return (beta / beta_default).log10().abs() >= DECADES - 1e-4
 
 
-def capped(beta: Tensor, logit: float | Tensor, score: Tensor) -> Tensor:
-    """Beta, at most such that the largest `score` makes `logit`; without a measured score there is no ceiling."""
-    ceiling = logit / score
-    return torch.minimum(beta, ceiling.nan_to_num(nan=torch.inf))
-
-
 def is_at(logit: float | Tensor, beta: Tensor, score: Tensor) -> Tensor:
     """Tell where the largest `score` makes `logit`, or more, up to rounding; boolean, as `beta`."""
     return beta * score >= logit * (1 - 1e-4)

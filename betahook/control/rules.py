@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from betahook.control.base import Controller, Memory, Observation, capped, is_at, require
+from betahook.control.base import Controller, Memory, Observation, is_at, require
 from betahook.control.notes import Note, downhill
 
 
@@ -128,7 +128,8 @@ class Cap(Controller):
         require(self, "threshold", self.threshold > 0, "a positive number")
 
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
-        return capped(beta, self.threshold, observation.statistics.max_score_bound), state
+        ceiling = self.threshold / observation.statistics.max_score_bound
+        return torch.minimum(beta, ceiling.nan_to_num(nan=torch.inf)), state
 
     def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
         held = is_at(self.threshold, beta, observation.statistics.max_score_bound).tolist()

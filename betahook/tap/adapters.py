@@ -31,8 +31,7 @@ def connect(model: nn.Module, state: State, undo: ExitStack) -> None:
             with state.pause(), _own_beta(state):
                 yield
 
-    override = Override(model, "disable_adapter", disable_adapter)
-    undo.callback(override.remove)
+    override = Override(model, "disable_adapter", disable_adapter, undo)
 
 
 @contextmanager

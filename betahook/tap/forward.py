@@ -14,7 +14,6 @@ from betahook import compat
 from betahook.tap import heads
 from betahook.tap.calls import Call, tensors_in
 from betahook.tap.contraction import Axis
-from betahook.tap.gain import is_recording
 from betahook.tap.plan import Plan
 from betahook.tap.recorder import Recorder
 from betahook.tap.shadows import Shadows
@@ -47,7 +46,7 @@ class Forward:
         self.plan = plan
         self.rehearsal = rehearsal
         self.strict = is_strict(layer.module)
-        self.recording = is_recording(layer) and layer.refusal is None and not rehearsal
+        self.recording = layer.is_recording and layer.refusal is None and not rehearsal
         self.labels = heads.Labels() if self.strict and not plan.complete else None
         self.shadows = Shadows() if self.strict and self.recording and not plan.checked else None
         self.products: list[Product] = []
@@ -75,7 +74,7 @@ class Forward:
 
     def situation(self, call: Call) -> Situation:
         """A call as a handler gets it."""
-        return Situation(call, self.trace_of, self.strict, find_line, self.plan.at_first, self._axis_of)
+        return Situation(call, self.trace_of, self.strict, self.plan.at_first, self._axis_of)
 
     def score_axis(self, scores: Tensor, operation: str, dim: int = -1) -> Axis | None:
         """The axis of the heads in scores that come to an operation, with their rows moved along the last axis."""

@@ -129,11 +129,3 @@ class ScaleQuery(torch.autograd.Function):
             sensitivity = products.sum(others, dtype=gain.dtype)
         of_query = _times(gradient, gain) if ctx.needs_input_grad[0] else None
         return of_query, None, sensitivity, None, None, None
-
-
-def is_recording(layer: Recorder) -> bool:
-    """Tell if the forward that runs now is to be measured: once, though gradient checkpointing runs it twice."""
-    if not layer.measuring or compat.is_exporting():
-        return False
-    # Reentrant checkpointing runs a forward without gradients first; by default, the one in the backward counts.
-    return not (compat.is_in_backward() if layer.always else compat.is_recomputation())

@@ -16,7 +16,6 @@ from torch import nn
 
 from betahook import compat
 from betahook.tap import kernels, opaque, products
-from betahook.tap.gain import is_recording
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 
 
@@ -28,10 +27,9 @@ def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) 
         undo.callback(delattr, recorder.module, ATTRIBUTE)
         _watch_inputs(recorder, undo)
         if recorder.route != "interface":
-            undo.callback(products.connect(recorder).remove)
+            products.connect(recorder, undo)
     kernels.connect([each for each in recorders if each.route != "interface"], undo)
-    for override in products.keep_padding(model, recorders):
-        undo.callback(override.remove)
+    products.keep_padding(model, recorders, undo)
 
 
 def _watch_inputs(recorder: Recorder, undo: ExitStack) -> None:
@@ -63,7 +61,7 @@ def _record_input(
     kwargs: dict[str, Any],
 ) -> None:
     """Record the argument at a position, given there or by name."""
-    if not is_recording(recorder):
+    if not recorder.is_recording:
         return
     given = args[argument] if len(args) > argument else kwargs.get(name or "")
     if given is None:

@@ -20,7 +20,7 @@ from betahook import compat
 from betahook.compat import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from betahook.measure.masks import Band, Given
 from betahook.tap import kernels, opaque
-from betahook.tap.gain import is_recording, scale_known_query
+from betahook.tap.gain import scale_known_query
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 
 if len(inspect.signature(getattr(AttentionInterface, "get_interface", lambda: None)).parameters) != 3:
@@ -98,7 +98,7 @@ def _hooked(
         scaling = query.shape[-1] ** -0.5  # what every backend does without one
     prescale = 1.0 if layer.facts.prescale is None else layer.facts.prescale(module)
     default = scaling * prescale
-    if is_recording(layer):
+    if layer.is_recording:
         mask = args[0] if args else kwargs.get("attention_mask")
         given = given_mask(implementation, module, query, key, mask, kwargs)
         raw = query if prescale == 1 else query / prescale

@@ -39,5 +39,5 @@ def listening(recorder: Recorder, listener: Listener) -> Iterator[None]:
     replaced = {"record": record, "record_pairs": record_pairs, "record_input": record_input, "always": True}
     with ExitStack() as undo:
         for name, value in replaced.items():
-            undo.callback(Override(recorder, name, value).remove)
+            Override(recorder, name, value, undo)
         yield

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 
 class Override:
-    """Gives an attribute of an object another value, until `remove()`; `active` says whether that is still to come."""
+    """Gives an attribute of an object another value, until `undo` is closed; `active` is True until then."""
 
     active = True
 
-    def __init__(self, owner: object, name: str, value: Any) -> None:
+    def __init__(self, owner: object, name: str, value: Any, undo: ExitStack) -> None:
         self._owner, self._name, self._value = owner, name, value
         self._before = {key: kept for key, kept in vars(owner).items() if key == name}
         vars(owner)[name] = value
+        undo.callback(self._remove)
 
-    def remove(self) -> None:
+    def _remove(self) -> None:
         """Leave the object as it was, unless another value has taken the place of this one."""
-        if not self.active:
-            return
         self.active = False
         attributes = vars(self._owner)
         if attributes.get(self._name) is self._value:

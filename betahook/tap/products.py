@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -40,14 +41,14 @@ ACTIONS: dict[str, Callable[[Forward, Call], Any]] = {
 """Functions that are run in a way of their own; all others go by `handlers.HANDLERS`."""
 
 
-def connect(layer: Recorder) -> Override:
-    """Watch every forward of the layer's module; the handle undoes it."""
+def connect(layer: Recorder, undo: ExitStack) -> None:
+    """Watch every forward of the layer's module until `undo` is closed."""
     forward, plan = layer.module.forward, Plan()
 
     # No hooks: torch runs none after a KeyboardInterrupt, and a mode that stays acts on everything that follows.
     @functools.wraps(forward)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if not handle.active:  # a wrapper that came later, such as that of Accelerate, goes on calling this
+        if not override.active:  # a wrapper that came later, such as that of Accelerate, goes on calling this
             return forward(*args, **kwargs)
         if nested.has_nested(args, kwargs):
             if isinstance(layer.module, nn.MultiheadAttention):
@@ -71,8 +72,7 @@ def connect(layer: Recorder) -> Override:
         return output
 
     # Left out of compiled graphs: torch fails to compile what the mode does in `nn.MultiheadAttention`.
-    handle = Override(layer.module, "forward", torch.compiler.disable(watched))
-    return handle
+    override = Override(layer.module, "forward", torch.compiler.disable(watched), undo)
 
 
 def _rehearse(
@@ -95,18 +95,16 @@ def _rehearse(
     known.finish()
 
 
-def keep_padding(model: nn.Module, layers: Iterable[Recorder]) -> list[Override]:
-    """Let torch's encoders around the layers take a padded batch as it is; the handles undo it.
+def keep_padding(model: nn.Module, layers: Iterable[Recorder], undo: ExitStack) -> None:
+    """Let torch's encoders around the layers take a padded batch as it is, until `undo` is closed.
 
     In evaluation they pack it into a nested tensor, which `nn.MultiheadAttention` takes on its fast path only, and that
     no hook sees. At padded positions they now return what they do in training, instead of zeros.
     """
     attention = {layer.module for layer in layers}
-    return [
-        Override(encoder, compat.NESTED_TENSORS, False)
-        for encoder in model.modules()
-        if isinstance(encoder, nn.TransformerEncoder) and not attention.isdisjoint(encoder.modules())
-    ]
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and not attention.isdisjoint(encoder.modules()):
+            Override(encoder, compat.NESTED_TENSORS, False, undo)
 
 
 class ScoreProducts(TorchFunctionMode):

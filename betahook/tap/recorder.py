@@ -145,10 +145,13 @@ class Recorder:
         return locate(self.module, self.heads, self.head_dim)
 
     @property
-    def measuring(self) -> bool:
-        """True if a forward of the module is to be recorded now."""
+    def is_recording(self) -> bool:
+        """True if the forward that runs now is to be measured: once, though gradient checkpointing runs it twice."""
         measured = self.always or (self.module.training and torch.is_grad_enabled())
-        return self.is_due() and measured and not self.state.paused
+        if not (self.is_due() and measured) or self.state.paused or compat.is_exporting():
+            return False
+        # Reentrant checkpointing runs a forward without gradients first; by default, the one in the backward counts.
+        return not (compat.is_in_backward() if self.always else compat.is_recomputation())
 
     def is_due(self) -> bool:
         """Tell if the layer is measured in this step; a graph of the compiler asks when it runs, a CUDA graph never."""

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from betahook.tap.calls import Call
+from betahook.tap.sites import find_line
 from betahook.tap.traces import Operand, Scores, Shift, Trace, Weights
 
 Derived = Trace | list[Trace] | None
@@ -26,7 +27,6 @@ class Situation:
         call: the call.
         trace_of: looks up the trace of an argument; None if it is not a followed tensor.
         strict: what is not understood makes scores lost; else, in modules that the zoo verifies, it is passed over.
-        line: looks up the user's line.
         at_first: returns what held at this place in the first forward, given what holds now. With a single query, a
             factor of each query looks like a number.
         axis_of: looks up the axis of the heads in scores, counted from the last; None if it is not known.
@@ -35,7 +35,6 @@ class Situation:
     call: Call
     trace_of: Callable[[Any], Trace | None]
     strict: bool
-    line: Callable[[], str]
     at_first: Callable[[bool], bool]
     axis_of: Callable[[Tensor], int | None]
 
@@ -48,7 +47,7 @@ class Situation:
         """The trace of what an operation that is not understood makes of scores."""
         if not self.strict:
             return None
-        return scores.losing(f"{self.call.name}{why and ' ' + why} at {self.line()}")
+        return scores.losing(f"{self.call.name}{why and ' ' + why} at {find_line()}")
 
 
 Handler = Callable[[Situation], Derived]

@@ -262,10 +262,14 @@ FAULTS = [
     Fault("betahook/control/base.py", "DECADES = 3.0", "DECADES = 4.0"),
     Fault(
         "betahook/control/rules.py",
-        "self.threshold, observation.statistics.max_score_bound), state",
-        "self.threshold, observation.statistics.max_score), state",
+        "self.threshold / observation.statistics.max_score_bound\n",
+        "self.threshold / observation.statistics.max_score\n",
     ),
-    Fault("betahook/control/base.py", "ceiling = logit / score", "ceiling = score / logit"),
+    Fault(
+        "betahook/control/rules.py",
+        "ceiling = self.threshold / observation.statistics.max_score_bound",
+        "ceiling = observation.statistics.max_score_bound / self.threshold",
+    ),
     Fault("betahook/control/base.py", "else _choose(healthy, made, before)", "else made"),
     Fault(
         "betahook/control/base.py",
@@ -326,8 +330,8 @@ FAULTS = [
     Fault("betahook/tap/gain.py", "query.requires_grad or any(x.requires_grad for x in others)", "query.requires_grad"),
     Fault("betahook/tap/gain.py", "not layer.state.paused, product)", "True, product)"),
     Fault(
-        "betahook/tap/gain.py",
-        "not (compat.is_in_backward() if layer.always else compat.is_recomputation())",
+        "betahook/tap/recorder.py",
+        "not (compat.is_in_backward() if self.always else compat.is_recomputation())",
         "not compat.is_in_backward()",
         HOOK,
     ),
@@ -440,7 +444,7 @@ FAULTS = [
         HOOK,
     ),
     Fault("betahook/step/stages.py", "        _forget_nonfinite(state)\n", "", WINDOW),
-    Fault("betahook/tap/gain.py", " or compat.is_exporting()", "", EXPORTED),
+    Fault("betahook/tap/recorder.py", " or compat.is_exporting()", "", EXPORTED),
     Fault("betahook/tap/opaque.py", "if compat.is_exporting():", "if False:", EXPORTED),
     Fault(
         "betahook/tap/recorder.py",

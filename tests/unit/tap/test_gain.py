@@ -167,6 +167,6 @@ def test_autograd_keeps_the_query_itself_where_it_is_small(recorder, monkeypatch
 @pytest.mark.parametrize("recomputed", [True, False])
 def test_what_is_recomputed_is_not_recorded_again(recorder, monkeypatch, recomputed):
     monkeypatch.setattr(gain.compat, "is_recomputation", lambda: recomputed)
-    assert gain.is_recording(recorder) is not recomputed
+    assert recorder.is_recording is not recomputed
     recorder.state.turn = range(0)
-    assert not gain.is_recording(recorder)
+    assert not recorder.is_recording

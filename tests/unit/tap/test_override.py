@@ -1,5 +1,7 @@
 """Attributes of a module that have another value for a while."""
 
+from contextlib import ExitStack
+
 import pytest
 from torch import nn
 
@@ -9,10 +11,10 @@ from betahook.tap.override import Override
 def test_an_attribute_of_the_class_is_covered_and_comes_back():
     module = nn.Linear(2, 2)
     before = dict(vars(module))
-    override = Override(module, "forward", "another")
-    assert module.forward == "another"
-    assert override.active
-    override.remove()
+    with ExitStack() as undo:
+        override = Override(module, "forward", "another", undo)
+        assert module.forward == "another"
+        assert override.active
     assert vars(module) == before
     assert not override.active
 
@@ -20,30 +22,23 @@ def test_an_attribute_of_the_class_is_covered_and_comes_back():
 def test_an_attribute_of_the_module_comes_back():
     module = nn.Linear(2, 2)
     module.use_nested_tensor = True
-    Override(module, "use_nested_tensor", False).remove()
+    with ExitStack() as undo:
+        Override(module, "use_nested_tensor", False, undo)
     assert module.use_nested_tensor is True
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_on_one_attribute_end_in_either_order(first):
-    module = nn.Linear(2, 2)
-    overrides = [Override(module, "forward", name) for name in ("lower", "upper")]
-    overrides[first].remove()
+    module, stacks = nn.Linear(2, 2), [ExitStack(), ExitStack()]
+    for name, undo in zip(("lower", "upper"), stacks, strict=True):
+        Override(module, "forward", name, undo)
+    stacks[first].close()
     assert module.forward == ("upper" if first == 0 else "lower")
 
 
 def test_a_value_that_came_later_stays():
     module = nn.Linear(2, 2)
-    override = Override(module, "forward", "ours")
-    module.forward = "of another library"
-    override.remove()
+    with ExitStack() as undo:
+        Override(module, "forward", "ours", undo)
+        module.forward = "of another library"
     assert module.forward == "of another library"
-
-
-def test_removing_twice_changes_nothing():
-    module = nn.Linear(2, 2)
-    override = Override(module, "forward", "ours")
-    override.remove()
-    module.forward = "later"
-    override.remove()
-    assert module.forward == "later"

@@ -22,7 +22,7 @@ def test_when_a_forward_is_measured(measuring, in_evaluation, training, expected
     state, _, (recorder,) = make(attention(nn.Module(), 4, 8), when="always" if in_evaluation else "training")
     state.turn = range(1 if measuring else 0)
     recorder.module.train(training)
-    assert recorder.measuring is expected
+    assert recorder.is_recording is expected
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_what_is_pooled_is_cleared_and_layers_have_turns(measured):
     assert measured.layers[0].statistics.count == 0
     assert not measured.state.table.any()
     assert not measured.state.moments.any()
-    assert [recorder.measuring for recorder in measured.recorders] == [False, True]
+    assert [recorder.is_recording for recorder in measured.recorders] == [False, True]
 
 
 @pytest.mark.parametrize("prescale", [1.0, 0.25])
