@@ -344,7 +344,7 @@ FAULTS = [
     Fault("betahook/tap/contraction.py", "lambda x: torch.bmm(x, batch2),", "lambda x: alpha * torch.bmm(x, batch2),"),
     Fault("betahook/tap/contraction.py", "set(right_axes) - set(output)", "set(right_axes)"),
     Fault("betahook/tap/recorder.py", "raw / (prescale * gain)", "raw / prescale"),
-    Fault("betahook/tap/recorder.py", "else ranks * probe[first", "else probe[first"),
+    Fault("betahook/tap/recorder.py", "return ranks * probe[first", "return probe[first"),
     Fault("betahook/tap/override.py", "if attributes.get(self._name) is self._value", "if self._name in attributes"),
     # keep
     Fault("betahook/keep/places.py", "return max(starts) < min(ends)", "return max(starts) <= min(ends)"),
