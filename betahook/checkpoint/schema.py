@@ -128,7 +128,7 @@ def parse(given: object) -> dict[str, Any]:
 
 
 def _later_entries(state: dict[str, Any]) -> dict[str, Any]:
-    """Return entries that files of an earlier day lack: what nobody had looked at, kept, clipped or waited for yet."""
+    """Return defaults for the entries that older files of this version lack."""
     layers, moments, table = state.get("layers"), state.get("moments"), state.get("table")
     kept = torch.zeros_like(moments) if isinstance(moments, Tensor) else moments
     zeros = torch.zeros(len(layers) if isinstance(layers, dict) else 0, dtype=torch.int64, device="cpu")
@@ -193,9 +193,7 @@ def _match_controllers(
 def _defaults(controller: Controller) -> dict[str, Any]:
     """Return the defaults of a controller's options, for those that a file does not name, since they are newer."""
     defaults = {field.name: field.default for field in fields(controller) if field.default is not MISSING}  # type: ignore[arg-type]
-    named: dict[str, Any] = json.loads(
-        json.dumps(defaults, default=repr)
-    )  # tuples inside of tuples, too, are lists in a file
+    named: dict[str, Any] = json.loads(json.dumps(defaults, default=repr))  # tuples are lists in a file
     return named
 
 

@@ -67,7 +67,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgement on a module; it is not attention if there is neither a route nor an obstacle.
+    """The result of classifying a module, which is no attention if there is neither a route nor an obstacle.
 
     Attributes:
         route: the source of its scores, where betahook can reach them.
