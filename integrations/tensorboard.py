@@ -27,9 +27,6 @@ BINS = 30
 CALM: dict[str, float] = {"nonfinite": 0.0, "at_bound": 0.0, "exact": 1.0}
 """Flags, with the value that is no news: written when another comes, and once when it ends."""
 
-CONSTANT = ("classic_std",)
-"""Quantities that never change: written once."""
-
 
 class TensorBoardWriter:
     """Writes what a hook measured to a TensorBoard run; also a context manager that closes at its end.
@@ -118,7 +115,7 @@ class TensorBoardWriter:
             if quantity == "beta":
                 value = math.log10(value / hook.layers[layer].beta_default)
             before = self._written.get(key)
-            constant = quantity in CONSTANT and before is not None
+            constant = quantity == "classic_std" and before is not None
             calm = value == CALM.get(quantity) and before in (None, value)
             if not (constant or calm):
                 self.writer.add_scalar(f"{_tag(quantity)}/{labels[layer]}", value, step)
