@@ -6,8 +6,8 @@
 Both runs of a pair see the same batches and start from the same weights; the validation files are never trained on.
 A long comparison may be interrupted: with `--save-steps`, the same command goes on from the last checkpoints.
 
-    python examples/language_model.py --layers 6 --width 384 --length 256 --steps 5000 --save-steps 100 \
-        --learning-rates 3e-4 1e-3
+    python examples/language_model.py --layers 6 --width 384 --length 32 --bf16 --attention eager \
+        --steps 5000 --save-steps 500 --learning-rates 3e-4
 """
 
 from __future__ import annotations
@@ -124,9 +124,11 @@ def train(controller: str, learning_rate: float, seed: int, options: argparse.Na
     torch.manual_seed(seed)
     training, validation = (Windows(text, options.length) for text in read_library())
     callback = BetaHookCallback(controller)
+    model = build(options.model, options.length, options.width, options.layers)
+    model.set_attn_implementation(options.attention)
     output = options.output / f"{controller}-{learning_rate:g}-seed{seed}"
     trainer = Trainer(
-        model=build(options.model, options.length, options.width, options.layers),
+        model=model,
         args=TrainingArguments(
             output_dir=str(output),
             max_steps=options.steps,
@@ -141,6 +143,8 @@ def train(controller: str, learning_rate: float, seed: int, options: argparse.Na
             save_strategy="steps" if options.save_steps else "no",
             save_steps=options.save_steps or options.steps,
             save_total_limit=1,
+            bf16=options.bf16,
+            use_cpu=not torch.accelerator.is_available(),  # must be said for bfloat16
             report_to="tensorboard",
             disable_tqdm=True,  # its bar; see Bar
             seed=seed,
@@ -167,6 +171,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--length", type=positive, default=128, help="bytes in a window")
     parser.add_argument("--width", type=positive, default=128, help=f"a multiple of {HEAD_DIM}, the width of a head")
     parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, by autocast")
+    parser.add_argument(
+        "--attention", choices=["sdpa", "eager"], default="sdpa", help="eager is the faster in bfloat16 on a CPU"
+    )
     parser.add_argument("--save-steps", type=positive, help="save, and go on from, a checkpoint every so many steps")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/language_model"), help="folder of the TensorBoard runs"

@@ -26,9 +26,9 @@ def test_windows_are_bytes(example):
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*")
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_both_losses_are_printed_side_by_side(example, model, tmp_path, capsys):
-    example.main(["--model", model, "--steps", "4", "--length", "16", "--output", str(tmp_path)])
+@pytest.mark.parametrize("options", [["--model", "llama"], ["--bf16", "--attention", "eager"]], ids=["llama", "bf16"])
+def test_both_losses_are_printed_side_by_side(example, options, tmp_path, capsys):
+    example.main([*options, "--steps", "4", "--length", "16", "--output", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     start = next(index for index, line in enumerate(lines) if "1/sqrt(d_k)" in line)
     rows = [line.split() for line in lines[start + 1 : start + 5]]
