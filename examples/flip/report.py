@@ -81,16 +81,22 @@ def markdown(results: Iterable[Result]) -> list[str]:
     cells: dict[tuple[str, str, float | None], list[Result]] = defaultdict(list)
     for result in results:
         cells[result["row"], result["column"], result["paper_beta"]].append(result)
-    lines = ["| row | column | mean | each seed | seeds | reached 95 % | final β | runs per seed |", "|" + "---|" * 8]
-    for (row, column, beta), found in sorted(
-        cells.items(), key=lambda cell: (cell[0][0] != "100/20/15000", cell[0][0])
-    ):
+    papers = {(row.name, "plain", None): row.paper_default for row in TABLE_1}
+    papers |= {(row.name, "paper", row.beta): row.paper_beta for row in TABLE_1}
+    lines = [
+        "| row | column | the paper | mean | each seed | seeds | reached 95 % | final β | runs per seed |",
+        "|" + "---|" * 9,
+    ]
+    order = sorted(cells, key=lambda cell: (cell[0] != "100/20/15000", *map(int, cell[0].split("/"))))
+    for row, column, beta in order:
+        found, paper = cells[row, column, beta], papers.get((row, column, beta))
         accuracies = [100 * result["accuracy"] for result in found]
         name = f"`{column}`" + ("" if beta is None else f" (β = {beta:g})")
         reached = sum(result["steps_to_95"] is not None for result in found)
         fields = (
             row,
             name,
+            "" if paper is None else percent(paper),
             f"{sum(accuracies) / len(found):.1f} %",
             " ".join(f"{accuracy:.1f}" for accuracy in accuracies),
             " ".join(str(result["seed"]) for result in found),
