@@ -225,7 +225,7 @@ FAULTS = [
     ),
     Fault("betahook/step/stages.py", "torch.div(*summed, out", "torch.mul(summed[0], 1, out", WINDOW),
     Fault("betahook/control/search.py", "alpha=observation.batches", "alpha=1"),
-    Fault("betahook/step/stages.py", "(-(-part * layers // interval) for", "(part * (layers // interval) for", STAGES),
+    Fault("betahook/step/stages.py", "(-(-part * groups // interval) for", "(part * (groups // interval) for", STAGES),
     Fault("betahook/options.py", "1 if limited or any(", "1 if any(", HOOK),
     Fault(
         "betahook/step/stages.py",

@@ -158,24 +158,24 @@ def counts_by_step(hook, model, batch, steps):
 
 
 def test_layers_are_measured_in_turn():
-    model, batch = build("llama"), inputs("llama")
+    model, batch = build("llama", num_hidden_layers=4), inputs("llama")
     with betahook.attach(model, controller="monitor") as hook:
         measured = counts_by_step(hook, model, batch, 12)
-        assert measured == [[0, 1], [], [], [], [], [1], [], [], [], [], [0], []]
+        assert measured == [[0, 1, 2, 3], [], [], [], [], [2, 3], [], [], [], [], [0, 1], []]
         assert hook.settings.interval == 10
         state = hook.state_dict()
     with betahook.attach(model, controller="monitor") as resumed:
         resumed.load_state_dict(state)
-        assert counts_by_step(resumed, model, batch, 9) == [[], [], [], [1], [], [], [], [], [0]]
+        assert counts_by_step(resumed, model, batch, 9) == [[], [], [], [2, 3], [], [], [], [], [0, 1]]
 
 
 def test_every_layer_is_measured_in_an_opening():
-    model, batch = build("llama"), inputs("llama")
+    model, batch = build("llama", num_hidden_layers=4), inputs("llama")
     search = betahook.Search(warmup=1, plateau_batches=1, rise_batches=2)
     with betahook.attach(model, controller=search, interval=2) as hook:
-        assert counts_by_step(hook, model, batch, 7) == [[0, 1]] * 4 + [[0], [1], [0]]
+        assert counts_by_step(hook, model, batch, 7) == [[0, 1, 2, 3]] * 4 + [[0, 1], [2, 3], [0, 1]]
     with betahook.attach(model, controller=betahook.Search(rise=False), interval=2) as hook:
-        assert counts_by_step(hook, model, batch, 3) == [[0, 1], [1], [0]]
+        assert counts_by_step(hook, model, batch, 3) == [[0, 1, 2, 3], [2, 3], [0, 1]]
 
 
 @pytest.mark.parametrize(

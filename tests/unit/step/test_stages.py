@@ -1,5 +1,6 @@
 """The turns in which layers are measured, and the betas that a step writes."""
 
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -22,15 +23,17 @@ def turns(layers, interval, steps, controllers=(MONITOR,), skipped=0):
 
 @pytest.mark.parametrize("layers", [1, 3, 10, 12, 32, 61])
 @pytest.mark.parametrize("interval", [2, 7, 10])
-def test_each_layer_has_one_turn_and_no_step_has_more_than_another(layers, interval):
+def test_each_layer_has_one_turn_in_groups_of_one_size(layers, interval):
     found = turns(layers, interval, range(interval, 2 * interval))
-    assert sorted(index for each in found for index in each) == list(range(layers))
-    assert max(map(len, found)) - min(map(len, found)) <= 1
+    assert [index for each in found for index in each] == list(range(layers))
+    sizes = [len(each) for each in found if each]
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) == min(layers, max(2, math.ceil(layers / interval)))
     assert turns(layers, interval, range(2 * interval, 3 * interval)) == found
 
 
 def test_all_layers_have_the_first_step_an_opening_and_an_interval_of_1():
-    assert turns(4, 10, [0, 1]) == [range(4), range(1, 1)]
+    assert turns(4, 10, [0, 10, 11, 15]) == [range(4), range(2), range(2, 2), range(2, 4)]
     assert turns(4, 1, [0, 1, 7]) == [range(4)] * 3
     search = Search()
     assert search.opening_batches == 200
