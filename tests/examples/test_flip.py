@@ -51,7 +51,7 @@ def test_the_schedule_warms_up_and_ends_at_zero(flip):
 def test_a_table_from_runs_to_report_and_not_twice(flip, tmp_path, monkeypatch, capsys):
     row = flip["task"].Row(4, 6, 512, 2.0, 0.25, 1.0)
     monkeypatch.setattr(flip["run"], "TABLE_1", (row,))
-    monkeypatch.setattr(flip["task"], "EPOCHS", 4)
+    monkeypatch.setattr(flip["task"], "EPOCHS", 1)
     arguments = ["--rows", row.name, "--test-strings", "100", "--output", str(tmp_path), "--seeds", "0"]
     columns = ["plain", "paper", "scaled-init", "betahook", "no-rise", "variance", "gradient"]
     flip["run"].main([*arguments, "--columns", *columns])

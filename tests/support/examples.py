@@ -24,5 +24,5 @@ def imported(*names, folder="."):
 
 def forget():
     for name, module in list(sys.modules.items()):
-        if EXAMPLES in Path(getattr(module, "__file__", None) or "/").parents:
+        if (getattr(module, "__file__", None) or "").startswith(f"{EXAMPLES}/"):
             del sys.modules[name]
