@@ -36,6 +36,7 @@ ROOMS = {
     "keep": ATTACHED | {"version"},
     "__init__": ATTACHED | {"examination", "keep", "version"},
     "cli": ATTACHED | {"examination", "keep", "__init__"},
+    "__main__": {"cli"},
     "integrations": ATTACHED | {"keep", "__init__"},
 }
 """A folder or a file of betahook/, to the others that it may import; from the bottom to the top."""

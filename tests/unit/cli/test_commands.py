@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shutil
 from html.parser import HTMLParser
 
@@ -87,6 +88,13 @@ def test_without_a_command_there_is_help(capsys):
     assert main([]) == 0
     said = capsys.readouterr().out
     assert all(command in said for command in ("inspect", "examine", "report", "show", "fold"))
+
+
+def test_the_package_runs_as_a_module(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["betahook", "--version"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_module("betahook", run_name="__main__")
+    assert capsys.readouterr().out == f"betahook {betahook.__version__}\n"
 
 
 def test_show(saved, capsys):
