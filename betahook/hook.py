@@ -210,14 +210,15 @@ class Hook:
 
         Raises:
             RuntimeError: the hook is detached; or no attention was seen before the first step, or no loss to judge by.
+            TypeError: the scaler is none.
         """
         state = self._state
         if not self.attached:
             raise RuntimeError("step() on a detached hook: attach to the model again")
         stages.check_seen(state)
         pretrained.follow_adapters(self.model, self, self.layers, self._undo)
-        training_loss.take(state, self.controllers, loss)
         loss_scale = LossScale.read(scaler, state.loss_scale)
+        training_loss.take(state, self.controllers, loss)
         stages.add(state, self.layers, loss_scale)
         if stages.is_due(state, self.controllers, self.settings.interval, loss_scale):
             with torch.inference_mode(False), torch.no_grad():

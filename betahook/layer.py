@@ -61,7 +61,7 @@ class AttentionLayer:
 
     @beta.setter
     def beta(self, value: float) -> None:
-        new = torch.as_tensor(value, dtype=torch.float32, device="cpu")
+        new = _as_tensor(self.name, value)
         if new.numel() != 1:
             raise ValueError(
                 f"beta of {self.name!r} must be one number, got a tensor of shape {list(new.shape)}; assign a number "
@@ -76,7 +76,7 @@ class AttentionLayer:
 
     @head_beta.setter
     def head_beta(self, value: Tensor) -> None:
-        new = torch.as_tensor(value, dtype=torch.float32, device="cpu")
+        new = _as_tensor(self.name, value)
         if new.shape != (self.heads,):
             raise ValueError(
                 f"head_beta of {self.name!r} must be {self.heads} numbers, one a head; got a tensor of shape "
@@ -251,3 +251,10 @@ class Layers(Mapping[str, AttentionLayer]):
         for index, layer in enumerate(self.values()):
             if which is None or index in which:
                 layer.read_weights(sharded=sharded)
+
+
+def _as_tensor(name: str, value: object) -> Tensor:
+    try:
+        return torch.as_tensor(value, dtype=torch.float32, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"beta of {name!r} must be a number, or a tensor of one a head; got {value!r}") from error

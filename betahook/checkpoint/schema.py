@@ -97,7 +97,10 @@ def parse(given: object) -> dict[str, Any]:
     """
     version = given.get("version") if isinstance(given, dict) else type(given).__name__
     if not isinstance(given, dict) or type(version) is not int or version not in (*MIGRATIONS, VERSION):
-        raise ValueError(f"expected a betahook state of version {VERSION}, got {version!r}")
+        found = "a dictionary without a version" if version is None else repr(version)
+        raise ValueError(
+            f"expected a betahook state of version {VERSION}, got {found}: give what hook.state_dict() returned"
+        )
     state = MIGRATIONS[version](given) if version in MIGRATIONS else given
     state = {**_later_entries(state), **state}
     for name, kind in TYPES.items():

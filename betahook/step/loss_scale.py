@@ -25,7 +25,16 @@ class LossScale:
 
     @classmethod
     def read(cls, scaler: GradScaler | None, expected: float) -> LossScale:
-        """Read a scaler after its `update()`; `expected` is `of_next` of the step before."""
+        """Read a scaler after its `update()`; `expected` is `of_next` of the step before.
+
+        Raises:
+            TypeError: it is no `GradScaler`.
+        """
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise TypeError(
+                f"step(scaler) takes a GradScaler or None; got {type(scaler).__name__}. A loss is given by name, "
+                "step(loss=loss)"
+            )
         state = {} if scaler is None else scaler.state_dict()
         if not state:  # no scaler, or a disabled one
             return cls(1.0, expected, skipped=False)

@@ -329,6 +329,10 @@ def test_foreign_states_are_refused_and_change_nothing():
         for foreign, message in (
             ({**state, "version": 99}, "expected a betahook state of version 3, got 99"),
             ([], "expected a betahook state of version 3, got 'list'"),
+            (
+                hook.model.state_dict(),
+                r"a dictionary without a version: give what hook.state_dict\(\) returned",
+            ),
             (other.state_dict(), f"other layers; these differ: {LAYER}.*transformer.h.0.attn"),
             ({**state, "controllers": []}, "belongs to other controllers: expected .*Search"),
         ):

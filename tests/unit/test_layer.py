@@ -90,6 +90,13 @@ def test_a_beta_that_makes_no_sense_is_refused(pair, state, name, value, message
     assert state.beta.isnan().all()
 
 
+@pytest.mark.parametrize("name", ["beta", "head_beta"])
+@pytest.mark.parametrize("value", ["a third", None, ["low", 0.5]])
+def test_a_beta_that_is_no_number_is_refused(pair, name, value):
+    with pytest.raises(TypeError, match="beta of 'b' must be a number, or a tensor of one a head; got "):
+        setattr(pair[1], name, value)
+
+
 def test_beta_is_set_whatever_the_default_device(pair, state):
     with torch.device("meta"):
         pair[0].beta = 0.5

@@ -320,3 +320,12 @@ def test_a_hook_that_goes_in_a_window_leaves_the_model_and_takes_nothing_along()
     assert model(**inputs("llama")).loss.item() == alone
     with betahook.attach(model, controller=search()) as other:
         assert not window_of(other).any()
+
+
+def test_a_loss_in_place_of_the_scaler_is_refused():
+    model = build("llama")
+    with betahook.attach(model) as hook:
+        loss = model(**inputs("llama")).loss
+        with pytest.raises(TypeError, match=r"takes a GradScaler or None; got Tensor. .* by name, step\(loss=loss\)"):
+            hook.step(loss)
+        assert hook.steps == 0
