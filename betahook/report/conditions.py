@@ -109,7 +109,7 @@ RULES = (
 
 _HOLD = "hold the logits with QK-norm, betahook.Clip or betahook.Cap"
 ADVICE = {
-    Condition.UNMEASURED: "no forward has come to its attention yet, or it is left alone: print(hook) says why",
+    Condition.UNMEASURED: "run forwards in training mode, then hook.step(); print(hook) names layers left alone",
     Condition.HEALTHY: "",
     Condition.FLAT: "usual in the first steps; if it stays, raise beta, as the default controller does",
     Condition.SHARP: "watch whether the largest logit grows",
