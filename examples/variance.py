@@ -1,6 +1,6 @@
 """Variance of attention scores: why `q . k` is divided by `sqrt(d_k)`, and when that is the wrong number.
 
-    python examples/variance.py [--output variance.png] [--seed 0] [--draws 400]
+    python examples/variance.py [--output runs/variance.png] [--seed 0] [--draws 400]
 
 The first table has the mean and variance of the scores of random queries and keys of several sizes, before and after
 the division, and how much that sample variance changes between draws. The second reads one puzzling 2x2 draw in every
@@ -266,7 +266,9 @@ def plot(
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Mean and variance of random attention scores: two tables and a plot.")
-    parser.add_argument("--output", type=Path, default=Path("variance.png"), help="PNG to write (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/variance.png"), help="PNG to write (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of all random numbers (default: %(default)s)")
     parser.add_argument("--draws", type=int, default=400, help="of Q and K for each size (default: %(default)s)")
     options = parser.parse_args(argv)
@@ -276,8 +278,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--seed must be between 0 and 2**32 - 1, not {options.seed}")
     if options.output.suffix.lower() != ".png":
         parser.error(f"--output must end in .png, not {options.output}")
-    if options.output.is_dir() or not options.output.parent.is_dir():
-        parser.error(f"--output must be a file in a folder that exists, not {options.output}")
+    if options.output.is_dir():
+        parser.error(f"--output must be a file, not the folder {options.output}")
     return options
 
 
@@ -299,6 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(case_table(cases, results), end="\n\n")
     print(large_text(*LARGE, options.seed), end="\n\n")
 
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     growth = {d: draw_moments(PLOT_TOKENS, d, options.draws, options.seed)[1] for d in HEAD_DIMS}
     plot(options.output, growth, moments[2, 2][1] / 2, cases, results)
     print(f"Plot: {options.output}")
