@@ -218,8 +218,7 @@ def _written(entry: dict[str, Any]) -> str:
 
 def restore(state: State, given: dict[str, Any]) -> None:
     """Write a parsed and matched state into the tensors and counters of a hook."""
-    state.waiting.clear()
-    state.pending.clear()
+    state.settle()  # nothing that waits may be added to what is restored
     for name in TENSORS:
         getattr(state, name).copy_(given[name])
     for name in COUNTERS:

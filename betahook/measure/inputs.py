@@ -89,10 +89,6 @@ class Waiting:
         for name in list(self._entries):
             self._add(table, name)
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._entries.clear()
-
     def _add(self, table: Tensor, name: tuple[int, int, str]) -> None:
         first, last, side = name
         add(table[:, first:last], side, self._entries.pop(name))

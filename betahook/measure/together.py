@@ -133,11 +133,6 @@ class Together:
             )
         self._calls, self._versions, self._mask = [], [], None
 
-    def clear(self) -> None:
-        """Forget everything that waits."""
-        self._calls, self._versions, self._mask = [], [], None
-        self.inputs.clear()
-
     def _unchanged(self) -> Iterator[list[Call]]:
         """Give runs of neighbours. A layer whose q, k or mask changed meanwhile is left out, and waits no more."""
         run: list[Call] = []

@@ -159,7 +159,6 @@ def clear(state: State) -> None:
     """Begin to add up anew, after what there was is pooled."""
     for sums in (state.table, state.moments, state.window):
         sums.zero_()
-    state.waiting.clear()
     state.batches = 0
 
 

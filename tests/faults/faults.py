@@ -212,7 +212,6 @@ FAULTS = [
     Fault("betahook/state/state.py", "return self.steps - self.skipped_steps", "return self.steps", WINDOW),
     Fault("betahook/state/pending.py", "sensitivity.masked_fill(broken, 0)", "sensitivity"),
     Fault("betahook/state/pending.py", "(first + steps[0].number)", "steps[0].number"),
-    Fault("betahook/checkpoint/schema.py", "    state.pending.clear()\n", "", PENDING),
     Fault(
         "betahook/step/stages.py",
         "if len(state.pending) == pending.MOST",
