@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -237,10 +237,20 @@ def check_controller(controller: Controller) -> None:
     options(controller)
 
 
-def require(owner: object, option: str, condition: bool, expected: str) -> None:
-    """Refuse the value of an option, of a controller say, where `condition` is false."""
-    if not condition:
-        raise ValueError(f"{type(owner).__name__}({option}=...) must be {expected}; got {getattr(owner, option)!r}")
+def require(owner: object, option: str, accepts: Callable[[Any], bool], expected: str) -> None:
+    """Refuse the value of an option, of a controller say, that is not accepted, or of a type that cannot be judged."""
+    value = getattr(owner, option)
+    try:
+        accepted = accepts(value)
+    except TypeError:
+        accepted = False
+    if not accepted:
+        raise ValueError(f"{type(owner).__name__}({option}=...) must be {expected}; got {value!r}")
+
+
+def at_least(least: int) -> Callable[[Any], bool]:
+    """Accept whole numbers from `least` on."""
+    return lambda value: isinstance(value, int) and value >= least
 
 
 def _as_json(controller: Controller, name: str, value: object) -> JSON:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any, Literal
 
-from betahook.control.base import require
+from betahook.control.base import at_least, require
 
 
 @dataclass(eq=False)
@@ -50,13 +50,13 @@ class BetaSearch:
     largest_beta: float | None = None
 
     def __post_init__(self) -> None:
-        require(self, "start", math.isfinite(self.start) and self.start > 0, "a positive number")
-        require(self, "mode", self.mode in ("max", "min"), '"max" or "min"')
-        require(self, "decades", isinstance(self.decades, int) and self.decades >= 1, "a whole number, 1 or more")
-        require(self, "resolution", 0 < self.resolution <= 1, "above 0 and at most 1")
-        require(self, "noise", math.isfinite(self.noise) and self.noise >= 0, "a number, 0 or more")
-        bounded = self.largest_beta is None or self.start <= self.largest_beta < math.inf
-        require(self, "largest_beta", bounded, "a number, start or more, or None")
+        require(self, "start", lambda start: 0 < start < math.inf, "a positive number")
+        require(self, "mode", lambda mode: mode in ("max", "min"), '"max" or "min"')
+        require(self, "decades", at_least(1), "a whole number, 1 or more")
+        require(self, "resolution", lambda decades: 0 < decades <= 1, "above 0 and at most 1")
+        require(self, "noise", lambda noise: 0 <= noise < math.inf, "a number, 0 or more")
+        bound = "a number, start or more, or None"
+        require(self, "largest_beta", lambda beta: beta is None or self.start <= beta < math.inf, bound)
         self._scores: dict[float, float] = {}  # log10(beta / start) to score; sums of powers of two, hence exact
 
     def ask(self) -> float | None:

@@ -45,7 +45,7 @@ class Clip(Controller):
     exact_max_logit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        require(self, "threshold", self.threshold > 0, "a positive number")
+        require(self, "threshold", lambda logit: logit > 0, "a positive number")
         if not isinstance(self.log_only, bool):
             raise TypeError(f"Clip(log_only=...) must be True or False; got {self.log_only!r}")
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from betahook.control.base import DECADES, Controller, Memory, Observation, require
+from betahook.control.base import DECADES, Controller, Memory, Observation, at_least, require
 from betahook.control.notes import Note
 from betahook.control.search import limit_increase
 
@@ -110,13 +110,13 @@ class Decades(Controller):
     drift: float = 0.5
 
     def __post_init__(self) -> None:
-        require(self, "window", isinstance(self.window, int) and self.window >= 1, "a whole number, 1 or more")
+        require(self, "window", at_least(1), "a whole number, 1 or more")
         for name in ("relative", "together"):
-            require(self, name, isinstance(getattr(self, name), bool), "True or False")
-        in_range = isinstance(self.decades, int) and 1 <= self.decades <= DECADES
-        require(self, "decades", in_range, f"a whole number from 1 to {DECADES:g}")
-        require(self, "resolution", 0 < self.resolution <= 1, "above 0, at most 1")
-        require(self, "drift", self.drift > 0, "a positive number")
+            require(self, name, lambda value: isinstance(value, bool), "True or False")
+        whole = f"a whole number from 1 to {DECADES:g}"
+        require(self, "decades", lambda decades: isinstance(decades, int) and 1 <= decades <= DECADES, whole)
+        require(self, "resolution", lambda decades: 0 < decades <= 1, "above 0, at most 1")
+        require(self, "drift", lambda drift: drift > 0, "a positive number")
 
     def start(self, beta: Tensor) -> Memory:
         zero, unknown = torch.zeros_like(beta), torch.full_like(beta, torch.nan)

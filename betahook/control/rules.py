@@ -52,9 +52,9 @@ class Variance(Controller):
     smoothing: float = 0.9
 
     def __post_init__(self) -> None:
-        require(self, "target", self.target > 0, "a positive number")
-        require(self, "source", self.source in ("measured", "weights"), '"measured" or "weights"')
-        require(self, "smoothing", 0 <= self.smoothing < 1, "a number from 0 to below 1")
+        require(self, "target", lambda target: target > 0, "a positive number")
+        require(self, "source", lambda source: source in ("measured", "weights"), '"measured" or "weights"')
+        require(self, "smoothing", lambda share: 0 <= share < 1, "a number from 0 to below 1")
 
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
         std = observation.statistics.std if self.source == "measured" else observation.predicted_std()
@@ -81,9 +81,9 @@ class Gradient(Controller):
     betas: tuple[float, float] = (0.9, 0.999)
 
     def __post_init__(self) -> None:
-        require(self, "learning_rate", self.learning_rate > 0, "a positive number")
-        valid = len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)
-        require(self, "betas", valid, "two numbers from 0 to below 1")
+        require(self, "learning_rate", lambda rate: rate > 0, "a positive number")
+        expected = "two numbers from 0 to below 1"
+        require(self, "betas", lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas), expected)
 
     def start(self, beta: Tensor) -> Memory:
         zero = torch.zeros_like(beta)
@@ -125,7 +125,7 @@ class Cap(Controller):
     exact_max_logit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        require(self, "threshold", self.threshold > 0, "a positive number")
+        require(self, "threshold", lambda logit: logit > 0, "a positive number")
 
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
         ceiling = self.threshold / observation.statistics.max_score_bound

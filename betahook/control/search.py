@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from betahook.control.base import DECADES, Controller, Memory, Observation, is_at, require
+from betahook.control.base import DECADES, Controller, Memory, Observation, at_least, is_at, require
 from betahook.control.notes import Note, downhill
 from betahook.control.opening import Course, Opening, Phase
 from betahook.control.sign_search import SignSearch
@@ -84,18 +84,17 @@ class Search(Controller):
 
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("warmup", 0), ("plateau_batches", 0), ("rise_batches", 1)):
-            value = getattr(self, name)
-            require(self, name, isinstance(value, int) and value >= least, f"a whole number, {least} or more")
-        require(self, "rise", isinstance(self.rise, bool), "True or False")
-        require(self, "smallest", 0 < self.smallest <= self.largest, "above 0, at most largest")
-        require(self, "opening", self.smallest <= self.opening <= self.largest, "between smallest and largest")
-        require(self, "growth", self.growth >= 1, "1 or more")
+            require(self, name, at_least(least), f"a whole number, {least} or more")
+        require(self, "rise", lambda rise: isinstance(rise, bool), "True or False")
+        require(self, "smallest", lambda smallest: 0 < smallest <= self.largest, "above 0, at most largest")
+        require(self, "opening", lambda step: self.smallest <= step <= self.largest, "between smallest and largest")
+        require(self, "growth", lambda growth: growth >= 1, "1 or more")
         for name in ("fresh_ratio", "rise_logit_std"):
-            require(self, name, getattr(self, name) > 0, "a positive number")
+            require(self, name, lambda value: value > 0, "a positive number")
         for name in ("warmup_decades", "plateau_decades", "rise_decades"):
-            require(self, name, 0 <= getattr(self, name) <= DECADES, f"a number from 0 to {DECADES:g}")
-        require(self, "early_share", 0 <= self.early_share <= 1, "a number from 0 to 1")
-        require(self, "fresh_bound", 0 < self.fresh_bound <= 1, "above 0, at most 1")
+            require(self, name, lambda decades: 0 <= decades <= DECADES, f"a number from 0 to {DECADES:g}")
+        require(self, "early_share", lambda share: 0 <= share <= 1, "a number from 0 to 1")
+        require(self, "fresh_bound", lambda share: 0 < share <= 1, "above 0, at most 1")
 
     def start(self, beta: Tensor) -> Memory:
         zero = torch.zeros_like(beta)

@@ -36,6 +36,7 @@ CLIPPING = ("tests/unit/step/test_clipping.py", "tests/unit/models/test_scaling.
 TRIAL = ("tests/unit/models/test_trial.py",)
 TRAINER = ("tests/unit/integrations/test_trainer.py",)
 ADAPTERS = ("tests/models/test_adapters.py",)
+RULES = ("tests/unit/control/test_rules.py",)
 PENDING = ("tests/unit/state/test_pending.py",)
 STAGES = ("tests/unit/step/test_stages.py",)
 WINDOW = ("tests/unit/step/test_window.py",)
@@ -223,6 +224,12 @@ FAULTS = [
         "betahook/state/pending.py", "(torch.stack([step.sums for step in steps]) + sensitivity) * 0", "sensitivity * 0"
     ),
     Fault("betahook/step/stages.py", "torch.div(*summed, out", "torch.mul(summed[0], 1, out", WINDOW),
+    Fault(
+        "betahook/control/base.py",
+        "        accepted = False\n",
+        "        raise\n",
+        RULES,
+    ),
     Fault("betahook/control/search.py", "alpha=observation.batches", "alpha=1"),
     Fault("betahook/step/stages.py", "(-(-part * groups // interval) for", "(part * (groups // interval) for", STAGES),
     Fault("betahook/options.py", "1 if limited or any(", "1 if any(", HOOK),

@@ -78,6 +78,8 @@ def test_cap_goes_by_the_bound_and_not_by_what_sampled_rows_show():
         ),
         (Gradient, {"betas": (0.9,)}, r"Gradient\(betas=\.\.\.\)"),
         (Cap, {"threshold": -1}, r"Cap\(threshold=\.\.\.\) must be a positive number; got -1"),
+        (Cap, {"threshold": "30"}, r"Cap\(threshold=\.\.\.\) must be a positive number; got '30'"),
+        (Gradient, {"betas": 0.9}, r"Gradient\(betas=\.\.\.\) must be two numbers from 0 to below 1; got 0\.9"),
         *[(rule, {option: NAN}, "got nan") for rule, option in [(Variance, "target"), (Cap, "threshold")]],
     ],
 )
