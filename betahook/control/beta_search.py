@@ -57,6 +57,8 @@ class BetaSearch:
         require(self, "noise", lambda noise: 0 <= noise < math.inf, "a number, 0 or more")
         bound = "a number, start or more, or None"
         require(self, "largest_beta", lambda beta: beta is None or self.start <= beta < math.inf, bound)
+        self.start, self.resolution, self.noise = float(self.start), float(self.resolution), float(self.noise)
+        self.largest_beta = None if self.largest_beta is None else float(self.largest_beta)
         self._scores: dict[float, float] = {}  # log10(beta / start) to score; sums of powers of two, hence exact
 
     def ask(self) -> float | None:

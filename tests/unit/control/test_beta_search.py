@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import torch
 
 from betahook import BetaSearch
 
@@ -245,3 +246,9 @@ def test_a_score_after_the_end_is_refused():
 def test_options_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError, match=rf"BetaSearch\({message}"):
         BetaSearch(**options)
+
+
+def test_its_state_is_json_whatever_its_numbers_were():
+    search = BetaSearch(torch.tensor(2.0), resolution=torch.tensor(0.5), largest_beta=torch.tensor(8.0))
+    assert json.loads(json.dumps(search.state_dict())) == search.state_dict()
+    assert (search.start, search.resolution, search.largest_beta) == (2.0, 0.5, 8.0)
