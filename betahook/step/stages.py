@@ -50,7 +50,7 @@ def add(state: State, layers: Layers, loss_scale: LossScale) -> None:
         layers.read_weights(state.turn, sharded=True)
     state.waiting.add(state.table, state.moments)
     if loss_scale.skipped:  # nothing to learn from, and nothing to warn about
-        state.settle()
+        state.settle()  # the steps that wait follow one another
         _forget_nonfinite(state)
         return
     sensitivity = state.factors.sensitivity()
