@@ -207,6 +207,11 @@ def at_bound(beta: Tensor, beta_default: Tensor) -> Tensor:
     return (beta / beta_default).log10().abs() >= DECADES - 1e-4
 
 
+def ceiling(logit: float | Tensor, score: Tensor) -> Tensor:
+    """Beta at which the largest `score` makes `logit`; infinite where no score was measured."""
+    return (logit / score).nan_to_num(nan=torch.inf)
+
+
 def is_at(logit: float | Tensor, beta: Tensor, score: Tensor) -> Tensor:
     """Tell where the largest `score` makes `logit`, or more, up to rounding; boolean, as `beta`."""
     return beta * score >= logit * (1 - 1e-4)

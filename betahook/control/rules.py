@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from betahook.control.base import Controller, Memory, Observation, is_at, require
+from betahook.control.base import Controller, Memory, Observation, ceiling, is_at, require
 from betahook.control.notes import Note, downhill
 
 
@@ -128,8 +128,7 @@ class Cap(Controller):
         require(self, "threshold", lambda logit: logit > 0, "a positive number")
 
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
-        ceiling = self.threshold / observation.statistics.max_score_bound
-        return torch.minimum(beta, ceiling.nan_to_num(nan=torch.inf)), state
+        return torch.minimum(beta, ceiling(self.threshold, observation.statistics.max_score_bound)), state
 
     def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
         held = is_at(self.threshold, beta, observation.statistics.max_score_bound).tolist()

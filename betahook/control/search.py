@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from betahook.control.base import DECADES, Controller, Memory, Observation, at_least, is_at, require
+from betahook.control.base import DECADES, Controller, Memory, Observation, at_least, ceiling, is_at, require
 from betahook.control.notes import Note, downhill
 from betahook.control.opening import Course, Opening, Phase
 from betahook.control.sign_search import SignSearch
@@ -210,5 +210,4 @@ class Search(Controller):
 
 def limit_increase(new: Tensor, old: Tensor, logit: float | Tensor, observation: Observation) -> Tensor:
     """Keep a step up from taking the largest logit above `logit`; one that is there already costs beta nothing."""
-    ceiling = (logit / observation.statistics.max_score).nan_to_num(nan=torch.inf)
-    return torch.minimum(new, torch.maximum(old, ceiling))
+    return torch.minimum(new, torch.maximum(old, ceiling(logit, observation.statistics.max_score)))

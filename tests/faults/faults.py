@@ -268,14 +268,10 @@ FAULTS = [
     Fault("betahook/control/base.py", "DECADES = 3.0", "DECADES = 4.0"),
     Fault(
         "betahook/control/rules.py",
-        "self.threshold / observation.statistics.max_score_bound\n",
-        "self.threshold / observation.statistics.max_score\n",
+        "ceiling(self.threshold, observation.statistics.max_score_bound)",
+        "ceiling(self.threshold, observation.statistics.max_score)",
     ),
-    Fault(
-        "betahook/control/rules.py",
-        "ceiling = self.threshold / observation.statistics.max_score_bound",
-        "ceiling = observation.statistics.max_score_bound / self.threshold",
-    ),
+    Fault("betahook/control/base.py", "(logit / score).nan_to_num", "(score / logit).nan_to_num", RULES),
     Fault("betahook/control/base.py", "else _choose(healthy, made, before)", "else made"),
     Fault(
         "betahook/control/base.py",
@@ -300,7 +296,11 @@ FAULTS = [
     Fault("betahook/control/search.py", "fresh_ratio: float = 1.1", "fresh_ratio: float = 1.2", SEARCH),
     Fault("betahook/control/search.py", "plateau_batches: int = 70", "plateau_batches: int = 60", SEARCH),
     Fault("betahook/control/search.py", "observation.overflow * self.fresh_bound", "observation.overflow"),
-    Fault("betahook/control/search.py", "torch.maximum(old, ceiling)", "ceiling"),
+    Fault(
+        "betahook/control/search.py",
+        "torch.maximum(old, ceiling(logit, observation.statistics.max_score))",
+        "ceiling(logit, observation.statistics.max_score)",
+    ),
     Fault("betahook/control/search.py", "rise == 100, Phase.WARM_UP", "rise == 101, Phase.WARM_UP"),
     Fault(
         "betahook/control/opening.py", "spectral_ratio() <= self.fresh_ratio", "spectral_ratio() < 2 * self.fresh_ratio"
