@@ -72,10 +72,7 @@ class Recipe:
         batch = draw.choice([2, heads, 3])  # what coincides is what a size cannot tell apart
         length = draw.choice([4, 6, 8])
         if parts["fused"]:
-            plain = ("cap", "sink", "shift", "after", "unknown", "temperature", "gate", "loop", "exponential")
-            parts.update(dict.fromkeys(plain), products="one")
-            if parts["layout"] in ("bnhd", "einsum", "dots"):
-                parts["layout"] = "bhnd"
+            parts.update(_fused(parts))
         if parts["projection"] != "separate" or heads == 1:
             parts["shared_keys"] = None
         if parts["sink"]:
@@ -120,3 +117,13 @@ class Recipe:
 
     def __repr__(self) -> str:
         return f"Recipe({self.seed}: {self.heads} heads, batch {self.batch}, length {self.length}, {self.parts})"
+
+
+def _fused(parts: dict[str, Any]) -> dict[str, Any]:
+    """What becomes of some parts where torch takes the softmax."""
+    plain = ("cap", "sink", "shift", "after", "unknown", "temperature", "gate", "loop", "exponential")
+    layout = "bhnd" if parts["layout"] in ("bnhd", "einsum", "dots") else parts["layout"]
+    changed = {**dict.fromkeys(plain), "products": "one", "layout": layout}
+    if parts["bias"] or parts["padding"]:  # all masks are one, behind which no logit counts
+        changed.update({name: parts[name] and "fill" for name in ("mask", "padding")})
+    return changed
