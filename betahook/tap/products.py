@@ -9,8 +9,8 @@ module whose scores come to an operation that is not understood is left alone, b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -81,18 +81,33 @@ def _rehearse(
     """Run a forward for what it shows alone, before a beta that was loaded acts on its products for the first time."""
     if not all(isinstance(x, Tensor | bool | int | float | str | None) for x in tree_leaves((args, kwargs))):
         return  # a cache, say, would be filled twice
-    known, module = Forward(layer, plan, rehearsal=True), layer.module
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    known = Forward(layer, plan, rehearsal=True)
     devices = {x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_cuda}
-    with torch.random.fork_rng(devices), layer.state.pause():
-        try:
-            with ScoreProducts(known):
-                forward(*args, **kwargs)
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+    # Non-reentrant checkpointing counts what is saved for the backward, and its recomputation rehearses nothing.
+    unsaved = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+    with torch.random.fork_rng(devices), layer.state.pause(), _put_back(layer.module), unsaved, ScoreProducts(known):
+        forward(*args, **kwargs)
     known.finish()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@contextmanager
+def _put_back(module: nn.Module) -> Iterator[None]:
+    """Undo what a forward does to the buffers and attributes of a module, not to what an attribute holds."""
+    kept = [(names, dict(names)) for part in module.modules() for names in (vars(part), part._buffers)]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for names, before in kept:
+            names.clear()
+            names.update(before)
+        with torch.no_grad():
+            for buffer, values in buffers:
+                buffer.copy_(values)
 
 
 def keep_padding(model: nn.Module, layers: Iterable[Recorder], undo: ExitStack) -> None:

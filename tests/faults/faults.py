@@ -261,6 +261,8 @@ FAULTS = [
         RIGHT,
     ),
     Fault("betahook/tap/arithmetic.py", "first = replace(first, axis=situation.axis_of(left))", "pass", RIGHT),
+    Fault("betahook/tap/products.py", "_put_back(layer.module), unsaved, ", "_put_back(layer.module), ", RIGHT),
+    Fault("betahook/tap/products.py", "for names in (vars(part), part._buffers)", "for names in (vars(part),)", RIGHT),
     Fault("betahook/tap/heads.py", 'UNKNOWN if mode == "constant" else value', "value", RIGHT),
     Fault("betahook/tap/calls.py", "other.contiguous() if", "other if", RIGHT),
     Fault("betahook/tap/heads.py", "elif name not in PRODUCTS and any(", "elif any(", RIGHT),

@@ -623,6 +623,54 @@ def test_a_loaded_beta_acts_in_the_first_forward_already(x):
         assert hook.layers["1"].statistics.input_std_q == inputs
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_loaded_beta_acts_in_a_checkpointed_forward(x, reentrant):
+    """Whose recomputation saves what the forward did."""
+    model = make(lambda module, q, k, v: (q @ k.mT * ROOT).softmax(-1) @ v)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        hook.layers["1"].beta = 0.7
+        state = hook.state_dict()
+        model(x).square().sum().backward()
+        expected = model[1].q_proj.weight.grad.clone()
+        model.zero_grad()
+    with betahook.attach(model, controller="monitor") as hook:
+        hook.load_state_dict(state)
+        hidden = model[0](x)
+        torch.utils.checkpoint.checkpoint(model[1], hidden, use_reentrant=reentrant).square().sum().backward()
+        assert torch.equal(model[1].q_proj.weight.grad, expected)
+
+
+def test_the_first_forward_with_a_loaded_beta_leaves_the_module_as_one_forward_does(x):
+    class MemoryAttention(Block):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+            self.register_buffer("seen", torch.zeros(1, HEADS, 0, WIDTH // HEADS))
+            self.register_buffer("total", torch.zeros(()))
+
+        def mix(self, q, k, v):
+            self.calls += 1
+            self.seen = torch.cat([self.seen, k[:1].detach()], 2)
+            self.total += k.detach().sum()
+            self.last = k.detach()
+            return (q @ k.mT * ROOT).softmax(-1) @ v
+
+    model = nn.Sequential(MemoryAttention())
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        hook.layers["0"].beta = 0.7
+        state = hook.state_dict()
+    model = nn.Sequential(MemoryAttention())
+    with betahook.attach(model, controller="monitor") as hook:
+        hook.load_state_dict(state)
+        assert torch.equal(model(x), model(x))
+        attention = model[0]
+        assert attention.calls == 2
+        assert attention.seen.shape[2] == 2 * LENGTH
+        assert attention.total == 2 * attention.last.sum()
+
+
 def test_a_branch_that_is_taken_later_is_refused_then(x, caplog):
     class BranchedAttention(Block):
         def mix(self, q, k, v):
