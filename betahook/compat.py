@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.amp.grad_scaler import GradScaler
 
 # Keyed by identity: a tensor compares by its entries. https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/weak.py
 from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
@@ -44,6 +46,12 @@ NESTED_TENSORS = "use_nested_tensor"
 TRANSPOSING_GETTERS = {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
 """Getters that a `TorchFunctionMode` sees for `x.T` and `x.mT`. Those of all properties are called `__get__`, so that
 only their identity tells them apart, as in `torch.overrides` itself."""
+
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_pytree.py
+def leaves(nested: object) -> list[object]:
+    """Everything in nested lists, tuples and dictionaries that is none of these."""
+    return torch.utils._pytree.tree_leaves(nested)
 
 
 def is_in_backward() -> bool:
@@ -143,6 +151,11 @@ def without_data() -> Iterator[Callable[[nn.Module], nn.Module]]:
 def steps_since_rescaling(state: Mapping[str, Any]) -> int:
     """Optimizer steps of a `GradScaler` since its scale last changed or it skipped one, from its `state_dict()`."""
     return int(state["_growth_tracker"])
+
+
+def initial_scale(scaler: GradScaler) -> float:
+    """Scale with which a `GradScaler` was made, or that it was last loaded with."""
+    return float(scaler._init_scale)
 
 
 # https://github.com/deepspeedai/DeepSpeed/blob/v0.17.0/deepspeed/runtime/zero/partition_parameters.py

@@ -16,6 +16,9 @@ LIBRARIES = {"torch", "transformers", "einops", "numpy", "betahook"}
 PRODUCTS = ("matmul", "__matmul__", "mm", "bmm", "baddbmm", "einsum")
 """Functions that multiply matrices, by the names that a `TorchFunctionMode` sees."""
 
+SOFTMAXES = ("softmax", "log_softmax")
+"""Functions that take a softmax, by the same names."""
+
 
 def names_used(kind: type) -> frozenset[str]:
     """The global names and attributes that the methods of a class use; "@" for the operator.
@@ -28,7 +31,7 @@ def names_used(kind: type) -> frozenset[str]:
 
 
 def _real_names(function: FunctionType) -> set[str]:
-    """The names under which what a function calls was defined, as by that of a compiled function."""
+    """The own names of what a function calls: of a compiled function, the name of the one that was compiled."""
     called = (function.__globals__.get(name) for name in function.__code__.co_names)
     names = (getattr(each, "__name__", None) for each in called if callable(each))
     return {name for name in names if isinstance(name, str)}
@@ -40,7 +43,7 @@ def is_own(kind: type) -> bool:
 
 
 def methods(kind: type) -> list[FunctionType]:
-    """The functions that a class and those above it define, each the one that is called."""
+    """The functions among the members of a class and its bases, without those that are overridden."""
     classes = [cls for cls in kind.__mro__ if cls not in (nn.Module, object)]
     members = {name: member for cls in reversed(classes) for name, member in vars(cls).items()}
     unwrapped = (inspect.unwrap(member) for member in members.values() if callable(member))
@@ -60,7 +63,7 @@ def reachable(kind: type) -> list[FunctionType]:
 
 
 def _inherited(kind: type) -> Iterator[FunctionType]:
-    """The methods that others of the same name may call by `super()`."""
+    """The methods of bases that a method of the same name may call by `super()`."""
     for place, cls in enumerate(kind.__mro__, start=1):
         for name, member in vars(cls).items():
             if name != "__init__" and "super" in getattr(getattr(member, "__code__", None), "co_names", ()):
@@ -94,7 +97,7 @@ def _is_of_library(module: str | None) -> bool:
 
 @functools.lru_cache(maxsize=2**14)
 def _names(code: CodeType) -> frozenset[str]:
-    """The names in one piece of code. Remembered by that and not by class: a class may get other methods later."""
+    """The names in a code object. They are cached by that and not by class, whose methods may be replaced later."""
     multiplies = any(i.opname == "BINARY_OP" and i.argrepr in ("@", "@=") for i in dis.get_instructions(code))
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(code.co_names).union(["@"] * multiplies, *inner)

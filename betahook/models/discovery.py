@@ -19,6 +19,7 @@ from betahook.models import trial
 from betahook.models.code import PRODUCTS, is_own, names_used
 from betahook.models.families import Facts, facts
 from betahook.models.heads import count_heads
+from betahook.models.projections import Pair, locate
 
 Route = Literal["interface", "torch", "by hand"]
 """The source of scores: transformers' attention "interface", "torch" or another
@@ -26,7 +27,7 @@ kernel, which takes the softmax too, or "by hand"."""
 
 TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 KERNELS = {"flex_attention", "flash_attn_func", "flash_attn_varlen_func", "memory_efficient_attention"}
-"""Functions that take the softmax too, and that a class of one's own calls by name: see `tap.kernels`."""
+"""Functions that take the softmax too, called by name in users' code; `tap.kernels` has their signatures."""
 SOFTMAX = {"softmax", "Softmax", "XSoftmax"}
 IN_NAME = re.compile("attention|attn", re.IGNORECASE)
 
@@ -48,6 +49,11 @@ class AttentionModule:
     head_dim: int
     route: Route
     facts: Facts
+
+    @property
+    def projections(self) -> Pair | None:
+        """Places of W_q and W_k now, since adapters come and go; None if the module keeps them in no known form."""
+        return locate(self.module, self.heads, self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ UNKNOWN_UNNAMED = Verdict(
 
 def survey(model: nn.Module) -> Survey:
     """Look at every module of a model."""
-    names = functools.cache(names_used)  # of this survey: until the next one, a class may be patched
+    names = functools.cache(names_used)  # for this survey: a class may be patched before the next one
     verdicts = {module: classify(module, names) for module in model.modules()}
     tried = functools.cache(trial.run)
     _leave_parts_to_their_owners(verdicts)
@@ -111,7 +117,7 @@ def survey(model: nn.Module) -> Survey:
     refused: dict[str, tuple[nn.Module, Verdict]] = {}
     for name, module in named_modules(model):
         verdict = verdicts[module]
-        # Of two that hold one another the inner one computes the scores, unless the outer one asks for them.
+        # Where one contains another, the inner one computes the scores, unless the outer one asks the interface.
         if verdict == NO_ATTENTION or (verdict.route != "interface" and able & ({*module.modules()} - {module})):
             continue
         if verdict.route is None:
@@ -133,13 +139,13 @@ Try = Callable[[nn.Module], trial.Trial | None]
 
 
 def _size_in_trial(module: nn.Module, tried: Try) -> tuple[int, int] | None:
-    """Query heads and d_k of a module that does not state them, as a trial shows them; those of transformers do."""
+    """Query heads and d_k as a trial shows them, for a module that does not state them; transformers' own do."""
     result = tried(module) if is_own(type(module)) else None
     return None if result is None else result.size
 
 
 def _leave_parts_to_their_owners(verdicts: dict[nn.Module, Verdict]) -> None:
-    """Take no part for an attention that has no parameters and no size of its own, if its owner can be one."""
+    """Leave parts without parameters and sizes of their own to their owner, where that can be an attention."""
     for owner, verdict in verdicts.items():
         for part in owner.children() if verdict.route is not None and is_own(type(owner)) else ():
             has_own = next(part.parameters(), None) is not None or count_heads(part) is not None

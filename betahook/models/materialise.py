@@ -20,7 +20,7 @@ def obstacle(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> st
     Args:
         weight: as its module stores it.
         module: the module that owns it.
-        adapter: what stands around that and adds to what it returns, if anything does.
+        adapter: the layer around that which adds to what it returns, such as LoRA's; None without one.
     """
     if weight.is_meta:
         return "offloaded, on the meta device outside the forward"
@@ -39,7 +39,7 @@ def is_sharded(weight: Tensor) -> bool:
 
 
 def is_plain(weight: Tensor) -> bool:
-    """True for numbers that can be written to where they are: a plain tensor, or one that FSDP 2 or a mesh shards."""
+    """True for a weight that can be changed in place: a plain tensor, or one that FSDP 2 or a mesh shards."""
     return type(weight.data) is Tensor or is_sharded(weight)
 
 
@@ -96,7 +96,7 @@ def _is_freed(weight: Tensor) -> bool:
 
 def _gathered(weight: Tensor) -> Tensor:
     """A weight that FSDP 2 shards, whole."""
-    whole: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    whole: Tensor = weight.full_tensor() if is_sharded(weight) else weight  # type: ignore[attr-defined]
     return whole
 
 

@@ -24,7 +24,7 @@ class Projection:
     Attributes:
         module: the module that owns the weight and sees the input.
         select: takes the rows that belong to q or k out of the weight `[out, d_x]`, as `[heads, d_k, d_x]`.
-        adapter: what stands between the attention module and `module` and adds to what that returns, if anything does.
+        adapter: the layer around `module` that adds to what it returns, such as LoRA's; None without one.
         prefix: of the names "weight" and "bias" in the module.
         argument: which of the module's positional arguments is the input.
     """
@@ -43,14 +43,19 @@ class Projection:
         return stored
 
     @property
+    def owners(self) -> list[nn.Module]:
+        """The modules whose weights make q or k now: others where adapters came or went."""
+        return [self.module, *compat.adapter_outputs(self.adapter), *compat.magnitudes(self.adapter)]
+
+    @property
     def width(self) -> int:
         """d_x."""
         width = getattr(self.module, "in_features", None)  # what is quantised may be stored in another shape
-        return width if isinstance(width, int) else _out_by_in(self.module, self.stored).shape[1]
+        return width if isinstance(width, int) else self.matrix.shape[1]
 
     @property
     def matrix(self) -> Tensor:
-        """The same as `[out, in]`."""
+        """The stored weight as `[out, in]`."""
         return _out_by_in(self.module, self.stored)
 
     @property
@@ -69,7 +74,7 @@ class Projection:
         return self.select(_out_by_in(self.module, materialise.read(self.stored, self.module, self.adapter)))
 
 
-KNOWN_FORMS = "Known are linear modules called q_proj and k_proj, or qkv; docs/YOUR_ATTENTION.md has more names"
+KNOWN_FORMS = "Known are linear modules called q_proj and k_proj, or qkv; betahook/models/families.py has more names"
 """The remedy where `locate` finds nothing."""
 Pair = tuple[Projection, Projection]
 """The query projection and the key projection."""

@@ -127,7 +127,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Weights of an attention module that a factor on its scores goes into, all of it.
+    """Weights of an attention module that together take a whole factor on its scores.
 
     Attributes:
         weights: those.
@@ -254,7 +254,7 @@ class Norm:
 
 
 def learned_norm(module: nn.Module, name: str, heads: int, head_dim: int) -> Norm | None:
-    """The norm of this name, if it learns an entry for each component, of one head or of all."""
+    """The norm of this name; None if its weight has no entry for each component, of one head or of all."""
     norm = getattr(module, name, None)
     weight = getattr(norm, "weight", None)
     if not isinstance(norm, nn.Module) or not isinstance(weight, Tensor):

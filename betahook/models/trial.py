@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from betahook import compat
-from betahook.models.code import PRODUCTS
+from betahook.models.code import PRODUCTS, SOFTMAXES
+from betahook.models.torch_calls import Call, tensors_in
 
-SOFTMAX = {"softmax", "log_softmax"}
 BATCH, LENGTH = 3, 7
 """Of the trial's input, where any length does; no size of a model is likely to be a multiple of both."""
 
@@ -106,24 +106,23 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name, kwargs = func.__name__, kwargs or {}
-        if name == "multi_head_attention_forward":
+        call = Call(func, args, kwargs or {})
+        if call.name == "multi_head_attention_forward":
             with self:
-                return compat.multi_head_attention_forward()(*args, **kwargs)
-        given = list(_tensors((args, kwargs)))
-        output = func(*args, **kwargs)
-        if name == "scaled_dot_product_attention":
-            self._settle(given[0].numel(), given[0].shape[-1])
-        parts, moving = list(_tensors(output)), [x for x in given if x in self.activations]
-        if name in SOFTMAX and parts and moving:
-            self._weigh(given[0], parts[0], args, kwargs)
+                return compat.multi_head_attention_forward()(*args, **call.kwargs)
+        output = call.run()
+        if call.name == "scaled_dot_product_attention":
+            self._settle(call.tensors[0].numel(), call.tensors[0].shape[-1])
+        parts, moving = list(tensors_in(output)), [x for x in call.tensors if x in self.activations]
+        if call.name in SOFTMAXES and parts and moving:
+            self._weigh(call, parts[0])
             return output
-        weights = next((self.weights[x] for x in given if x in self.weights), None)
-        if name in PRODUCTS and weights is not None:
+        weights = next((self.weights[x] for x in call.tensors if x in self.weights), None)
+        if call.name in PRODUCTS and weights is not None:
             self.size, weights = self.size or weights, None
         query = max((self.activations[x] for x in moving), default=0)
-        if name in PRODUCTS:
-            query = max(x.numel() for x in given) if len(moving) > 1 else 0
+        if call.name in PRODUCTS:
+            query = max(x.numel() for x in call.tensors) if len(moving) > 1 else 0
         for part in parts:
             if moving:
                 self.activations[part] = query
@@ -131,13 +130,12 @@ class _Watch(TorchFunctionMode):
                 self.weights[part] = weights
         return output
 
-    def _weigh(self, scores: Tensor, output: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _weigh(self, call: Call, output: Tensor) -> None:
         """Note what a softmax of scores makes."""
+        scores = call.operands[0]
         self.activations[output] = 0
         query = self.activations.get(scores, 0)
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
-        keys = scores.shape[-1 if dim is None else dim]
-        rows, left = divmod(scores.numel(), keys)
+        rows, left = divmod(scores.numel(), scores.shape[call.dim])
         if query and not left and not rows % self.tokens and not query % rows:
             self.weights[output] = rows // self.tokens, query // rows
 
@@ -145,11 +143,3 @@ class _Watch(TorchFunctionMode):
         """Note the size of an attention that takes its softmax itself."""
         if entries % (self.tokens * head_dim) == 0:
             self.size = self.size or (entries // (self.tokens * head_dim), head_dim)
-
-
-def _tensors(nested: Any) -> Iterator[Tensor]:
-    if isinstance(nested, Tensor):
-        yield nested
-    elif isinstance(nested, (list, tuple, Mapping)):
-        for item in nested.values() if isinstance(nested, Mapping) else nested:
-            yield from _tensors(item)

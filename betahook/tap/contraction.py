@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from betahook.tap.calls import Call
+from betahook.models.torch_calls import Call
 
 Axis = int | Literal["flat", "heads first", "single"]
 
@@ -78,7 +78,7 @@ class Contraction:
             fitting = [place for place in own if self.left.shape[place] == heads]
             if fitting:
                 return fitting[0]
-        place = axis_of(sizes, heads, known)
+        place = axis_by_size(sizes, heads, known)
         return self.left_axes.index(self.batch[place]) if isinstance(place, int) else place
 
     def output_axis(self, axis: Axis) -> Axis | None:
@@ -164,7 +164,7 @@ def _read_einsum(equation: str, *operands: Any) -> Contraction | None:
     return Contraction(left, right, run, run, left_axes, right_axes, batch, output, summed.pop(), equation=equation)
 
 
-def axis_of(sizes: Sequence[int], heads: int, known: Axis | None) -> Axis:
+def axis_by_size(sizes: Sequence[int], heads: int, known: Axis | None) -> Axis:
     """The axis of the heads among those before the last two, by their `sizes`; `known` goes before.
 
     Raises:
@@ -177,7 +177,12 @@ def axis_of(sizes: Sequence[int], heads: int, known: Axis | None) -> Axis:
         return 1 if 1 in fitting else fitting[-1]
     if len(sizes) == 1 and sizes[0] % heads == 0:
         return "flat"
-    raise UnknownHeadsError(f"expected an axis of {heads} heads before the last two, got axes of {list(sizes)}")
+    raise unknown_heads(sizes, heads)
+
+
+def unknown_heads(sizes: Sequence[int], heads: int) -> UnknownHeadsError:
+    """The error for an operand in which no axis is of so many heads, from the `sizes` of those before the last two."""
+    return UnknownHeadsError(f"expected an axis of {heads} heads before the last two, got axes of {list(sizes)}")
 
 
 def _apart(tensor: Tensor, axis: Axis, heads: int) -> tuple[Tensor, int]:

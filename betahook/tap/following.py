@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from betahook.models.torch_calls import Call
 from betahook.tap import handlers
 from betahook.tap.arithmetic import divide, multiply, united
-from betahook.tap.calls import Call
 from betahook.tap.forward import Forward
 from betahook.tap.rearranging import keep
 from betahook.tap.sites import find_line

@@ -6,18 +6,19 @@ Made by the tap in `products` for every forward; the functions of `matrices`, `s
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from betahook import compat
+from betahook.models.torch_calls import Call, tensors_in
 from betahook.tap import heads
-from betahook.tap.calls import Call, tensors_in
 from betahook.tap.contraction import Axis
-from betahook.tap.plan import Plan
+from betahook.tap.plan import Plan, form_of
 from betahook.tap.recorder import Recorder
 from betahook.tap.shadows import Shadows
-from betahook.tap.sites import find_line, find_site
+from betahook.tap.sites import Site, find_line, find_site
 from betahook.tap.situation import Derived, Situation
 from betahook.tap.traces import Factor, Operand, Product, Scores, Trace
 
@@ -30,10 +31,13 @@ class Forward:
     Attributes:
         layer: the recorder of the module.
         plan: what earlier forwards showed.
+        rehearsal: True if it runs for what it shows alone: beta does not act, and nothing is measured.
         strict: True if scores that are not understood make the module be left alone. Modules of transformers are
             verified by the zoo: what is not understood there does no harm.
         recording: True if scores are measured.
-        labels: the features that entries come from, while the places of the heads are not all known.
+        form: of the inputs.
+        axes: the axes of the heads with inputs of this form, as far as they are known.
+        labels: the features that entries come from, in the first forward with inputs of this form.
         shadows: what another beta would do, in the first forward that is measured.
         products: those that may make scores, so far.
         counted: products since the last softmax.
@@ -41,13 +45,16 @@ class Forward:
         without_heads: the line of a product of two matrices, in which several heads have no axis; None for none.
     """
 
-    def __init__(self, layer: Recorder, plan: Plan, *, rehearsal: bool = False) -> None:
+    def __init__(self, layer: Recorder, plan: Plan, inputs: Any, *, rehearsal: bool = False) -> None:
         self.layer = layer
         self.plan = plan
         self.rehearsal = rehearsal
         self.strict = is_strict(layer.module)
         self.recording = layer.is_recording and layer.refusal is None and not rehearsal
-        self.labels = heads.Labels() if self.strict and not plan.complete else None
+        self.form = form_of(inputs) if self.strict else ()
+        self.axes = plan.axes.get(self.form, {})
+        is_first = self.strict and self.form not in plan.axes and layer.refusal is None
+        self.labels = heads.Labels() if is_first else None
         self.shadows = Shadows() if self.strict and self.recording and not plan.checked else None
         self.products: list[Product] = []
         self.counted = 0
@@ -78,11 +85,39 @@ class Forward:
 
     def score_axis(self, scores: Tensor, operation: str, dim: int = -1) -> Axis | None:
         """The axis of the heads in scores that come to an operation, with their rows moved along the last axis."""
-        labels = None if self.labels is None else self.labels.get(scores)
-        rows = scores.movedim(dim, -1)
+        labels, rows = self.labels_of(scores), scores.movedim(dim, -1)
         labels = None if labels is None else labels.movedim(dim, -1)
-        site, axes = find_site(operation), self.plan.axes
-        return heads.axis_of(rows, labels, None, range(rows.dim() - 2), self.layer.heads, site, axes)
+        return self.head_axis(rows, labels, None, range(rows.dim() - 2), find_site(operation))
+
+    def labels_of(self, tensor: Tensor) -> Tensor | None:
+        """The labels of a tensor; None where it has none, or no forward needs them any more."""
+        return None if self.labels is None else self.labels.get(tensor)
+
+    def head_axis(
+        self, tensor: Tensor, labels: Tensor | None, summed: int | None, shared: Sequence[int], site: Site
+    ) -> Axis | None:
+        """The axis of the heads in a tensor; None if it is not told apart from others.
+
+        Args:
+            tensor: an operand or scores.
+            labels: its labels, if any; what they tell is remembered.
+            summed: the axis of the components in an operand.
+            shared: the axes that may be of heads.
+            site: where the tensor is used.
+        """
+        count = self.layer.heads
+        if count == 1:
+            return "single"
+        if site in self.axes:
+            axis = self.axes[site]
+            return axis if isinstance(axis, str) or tensor.shape[axis : axis + 1] == (count,) else None
+        if labels is None:
+            fitting = [axis for axis in shared if tensor.shape[axis] == count]
+            return fitting[0] if len(fitting) == 1 and tensor.dim() > 3 else None
+        found = heads.find(labels, summed, count)
+        if found is not None:
+            self.axes[site] = found
+        return found
 
     def _axis_of(self, scores: Tensor) -> int | None:
         axis = self.score_axis(scores, "scale")
@@ -140,6 +175,7 @@ class Forward:
 
     def _verdict(self) -> str | None:
         self.plan.checked |= self.shadows is not None
+        self.plan.axes[self.form] = self.axes
         reason = self._refusal or self.plan.learn(self.products)
         if reason is None and self.attended is False:
             return self._unseen()

@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from betahook.tap.arithmetic import add, divide, multiply, negate, subtract, subtract_from
-from betahook.tap.rearranging import fill, first_only, keep, move, pad, triangle, where
+from betahook.tap.rearranging import fill, keep, move, pad, permute, pick, regroup, triangle, where
 from betahook.tap.situation import Derived, Handler, Situation, other
 from betahook.tap.traces import Scores, Shift
 
@@ -68,13 +68,15 @@ HANDLERS = _table(
         (subtract, "sub sub_ subtract __sub__ __isub__"),
         (subtract_from, "rsub __rsub__"),
         (negate, "neg neg_ negative __neg__"),
-        (move, "view reshape transpose permute swapaxes swapdims movedim moveaxis flatten unflatten squeeze unsqueeze"),
-        (move, "t adjoint expand __getitem__ select narrow split chunk unbind gather flip roll tensor_split"),
-        (move, "index_select take_along_dim as_strided unfold cat concat concatenate stack repeat tile"),
-        (move, "repeat_interleave broadcast_to atleast_3d squeeze_ unsqueeze_ view_as_complex view_as_real"),
+        (permute, "view reshape transpose permute swapaxes swapdims movedim moveaxis t adjoint flatten unflatten"),
+        (permute, "view_as reshape_as as_strided unfold"),
+        (regroup, "gather take_along_dim flip roll repeat repeat_interleave tile"),
+        (pick, "__getitem__ select unbind stack squeeze squeeze_ unsqueeze unsqueeze_"),
+        (move, "expand expand_as broadcast_to narrow split chunk tensor_split index_select cat concat concatenate"),
+        (move, "atleast_3d view_as_complex view_as_real"),
         (pad, "pad"),
-        (keep, "to float half bfloat16 double type contiguous clone detach detach_ requires_grad_ cpu cuda positive"),
-        (first_only, "type_as expand_as view_as reshape_as"),
+        (keep, "to float half bfloat16 double type type_as contiguous clone detach detach_ requires_grad_ cpu cuda"),
+        (keep, "positive"),
         (bend, "clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ clip clip_ tanh tanh_ nan_to_num"),
         (bend, "nan_to_num_ maximum minimum hardtanh softsign fmin fmax"),
         (largest, "max min"),
@@ -88,3 +90,6 @@ HANDLERS = _table(
     ]
 )
 """Function name to handler; for what is not here there is `other`."""
+
+MOVING = {move, pick, regroup, permute, pad}
+"""Handlers of functions that do to the labels of entries what they do to the entries, see `heads`."""

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from betahook.compat import WeakIdKeyDictionary
 from betahook.models.code import PRODUCTS
-from betahook.tap.calls import Call, tensors_in
+from betahook.models.torch_calls import Call, tensors_in
 from betahook.tap.contraction import Axis, on_heads
-from betahook.tap.sites import Site
 
 PROJECTIONS = {"linear": -1, "addmm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
 """Functions that make features, to the axis along which these lie."""
@@ -164,36 +163,3 @@ def find(labels: Tensor, summed: int | None, heads: int) -> Axis | None:
     if torch.equal(along, along[:: size // heads].repeat_interleave(size // heads)):
         return "heads first"
     return None
-
-
-def axis_of(
-    tensor: Tensor,
-    labels: Tensor | None,
-    summed: int | None,
-    shared: Sequence[int],
-    heads: int,
-    site: Site,
-    known: dict[Site, Axis],
-) -> Axis | None:
-    """The axis of the heads in a tensor; None if it is not told apart from others.
-
-    Args:
-        tensor: an operand or scores.
-        labels: its labels, if any.
-        summed: the axis of the components in an operand.
-        shared: the axes that may be of heads.
-        heads: number of heads.
-        site: where the tensor is used.
-        known: the axes found in earlier forwards; what labels tell is added.
-    """
-    if heads == 1:
-        return "single"
-    if labels is None and site not in known:
-        fitting = [axis for axis in shared if tensor.shape[axis] == heads]
-        return fitting[0] if len(fitting) == 1 and tensor.dim() > 3 else None
-    if site not in known and labels is not None:
-        axis = find(labels, summed, heads)
-        if axis is None:
-            return None
-        known[site] = axis
-    return known[site]

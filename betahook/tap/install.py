@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from betahook import compat
+from betahook.measure.inputs import SIDES
 from betahook.tap import kernels, opaque, products
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 
@@ -35,7 +36,7 @@ def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) 
 def _watch_inputs(recorder: Recorder, undo: ExitStack) -> None:
     """Record what enters the projections of q and k, once where both share a module and its argument."""
     sides: dict[tuple[nn.Module, int], list[str]] = {}
-    for side, projection in zip(("query", "key"), recorder.projections or (), strict=False):
+    for side, projection in zip(SIDES, recorder.attention.projections or (), strict=False):
         sides.setdefault((projection.module, projection.argument), []).append(side)
     for (module, argument), names in sides.items():
         record = functools.partial(_record_input, recorder, names, argument, _name_of(argument, module))

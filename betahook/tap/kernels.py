@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from betahook.measure import masks
 from betahook.measure.masks import Band, Mask
 from betahook.models.code import is_own, reachable
-from betahook.tap.calls import Call
+from betahook.models.torch_calls import Call
 from betahook.tap.recorder import Recorder
 
 Arguments = Mapping[str, Any]
@@ -177,7 +177,7 @@ _shown: dict[tuple[int, str], tuple[int, Any]] = {}
 
 
 def connect(layers: Iterable[Recorder], undo: ExitStack) -> None:
-    """Show the kernels that the code of some layers calls by name to the tap, until `undo` is closed."""
+    """Let the tap see the kernels that the code of some layers calls by name, until `undo` is closed."""
     found = (place for layer in layers for place in _places(layer))
     for namespace, name in {(id(namespace), name): (namespace, name) for namespace, name in found}.values():
         _show(namespace, name)

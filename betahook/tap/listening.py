@@ -1,6 +1,6 @@
 """Listening to q and k as they pass the tap, instead of recording what follows from them.
 
-The audit does so in a forward of its own, see `betahook.report.correlated`.
+The audit does so in a forward of its own, see `betahook.report.audit`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from betahook.measure.masks import masked_by
+from betahook.models.torch_calls import Call
 from betahook.tap import contraction, heads
-from betahook.tap.calls import Call
 from betahook.tap.contraction import Axis, Contraction, UnknownHeadsError
 from betahook.tap.forward import Forward
 from betahook.tap.gain import scale_query
@@ -77,7 +77,7 @@ def _of_other_product(forward: Forward, call: Call) -> Derived:
     if weights or forward.strict:
         return other(situation)
     # A linear map of scores, as of those against segment embeddings in XLNet.
-    return linear(situation) if any(isinstance(trace, Scores) for trace in situation.traces) else None
+    return linear(situation, heads_stay=False) if any(isinstance(trace, Scores) for trace in situation.traces) else None
 
 
 def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
@@ -103,13 +103,13 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
     )
     output = product.run(query)
     with torch.no_grad():  # a checkpointed forward must save as much for its backward as its recomputation
-        if forward.shadows is not None and "out" not in call.kwargs:
-            forward.shadows.put(output, product.run(GAIN * query))
         if forward.recording:
             left, right = product.tokens(axis, layer.heads)
             operands = divided(left, factors[0]), divided(right, factors[1])
             value = product.alone(query) if product.biased else output.detach()
             trace = replace(trace, value=value, operands=operands)
+            if forward.shadows is not None and "out" not in call.kwargs:
+                forward.shadows.put(output, output + (GAIN - 1) * product.alpha * value)
             if not pure:
                 trace = trace.without(masked_by(call.operands[0].detach()).expand(value.shape))
     place = product.output_axis(axis)
@@ -153,9 +153,9 @@ def _head_axis(forward: Forward, product: Contraction, known: Product) -> tuple[
     if known.site.checkpointed:  # its recomputation is not seen here
         return None, f"a checkpoint that begins inside the forward, at {known.site.line} ({CHECKPOINT_REMEDY})"
     summed = product.left_axes.index(product.summed)
-    labels = None if forward.labels is None else forward.labels.get(product.left)
+    labels = forward.labels_of(product.left)
     shared = [place for place, axis in enumerate(product.left_axes) if axis in product.batch]
-    axis = heads.axis_of(product.left, labels, summed, shared, layer.heads, known.site, forward.plan.axes)
+    axis = forward.head_axis(product.left, labels, summed, shared, known.site)
     if axis is not None:
         return axis, ""
     if labels is not None and len(heads.varying(labels, summed)) == 1:

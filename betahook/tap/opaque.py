@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from betahook import compat
-from betahook.measure.masks import Band, Given
+from betahook.measure.masks import Band, Given, Kind
+from betahook.models import materialise
 from betahook.state import writing_to
 from betahook.tap.recorder import Recorder
 
@@ -131,7 +132,7 @@ def _record_call(
     key: Tensor,
     low: int | None,
     high: int | None,
-    kind: str,
+    kind: Kind,
     given: Tensor | None,
     position_bias: Tensor | None,
     softcap: float | None,
@@ -148,9 +149,7 @@ def _record_call(
 def record_input(layer: Recorder, inputs: Tensor, sides: list[str]) -> None:
     """See `Recorder.record_input`."""
     if torch.compiler.is_compiling():
-        # A DTensor under tensor parallelism, the same on all ranks.
-        inputs = inputs.to_local() if hasattr(inputs, "to_local") else inputs
-        torch.ops.betahook.record_input(*_tables(layer), inputs.detach(), sides)
+        torch.ops.betahook.record_input(*_tables(layer), materialise.local(inputs).detach(), sides)
     else:
         layer.record_input(inputs, sides)
 

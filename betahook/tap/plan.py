@@ -8,10 +8,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
+from betahook.models.torch_calls import tensors_in
 from betahook.tap.contraction import Axis
 from betahook.tap.sites import Site, find_site
 from betahook.tap.traces import Factor, Product
+
+Form = tuple[tuple[bool, ...], ...]
+"""The places of sizes of 1 in some inputs: there an axis of heads and batch, say, looks like one of heads."""
+
+
+def form_of(inputs: Any) -> Form:
+    """The form of the tensors in nested inputs of a module."""
+    return tuple(tuple(size == 1 for size in x.shape) for x in tensors_in(inputs))
 
 
 @dataclass
@@ -21,24 +31,21 @@ class Plan:
     Attributes:
         makes_scores: True for products that reach a softmax.
         leaders: the first product before the same softmax, whose scale is the model's own beta.
-        axes: the axis of the heads in a left operand, or in what a softmax gets.
+        axes: the axis of the heads in a left operand, or in what a softmax gets, for inputs of each form.
         scalings: the factors that followed on a product, see `Product.scalings`.
         firsts: what held at other places in the first forward, see `at_first`.
-        complete: a forward was seen to its end.
         checked: what beta does was checked by numbers, see `tap.shadows`.
     """
 
     makes_scores: dict[Site, bool] = field(default_factory=dict)
     leaders: dict[Site, Site] = field(default_factory=dict)
-    axes: dict[Site, Axis] = field(default_factory=dict)
+    axes: dict[Form, dict[Site, Axis]] = field(default_factory=dict)
     scalings: dict[Site, list[Factor]] = field(default_factory=dict)
     firsts: dict[Site, bool] = field(default_factory=dict)
-    complete: bool = False
     checked: bool = False
 
     def learn(self, products: list[Product]) -> str | None:
         """Remember the products of a forward that has ended; return why the module is to be left alone, or None."""
-        self.complete = True
         for product in products:
             site, line = product.site, product.site.line
             if product.lost is not None and product.assured and not (product.reached or product.consumed):

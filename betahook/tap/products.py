@@ -16,23 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from betahook import compat
-from betahook.models.code import PRODUCTS
+from betahook.models.code import PRODUCTS, SOFTMAXES
+from betahook.models.torch_calls import Call
 from betahook.tap import following, handlers, kernels, matrices, nested, softmaxes
-from betahook.tap.calls import Call
 from betahook.tap.contraction import UnknownHeadsError
 from betahook.tap.forward import Forward, is_strict
 from betahook.tap.override import Override
 from betahook.tap.plan import Plan
-from betahook.tap.rearranging import move, pad
 from betahook.tap.recorder import Recorder
 from betahook.tap.situation import other
 
 ACTIONS: dict[str, Callable[[Forward, Call], Any]] = {
     **dict.fromkeys(PRODUCTS, matrices.multiply),
-    **dict.fromkeys(("softmax", "log_softmax"), softmaxes.softmax),
+    **dict.fromkeys(SOFTMAXES, softmaxes.softmax),
     **dict.fromkeys(kernels.KERNELS, softmaxes.fused),
     "__setitem__": following.assign,
     "__get__": following.read_property,
@@ -53,13 +51,13 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
         if nested.has_nested(args, kwargs):
             if isinstance(layer.module, nn.MultiheadAttention):
                 return nested.run_each(forward, watched, args, kwargs)
-            left_alone = Forward(layer, plan)
+            left_alone = Forward(layer, plan, ())
             left_alone.refuse("its input is a nested tensor, whose scores are not followed: pad it")
             left_alone.finish()
             return forward(*args, **kwargs)
-        if not plan.complete and is_strict(layer.module) and layer.refusal is None and bool(layer.is_set):
+        if not plan.axes and is_strict(layer.module) and layer.refusal is None and bool(layer.is_set):
             _rehearse(layer, plan, forward, args, kwargs)
-        known = Forward(layer, plan)
+        known = Forward(layer, plan, (args, kwargs))
         with ScoreProducts(known):
             try:
                 output = forward(*args, **kwargs)
@@ -79,10 +77,10 @@ def _rehearse(
     layer: Recorder, plan: Plan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Run a forward for what it shows alone, before a beta that was loaded acts on its products for the first time."""
-    if not all(isinstance(x, Tensor | bool | int | float | str | None) for x in tree_leaves((args, kwargs))):
+    if not all(isinstance(x, Tensor | bool | int | float | str | None) for x in compat.leaves((args, kwargs))):
         return  # a cache, say, would be filled twice
-    known = Forward(layer, plan, rehearsal=True)
-    devices = {x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_cuda}
+    known = Forward(layer, plan, (args, kwargs), rehearsal=True)
+    devices = {x.device for x in compat.leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_cuda}
     # Non-reentrant checkpointing counts what is saved for the backward, and its recomputation rehearses nothing.
     unsaved = torch.autograd.graph.saved_tensors_hooks(_same, _same)
     with torch.random.fork_rng(devices), layer.state.pause(), _put_back(layer.module), unsaved, ScoreProducts(known):
@@ -150,7 +148,7 @@ class ScoreProducts(TorchFunctionMode):
         if shadows is not None and (handler is not None or name == "__setitem__"):
             shadows.follow(call, output)
         if forward.labels is not None and name not in UNLABELLED:
-            forward.labels.note(call, output, handler in (move, pad))
+            forward.labels.note(call, output, handler in handlers.MOVING)
         return output
 
 

@@ -16,15 +16,6 @@ from betahook.tap.arithmetic import united
 from betahook.tap.situation import Derived, Situation, other
 from betahook.tap.traces import Operand, Scores, Shift, Weights, same_factor
 
-_MAY_PERMUTE = (
-    "transpose permute swapaxes swapdims movedim moveaxis t adjoint flatten unflatten view reshape as_strided unfold "
-    "stack"
-)
-TURNING = frozenset(f"{_MAY_PERMUTE} gather take_along_dim flip roll repeat repeat_interleave tile cat concat".split())
-"""Functions after which the last axis need not be that along which rows were shifted."""
-PERMUTING = frozenset(f"{_MAY_PERMUTE} __getitem__ select squeeze squeeze_ unsqueeze unsqueeze_ unbind matmul".split())
-"""Functions after which the heads may lie elsewhere."""
-
 
 def keep(situation: Situation) -> Derived:
     """Follow a function after which an element still stems from the same score, and stands for it."""
@@ -34,24 +25,39 @@ def keep(situation: Situation) -> Derived:
 
 
 def move(situation: Situation) -> Derived:
-    """Follow a linear function: what it does to the logits it does to the scores."""
-    call, first = situation.call, situation.call.operands[0]
+    """Follow a function that leaves the axes where they are, and rows of scores whole."""
+    return _move(situation)
+
+
+def pick(situation: Situation) -> Derived:
+    """Follow a function after which the heads may lie along another axis; rows stay whole."""
+    return _move(situation, heads_stay=False)
+
+
+def regroup(situation: Situation) -> Derived:
+    """Follow a function that may put entries of several rows into one."""
+    return _move(situation, rows_stay=False)
+
+
+def permute(situation: Situation) -> Derived:
+    """Follow a function after which heads and rows may lie along other axes."""
+    return _move(situation, heads_stay=False, rows_stay=False)
+
+
+def _move(situation: Situation, *, heads_stay: bool = True, rows_stay: bool = True) -> Derived:
+    first = situation.call.operands[0]
+    trace = situation.trace_of(first)
     if isinstance(first, nn.Parameter):
         return Operand(learned=True)
-    if not situation.traces or (situation.trace_of(first) is None and not isinstance(first, (list, tuple))):
-        return None  # only the shape of a followed tensor was used
-    trace = situation.trace_of(first)
-    if isinstance(trace, Scores) and trace.shifted and call.name in TURNING:
+    if isinstance(first, Tensor):  # further ones, as those of `view_as`, give their shapes alone
+        if trace is None:
+            return None
+        situation = replace(situation, trace_of=lambda tensor: trace if tensor is first else None)
+    elif not situation.traces:
+        return None
+    if isinstance(trace, Scores) and trace.shifted and not rows_stay:
         return situation.lose(trace, "after a shift of rows")
-    return linear(situation)
-
-
-def first_only(situation: Situation) -> Derived:
-    """Follow a function that takes no more than shape, dtype or device from its further arguments."""
-    if situation.call.name not in ("expand_as", "view_as", "reshape_as"):
-        return keep(situation)
-    first, trace_of = situation.call.operands[0], situation.trace_of
-    return move(replace(situation, trace_of=lambda tensor: trace_of(tensor) if tensor is first else None))
+    return linear(situation, heads_stay=heads_stay)
 
 
 def pad(situation: Situation) -> Derived:
@@ -100,7 +106,7 @@ def triangle(situation: Situation) -> Derived:
     return trace.without(situation.call.run_on(lambda _: ones) == 0)
 
 
-def linear(situation: Situation) -> Derived:
+def linear(situation: Situation, *, heads_stay: bool = True) -> Derived:
     """Derive what a linear function makes of followed tensors, and perhaps others."""
     traces, trace_of = situation.traces, situation.trace_of
     scores = [trace for trace in traces if isinstance(trace, Scores)]
@@ -113,7 +119,7 @@ def linear(situation: Situation) -> Derived:
     for further in scores[1:]:
         first = united(first, further)
     if lost is not None or first.value is None:
-        first = replace(first, axis=None if situation.call.name in PERMUTING else first.axis)
+        first = first if heads_stay else replace(first, axis=None)
         return first if lost is None else replace(first, value=None, allowed=None, lost=lost.lost)
 
     def value(tensor: Tensor) -> Tensor:
@@ -135,7 +141,7 @@ def linear(situation: Situation) -> Derived:
     if (situation.strict and others) or any(trace.allowed is not None for trace in scores):
         allowed = situation.call.run_on(pairs)
         masks = [allowed] if isinstance(allowed, Tensor) else list(allowed)
-    if situation.call.name in PERMUTING or any(part.dim() != first.value.dim() for part in parts):
+    if not heads_stay or any(part.dim() != first.value.dim() for part in parts):
         first = replace(first, axis=None)
     return [replace(first, value=part, allowed=mask) for part, mask in zip(parts, masks, strict=True)]
 

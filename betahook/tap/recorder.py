@@ -16,8 +16,8 @@ from betahook import compat
 from betahook.measure import calls, inputs
 from betahook.measure.masks import Given, Mask
 from betahook.measure.together import Call, room
+from betahook.models import materialise
 from betahook.models.discovery import AttentionModule
-from betahook.models.projections import Projection, locate
 from betahook.state import HeadRange, State, gain_of
 
 ATTRIBUTE = "_betahook"
@@ -50,7 +50,7 @@ def _record(
     mask: Mask | Given,
     options: dict[str, Any],
 ) -> None:
-    """Add a call to the tables, or let it wait for those of the other layers, of which the last has all measured."""
+    """Add a call to the tables, or let it wait until the last layer's call: all that wait are then measured at once."""
     further: dict[str, Any] = dict(exact_max_logit=state.exact_max_logit, inputs=state.waiting.inputs.take(place.heads))
     waits = default is not None and options["position_bias"] is options["sinks"] is None
     if isinstance(mask, Given) and waits and _may_wait(state, place, query, key, mask):
@@ -101,13 +101,14 @@ class Recorder:
 
     Attributes:
         name: of the module, as in `model.named_modules()`, without what wrappers add to that.
+        attention: the module as it was found.
         module: the attention module.
         heads: number of query heads.
         head_dim: d_k.
         route: where the module's scores come from, see `models.discovery.AttentionModule`.
         facts: what is known of the module's class.
         state: of the hook.
-        owner: the hook, which so lives as long as the hooked model, whoever else holds it.
+        owner: the hook, so that it lives as long as the hooked model even if nobody else holds it.
         always: True if every forward is recorded, also in evaluation mode and under `no_grad`.
         tensors: of the layer alone, see `state.LayerTensors`.
     """
@@ -116,6 +117,7 @@ class Recorder:
         self, name: str, attention: AttentionModule, state: State, place: HeadRange, owner: object, when: str
     ) -> None:
         self.name = name
+        self.attention = attention
         self.module = attention.module
         self.heads = attention.heads
         self.head_dim = attention.head_dim
@@ -138,11 +140,6 @@ class Recorder:
             "a hooked model cannot be copied or pickled: fold() or detach() first, or copy its state_dict() and "
             "that of its hook"
         )
-
-    @property
-    def projections(self) -> tuple[Projection, Projection] | None:
-        """Places of W_q and W_k now, since adapters come and go; None if the module keeps them in no known form."""
-        return locate(self.module, self.heads, self.head_dim)
 
     @property
     def is_recording(self) -> bool:
@@ -189,7 +186,7 @@ class Recorder:
         """
         if heads == self._local_heads:
             return True
-        projections = self.projections
+        projections = self.attention.projections
         mesh = getattr(projections[0].stored, "device_mesh", None) if projections else None
         if mesh is None or heads * mesh.size(mesh.ndim - 1) != self.heads:
             return False
@@ -281,8 +278,7 @@ class Recorder:
     @torch.no_grad()
     def record_input(self, tensor: Tensor, sides: list[str], *, shared: bool = True) -> None:
         """Add the entries that enter the projections `sides`; at once, if not `shared`: their memory is used again."""
-        # A DTensor under tensor parallelism, the same on all ranks.
-        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        tensor = materialise.local(tensor)  # a DTensor under tensor parallelism, the same on all ranks
         self.follow(tensor.device)
         entries = self._inputs.entries_of(tensor) if shared else inputs.entries_of(tensor)
         waiting = self.state.waiting.inputs

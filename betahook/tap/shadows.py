@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from betahook.compat import WeakIdKeyDictionary
-from betahook.tap.calls import Call, tensors_in
+from betahook.models.torch_calls import Call, tensors_in
 from betahook.tap.traces import Scores
 
 GAIN = 1.5
@@ -25,13 +25,15 @@ class Shadows:
 
     def __init__(self) -> None:
         self._of = WeakIdKeyDictionary()
+        self._eps = 0.0  # of the coarsest dtype on the way, which may be that of scores whose softmax is in float32
 
     def put(self, tensor: Tensor, shadow: Tensor) -> None:
         """Give a tensor a shadow."""
         self._of[tensor] = shadow
+        self._eps = max(self._eps, torch.finfo(shadow.dtype).eps)
 
     def prepare(self, call: Call) -> None:
-        """Make ready for a call: what it is about to change gets a shadow if one goes into it."""
+        """Give a tensor that a call is about to change a shadow, if a tensor with one goes into it."""
         first = call.operands[0] if call.operands else None
         if not isinstance(first, Tensor) or not call.in_place or first in self._of:
             return
@@ -49,7 +51,7 @@ class Shadows:
         parts, shadows = list(tensors_in(output)), list(tensors_in(shadow))
         for part, moved in zip(parts, shadows, strict=True):
             if part.is_floating_point():
-                self._of[part] = moved
+                self.put(part, moved)
 
     @torch.no_grad()
     def contradict(self, scores: Scores, logits: Tensor, dim: int) -> bool:
@@ -63,5 +65,5 @@ class Shadows:
             change = change.masked_fill(~scores.allowed, 0)
         promised = (logits.double() + change).softmax(dim).nan_to_num()
         got = shadow.double().softmax(dim).nan_to_num()
-        rounding = torch.finfo(logits.dtype).eps * (1 + change.abs().max())
-        return bool((promised - got).abs().max() > 1e-4 + 20 * rounding)
+        largest = change.abs().amax(dim, keepdim=True) + logits.amax(dim, keepdim=True).abs()
+        return bool(((promised - got).abs() > 1e-4 + 20 * self._eps * (1 + largest)).any())

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from betahook.tap.calls import Call
+from betahook.models.torch_calls import Call
 from betahook.tap.sites import find_line
 from betahook.tap.traces import Operand, Scores, Shift, Trace, Weights
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from betahook.models.torch_calls import Call
 from betahook.tap import contraction, heads
-from betahook.tap.calls import Call
 from betahook.tap.contraction import Axis
 from betahook.tap.forward import Forward
 from betahook.tap.gain import scale_query
@@ -23,17 +23,15 @@ from betahook.tap.traces import Operand, Scores, Trace, Weights, divided
 def softmax(forward: Forward, call: Call) -> Tensor:
     """Run a softmax, and record the scores that it gets."""
     output: Tensor = call.run()
-    input, *rest = call.operands
+    input = call.operands[0]
     trace = forward.trace_of(input)
-    given = call.kwargs.get("dim", call.kwargs.get("axis", rest[0] if rest and isinstance(rest[0], int) else -1))
-    dim = -1 if given is None else given
     forward.note(output, Weights())
     if forward.strict and _may_be_missed(trace):
         forward.refuse(f"its softmax at {find_line()} takes what was made of weights, and may be that of an attention")
     forward.attended = bool(forward.attended) or isinstance(trace, Scores | Weights)
     if isinstance(trace, Scores):
         forward.counted = 0
-        _end(forward, trace, input, dim)
+        _end(forward, trace, input, call.dim)
     return output
 
 
@@ -63,6 +61,8 @@ def _end(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     if forward.strict:
         leader = min(trace.products, key=lambda product: product.index)
         forward.plan.leaders.update({product.site: leader.site for product in trace.products})
+        if forward.labels is not None:  # a later forward, which has none, may be the first that is recorded
+            forward.score_axis(input, "softmax", dim)
     if trace.value is not None and forward.recording and input.numel():
         _record(forward, trace, input, dim)
 
@@ -79,7 +79,7 @@ def _record(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     if trace.allowed is not None:
         allowed = trace.allowed.movedim(dim, -1)
     if not forward.strict:
-        axis = contraction.axis_of(scores.shape[:-2], layer.heads, layer.facts.score_axis)
+        axis = contraction.axis_by_size(scores.shape[:-2], layer.heads, layer.facts.score_axis)
     else:
         axis = forward.score_axis(input, "softmax", dim)
         acting = trace.products[0].acting
@@ -130,7 +130,7 @@ def _fused_axis(forward: Forward, call: Call, kernel: Kernel, given: Arguments) 
     layer, site, query = forward.layer, find_site("fused"), given[kernel.names[0]]
     sizes = kernel.heads_before_tokens(query).shape[:-2]
     if not forward.strict:
-        return contraction.axis_of(sizes, layer.heads, layer.facts.product_axis), ""
+        return contraction.axis_by_size(sizes, layer.heads, layer.facts.product_axis), ""
     if site.checkpointed:  # its recomputation is not seen here
         return (
             None,
@@ -140,10 +140,9 @@ def _fused_axis(forward: Forward, call: Call, kernel: Kernel, given: Arguments) 
         return None, f"{call.name} at {site.line} gets {obstacle}"
     if kernel.states_heads(query):
         if sizes[-1] != layer.heads:
-            contraction.axis_of(sizes, layer.heads, None)
+            raise contraction.unknown_heads(sizes, layer.heads)
         return len(sizes) - 1, ""
-    labels = None if forward.labels is None else forward.labels.get(query)
-    axis = heads.axis_of(query, labels, query.dim() - 1, range(len(sizes)), layer.heads, site, forward.plan.axes)
+    axis = forward.head_axis(query, forward.labels_of(query), query.dim() - 1, range(len(sizes)), site)
     if axis is None and layer.heads not in sizes:
-        contraction.axis_of(sizes, layer.heads, None)
+        contraction.axis_by_size(sizes, layer.heads, None)
     return axis, f"its heads are not told apart from the batch at {site.line}: {heads.REMEDY}"

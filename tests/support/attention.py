@@ -42,6 +42,34 @@ class ByHandAttention(Block):
         return torch.softmax(logits, -1) @ v
 
 
+def make(kind):
+    """An attention of a kind behind a projection, with weights that make its scores spread."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), kind())
+    for parameter in model.parameters():
+        parameter.data *= 3
+    return model
+
+
+@torch.no_grad()
+def components(model, x):
+    """q and k in float64, `[batch, heads, tokens, d_k]` each."""
+    model = model.double()
+    hidden = model[0](x.double())
+    q, k = (
+        projection(hidden).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        for projection in (model[1].q_proj, model[1].k_proj)
+    )
+    model.float()
+    return q, k
+
+
+def causal_scores(model, x):
+    """Raw scores over the causal pairs, in float64, `[heads, pairs]`."""
+    q, k = components(model, x)
+    return (q @ k.mT)[:, :, torch.ones(LENGTH, LENGTH).tril().bool()].transpose(0, 1).flatten(1)
+
+
 PADDING = torch.arange(LENGTH) >= torch.tensor([[12], [9], [7]])
 """Where each of three sequences is padded."""
 

@@ -46,6 +46,12 @@ def test_a_weak_dictionary_knows_a_tensor_by_its_identity_as_long_as_it_lives():
         assert len(known) == 2
 
 
+def test_leaves_are_what_lies_in_nested_arguments():
+    cache = object()
+    nested = ((1, [2.0]), {"mask": None, "more": ("text", cache)})
+    assert compat.leaves(nested) == [1, 2.0, None, "text", cache]
+
+
 def test_every_model_asks_one_method_of_the_interface_for_its_attention(monkeypatch):
     asked = []
 
@@ -218,7 +224,7 @@ def test_attention_of_torch_goes_through_a_mode_only_from_within():
     assert any(func.__name__ in ("bmm", "baddbmm") for func in mode.seen)
 
 
-def test_a_scaler_counts_the_steps_since_its_scale_changed():
+def test_a_scaler_knows_its_first_scale_and_the_steps_since_it_changed():
     weight = nn.Parameter(torch.ones(()))
     scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3), torch.optim.SGD([weight], 0.0)
     counts = []
@@ -229,6 +235,11 @@ def test_a_scaler_counts_the_steps_since_its_scale_changed():
         optimizer.zero_grad()
         counts.append(compat.steps_since_rescaling(scaler.state_dict()))
     assert counts == [1, 2, 0, 1, 2, 0]
+    scaler.update(8.0)
+    assert (scaler.get_scale(), compat.initial_scale(scaler)) == (8.0, 4.0)
+    other = torch.amp.GradScaler("cpu")
+    other.load_state_dict({**scaler.state_dict(), "scale": 32.0})
+    assert compat.initial_scale(other) == 32.0
 
 
 def test_parameters_of_zero_3_have_an_id_of_their_own():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from betahook.models.torch_calls import Call
 from betahook.tap import contraction
-from betahook.tap.calls import Call
 from betahook.tap.contraction import UnknownHeadsError
 
 HEADS = 4
@@ -94,12 +94,12 @@ def test_other_products_can_be_no_scores(name):
     ],
 )
 def test_the_axis_of_the_heads_by_size(sizes, known, axis):
-    assert contraction.axis_of(sizes, HEADS, known) == axis
+    assert contraction.axis_by_size(sizes, HEADS, known) == axis
 
 
 def test_no_axis_of_the_heads_is_an_error():
     with pytest.raises(UnknownHeadsError, match=r"an axis of 4 heads before the last two, got axes of \[2, 3\]"):
-        contraction.axis_of([2, 3], HEADS, None)
+        contraction.axis_by_size([2, 3], HEADS, None)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
@@ -121,5 +121,5 @@ def test_heads_that_share_an_axis_with_the_batch_get_one_of_their_own():
 
 def test_scores_by_head_may_have_no_batch():
     scores = normal(4, 3, 2)
-    axis = contraction.axis_of(scores.shape[:-2], HEADS, None)
+    axis = contraction.axis_by_size(scores.shape[:-2], HEADS, None)
     assert contraction.batched(scores, axis, HEADS).shape == (1, 4, 3, 2)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from betahook.tap.calls import Call
+from betahook.models.torch_calls import Call
 from betahook.tap.handlers import HANDLERS
 from betahook.tap.sites import Site
 from betahook.tap.situation import Situation, other
@@ -213,6 +213,27 @@ def test_a_shift_of_rows_keeps_scores(name):
     assert lost.lost == "sub of what was made of scores at model.py:2"
     turned, _ = derive(torch.transpose, 0.5 * S, -1, -2, traces=[shifted])
     assert turned.lost == "transpose after a shift of rows at model.py:2"
+
+
+MOVED = {
+    "permute": (torch.permute, (0, 1, 3, 2)),
+    "view_as": (Tensor.view_as, normal(2, 4, 6, 5)),
+    "gather": (torch.gather, -2, torch.zeros(2, 4, 1, 6, dtype=torch.long)),
+    "flip": (torch.flip, (-1,)),
+    "expand_as": (Tensor.expand_as, normal(3, 2, 4, 5, 6)),
+    "narrow": (torch.narrow, -1, 0, 3),
+    "getitem": (Tensor.__getitem__, (0,)),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_shift_stays_with_whole_rows_and_an_axis_of_heads_where_it_is(name):
+    function, *args = MOVED[name]
+    derived, _ = derive(function, S, *args, traces=[scores(shifted=True)])
+    trace = derived[0] if isinstance(derived, list) else derived
+    assert (trace.lost is None) == (name in {"expand_as", "narrow", "getitem"})
+    derived, _ = derive(function, S, *args, traces=[scores()])
+    assert derived[0].axis == (-3 if name in {"gather", "flip", "narrow"} else None)
 
 
 LOST = {

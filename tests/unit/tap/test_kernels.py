@@ -229,3 +229,13 @@ def test_flex_attention_returns_no_maxima_on_a_cpu():
 def test_the_table_holds_what_discovery_finds():
     assert set(kernels.KERNELS) == discovery.KERNELS | {"scaled_dot_product_attention"}
     assert sys.modules[flex_attention.__module__] is flex
+
+
+@pytest.mark.parametrize("batch", [BATCH, HEADS])
+def test_a_kernel_that_gets_other_heads_than_the_module_states_is_an_error(batch):
+    model = Kernel(lambda q, k, v: flex_attention(*(x[:, :2] for x in (q, k, v))))
+    with (
+        betahook.attach(model, controller="monitor"),
+        pytest.raises(ValueError, match=rf"expected an axis of {HEADS} heads .* got axes of \[{batch}, 2\]"),
+    ):
+        model(torch.randn(batch, LENGTH, WIDTH))

@@ -10,12 +10,6 @@ import betahook
 from support.attention import HEADS, LENGTH, PADDING, WIDTH, padded_encoder
 from support.matrices import overall_std
 
-
-@pytest.fixture
-def x():
-    return torch.randn(3, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
-
-
 MASKS = {
     "none": {},
     "causal": {"attn_mask": torch.full((LENGTH, LENGTH), -math.inf).triu(1)},
@@ -54,6 +48,22 @@ def test_multihead_attention(x, mask, need_weights):
         model.in_proj_weight[:WIDTH] *= 2
         model.in_proj_bias[:WIDTH] *= 2
     torch.testing.assert_close(doubled, model(x, x, x, **MASKS[mask])[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_a_first_batch_of_one_sequence(x, need_weights):
+    """Torch puts batch and heads into one axis, which has as many entries as heads then."""
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x[:1], x[:1], x[:1], need_weights=need_weights)
+        hook.layers[""].head_beta = torch.linspace(0.1, 1, HEADS)
+        got = model(x, x, x, need_weights=need_weights)[0]
+    with torch.no_grad():
+        factors = torch.linspace(0.1, 1, HEADS).repeat_interleave(8) * 8**0.5
+        model.in_proj_weight[:WIDTH] *= factors[:, None]
+        model.in_proj_bias[:WIDTH] *= factors
+    torch.testing.assert_close(got, model(x, x, x)[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("average", [True, False])

@@ -9,7 +9,8 @@ from torch import nn
 
 from betahook.measure import inputs as inputs_of
 from betahook.measure.masks import Band, Mask
-from betahook.step.stages import clear
+from betahook.step.loss_scale import LossScale
+from betahook.step.stages import pooling
 from support.layers import attention, make, projecting
 from support.matrices import overall_std
 
@@ -118,7 +119,8 @@ def test_the_sensitivity_is_the_gradient_of_the_probe():
 
 
 def test_what_is_pooled_is_cleared_and_layers_have_turns(measured):
-    clear(measured.state)
+    with pooling(measured.state, LossScale.read(None, 0.0)):
+        pass
     measured.state.turn = range(1, 2)
     assert measured.layers[0].statistics.count == 0
     assert not measured.state.table.any()

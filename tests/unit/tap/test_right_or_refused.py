@@ -401,6 +401,74 @@ def test_the_axis_of_the_heads_is_not_guessed_by_size(layout):
         torch.testing.assert_close(measured, expected, rtol=1e-4, atol=0)
 
 
+IN_ONE_AXIS = {name: LAYOUTS[name] for name in list(LAYOUTS)[:2]}
+
+
+@pytest.mark.parametrize("sizes", [[1, HEADS, 1, 2], [2, 1, HEADS]], ids=str)
+@pytest.mark.parametrize("layout", [*IN_ONE_AXIS, "squeezed"])
+@pytest.mark.parametrize("training", [True, False], ids=["training first", "evaluation first"])
+def test_the_axis_of_the_heads_in_a_batch_of_one_is_not_that_in_others(layout, sizes, training):
+    """An axis of heads and batch has as many entries as heads then; and the first forward may not be measured."""
+    lay_out = {**IN_ONE_AXIS, "squeezed": lambda t: t.squeeze(0)}[layout]
+    weights = []
+
+    def mix(module, q, k, v):
+        q, k = lay_out(q), lay_out(k)
+        weights.append((q @ k.mT * ROOT).softmax(-1))
+        return v
+
+    model = make(mix)
+    inputs = [torch.randn(size, LENGTH, WIDTH) for size in sizes]
+    with betahook.attach(model, controller="monitor", per_head=True, interval=1) as hook:
+        layer = hook.layers["1"]
+        model.train(training)(inputs[0])
+        model.train()
+        for beta in (torch.full((HEADS,), ROOT), torch.tensor([0.1, 0.3, 0.9, 2.7])):
+            layer.head_beta = beta
+            for x in inputs:
+                hook.step()
+                model(x)
+                scores = raw_scores(model, x)
+                expected = scores.transpose(0, 1).flatten(1).std(1, correction=0)
+                torch.testing.assert_close(layer.head_statistics.std.double(), expected, rtol=1e-4, atol=0)
+                expected = lay_out((beta.view(-1, 1, 1) * scores).softmax(-1)).float()
+                torch.testing.assert_close(weights[-1], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_of_one_is_seen_inside_other_inputs():
+    def mix(module, q, k, v):
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        return ((q @ k.mT * ROOT).softmax(-1) @ v).unflatten(0, (-1, HEADS))
+
+    attention = make(mix)[1]
+
+    class OfNamedAttention(type(attention)):
+        def forward(self, inputs):
+            return super().forward(inputs["hidden"])
+
+    attention.__class__ = OfNamedAttention
+    with betahook.attach(attention, controller="monitor") as hook:
+        for size in (1, 3):
+            attention({"hidden": torch.randn(size, LENGTH, WIDTH)})
+        assert hook.layers[""].refusal is None
+
+
+def test_an_axis_that_is_no_more_of_the_heads_alone_is_refused():
+    """One window in a batch of one, then several, of which the sizes of the input do not tell."""
+
+    def mix(module, q, k, v):
+        q, k = (t.unflatten(2, (-1, 3)).transpose(1, 2).flatten(0, 2) for t in (q, k))
+        (q @ k.mT * ROOT).softmax(-1)
+        return v
+
+    model = make(mix)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(1, 3, WIDTH))
+        assert hook.layers["1"].refusal is None
+        model(torch.randn(1, 12, WIDTH))
+        assert "heads are not told apart" in hook.layers["1"].refusal
+
+
 @pytest.mark.parametrize("batch", [1, 3, HEADS, WIDTH // HEADS])
 def test_the_heads_are_told_apart_where_a_sequence_is_as_long_as_a_head_is_wide(batch):
     x = torch.randn(batch, WIDTH // HEADS, WIDTH, generator=torch.Generator().manual_seed(0))

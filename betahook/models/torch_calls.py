@@ -1,6 +1,6 @@
 """Calls of torch functions, as a torch function mode gets them.
 
-Used by the tap in `products` and its handlers; nothing here knows attention.
+Used by `betahook.models.trial` and by the tap in `betahook.tap.products`; nothing here knows attention.
 """
 
 from __future__ import annotations
@@ -42,6 +42,14 @@ class Call:
     def tensors(self) -> list[Tensor]:
         """All tensors among the arguments."""
         return list(tensors_in((self.args, self.kwargs)))
+
+    @property
+    def dim(self) -> int:
+        """The dimension that a softmax is taken over."""
+        input, *rest = self.operands
+        given = self.kwargs.get("dim", self.kwargs.get("axis", rest[0] if rest else None))
+        # torch's choice where `F.softmax` or `nn.Softmax` is not told
+        return given if isinstance(given, int) else int(input.dim() not in (0, 1, 3))
 
     @cached_property
     def in_place(self) -> bool:

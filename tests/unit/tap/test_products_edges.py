@@ -1,0 +1,167 @@
+"""Attention written by hand at its edges: errors, what is left behind, nested and empty input, no keys."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+import betahook
+from support.attention import (
+    LENGTH,
+    WIDTH,
+    Block,
+    ByHandAttention,
+    FusedAttention,
+    causal_scores,
+    make,
+)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_the_mode_ends_with_the_forward_whatever_is_raised(x, error):
+    class FailingAttention(ByHandAttention):
+        fails = True
+
+        def values(self, logits, v):
+            if self.fails:
+                raise error("out of order")
+            return torch.softmax(logits, -1) @ v
+
+    model = make(FailingAttention)
+    expected = make(ByHandAttention)(x)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        with pytest.raises(error, match="out of order"):
+            model(x)
+        assert torch.overrides._get_current_function_mode_stack() == []
+        FailingAttention.fails = False
+        assert torch.equal(model(x), expected)
+        assert hook.layers["1"].statistics.count == causal_scores(make(ByHandAttention), x).numel()
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_forward_that_accelerate_wraps_is_followed_and_left_alone(x, order):
+    model = make(ByHandAttention)
+    expected = model(x)
+    if order == "before":
+        add_hook_to_module(model[1], ModelHook())
+    own = dict(vars(model[1]))
+    hook = betahook.attach(model, controller="monitor")
+    if order == "after":
+        add_hook_to_module(model[1], ModelHook())
+    model(x)
+    hook.layers["1"].beta = 2 * hook.layers["1"].beta_default
+    doubled = model(x)
+    assert hook.layers["1"].statistics.count == 2 * causal_scores(make(ByHandAttention), x).numel()
+    hook.detach()
+    assert torch.equal(model(x), expected)
+    if order == "before":
+        assert vars(model[1]) == own
+    remove_hook_from_module(model[1])
+    assert torch.equal(model(x), expected)
+    for parameter in model[1].q_proj.parameters():
+        parameter.data *= 2
+    torch.testing.assert_close(doubled, model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_beta_before_the_first_forward_is_refused():
+    with (
+        betahook.attach(make(ByHandAttention)) as hook,
+        pytest.raises(RuntimeError, match=r"beta of '1' cannot be set before the first forward.*Run a forward first"),
+    ):
+        hook.layers["1"].beta = 1.0
+
+
+def test_other_heads_than_were_found_are_an_error(x):
+    model = make(ByHandAttention)
+    model[1].num_heads = 3
+    with (
+        betahook.attach(model),
+        pytest.raises(ValueError, match=r"^1: expected an axis of 3 heads .* got axes of \[2, 4\]"),
+    ):
+        model(x[:2])
+
+
+def test_nothing_of_it_stays_behind():
+    model = make(ByHandAttention)
+    before = [dict(vars(module)) for module in model.modules()]
+    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    betahook.attach(model).detach()
+    assert [vars(module) for module in model.modules()] == before
+    assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
+
+
+def test_keys_that_nobody_sees_have_no_part_in_the_moments():
+    class PaddedAttention(ByHandAttention):
+        def mix(self, q, k, v):
+            scores = q @ k.transpose(-1, -2) / math.sqrt(self.head_dim)
+            return self.values(scores.masked_fill(torch.arange(LENGTH) >= LENGTH - 4, float("-inf")), v)
+
+    model, x = make(PaddedAttention), torch.randn(3, LENGTH, WIDTH)
+    x[:, -4:] *= 100
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        measured = hook.layers["1"].head_statistics
+    keys = model[1].split(model[1].k_proj(model[0](x[:, :-4])))
+    expected = keys.double().transpose(0, 1).flatten(1, 2).var(1, correction=0).mean(-1)
+    torch.testing.assert_close(measured.component_variance_k, expected, rtol=1e-4, atol=0)
+
+
+class PlainEinsumAttention(ByHandAttention):
+    def mix(self, q, k, v):
+        return torch.einsum("bhnm,bhmd->bhnd", torch.einsum("bhnd,bhmd->bhnm", q, k).softmax(-1), v)
+
+
+def test_an_einsum_of_other_dimensions_gets_the_error_of_torch(x):
+    model = make(PlainEinsumAttention)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        count = hook.layers["1"].statistics.count
+        with pytest.raises(
+            RuntimeError, match=r"subscripts in the equation \(4\) does not match the number of dimensions"
+        ):
+            model(x[0])
+        assert hook.layers["1"].statistics.count == count > 0
+        assert hook.layers["1"].refusal is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_in_attention_written_by_hand_leave_it_alone(caplog):
+    class NestedAttention(Block):
+        mix = None
+
+        def forward(self, x):
+            q, k, v = (self.split(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+
+    model = make(NestedAttention)
+    nested = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(5, WIDTH)], layout=torch.jagged)
+    expected = model(nested)
+    with betahook.attach(model, controller="monitor") as hook:
+        got = model(nested)
+        assert hook.layers["1"].refusal == "its input is a nested tensor, whose scores are not followed: pad it"
+        assert "1 is left alone: its input is a nested tensor" in caplog.text
+    assert torch.equal(got.values(), expected.values())
+
+
+def test_without_keys_nothing_is_added(x):
+    """As in a memory that is still empty."""
+
+    class MemoryAttention(ByHandAttention):
+        def mix(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k[:, :, :0], v[:, :, :0])
+
+    model = make(MemoryAttention)
+    with betahook.attach(model, controller="monitor") as hook:
+        assert model(x).shape == (3, LENGTH, WIDTH)
+        assert hook.layers["1"].statistics.count == 0
+
+
+@pytest.mark.parametrize("kind", [ByHandAttention, FusedAttention])
+def test_an_empty_batch_adds_nothing(kind, x):
+    model = make(kind)
+    with betahook.attach(model, controller="monitor") as hook:
+        assert model(x[:0]).shape == (0, LENGTH, WIDTH)
+        assert hook.layers["1"].statistics.count == 0
