@@ -1,8 +1,8 @@
 """Moments of every component of q and of k: a second flat table of sums, over all components of all heads.
 
 The score variance that independent components would give is not a sum over batches: `described` computes it from the
-moments of everything that was measured, beside the sums of `betahook.measure.statistics`. Layers call `add`; who asks a
-`Statistics` for it calls `described`.
+moments of everything that was measured, beside the sums of `betahook.measure.statistics`. `betahook.measure.calls`
+calls `add`; `Statistics` call `described` when somebody asks for what follows from these moments.
 """
 
 from __future__ import annotations

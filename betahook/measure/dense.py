@@ -1,7 +1,7 @@
 """Exact sums over a score matrix that the model itself has computed: moments, largest score and entropy.
 
-A layer calls `pair_sums` for an attention whose scores the tap has seen. Nothing here may draw random numbers or read a
-value back to the host.
+`betahook.measure.calls` calls `pair_sums` for an attention whose scores the tap has seen. Nothing here may draw random
+numbers or read a value back to the host.
 """
 
 from __future__ import annotations

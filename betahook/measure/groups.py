@@ -1,7 +1,7 @@
 """Groups of heads that share one beta: maps between heads and groups, and the statistics of each group.
 
-The hook makes one for the groups that its controllers move and one for the layers that its metrics are of; the audit
-reads the second. Tensors in, tensors out: nothing here knows of layers or modules.
+A `State` has one for what its controllers move and one for the layers, of which the metrics and the audit are. Tensors
+in, tensors out: nothing here knows of modules.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from betahook.measure import devices
 from betahook.measure.dtypes import at_least_float32, product_dtype, sum_dtype
 from betahook.measure.masks import Band, Mask
 from betahook.measure.scores import extremes
@@ -70,7 +71,7 @@ def extreme_scores(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
 
 def _computable(tokens: Tensor) -> Tensor:
     """The tokens in the dtype of their products: a float16 one could overflow where the model's own does not."""
-    return tokens if tokens.dtype == torch.bfloat16 and tokens.device.type != "cpu" else at_least_float32(tokens)
+    return tokens if tokens.dtype == torch.bfloat16 and not devices.is_cpu(tokens.device) else at_least_float32(tokens)
 
 
 def _without(tokens: Tensor, valid: Tensor | None) -> Tensor:
@@ -80,7 +81,7 @@ def _without(tokens: Tensor, valid: Tensor | None) -> Tensor:
 
 def _area(device: torch.device, matrices: int) -> int:
     """Number of scores of one head to work on at once: the CPU's fit its cache, an accelerator's are worth a launch."""
-    return (2**18 if device.type == "cpu" else 2**24) // matrices
+    return (2**18 if devices.is_cpu(device) else 2**24) // matrices
 
 
 def _blocks(band: Band, queries: int, keys: int, area: int) -> Iterator[tuple[slice, slice]]:

@@ -12,19 +12,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from betahook import compat
 
-MASKED = math.log(torch.finfo(torch.float32).tiny)
-"""A masked pair has less than this, -87.3, added to its logit: its weight vanishes in float32. People write minus
-infinity, the least number of a dtype, -1e9, -1e4 or -100."""
-
-GAPS = (MASKED, -9000.0)
-"""Numbers of -100 and of -1e4, with a bias of some size upon them, lie below one of these."""
+GAPS = (math.log(torch.finfo(torch.float32).tiny), -9000.0)
+"""People mask with -100 or -1e4, too: with a bias on top, these lie below one of the two. With less than the first
+added to its logit, -87.3, the weight of a pair vanishes in float32."""
 
 NO_BIAS = -1e8
 """No position bias is below this: ALiBi takes off at most as much as there are tokens."""
@@ -33,6 +30,8 @@ KEPT = 16
 """Facts that are kept about one mask, and bands whose facts are kept: more than the layers of one model differ by."""
 
 T = TypeVar("T")
+Kind = Literal["none", "padding", "documents", "pairs", "added"]
+"""Forms in which an attention call is told its pairs, see `Given`."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,11 @@ class Band:
         if self.high is not None:
             pairs = pairs & (distance <= self.high)
         return pairs
+
+    def edges(self, keys: int) -> list[int]:
+        """The edges of the two prefixes of the keys whose difference a query sees; a single one where `low` is open."""
+        upper = keys if self.high is None else self.high
+        return [upper] if self.low is None else [upper, self.low]
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class Given:
         band: the expected structure.
     """
 
-    kind: str
+    kind: Kind
     tensor: Tensor | None = None
     band: Band = Band()
 

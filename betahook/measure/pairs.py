@@ -17,7 +17,7 @@ from betahook.measure.dtypes import product_dtype, sum_dtype
 from betahook.measure.masks import Mask, derive
 
 SHORT = 128
-"""Up to the pairs of so many queries and keys, all rows are looked at: that is quicker than any other form."""
+"""All rows are looked at up to the pairs of this many queries and keys: that is quicker than any other form."""
 
 ROWS = 32
 """Number of query rows that are sampled of a longer sequence; of so few queries all, however many keys there are."""
@@ -47,9 +47,9 @@ class RowPairs:
     Attributes:
         picked: positions of the rows, None for all of them.
         used: 1 for a pair that takes part and 0 for any other, of the shape `mask`.
-        added: what is added to the logits, of the shape `mask`: the bias, and so much where a pair takes no part that
-            its weight vanishes. Finite, and nothing at the first key of a row without one: no row gives a NaN, and
-            such a row no entropy.
+        added: what is added to the logits, of the shape `mask`: the bias, and where a pair takes no part a number so
+            low that its weight vanishes. It is finite, and 0 at the first key of a row that may use none: so no row
+            gives a NaN, and such a row no entropy.
         count: pairs in each row, `mask` without keys, in float64.
         share: 1 over that number; 0 for none.
         first: the first key that each row may use, like `count`, int64; 0 for a row without one.
@@ -79,12 +79,21 @@ def row_pairs(mask: Mask, like: Tensor, queries: int, keys: int) -> RowPairs:
     if mask.bias is not None:
         bias = mask.bias.expand(*mask.bias.shape[:2], queries, keys)[..., rows, :]
         added = added + bias.masked_fill(~allowed, 0)
-    share = count.clamp(min=1).reciprocal().masked_fill(count == 0, 0)
     picked, filled = None if is_short(queries, keys) else rows, (count > 0).to(dtype)
-    count, share = count.to(sum_dtype(like.device)), share.to(dtype)
+    count, share = count.to(sum_dtype(like.device)), reciprocal(count).to(dtype)
     first = used.argmax(-1)  # of equal entries, it takes the first
     begins = torch.zeros_like(used).scatter_(-1, first[..., None], filled[..., None])
     return RowPairs(picked, used, added, count, share, first, begins, filled)
+
+
+def reciprocal(count: Tensor) -> Tensor:
+    """1 over each count; 0 for none."""
+    return count.clamp(min=1).reciprocal().masked_fill(count == 0, 0)
+
+
+def of_sequences(facts: Tensor, some: slice) -> Tensor:
+    """Facts about some sequences of the batch, from `[batch or 1, ...]`."""
+    return facts if len(facts) == 1 else facts[some]
 
 
 def _allowed(mask: Mask, rows: Tensor, keys: int) -> Tensor:
@@ -115,8 +124,8 @@ def keys_per_query(mask: Mask, like: Tensor, queries: int, keys: int) -> Tensor:
 
 
 COUNTS = ("pairs", "exact_pairs", "rows", "flat_entropy", "queries", "keys")
-"""Numbers of pairs, and of those whose moments are exact; of rows whose entropy is known, and the sum of what these
-would be if all keys that a row may use had the same weight; of tokens."""
+"""Numbers of pairs, and of those whose moments are exact; number of rows whose entropy is known, and the sum of what it
+would be under flat attention, over all keys that a row may use; numbers of query and of key tokens."""
 
 
 def call_counts(mask: Mask, like: Tensor, batch: int, heads: int, queries: int, keys: int) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from betahook.measure.dtypes import at_least_float32, product_dtype, sum_dtype
 from betahook.measure.masks import Mask, derive
-from betahook.measure.pairs import keys_per_query
-from betahook.measure.scores import BLOCK, Components, filled, query_blocks
+from betahook.measure.pairs import keys_per_query, of_sequences, reciprocal
+from betahook.measure.scores import BLOCK, Components, filled, query_blocks, summed
 
 SLAB = 4096
 """Queries of a sequence that are worked on at once: memory does not grow beyond."""
@@ -41,7 +41,7 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, of_key: Components) -> Te
         _sequences(query[some], key[some], mask, of_key, some)
         for some in (slice(first, first + step) for first in range(0, batch, step))
     ]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+    return summed(parts)
 
 
 def _sequences(query: Tensor, key: Tensor, mask: Mask, of_key: Components, some: slice) -> Tensor:
@@ -51,13 +51,12 @@ def _sequences(query: Tensor, key: Tensor, mask: Mask, of_key: Components, some:
     # Centred, so that a large mean score does not cancel the digits of the variance: s = q . (k - mean) + q . mean.
     centred = at_least_float32(key) - of_key.mean[:, None]
     if mask.keys is not None:
-        centred = centred * _of(some, mask.keys)[:, None, :, None]
+        centred = centred * of_sequences(mask.keys, some)[:, None, :, None]
     key = F.pad(centred, (0, 1), value=1).flatten(0, 1)
     mean = of_key.mean.expand(batch, -1, -1).reshape(-1, 1, width, 1)
-    edges = [keys if mask.band.high is None else mask.band.high, mask.band.low]
-    below = [_PrefixSums(mask, edge, key, mean) for edge in edges if edge is not None]
-    valid = None if mask.queries is None else _of(some, mask.queries)
-    counts = [_of(some, x) for x in derive(block_counts, mask, query, queries, keys)]
+    below = [_PrefixSums(mask, edge, key, mean) for edge in mask.band.edges(keys)]
+    valid = None if mask.queries is None else of_sequences(mask.queries, some)
+    counts = [of_sequences(x, some) for x in derive(block_counts, mask, query, queries, keys)]
     parts = []
     for start in range(0, queries, SLAB):
         rows = query_blocks(query, valid, heads // key_heads, start, min(start + SLAB, queries))
@@ -76,19 +75,14 @@ def _sequences(query: Tensor, key: Tensor, mask: Mask, of_key: Components, some:
         torch.mul(mean.add_(offset), count, out=sums[0])
         torch.addcmul(sums[2], sums[0], mean, out=sums[1])
         parts.append(sums.sum((1, 3, 5)).flatten(1))
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-
-
-def _of(some: slice, of_batch: Tensor) -> Tensor:
-    return of_batch if len(of_batch) == 1 else of_batch[some]
+    return summed(parts)
 
 
 def block_counts(mask: Mask, like: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
     """Number of keys of each query in float64 and 1 over it, 0 for none: `[batch or 1, 1, blocks, 1, BLOCK]`."""
     count = keys_per_query(mask, like, queries, keys).to(sum_dtype(like.device))
     count = F.pad(count, (0, -queries % BLOCK)).view(len(count), 1, -1, 1, BLOCK)
-    share = count.clamp(min=1).reciprocal().masked_fill(count == 0, 0)
-    return count, share.to(product_dtype(like.dtype))
+    return count, reciprocal(count).to(product_dtype(like.dtype))
 
 
 def block_factors(mask: Mask, like: Tensor, blocks: int) -> tuple[Tensor, Tensor]:

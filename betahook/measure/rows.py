@@ -17,7 +17,7 @@ from torch import Tensor
 from betahook.measure import devices
 from betahook.measure.dtypes import at_least_float32, sum_dtype
 from betahook.measure.masks import Mask, derive
-from betahook.measure.pairs import RowPairs, row_at, row_pairs
+from betahook.measure.pairs import RowPairs, of_sequences, row_at, row_pairs
 from betahook.measure.scores import extremes, pool_rows
 
 CACHED = 2**17
@@ -27,7 +27,7 @@ AT_ONCE = 2**24
 """Scores that an accelerator works on at once, so that memory does not grow with the batch."""
 
 FEW = 2**14
-"""Scores up to which the CPU, too, takes fewest operations, whatever each of them costs: these are launches there."""
+"""Scores up to which the form of the fewest operations is the quickest on the CPU too, whatever each of them costs."""
 
 LOWEST = -80.0
 """Floor of the logits, relative to the largest of their row, on the CPU: `exp(-80)` vanishes beside 1, and the
@@ -99,8 +99,8 @@ def _parts(query: Tensor, key: Tensor, mask: Mask, queries: int, pairs: RowPairs
     for sequence in range(0, batch, step):
         some = slice(sequence, sequence + step)
         scores = _scores(query[some], key[some])
-        by_pair = [x if len(x) == 1 else x[some] for x in (pairs.used, pairs.added, pairs.begins)]
-        by_row = [x if len(x) == 1 else x[some] for x in (pairs.count, pairs.share, pairs.first, pairs.filled)]
+        by_pair = [of_sequences(x, some) for x in (pairs.used, pairs.added, pairs.begins)]
+        by_row = [of_sequences(x, some) for x in (pairs.count, pairs.share, pairs.first, pairs.filled)]
         for start in range(0, rows, slab):
             row = slice(start, start + slab)
             visible = _visible(mask, queries, keys, start, min(start + slab, rows) - 1) if on_cpu else slice(0, keys)

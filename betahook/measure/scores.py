@@ -8,7 +8,7 @@ and under a causal mask those sums are carried from one block of queries to the 
 O(N^2 d), the extra memory O(d^2). Maximum, entropy and masks without structure have no such form; they are in
 `betahook.measure.rows`.
 
-A layer calls `components` and `score_sums` for every attention call that it measures. Nothing here may draw random
+`betahook.measure.calls` calls `components` and `score_sums` for each attention call. Nothing here may draw random
 numbers, read a value back to the host, or need autograd; everything is computed in float32 or better.
 """
 
@@ -29,7 +29,7 @@ from betahook.measure.pairs import keys_per_query
 BLOCK = 64
 """Queries per block of the causal sum: about d_k, where the work inside blocks equals the work between them."""
 
-SHORT = 2**12
+FEW_TOKENS = 2**12
 """Tokens of a batch whose moments are taken at once on the CPU."""
 
 
@@ -49,14 +49,14 @@ def components(tokens: Tensor, valid: Tensor | None) -> Components:
     if valid is None and not devices.is_cpu(tokens.device):
         variance, mean = torch.var_mean(at_least_float32(tokens), (0, 2), correction=0)
         return Components(mean, variance)
-    if valid is None and len(tokens) * tokens.shape[2] <= SHORT:
+    if valid is None and len(tokens) * tokens.shape[2] <= FEW_TOKENS:
         mean = tokens.mean((0, 2), dtype=product_dtype(tokens.dtype))
         return Components(mean, (tokens - mean[:, None]).square_().mean((0, 2)))
     count, mean = _count_and_mean(tokens, valid)
     squares = [
         _centred(tokens, mean, valid, start, stop).square_().sum((0, 2)) for start, stop in _slabs(tokens.shape[2])
     ]
-    return Components(mean, (squares[0] if len(squares) == 1 else torch.stack(squares).sum(0)) / count)
+    return Components(mean, summed(squares) / count)
 
 
 def _count_and_mean(tokens: Tensor, valid: Tensor | None) -> tuple[Tensor | int, Tensor]:
@@ -191,8 +191,7 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
     groups, wide = heads // key_heads, sum_dtype(query.device)
     # Keys below the upper edge of the band minus those below the lower one.
     key_mean = _approximate_mean(key, mask.keys)
-    edges = [keys if mask.band.high is None else mask.band.high, mask.band.low]
-    below = [_PrefixSums(edge, key, key_mean, mask.keys) for edge in edges if edge is not None]
+    below = [_PrefixSums(edge, key, key_mean, mask.keys) for edge in mask.band.edges(keys)]
 
     # The keys are centred, so that a large mean score does not cancel the digits of the variance:
     # s - shift = q . (k - key_mean) + offset   with   offset = q . key_mean - shift.
@@ -223,6 +222,11 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
     square = square + 2 * shift * total + pairs * shift.square()
     sums = [total + pairs * shift, square, row_square]
     return torch.stack(sums).flatten(1), below[0].components()
+
+
+def summed(parts: list[Tensor]) -> Tensor:
+    """Sum of tensors of one shape, at least one."""
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
 def pool_rows(count: Tensor, mean: Tensor, square: Tensor, *others: Tensor) -> Tensor:
