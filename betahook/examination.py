@@ -70,7 +70,7 @@ def examine(
 
     Raises:
         ValueError: there is no batch; or as `attach`.
-        TypeError: a batch is neither a mapping nor a tensor.
+        TypeError: a batch is neither a mapping nor a tensor; or `batches` is a single one.
         RuntimeError: the model is hooked already.
     """
     with ExitStack() as undo:
@@ -81,6 +81,8 @@ def examine(
 @torch.no_grad()
 def examine_hooked(hook: Hook, batches: Iterable[Mapping[str, Any] | Tensor]) -> Examination:
     """Examine a model with the beta of its hook, which measures in evaluation mode and leaves beta where it is."""
+    if isinstance(batches, Mapping | Tensor):
+        raise TypeError(f"examine() takes an iterable of batches; got one {type(batches).__name__}: put it into a list")
     count = 0
     with rerun.evaluating(hook.model), rerun.random_state_kept(hook):
         for batch in batches:

@@ -6,6 +6,7 @@ Discovery, tap, state and controllers are made elsewhere; nothing here computes.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -24,9 +25,9 @@ from betahook.measure import statistics
 from betahook.models.discovery import Survey
 from betahook.options import ControllerChoice, LayerChoice, Settings
 from betahook.replay.last_call import LastCall
-from betahook.report import correlated, findings, metrics
+from betahook.report import findings, metrics
 from betahook.report.alerts import Alerts
-from betahook.report.audit import Audit
+from betahook.report.audit import Audit, correlations
 from betahook.report.findings import Findings
 from betahook.report.warnings import find_unreached, warn_of_nonfinite, warn_of_unreached
 from betahook.state import State
@@ -81,10 +82,24 @@ def attach(
         RuntimeError: the model is hooked already.
         TypeError: `model` is not a module, or an option has the wrong type.
     """
-    chain, settings = options.settle(controller, per_head, interval, when, exact_max_logit, alerts)
+    chain, settings = options.resolve(controller, per_head, interval, when, exact_max_logit, alerts)
     options.check_model(model)
     survey = options.find_layers(model, layers)
     return Hook(survey, chain, settings, alerts)
+
+
+def check_options(**given: Any) -> dict[str, Any]:
+    """Return options of `attach` with the defaults of the others, checked as far as that takes no model: for callbacks.
+
+    Raises:
+        TypeError: there is no such option, or it has the wrong type.
+        ValueError: an option has a value that makes no sense.
+    """
+    bound = inspect.signature(attach).bind(None, **given)
+    bound.apply_defaults()
+    every = {name: value for name, value in bound.arguments.items() if name != "model"}
+    options.resolve(**{name: value for name, value in every.items() if name != "layers"})
+    return every
 
 
 def detach(model: nn.Module) -> None:
@@ -210,7 +225,9 @@ class Hook:
 
         Raises:
             RuntimeError: the hook is detached; or no attention was seen before the first step, or no loss to judge by.
-            TypeError: the scaler is none.
+            TypeError: the scaler is none, or the loss is neither a tensor nor a number.
+            UnsupportedModelError: the weights of a layer do not act as `Clip` needs them to.
+            Exception: any that a controller raises; beta stays, and the step counts all the same.
         """
         state = self._state
         if not self.attached:
@@ -220,21 +237,21 @@ class Hook:
         loss_scale = LossScale.read(scaler, state.loss_scale)
         training_loss.take(state, self.controllers, loss)
         stages.add(state, self.layers, loss_scale)
-        if stages.is_due(state, self.controllers, self.settings.interval, loss_scale):
-            with torch.inference_mode(False), torch.no_grad():
-                measured = stages.pool(state, skipped=loss_scale.skipped)
-                stages.control(state, self.layers, self.controllers)
-                self._clipping.step(self, measured)
-                stages.clear(state)
-        stages.finish(state, self.controllers, loss_scale, self.settings.interval)
-        self.last_call.release_graph()
+        try:
+            if stages.is_due(state, self.controllers, self.settings.interval, loss_scale):
+                with torch.inference_mode(False), torch.no_grad(), stages.pooling(state, loss_scale) as measured:
+                    stages.control(state, self.layers, self.controllers)
+                    self._clipping.step(self, measured)
+        finally:  # also where a controller raises: the next step is not to count anything twice
+            stages.finish(state, self.controllers, loss_scale, self.settings.interval)
+            self.last_call.release_graph()
 
     def metrics(self) -> dict[str, float]:
         """Report what the last steps measured, and beta, W_q and W_k as they are now: `quantity/layer` to a number.
 
-        The quantities are those of `MetricName`; `docs/METRICS.md` explains them. What was not measured is left out.
-        Reads the device back, so call it when you log, not in every step. The first call after a NaN or an infinity
-        logs a warning, the only one, with the layers and their steps.
+        `MetricName` in `betahook/report/metrics.py` lists and explains the quantities. What was not measured is left
+        out. Reads the device back, so call it when you log, not in every step. The first call after a NaN or an
+        infinity logs a warning, the only one, with the layers and their steps.
         """
         state = stages.refreshed(self._state)
         self.layers.read_weights()
@@ -256,9 +273,8 @@ class Hook:
     def findings(self) -> Findings:
         """Report the condition of the attention of each layer in words, since when, and what to do.
 
-        Flat, healthy, sharp, one key, sink, dead, exploding or non-finite: `docs/FINDINGS.md` has the limits. The first
-        call after a step logs one line if a condition began, a warning if it asks for attention. Like `metrics`, it
-        reads the device back.
+        `help(betahook.Condition)` names the conditions and their limits. The first call after a step logs one line if a
+        condition began, a warning if it asks for attention. Like `metrics`, it reads the device back.
         """
         state = stages.refreshed(self._state)
         return findings.observe(state, self.layers, stages.explain(state, self.layers, self.controllers))
@@ -277,8 +293,7 @@ class Hook:
         if not all(parameter.is_meta for parameter in self.model.parameters()):
             self.layers.read_weights()
         observed, stds = state.layers.observe(table, moments, state.widths), state.layers.weight_std(state.weights)
-        correlations = correlated.correlations(self, self.layers, state)
-        return Audit.of(self.layers, state.layers, observed, stds, correlations)
+        return Audit.of(self.layers, state.layers, observed, stds, correlations(self, self.layers, state))
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that `step` depends on: tensors, numbers and strings only, ready for `torch.save`.

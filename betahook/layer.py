@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from betahook import theory
-from betahook.measure import components, statistics, weights
+from betahook.measure import components, weights
 from betahook.measure.groups import LayerSize
 from betahook.measure.statistics import Statistics
 from betahook.models.discovery import AttentionModule
-from betahook.models.projections import KNOWN_FORMS, Projection, locate
+from betahook.models.projections import KNOWN_FORMS, Pair
 from betahook.state import LARGEST_BETA, SMALLEST_BETA, HeadRange, State, is_beta
 
 
@@ -27,6 +27,8 @@ class AttentionLayer:
         heads: number of query heads.
         head_dim: d_k.
     """
+
+    __slots__ = ("_attention", "_place", "_state", "head_dim", "heads", "module", "name")  # refuses `layer.betas = 1`
 
     def __init__(self, name: str, attention: AttentionModule, state: State, place: HeadRange) -> None:
         self.name = name
@@ -43,7 +45,7 @@ class AttentionLayer:
     @property
     def beta_default(self) -> float:
         """The inverse temperature that the model itself applies, a number like `beta`; NaN before the first forward."""
-        return self._mean_over_heads(self._state.beta_default)
+        return float(self._state.layers.geometric_mean(self._state.beta_default)[self._place.layer])
 
     @property
     def head_beta_default(self) -> Tensor:
@@ -56,8 +58,13 @@ class AttentionLayer:
 
         A number is that of all heads, even if the model's own differ. NaN before the first forward if none was set: the
         model's own is known only then. In force until `detach`; after it, what it was.
+
+        Raises:
+            ValueError: on setting: it is not positive and finite, or not a single number.
+            TypeError: on setting: it is not a number.
+            RuntimeError: on setting: the layer is left alone, or scales its scores itself and was not seen yet.
         """
-        return self._mean_over_heads(self._state.current_beta)
+        return float(self._state.layers.geometric_mean(self._state.current_beta)[self._place.layer])
 
     @beta.setter
     def beta(self, value: float) -> None:
@@ -71,7 +78,10 @@ class AttentionLayer:
 
     @property
     def head_beta(self) -> Tensor:
-        """The inverse temperature of each head, `[heads]`, float32 on the CPU. Assign such a tensor to set it."""
+        """The inverse temperature of each head, `[heads]`, float32 on the CPU. Assign such a tensor to set it.
+
+        Setting it raises what setting `beta` does; a ValueError for another shape.
+        """
         return self._state.current_beta[self._place.heads].cpu()
 
     @head_beta.setter
@@ -97,11 +107,6 @@ class AttentionLayer:
             )
         self._state.beta[self._place.heads] = new.detach().to(self._state.device)
 
-    def _mean_over_heads(self, values: Tensor) -> float:
-        return float(
-            statistics.geometric_mean(values[self._place.heads].cpu(), torch.tensor([self.heads], device="cpu"))
-        )
-
     @property
     def statistics(self) -> Statistics:
         """Statistics of all forwards since the sums were last pooled, over all heads; scalar tensors.
@@ -125,23 +130,22 @@ class AttentionLayer:
     @property
     def weight_std_q(self) -> float:
         """Population standard deviation of the entries of W_q as it acts now; NaN where it is out of reach."""
-        return self._weight_std(0)
+        return float(self._weight_std.query[self._place.layer])
 
     @property
     def weight_std_k(self) -> float:
         """Population standard deviation of the entries of W_k as it acts now; NaN where it is out of reach."""
-        return self._weight_std(1)
-
-    def _weight_std(self, side: int) -> float:
-        self.read_weights()
-        sums = self._state.weights[:, self._place.heads].cpu()
-        std = weights.WeightStd.from_sums(sums, torch.tensor([self.heads], device="cpu"))
-        return float((std.query, std.key)[side])
+        return float(self._weight_std.key[self._place.layer])
 
     @property
-    def projections(self) -> tuple[Projection, Projection] | None:
-        """Places of W_q and W_k now, since adapters come and go; None if the module keeps them in no known form."""
-        return locate(self.module, self.heads, self.head_dim)
+    def _weight_std(self) -> weights.WeightStd:
+        self.read_weights()
+        return self._state.layers.weight_std(self._state.weights)
+
+    @property
+    def projections(self) -> Pair | None:
+        """See `models.discovery.AttentionModule`."""
+        return self._attention.projections
 
     @property
     def refusal(self) -> str | None:
@@ -174,7 +178,7 @@ class AttentionLayer:
 
     @contextmanager
     def acting(self, gain: Tensor) -> Iterator[None]:
-        """Let another `beta / beta_default` `[heads]` act for a while."""
+        """Let `gain [heads]` act for a while in place of `beta / beta_default`."""
         beta, default = (values[self._place.heads] for values in (self._state.beta, self._state.beta_default))
         kept = beta.clone()
         beta.copy_(gain * default)
@@ -217,8 +221,8 @@ class AttentionLayer:
 
 def size_of(attention: AttentionModule) -> LayerSize:
     """Return the sizes of an attention module; widths are NaN where its projections are of no known form."""
-    projections = locate(attention.module, attention.heads, attention.head_dim) or ()
-    return LayerSize(attention.heads, attention.head_dim, *(float(projection.width) for projection in projections))
+    widths = (float(projection.width) for projection in attention.projections or ())
+    return LayerSize(attention.heads, attention.head_dim, *widths)
 
 
 class Layers(Mapping[str, AttentionLayer]):

@@ -35,7 +35,7 @@ class UnsupportedModelError(ValueError):
 def check_model(model: nn.Module) -> None:
     """Refuse what is not a model, or cannot be hooked as it is now."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"attach() takes a torch module, the model itself; got {type(model).__name__}")
+        raise TypeError(f"attach() takes a torch module, the model itself; got {_named(model)}")
     name = type(model).__name__
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ValueError(f"the model is wrapped in {name}: attach to the model inside, betahook.attach(model.module)")
@@ -79,7 +79,7 @@ class Settings:
             raise ValueError(f'when must be "training" or "always"; got {self.when!r}')
 
 
-def settle(
+def resolve(
     controller: ControllerChoice,
     per_head: bool,
     interval: int | None,
@@ -109,13 +109,20 @@ def controllers(choice: ControllerChoice) -> list[Controller]:
     if isinstance(chain, str) or not isinstance(chain, Sequence) or not all(isinstance(c, Controller) for c in chain):
         raise TypeError(
             'controller must be "default", "monitor", a controller (Search(), Variance(), Gradient(), Cap(), ...) or a '
-            f"list of them; got {choice!r}"
+            f"list of them; got {_named(choice) if isinstance(choice, type | nn.Module) else repr(choice)}"
         )
     if not chain:
         raise ValueError('controller is an empty list; use "monitor" to leave beta where it is')
     for controller in chain:
         check_controller(controller)
     return list(chain)
+
+
+def _named(given: object) -> str:
+    """Name what was given for something else by its type; a name is written out."""
+    if isinstance(given, type):
+        return f"the class {given.__name__}, not an instance"
+    return repr(given) if isinstance(given, str) else type(given).__name__
 
 
 def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
@@ -126,8 +133,11 @@ def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
         reasons = "; ".join(f"{path}, {reason}" for path, reason in list(seen.not_reached.items())[:3])
         raise UnsupportedModelError(f"cannot attach to {name}: " + (reasons or NO_ATTENTION))
     chosen = {path: found for path, found in seen.found.items() if is_chosen(path, found.module)}
-    if not chosen:
-        raise ValueError(f"layers={choice!r} matches none of the attention layers of {name}: {', '.join(seen.found)}")
+    given = [choice] if choice is None or isinstance(choice, str) or callable(choice) else choice
+    unmatched = [each for each in given if isinstance(each, str) and not fnmatch.filter(seen.found, each)]
+    if unmatched or not chosen:
+        wrong = ", ".join(map(repr, unmatched)) if chosen else repr(choice)
+        raise ValueError(f"layers={wrong} matches none of the attention layers of {name}: {', '.join(seen.found)}")
     if (getattr(model, "tp_size", None) or 1) > 1 and any(found.route != "interface" for found in chosen.values()):
         raise UnsupportedModelError(
             f"cannot attach to {name}: it is tensor-parallel, and of attention that does not go through the attention "

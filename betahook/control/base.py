@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -24,8 +24,6 @@ DECADES = 3.0
 
 Memory: TypeAlias = dict[str, Tensor]
 """Memory of a controller between steps: tensors `[units]` by name; empty before its first update."""
-
-JSON: TypeAlias = "bool | int | float | str | list[JSON] | None"
 
 
 @dataclass(frozen=True)
@@ -81,13 +79,15 @@ class Controller(ABC):
     uses_loss: ClassVar[bool] = False
 
     def __repr__(self) -> str:
-        """Write the options that differ from their defaults, as one would."""
-        values = [(field, getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]
-        given = ", ".join(f"{field.name}={value!r}" for field, value in values if value != field.default)
-        return f"{type(self).__name__}({given})"
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]  # subclasses are dataclasses
+        return written(type(self).__name__, {name: getattr(self, name) for name in names}, type(self))
 
     def start(self, beta: Tensor) -> Memory:
-        """Make the memory for the first update, with every name that `update` returns."""
+        """Make the memory for the first update, tensors `[units]` under every name that `update` returns.
+
+        Args:
+            beta: `[units]`, in the dtype and on the device that `update` gets it.
+        """
         return {}
 
     @abstractmethod
@@ -124,7 +124,11 @@ class Controller(ABC):
         return 0
 
     def is_in_transition(self, state: Memory) -> bool:
-        """Tell if beta is on its way somewhere, so that training that ends now ends too early; reads the device."""
+        """Tell if beta is on its way somewhere, so that training that ends now ends too early; reads the device.
+
+        Args:
+            state: the memory that the last update returned; empty before the first.
+        """
         return False
 
     def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
@@ -142,7 +146,7 @@ class Controller(ABC):
 
     @classmethod
     def migrate(cls, state: Memory) -> Memory:
-        """Convert a memory that an older version wrote; one of this version is returned as it is."""
+        """Convert a memory `state` that an older version wrote; one of this version is returned as it is."""
         return state
 
 
@@ -166,6 +170,7 @@ def apply(
         Beta, in its dtype, and the new memories.
 
     Raises:
+        TypeError: a controller returned something else than beta and memory.
         ValueError: an update returned a memory with other names than `start`.
     """
     measured = observation.statistics.finite & (observation.statistics.count > 0)
@@ -174,13 +179,8 @@ def apply(
     start = new = beta.to(observation.statistics.sensitivity.dtype)
     after: list[Memory] = []
     for controller, memory in zip(controllers, memories, strict=True):
-        before = memory or controller.start(start)
-        proposed, made = controller.update(new, observation, dict(before))
-        if made.keys() != before.keys():
-            raise ValueError(
-                f"update() of {controller} made the memory {sorted(made)}, but start() {sorted(before)}; start() must "
-                "return every name of the memory"
-            )
+        before = memory or _started(controller, start)
+        proposed, made = _checked(controller, controller.update(new, observation, dict(before)), new, before)
         # A rule without an answer (a prediction without weights, say) leaves the others theirs.
         if proposed is not new:
             usable = (proposed * 0 < proposed) & (known if controller.uses_loss else healthy)  # finite and positive
@@ -191,6 +191,36 @@ def apply(
     limit = 10**DECADES
     bounded = new.clamp(observation.beta_default / limit, observation.beta_default * limit)
     return torch.where(new != start, bounded.to(beta), beta), after
+
+
+def _started(controller: Controller, beta: Tensor) -> Memory:
+    """Return the memory that a controller begins with."""
+    memory: object = controller.start(beta)
+    if not isinstance(memory, dict) or not all(isinstance(value, Tensor) for value in memory.values()):
+        raise TypeError(
+            f"start() of {controller} must return a dictionary of tensors, {{}} for no memory; got {memory!r}"
+        )
+    return memory
+
+
+def _checked(controller: Controller, answer: object, beta: Tensor, before: Memory) -> tuple[Tensor, Memory]:
+    """Return what an update returned, if it is a beta for each unit and a memory of the names of before."""
+    if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], dict):
+        raise TypeError(
+            f"update() of {controller} must return beta and the memory, (beta, state); got {type(answer).__name__}"
+        )
+    proposed, made = answer
+    if not isinstance(proposed, Tensor) or proposed.shape != beta.shape:
+        got = f"a tensor of shape {list(proposed.shape)}" if isinstance(proposed, Tensor) else repr(proposed)
+        raise TypeError(
+            f"update() of {controller} must return a beta of shape {list(beta.shape)}, as it got; got {got}"
+        )
+    if made.keys() != before.keys():
+        raise ValueError(
+            f"update() of {controller} made the memory {sorted(made)}, but start() {sorted(before)}; start() must "
+            "return every name of the memory"
+        )
+    return proposed, made
 
 
 def _choose(where: Tensor, new: Memory, old: Memory) -> Memory:
@@ -217,14 +247,30 @@ def is_at(logit: float | Tensor, beta: Tensor, score: Tensor) -> Tensor:
     return beta * score >= logit * (1 - 1e-4)
 
 
-def options(controller: Controller) -> dict[str, JSON]:
-    """The options of a controller by name, as JSON returns them: tuples are lists.
+def options(controller: Controller) -> dict[str, Any]:
+    """The options of a controller by name, as JSON returns them: tuples are lists."""
+    every = fields(controller)  # type: ignore[arg-type]  # subclasses are dataclasses
+    return {field.name: _as_list(getattr(controller, field.name)) for field in every}
 
-    Raises:
-        TypeError: an option is nothing that JSON can hold; the message says which.
+
+def defaults(kind: type[Controller]) -> dict[str, Any]:
+    """The defaults of the options of a controller by name, as JSON returns them: tuples are lists."""
+    every = fields(kind)  # type: ignore[arg-type]  # subclasses are dataclasses
+    return {field.name: _as_list(field.default) for field in every if field.default is not MISSING}
+
+
+def written(name: str, options: Mapping[str, object], kind: type[Controller] | None = None) -> str:
+    """Write a controller as it is made, without the options that are its defaults.
+
+    Args:
+        name: of its class.
+        options: by name.
+        kind: its class; None for the one of this name, if there is one.
     """
-    names = [field.name for field in fields(controller)]  # type: ignore[arg-type]  # subclasses are dataclasses
-    return {name: _as_json(controller, name, getattr(controller, name)) for name in names}
+    kind = kind or next((each for each in Controller.__subclasses__() if each.__qualname__ == name), None)
+    usual = {} if kind is None else defaults(kind)
+    given = [f"{key}={x!r}" for key, x in options.items() if key not in usual or _as_list(x) != usual[key]]
+    return f"{name}({', '.join(given)})"
 
 
 def check_controller(controller: Controller) -> None:
@@ -239,7 +285,13 @@ def check_controller(controller: Controller) -> None:
             f"class {name} is not decorated with @dataclass; expected a dataclass whose fields are the options, which "
             f"checkpoints name. Write @dataclass above `class {name}`"
         )
-    options(controller)
+    for option, value in options(controller).items():
+        if not is_json(value):
+            raise TypeError(
+                f"{name}({option}=...) is {value!r}, which JSON cannot hold; expected a finite number, a "
+                "string, True, False, None or a list of them. Put what changes in training into the memory that "
+                "update() returns"
+            )
 
 
 def require(owner: object, option: str, accepts: Callable[[Any], bool], expected: str) -> None:
@@ -258,13 +310,12 @@ def at_least(least: int) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, int) and value >= least
 
 
-def _as_json(controller: Controller, name: str, value: object) -> JSON:
-    if isinstance(value, (list, tuple)):
-        return [_as_json(controller, name, item) for item in value]
-    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    raise TypeError(
-        f"{type(controller).__name__}({name}=...) is or contains {value!r}, which JSON cannot hold; expected a finite "
-        "number, a string, True, False, None or a list of them. Put what changes in training into the memory that "
-        "update() returns"
-    )
+def _as_list(value: object) -> object:
+    return [_as_list(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def is_json(value: object) -> bool:
+    """Tell if JSON can hold the value of an option: a finite number, a string, True, False, None or a list of them."""
+    if isinstance(value, list):
+        return all(map(is_json, value))
+    return value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))

@@ -1,6 +1,7 @@
-"""Controllers that need no explanation beyond a formula: Monitor, Variance, Gradient, Cap.
+"""Controllers that need no explanation beyond a formula: Monitor, Variance, Gradient, Cap, Clip.
 
-`betahook.control.base.apply` runs them; like all controllers they never read a tensor back to the host.
+`betahook.control.base.apply` runs them; `betahook.step.clipping` asks `Clip` for the factors on the weights. Like all
+controllers they never read a tensor back to the host.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from torch import Tensor
 
 from betahook.control.base import Controller, Memory, Observation, ceiling, is_at, require
 from betahook.control.notes import Note, downhill
+from betahook.measure.statistics import Statistics
+
+MARGIN = 1e-5
+"""Share of its threshold by which `Clip` stays below it, so that rounding takes no logit above."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -120,9 +125,9 @@ class Cap(Controller):
     """
 
     needs_every_step: ClassVar[bool] = True
+    exact_max_logit: ClassVar[bool] = True
 
     threshold: float = 100.0
-    exact_max_logit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require(self, "threshold", lambda logit: logit > 0, "a positive number")
@@ -133,3 +138,47 @@ class Cap(Controller):
     def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
         held = is_at(self.threshold, beta, observation.statistics.max_score_bound).tolist()
         return [Note(reason=f"Cap holds the largest logit at {self.threshold:g}") if each else Note() for each in held]
+
+
+@dataclass(frozen=True, repr=False)
+class Clip(Controller):
+    """Scale the weights of each head whose largest logit exceeds a threshold, so that it does not; beta stays.
+
+    QK-clip, as Kimi K2 was trained with (MuonClip, 2025), for any model and any optimizer. It acts after the other
+    controllers, whatever their place in the list, on single heads, also where a layer has one beta. The largest logit
+    is that of all pairs of the step, before biases and soft caps.
+
+    The state of the optimizer is left alone, as in MuonClip.
+
+    Args:
+        threshold: largest absolute logit; 100 is that of Kimi K2. A healthy layer may need 70.
+        log_only: count the steps in which each head would have been clipped, the metric `clips`, and change nothing.
+
+    Raises:
+        ValueError: an option has a value that makes no sense.
+    """
+
+    moves_beta: ClassVar[bool] = False
+    needs_every_step: ClassVar[bool] = True
+    exact_max_logit: ClassVar[bool] = True
+
+    threshold: float = 100.0
+    log_only: bool = False
+
+    def __post_init__(self) -> None:
+        require(self, "threshold", lambda logit: logit > 0, "a positive number")
+        require(self, "log_only", lambda value: isinstance(value, bool), "True or False")
+
+    def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
+        return beta, state
+
+    def factor(self, beta: Tensor, statistics: Statistics) -> Tensor:
+        """Factor on the scores of each head, 1 where no logit exceeds the threshold.
+
+        Args:
+            beta: `[heads]`, float32.
+            statistics: of the step, by head.
+        """
+        logit = beta * statistics.max_score
+        clipped = (1 - MARGIN) * self.threshold / logit
+        return torch.where(logit > self.threshold, clipped, 1.0).to(beta)

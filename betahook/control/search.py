@@ -18,8 +18,8 @@ from betahook.control.sign_search import SignSearch
 WORDS = {
     Phase.UNSEEN: "W_q and W_k were not looked at yet",
     Phase.WAIT: "trained weights wait for the search",
-    Phase.WARM_UP: "fresh weights: beta is low",
-    Phase.PLATEAU: "W_q and W_k have not begun to learn: beta is far below",
+    Phase.WARM_UP: "beta is low while the weights are fresh",
+    Phase.PLATEAU: "beta is very low while W_q and W_k have not begun to learn",
     Phase.CLIMB: "beta rises whatever the sensitivity",
 }
 """Reasons of the phases before the search."""
@@ -79,7 +79,7 @@ class Search(Controller):
     plateau_batches: int = 70
     rise_decades: float = 1.0
     rise_batches: int = 100
-    rise_logit_std: float = 4.0
+    rise_logit_std: float = 3.0
     fresh_bound: float = 0.5
 
     def __post_init__(self) -> None:
@@ -154,24 +154,35 @@ class Search(Controller):
         limited = [
             is_at(bound, beta, observation.statistics.max_score),
             beta * observation.statistics.std >= self.rise_logit_std * (1 - 1e-4),
+            observation.statistics.sensitivity == 0,
         ]
         numbers = torch.stack([column.to(beta) for column in [*columns, *limited]]).T.tolist()
         return [self._note(Phase(int(phase)), *values) for phase, *values in numbers]
 
     def _note(
-        self, phase: Phase, left: float, direction: float, step: float, bound: float, at_bound: float, held: float
+        self,
+        phase: Phase,
+        left: float,
+        direction: float,
+        step: float,
+        bound: float,
+        at_bound: float,
+        held: float,
+        without_gradient: float,
     ) -> Note:
         """Explain one unit."""
         if phase != Phase.SEARCH:
             limited = phase == Phase.CLIMB and held
             reason = f"holds the std of the logits at {self.rise_logit_std:g}" if limited else WORDS[phase]
             return Note(phase, reason=f"{reason}, {left:.0f} batches left")
+        if not direction and without_gradient:
+            return Note(phase, reason="no gradient comes to beta: is backward() called before hook.step()?")
         if not direction:
             return Note(phase, reason="waits for the end of its first window")
         if direction > 0 and at_bound:
             return Note(phase, reason=f"no move beyond a largest logit of {bound:.3g}, though {downhill(direction)}")
         move = direction * step
-        return Note(phase, move, f"last move {move:+.3g} decades, since {downhill(direction)}")
+        return Note(phase, move, downhill(direction))
 
     def _bound(self, fresh: Tensor, observation: Observation) -> Tensor:
         """The largest logit that a step up may make."""

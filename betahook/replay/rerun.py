@@ -1,7 +1,7 @@
-"""Running a hooked model again on its last input, and comparing what it returns.
+"""Run a hooked model again on its last input, and compare what it returns.
 
-`fold` and the clipping of weights check themselves so. Afterwards the model, its hook and the random state are as they
-were, whatever happens.
+`fold` and the clipping of weights check themselves by this; `examine` and the audit use its contexts. Afterwards the
+model, its hook and the random state are as they were, whatever happens.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def tensors(output: Any, depth: int = 8) -> Iterator[Tensor]:
 
 
 def distances(one: list[Tensor], other: list[Tensor]) -> Tensor:
-    """`_distance` of each pair of tensors, `[pairs]` on the CPU."""
+    """`distance` of each pair of tensors, `[pairs]` on the CPU."""
     return torch.tensor([distance(a, b) for a, b in zip(one, other, strict=True)], dtype=torch.double, device="cpu")
 
 
@@ -119,6 +119,11 @@ def distance(one: Any, other: Any) -> float:
             alike = (x == y) | (x.isnan() & y.isnan())
             total += float((x.double() - y.double()).masked_fill(alike, 0).square().sum())
     return math.sqrt(total)
+
+
+def norms(outputs: list[Tensor]) -> Tensor:
+    """`norm` of each tensor, `[tensors]` on the CPU."""
+    return torch.tensor([norm(tensor) for tensor in outputs], dtype=torch.double, device="cpu")
 
 
 def norm(output: Any) -> float:

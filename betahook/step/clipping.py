@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from betahook import compat
 from betahook.control.base import Controller
-from betahook.control.clip import Clip
+from betahook.control.rules import Clip
 from betahook.layer import AttentionLayer, Layers
 from betahook.measure import statistics
 from betahook.models import materialise
@@ -76,7 +76,7 @@ class WeightScaling:
 
     def __init__(self, layers: Layers, ranges: Sequence[HeadRange]) -> None:
         self._heads = {layer: place.heads for layer, place in zip(layers.values(), ranges, strict=True)}
-        self._found: dict[AttentionLayer, tuple[list[object], list[Scaling]]] = {}
+        self._found: dict[AttentionLayer, tuple[list[nn.Module], list[Scaling]]] = {}
         self._choice = dict.fromkeys(self._heads, 0)
         self._unchecked = list(self._heads)
         self._is_sharded: bool | None = None
@@ -131,10 +131,7 @@ class WeightScaling:
 
     def _find(self, layer: AttentionLayer) -> Scaling:
         """The weights of a layer, found again where adapters came or went."""
-        owners: list[object] = []
-        for projection in layer.projections or ():
-            adapter = projection.adapter
-            owners += [projection.module, *compat.adapter_outputs(adapter), *compat.magnitudes(adapter)]
+        owners = [owner for projection in layer.projections or () for owner in projection.owners]
         found = self._found.get(layer)
         if found is None or found[0] != owners:
             with _refusing(layer):
@@ -166,7 +163,7 @@ class WeightScaling:
             # Weights that a norm adds 1 to round; the other ones do not.
             offsets = [weight for layer in layers for weight in self._find(layer).weights if weight.offset]
             share = max(1e-5, rerun.precision([weight.parameter for weight in offsets]))
-            limits = share * torch.tensor([rerun.norm(tensor) for tensor in expected], dtype=torch.double)
+            limits = share * rerun.norms(expected)
             limits += 4 * rerun.distances(again, expected)
             differs = not bool((rerun.distances(actual, expected) <= limits).all())
         return self._on_any_rank(differs)

@@ -30,16 +30,16 @@ class LossScale:
         Raises:
             TypeError: it is no `GradScaler`.
         """
-        if scaler is not None and not isinstance(scaler, GradScaler):
+        if not isinstance(scaler, GradScaler | None):
             raise TypeError(
                 f"step(scaler) takes a GradScaler or None; got {type(scaler).__name__}. A loss is given by name, "
                 "step(loss=loss)"
             )
-        state = {} if scaler is None else scaler.state_dict()
-        if not state:  # no scaler, or a disabled one
+        if scaler is None or not (state := scaler.state_dict()):  # which is empty where the scaler is disabled
             return cls(1.0, expected, skipped=False)
         scale = float(state["scale"])
         if compat.steps_since_rescaling(state) > 0:
             return cls(scale, scale, skipped=False)
         # The scaler counts anew: its scale fell as it skipped a step, or grew as it skipped none for long.
-        return cls(expected, scale, skipped=not 0 < expected <= scale)
+        expected = expected or compat.initial_scale(scaler)
+        return cls(expected, scale, skipped=scale < expected)

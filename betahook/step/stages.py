@@ -7,7 +7,8 @@ the `State`; nothing but `explain` reads a value back to the host.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -155,11 +156,16 @@ def control(state: State, layers: Layers, controllers: Sequence[Controller]) -> 
     release_refused(state)
 
 
-def clear(state: State) -> None:
-    """Begin to add up anew, after what there was is pooled."""
-    for sums in (state.table, state.moments, state.window):
-        sums.zero_()
-    state.batches = 0
+@contextmanager
+def pooling(state: State, loss_scale: LossScale) -> Iterator[Tensor]:
+    """Pool for what follows, give which heads were measured, and begin to add up anew, whatever happens."""
+    measured = pool(state, skipped=loss_scale.skipped)
+    try:
+        yield measured
+    finally:
+        for sums in (state.table, state.moments, state.window):
+            sums.zero_()
+        state.batches = 0
 
 
 def finish(state: State, controllers: Sequence[Controller], loss_scale: LossScale, interval: int) -> None:

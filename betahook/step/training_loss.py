@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from numbers import Real
 from typing import Any
 
 import torch
@@ -38,8 +39,11 @@ def take(state: State, controllers: Sequence[Controller], given: Tensor | float 
 
     Raises:
         RuntimeError: a controller is judged by the loss, and there is none.
+        TypeError: what was given is no loss.
     """
     if given is not None:
+        if not isinstance(given, Tensor | Real):
+            raise TypeError(f"step(loss=...) takes the loss, a tensor or a number; got {type(given).__name__}")
         loss = torch.as_tensor(given, device=state.device).detach().mean().to(state.table)
         state.table[OF_STEP] = torch.stack([torch.ones_like(loss), loss])[:, None]
         state.has_loss = True

@@ -95,9 +95,9 @@ def test_a_skipped_step_moves_no_beta():
 
 
 def test_a_step_at_which_the_scale_grows_counts():
-    """Every second step here. The bits are those of a scale that stays, a power of two too."""
+    """Every second step, or every one. The bits are those of a scale that stays, a power of two too."""
     said = []
-    for interval in (1000, 2):
+    for interval, scale in ((1000, 2.0**10), (2, 2.0**12), (1, 2.0**15)):
         model, batch = build("llama"), inputs("llama")
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), make_scaler(growth_interval=interval)
         with attach(model) as hook:
@@ -105,8 +105,8 @@ def test_a_step_at_which_the_scale_grows_counts():
                 scaled_step(model, optimizer, scaler, hook, batch)
                 said.append((sensitivities(hook), betas(hook)))
                 assert hook.metrics()[f"nonfinite/{LAYER}"] == 0
-            assert scaler.get_scale() == (2.0**12 if interval == 2 else 2.0**10)
-    assert said[:5] == said[5:]
+            assert scaler.get_scale() == scale
+    assert said[:5] == said[5:10] == said[10:]
 
 
 def test_growth_right_after_a_resume_counts():
@@ -151,7 +151,7 @@ def test_controllers_do_not_count_skipped_steps():
 
 
 def test_a_skipped_step_is_no_reason_to_warn(caplog):
-    model, batch, scaler = build("llama"), inputs("llama"), make_scaler(scale=torch.inf)
+    model, batch, scaler = build("llama"), inputs("llama"), make_scaler(scale=2.0**127)
     with attach(model) as hook:
         scaled_step(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler, hook, batch)
         assert hook.metrics()[f"nonfinite/{LAYER}"] == 1

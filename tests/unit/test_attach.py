@@ -47,7 +47,7 @@ def test_bad_options_are_refused_and_the_model_untouched(options, error, message
 
 
 def test_no_module():
-    with pytest.raises(TypeError, match=r"takes a torch module, the model itself; got str"):
+    with pytest.raises(TypeError, match=r"takes a torch module, the model itself; got 'gpt2'"):
         betahook.attach("gpt2")
 
 

@@ -97,6 +97,11 @@ def test_a_beta_that_is_no_number_is_refused(pair, name, value):
         setattr(pair[1], name, value)
 
 
+def test_a_name_that_a_layer_does_not_have_is_refused(pair):
+    with pytest.raises(AttributeError, match="betas"):
+        pair[0].betas = 1.0
+
+
 def test_beta_is_set_whatever_the_default_device(pair, state):
     with torch.device("meta"):
         pair[0].beta = 0.5
@@ -123,7 +128,7 @@ def test_statistics_are_of_one_layer_and_read_no_weight(monkeypatch):
     state, (first, _), (recorder, _) = make(attention(projecting(4, 24), 4, 8), attention(nn.Module(), 2, 16))
     recorder.note_default(0.5)
     recorder.record(torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8), Mask(Band()), position_bias=None, softcap=None)
-    monkeypatch.setattr(first, "read_weights", None)
+    monkeypatch.setattr(type(first), "read_weights", None)
     monkeypatch.setattr(state, "collect", lambda heads, collect=state.collect: collect(heads))
     assert first.statistics.count == 4 * 9
     assert first.head_statistics.count.tolist() == [9] * 4

@@ -233,6 +233,12 @@ def test_docstrings_say_what_a_thing_is_and_are_no_riddles():
     assert [(place, text.splitlines()[0]) for place, text in texts if RIDDLES.match(text)] == []
 
 
+def test_only_module_docstrings_name_a_page_that_an_installed_package_lacks():
+    texts = [(place, node.value) for place, node in _nodes(ast.Constant) if isinstance(node.value, str)]
+    opening = {ast.get_docstring(tree, clean=False) for tree in TREES.values()}
+    assert [place for place, text in texts if "docs/" in text and text not in opening] == []
+
+
 def test_the_public_names():
     assert betahook.__all__ == PUBLIC
     assert [name for name in PUBLIC if not hasattr(betahook, name)] == []

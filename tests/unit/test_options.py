@@ -1,5 +1,7 @@
 """The options of `attach`, checked without attaching: every message, word by word."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -9,9 +11,11 @@ import betahook
 from betahook import options
 from betahook.checkpoint import MARK
 from betahook.control import Cap, Controller, Monitor, Search
+from betahook.hook import check_options
 from betahook.options import Settings
 from betahook.tap.recorder import ATTRIBUTE
 from support.attention import ByHandAttention, FusedAttention
+from support.models import build
 
 EXPECTED = (
     'controller must be "default", "monitor", a controller (Search(), Variance(), Gradient(), Cap(), ...) or a list of '
@@ -42,7 +46,9 @@ def test_a_plain_model_passes():
     options.check_model(Model())
 
 
-@pytest.mark.parametrize(("model", "got"), [("llama", "str"), (None, "NoneType"), (Model, "type")])
+@pytest.mark.parametrize(
+    ("model", "got"), [("llama", "'llama'"), (None, "NoneType"), (Model, "the class Model, not an instance")]
+)
 def test_what_is_no_model(model, got):
     said = refused(TypeError, options.check_model, model)
     assert said == f"attach() takes a torch module, the model itself; got {got}"
@@ -99,10 +105,15 @@ def test_controllers_keep_their_order():
 
 
 @pytest.mark.parametrize(
-    "choice", ["adam", "", None, 3, Search, [Search], [Search(), "monitor"], {Monitor()}, ("default",)], ids=str
+    "choice", ["adam", "", None, 3, [Search], [Search(), "monitor"], {Monitor()}, ("default",)], ids=str
 )
 def test_what_is_no_controller(choice):
     assert refused(TypeError, options.controllers, choice) == f"{EXPECTED}{choice!r}"
+
+
+def test_a_class_or_a_model_is_no_controller():
+    assert refused(TypeError, options.controllers, Search) == f"{EXPECTED}the class Search, not an instance"
+    assert refused(TypeError, options.controllers, Model()) == f"{EXPECTED}Model"
 
 
 @pytest.mark.parametrize("choice", [[], ()])
@@ -145,9 +156,9 @@ def test_settings_that_make_no_sense(settings, kind, message):
 
 
 def test_alerts():
-    options.settle("default", *OTHERS, None)
-    options.settle("default", *OTHERS, betahook.Alerts(print))
-    said = refused(TypeError, options.settle, "default", *OTHERS, print)
+    options.resolve("default", *OTHERS, None)
+    options.resolve("default", *OTHERS, betahook.Alerts(print))
+    said = refused(TypeError, options.resolve, "default", *OTHERS, print)
     assert said == f"alerts must be betahook.Alerts or None; got {print!r}"
 
 
@@ -177,6 +188,11 @@ def test_layers_that_are_no_choice(choice):
 def test_layers_of_which_there_are_none(choice):
     said = refused(ValueError, options.find_layers, Model(), choice)
     assert said == f"layers={choice!r} matches none of the attention layers of Model: first, second"
+
+
+def test_a_glob_of_several_that_matches_nothing():
+    said = refused(ValueError, options.find_layers, Model(), ["first", "secnd", "third*"])
+    assert said == "layers='secnd', 'third*' matches none of the attention layers of Model: first, second"
 
 
 def test_a_model_without_attention():
@@ -209,3 +225,13 @@ def test_a_tensor_parallel_model_with_attention_of_torch():
         "interface of transformers it is unknown which heads a rank computes; use data parallelism or FSDP "
         "(fully_shard)"
     )
+
+
+def test_options_of_callbacks_are_those_of_attach():
+    model = build("llama")
+    every = check_options(interval=3)
+    assert list(every) == list(inspect.signature(betahook.attach).parameters)[1:]
+    with betahook.attach(model, **every) as hook:
+        assert hook.settings.interval == 3
+    assert refused(ValueError, check_options, interval=0).startswith("interval must be a whole number")
+    assert "unexpected keyword argument 'contoller'" in refused(TypeError, check_options, contoller="monitor")

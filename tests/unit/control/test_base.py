@@ -183,6 +183,40 @@ def test_a_memory_that_start_does_not_know_is_an_error():
         run(Counting(), [observe()])
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda beta: beta, r"Wrong\(\) must return beta and the memory, \(beta, state\); got Tensor"),
+        (lambda beta: None, r"Wrong\(\) must return beta and the memory, \(beta, state\); got NoneType"),
+        (lambda beta: (beta, None), r"Wrong\(\) must return beta and the memory, \(beta, state\); got tuple"),
+        (lambda beta: (beta.mean(), {}), r"a beta of shape \[2\], as it got; got a tensor of shape \[\]"),
+        (lambda beta: (0.5, {}), r"a beta of shape \[2\], as it got; got 0\.5"),
+    ],
+)
+def test_an_update_that_is_no_beta_with_a_memory(answer, said):
+    @dataclass
+    class Wrong(Controller):
+        def update(self, beta, observation, state):
+            return answer(beta)
+
+    with pytest.raises(TypeError, match=said):
+        run(Wrong(), [observe(units=2)], beta=[1.0, 1.0])
+
+
+@pytest.mark.parametrize("memory", [None, {"count": 0}], ids=str)
+def test_a_start_without_tensors(memory):
+    @dataclass
+    class Wrong(Controller):
+        def start(self, beta):
+            return memory
+
+        def update(self, beta, observation, state):
+            return beta, state
+
+    with pytest.raises(TypeError, match=r"Wrong\(\) must return a dictionary of tensors, \{\} for no memory"):
+        run(Wrong(), [observe()])
+
+
 def test_every_controller_has_a_memory_of_its_own():
     """Also where it is the same object twice: all that changes is in the memories."""
     rule, beta = Gradient(), torch.ones(1, dtype=torch.float64)
@@ -274,8 +308,8 @@ def test_a_class_that_is_no_dataclass_itself_is_refused(rule):
     "value", [NAN, INF, {"a": 1}, 1j, b"x", torch.tensor(1.0), torch.float32, [1, (2, INF)], numpy.int64(3)], ids=repr
 )
 def test_an_option_that_json_cannot_hold_is_refused(value):
-    bad = re.escape(repr(INF if isinstance(value, list) else value))
-    with pytest.raises(TypeError, match=rf"^Broken\(value=\.\.\.\) is or contains {bad}, .* expected .* Put "):
+    bad = re.escape("[1, [2, inf]]" if isinstance(value, list) else repr(value))
+    with pytest.raises(TypeError, match=rf"^Broken\(value=\.\.\.\) is {bad}, .* expected .* Put "):
         check_controller(Broken(value))
 
 

@@ -27,8 +27,8 @@ def explained(controller, *observations, beta=1.0, units=1):
 
 def test_search_says_where_it_went_and_why():
     up, down = explained(Search(**QUICK), dict(sensitivity=torch.tensor([-1.0, 2.0])), units=2)
-    assert up == Note(Phase.SEARCH, 0.5, "last move +0.5 decades, since a larger beta lowers the loss")
-    assert down == Note(Phase.SEARCH, -0.5, "last move -0.5 decades, since a smaller beta lowers the loss")
+    assert up == Note(Phase.SEARCH, 0.5, "a larger beta lowers the loss")
+    assert down == Note(Phase.SEARCH, -0.5, "a smaller beta lowers the loss")
     (turned,) = explained(Search(**QUICK), dict(sensitivity=-1.0), dict(sensitivity=1.0))
     assert turned.move == -0.25
     (waits,) = explained(Search(**{**QUICK, "window": 3}), dict(sensitivity=-1.0))
@@ -36,6 +36,8 @@ def test_search_says_where_it_went_and_why():
 
 
 def test_search_says_what_keeps_it_from_a_move():
+    (without,) = explained(Search(**QUICK), dict(sensitivity=0.0))
+    assert without.reason == "no gradient comes to beta: is backward() called before hook.step()?"
     assert explained(Search(**QUICK), dict(sensitivity=1.0, max_score=600.0))[0].move == -0.5
     (note,) = explained(Search(**QUICK), dict(sensitivity=-1.0, max_score=60.0))
     assert note == Note(
@@ -47,10 +49,10 @@ def test_search_says_what_keeps_it_from_a_move():
     ("changes", "ratio", "std", "phase", "words"),
     [
         (dict(warmup=5), 1.2, 1.0, Phase.WAIT, "trained weights wait for the search, 4 batches left"),
-        (dict(warmup=5), 0.9, 1.0, Phase.WARM_UP, "fresh weights: beta is low, 4 batches left"),
-        (dict(warmup=0), 0.9, 1.0, Phase.PLATEAU, "W_q and W_k have not begun to learn"),
+        (dict(warmup=5), 0.9, 1.0, Phase.WARM_UP, "beta is low while the weights are fresh, 4 batches left"),
+        (dict(warmup=0), 0.9, 1.0, Phase.PLATEAU, "beta is very low while W_q and W_k have not begun to learn"),
         (dict(warmup=0, plateau_batches=0), 0.9, 1e-3, Phase.CLIMB, "beta rises whatever the sensitivity, 9 batches"),
-        (dict(warmup=0, plateau_batches=0), 0.9, 9e3, Phase.CLIMB, "holds the std of the logits at 4, 9 batches left"),
+        (dict(warmup=0, plateau_batches=0), 0.9, 9e3, Phase.CLIMB, "holds the std of the logits at 3, 9 batches left"),
     ],
 )
 def test_the_phases_before_the_search(changes, ratio, std, phase, words):

@@ -91,7 +91,7 @@ def test_search_does_not_rise_where_weights_have_learned_or_are_unknown(rise, ra
 
 def test_the_logits_of_a_rising_unit_are_held_at_their_std_until_the_rise_is_over():
     """The scores of the first two keep their std, those of the third grow tenfold in the fifth batch."""
-    held = 4.0
+    held = Search().rise_logit_std
     observations = rising([FRESH, LEARNED], 13, units=3, std=[held / 2, held * 2, held / 2])
     observations[4:] = [
         replace(one, statistics=replace(one.statistics, std=one.statistics.std * torch.tensor([1, 1, 10])))
@@ -159,7 +159,8 @@ def test_where_weights_learn_in_the_first_third_of_the_warmup_the_rise_begins_at
     """In the third batch, two thirds of a decade above and below the model's own; it ends ten batches later."""
     ratios = [FRESH, FRESH, LEARNED, *[FRESH] * 10]
     apart = 10 ** (2 / 3)
-    std = [4.0 / apart, 4.0 * apart]
+    held = Search().rise_logit_std
+    std = [held / apart, held * apart]
     observations = [observe(units=2, sensitivity=1, std=std, spectral_ratio=ratio) for ratio in ratios]
     above, below = zip(*run(search(warmup=6, rise=True), observations, [1.0] * 2), strict=True)
     assert decades(above) == approx([-0.5, -0.5, *[2 / 3] * 10, 2 / 3 - 0.5])

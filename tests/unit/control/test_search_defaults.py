@@ -1,4 +1,4 @@
-"""The defaults of Search: the numbers, what beta does by them, what the README says of them, and what is refused."""
+"""The defaults of Search: the numbers, what beta does by them, what its card says of them, and what is refused."""
 
 import math
 import re
@@ -61,7 +61,7 @@ def test_the_defaults():
         "plateau_batches": 70,
         "rise_decades": 1.0,
         "rise_batches": 100,
-        "rise_logit_std": 4.0,
+        "rise_logit_std": 3.0,
         "fresh_bound": 0.5,
     }
 
@@ -86,17 +86,17 @@ def test_the_default_on_a_plateau():
     assert path[100:200] == approx([-2 + 0.03 * index for index in range(1, 101)])
 
 
-@pytest.mark.parametrize(("learns_at", "then"), [(10, math.log10(4 / 0.8)), (11, -0.5)])
+@pytest.mark.parametrize(("learns_at", "then"), [(10, math.log10(3 / 0.6)), (11, -0.5)])
 def test_the_default_looks_for_fast_learning_in_the_first_third_of_the_warmup(learns_at, then):
-    path = decades(run(Search(), looking(*[1.1] * learns_at, 1.2, steps=111, std=0.8)))
+    path = decades(run(Search(), looking(*[1.1] * learns_at, 1.2, steps=111, std=0.6)))
     assert path[:10] == approx([-0.5] * 10)
     assert path[11] == approx(then)
     # The rise lasts a hundred batches from there.
-    assert path[109] == approx(math.log10(4 / 0.8))
+    assert path[109] == approx(math.log10(3 / 0.6))
 
 
-def test_the_default_holds_the_logits_at_a_std_of_four():
-    assert run(Search(), looking(*[1.1] * 11, 1.2, steps=130, std=2.0))[-1] == approx(2.0)
+def test_the_default_holds_the_logits_at_a_std_of_three():
+    assert run(Search(), looking(*[1.1] * 11, 1.2, steps=130, std=2.0))[-1] == approx(1.5)
 
 
 def test_the_default_keeps_half_of_the_overflow_bound_free_in_a_model_that_was_fresh():
@@ -112,11 +112,11 @@ def test_the_default_step_begins_at_a_tenth_of_a_decade_grows_by_half_to_a_fifth
     assert taken[: len(steps)] == approx(steps)
 
 
-def test_what_the_readme_says_of_the_default():
+def test_what_the_card_says_of_the_default():
     """Every number of its paragraph, in order, is that of the code."""
-    readme = Path(__file__).parents[3].joinpath("README.md").read_text()
+    card = Path(__file__).parents[3].joinpath("docs/controllers/search.md").read_text()
     title = "**What the default does to a freshly initialised model.**"
-    paragraph = " ".join(readme.split(title)[1].split("\n\n")[0].split())
+    paragraph = " ".join(card.split(title)[1].split("\n\n")[0].split())
     paragraph = re.sub(r": a two-layer Llama .* \(six seeds.*?\)", "", paragraph)  # measured, by a test of the README
     words = {"a third": 3, "first ten": 10, "ten times": 10, "a hundredth": 100}
     told = [words.get(number) or int(number) for number in re.findall(rf"{'|'.join(words)}|\d+", paragraph)]

@@ -404,7 +404,7 @@ def test_thresholds_that_make_no_sense(options):
 
 
 def test_log_only_is_a_boolean():
-    with pytest.raises(TypeError, match=r"Clip\(log_only=...\) must be True or False; got 1"):
+    with pytest.raises(ValueError, match=r"Clip\(log_only=...\) must be True or False; got 1"):
         betahook.Clip(log_only=1)
 
 

@@ -1,6 +1,7 @@
-"""The turns in which layers are measured, and the betas that a step writes."""
+"""The turns in which layers are measured, the betas that a step writes, and steps that fail."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from betahook import Controller, Search
 from betahook.control import Monitor
 from betahook.step.stages import turn
 from support.models import build, inputs
+from support.training import LAYER
 
 MONITOR = Monitor()
 
@@ -63,3 +65,49 @@ def test_a_layer_that_does_not_move_keeps_the_models_own_beta():
         written = hook.state_dict()["beta"].isnan().split([moved.heads, kept.heads])
     assert not written[0].any()
     assert written[1].all()
+
+
+@dataclass(frozen=True)
+class Fails(Controller):
+    """Doubles every beta, and raises after the second batch."""
+
+    method: str
+
+    def is_due(self, step):
+        return self._fail("is_due", step)
+
+    def update(self, beta, observation, state):
+        self._fail("update", observation.step)
+        return 2 * beta, state
+
+    def _fail(self, method, step):
+        if (method, step) == (self.method, 1):
+            raise ZeroDivisionError
+        return True
+
+
+@pytest.mark.parametrize("method", ["is_due", "update"])
+def test_a_step_in_which_a_controller_raises_is_over(method):
+    model, batch, seen = build("llama"), inputs("llama"), []
+    with betahook.attach(model, controller=Fails(method)) as hook:
+        for step in range(3):
+            model(**batch).loss.backward()
+            layer = hook.layers[LAYER]
+            seen.append((layer.statistics.sensitivity, layer.beta))
+            with pytest.raises(ZeroDivisionError) if step == 1 else nullcontext():
+                hook.step()
+        assert hook.steps == 3
+        assert hook.metrics()[f"sensitivity/{layer.name}"] == pytest.approx(float(seen[2][0]))
+    assert seen[1][0] == pytest.approx(float(seen[2][0]))  # the same beta and the same batch
+    assert seen[2][1] == seen[1][1] == 2 * seen[0][1]
+
+
+def test_scores_of_a_step_in_which_a_controller_raises_are_not_those_of_the_next():
+    model, batch, counts = build("llama"), inputs("llama"), []
+    with betahook.attach(model, controller=Fails("update"), interval=1) as hook:
+        for step in range(3):
+            model(**batch).loss.backward()
+            counts.append(int(hook.layers[LAYER].statistics.count))
+            with pytest.raises(ZeroDivisionError) if step == 1 else nullcontext():
+                hook.step()
+    assert len(set(counts)) == 1

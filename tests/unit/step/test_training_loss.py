@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy
 import pytest
 import torch
 from accelerate import Accelerator
@@ -47,6 +48,20 @@ def test_a_loss_that_is_given_takes_the_place_of_that_of_the_outputs(loss):
     with betahook.attach(model, controller=DECADES) as hook:
         model(**inputs("llama")).loss.backward()
         hook.step(loss=loss)
+        assert pooled(hook) == 0.25
+
+
+def test_what_is_no_loss_is_refused_and_the_step_can_be_repeated():
+    model = build("llama")
+    with betahook.attach(model, controller=DECADES) as hook:
+        outputs = model(**inputs("llama"))
+        outputs.loss.backward()
+        with pytest.raises(
+            TypeError, match=r"step\(loss=...\) takes the loss, a tensor or a number; got CausalLMOutput"
+        ):
+            hook.step(loss=outputs)
+        assert hook.steps == 0
+        hook.step(loss=numpy.float32(0.25))
         assert pooled(hook) == 0.25
 
 

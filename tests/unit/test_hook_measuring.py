@@ -1,0 +1,228 @@
+"""What a hook measures and when: layers in turn, evaluation, frozen layers, checkpointing and pauses."""
+
+import contextlib
+
+import pytest
+import torch
+
+import betahook
+from betahook.measure import weights
+from support.models import build, inputs
+from support.training import LAYER, enable_checkpointing, train
+
+
+def test_weights_are_read_when_somebody_asks_and_not_in_every_step(monkeypatch):
+    reads = []
+    entry_sums = weights.entry_sums
+    monkeypatch.setattr(weights, "entry_sums", lambda weight: reads.append(1) or entry_sums(weight))
+    model = build("llama")
+    with betahook.attach(model) as hook:
+        train(model, hook, 2)
+        assert not reads
+        weight = model.get_submodule(LAYER).q_proj.weight
+        weight.data.mul_(2)
+        assert hook.metrics()[f"weight_std_q/{LAYER}"] == pytest.approx(weight.std(correction=0).item(), rel=1e-5)
+        assert len(reads) == 4  # W_q and W_k of two layers
+
+
+def test_interval_measures_every_nth_step_and_keeps_the_rest():
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller="monitor", interval=3) as hook:
+        counts = []
+        for _ in range(7):
+            counts.append(counts_by_layer(hook, model, batch)[0])
+            assert float(hook.layers[LAYER].statistics.sensitivity) != 0
+            hook.step()
+            assert f"score_std/{LAYER}" in hook.metrics()
+        assert counts == [True, False, False, True, False, False, True]
+
+
+def counts_by_layer(hook, model, batch):
+    """Which layers the forward of a step measures."""
+    before = [float(layer.statistics.count) for layer in hook.layers.values()]
+    model(**batch).loss.backward()
+    return [layer.statistics.count > count for layer, count in zip(hook.layers.values(), before, strict=True)]
+
+
+def counts_by_step(hook, model, batch, steps):
+    """The layers that each of some steps measures."""
+    measured = []
+    for _ in range(steps):
+        measured.append([index for index, counts in enumerate(counts_by_layer(hook, model, batch)) if counts])
+        hook.step()
+    return measured
+
+
+def test_layers_are_measured_in_turn():
+    model, batch = build("llama", num_hidden_layers=4), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        measured = counts_by_step(hook, model, batch, 12)
+        assert measured == [[0, 1, 2, 3], [], [], [], [], [2, 3], [], [], [], [], [0, 1], []]
+        assert hook.settings.interval == 10
+        state = hook.state_dict()
+    with betahook.attach(model, controller="monitor") as resumed:
+        resumed.load_state_dict(state)
+        assert counts_by_step(resumed, model, batch, 9) == [[], [], [], [2, 3], [], [], [], [], [0, 1]]
+
+
+def test_every_layer_is_measured_in_an_opening():
+    model, batch = build("llama", num_hidden_layers=4), inputs("llama")
+    search = betahook.Search(warmup=1, plateau_batches=1, rise_batches=2)
+    with betahook.attach(model, controller=search, interval=2) as hook:
+        assert counts_by_step(hook, model, batch, 7) == [[0, 1, 2, 3]] * 4 + [[0, 1], [2, 3], [0, 1]]
+    with betahook.attach(model, controller=betahook.Search(rise=False), interval=2) as hook:
+        assert counts_by_step(hook, model, batch, 3) == [[0, 1, 2, 3], [2, 3], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "interval"),
+    [
+        ({}, 10),
+        ({"controller": [betahook.Search(), betahook.Cap()]}, 1),
+        ({"alerts": betahook.Alerts(print, max_logit=50)}, 1),
+        ({"alerts": betahook.Alerts(print, entropy=0.1)}, 10),
+        ({"controller": betahook.Cap(), "interval": 3}, 3),
+    ],
+    ids=str,
+)
+def test_what_goes_by_the_scores_of_every_step_has_them(options, interval):
+    with betahook.attach(build("llama"), **options) as hook:
+        assert hook.settings.interval == interval
+
+
+def test_evaluation_is_measured_on_request():
+    model, batch = build("llama").eval(), inputs("llama")
+    for when, measured in (("training", False), ("always", True)):
+        with betahook.attach(model, controller="monitor", when=when) as hook:
+            model(**batch)
+            assert (float(hook.layers[LAYER].statistics.count) > 0) is measured
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_what_has_no_gradient_is_measured_on_request(without):
+    """As the generation of a GRPO step, which runs in training mode."""
+    model, batch = build("llama").train(), inputs("llama")
+    counts = {}
+    for when in ("training", "always"):
+        with betahook.attach(model, controller="monitor", when=when) as hook:
+            with without():
+                model(**batch)
+            counts[when] = float(hook.layers[LAYER].statistics.count)
+            model(**batch).loss.backward()
+            counts[f"{when}, with gradients"] = float(hook.layers[LAYER].statistics.count)
+    pairs = counts["training, with gradients"]
+    expected = {"training": 0, "training, with gradients": pairs, "always": pairs, "always, with gradients": 2 * pairs}
+    assert counts == expected
+    assert pairs > 0
+
+
+def test_frozen_layers_are_measured():
+    """The mode decides, not whether a query has a gradient."""
+    model = build("llama").train().requires_grad_(False)
+    model.lm_head.requires_grad_()
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama")).loss.backward()
+        assert all(layer.statistics.count > 0 for layer in hook.layers.values())
+
+
+def test_statistics_pool_over_forwards_as_over_a_joined_batch():
+    model = build("llama")
+    batch = inputs("llama")
+    halves = [{name: x[row : row + 1] for name, x in batch.items()} for row in range(2)]
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        model(**batch)
+        joined = hook.layers[LAYER].statistics
+        hook.step()
+        for half in halves:
+            model(**half)
+        pooled = hook.layers[LAYER].statistics
+    for name in ("count", "mean", "std", "max_score", "entropy", "input_std_q"):
+        assert float(getattr(pooled, name)) == pytest.approx(float(getattr(joined, name)), rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("when", ["training", "always"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_counts_once(reentrant, when):
+    results = []
+    for checkpointing in (False, True):
+        model, batch = build("llama").train(), inputs("llama")
+        if checkpointing:
+            enable_checkpointing(model, reentrant)
+            model.enable_input_require_grads()
+        with betahook.attach(model, controller="monitor", when=when) as hook:
+            model(**batch).loss.backward()
+            results.append(hook.layers[LAYER].statistics)
+    plain, checkpointed = results
+    assert float(checkpointed.count) == float(plain.count)
+    assert float(checkpointed.std) == pytest.approx(float(plain.std), rel=1e-6)
+    assert float(checkpointed.sensitivity) == pytest.approx(float(plain.sensitivity), rel=1e-6)
+
+
+def test_a_frozen_model_below_costs_no_backward():
+    """Sensitivities are asked for only where the query itself requires a gradient."""
+    model = build("llama")
+    for parameter in model.model.layers[0].parameters():
+        parameter.requires_grad_(False)
+    model.model.embed_tokens.requires_grad_(False)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama")).loss.backward()
+        assert float(hook.layers[LAYER].statistics.sensitivity) == 0
+        assert float(hook.layers["model.layers.1.self_attn"].statistics.sensitivity) != 0
+
+
+def test_half_precision_is_measured_in_float32():
+    batch = inputs("llama")
+    reference, model = build("llama"), build("llama", dtype=torch.bfloat16)
+    with betahook.attach(reference, controller="monitor") as a, betahook.attach(model, controller="monitor") as b:
+        reference(**batch)
+        model(**batch)
+        for name in a.layers:
+            for quantity in ("std", "entropy"):
+                expected = float(getattr(a.layers[name].statistics, quantity))
+                assert float(getattr(b.layers[name].statistics, quantity)) == pytest.approx(expected, rel=1e-2)
+            assert b.layers[name].weight_std_q == pytest.approx(a.layers[name].weight_std_q, rel=1e-2)
+
+
+def test_what_is_paused_is_in_no_statistic():
+    """As with the loss of a generator, whose gradients in the discriminator are thrown away."""
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch).loss.backward()
+        before = hook.layers[LAYER].statistics
+        with hook.pause():
+            loss = 100 * model(**batch).loss
+        loss.backward()
+        after = hook.layers[LAYER].statistics
+        assert after.count == before.count > 0
+        assert after.sensitivity == before.sensitivity != 0
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_pause_goes_with_gradient_checkpointing(reentrant):
+    """Which counts what the forward saves and what its recomputation does, inside or outside of the pause."""
+    model, batch = build("llama").train(), inputs("llama")
+    enable_checkpointing(model, reentrant)
+    with betahook.attach(model, controller="monitor") as hook:
+        with hook.pause():
+            loss = model(**batch).loss
+            if reentrant:
+                loss.backward()
+        if not reentrant:
+            loss.backward()
+        assert hook.layers[LAYER].statistics.sensitivity == 0
+        loss = model(**batch).loss
+        with contextlib.nullcontext() if reentrant else hook.pause():
+            loss.backward()
+        assert hook.layers[LAYER].statistics.sensitivity != 0
+
+
+def test_a_step_does_not_end_a_pause():
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        model(**batch)
+        with hook.pause():
+            hook.step()
+            model(**batch)
+            assert hook.layers[LAYER].statistics.count == 0
+        model(**batch)
+        assert hook.layers[LAYER].statistics.count > 0
