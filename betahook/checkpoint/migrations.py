@@ -42,7 +42,6 @@ def from_version_2(given: dict[str, Any]) -> dict[str, Any]:
         "rows": {"table": kept, "recent": kept, "weights": list(weights), "moments": list(_MOMENT_ROWS_2)},
         "nonfinite_since": torch.zeros(table["pairs"].shape, dtype=torch.int64, device=table["pairs"].device),
         "alerts_step": 0,
-        "clips": torch.zeros(table["pairs"].shape, dtype=torch.int64, device=table["pairs"].device),
         "warned_of_nonfinite": False,
         "warned_of_unreached": False,
         "controllers": _controllers(given),

@@ -7,17 +7,15 @@ and the hook that is to continue from it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from betahook.checkpoint.migrations import MIGRATIONS
-from betahook.control.base import Controller, options
+from betahook.control.base import Controller, defaults, is_json, options, written
 from betahook.measure import components, statistics, weights
 from betahook.state import LARGEST_BETA, SMALLEST_BETA, State, forget_after, is_beta
 
@@ -138,10 +136,8 @@ def _later_entries(state: dict[str, Any]) -> dict[str, Any]:
     since = state.get("nonfinite_since")  # of the same shape; where it is damaged, it is refused by itself
     clips = torch.zeros(since.shape if isinstance(since, Tensor) else 0, dtype=torch.int64, device="cpu")
     window = torch.zeros_like(table[: len(ROWS["window"])]) if isinstance(table, Tensor) else table
-    return {
-        **{"findings_step": 0, "batches": 0, "clips": clips, "window": window, "recent_moments": kept},
-        **{name: zeros.clone() for name in BY_LAYER},
-    }
+    by_layer = {name: zeros.clone() for name in BY_LAYER}
+    return {"findings_step": 0, "batches": 0, "clips": clips, "window": window, "recent_moments": kept, **by_layer}
 
 
 def match(
@@ -166,38 +162,37 @@ def match(
         raise ValueError(f"the state belongs to a hook with {state['options']}, this one has {own['options']}")
     for name in TENSORS:
         _check_shape(name, state[name], own[name].shape)
-    _match_controllers(state["controllers"], own["controllers"], controllers)
-    matched = [
-        {**entry, "state": _memory(controller, entry["state"], beta)}
-        for controller, entry in zip(controllers, state["controllers"], strict=True)
-    ]
-    return {**state, "controllers": matched}
+    return {**state, "controllers": _match_controllers(state["controllers"], own["controllers"], controllers, beta)}
 
 
 def _match_controllers(
-    given: list[dict[str, Any]], own: list[dict[str, Any]], controllers: Sequence[Controller]
-) -> None:
-    """Refuse other controllers, or the same ones with other options; a default stands for an option that is missing."""
+    given: list[dict[str, Any]], own: list[dict[str, Any]], controllers: Sequence[Controller], beta: Tensor
+) -> list[dict[str, Any]]:
+    """Return the entries of the same controllers with the same options, their memories in the present form.
+
+    A default stands for an option that is missing: it is newer than the state.
+    """
+    kinds = {type(controller).__qualname__: type(controller) for controller in controllers}
+
+    def listed(entries: list[dict[str, Any]]) -> str:
+        return ", ".join(written(entry["class"], entry["options"], kinds.get(entry["class"])) for entry in entries)
+
     other = (
-        f"the state belongs to other controllers: expected {[*map(_written, own)]}, got {[*map(_written, given)]}. Go "
-        "on with those, or begin with others on the folded model: betahook.fold(betahook.restore(model, folder))"
+        f"the state belongs to other controllers: expected [{listed(own)}], got [{listed(given)}]. Go on with those, "
+        "or begin with others on the folded model: betahook.fold(betahook.restore(model, folder))"
     )
     if [entry["class"] for entry in given] != [entry["class"] for entry in own]:
         raise ValueError(other)
+    matched = []
     for entry, like, controller in zip(given, own, controllers, strict=True):
         if unknown := sorted(entry["options"].keys() - like["options"].keys()):
             raise ValueError(
                 f"{other}. {like['class']} has no option {', '.join(unknown)}: renamed or removed since then"
             )
-        if {**_defaults(controller), **entry["options"]} != like["options"]:
+        if {**defaults(type(controller)), **entry["options"]} != like["options"]:
             raise ValueError(other)
-
-
-def _defaults(controller: Controller) -> dict[str, Any]:
-    """Return the defaults of a controller's options, for those that a file does not name, since they are newer."""
-    defaults = {field.name: field.default for field in fields(controller) if field.default is not MISSING}  # type: ignore[arg-type]
-    named: dict[str, Any] = json.loads(json.dumps(defaults, default=repr))  # tuples are lists in a file
-    return named
+        matched.append({**entry, "state": _memory(controller, entry["state"], beta)})
+    return matched
 
 
 def _memory(controller: Controller, given: dict[str, Tensor], beta: Tensor) -> dict[str, Tensor]:
@@ -209,11 +204,6 @@ def _memory(controller: Controller, given: dict[str, Tensor], beta: Tensor) -> d
     for key, value in memory.items():
         _check_shape(f"{key} of {name}", value, start[key].shape)
     return {key: memory[key] for key in start if memory}
-
-
-def _written(entry: dict[str, Any]) -> str:
-    """Write a controller as it is made."""
-    return f"{entry['class']}({', '.join(f'{name}={value!r}' for name, value in entry['options'].items())})"
 
 
 def restore(state: State, given: dict[str, Any]) -> None:
@@ -255,13 +245,17 @@ def _check_counters(state: dict[str, Any]) -> None:
 
 def _check_controller(index: int, entry: object) -> None:
     """Refuse an entry of controllers that is none."""
-    kinds = {"class": str, "options": dict, "state": dict}
-    wrong = not isinstance(entry, dict) or any(not isinstance(entry.get(key), kind) for key, kind in kinds.items())
-    if wrong or not all(isinstance(name, str) for key in ("options", "state") for name in entry[key]):  # type: ignore[index]
-        raise ValueError(
-            f"the state is damaged: controller {index} should be a class, options and a state by name, got {entry!r}"
-        )
-    for name, value in entry["state"].items():  # type: ignore[index]
+    match entry:
+        case {"class": str(), "options": dict(given), "state": dict(memory)} if all(
+            isinstance(name, str) for name in (*given, *memory)
+        ) and all(map(is_json, given.values())):
+            pass
+        case _:
+            raise ValueError(
+                f"the state is damaged: controller {index} should be a class, options and a state by name, got "
+                f"{entry!r}"
+            )
+    for name, value in memory.items():
         if not isinstance(value, Tensor) or value.dim() != 1:
             raise ValueError(f"the state is damaged: {name} of controller {index} should be a tensor of one dimension")
         _check_dtype(f"{name} of controller {index}", value)

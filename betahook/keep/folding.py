@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from betahook.hook import Hook, hooks_of
-from betahook.keep import note, transition
+from betahook.keep import transition
 from betahook.keep.refusals import FoldError, Plan, refuse
 from betahook.keep.transition import Unfinished
 from betahook.keep.verification import exact_places
 from betahook.models import materialise
+from betahook.version import __version__
 
 __all__ = ["FoldError", "check_end", "fold", "fold_or_warn"]
 
 logger = logging.getLogger(__name__)
+NOTE = "betahook_folded"
+"""Key of the note in the config; another one than that of a model whose beta is not in its weights."""
+TAG = "betahook"
 
 
 @torch.no_grad()
@@ -64,7 +69,8 @@ def fold(model: nn.Module | Hook, *, unfinished: Unfinished = "keep") -> None:
         refuse(plan)
         for layer, place in exact_places(plan).items():
             place.scale(plan.gains[layer])
-        note.leave(hook, list(plan.gains.values()))
+        if plan.gains:
+            _leave_note(hook, torch.cat(list(plan.gains.values())))
         hook.detach()
 
 
@@ -85,6 +91,21 @@ def fold_or_warn(hook: Hook, unfinished: Unfinished) -> None:
         fold(hook, unfinished=unfinished)
     except FoldError as error:
         logger.warning("%s. A model that is saved now needs betahook to act as it was trained.", error)
+
+
+def _leave_note(hook: Hook, gains: Tensor) -> None:
+    """Note in the config of a model what was folded, and tag the model card that the Hub gets; nothing reads either."""
+    model: Any = hook.model
+    if hasattr(getattr(model, "config", None), "to_json_file"):  # it is a config of transformers
+        note = {
+            "version": __version__,
+            "controllers": [repr(controller) for controller in hook.controllers],
+            "steps": hook.steps,
+            "beta_over_own": [float(f"{float(limit):.6g}") for limit in gains.aminmax()],
+        }
+        setattr(model.config, NOTE, note)
+    if hasattr(model, "add_model_tags"):
+        model.add_model_tags([TAG])
 
 
 def _only_hook(model: nn.Module) -> Hook:

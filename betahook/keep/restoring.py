@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from betahook import checkpoint
 from betahook.hook import Hook, attach
 from betahook.models.discovery import named_modules
 from betahook.options import ControllerChoice, Settings
+from betahook.version import __version__
 
 
 def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: ControllerChoice | None = None) -> Hook:
@@ -37,10 +38,18 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
         ValueError: the model's config does not say that it needs betahook; the file is damaged, of another model or
             other controllers, or was saved with other weights than those of the model.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"restore(model, folder) takes a folder second; got {type(folder).__name__}")
     path = Path(folder, checkpoint.FILE)
     state = _read(model, path)
+    names, known = list(state["layers"]), {field.name for field in fields(Settings)}
+    if unknown := sorted(state["options"].keys() - known):
+        raise ValueError(
+            f"{path}: betahook {__version__} does not know its option {', '.join(unknown)}; restore it with the "
+            "version that wrote it, or a newer one"
+        )
     try:
-        names, chosen = list(state["layers"]), asdict(Settings(**state["options"]))
+        chosen = asdict(Settings(**state["options"]))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is not the state of a hook: {error}") from error
     model = _model_with(names, model, path)
@@ -80,9 +89,10 @@ def _read(model: nn.Module, path: Path) -> dict[str, Any]:
     # Only a config of transformers takes the mark, and not where the one beside the weights is an adapter's.
     takes = hasattr(getattr(model, "config", None), "to_json_file") and not hasattr(model, "peft_config")
     if takes and not marked:
+        load = f"; if it is a fresh one, load the weights of {path.parent} first, with from_pretrained"
         raise ValueError(
             f"the config of this {type(model).__name__} does not say that it needs betahook: its beta is in the "
-            "weights already, or is the default"
+            f"weights already, or is the default{load if path.exists() else f', and there is no {path}'}"
         )
     if marked and not path.exists():
         raise FileNotFoundError(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import ExitStack
 from typing import Literal
 
@@ -36,7 +37,8 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack) -> None:
     if not hook.in_transition:
         return
     losses = _losses(hook) if choice == "better" else (torch.nan, torch.nan)
-    own = choice == "own" or losses[1] <= losses[0]
+    # A loss that is NaN beside one that is not is the worse one; two of them say nothing.
+    own = choice == "own" or (losses[1] == losses[1] and not losses[0] < losses[1])
     if own:
         _let_own_act(hook, undo)
     compared = f" (loss {losses[int(own)]:.4g} on the last batch, the other one {losses[int(not own)]:.4g})"
@@ -46,7 +48,7 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack) -> None:
         hook.steps,
         hook.controllers,
         "the model's own beta, which leaves the weights as they are" if own else "the beta in force",
-        compared if losses[0] == losses[0] else "",
+        "" if math.isnan(losses[0]) and math.isnan(losses[1]) else compared,
     )
 
 

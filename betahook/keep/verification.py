@@ -89,7 +89,7 @@ def _check_model(plan: Plan, places: dict[AttentionLayer, Scaling], expected: li
     if [tensor.shape for tensor in actual] != [tensor.shape for tensor in expected]:
         raise plan.error(f"the output of {name} has another form each time")
     errors = plan.pooled(rerun.distances(actual, expected))
-    norms = plan.pooled(torch.tensor([rerun.norm(tensor) for tensor in expected], dtype=torch.double, device="cpu"))
+    norms = plan.pooled(rerun.norms(expected))
     limits = max(1e-5, precision / 4) * norms
     for seed in range(ROUNDINGS):
         if bool((errors <= limits).all()):

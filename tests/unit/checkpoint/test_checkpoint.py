@@ -277,7 +277,11 @@ def test_what_cannot_be_restored_leaves_the_model_as_it_was(tmp_path):
     for other, options, message in (
         (smaller, {}, "a model with other layers; these differ: model.layers.1.self_attn"),
         (wider, {}, "these differ: model.layers.0.self_attn, model.layers.1.self_attn"),
-        (same, {"controller": betahook.Gradient()}, r"other controllers: expected \['Gradient.* got \['Search"),
+        (
+            same,
+            {"controller": betahook.Gradient()},
+            r"other controllers: expected \[Gradient\(\)\], got \[Search\(window=2, .*\), Cap\(threshold=2.0\)\]",
+        ),
     ):
         before = fingerprint(other)
         with pytest.raises(ValueError, match=message) as caught:

@@ -1,5 +1,7 @@
 """Folding: the plain model afterwards gives the outputs of the hooked one before."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -165,6 +167,19 @@ def test_without_a_loss_to_judge_by_the_beta_in_force_is_folded(caplog):
     assert "it folds the beta in force. Train" in caplog.text
 
 
+def test_a_beta_with_which_the_loss_is_nan_is_the_worse_one(caplog):
+    model, batch, _, _ = opening(worse=True)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    layer = next(iter(betahook.hook.hooks_of(model))).layers["model.layers.0.self_attn"]
+    layer.beta = 1e10
+    layer.module.q_proj.register_forward_hook(lambda module, args, query: query * 1e30)
+    assert model(**batch).loss.isnan()
+    betahook.fold(model, unfinished="better")
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert "it folds the model's own beta, which leaves the weights as they are (loss " in caplog.text
+    assert "the other one nan" in caplog.text
+
+
 def test_a_choice_that_is_none():
     with betahook.attach(build("llama")) as hook:
         with pytest.raises(ValueError, match=r'unfinished must be "keep", "own" or "better"; got .best'):
@@ -235,3 +250,50 @@ def test_a_compiled_model_folds(in_place):
         adapted = compiled(**batch).logits
         betahook.fold(model)
     torch.testing.assert_close(model.forward(**batch).logits, adapted, rtol=1e-5, atol=1e-5)
+
+
+def folded(factor):
+    model = build("llama")
+    with betahook.attach(model, controller=betahook.Cap(1e3)) as hook:
+        model(**inputs("llama")).loss.backward()
+        hook.step()
+        for index, layer in enumerate(hook.layers.values()):
+            layer.beta = factor ** (index + 1) * layer.beta_default
+        betahook.fold(hook)
+    return model
+
+
+def test_the_config_and_the_card_say_what_was_folded(tmp_path):
+    model = folded(2.0)
+    model.save_pretrained(tmp_path)
+    note = json.loads((tmp_path / "config.json").read_text())["betahook_folded"]
+    assert note == {
+        "version": betahook.__version__,
+        "controllers": ["Cap(threshold=1000.0)"],
+        "steps": 1,
+        "beta_over_own": [2.0, 4.0],
+    }
+    assert model.model_tags == ["betahook"]
+    again = type(model).from_pretrained(tmp_path)
+    assert again.config.betahook_folded == note
+    betahook.attach(again).detach()  # it is a model like any other
+    del again.config.betahook_folded
+    again.save_pretrained(tmp_path / "removed")
+    assert "betahook" not in (tmp_path / "removed/config.json").read_text()
+
+
+def test_nothing_is_noted_where_nothing_was_folded(tmp_path):
+    model = folded(1.0)
+    model.save_pretrained(tmp_path)
+    assert "betahook" not in (tmp_path / "config.json").read_text()
+    assert not model.model_tags
+
+
+def test_a_plain_module_takes_no_note():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), ByHandAttention())
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(3, 12, WIDTH))
+        for layer in hook.layers.values():
+            layer.beta = 2 * layer.beta_default
+        betahook.fold(hook)
+    assert not hasattr(model, "config")

@@ -3,6 +3,7 @@
 import pytest
 
 import betahook
+from betahook.hook import hooks_of
 from support.models import build, inputs
 from support.training import train
 
@@ -45,9 +46,35 @@ def test_a_folder_whose_beta_was_left_behind(folder, tmp_path):
         betahook.restore(load(folder), tmp_path / "elsewhere")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pooling": "sum"}, rf"betahook {betahook.__version__} does not know its option pooling; restore it with the"),
+        ({"interval": 0}, "is not the state of a hook: interval must be a whole number of steps, 1 or more; got 0"),
+    ],
+)
+def test_options_of_another_version(folder, options, message):
+    model = build("llama")
+    with betahook.attach(model, controller=betahook.Gradient(0.1)) as hook:
+        train(model, hook, 1)
+        written = hook.state_dict
+        hook.state_dict = lambda: {**(state := written()), "options": {**state["options"], **options}}
+        hook.model.save_pretrained(folder)
+    model = load(folder)
+    with pytest.raises(ValueError, match=message):
+        betahook.restore(model, folder)
+    assert not hooks_of(model)
+
+
 def test_a_model_that_needs_no_betahook(folder):
-    with pytest.raises(ValueError, match="does not say that it needs betahook: its beta is in the weights already"):
+    with pytest.raises(
+        ValueError, match=r"its beta is in the weights already, or is the default; .* load the weights of"
+    ):
         betahook.restore(build("llama"), folder)
+    with pytest.raises(ValueError, match=r"needs betahook: .*, and there is no .*safetensors"):
+        betahook.restore(build("llama"), folder / "other")
+    with pytest.raises(TypeError, match=r"takes a folder second; got LlamaForCausalLM"):
+        betahook.restore(folder, build("llama"))
 
 
 def test_other_controllers_leave_the_model_as_it_was(folder):
