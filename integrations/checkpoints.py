@@ -27,7 +27,10 @@ has, `restore_callback_states_from_checkpoint` replaces the user's callback by o
 
 
 def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """The newest whole checkpoint of a run with `BetaHookCallback`, for `resume_from_checkpoint`; None without any."""
+    """The newest whole checkpoint in `output_dir`, of a run with `BetaHookCallback`; None without any.
+
+    For `trainer.train(resume_from_checkpoint=...)`.
+    """
     folders = _checkpoints(Path(output_dir))
     return next((str(folder) for folder in folders if checkpoint.is_begun(folder) and _is_whole(folder)), None)
 

@@ -5,14 +5,13 @@ Needs the package `lightning`; nothing else of betahook imports this file.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from betahook.hook import Hook, attach
+from betahook.hook import Hook, attach, check_options
 from betahook.keep.folding import check_end, fold_or_warn
 from betahook.keep.transition import Unfinished
 from betahook.models.discovery import survey
@@ -45,7 +44,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
 
     Raises:
         ValueError: an option has a value that makes no sense.
-        TypeError: there is no such option.
+        TypeError: there is no such option, or it has the wrong type.
     """
 
     def __init__(
@@ -56,10 +55,9 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         unfinished: Unfinished = "better",
         **options: Any,
     ) -> None:
-        inspect.signature(attach).bind(nn.Module(), **options)
         check_end(on_end, unfinished)
         self.hook: Hook | None = None
-        self._options = options
+        self._options = check_options(**options)
         self._quantities = check_names(quantities)
         self._summarise = Summary()
         self._on_end = on_end

@@ -28,6 +28,10 @@ CALM: dict[str, float] = {"nonfinite": 0.0, "at_bound": 0.0, "exact": 1.0}
 """Flags, with the value that is no news: written when another comes, and once when it ends."""
 
 
+PLACES = (f"{GROUP}/max_logit_layer", f"{GROUP}/max_logit_head")
+"""Numbers of a layer and a head, which are no curves: the findings and the picture name them."""
+
+
 class TensorBoardWriter:
     """Writes what a hook measured to a TensorBoard run; also a context manager that closes at its end.
 
@@ -71,6 +75,8 @@ class TensorBoardWriter:
             metrics: those of the hook, if they were read already.
             loss: the training loss, to be shown beside the rest.
         """
+        if not isinstance(hook, Hook):
+            raise TypeError(f"write(hook, step) takes what betahook.attach returned; got {type(hook).__name__}")
         metrics = hook.metrics() if metrics is None else metrics
         findings = hook.findings()
         if not self._logs:
@@ -81,7 +87,8 @@ class TensorBoardWriter:
         self._logs, self._step = self._logs + 1, step
         whole = {**self._summary(findings), **({} if loss is None else {f"{GROUP}/loss": loss})}
         for tag, value in whole.items():
-            self.writer.add_scalar(tag, value, step)
+            if tag not in PLACES:
+                self.writer.add_scalar(tag, value, step)
         self._write_details(hook, metrics, step)
         self._write_histograms(findings, step)
         if self._logs >= self._next_picture:

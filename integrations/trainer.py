@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import weakref
 from collections.abc import Iterable
@@ -14,8 +13,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from betahook import checkpoint, options
-from betahook.hook import Hook, attach, hooks_of
+from betahook import checkpoint
+from betahook.hook import Hook, attach, check_options, hooks_of
 from betahook.keep.folding import check_end, fold_or_warn
 from betahook.keep.transition import Unfinished
 from betahook.options import ControllerChoice, LayerChoice
@@ -30,12 +29,6 @@ from .reports import Reports, is_training, with_trackers
 __all__ = ["BetaHookCallback", "last_checkpoint", "watch"]
 
 logger = logging.getLogger(__name__)
-
-_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(attach).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY
-}
 
 _training: weakref.WeakSet[Hook] = weakref.WeakSet()
 """Hooks made by callbacks whose training has not ended, so that the next one may replace what Ctrl-C left."""
@@ -94,18 +87,17 @@ class BetaHookCallback(TrainerCallback):
         on_end: Literal["fold", "keep"] = "fold",
         unfinished: Unfinished = "better",
     ) -> None:
-        self._options: dict[str, Any] = {
-            "controller": controller,
-            "layers": layers,
-            "per_head": per_head,
-            "interval": interval,
-            "when": when,
-            "exact_max_logit": exact_max_logit,
-            "alerts": alerts,
-        }
-        if hook is not None and self._options != _DEFAULTS:
+        self._options = check_options(
+            controller=controller,
+            layers=layers,
+            per_head=per_head,
+            interval=interval,
+            when=when,
+            exact_max_logit=exact_max_logit,
+            alerts=alerts,
+        )
+        if hook is not None and self._options != check_options():
             raise ValueError("BetaHookCallback(hook=...) takes no other option: they belong to attach(), which made it")
-        options.settle(controller, per_head, interval, when, exact_max_logit, alerts)
         check_end(on_end, unfinished)
         self.hook = hook
         self._given = hook
@@ -125,21 +117,10 @@ class BetaHookCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         resumed, model = state.global_step > 0, kwargs["model"]
-        if self._given is not None and not self._given.attached:
-            raise ValueError(
-                "the hook of BetaHookCallback(hook=...) is detached, by a fold perhaps: attach to the model again and "
-                "give that hook to a new callback"
-            )
-        if self.hook is not None and self.hook.attached and not _is_on(self.hook, model):
-            if self.hook is self._given:
-                raise ValueError(
-                    "BetaHookCallback(hook=...) got the hook of another model than the one that the Trainer trains"
-                )
-            if self._is_training:  # it was broken off
-                self.hook.detach()
-            self.hook = None
-        elif self._is_training and self.hook is not None and self.hook is not self._given and self.hook.steps == 0:
-            self.hook.detach()  # it has measured a batch that did not fit, see `auto_find_batch_size`
+        if self._given is None:
+            self._leave_last(model)
+        else:
+            _check_given(self._given, model)
         self._is_training = True
         if self.hook is None or not self.hook.attached:
             for left in hooks_of(model) & set(_training):
@@ -157,6 +138,17 @@ class BetaHookCallback(TrainerCallback):
         self._reports = (
             Reports(self.hook, args, self._handler, self._quantities) if state.is_world_process_zero else None
         )
+
+    def _leave_last(self, model: nn.Module) -> None:
+        """Let go of the hook of the last training where it is of no use for one of this model."""
+        if self.hook is None or not self.hook.attached:
+            return
+        is_here = _is_on(self.hook, model)
+        # It was broken off; on the same model, with a batch that did not fit, see `auto_find_batch_size`.
+        if self._is_training and (not is_here or self.hook.steps == 0):
+            self.hook.detach()
+        if not is_here:
+            self.hook = None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         assert self.hook is not None
@@ -249,6 +241,19 @@ def watch(trainer: Trainer, callback: BetaHookCallback | None = None) -> BetaHoo
         chosen.on_init_end(trainer.args, trainer.state, trainer.control)
     chosen._handler = handler
     return chosen
+
+
+def _check_given(hook: Hook, model: nn.Module) -> None:
+    """Refuse a hook that does not act on the model in training."""
+    if not hook.attached:
+        raise ValueError(
+            "the hook of BetaHookCallback(hook=...) is detached, by a fold perhaps: attach to the model again and "
+            "give that hook to a new callback"
+        )
+    if not _is_on(hook, model):
+        raise ValueError(
+            "BetaHookCallback(hook=...) got the hook of another model than the one that the Trainer trains"
+        )
 
 
 def _is_on(hook: Hook, model: nn.Module) -> bool:

@@ -49,11 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     group = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     model = "a folder with a config.json, or a name on the Hugging Face Hub"
 
-    inspect = group.add_parser("inspect", help="say where betahook would attach to a model; no weights are read")
+    inspect = _command(group, "inspect", "say where betahook would attach to a model; no weights are read")
     inspect.add_argument("model", help=model)
     inspect.set_defaults(act=lambda options: commands.inspect(options.model))
 
-    examine = group.add_parser("examine", help="look at the attention of a trained model, by forwards over a text")
+    examine = _command(group, "examine", "look at the attention of a trained model, by forwards over a text")
     examine.add_argument("model", help=model)
     examine.add_argument("--text", required=True, metavar="FILE", help="plain text to run the model on")
     examine.add_argument("--length", type=_positive, default=512, help="tokens in a window (default: %(default)s)")
@@ -71,20 +71,27 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
 
-    report = group.add_parser("report", help="write what a run measured to one HTML file")
+    report = _command(group, "report", "write what a run measured to one HTML file")
     report.add_argument("run", metavar="RUN", help="a folder with TensorBoard files, checkpoints or both")
     report.add_argument("--html", type=Path, metavar="FILE", default=Path("betahook.html"), help="default: %(default)s")
     report.set_defaults(act=lambda options: commands.report(options.run))
 
-    show = group.add_parser("show", help="show the beta of each layer of a checkpoint")
+    show = _command(group, "show", "show the beta of each layer of a checkpoint")
     show.add_argument("folder", help="a checkpoint of a run with betahook")
     show.set_defaults(act=lambda options: commands.show(options.folder))
 
-    fold = group.add_parser("fold", help="fold the beta of a checkpoint into its weights, after a run was broken off")
+    fold = _command(group, "fold", "fold the beta of a checkpoint into its weights, after a run was broken off")
     fold.add_argument("folder", help="a checkpoint of a run with betahook")
     fold.add_argument("out", help="a new folder for the plain model")
     fold.set_defaults(act=lambda options: commands.fold(options.folder, options.out))
     return parser
+
+
+def _command(
+    group: argparse._SubParsersAction[argparse.ArgumentParser], name: str, purpose: str
+) -> argparse.ArgumentParser:
+    """Add a command, whose own help says its purpose too."""
+    return group.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
 
 
 def _positive(text: str) -> int:

@@ -56,7 +56,7 @@ def inspect(name: str) -> Document:
                 str(layer.head_dim),
                 pages.number(layer.beta_default),
                 *_places(layer),
-                foresee(hook, layer) or "no obstacle",
+                foresee(hook, layer) or "possible",
             ]
             for layer in layers
         ]
@@ -77,7 +77,7 @@ def show(folder: str) -> Document:
     """Show the beta of each layer of a checkpoint, from the state of the hook alone."""
     _check_state(folder)
     state = checkpoint.read(folder)
-    made = Text(f"From {', '.join(map(pages.written, state['controllers']))}")
+    made = Text(f"From {pages.controllers(state)}")
     return Document(f"{folder}: beta after {state['steps']} steps", [pages.betas(state), made])
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import torch
 
 import betahook
 from betahook.cli.runs import Run
+from betahook.control.base import written
 from betahook.examination import Examination
 from betahook.measure.statistics import geometric_mean
 from betahook.report import pictures
 from betahook.report.audit import Audit
-from betahook.report.conditions import PAGE, Condition
+from betahook.report.conditions import HELP, Condition
 from betahook.report.document import Block, Chart, Document, Picture, Table, Text
 from betahook.report.findings import Findings
 from betahook.report.history import History
@@ -35,6 +37,8 @@ COLOURS = {
     "nonfinite": "#8c8f94",
 }
 """Of conditions in charts: blue is flat and orange sharp, as in the picture; legible on white and on black."""
+REMARK = re.compile(r"^\* \*\*(.+?)\*\*: (.+)$", re.MULTILINE)
+"""A remark in findings that were written as Markdown: its subject, and what it says."""
 PREDICTIONS = (
     "Before beta. sqrt(d_k) is the std for which 1/sqrt(d_k) is right; the next follows from the std of W_q and W_k, "
     "the third from the means and variances of q and k, if their components are independent."
@@ -51,12 +55,13 @@ def examination(title: str, source: str, found: Examination, *, pictured: bool) 
     summary = found.findings.summary.removeprefix(f"Step {found.findings.step}: ")
     blocks: list[Block] = [
         Text(summary[0].upper() + summary[1:], strong=True),
+        *advice(found.findings.remarks()),
         Text(source),
         *(glance(found.findings) if pictured else []),
-        conditions(found.findings).without("since step", "controller", "beta / own"),
+        conditions(found.findings).compact(without=["since step", "beta / own"]),
         formats(found.precision, found.findings.labels),
         *audit(found.audit),
-        used([]),
+        footer([]),
     ]
     return Document(title, blocks)
 
@@ -74,25 +79,26 @@ def glance(findings: Findings) -> list[Picture]:
 
 def run(folder: str, found: Run, judged: tuple[Findings, Audit] | None) -> Document:
     """Return what the files of a run say."""
-    last = max(found.states, default=None)
-    blocks: list[Block] = []
+    tables: list[Table] = []
+    if found.states:
+        last = max(found.states)
+        tables = [replace(betas(found.states[last]), title=f"Beta after {last} steps")]
     if judged is not None:
-        blocks.append(Text(judged[0].summary, strong=True))
-    elif found.words:
-        blocks.append(Text(found.words.partition("\n")[0].strip("*"), strong=True))
+        findings, audited = judged
+        summary, remarks = findings.summary, findings.remarks()
+        tables = [
+            conditions(findings),
+            *(table.compact(without=["beta / own", "attention"]) for table in tables),
+            *audit(audited),
+        ]
+    else:
+        summary, remarks = found.words.partition("\n")[0].strip("*"), dict(REMARK.findall(found.words))
+        tables = [*([from_markdown(found.words)] if found.words else []), *tables]
+    blocks: list[Block] = [Text(summary, strong=True), *advice(remarks)] if summary else []
     if found.picture is not None:
         note = "Blue is flat, orange sharp, dark red looks at one key; beta over the model's own at the lower right."
         blocks.append(Picture(found.picture, "layer by step, and layer by head", "At a glance", note))
-    blocks += [chart for chart in charts(found) if chart.lines]
-    if judged is not None:
-        blocks.append(conditions(judged[0]))
-    elif found.words:
-        blocks.append(from_markdown(found.words))
-    if last is not None:
-        blocks.append(replace(betas(found.states[last]), title=f"Beta after {last} steps"))
-    if judged is not None:
-        blocks += audit(judged[1])
-    blocks.append(used(sources(found)))
+    blocks += [*(chart for chart in charts(found) if chart.lines), *tables, footer(sources(found))]
     return Document(f"Attention in {Path(folder).resolve().name}", blocks)
 
 
@@ -109,7 +115,7 @@ def charts(found: Run) -> list[Chart]:
     return [
         Chart("Loss", _drawn(loss)),
         Chart("Largest logit", _drawn({"largest logit": found.curve(f"{GROUP}/max_logit")}), logarithmic=True),
-        Chart("Share of the layers in each condition", shares, colours=COLOURS),
+        Chart("Share of the layers in each condition", shares, colours=COLOURS, ends=(-0.05, 1.05)),
         Chart("Lowest entropy of a layer (nats)", _drawn({"entropy": found.curve(f"{GROUP}/lowest_entropy")})),
         Chart("Beta over the model's own: range", _drawn(spread), logarithmic=True),
         Chart("Beta over the model's own, by layer, at checkpoints", _gains(found), logarithmic=True),
@@ -145,15 +151,20 @@ def sources(found: Run) -> list[str]:
         newest = found.states[max(found.states)]
         steps = ", ".join(map(str, found.states))
         options = ", ".join(f"{name}={value!r}" for name, value in newest["options"].items())
-        lines.append(f"checkpoints after {steps} steps; {', '.join(map(written, newest['controllers']))}; {options}")
+        lines.append(f"checkpoints after {steps} steps; {controllers(newest)}; {options}")
     return [f"From {' and '.join(lines)}"]
+
+
+def advice(remarks: Mapping[str, str]) -> list[Block]:
+    """Return remarks as a paragraph, a line each; none without any."""
+    return [Text("\n".join(f"{subject}: {words}" for subject, words in remarks.items()))] if remarks else []
 
 
 def from_markdown(words: str) -> Table:
     """Return the table of findings that were written as Markdown."""
     lines = [line for line in words.splitlines() if line.startswith("|")]
     header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    return Table(header, rows, "Attention, layer by layer", f"Limits and reasons: {PAGE}")
+    return Table(header, rows, "Attention, layer by layer", HELP)
 
 
 def number(value: float) -> str:
@@ -184,7 +195,7 @@ def _drawn(lines: dict[str, list[tuple[float, float]]]) -> dict[str, list[tuple[
 def conditions(findings: Findings) -> Table:
     """Return the condition of each layer."""
     header, *rows = findings.rows()
-    note = f"Keys looked at: exp of the mean entropy, of what flat attention would look at. Limits and reasons: {PAGE}"
+    note = f"Keys looked at: exp of the mean entropy, of what flat attention would look at. {HELP}"
     return Table(header, rows, "Attention, layer by layer", note)
 
 
@@ -216,20 +227,15 @@ def _by_layer(rows: list[list[str]], title: str, note: str) -> Table:
     return Table(header, [[shorter.get(row[0], row[0]), *row[1:]] for row in rest], title, note)
 
 
-def used(lines: Sequence[str]) -> Text:
-    """Return the versions, and what else was used."""
+def footer(lines: Sequence[str]) -> Text:
+    """Return what was used: these lines, and the versions."""
     packages = " · ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     return Text("\n".join([*lines, f"betahook {betahook.__version__} · {packages}"]))
 
 
-def written(entry: dict[str, Any]) -> str:
-    """Write a controller of a state with the options that are not its defaults."""
-    kind = getattr(betahook, entry["class"], None)
-    known = fields(kind) if is_dataclass(kind) else ()
-    defaults = {each.name: each.default for each in known}
-    options = entry["options"].items()
-    given = [f"{name}={value!r}" for name, value in options if name not in defaults or defaults[name] != value]
-    return f"{entry['class']}({', '.join(given)})"
+def controllers(state: dict[str, Any]) -> str:
+    """Write the controllers of a state, without the options that are their defaults."""
+    return ", ".join(written(entry["class"], entry["options"]) for entry in state["controllers"])
 
 
 def _with_heads(each: Precision) -> str:

@@ -102,12 +102,20 @@ def _read_checkpoints(root: Path, run: Run) -> None:
     run.states = dict(sorted(run.states.items()))
     logs = root.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{compat.trainer_state_name()}")
     files = [file for file in (*logs, root / compat.trainer_state_name()) if file.is_file()]
-    histories: list[list[dict[str, Any]]] = [json.loads(file.read_text()).get("log_history", []) for file in files]
     curves: dict[str, Points] = {}
-    for entry in max(histories, key=len, default=[]):
+    for entry in max(map(_history, files), key=len, default=[]):
         for name, value in entry.items():
             curves.setdefault(_tag(name), []).append((entry["step"], value))
     run.scalars = {**curves, **run.scalars}
+
+
+def _history(file: Path) -> list[dict[str, Any]]:
+    """Return the history in a state of the Trainer; an empty one if its process ended while it wrote that."""
+    try:
+        history: list[dict[str, Any]] = json.loads(file.read_text()).get("log_history", [])
+    except ValueError:
+        return []
+    return history
 
 
 def _tag(name: str) -> str:
@@ -118,16 +126,19 @@ def _tag(name: str) -> str:
 
 
 def judge(run: Run) -> tuple[Findings, Audit] | None:
-    """Judge the newest checkpoint by its state alone; None without one, or where its model cannot be made."""
+    """Judge the newest checkpoint by its state alone.
+
+    None without one, where its config is not that of the hooked model, or where nothing was measured.
+    """
     if run.newest is None or models.obstacle(str(run.newest)) is not None:
         return None
     state = run.states[max(run.states)]
-    try:
-        model = models.without_weights(str(run.newest))
-    except (OSError, ValueError):
-        return None
     names, per_head = state["layers"], state["options"]["per_head"]
     chosen: dict[str, Any] = {"layers": lambda name, module: name in names, "per_head": per_head}
-    with checkpoint.unmarked(model), betahook.attach(model, controller="monitor", **chosen) as hook:
-        hook.load_state_dict({**state, "controllers": hook.state_dict()["controllers"]})
-        return hook.findings(), hook.audit()
+    try:
+        model = models.without_weights(str(run.newest))
+        with checkpoint.unmarked(model), betahook.attach(model, controller="monitor", **chosen) as hook:
+            hook.load_state_dict({**state, "controllers": hook.state_dict()["controllers"]})
+            return hook.findings(), hook.audit()
+    except (OSError, ValueError, RuntimeError):
+        return None

@@ -23,7 +23,7 @@ def show(document: Document) -> None:
         if isinstance(block, Text):
             console.print(RichText(block.text, style="bold" if block.strong else ""))
         elif isinstance(block, Table) and not block.is_wide:
-            _show_table(console, block.used())
+            _show_table(console, block.compact())
 
 
 def _show_table(console: Console, table: Table) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from betahook.control.base import require
+
 LIMITS = ("max_logit", "logit_std", "entropy")
 """Quantities with a limit; of the entropy it is the lowest value, of the others the largest."""
 
@@ -46,6 +48,10 @@ class Alerts:
         entropy: alert below this mean entropy of the attention rows, in nats; None for no alert.
         at_bound: True to alert when beta is at a bound of the controllers, see `control.base.DECADES`.
         logit_std: alert above this std of the logits within rows; None for no alert.
+
+    Raises:
+        ValueError: an option has a value that makes no sense.
+        TypeError: `on_alert` cannot be called.
     """
 
     on_alert: Callable[[Alert], object]
@@ -58,12 +64,8 @@ class Alerts:
         if not callable(self.on_alert):
             raise TypeError(f"Alerts(on_alert) must be a function of an Alert; got {self.on_alert!r}")
         for name in LIMITS:
-            limit = getattr(self, name)
-            number = isinstance(limit, int | float) and not isinstance(limit, bool)
-            if limit is not None and not (number and limit > 0):
-                raise ValueError(f"Alerts({name}=...) must be a positive number or None; got {limit!r}")
-        if not isinstance(self.at_bound, bool):
-            raise ValueError(f"Alerts(at_bound=...) must be True or False; got {self.at_bound!r}")
+            require(self, name, lambda x: x is None or (x > 0 and x is not True), "a positive number or None")
+        require(self, "at_bound", lambda value: isinstance(value, bool), "True or False")
 
     def check(self, metrics: Mapping[str, float], step: int) -> None:
         """Call back for every limit that `metrics`, as from `Hook.metrics`, cross."""

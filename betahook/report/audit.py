@@ -1,18 +1,31 @@
-"""The paper's assumptions behind `beta = 1/sqrt(d_k)`, layer by layer: what was measured against what was predicted."""
+"""The paper's assumptions behind `beta = 1/sqrt(d_k)`, layer by layer: what was measured against what was predicted.
+
+`Hook.audit` calls it. For the correlations the model runs once more: ordinary steps pay nothing for them, and the
+model, its hook and the random state are as before.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
 
 from betahook import theory
 from betahook.layer import Layers
 from betahook.measure.correlations import Correlations
 from betahook.measure.groups import HeadGroups
-from betahook.measure.statistics import Statistics
+from betahook.measure.statistics import Statistics, is_distributed
 from betahook.measure.weights import WeightStd
+from betahook.replay import rerun
 from betahook.report.names import aligned
+from betahook.state import State
+from betahook.tap.listening import listening
+from betahook.tap.recorder import ATTRIBUTE
 
 
 @dataclass(frozen=True)
@@ -140,6 +153,31 @@ class Audit(tuple[LayerAudit, ...]):
 
     def __str__(self) -> str:
         return "\n\n".join(map(aligned, (self.predictions(), self.assumptions())))
+
+
+@torch.no_grad()
+def correlations(hook: rerun.Hooked, layers: Layers, state: State) -> dict[str, Correlations]:
+    """Measure the correlations in each layer that the last input reaches; of several calls of a layer the first counts.
+
+    Nothing is measured without a last input, or in a run of several processes: they would have to run the model
+    together, and an audit may be asked for on one alone.
+    """
+    found: dict[str, Correlations] = {}
+
+    def listen(name: str, query: Tensor, key: Tensor, valid: tuple[Tensor | None, Tensor | None]) -> None:
+        if name not in found:
+            found[name] = Correlations.of(query, key, valid)
+
+    if hook.last_call.input is None or is_distributed():
+        return found
+    with ExitStack() as stack:
+        stack.enter_context(rerun.without_side_effects(hook))
+        stack.callback(vars(state).update, turn=state.turn, paused=state.paused)
+        state.turn, state.paused = range(len(state.ranges)), False
+        for name, layer in layers.items():
+            stack.enter_context(listening(getattr(layer.module, ATTRIBUTE), partial(listen, name)))
+        rerun.run_model(hook)
+    return found
 
 
 def _predictions(layer: LayerAudit) -> list[str]:

@@ -27,11 +27,11 @@ def draw(chart: Chart) -> str:
         return '<p class="note">nothing was logged</p>'
     steps = [step for points in lines.values() for step, _ in points]
     values = [value for points in lines.values() for _, value in points]
-    low, high = _range(values, chart.logarithmic)
+    low, high = chart.ends or _range(values, chart.logarithmic)
     first, last = min(steps), max(max(steps), min(steps) + 1)
 
     def place(point: Point) -> str:
-        return f"{_across(point[0], first, last):.1f},{_up(point[1], low, high, chart.logarithmic):.1f}"
+        return f"{_x(point[0], first, last):.1f},{_y(point[1], low, high, chart.logarithmic):.1f}"
 
     colours = [chart.colours.get(name, colour) for name, colour in zip(lines, _colours(len(lines)), strict=True)]
     parts = [_axes(chart, (first, last), (low, high))]
@@ -47,7 +47,7 @@ def draw(chart: Chart) -> str:
     svg = (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(chart.title)}">{"".join(parts)}</svg>'
     )
-    return svg + _legend(list(lines), colours)
+    return svg + (_legend(list(lines), colours) if len(lines) > 1 or chart.colours else "")
 
 
 def _is_drawn(point: Point, chart: Chart) -> bool:
@@ -64,11 +64,11 @@ def _range(values: Sequence[float], logarithmic: bool) -> Point:
     return low - room, high + room
 
 
-def _across(step: float, first: float, last: float) -> float:
+def _x(step: float, first: float, last: float) -> float:
     return LEFT + (WIDTH - LEFT - RIGHT) * (step - first) / (last - first)
 
 
-def _up(value: float, low: float, high: float, logarithmic: bool) -> float:
+def _y(value: float, low: float, high: float, logarithmic: bool) -> float:
     if logarithmic:
         value, low, high = math.log(value), math.log(low), math.log(high)
     return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low)
@@ -89,14 +89,14 @@ def ticks(low: float, high: float, logarithmic: bool) -> list[float]:
 
 
 def _axes(chart: Chart, steps: Point, values: Point) -> str:
-    parts = [f'<text x="{LEFT - 8}" y="{HEIGHT - 8}" text-anchor="end">step</text>']
+    parts = [f'<text x="{LEFT - 24}" y="{HEIGHT - 8}" text-anchor="end">step</text>']
     for value in ticks(*values, chart.logarithmic):
-        y = _up(value, *values, chart.logarithmic)
+        y = _y(value, *values, chart.logarithmic)
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_label(value)}</text>')
     for step in ticks(*steps, False):
         if step == int(step):
-            x = _across(step, *steps)
+            x = _x(step, *steps)
             parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{int(step):,}</text>')
     return "".join(parts)
 
@@ -119,8 +119,6 @@ def _between(share: float) -> str:
 
 
 def _legend(names: Sequence[str], colours: Sequence[str]) -> str:
-    if len(names) == 1:
-        return ""
     if len(names) <= NAMED:
         entries = [
             f'<span><i style="background:{colour}"></i>{html.escape(name)}</span>'

@@ -1,7 +1,7 @@
 """Conditions that attention can be in, their limits and the advice: pure functions of numbers.
 
-`report.findings` judges layers and heads by them. The limits stand in `RULES` and nowhere else; `docs/FINDINGS.md`
-gives the reason for each.
+`report.findings` judges layers and heads by them. `RULES` has the limits, the docstring of `Condition` says them in
+words, and `docs/FINDINGS.md` gives the reason for each.
 """
 
 from __future__ import annotations
@@ -10,16 +10,30 @@ import math
 from dataclasses import dataclass
 from enum import IntEnum
 
-PAGE = "docs/FINDINGS.md"
-"""The page that explains the conditions, one heading each."""
+HELP = "Conditions and their limits: help(betahook.Condition)"
+"""Said below every table of findings."""
 
 SLACK = 0.1
 """A condition ends when its number is back by this share of the limit: one that hovers at a limit is no news."""
 
 
 class Condition(IntEnum):
-    """Conditions of the attention of a layer or head. Checkpoints hold the numbers: never change one."""
+    """Conditions of the attention of a layer or head. Of these, the first that holds:
 
+    non-finite: a NaN, an infinity or a skipped optimizer step since the last pooling.
+    exploding: the largest absolute logit is above 100.
+    dead: the std of the logits within rows is below 0.00195; every key gets the same weight, as bfloat16 rounds.
+    sink: the first key gets above 0.5 of the attention.
+    one key: the entropy of the rows is below 0.1 of that of flat attention.
+    sharp: it is below 0.25 of that, or the std of the logits within rows is above 10.
+    flat: exp of the mean entropy, the keys looked at, is above 0.95 of that of flat attention.
+    healthy: none of these.
+    not measured: no forward was measured yet.
+
+    A condition ends only when its number is back by a tenth of the limit.
+    """
+
+    # Checkpoints hold the numbers: never change one.
     UNMEASURED = 0
     HEALTHY = 1
     FLAT = 2

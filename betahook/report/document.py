@@ -6,7 +6,7 @@ Nothing here knows of betahook's numbers. `betahook.cli` fills documents; `repor
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?\s?(x|%)?")
@@ -48,18 +48,12 @@ class Table:
         cells = [row[column] for row in self.rows if row[column]]
         return bool(cells) and all(NUMBER.fullmatch(cell) for cell in cells)
 
-    def used(self) -> Table:
-        """Return the table without columns that are empty in every row."""
-        kept = [column for column in range(len(self.header)) if not self.rows or any(row[column] for row in self.rows)]
-        rows = [[row[column] for column in kept] for row in self.rows]
-        return replace(self, header=[self.header[column] for column in kept], rows=rows)
-
-    def without(self, *names: str) -> Table:
-        """Return the table without some columns."""
-        rows = [
-            ["" if name in names else cell for name, cell in zip(self.header, row, strict=True)] for row in self.rows
-        ]
-        return replace(self, rows=rows).used()
+    def compact(self, *, without: Collection[str] = ()) -> Table:
+        """Return the table without the columns of these names, and without those that are empty in every row."""
+        columns = [[name, *(row[index] for row in self.rows)] for index, name in enumerate(self.header)]
+        kept = [column for column in columns if column[0] not in without and (any(column[1:]) or not self.rows)]
+        header, *rows = map(list, zip(*kept, strict=True))
+        return replace(self, header=header, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -89,6 +83,7 @@ class Chart:
         logarithmic: True for a logarithmic axis of positive values.
         note: below it, on how to read it.
         colours: of lines by name, where they have a meaning.
+        ends: of the axis of values; None fits it to them.
     """
 
     title: str
@@ -96,6 +91,7 @@ class Chart:
     logarithmic: bool = False
     note: str = ""
     colours: Mapping[str, str] = field(default_factory=dict)
+    ends: tuple[float, float] | None = None
 
 
 Block = Text | Table | Picture | Chart

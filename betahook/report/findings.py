@@ -16,8 +16,8 @@ import torch
 from betahook.control.notes import Note
 from betahook.layer import Layers
 from betahook.report import metrics
-from betahook.report.conditions import ADVICE, PAGE, WORRYING, Condition, Numbers, classify
-from betahook.report.names import aligned, short_names
+from betahook.report.conditions import ADVICE, HELP, WORRYING, Condition, Numbers, classify
+from betahook.report.names import aligned, plain, short_names
 from betahook.state import State
 
 logger = logging.getLogger("betahook")
@@ -70,11 +70,6 @@ class Finding:
         """Advice in a few words; empty for a healthy layer."""
         return ADVICE[self.condition]
 
-    @property
-    def link(self) -> str:
-        """The page that explains the condition."""
-        return f"{PAGE}#{str(self.condition).replace(' ', '-')}"
-
 
 class Findings(tuple[Finding, ...]):
     """One `Finding` a layer, in the order of the layers; prints as a sentence and a table.
@@ -113,7 +108,8 @@ class Findings(tuple[Finding, ...]):
         if measured:
             largest, label = max(measured, key=lambda pair: pair[0].numbers.max_logit)
             sentences.append(
-                f"The largest logit is {largest.numbers.max_logit:.3g} (layer {label}, head {largest.max_logit_head})."
+                f"The largest logit is {plain(largest.numbers.max_logit)} "
+                f"(layer {label}, head {largest.max_logit_head})."
             )
             gains = [finding.gain for finding, _ in measured if finding.gain > 0]
             if gains:
@@ -133,7 +129,7 @@ class Findings(tuple[Finding, ...]):
             return ""
         gravest = max(began)
         parts = [f"{condition} in {_layers(began[condition], len(self))}" for condition in sorted(began, reverse=True)]
-        advice = f" ({ADVICE[gravest]}; see {PAGE})" if ADVICE[gravest] else ""
+        advice = f" ({ADVICE[gravest]})" if ADVICE[gravest] else ""
         return f"step {self.step}: attention is now {_listed(parts)}{advice}"
 
     @property
@@ -142,24 +138,33 @@ class Findings(tuple[Finding, ...]):
         return any(finding.since == self.step and finding.condition in WORRYING for finding in self)
 
     def rows(self) -> list[list[str]]:
-        """A table for people: the first row is the header, then one row a layer."""
-        header = ["layer", "attention", "since step", "std of logits", "max logit", "keys looked at", "beta / own"]
-        return [
-            [*header, "controller", "heads", "what to do"],
-            *(_cells(finding, label) for finding, label in zip(self, self.labels, strict=True)),
-        ]
+        """A table for people: the first row is the header, then one row a layer; without columns of empty cells."""
+        header = ["layer", "attention", "since step", "logit std", "max logit", "keys looked at", "beta / own"]
+        cells = [_cells(finding, label) for finding, label in zip(self, self.labels, strict=True)]
+        columns = zip([*header, "last move", "heads"], *cells, strict=True)
+        return [list(row) for row in zip(*(column for column in columns if any(column[1:])), strict=True)]
+
+    def remarks(self) -> dict[str, str]:
+        """Remedies for conditions and reasons of controllers, by what each is about: the words below the table."""
+        notes: dict[str, list[str]] = {}
+        for finding, label in zip(self, self.labels, strict=True):
+            notes.setdefault(str(finding.note), []).append(label)
+        notes.pop("", None)
+        advice = {str(condition): ADVICE[condition] for condition in self.counts if ADVICE[condition]}
+        return {**advice, **{f"beta of {_layers(labels, len(self))}": note for note, labels in notes.items()}}
 
     def markdown(self) -> str:
         """The same as a page in Markdown."""
-        columns = list(zip(*self.rows(), strict=True))[:-1]  # the advice stands below: the table is wide enough
-        header, *rows = zip(*(column for column in columns if any(column[1:])), strict=True)
+        header, *rows = self.rows()
         table = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
-        advice = [f"* **{condition}**: {ADVICE[condition]}" for condition in self.counts if ADVICE[condition]]
-        lines = [f"**{self.summary}**", "", *advice, "", *table]
-        return "\n".join([*lines, "", f"Conditions, limits and reasons: `{PAGE}`"])
+        remarks = [f"* **{subject}**: {words}" for subject, words in self.remarks().items()]
+        lines = [f"**{self.summary}**", "", *remarks, "", *table]
+        return "\n".join([*lines, "", HELP])
 
     def __str__(self) -> str:
-        return "\n".join([self.summary, "", aligned(self.rows()), "", f"Conditions, limits and reasons: {PAGE}"])
+        remarks = [f"{subject}: {words}" for subject, words in self.remarks().items()]
+        lines = [self.summary, "", aligned(self.rows()), "", *remarks]
+        return "\n".join([*lines, HELP])
 
 
 def observe(state: State, layers: Layers, notes: Sequence[Note]) -> Findings:
@@ -218,18 +223,11 @@ def _cells(finding: Finding, label: str) -> list[str]:
     numbers = finding.numbers
     flat = math.exp(numbers.flat_entropy)
     heads = [f"{condition}: {_ranges(which)}" for condition, which in finding.heads.items()]
-    cells = [f"{numbers.logit_std:.2g}", f"{numbers.max_logit:.3g}", f"{numbers.keys:.3g} of {flat:.3g}"]
+    cells = [plain(numbers.logit_std, 2), plain(numbers.max_logit), f"{plain(numbers.keys)} of {plain(flat)}"]
     cells.append(f"{finding.gain:.2g} x")
     shown = ["" if "nan" in cell else cell for cell in cells]
-    return [
-        label,
-        str(finding.condition),
-        str(finding.since),
-        *shown,
-        str(finding.note),
-        "; ".join(heads),
-        finding.advice,
-    ]
+    move = f"{100 * (10**finding.note.move - 1):+.2g} %" if finding.note.move else ""
+    return [label, str(finding.condition), str(finding.since), *shown, move, "; ".join(heads)]
 
 
 def _layers(labels: Sequence[str], total: int) -> str:

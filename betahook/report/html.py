@@ -63,7 +63,7 @@ def _render(block: Block) -> str:
 
 
 def _table(table: Table) -> str:
-    table = table.used()
+    table = table.compact()
     kinds = [' class="number"' if table.is_numeric(column) else "" for column in range(len(table.header))]
 
     def row(cells: list[str], tag: str) -> str:

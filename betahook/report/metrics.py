@@ -58,6 +58,8 @@ def check_names(quantities: Iterable[MetricName] | Literal["all"]) -> tuple[Metr
         ValueError: a quantity has no such name.
     """
     names: tuple[MetricName, ...] = get_args(MetricName)
+    if isinstance(quantities, str) and quantities != "all":
+        raise ValueError(f'quantities must be "all" or a list of names of metrics; got {quantities!r}')
     asked = names if quantities == "all" else tuple(quantities)
     if unknown := [name for name in asked if name not in names]:
         raise ValueError(f'quantities must be "all" or names of metrics, of {", ".join(names)}; got {unknown}')

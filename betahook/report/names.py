@@ -1,4 +1,4 @@
-"""Short names of layers: what tells them apart, as tables, pictures and tags show them; and tables as plain text."""
+"""Short names of layers, which tell them apart in tables, pictures and tags; numbers and tables as plain text."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ def zero_padded(names: Sequence[str]) -> list[str]:
     numbers = [part for name in names for part in name.split(".") if part.isdecimal()]
     width = max(map(len, numbers), default=0)
     return [".".join(part.zfill(width) if part.isdecimal() else part for part in name.split(".")) for name in names]
+
+
+def plain(number: float, digits: int = 3) -> str:
+    """Write a number in so many significant digits, without an exponent where a reader needs none: `11,300`."""
+    return f"{float(f'{number:.{digits}g}'):,.12g}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -106,7 +106,7 @@ def test_scaled_initialisation_starts_with_the_logits_of_the_paper_beta(flip):
 
 
 def test_the_published_runs_make_the_table_of_the_example(flip):
-    runs = flip["report"].published()
+    runs = flip["runs"].published(FOLDER)
     lines = [*flip["report"].markdown(runs), *flip["report"].missing(runs)]
     assert len(lines) > 15
     page = (FOLDER / "README.md").read_text().splitlines()
@@ -115,7 +115,7 @@ def test_the_published_runs_make_the_table_of_the_example(flip):
 
 def accuracies(flip, column):
     """Percent of 100/20/15,000 on the seeds of the README."""
-    runs = {r["seed"]: r for r in flip["report"].published() if (r["row"], r["column"]) == ("100/20/15000", column)}
+    runs = {r["seed"]: r for r in flip["runs"].published(FOLDER) if (r["row"], r["column"]) == ("100/20/15000", column)}
     return [100 * runs[seed]["accuracy"] for seed in flip["report"].SEEDS]
 
 
@@ -155,7 +155,7 @@ def test_the_card_of_decades_shows_the_paths_of_published_runs(flip):
     for seed, *path in paths:
         (run,) = (
             r
-            for r in flip["report"].published()
+            for r in flip["runs"].published(FOLDER)
             if (r["row"], r["column"], f"seed {r['seed']}") == ("10/20/8000", "decades", seed)
         )
         betas = dict(run["beta_curve"])

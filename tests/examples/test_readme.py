@@ -1,7 +1,6 @@
 """The Python in the README and in docs runs, block by block."""
 
 import copy
-import os
 import re
 import textwrap
 from pathlib import Path
@@ -12,40 +11,69 @@ import transformers
 
 import betahook
 from support.models import build, inputs
+from support.pages import blocks, run
 from support.trainer import Tokens
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = [
-    (page, block)
-    for page in ("README.md", "docs/API.md")
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-]
 
 
-@pytest.mark.filterwarnings("ignore:.*pin_memory.*")
-@pytest.mark.parametrize(("page", "code"), BLOCKS, ids=range(len(BLOCKS)))
-def test_block(page, code, tmp_path, monkeypatch):
+@pytest.fixture
+def names(tmp_path, monkeypatch):
+    """What the blocks take as given, in a folder of their own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     model = build("llama")
-    names = {
+    return {
         "model": model,
         "dataset": Tokens(),
         "batches": torch.utils.data.DataLoader(Tokens(), batch_size=8),
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
     }
-    exec(compile(code, page, "exec"), names)
-    if "save_model" in code:
-        assert os.path.exists("plain/model.safetensors")
 
 
-def test_there_are_blocks():
-    assert [page for page, _ in BLOCKS] == ["README.md"] * 4 + ["docs/API.md"]
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*")
+def test_blocks_of_the_readme_one_after_the_other(names, capsys):
+    codes = blocks("README.md")
+    assert len(codes) == 4
+    for code in codes:
+        run(code, **names)
+    assert "of 2 layers" in capsys.readouterr().out
+    assert [*Path("runs/attention").iterdir()]
+    assert Path("plain/model.safetensors").exists()
+    saved, plain, resumed = torch.load("checkpoint.pt"), build("llama"), build("llama")
+    plain.load_state_dict(torch.load("plain.pt"))
+    with betahook.attach(resumed) as hook:
+        resumed.load_state_dict(saved["model"])
+        hook.load_state_dict(saved["betahook"])
+        assert hook.steps == len(names["batches"])
+        batch = inputs("llama")
+        torch.testing.assert_close(resumed.eval()(**batch).logits, plain.eval()(**batch).logits)
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*")
+@pytest.mark.parametrize(("page", "heading"), [("docs/API.md", None), ("docs/STACKS.md", "Accelerate")])
+def test_block_of_a_page(page, heading, names):
+    (code,) = blocks(page, heading)
+    run(code, **names)
+
+
+def test_the_blocks_of_the_page_of_findings(capsys):
+    reads, makes_the_table = blocks("docs/FINDINGS.md")
+    model = build("llama").train()
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama")).loss.backward()
+        hook.step()
+        run(reads, hook=hook)
+    run(makes_the_table)
+    printed = capsys.readouterr().out
+    assert "Step 1: of 2 layers" in printed
+    assert re.search(r"^128 1 tensor\(0\.(89|90)", printed, re.MULTILINE)
 
 
 def test_a_fresh_model_at_a_high_rate():
-    """The range that the README gives for a tiny Llama."""
-    low, high = map(int, re.search(r"is at (\d+) to (\d+) times", (ROOT / "README.md").read_text()).groups())
+    """The range that the card of Search gives for a tiny Llama."""
+    card = (ROOT / "docs/controllers/search.md").read_text()
+    low, high = map(int, re.search(r"is at (\d+) to (\d+) times", card).groups())
     ratios = []
     for seed in range(6):
         config = build("llama").config

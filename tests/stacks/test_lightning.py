@@ -155,6 +155,7 @@ def test_a_second_fit_goes_on_with_a_hook_that_was_kept(tmp_path):
     ("options", "error"),
     [
         (dict(contoller="monitor"), (TypeError, "unexpected keyword argument 'contoller'")),
+        (dict(interval=0), (ValueError, "interval must be a whole number of steps, 1 or more; got 0")),
         (dict(on_end="drop"), (ValueError, "on_end must be .fold. or .keep.; got 'drop'")),
         (dict(unfinished="drop"), (ValueError, "unfinished must be")),
     ],

@@ -6,10 +6,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def blocks(page, heading):
-    """The code of each block below a heading of the second level."""
-    _, text = f"\n{(ROOT / page).read_text()}".split(f"\n## {heading}\n")
-    return re.findall(r"```python\n(.*?)```", text.split("\n## ")[0], re.DOTALL)
+def blocks(page, heading=None):
+    """The code of each block of a page, or only below a heading of the second level."""
+    text = (ROOT / page).read_text()
+    if heading is not None:
+        _, text = f"\n{text}".split(f"\n## {heading}\n")
+        text = text.split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def run(code, **names):

@@ -216,6 +216,7 @@ def test_report_of_a_run_is_one_file_that_needs_no_other(run, tmp_path, capsys):
     assert "script" not in shown.seen
     assert {"Loss", "Beta after 6 steps", "Assumptions behind 1/sqrt(d_k)", "from W_q and W_k"} <= set(shown.texts)
     assert "?" not in shown.texts
+    assert [shown.texts.count(name) for name in ("attention", "beta / own", "own beta", "since step")] == [1] * 4
     assert any(re.match("Step 6: of 2 layers", text) for text in shown.texts)
     assert any("Search()" in text for text in shown.texts)
     assert not list(tmp_path.glob("*.unfinished"))
@@ -228,6 +229,38 @@ def test_report_of_a_checkpoint_alone(run, tmp_path):
     assert "Beta after 3 steps" in shown.texts
     assert any(text.startswith("training: ") for text in shown.texts)  # from the history of the Trainer
     assert any(text.startswith("largest logit: ") for text in shown.texts)
+
+
+def test_report_of_a_checkpoint_whose_config_is_of_a_part_of_the_model(run, tmp_path):
+    """As that of the encoder in a wrapper, whose layers have other names."""
+    folder, page = tmp_path / "checkpoint-3", tmp_path / "one.html"
+    shutil.copytree(run / "checkpoint-3", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaModel"]}))
+    assert main(["report", str(folder), "--html", str(page)]) == 0
+    assert "Beta after 3 steps" in Page(page).texts
+
+
+def test_report_of_a_run_that_was_killed_in_its_last_save(run, tmp_path):
+    page, folder = tmp_path / "one.html", tmp_path / "run"
+    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("events.*"))
+    written = folder / "checkpoint-6" / "trainer_state.json"
+    written.write_text(written.read_text()[:100])
+    assert main(["report", str(folder), "--html", str(page)]) == 0
+    shown = Page(page)
+    assert "Beta after 6 steps" in shown.texts
+    assert any(re.match("training: .* at step 2, .* at 2", text) for text in shown.texts)  # of checkpoint-3
+
+
+def test_report_of_a_checkpoint_that_measured_nothing(tmp_path):
+    page, model = tmp_path / "one.html", build("llama").eval()
+    with betahook.attach(model) as hook:
+        model(**inputs("llama"))
+        hook.step()
+        hook.layers[NAME].beta = 0.5
+        model.save_pretrained(tmp_path)
+    assert main(["report", str(tmp_path), "--html", str(page)]) == 0
+    assert "Beta after 1 steps" in Page(page).texts
 
 
 def test_report_of_a_checkpoint_has_the_loss_of_its_evaluations(run, tmp_path):

@@ -25,7 +25,7 @@ def test_inspect_names_every_layer(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "LlamaForCausalLM: betahook attaches to 2 attention layers"
     assert lines[2].split() == ["layer", "heads", "d_k", "own", "beta", "W_q", "W_k", "fold"]
-    row = ["4", "8", "0.3536", "q_proj", "k_proj", "no", "obstacle"]
+    row = ["4", "8", "0.3536", "q_proj", "k_proj", "possible"]
     assert [line.split() for line in lines[4:6]] == [[f"model.layers.{index}.self_attn", *row] for index in range(2)]
     assert len(lines) == 7  # nothing special, though there are no weights
 

@@ -17,8 +17,8 @@ from betahook.integrations.trainer import BetaHookCallback, watch
 from betahook.report.alerts import Alert
 from support.models import build, inputs
 from support.trainer import make_trainer
+from support.training import LAYER
 
-LAYER = "model.layers.0.self_attn"
 TAG = f"score_std/{LAYER}"
 LARGEST = "attention/max_logit"
 

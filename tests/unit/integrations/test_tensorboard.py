@@ -80,7 +80,8 @@ def scalars(fetch, tag):
 def test_the_summary_of_every_step(run):
     said, fetch = run
     served = {tag for tag in fetch("plugin/scalars/tags")["one"] if tag.startswith("attention/")}
-    assert served == {"attention/loss"}.union(*(summarise(found) for _, found, _ in said))
+    shown = {"attention/loss"}.union(*(summarise(found) for _, found, _ in said))
+    assert served == shown - {"attention/max_logit_layer", "attention/max_logit_head"}  # places are no curves
     assert list(scalars(fetch, "attention/loss").values()) == pytest.approx([loss for *_, loss in said])
     for tag in ("attention/max_logit", "attention/lowest_entropy", "attention/layers_healthy"):
         expected = {step: summarise(found)[tag] for step, (_, found, _) in enumerate(said)}
@@ -192,9 +193,16 @@ def test_without_matplotlib_there_is_one_warning_and_no_picture(tmp_path, monkey
     assert os.listdir(tmp_path)
 
 
+def test_what_is_no_hook_is_refused(tmp_path):
+    with TensorBoardWriter(str(tmp_path)) as writer, pytest.raises(TypeError, match=r"returned; got LlamaForCausalLM"):
+        writer.write(build("llama"), 1)
+
+
 def test_an_unknown_quantity_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"quantities must be \"all\" or names of metrics.*got \['logit_sdt'\]"):
         TensorBoardWriter(str(tmp_path), quantities=["logit_sdt"])
+    with pytest.raises(ValueError, match=r"or a list of names of metrics; got 'logit_std'"):
+        TensorBoardWriter(str(tmp_path), quantities="logit_std")
     assert not os.listdir(tmp_path)
 
 

@@ -1,8 +1,6 @@
 """The Trainer callback: one line for the user, values beside the loss."""
 
 import json
-import shutil
-import time
 from unittest import mock
 
 import pytest
@@ -12,11 +10,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 import betahook
 from betahook import checkpoint
-from betahook.integrations.trainer import BetaHookCallback, last_checkpoint
+from betahook.integrations.trainer import BetaHookCallback
 from support.models import build, inputs
 from support.trainer import make_trainer
-
-LAYER = "model.layers.0.self_attn"
+from support.training import LAYER
 
 
 def events(folder):
@@ -148,104 +145,6 @@ def test_keep_leaves_the_hook(tmp_path):
     callback.hook.detach()
     with pytest.raises(ValueError, match=r'on_end must be "fold" or "keep"; got .drop.'):
         BetaHookCallback(on_end="drop")
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run with checkpoints of the steps 2, 4 and 6."""
-    folder = tmp_path_factory.mktemp("run")
-    make_trainer(folder, BetaHookCallback(), save_strategy="steps", save_steps=2).train()
-    return folder
-
-
-@pytest.fixture
-def copy_of_run(run, tmp_path):
-    return shutil.copytree(run, tmp_path / "run")
-
-
-def content(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def unexport(folder):
-    """Make a checkpoint that of a version whose state of the Trainer held none of the hook."""
-    file = folder / "trainer_state.json"
-    state = json.loads(file.read_text())
-    del state["stateful_callbacks"]["betahook"]
-    file.write_text(json.dumps(state))
-
-
-def damage(file, text=None):
-    file.unlink()
-    if text is not None:
-        file.write_text(text)
-
-
-@pytest.mark.parametrize("text", [None, '{"global_step": 6,'], ids=["missing", "half written"])
-def test_unfinished_checkpoints_are_set_aside(copy_of_run, caplog, text):
-    newest, before, whole = (copy_of_run / f"checkpoint-{step}" for step in (6, 4, 2))
-    damage(newest / "trainer_state.json", text)
-    damage(before / checkpoint.FILE)
-    (copy_of_run / "unfinished-checkpoint-6.1").mkdir()
-    expected = content(newest), content(before), content(whole)
-    trainer = make_trainer(copy_of_run, BetaHookCallback())
-    aside = copy_of_run / "unfinished-checkpoint-6.2", copy_of_run / "unfinished-checkpoint-4.1"
-    assert (*map(content, aside), content(whole)) == expected
-    assert last_checkpoint(copy_of_run) == str(whole)
-    assert "checkpoint-6 was not finished, its process ended while it saved. It is called unfinished" in caplog.text
-    assert f"unfinished-checkpoint-6.2 now; the newest whole one is {whole}" in caplog.text
-    trainer.train(resume_from_checkpoint=True)
-    assert trainer.state.global_step == 6
-
-
-def test_what_was_never_begun_is_set_aside(tmp_path, caplog):
-    (tmp_path / "checkpoint-2").mkdir()
-    make_trainer(tmp_path, BetaHookCallback())
-    assert (tmp_path / "unfinished-checkpoint-2.1").is_dir()
-    assert "the newest whole one is none" in caplog.text
-    assert last_checkpoint(tmp_path) is None
-
-
-def test_finished_checkpoints_stay(copy_of_run, caplog):
-    damage(copy_of_run / "checkpoint-4/trainer_state.json")  # older than a whole one: nothing resumes from it
-    expected = content(copy_of_run)
-    make_trainer(copy_of_run, BetaHookCallback())
-    assert content(copy_of_run) == expected
-    assert not caplog.text
-
-
-def test_checkpoints_of_a_run_without_betahook_stay(copy_of_run, caplog):
-    for step in (2, 4, 6):
-        (copy_of_run / f"checkpoint-{step}" / checkpoint.FILE).unlink()
-    damage(copy_of_run / "checkpoint-4/trainer_state.json")
-    expected = content(copy_of_run)
-    trainer = make_trainer(copy_of_run, BetaHookCallback())
-    assert content(copy_of_run) == expected
-    assert not caplog.text
-    with pytest.raises(FileNotFoundError, match=r"checkpoint-6.* the checkpoint was saved without betahook"):
-        trainer.train(resume_from_checkpoint=True)
-
-
-def test_checkpoints_of_a_later_training_without_betahook_stay(copy_of_run, caplog):
-    newest = copy_of_run / "checkpoint-6"
-    (newest / checkpoint.FILE).unlink()
-    config = json.loads((newest / "config.json").read_text())
-    del config[checkpoint.MARK]
-    (newest / "config.json").write_text(json.dumps(config))
-    expected = content(copy_of_run)
-    make_trainer(copy_of_run, BetaHookCallback())
-    assert content(copy_of_run) == expected
-    assert not caplog.text
-    assert last_checkpoint(copy_of_run) == str(copy_of_run / "checkpoint-4")
-
-
-def test_other_ranks_rename_nothing(copy_of_run):
-    damage(copy_of_run / "checkpoint-6/trainer_state.json")
-    expected = content(copy_of_run)
-    arguments = TrainingArguments(output_dir=str(copy_of_run), report_to=[], use_cpu=True)
-    arguments.__class__ = type("OnRankOne", (TrainingArguments,), {"process_index": 1})
-    BetaHookCallback().on_init_end(arguments, TrainerState(), TrainerControl())
-    assert content(copy_of_run) == expected
 
 
 def test_what_cannot_be_folded_stays_hooked_and_says_so(tmp_path, caplog):
@@ -381,25 +280,6 @@ def test_after_the_fold_of_the_hook_that_it_was_given_a_callback_makes_no_other(
         trainer.train()
 
 
-def test_the_files_that_are_pushed_have_beta_beside_them(tmp_path):
-    """The Trainer copies to its output folder what it knows of a checkpoint, and pushes that."""
-    callback = BetaHookCallback(betahook.Search(window=1, warmup=0, rise=False), on_end="keep")
-    trainer = make_trainer(tmp_path, callback)
-    trainer.train()
-    trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
-    assert torch.equal(checkpoint.read(tmp_path)["beta"], callback.hook.state_dict()["beta"])
-    trainer.state.is_world_process_zero = False
-    content_of_zero = (tmp_path / checkpoint.FILE).read_bytes()
-    (tmp_path / checkpoint.FILE).write_bytes(b"of rank 0")
-    trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
-    assert (tmp_path / checkpoint.FILE).read_bytes() == b"of rank 0"
-    (tmp_path / checkpoint.FILE).write_bytes(content_of_zero)
-    trainer.state.is_world_process_zero = True
-    betahook.fold(callback.hook)
-    trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
-    assert not (tmp_path / checkpoint.FILE).exists()  # beside weights that have beta in them
-
-
 class ScheduleFree(torch.optim.SGD):
     """Has two modes, as those of schedulefree, which put other weights into the model in each."""
 
@@ -423,104 +303,11 @@ def test_the_weights_that_a_schedule_free_optimizer_ends_with_are_folded(tmp_pat
     assert modes == [False]
 
 
-def test_the_checkpoints_of_a_trial_lie_in_a_folder_of_their_own(tmp_path, caplog):
-    """In a search for hyperparameters; a plain module does not save beta by itself."""
-    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
-    state, control, callback = TrainerState(global_step=2), TrainerControl(), BetaHookCallback()
-    state.is_hyper_param_search = True
-    for trial in ("run-0", "run-1"):
-        (tmp_path / trial / "checkpoint-2").mkdir(parents=True)
-        time.sleep(0.01)
-    with betahook.attach(build("llama")) as callback.hook:
-        callback.on_save(arguments, state, control)
-        assert [path.parent.parent.name for path in tmp_path.rglob(checkpoint.FILE)] == ["run-1"]
-        state.global_step = 3
-        callback.on_save(arguments, state, control)
-    assert f"beta of step 3 was not saved: there is no {tmp_path / 'checkpoint-3'}" in caplog.text
-
-
 def test_the_hook_of_another_model_is_refused(tmp_path):
     with betahook.attach(build("llama")) as hook:
         trainer = make_trainer(tmp_path, BetaHookCallback(hook=hook))
         with pytest.raises(ValueError, match="got the hook of another model than the one that the Trainer trains"):
             trainer.train()
-
-
-@pytest.mark.parametrize("restoring", [False, True])
-def test_a_fork_of_a_run_ends_with_the_same_bits(tmp_path, restoring):
-    """In another output folder, from a checkpoint that was moved; whatever the Trainer does with other callbacks."""
-    rules = [betahook.Search(window=1, warmup=0, rise=False, opening=0.3, largest=1.0), betahook.Cap(2.0)]
-    ends = []
-    for output in ("one", "other"):
-        callback = BetaHookCallback(rules, on_end="keep", per_head=True)
-        trainer = make_trainer(
-            tmp_path / output,
-            callback,
-            save_strategy="steps",
-            save_steps=4,
-            restore_callback_states_from_checkpoint=restoring,
-        )
-        trainer.train(resume_from_checkpoint=None if output == "one" else str(tmp_path / "moved"))
-        assert callback.hook.steps == 6
-        ends.append([*trainer.model.state_dict().values(), callback.hook.state_dict()["beta"]])
-        if output == "one":
-            (tmp_path / "one/checkpoint-4").rename(tmp_path / "moved")
-        callback.hook.detach()
-    assert all(map(torch.equal, *ends))
-    assert (ends[0][-1] != ends[0][-1][0]).any()
-
-
-@pytest.mark.parametrize(
-    ("tensors", "controller", "error"),
-    [
-        ("AAAA", "default", "resume from is damaged"),
-        (None, "default", "resume from is damaged"),
-        ("as it was", betahook.Gradient(), "resume from: the state belongs to"),
-    ],
-)
-def test_a_state_in_that_of_the_trainer_which_does_not_fit_is_refused(
-    copy_of_run, tmp_path, tensors, controller, error
-):
-    file = copy_of_run / "checkpoint-4/trainer_state.json"
-    state = json.loads(file.read_text())
-    if tensors != "as it was":
-        state["stateful_callbacks"]["betahook"]["tensors"] = tensors
-    file.write_text(json.dumps(state))
-    trainer = make_trainer(tmp_path / "other", BetaHookCallback(controller))
-    with pytest.raises(ValueError, match=f"trainer_state.json of the checkpoint to {error}"):
-        trainer.train(resume_from_checkpoint=str(file.parent))
-
-
-def test_the_state_of_the_trainer_is_that_of_any_run_once_beta_is_folded(tmp_path):
-    trainer = make_trainer(tmp_path, BetaHookCallback())
-    trainer.train()
-    trainer.save_state()
-    assert "betahook" not in json.loads((tmp_path / "trainer_state.json").read_text())["stateful_callbacks"]
-
-
-def test_beta_of_an_older_version_is_resumed_from_where_the_weights_are(tmp_path):
-    """Whatever checkpoint of the same step lies in the output folder."""
-    saving = dict(save_strategy="steps", save_steps=4, logging_steps=2)
-    for name, rate in (("one", 1e-3), ("other", 1e-2)):
-        make_trainer(tmp_path / name, BetaHookCallback(), learning_rate=rate, **saving).train()
-        unexport(tmp_path / name / "checkpoint-4")
-    there = str(tmp_path / "one/checkpoint-4")
-    for output in ("other", "new"):
-        trainer = make_trainer(tmp_path / output, BetaHookCallback())
-        with pytest.raises(
-            ValueError,
-            match=r"resume from is not .*nothing of betahook. Name it in the arguments too, TrainingArguments\(",
-        ):
-            trainer.train(resume_from_checkpoint=there)
-        trainer = make_trainer(tmp_path / output, BetaHookCallback(), resume_from_checkpoint=there)
-        trainer.train(resume_from_checkpoint=there)
-    # What the arguments still name is not what is resumed from.
-    trainer = make_trainer(
-        tmp_path / "one", BetaHookCallback(), resume_from_checkpoint=str(tmp_path / "other/checkpoint-4")
-    )
-    with mock.patch.object(checkpoint, "load", wraps=checkpoint.load) as load:
-        trainer.train(resume_from_checkpoint=there)
-    assert str(load.call_args.args[1]) == there
 
 
 def test_a_hook_takes_no_further_options():

@@ -1,12 +1,13 @@
 """Conditions of attention: where each begins and ends, held against softmax itself and against the page on them."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from betahook.report.conditions import ADVICE, PAGE, RULES, SLACK, Condition, Numbers, classify
+from betahook.report.conditions import ADVICE, RULES, SLACK, Condition, Numbers, classify
 
 HEALTHY = dict(nonfinite=0.0, max_logit=8.0, logit_std=2.0, entropy=3.0, flat_entropy=5.0, sink=0.01)
 
@@ -98,7 +99,7 @@ def test_the_keys_looked_at():
 
 
 def test_the_page_has_every_condition_and_limit():
-    page = (Path(__file__).parents[3] / PAGE).read_text()
+    page = (Path(__file__).parents[3] / "docs" / "FINDINGS.md").read_text()
     rows = page[: page.index("| healthy |")].splitlines()
     for rule in RULES:
         name = str(rule.condition)
@@ -109,3 +110,17 @@ def test_the_page_has_every_condition_and_limit():
             assert f"{rule.limit:.3g}" in said
         assert f"\n## {name}\n" in page
     assert set(ADVICE) == set(Condition)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.condition} {rule.number}")
+def test_the_help_has_every_condition_and_limit(rule):
+    """An installed package has no other page."""
+    (said,) = re.findall(rf"^ *{rule.condition}: (.*)$", Condition.__doc__, re.MULTILINE)
+    if rule.condition is not Condition.NONFINITE:
+        assert f"{'above' if rule.above else 'below'} {rule.limit:.3g}" in said
+
+
+def test_the_help_names_the_conditions_in_the_order_in_which_they_are_asked():
+    named = re.findall(r"^ +([a-z -]+): ", Condition.__doc__, re.MULTILINE)
+    asked = list(dict.fromkeys(str(rule.condition) for rule in RULES))
+    assert named == [*asked, str(Condition.HEALTHY), str(Condition.UNMEASURED)]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import betahook
+from betahook.cli import pages
 from betahook.control.notes import Note
 from betahook.control.opening import Phase
 from betahook.report.conditions import Condition, Numbers
@@ -103,7 +104,7 @@ def test_one_line_a_step_and_only_of_what_began(monitored, caplog):
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.message.startswith("step 3: attention is now exploding in layer 1 (lower the learning rate")
-    assert record.message.endswith("see docs/FINDINGS.md)")
+    assert record.message.endswith("betahook.Clip or betahook.Cap)")
     assert [each.since for each in found] == [1, 3]
 
 
@@ -154,35 +155,26 @@ def test_words():
     assert found.news == (
         "step 130: attention is now one key in layer 7, sharp in layers 1, 2, 3, 4 and 2 others and healthy in layer 0 "
         "(lower the learning rate or beta, or hold the logits with QK-norm, betahook.Clip or "
-        "betahook.Cap; see docs/FINDINGS.md)"
+        "betahook.Cap)"
     )
     assert found.summary.startswith("Step 130: of 8 layers, 1 one key, 6 sharp and 1 healthy. The largest logit is 8 ")
     assert found.summary.endswith("Beta is 2 times the model's own.")
-    assert found[-1].link == "docs/FINDINGS.md#one-key"
 
 
 def test_the_table():
-    climbs = Note(Phase.CLIMB, reason="on its way")
+    climbs = Note(Phase.CLIMB, 0.1, "on its way")
     found = Findings.at(
         9, [finding(0, heads={Condition.SHARP: (0, 1, 2, 5)}), finding(1, Condition.SHARP, since=4, note=climbs)]
     )
     assert found.rows()[1:] == [
-        ["0", "healthy", "1", "2", "8", "20 of 100", "2 x", "", "sharp: 0-2, 5", ""],
-        [
-            "1",
-            "sharp",
-            "4",
-            "2",
-            "8",
-            "20 of 100",
-            "2 x",
-            "climb: on its way",
-            "",
-            "watch whether the largest logit grows",
-        ],
+        ["0", "healthy", "1", "2", "8", "20 of 100", "2 x", "", "sharp: 0-2, 5"],
+        ["1", "sharp", "4", "2", "8", "20 of 100", "2 x", "+26 %", ""],
     ]
+    assert found.remarks() == {"sharp": "watch whether the largest logit grows", "beta of layer 1": "climb: on its way"}
     assert all(cell in str(found) for row in found.rows() for cell in row)
+    assert "\nsharp: watch whether the largest logit grows\nbeta of layer 1: climb: on its way\n" in str(found)
     assert "| 1 | sharp | 4 | 2 |" in found.markdown()
-    assert "* **sharp**: watch whether the largest logit grows" in found.markdown()
+    assert dict(pages.REMARK.findall(found.markdown())) == found.remarks()  # as a report reads them
+    assert "* **sharp**: watch whether the largest logit grows\n* **beta of layer 1**: climb" in found.markdown()
     assert "| heads |" in found.markdown()
     assert "| heads |" not in Findings.at(4, found[1:]).markdown()  # nothing stands there

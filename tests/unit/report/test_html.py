@@ -27,8 +27,8 @@ def test_everything_is_escaped():
 def test_columns_of_numbers_are_aligned_and_empty_ones_left_out():
     table = Table(["name", "number", "empty"], [["a", "1.5 x", ""], ["b", "", ""]])
     assert [table.is_numeric(column) for column in range(3)] == [False, True, False]
-    assert list(table.used().header) == ["name", "number"]
-    assert list(table.without("number").header) == ["name"]
+    assert list(table.compact().header) == ["name", "number"]
+    assert list(table.compact(without=["number"]).header) == ["name"]
     page = html.render(Document("t", [table]))
     assert '<th class="number">number</th>' in page
     assert "empty" not in page.partition("<body>")[2]
@@ -67,10 +67,16 @@ def test_what_cannot_be_drawn_is_left_out():
 def test_few_lines_are_named_and_many_run_through_a_scale():
     line = [(0, 1.0), (1, 2.0)]
     assert "legend" not in charts.draw(Chart("t", {"x": line}))
+    assert "legend" in charts.draw(Chart("t", {"healthy": line}, colours={"healthy": "#123456"}))
     assert charts.draw(Chart("t", {f"l{index}": line for index in range(6)})).count("<span>") == 6
     many = charts.draw(Chart("t", {f"l{index}": line for index in range(64)}))
     assert many.count("<span>") == 1
     assert len(set(re.findall(r'stroke="(rgb[^"]+)"', many))) > 30
+
+
+def test_an_axis_of_given_ends():
+    drawn = charts.draw(Chart("t", {"share": [(0, 1.0), (1, 1.0)]}, ends=(-0.05, 1.05)))
+    assert [label for label in ("0", "0.5", "1", "1.1") if f">{label}</text>" in drawn] == ["0", "0.5", "1"]
 
 
 def test_a_colour_with_a_meaning_stays_with_its_line():

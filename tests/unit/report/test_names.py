@@ -2,7 +2,7 @@
 
 import pytest
 
-from betahook.report.names import short_names, zero_padded
+from betahook.report.names import plain, short_names, zero_padded
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,9 @@ def test_padded_names_sort_as_numbers_do():
     assert sorted(padded) == padded
     assert padded[2] == "decoder.02.attn"
     assert zero_padded(["attn"]) == ["attn"]
+
+
+def test_numbers_that_are_read_at_a_glance():
+    written = [plain(number) for number in (11252.9, 0.00195312, 8.0, 99.96, 1e30, float("nan"), float("inf"))]
+    assert written == ["11,300", "0.00195", "8", "100", "1e+30", "nan", "inf"]
+    assert plain(720.4, 2) == "720"
