@@ -6,16 +6,12 @@ python examples/flip/report.py --picture examples/flip/flip.png
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
+from runs import Result, published
 from task import TABLE_1, Row
-
-Result = dict[str, Any]
 
 PLOTTED = {"plain": "1/√d_k", "paper": "the paper's β, fixed", "betahook": "betahook's default"}
 """Columns of the README's picture, with their names in it; any other has the name of its column."""
@@ -64,16 +60,6 @@ def table(rows: Iterable[Row], results: Iterable[Result], titles: dict[str, str]
 def relevant_beta(row: Row, column: str) -> float | None:
     """The paper's beta in the columns that depend on it, else None; rows may differ in nothing else."""
     return row.beta if column in ("paper", "scaled-init") else None
-
-
-PUBLISHED = Path(__file__).with_name("results.jsonl.gz")
-"""The runs of the README, one a line, as `run.py` writes them."""
-
-
-def published() -> list[Result]:
-    """Read the published runs."""
-    with gzip.open(PUBLISHED, "rt") as lines:
-        return [json.loads(line) for line in lines]
 
 
 def markdown(results: Iterable[Result]) -> list[str]:
@@ -155,7 +141,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--picture", type=Path, help="file for the picture of 100/20/15000, of the seeds of its table")
     options = parser.parse_args(arguments)
-    results = published()
+    results = published(Path(__file__).parent)
     print("\n".join([*markdown(results), "", "| row | not run |", "|---|---|", *missing(results)]))
     if options.picture is not None:
         shown = [result for result in results if result["column"] in PLOTTED and result["seed"] in SEEDS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gzip
 import json
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +37,12 @@ class Results(list[Result]):
             file.truncate(whole)
             file.write(json.dumps(result).encode() + b"\n")
         self.append(result)
+
+
+def published(folder: Path) -> list[Result]:
+    """Read the runs behind the tables of an example's README, one a line, as its `run.py` writes them."""
+    with gzip.open(folder / "results.jsonl.gz", "rt") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def execute(function: Callable[..., Any], todo: Mapping[Any, tuple[Any, ...]], jobs: int) -> Iterator[tuple[Any, Any]]:
