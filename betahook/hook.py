@@ -40,8 +40,8 @@ from betahook.tap.recorder import ATTRIBUTE, Recorder
 
 def attach(
     model: nn.Module,
-    *,
     controller: ControllerChoice = "default",
+    *,
     layers: LayerChoice | None = None,
     per_head: bool = False,
     interval: int | None = None,

@@ -50,7 +50,7 @@ class Alerts:
         logit_std: alert above this std of the logits within rows; None for no alert.
 
     Raises:
-        ValueError: an option has a value that makes no sense.
+        ValueError: an option has a value that makes no sense, or there is no limit.
         TypeError: `on_alert` cannot be called.
     """
 
@@ -66,6 +66,8 @@ class Alerts:
         for name in LIMITS:
             require(self, name, lambda x: x is None or (x > 0 and x is not True), "a positive number or None")
         require(self, "at_bound", lambda value: isinstance(value, bool), "True or False")
+        if not self.at_bound and all(getattr(self, name) is None for name in LIMITS):
+            raise ValueError("Alerts without a limit never alert; give one, as in Alerts(print, max_logit=50)")
 
     def check(self, metrics: Mapping[str, float], step: int) -> None:
         """Call back for every limit that `metrics`, as from `Hook.metrics`, cross."""

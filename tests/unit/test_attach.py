@@ -46,6 +46,14 @@ def test_bad_options_are_refused_and_the_model_untouched(options, error, message
     assert fingerprint(model) == before
 
 
+def test_the_controller_may_come_without_its_name():
+    model = build("llama")
+    with betahook.attach(model, "monitor") as hook:
+        assert list(hook.controllers) == [betahook.Monitor()]
+    with pytest.raises(TypeError, match="positional"):
+        betahook.attach(model, "monitor", "*")
+
+
 def test_no_module():
     with pytest.raises(TypeError, match=r"takes a torch module, the model itself; got 'gpt2'"):
         betahook.attach("gpt2")
@@ -138,7 +146,7 @@ JUNK = st.one_of(
     st.lists(st.sampled_from(["*.0.*", "x", 3, betahook.Cap]), max_size=2),
     st.sampled_from([betahook.Cap(), betahook.Monitor, print, len, bool, torch.zeros(2), {}, nn.Linear(1, 1)]),
     st.builds(lambda: [betahook.Search(), betahook.Cap()]),
-    st.builds(lambda: betahook.Alerts(print)),
+    st.builds(lambda: betahook.Alerts(print, max_logit=50)),
 )
 OPTIONS = ["controller", "layers", "per_head", "interval", "when", "alerts", "model"]
 

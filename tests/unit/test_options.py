@@ -157,7 +157,7 @@ def test_settings_that_make_no_sense(settings, kind, message):
 
 def test_alerts():
     options.resolve("default", *OTHERS, None)
-    options.resolve("default", *OTHERS, betahook.Alerts(print))
+    options.resolve("default", *OTHERS, betahook.Alerts(print, max_logit=50))
     said = refused(TypeError, options.resolve, "default", *OTHERS, print)
     assert said == f"alerts must be betahook.Alerts or None; got {print!r}"
 
