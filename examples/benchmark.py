@@ -221,19 +221,26 @@ def compare_attention(bench: Bench, rounds: int) -> dict[str, Any]:
 
 
 def compare_small(bench: Bench, rounds: int) -> dict[str, dict[str, float]]:
-    """Ratios of steps after the opening to unhooked ones, ten of each in turn: where the host's time decides."""
+    """Ratios of steps after the opening to the unhooked ones before and after them: where the host's time decides."""
+
+    def steps(hook: betahook.Hook | None = None) -> float:
+        bench.step(hook)  # the first one after something else costs more
+        return sum(bench.step(hook) for _ in range(INTERVAL))
+
     found = {}
     for name, options in SMALL.items():
         with betahook.attach(bench.model, **options) as hook:
             for _ in range(2 * hook.controllers[0].opening_batches + 2):  # then the search is all that is left
                 bench.step(hook)
-            state, ratios = hook.state_dict(), []
+            state = hook.state_dict()
+        ratios, before = [], steps()
         for _ in range(rounds):
-            plain = sum(bench.step() for _ in range(INTERVAL))
             with betahook.attach(bench.model, **options) as hook:
                 hook.load_state_dict(state)
-                bench.step(hook)
-                ratios.append(sum(bench.step(hook) for _ in range(INTERVAL)) / plain)
+                ours = steps(hook)
+            after = steps()
+            ratios.append(2 * ours / (before + after))
+            before = after
         found[name] = summary(ratios)
     return found
 

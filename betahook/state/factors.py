@@ -114,6 +114,17 @@ class Factors:
             return torch.zeros_like(self.own) if of_probes is None else of_probes
         return of_leaves * self._known if of_probes is None else torch.addcmul(of_probes, of_leaves, self._known)
 
+    def gradients(self) -> tuple[Sequence[Tensor], Tensor | None]:
+        """Return what gives the sensitivity when it is joined and multiplied: gradients and gains, nothing launched.
+
+        The gradients are `[heads, 1, 1]`, of a layer or of several; the gains `[heads]`, None for 1.
+        """
+        found = [getattr(self._leaves.get(layer), "grad", None) for layer in range(len(self.probes))]
+        ready = [gradient for gradient in found if gradient is not None and not gradient.requires_grad]
+        if len(ready) == len(found) and all(probe.grad is None for probe in self.probes):
+            return ready, self._known
+        return [self.sensitivity()[:, None, None]], None
+
     def drop(self, layer: int) -> None:
         """Drop the sensitivity of a layer since the last step."""
         self.probes[layer].grad = None

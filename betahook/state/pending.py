@@ -22,13 +22,23 @@ class Step(NamedTuple):
 
     Attributes:
         number: of the step, from 1 on.
-        sensitivity: `[heads]`, not multiplied by a loss scale.
+        gradients, gain: what gives its sensitivity, see `factors.Factors.gradients`; not multiplied by a loss scale.
         sums: `[heads]`, not finite where anything that was measured since the last pooling is not.
     """
 
     number: int
-    sensitivity: Tensor
+    gradients: Sequence[Tensor]
+    gain: Tensor | None
     sums: Tensor
+
+
+def sensitivities(steps: Sequence[Step], like: Tensor) -> Tensor:
+    """Return those of steps, `[steps, heads]` in the dtype of `like`: all at once if beta did not change in between."""
+    gain = steps[0].gain
+    if any(step.gain is not gain for step in steps):
+        return torch.cat([sensitivities([step], like) for step in steps])
+    joined = torch.cat([gradient for step in steps for gradient in step.gradients]).view(len(steps), -1)
+    return (joined if gain is None else joined * gain).to(like)
 
 
 def add_steps(window: Tensor, nonfinite_since: Tensor, steps: Sequence[Step]) -> None:
@@ -41,7 +51,7 @@ def add_steps(window: Tensor, nonfinite_since: Tensor, steps: Sequence[Step]) ->
         nonfinite_since: int64 `[heads]`, the first step in which the head was not finite, 0 for none.
         steps: at least one.
     """
-    sensitivity = torch.stack([step.sensitivity for step in steps]).to(window)
+    sensitivity = sensitivities(steps, window)
     broken = (torch.stack([step.sums for step in steps]) + sensitivity) * 0 != 0  # NaN where anything is not finite
     total, batches = window
     total.copy_(torch.cat([total[None], sensitivity.masked_fill(broken, 0)]).cumsum(0)[-1])

@@ -98,7 +98,11 @@ def test_a_controller_that_runs_away_ends_at_the_bound():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"on_alert": print}, ValueError, r"without a limit never alert; give one, as in Alerts\(print, max_logit=50\)"),
+        (
+            {"on_alert": print},
+            ValueError,
+            r"without a limit never alert; give one, as in Alerts\(print, max_logit=50\)",
+        ),
         ({"on_alert": 3}, TypeError, r"must be a function of an Alert; got 3"),
         (
             {"on_alert": print, "max_logit": -1},

@@ -14,14 +14,20 @@ STEPS, HEADS = 12, 40
 
 
 def drawn(broken=0.1):
-    """Steps of which some heads are not finite: in their sensitivity alone, or in all sums from then on."""
+    """Steps of which some heads are not finite: in their sensitivity alone, or in all sums from then on.
+
+    The gain changes after the third step; in the last two, the gradient is the sensitivity itself.
+    """
     generator = torch.Generator().manual_seed(0)
-    sensitivity = torch.randn(STEPS, HEADS, generator=generator)
+    gradients = torch.randn(STEPS, HEADS, generator=generator)
+    gains = [*torch.rand(2, HEADS, generator=generator), None]
     sums = torch.randn(STEPS, HEADS, generator=generator, dtype=torch.float64)
     spoilt = torch.rand(2, STEPS, HEADS, generator=generator) < broken / 2
-    sensitivity = sensitivity.masked_fill(spoilt[0], math.inf)
+    gradients = gradients.masked_fill(spoilt[0], math.inf)
     sums = sums.masked_fill(spoilt[1].cumsum(0) > 0, math.nan)
-    return [pending.Step(7 + index, *of_step) for index, of_step in enumerate(zip(sensitivity, sums, strict=True))]
+    of_layers = [step[:, None, None].split([8, 32]) for step in gradients]
+    gain = [gains[(step >= 3) + (step >= STEPS - 2)] for step in range(STEPS)]
+    return [pending.Step(7 + step, *parts) for step, parts in enumerate(zip(of_layers, gain, sums, strict=True))]
 
 
 def added(steps, runs):
@@ -40,7 +46,8 @@ def test_steps_are_added_as_if_one_after_the_other():
     for head in range(HEADS):
         total, number, first = 0.0, 0, 3 if head == 0 else 0
         for step in steps:
-            value = step.sensitivity[head].item()
+            gradient = torch.cat(step.gradients).flatten()
+            value = (gradient if step.gain is None else gradient * step.gain)[head].item()
             if math.isfinite(value + step.sums[head].item()):
                 total, number = total + value, number + 1
             else:
