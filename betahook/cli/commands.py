@@ -150,7 +150,8 @@ def _windows(name: str, text: str, length: int, count: int) -> Iterator[torch.Te
         content = file.read(16 * length * count)
     ids = torch.tensor(tokenizer(content, truncation=False, verbose=False)["input_ids"])
     if len(ids) < 2:
-        raise ValueError(f"{text} gives {len(ids)} tokens; give a longer text")
+        remedy = "give a longer text" if len(content) < 100 else f"does {name} have the files of a tokenizer?"
+        raise ValueError(f"{text} gives {len(ids)} tokens of {len(content)} characters; {remedy}")
     length = min(length, len(ids))
     yield from ids[: len(ids) // length * length].view(-1, length)[:count]
 

@@ -10,7 +10,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.tensorboard import SummaryWriter
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import betahook
 from betahook import checkpoint
@@ -178,11 +185,14 @@ def test_examine_says_why_it_cannot(saved, tmp_path, capsys):
     empty.write_text("")
     without = tmp_path / "without"
     LlamaForCausalLM(LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)).save_pretrained(without)
+    made_up = tmp_path / "made_up"  # transformers makes up an empty tokenizer for some model types
+    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1)).save_pretrained(made_up)
     gone = str(tmp_path / "gone.txt")
     capsys.readouterr()
     for folder, text, message in [
         (saved / "plain", gone, f"{gone} is not a file; give a file of plain text with --text"),
-        (saved / "plain", empty, f"{empty} gives 0 tokens; give a longer text"),
+        (saved / "plain", empty, f"{empty} gives 0 tokens of 0 characters; give a longer text"),
+        (made_up, saved / "text.txt", f"characters; does {made_up} have the files of a tokenizer?"),
         (tmp_path / "gone", empty, f"{tmp_path / 'gone'} does not exist; give the folder of a model"),
         (without, empty, "tokenizer"),
     ]:
