@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
 
 def sensitivities(steps: Sequence[Step], like: Tensor) -> Tensor:
-    """Return those of steps, `[steps, heads]` in the dtype of `like`: all at once if beta did not change in between."""
+    """Return the sensitivity of each step, `[steps, heads]` in the dtype of `like`; few operations while beta stays."""
     gain = steps[0].gain
     if any(step.gain is not gain for step in steps):
         return torch.cat([sensitivities([step], like) for step in steps])
