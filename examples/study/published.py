@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import neighbours  # noqa: F401
-from report import Cells, by_task, differences, draw_rates, standard_error, table
+from report import Cells, by_task, changes, draw_rates, standard_error, table
 from runs import Result, published
 from tasks import TASKS
 
@@ -47,11 +47,8 @@ class Comparison:
 
     def change(self, controller: str) -> tuple[float, float]:
         """Difference to plain, paired by seed, and its standard error: percent of a loss, points of an accuracy."""
-        own, plain = self.values(controller), self.values("plain")
-        if not (found := differences(own, plain)):
-            return math.nan, math.nan
-        base = 100.0 if self.accuracies else statistics.mean(plain[seed] for seed in own.keys() & plain.keys())
-        return 100 * statistics.mean(found) / base, 100 * standard_error(found) / base
+        found = changes(self.values(controller), self.values("plain"), relative=not self.accuracies)
+        return (statistics.mean(found), standard_error(found)) if found else (math.nan, math.nan)
 
 
 def comparisons(results: Iterable[Result]) -> Iterator[Comparison]:

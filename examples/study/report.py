@@ -42,9 +42,11 @@ def standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
-def differences(values: Mapping[int, float], plain: Mapping[int, float]) -> list[float]:
-    """Differences to plain with the same seed, for the seeds that both have."""
-    return [values[seed] - plain[seed] for seed in sorted(values.keys() & plain.keys())]
+def changes(values: Mapping[int, float], plain: Mapping[int, float], *, relative: bool) -> list[float]:
+    """Differences to plain with the same seed, for the seeds that both have; if `relative`, in percent of its mean."""
+    seeds = sorted(values.keys() & plain.keys())
+    base = statistics.mean(plain[seed] for seed in seeds) / 100 if seeds and relative else 1
+    return [(values[seed] - plain[seed]) / base for seed in seeds]
 
 
 def worst(values: Iterable[float], lower_is_better: bool) -> float:
@@ -100,10 +102,7 @@ def values_table(cells: Cells, quantity: str) -> list[str]:
     for (controller, rate), seeds in ordered(cells):
         values = {seed: scale * result[quantity] for seed, result in seeds.items()}
         plain = {seed: scale * result[quantity] for seed, result in cells.get(("plain", rate), {}).items()}
-        to_plain = [] if controller == "plain" else differences(values, plain)
-        if to_plain and is_loss:
-            base = statistics.mean(plain[seed] for seed in values.keys() & plain.keys())
-            to_plain = [100 * difference / base for difference in to_plain]
+        to_plain = [] if controller == "plain" else changes(values, plain, relative=is_loss)
         runs = sum(result.get("runs", 1) for result in seeds.values()) / len(seeds)
         rows.append(
             (
