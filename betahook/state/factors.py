@@ -108,7 +108,7 @@ class Factors:
 
     def sensitivity(self) -> Tensor:
         """Return the derivative of the loss with respect to log beta, `[heads]`, zero where there was no backward."""
-        of_leaves = self._joined([getattr(self._leaves.get(layer), "grad", None) for layer in range(len(self.probes))])
+        of_leaves = self._joined(self._of_leaves())
         of_probes = self._joined([probe.grad for probe in self.probes])
         if of_leaves is None:
             return torch.zeros_like(self.own) if of_probes is None else of_probes
@@ -119,7 +119,7 @@ class Factors:
 
         The gradients are `[heads, 1, 1]`, of a layer or of several; the gains `[heads]`, None for 1.
         """
-        found = [getattr(self._leaves.get(layer), "grad", None) for layer in range(len(self.probes))]
+        found = self._of_leaves()
         ready = [gradient for gradient in found if gradient is not None and not gradient.requires_grad]
         if len(ready) == len(found) and all(probe.grad is None for probe in self.probes):
             return ready, self._known
@@ -130,6 +130,10 @@ class Factors:
         self.probes[layer].grad = None
         if layer in self._leaves:
             self._leaves[layer].grad = None
+
+    def _of_leaves(self) -> list[Tensor | None]:
+        """The gradients of the gains, one for each layer."""
+        return [getattr(self._leaves.get(layer), "grad", None) for layer in range(len(self.probes))]
 
     def _joined(self, gradients: list[Tensor | None]) -> Tensor | None:
         """Return the gradients of all layers, `[heads]`, zero for a layer without one; None if there is none at all."""

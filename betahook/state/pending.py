@@ -22,23 +22,26 @@ class Step(NamedTuple):
 
     Attributes:
         number: of the step, from 1 on.
-        gradients, gain: what gives its sensitivity, see `factors.Factors.gradients`; not multiplied by a loss scale.
+        gradients, gain: what gives its sensitivity, see `factors.Factors.gradients`.
+        loss_scale: factor on the gradients.
         sums: `[heads]`, not finite where anything that was measured since the last pooling is not.
     """
 
     number: int
     gradients: Sequence[Tensor]
     gain: Tensor | None
+    loss_scale: float
     sums: Tensor
 
 
 def sensitivities(steps: Sequence[Step], like: Tensor) -> Tensor:
     """Return the sensitivity of each step, `[steps, heads]` in the dtype of `like`; few operations while beta stays."""
-    gain = steps[0].gain
-    if any(step.gain is not gain for step in steps):
+    gain, scale = steps[0].gain, steps[0].loss_scale
+    if any(step.gain is not gain or step.loss_scale != scale for step in steps[1:]):
         return torch.cat([sensitivities([step], like) for step in steps])
     joined = torch.cat([gradient for step in steps for gradient in step.gradients]).view(len(steps), -1)
-    return (joined if gain is None else joined * gain).to(like)
+    scaled = (joined if gain is None else joined * gain).to(like)
+    return scaled if scale == 1 else scaled / scale
 
 
 def add_steps(window: Tensor, nonfinite_since: Tensor, steps: Sequence[Step]) -> None:

@@ -54,11 +54,8 @@ def add(state: State, layers: Layers, loss_scale: LossScale) -> None:
         state.settle()  # the steps that wait follow one another
         _forget_nonfinite(state)
         return
-    if loss_scale.of_step == 1:
-        gradients, gain = state.factors.gradients()
-    else:
-        gradients, gain = [state.factors.sensitivity().to(state.window)[:, None, None] / loss_scale.of_step], None
-    state.pending.append(pending.Step(state.steps + 1, gradients, gain, state.table.sum(0)))
+    gradients, gain = state.factors.gradients()
+    state.pending.append(pending.Step(state.steps + 1, gradients, gain, loss_scale.of_step, state.table.sum(0)))
     state.batches += 1
     if len(state.pending) == pending.MOST:
         state.settle()

@@ -16,7 +16,7 @@ STEPS, HEADS = 12, 40
 def drawn(broken=0.1):
     """Steps of which some heads are not finite: in their sensitivity alone, or in all sums from then on.
 
-    The gain changes after the third step; in the last two, the gradient is the sensitivity itself.
+    The gain changes after the third step, the loss scale after the fifth; in the last two, the gradient has no gain.
     """
     generator = torch.Generator().manual_seed(0)
     gradients = torch.randn(STEPS, HEADS, generator=generator)
@@ -27,7 +27,9 @@ def drawn(broken=0.1):
     sums = sums.masked_fill(spoilt[1].cumsum(0) > 0, math.nan)
     of_layers = [step[:, None, None].split([8, 32]) for step in gradients]
     gain = [gains[(step >= 3) + (step >= STEPS - 2)] for step in range(STEPS)]
-    return [pending.Step(7 + step, *parts) for step, parts in enumerate(zip(of_layers, gain, sums, strict=True))]
+    scales = [3.0 if step < 5 else 1.0 for step in range(STEPS)]
+    parts = zip(range(7, 7 + STEPS), of_layers, gain, scales, sums, strict=True)
+    return [pending.Step(*each) for each in parts]
 
 
 def added(steps, runs):
@@ -47,7 +49,7 @@ def test_steps_are_added_as_if_one_after_the_other():
         total, number, first = 0.0, 0, 3 if head == 0 else 0
         for step in steps:
             gradient = torch.cat(step.gradients).flatten()
-            value = (gradient if step.gain is None else gradient * step.gain)[head].item()
+            value = (gradient if step.gain is None else gradient * step.gain)[head].item() / step.loss_scale
             if math.isfinite(value + step.sums[head].item()):
                 total, number = total + value, number + 1
             else:
