@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import torch.utils._pytree
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode, unset_fake_temporarily
 from torch.amp.grad_scaler import GradScaler
 
 # Keyed by identity: a tensor compares by its entries. https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/weak.py
@@ -145,6 +145,11 @@ def without_data() -> Iterator[Callable[[nn.Module], nn.Module]]:
             yield copied
     finally:
         logger.disabled = disabled
+
+
+def with_data() -> AbstractContextManager[Any]:
+    """Compute with numbers within `without_data`."""
+    return unset_fake_temporarily()
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py

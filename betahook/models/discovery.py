@@ -19,7 +19,7 @@ from betahook.models import trial
 from betahook.models.code import PRODUCTS, is_own, names_used
 from betahook.models.families import Facts, facts
 from betahook.models.heads import count_heads
-from betahook.models.projections import Pair, locate
+from betahook.models.projections import Pair, Place, at_places, locate
 
 Route = Literal["interface", "torch", "by hand"]
 """The source of scores: transformers' attention "interface", "torch" or another
@@ -42,6 +42,7 @@ class AttentionModule:
         head_dim: d_k.
         route: the source of its scores.
         facts: about its class.
+        places: those of W_q and W_k, as far as a trial showed them.
     """
 
     module: nn.Module
@@ -49,11 +50,13 @@ class AttentionModule:
     head_dim: int
     route: Route
     facts: Facts
+    places: tuple[Place, Place] | None = None
 
     @property
     def projections(self) -> Pair | None:
-        """Places of W_q and W_k now, since adapters come and go; None if the module keeps them in no known form."""
-        return locate(self.module, self.heads, self.head_dim)
+        """W_q and W_k as they are now, since adapters come and go; None if the module keeps them in no known form."""
+        pair = None if self.places is None else at_places(self.module, self.places)
+        return pair or locate(self.module, self.heads, self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class Verdict:
 
 
 NO_ATTENTION = Verdict()
+NOTHING_SHOWN = trial.Trial(None)
 UNKNOWN_CODE = Verdict(
     obstacle="no product with a softmax behind it was found in its code, nor in the functions that this calls by name; "
     "F.scaled_dot_product_attention is found",
@@ -122,10 +126,15 @@ def survey(model: nn.Module) -> Survey:
             continue
         if verdict.route is None:
             refused[name] = module, verdict
-        elif (size := count_heads(module) or _size_in_trial(module, tried)) is None:
+            continue
+        is_users = is_own(type(module))  # transformers' own classes state their size
+        shown = (tried(module) if is_users else None) or NOTHING_SHOWN
+        size = count_heads(module) or shown.size
+        if size is None:
             refused[name] = module, UNKNOWN_SIZE
         else:
-            found[name] = AttentionModule(module, *size, verdict.route, facts(module))
+            places = shown.places if size == shown.size else None
+            found[name] = AttentionModule(module, *size, verdict.route, facts(module), places)
     reached = {part for one in found.values() for part in one.module.modules()}
     not_reached = {
         name or "the model": f"{type(module).__name__}: {verdict.obstacle}"
@@ -136,12 +145,6 @@ def survey(model: nn.Module) -> Survey:
 
 
 Try = Callable[[nn.Module], trial.Trial | None]
-
-
-def _size_in_trial(module: nn.Module, tried: Try) -> tuple[int, int] | None:
-    """Query heads and d_k as a trial shows them, for a module that does not state them; transformers' own do."""
-    result = tried(module) if is_own(type(module)) else None
-    return None if result is None else result.size
 
 
 def _leave_parts_to_their_owners(verdicts: dict[nn.Module, Verdict]) -> None:

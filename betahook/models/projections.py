@@ -7,6 +7,7 @@ the names and the layouts of known classes, `materialise` reads a weight however
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -74,10 +75,41 @@ class Projection:
         return self.select(_out_by_in(self.module, materialise.read(self.stored, self.module, self.adapter)))
 
 
+@dataclass(frozen=True)
+class Place:
+    """The place of W_q or W_k in an attention module, as a trial of its forward shows it.
+
+    Attributes:
+        name: of the linear map in the module, without what wraps it.
+        rows: int64 `[heads, d_k]`, of its weight.
+    """
+
+    name: str
+    rows: Tensor
+
+    def select(self, weight: Tensor) -> Tensor:
+        """Take the rows out of a weight `[out, d_x]`, as `[heads, d_k, d_x]`."""
+        return weight[self.rows.to(weight.device)]
+
+
 KNOWN_FORMS = "Known are linear modules called q_proj and k_proj, or qkv; betahook/models/families.py has more names"
 """The remedy where `locate` finds nothing."""
 Pair = tuple[Projection, Projection]
 """The query projection and the key projection."""
+
+
+def at_places(module: nn.Module, places: tuple[Place, Place]) -> Pair | None:
+    """The query and key projections at places that are known; None where something else is there now."""
+    query, key = (_at_place(module, place) for place in places)
+    return None if query is None or key is None else (query, key)
+
+
+def _at_place(module: nn.Module, place: Place) -> Projection | None:
+    child = operator.attrgetter(place.name)(module)
+    if isinstance(child, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return Projection(child, place.select)
+    linear = _linear(child)
+    return None if linear is None else Projection(linear, place.select, child if compat.is_adapter(child) else None)
 
 
 def locate(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
@@ -176,4 +208,7 @@ def matrix(module: nn.Module) -> Tensor:
 
 
 def _out_by_in(module: nn.Module, weight: Tensor) -> Tensor:
+    """A weight as `[out, in]`, that of a convolution with all that one of its patches holds."""
+    if weight.dim() > 2:
+        return weight.flatten(1)
     return weight.mT if type(module).__name__ in families.TRANSPOSED else weight

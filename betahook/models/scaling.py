@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from betahook import compat
 from betahook.models import families, materialise
-from betahook.models.projections import Projection, locate
+from betahook.models.projections import Pair, Projection
 
 
 class NoScalingError(ValueError):
@@ -170,7 +170,7 @@ class Scaling:
             torch.clear_autocast_cache()
 
 
-def find_scalings(module: nn.Module, heads: int, head_dim: int) -> Iterator[Scaling]:
+def find_scalings(module: nn.Module, pair: Pair | None, heads: int, head_dim: int) -> Iterator[Scaling]:
     """Find the weights of an attention module that a factor on its scores goes into.
 
     Mostly the first; only a run shows where it has to be one of the others, which are on the side of q alone.
@@ -178,7 +178,6 @@ def find_scalings(module: nn.Module, heads: int, head_dim: int) -> Iterator[Scal
     Raises:
         NoScalingError: there are none, or they take no factor.
     """
-    pair = locate(module, heads, head_dim)
     if pair is None:
         raise NoScalingError("its query and key projections have no known form, or FSDP 1 shards them")
     if any(getattr(module, name, None) is not None for name in families.QUERY_CLIPS):

@@ -16,6 +16,18 @@ from betahook import compat
 
 IN_PLACE = {"__imul__", "__itruediv__", "__iadd__", "__isub__", "__setitem__"}
 """Functions without an underscore at the end that change their first operand."""
+PERMUTING = (
+    "view reshape transpose permute swapaxes swapdims movedim moveaxis t adjoint flatten unflatten "
+    "view_as reshape_as as_strided unfold"
+)
+REGROUPING = "gather take_along_dim flip roll repeat repeat_interleave tile"
+PICKING = "__getitem__ select unbind stack squeeze squeeze_ unsqueeze unsqueeze_"
+SPLITTING = (
+    "expand expand_as broadcast_to narrow split chunk tensor_split index_select cat concat concatenate "
+    "atleast_3d view_as_complex view_as_real"
+)
+MOVING = frozenset(f"{PERMUTING} {REGROUPING} {PICKING} {SPLITTING} pad".split())
+"""Functions that only move entries, or leave some out or add some."""
 ORDER = {"condition": -1, "input": 0, "tensors": 0, "other": 1, "mask": 1, "pad": 1}
 """Arguments that may be given by name, to their place in torch's signatures."""
 

@@ -1,16 +1,17 @@
-"""A trial of an attention module that does not state its heads: its own forward, on tensors that hold no data.
+"""A trial of an attention module of a user's own: its forward, on tensors that hold no data.
 
 `discovery` calls `run`. The module is copied without its weights' data, so nothing is computed, no random number is
-drawn, and the module stays as it is. How many scores come to the softmax, and how wide the query is, tells the size.
+drawn, and the module stays as it is. How many scores come to the softmax, and how wide the query is, tells the number
+of heads and d_k; the features that the query and the key are made of tell the rows of W_q and W_k.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from betahook import compat
 from betahook.models.code import PRODUCTS, SOFTMAXES
+from betahook.models.families import TRANSPOSED
+from betahook.models.labels import Labels, features_of_heads
+from betahook.models.projections import Place
 from betahook.models.torch_calls import Call, tensors_in
 
 BATCH, LENGTH = 3, 7
@@ -30,15 +34,35 @@ class Trial:
 
     Attributes:
         size: the query heads and d_k of the first attention in it; None if there was none.
+        places: those of W_q and W_k of that attention; None where q or k is not what one projection returned.
     """
 
     size: tuple[int, int] | None
+    places: tuple[Place, Place] | None = None
+
+
+Operands: TypeAlias = tuple[Tensor | None, Tensor | None]
+"""The labels of q and k; None where they have none."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The product that makes scores.
+
+    Attributes:
+        size: the query heads and d_k.
+        operands: of the product.
+    """
+
+    size: tuple[int, int]
+    operands: Operands
 
 
 def run(module: nn.Module) -> Trial | None:
     """Run the forward of a module for what it shows; None if it does not run on a made-up input.
 
-    Each required argument is `[batch, length, width]`, but for masks, which are None.
+    Each required argument is `[batch, length, width]`, or `[batch, width, height, width]` for a module with
+    two-dimensional convolutions, but for masks, which are None.
     """
     with compat.without_data() as copied, torch.no_grad():
         try:
@@ -46,30 +70,79 @@ def run(module: nn.Module) -> Trial | None:
                 name for name, each in inspect.signature(module.forward).parameters.items() if _is_required(each)
             ]
             module = copied(module)
+            _drop_adapters(module)
         except Exception:  # code of others: whatever it raises, there is no trial
             return None
-        for length, width in itertools.product(_lengths(module), _widths(module)):
-            watch = _Watch(BATCH * length)
-            try:
-                _try(module, arguments, (BATCH, length, width), watch)
-            except Exception:  # another size may fit
-                if watch.size is None:
-                    continue
-            return Trial(watch.size)
-    return None
+        watches = (_try(module, arguments, shape) for shape in _shapes(module))
+        watch = next((watch for watch in watches if watch is not None), None)
+    if watch is None:
+        return None
+    return Trial(None) if watch.found is None else Trial(watch.found.size, _places(module, watch))
 
 
-def _try(module: nn.Module, arguments: list[str], shape: tuple[int, ...], watch: _Watch) -> None:
-    like = next(module.parameters())
-    x = torch.zeros(shape, dtype=like.dtype, device=like.device)
-    watch.activations[x] = 0
-    with watch:
-        module.forward(*(None if "mask" in name else x for name in arguments))
+def _drop_adapters(module: nn.Module) -> None:
+    """Put the layers below adapters, which come and go, in their places."""
+    for part in module.modules():
+        for name, child in part.named_children():
+            if compat.is_adapter(child):
+                setattr(part, name, child.base_layer)
+
+
+def _try(module: nn.Module, arguments: list[str], shape: tuple[int, ...]) -> _Watch | None:
+    """Run the forward on an input of a shape; None if it does not take one."""
+    like, watch = next(module.parameters()), _Watch(shape)
+    try:
+        x = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        watch.activations[x] = _Activation()
+        with watch:
+            module.forward(*(None if "mask" in name else x for name in arguments))
+    except Exception:  # another shape may fit
+        return None if watch.found is None else watch
+    return watch
+
+
+def _places(module: nn.Module, watch: _Watch) -> tuple[Place, Place] | None:
+    """The places of W_q and W_k in the projections whose features the operands are made of."""
+    assert watch.found is not None
+    query, key = (_place(module, watch, operand) for operand in watch.found.operands)
+    return None if query is None or key is None or len(query.rows) != watch.found.size[0] else (query, key)
+
+
+def _place(module: nn.Module, watch: _Watch, operand: Tensor | None) -> Place | None:
+    assert watch.found is not None
+    features = None if operand is None else features_of_heads(operand, *watch.found.size, BATCH)
+    if features is None:
+        return None
+    name = _name(module, watch.labels.weights[features.projection])
+    return None if name is None else Place(name, features.rows)
+
+
+def _name(module: nn.Module, weight: Tensor | None) -> str | None:
+    """The name of the part of a module that owns a weight and does nothing but multiply by it."""
+    parts = module.named_modules() if weight is not None else ()
+    owners = (name for name, part in parts if getattr(part, "weight", None) is weight and _is_linear(part))
+    owner: str | None = next(owners, None)
+    return owner
+
+
+def _is_linear(part: nn.Module) -> bool:
+    """True for a linear map, or a convolution that is one of each patch, and not a class made of it."""
+    plain = any(type(part).forward is kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    return (plain and getattr(part, "groups", 1) == 1) or type(part).__name__ in TRANSPOSED
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
     positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     return positional and parameter.default is parameter.empty
+
+
+def _shapes(module: nn.Module) -> Iterator[tuple[int, ...]]:
+    """Shapes that an input of the module may have, the likeliest first."""
+    for length, width in itertools.product(_lengths(module), _widths(module)):
+        yield BATCH, length, width
+    if any(isinstance(part, nn.Conv2d) for part in module.modules()):
+        for width in _widths(module):
+            yield BATCH, width, LENGTH, LENGTH
 
 
 def _lengths(module: nn.Module) -> list[int]:
@@ -83,7 +156,7 @@ def _widths(module: nn.Module) -> list[int]:
     """Widths that an input of the module may have, those of its first layers first."""
     found: dict[int, None] = {}
     for part in module.modules():
-        width, weight = getattr(part, "in_features", None), getattr(part, "weight", None)
+        width, weight = getattr(part, "in_features", getattr(part, "in_channels", None)), getattr(part, "weight", None)
         if isinstance(width, int):
             found[width] = None
         elif isinstance(weight, Tensor) and weight.dim() > 0:
@@ -93,15 +166,41 @@ def _widths(module: nn.Module) -> list[int]:
     return list(found)[:6]
 
 
-class _Watch(TorchFunctionMode):
-    """Follows products of activations to a softmax, and that to a further product; `tokens` of all sequences."""
+@dataclass(frozen=True)
+class _Activation:
+    """Knowledge of an activation.
 
-    def __init__(self, tokens: int) -> None:
+    Attributes:
+        query: the entries of the query that it was made of, where it is a product of two activations, or made of one.
+        operands: those of that product.
+    """
+
+    query: int = 0
+    operands: Operands = (None, None)
+
+
+class _Watch(TorchFunctionMode):
+    """Follows products of activations to a softmax, and that to a further product.
+
+    Attributes:
+        shape: of the module's input.
+        labels: the features that entries are made of.
+        found: the first attention.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
-        self.tokens = tokens
-        self.activations: Any = compat.WeakIdKeyDictionary()  # to the entries of a query, 0 for what is no score
-        self.weights: Any = compat.WeakIdKeyDictionary()  # to the size of the attention that made them
-        self.size: tuple[int, int] | None = None
+        self.shape = shape
+        self.labels = Labels(compat.with_data)
+        self.found: Attention | None = None
+        self.activations: Any = compat.WeakIdKeyDictionary()  # to an _Activation
+        self.weights: Any = compat.WeakIdKeyDictionary()  # to the Attention that made them
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        batch, *rest = self.shape
+        return batch * (rest[0] if len(rest) == 2 else rest[1] * rest[2])
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -112,34 +211,44 @@ class _Watch(TorchFunctionMode):
                 return compat.multi_head_attention_forward()(*args, **call.kwargs)
         output = call.run()
         if call.name == "scaled_dot_product_attention":
-            self._settle(call.tensors[0].numel(), call.tensors[0].shape[-1])
+            self._settle(*call.tensors[:2])
         parts, moving = list(tensors_in(output)), [x for x in call.tensors if x in self.activations]
         if call.name in SOFTMAXES and parts and moving:
             self._weigh(call, parts[0])
             return output
         weights = next((self.weights[x] for x in call.tensors if x in self.weights), None)
         if call.name in PRODUCTS and weights is not None:
-            self.size, weights = self.size or weights, None
-        query = max((self.activations[x] for x in moving), default=0)
-        if call.name in PRODUCTS:
-            query = max(x.numel() for x in call.tensors) if len(moving) > 1 else 0
+            self.found, weights = self.found or weights, None
+        made = self._made(call, moving)
         for part in parts:
             if moving:
-                self.activations[part] = query
+                self.activations[part] = made
             if weights is not None:
                 self.weights[part] = weights
+        if moving and call.name != "batch_norm":  # behind which the weight alone is not what acts
+            self.labels.note(call, output)
         return output
+
+    def _made(self, call: Call, moving: list[Tensor]) -> _Activation:
+        """Knowledge of what a function makes of activations."""
+        if call.name not in PRODUCTS:
+            return max((self.activations[x] for x in moving), key=lambda known: known.query, default=_Activation())
+        if len(moving) < 2:
+            return _Activation()
+        left, right = call.tensors[-2:]
+        return _Activation(max(x.numel() for x in call.tensors), (self.labels.get(left), self.labels.get(right)))
 
     def _weigh(self, call: Call, output: Tensor) -> None:
         """Note what a softmax of scores makes."""
         scores = call.operands[0]
-        self.activations[output] = 0
-        query = self.activations.get(scores, 0)
+        self.activations[output] = _Activation()
+        known = self.activations.get(scores, _Activation())
         rows, left = divmod(scores.numel(), scores.shape[call.dim])
-        if query and not left and not rows % self.tokens and not query % rows:
-            self.weights[output] = rows // self.tokens, query // rows
+        if known.query and not left and not rows % self.tokens and not known.query % rows:
+            self.weights[output] = Attention((rows // self.tokens, known.query // rows), known.operands)
 
-    def _settle(self, entries: int, head_dim: int) -> None:
+    def _settle(self, query: Tensor, key: Tensor) -> None:
         """Note the size of an attention that takes its softmax itself."""
-        if entries % (self.tokens * head_dim) == 0:
-            self.size = self.size or (entries // (self.tokens * head_dim), head_dim)
+        heads, left = divmod(query.numel(), self.tokens * query.shape[-1])
+        if left == 0 and self.found is None:
+            self.found = Attention((heads, query.shape[-1]), (self.labels.get(query), self.labels.get(key)))

@@ -135,7 +135,7 @@ class WeightScaling:
         found = self._found.get(layer)
         if found is None or found[0] != owners:
             with _refusing(layer):
-                found = owners, list(find_scalings(layer.module, layer.heads, layer.head_dim))
+                found = owners, list(find_scalings(layer.module, layer.projections, layer.heads, layer.head_dim))
                 found[1][self._choice[layer]].check()
             self._found[layer] = found
         return found[1][self._choice[layer]]

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from betahook import compat
+from betahook.models.labels import Labels
 from betahook.models.torch_calls import Call, tensors_in
 from betahook.tap import heads
 from betahook.tap.contraction import Axis
@@ -54,7 +55,7 @@ class Forward:
         self.form = form_of(inputs) if self.strict else ()
         self.axes = plan.axes.get(self.form, {})
         is_first = self.strict and self.form not in plan.axes and layer.refusal is None
-        self.labels = heads.Labels() if is_first else None
+        self.labels = Labels() if is_first else None
         self.shadows = Shadows() if self.strict and self.recording and not plan.checked else None
         self.products: list[Product] = []
         self.counted = 0

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from betahook.models.torch_calls import PERMUTING, PICKING, REGROUPING, SPLITTING
 from betahook.tap.arithmetic import add, divide, multiply, negate, subtract, subtract_from
 from betahook.tap.rearranging import fill, keep, move, pad, permute, pick, regroup, triangle, where
 from betahook.tap.situation import Derived, Handler, Situation, other
@@ -68,12 +69,10 @@ HANDLERS = _table(
         (subtract, "sub sub_ subtract __sub__ __isub__"),
         (subtract_from, "rsub __rsub__"),
         (negate, "neg neg_ negative __neg__"),
-        (permute, "view reshape transpose permute swapaxes swapdims movedim moveaxis t adjoint flatten unflatten"),
-        (permute, "view_as reshape_as as_strided unfold"),
-        (regroup, "gather take_along_dim flip roll repeat repeat_interleave tile"),
-        (pick, "__getitem__ select unbind stack squeeze squeeze_ unsqueeze unsqueeze_"),
-        (move, "expand expand_as broadcast_to narrow split chunk tensor_split index_select cat concat concatenate"),
-        (move, "atleast_3d view_as_complex view_as_real"),
+        (permute, PERMUTING),
+        (regroup, REGROUPING),
+        (pick, PICKING),
+        (move, SPLITTING),
         (pad, "pad"),
         (keep, "to float half bfloat16 double type type_as contiguous clone detach detach_ requires_grad_ cpu cuda"),
         (keep, "positive"),
@@ -90,6 +89,3 @@ HANDLERS = _table(
     ]
 )
 """Function name to handler; for what is not here there is `other`."""
-
-MOVING = {move, pick, regroup, permute, pad}
-"""Handlers of functions that do to the labels of entries what they do to the entries, see `heads`."""

@@ -115,7 +115,7 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
     place = product.output_axis(axis)
     forward.note(output, replace(trace, axis=place - output.dim()) if isinstance(place, int) else trace)
     if forward.labels is not None and place is not None:
-        forward.labels.put_heads(output, place, layer.heads)
+        heads.put_heads(forward.labels, output, place, layer.heads)
     return output
 
 

@@ -148,7 +148,7 @@ class ScoreProducts(TorchFunctionMode):
         if shadows is not None and (handler is not None or name == "__setitem__"):
             shadows.follow(call, output)
         if forward.labels is not None and name not in UNLABELLED:
-            forward.labels.note(call, output, handler in handlers.MOVING)
+            forward.labels.note(call, output)
         return output
 
 

@@ -47,7 +47,7 @@ class Treatment:
             if self.beta != 1:
                 layer.beta = self.beta * layer.head_dim**-0.5
             if self.init != 1:
-                scaling = next(find_scalings(layer.module, layer.heads, layer.head_dim))
+                scaling = next(find_scalings(layer.module, layer.projections, layer.heads, layer.head_dim))
                 scaling.scale(torch.full([layer.heads], self.init))
         return hook
 

@@ -34,6 +34,7 @@ STATE = ("tests/unit/state",)
 EXPORTED = ("tests/models/test_backends.py::test_an_exported_model_keeps_beta_without_its_hook",)
 VERIFICATION = ("tests/unit/keep/test_verification.py",)
 CLIPPING = ("tests/unit/step/test_clipping.py", "tests/unit/models/test_scaling.py")
+PLACES = ("tests/unit/models/test_places.py",)
 TRIAL = ("tests/unit/models/test_trial.py",)
 HANDLERS = ("tests/unit/tap/test_handlers.py",)
 ADAPTERS = ("tests/models/test_adapters.py",)
@@ -297,10 +298,10 @@ FAULTS = [
     Fault("betahook/tap/arithmetic.py", "first = replace(first, axis=situation.axis_of(left))", "pass", RIGHT),
     Fault("betahook/tap/products.py", "_put_back(layer.module), unsaved, ", "_put_back(layer.module), ", RIGHT),
     Fault("betahook/tap/products.py", "for names in (vars(part), part._buffers)", "for names in (vars(part),)", RIGHT),
-    Fault("betahook/tap/heads.py", 'UNKNOWN if mode == "constant" else value', "value", RIGHT),
+    Fault("betahook/models/labels.py", 'UNKNOWN if mode == "constant" else value', "value", RIGHT),
     Fault("betahook/models/torch_calls.py", "other.contiguous() if", "other if", RIGHT),
     Fault("betahook/models/torch_calls.py", "int(input.dim() not in (0, 1, 3))", "-1"),
-    Fault("betahook/tap/heads.py", "elif name not in PRODUCTS and any(", "elif any(", RIGHT),
+    Fault("betahook/models/labels.py", "elif name not in PRODUCTS and any(", "elif any(", RIGHT),
     Fault("betahook/tap/shadows.py", "max(self._eps, torch.finfo(shadow.dtype).eps)", "torch.finfo(shadow.dtype).eps"),
     Fault("betahook/tap/shadows.py", "logits.amax(dim, keepdim=True).abs()", "0"),
     Fault("betahook/tap/shadows.py", "20 * self._eps", "2000 * self._eps"),
@@ -453,7 +454,19 @@ FAULTS = [
     Fault("betahook/tap/kernels.py", "Band(last - left - 1 if", "Band(last - left if"),
     Fault("betahook/tap/kernels.py", "if users > 1:", "if users > 2:"),
     # models, state, checkpoint
-    Fault("betahook/models/trial.py", "if len(moving) > 1 else 0", ""),
+    Fault("betahook/models/trial.py", "if len(moving) < 2:", "if not moving:"),
+    Fault("betahook/models/trial.py", 'call.name != "batch_norm"', "True", PLACES),
+    Fault("betahook/models/trial.py", "if compat.is_adapter(child):", "if False:", PLACES),
+    Fault("betahook/models/trial.py", 'plain and getattr(part, "groups", 1) == 1', "plain", PLACES),
+    Fault("betahook/models/trial.py", "plain = any(type(part)", "plain = True or any(type(part)", PLACES),
+    Fault("betahook/models/labels.py", "if mixed else alike", "if False else alike", PLACES),
+    Fault("betahook/models/labels.py", "len(rows) != head_dim for", "len(rows) == 0 for", PLACES),
+    Fault("betahook/models/labels.py", "every[::shared]", "every[:own]", PLACES),
+    Fault("betahook/models/labels.py", "yield labels.chunk(count)", "yield []", PLACES),
+    Fault("betahook/models/labels.py", "labels[head::count] for head", "labels[:head] for head", PLACES),
+    Fault("betahook/models/labels.py", "if len(projections) != 1 or", "if", PLACES),
+    Fault("betahook/models/projections.py", "return weight.flatten(1)", "return weight", PLACES),
+    Fault("betahook/models/discovery.py", "if size == shown.size else None", "if True else None", PLACES),
     Fault("betahook/models/discovery.py", "= verdict if result.size else NO_ATTENTION", "= verdict", TRIAL),
     Fault("betahook/models/code.py", "reachable(kind) if is_own(kind) else methods(kind)", "methods(kind)", TRIAL),
     Fault("betahook/compat.py", "hooks.clear()", "len(hooks)", TRIAL),

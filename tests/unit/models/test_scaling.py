@@ -14,6 +14,10 @@ from support.models import build
 D = WIDTH // HEADS
 
 
+def scalings_of(module, heads=HEADS, head_dim=D):
+    return find_scalings(module, projections.locate(module, heads, head_dim), heads, head_dim)
+
+
 def test_rows_of_no_head_and_of_a_head_with_1_keep_every_bit():
     rows = Rows.of(torch.tensor([[0, 4], [2, 3]]), torch.tensor([0.5, 1.0]), total=6)
     factors = rows.spread(torch.tensor([4.0, 1.0]))
@@ -50,7 +54,7 @@ class Normed(ByHandAttention):
 @pytest.mark.parametrize("both", [False, True])
 def test_a_norm_takes_the_factor_instead_of_the_projection(norm, offset, both):
     module = Normed(norm, type(norm)(norm.weight.numel()) if both else None)
-    scaling = next(find_scalings(module, HEADS, D))
+    scaling = next(scalings_of(module))
     assert {weight.module for weight in scaling.weights} == {norm, *([module.k_norm] if both else [])}
     assert {weight.offset for weight in scaling.weights if weight.name == "weight"} == {offset}
     assert scaling.as_one is (norm.weight.numel() == D)
@@ -72,34 +76,34 @@ class Gated(nn.RMSNorm):
 )
 def test_other_norms_are_refused(norm, reason):
     with pytest.raises(NoScalingError, match=reason):
-        next(find_scalings(Normed(norm), HEADS, D))
+        next(scalings_of(Normed(norm)))
 
 
 def test_a_key_that_passes_a_norm_takes_no_factor():
     module = ByHandAttention()
     module.k_norm = nn.RMSNorm(D)
-    assert {weight.module for weight in next(find_scalings(module, HEADS, D)).weights} == {module.q_proj}
+    assert {weight.module for weight in next(scalings_of(module)).weights} == {module.q_proj}
 
 
 def test_quantised_weights_are_refused():
     module = ByHandAttention()
     module.q_proj.weight = nn.Parameter(module.q_proj.weight.to(torch.int8), requires_grad=False)
     with pytest.raises(NoScalingError, match="quantised"):
-        next(find_scalings(module, HEADS, D))
+        next(scalings_of(module))
 
 
 def test_the_key_of_a_fused_projection_that_heads_share():
     """q alone, and nothing of k and v in the same weight."""
     config = transformers.FalconConfig(hidden_size=WIDTH, num_attention_heads=HEADS, num_hidden_layers=1, vocab_size=8)
     module = transformers.FalconModel(config).h[0].self_attention
-    (weight,) = next(find_scalings(module, HEADS, D)).weights
+    (weight,) = next(scalings_of(module)).weights
     assert weight.module is module.query_key_value
     assert (weight.rows.head == HEADS).tolist() == [False] * WIDTH + [True] * 2 * D
 
 
 def test_transposed_weights_are_scaled_along_their_columns():
     module = build("gpt2").transformer.h[0].attn
-    axes = {weight.name: weight.axis for weight in next(find_scalings(module, 4, 8)).weights}
+    axes = {weight.name: weight.axis for weight in next(scalings_of(module, 4, 8)).weights}
     assert axes == {"weight": 1, "bias": 0}
 
 

@@ -1,0 +1,178 @@
+"""Labels of entries: the features of projections that they come from, followed through whatever moves them.
+
+Each entry that comes out of a projection gets a label, the number of its feature. They tell what names and sizes, which
+may coincide, do not: `tap.heads` finds the axis of the heads by them, `models.trial` the rows of W_q and W_k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from betahook import compat
+from betahook.models.code import PRODUCTS
+from betahook.models.torch_calls import MOVING, Call, tensors_in
+
+PROJECTIONS = {"linear": -1, "addmm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
+"""Functions that make features, to the axis along which these lie."""
+FAR = 2**31
+"""More features than a projection has, so that those of two differ."""
+UNKNOWN = -1
+"""The label of entries that come from elsewhere."""
+
+
+def _pad(labels: Tensor, sides: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    """Pad labels: a constant has none."""
+    return F.pad(labels, sides, mode, UNKNOWN if mode == "constant" else value)
+
+
+ON_LABELS: dict[str, Callable[..., Tensor]] = {
+    "pad": _pad,
+    "view_as_complex": lambda labels: labels[..., 0],
+    "view_as_real": lambda labels: torch.stack([labels, labels], -1),
+}
+"""Functions that do to labels what others do to numbers, by the names of these."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """The features that the heads of a query or a key are made of.
+
+    Attributes:
+        projection: the number of the projection that made them.
+        rows: int64 `[heads, d_k]`, of its weight; one head for all query heads that share a key.
+    """
+
+    projection: int
+    rows: Tensor
+
+
+class Labels:
+    """The labels of the tensors in one forward.
+
+    Attributes:
+        weights: of the projections by number, which a label is divided by `FAR`; None for one that is not known.
+    """
+
+    def __init__(self, apart: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Begin without labels; they are computed in the context `apart`."""
+        self.weights: list[Tensor | None] = []
+        self._of = compat.WeakIdKeyDictionary()
+        self._apart = apart
+
+    def get(self, tensor: Tensor) -> Tensor | None:
+        """The labels of a tensor, of the same shape, or None."""
+        labels: Tensor | None = self._of.get(tensor)
+        return labels
+
+    def put(self, tensor: Tensor, labels: Tensor) -> None:
+        """Label a tensor; what was computed without data is no label."""
+        if type(labels) is Tensor:
+            self._of[tensor] = labels
+
+    def put_features(self, tensor: Tensor, axes: list[int], weight: Tensor | None = None) -> None:
+        """Label a tensor that a projection made, whose features lie along some of its axes."""
+        shape = [size if axis in axes else 1 for axis, size in enumerate(tensor.shape)]
+        numbers = torch.arange(math.prod(shape), device=tensor.device) + FAR * len(self.weights)
+        self.put(tensor, numbers.view(shape).expand(tensor.shape).contiguous())
+        self.weights.append(weight)
+
+    def note(self, call: Call, output: Any) -> None:
+        """Label what a call returned."""
+        name = call.name
+        with self._apart():
+            if name in PROJECTIONS or (name in ("matmul", "__matmul__") and call.operands[1].dim() == 2):
+                weight = call.operands[2 if name == "addmm" else 1]
+                self.put_features(output, [PROJECTIONS.get(name, -1) % output.dim()], weight)
+            elif name == "__setitem__":
+                self._assign(*call.args)
+            elif name not in PRODUCTS and any(self.get(tensor) is not None for tensor in call.tensors):
+                self._follow(call, output)
+
+    def _assign(self, target: Tensor, index: Any, source: Any) -> None:
+        labels = self.get(source) if isinstance(source, Tensor) else None
+        if labels is not None:
+            changed = self._labels_or_none(target).clone()
+            changed[index] = labels
+            self.put(target, changed)
+
+    def _follow(self, call: Call, output: Any) -> None:
+        parts = list(tensors_in(output))
+        if call.name in MOVING:
+            same = Call(ON_LABELS.get(call.name, call.function), call.args, call.kwargs)
+            labels = list(tensors_in(_attempt(lambda: same.run_on(self._labels_or_none))))
+            if len(labels) == len(parts):
+                for part, moved in zip(parts, labels, strict=True):
+                    self.put(part, moved)
+            return
+        labelled = [found for tensor in call.tensors if (found := self.get(tensor)) is not None and found.numel()]
+        mixed = len(labelled) > 1 and len({int(found.amax()) // FAR for found in labelled}) > 1
+        for part in parts:
+            alike = next((found for found in labelled if found.shape == part.shape), None)
+            if alike is not None and (part.is_floating_point() or part.is_complex()):
+                self.put(part, self._of_unknown_weight(alike) if mixed else alike)
+
+    def _of_unknown_weight(self, labels: Tensor) -> Tensor:
+        """The same features, as if another projection had made them."""
+        self.weights.append(None)
+        return labels.where(labels == UNKNOWN, labels % FAR + FAR * (len(self.weights) - 1))
+
+    def _labels_or_none(self, tensor: Tensor) -> Tensor:
+        labels = self.get(tensor)
+        return torch.full(tensor.shape, UNKNOWN, device=tensor.device) if labels is None else labels
+
+
+def _attempt(run: Callable[[], Any]) -> Any:
+    """The result of a function, None where it does not work on labels."""
+    try:
+        return run()
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
+
+
+def features_of_heads(labels: Tensor, heads: int, head_dim: int, batch: int) -> Features | None:
+    """Tell which features the heads of a query or a key are made of.
+
+    Args:
+        labels: of the query or the key.
+        heads: of the query.
+        head_dim: d_k.
+        batch: the number of sequences, which may share an axis with the heads.
+
+    Returns:
+        None where the entries come from several projections, or where it is not to be seen which make which head.
+    """
+    known = labels[labels != UNKNOWN].unique()
+    projections = (known // FAR).unique().tolist()
+    own, left = divmod(len(known), head_dim)
+    if len(projections) != 1 or left or heads % own:
+        return None
+    for parts in _by_head(labels, {own, heads}, batch):
+        found = [part[part != UNKNOWN].unique() for part in parts]
+        if any(len(rows) != head_dim for rows in found):
+            continue
+        every, shared = torch.stack(found), len(found) // own
+        rows = every[::shared]
+        if len(rows.unique()) == len(known) and torch.equal(rows.repeat_interleave(shared, 0), every):
+            return Features(projections[0], rows % FAR)
+    return None
+
+
+def _by_head(labels: Tensor, counts: set[int], batch: int) -> Iterator[Sequence[Tensor]]:
+    """Divide a tensor into heads, in each way that its sizes allow: a single one, along an axis, or in its first."""
+    if 1 in counts:
+        yield [labels]
+    for axis, size in enumerate(labels.shape):
+        if size in counts:
+            yield labels.unbind(axis)
+    for count in counts:
+        if labels.shape[0] == batch * count:
+            yield [labels[head::count] for head in range(count)]
+            yield labels.chunk(count)
