@@ -18,7 +18,7 @@ from betahook import compat
 from betahook.models import trial
 from betahook.models.code import PRODUCTS, is_own, names_used
 from betahook.models.families import Facts, facts
-from betahook.models.heads import count_heads
+from betahook.models.heads import count_heads, from_scale
 from betahook.models.projections import Pair, Place, at_places, locate
 
 Route = Literal["interface", "torch", "by hand"]
@@ -129,7 +129,7 @@ def survey(model: nn.Module) -> Survey:
             continue
         is_users = is_own(type(module))  # transformers' own classes state their size
         shown = (tried(module) if is_users else None) or NOTHING_SHOWN
-        size = count_heads(module) or shown.size
+        size = count_heads(module) or shown.size or (from_scale(module) if is_users else None)
         if size is None:
             refused[name] = module, UNKNOWN_SIZE
         else:

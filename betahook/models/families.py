@@ -29,7 +29,7 @@ SEPARATE = (
     *(("projection_query", "projection_key"), ("q_head", "k_head")),
 )
 """Pairs of attributes that hold a projection each for q and k."""
-FUSED = ("c_attn", "qkv_proj", "qkv", "Wqkv", "query_key_value", "in_proj", "att_proj")
+FUSED = ("c_attn", "qkv_proj", "qkv", "Wqkv", "query_key_value", "in_proj", "att_proj", "to_qkv")
 """Attributes that hold one projection for q, k and v."""
 WRAPPED = ("linear", "base_layer")
 """Attributes under which a wrapper keeps the linear module that owns the weight; the second is an adapter's."""

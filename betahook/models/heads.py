@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from torch import Tensor, nn
@@ -52,6 +53,15 @@ def shared_width(module: nn.Module) -> Size:
     # A pooling head has a learned query, and a projection of the keys only.
     width = _width(module, QUERIES) or (fused and fused // 3) or _width(module, KEYS) or _first(module, ["embed_dim"])
     return heads, width and heads and width // heads
+
+
+def from_scale(module: nn.Module) -> tuple[int, int] | None:
+    """The module's heads, and the d_k that its scale is one over the root of: a last resort, in classes of users."""
+    heads, scale = _heads(module), getattr(module, "scale", None)
+    if not heads or not isinstance(scale, float) or not scale > 0:
+        return None
+    head_dim = round(scale**-2)
+    return (heads, head_dim) if head_dim > 1 and math.isclose(head_dim**-0.5, scale, rel_tol=1e-6) else None
 
 
 STRATEGIES = (stated, config_heads, heads_in_query, config_only, shared_width)

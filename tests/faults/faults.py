@@ -467,6 +467,8 @@ FAULTS = [
     Fault("betahook/models/labels.py", "if len(projections) != 1 or", "if", PLACES),
     Fault("betahook/models/projections.py", "return weight.flatten(1)", "return weight", PLACES),
     Fault("betahook/models/discovery.py", "if size == shown.size else None", "if True else None", PLACES),
+    Fault("betahook/models/heads.py", "math.isclose(head_dim**-0.5, scale, rel_tol=1e-6)", "True", PLACES),
+    Fault("betahook/models/heads.py", "head_dim > 1 and", "", PLACES),
     Fault("betahook/models/discovery.py", "= verdict if result.size else NO_ATTENTION", "= verdict", TRIAL),
     Fault("betahook/models/code.py", "reachable(kind) if is_own(kind) else methods(kind)", "methods(kind)", TRIAL),
     Fault("betahook/compat.py", "hooks.clear()", "len(hooks)", TRIAL),

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import betahook
+from betahook.models import heads
 
 HEADS, D, WIDTH = 4, 6, 24
 
@@ -339,6 +340,33 @@ def test_adapters_that_are_there_already_are_part_of_the_weight():
         for projection, linear in zip(layer.projections, model.layer.linears, strict=False):
             acting = linear.base_layer.weight + linear.get_delta_weight("default")
             torch.testing.assert_close(projection.entries.flatten(0, 1), acting.detach())
+
+
+class TwoInputs(InAList):
+    """A forward that no made-up input suits, with heads and a scale."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.heads, self.scale = HEADS, scale
+
+    def forward(self, pair):
+        x, factor = pair
+        return super().forward(factor * x)
+
+
+@pytest.mark.parametrize("scale", [D**-0.5, 0.3, -1.0, 1.0])
+def test_heads_and_a_scale_tell_the_width_of_a_head(scale):
+    module = TwoInputs(scale)
+    attention = type("OwnAttention", (TwoInputs,), {})(scale)
+    assert heads.from_scale(module) == ((HEADS, D) if scale == D**-0.5 else None)
+    if scale == D**-0.5:
+        with betahook.attach(attention, controller="monitor", when="always") as hook:
+            attention((torch.randn(2, 9, WIDTH), 2.0))
+            (layer,) = hook.layers.values()
+            assert (layer.heads, layer.head_dim, int(layer.statistics.count)) == (HEADS, D, 2 * HEADS * 81)
+    else:
+        with pytest.raises(betahook.UnsupportedModelError, match="set its attributes num_heads and head_dim"):
+            betahook.attach(attention)
 
 
 def test_the_default_controller_sees_that_a_model_with_names_of_its_own_is_fresh():
