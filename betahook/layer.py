@@ -178,10 +178,10 @@ class AttentionLayer:
 
     @contextmanager
     def acting(self, gain: Tensor) -> Iterator[None]:
-        """Let `gain [heads]` act for a while in place of `beta / beta_default`."""
+        """Let `gain [heads]` act for a while in place of `beta / beta_default`; 1 is the model's own beta."""
         beta, default = (values[self._place.heads] for values in (self._state.beta, self._state.beta_default))
         kept = beta.clone()
-        beta.copy_(gain * default)
+        beta.copy_(torch.where(gain == 1, torch.nan, gain * default))
         try:
             yield
         finally:

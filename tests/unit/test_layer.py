@@ -47,6 +47,16 @@ def test_beta_is_the_model_s_own_until_it_is_set(made):
     assert second.current_gain.tolist() == [1.0] * 2
 
 
+def test_a_gain_of_1_acts_as_the_model_s_own_beta(made):
+    state, (first, _), (recorder, _) = made
+    recorder.note_default(0.25)
+    first.beta = 0.5
+    with first.acting(torch.tensor([1.0, 2.0, 1.0, 4.0])):
+        assert state.beta[:4].isnan().tolist() == [True, False, True, False]
+        assert first.current_gain.tolist() == [1, 2, 1, 4]
+    assert first.head_beta.tolist() == [0.5] * 4
+
+
 def test_a_beta_set_before_the_first_forward_stands(pair):
     first, _ = pair
     first.beta = 2
