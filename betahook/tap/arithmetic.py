@@ -79,9 +79,11 @@ def _is_by_head(factor: Tensor, axis: int | None) -> bool:
 
 
 def negate(situation: Situation) -> Derived:
-    """Follow a change of sign."""
+    """Follow a change of sign; that of an operand, as in a rotation, is a part of it."""
     trace = situation.trace_of(situation.call.operands[0])
-    return replace(trace, factor=-trace.factor) if isinstance(trace, Operand | Scores) else other(situation)
+    if isinstance(trace, Scores):
+        return replace(trace, factor=-trace.factor)
+    return trace if isinstance(trace, Operand) else other(situation)
 
 
 def add(situation: Situation) -> Derived:

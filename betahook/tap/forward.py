@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from betahook import compat
@@ -24,6 +25,8 @@ from betahook.tap.situation import Derived, Situation
 from betahook.tap.traces import Factor, Operand, Product, Scores, Trace
 
 logger = logging.getLogger(__name__)
+ALIKE = 1e-4
+"""Relative difference up to which two numbers count as the same, but for rounding."""
 
 
 class Forward:
@@ -43,6 +46,7 @@ class Forward:
         products: those that may make scores, so far.
         counted: products since the last softmax.
         attended: None before any softmax, then True if one was over scores.
+        default: the model's own beta at the first softmax.
         without_heads: the line of a product of two matrices, in which several heads have no axis; None for none.
     """
 
@@ -60,6 +64,7 @@ class Forward:
         self.products: list[Product] = []
         self.counted = 0
         self.attended: bool | None = None
+        self.default: Factor | None = None
         self.without_heads: str | None = None
         self._traces = compat.WeakIdKeyDictionary()
         self._refusal: str | None = None
@@ -154,6 +159,21 @@ class Forward:
                 self._traces[other] = of_other.losing(f"a change of a view of them at {find_line()}")
         if isinstance(trace, Scores) and self.trace_of(base) is None:
             self._traces[base] = trace.losing(f"a change of a view at {find_line()}")
+
+    def note_default(self, default: Factor) -> None:
+        """Note the model's own beta at a softmax; where another one had another, no beta can be that of both."""
+        if self.layer.refusal is None:
+            self.layer.note_default(default)
+        if self.default is None:
+            self.default = default
+        elif self.strict and not self._is_alike(self.default, default):
+            self.refuse(f"its softmax at {find_line()} and one before it get scores that are scaled differently")
+
+    def _is_alike(self, one: Factor, other: Factor) -> bool:
+        """True for factors that differ by rounding; tensors are read in the first forward only."""
+        if self.labels is None and (isinstance(one, Tensor) or isinstance(other, Tensor)):
+            return True
+        return bool(torch.as_tensor(one / other - 1).abs().max() < ALIKE)
 
     def refuse(self, reason: str) -> None:
         """Leave the module alone when the forward has ended."""

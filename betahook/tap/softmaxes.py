@@ -56,8 +56,8 @@ def _end(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
         return
     if forward.shadows is not None and forward.shadows.contradict(trace, input, dim):
         forward.refuse(f"the logits at {find_line()} do not follow beta as its operations say")
-    if layer.facts.temperature is None and layer.refusal is None:
-        layer.note_default(total)
+    if layer.facts.temperature is None:
+        forward.note_default(total)
     if forward.strict:
         leader = min(trace.products, key=lambda product: product.index)
         forward.plan.leaders.update({product.site: leader.site for product in trace.products})
@@ -108,8 +108,7 @@ def fused(forward: Forward, call: Call) -> Any:
     if axis is None:
         forward.refuse(trouble)
     else:
-        if layer.refusal is None:
-            layer.note_default(default)
+        forward.note_default(default)
         if forward.recording:
             raw = divided(query.detach(), factors[0]), divided(key.detach(), factors[1])
             q, k = (contraction.batched(x, axis, layer.heads) for x in raw)

@@ -281,7 +281,7 @@ def test_shape_and_dtype_of_weights_make_no_weights():
 OPERANDS = {
     "mul": (torch.mul, 3.0, 1.5),
     "div": (torch.div, 2.0, 0.25),
-    "neg": (torch.neg, None, -0.5),
+    "neg": (torch.neg, None, 0.5),
     "transpose": (Tensor.mT.__get__, None, 0.5),
     "to": (Tensor.to, torch.float64, 0.5),
     "a rotation": (torch.mul, normal(5, 6), 0.5),

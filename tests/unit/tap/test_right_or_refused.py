@@ -205,15 +205,65 @@ def test_beta_is_that_which_acts_when_the_scale_of_the_model_changes(x, scale):
             )
 
 
-def test_two_scales_in_one_forward_act_as_beta_each(x):
-    model = make(lambda module, q, k, v: ((q @ k.mT * ROOT).softmax(-1) + (q @ k.mT * 0.1).softmax(-1)) @ v)
+SECOND_SCALES = {
+    "a number": lambda module: 0.1,
+    "a learned one": lambda module: module.temperature.abs() + 1,
+    "one of each head": lambda module: module.temperatures.exp(),
+}
+
+
+@pytest.mark.parametrize("way", SECOND_SCALES)
+def test_two_scales_in_one_forward_are_refused(x, way):
+    """No beta is that of both: a tenth more of the second would be a jump of the first."""
+
+    def mix(module, q, k, v):
+        second = SECOND_SCALES[way](module)
+        return ((q @ k.mT * ROOT).softmax(-1) + (q @ k.mT * second).softmax(-1)) @ v
+
+    model = make(mix)
+    expected = model(x)
+    with betahook.attach(model, controller="monitor") as hook:
+        assert torch.equal(model(x), expected)
+        assert "get scores that are scaled differently" in hook.layers["1"].refusal
+        assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("way", SECOND_SCALES)
+def test_two_softmaxes_of_one_scale_have_one_beta(x, way):
+    def mix(module, q, k, v):
+        scale = SECOND_SCALES[way](module)
+        return ((q @ k.mT * scale).softmax(-1) + (k @ q.mT * scale * 1.0).softmax(-1)) @ v
+
+    model = make(mix)
     with betahook.attach(model, controller="monitor") as hook:
         model(x)
-        hook.layers["1"].beta = 0.7
-        got = model(x)
+        layer = hook.layers["1"]
+        assert layer.refusal is None
+        own = layer.head_beta_default
+        layer.head_beta = 2 * own
+        got, scores = model(x), raw_scores(model, x) * 2 * own.view(-1, 1, 1)
         v = model[1].split(model[1].v_proj(model[0](x)))
-        expected = (2 * (0.7 * raw_scores(model, x)).softmax(-1).float() @ v).transpose(1, 2).flatten(2)
+        expected = ((scores.softmax(-1) + scores.mT.softmax(-1)).float() @ v).transpose(1, 2).flatten(2)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+ROTATIONS = {
+    "halves": lambda t: torch.cat([-t[..., t.shape[-1] // 2 :], t[..., : t.shape[-1] // 2]], -1),
+    "pairs": lambda t: torch.stack([-t[..., 1::2], t[..., ::2]], -1).flatten(-2),
+}
+
+
+@pytest.mark.parametrize("way", ROTATIONS)
+def test_a_query_that_is_scaled_and_then_rotated_keeps_its_scale(x, way):
+    def mix(module, q, k, v):
+        angle = torch.arange(q.shape[2])[:, None] * 0.1
+        q, k = (t * angle.cos() + ROTATIONS[way](t) * angle.sin() for t in (q * ROOT, k))
+        return (q @ k.mT).softmax(-1) @ v
+
+    model = make(mix)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        assert hook.layers["1"].beta_default == pytest.approx(ROOT)
 
 
 FACTORS = {
