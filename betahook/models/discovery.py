@@ -92,7 +92,7 @@ class Verdict:
 
 
 NO_ATTENTION = Verdict()
-NOTHING_SHOWN = trial.Trial(None)
+NOTHING_SHOWN = trial.Trial()
 UNKNOWN_CODE = Verdict(
     obstacle="no product with a softmax behind it was found in its code, nor in the functions that this calls by name; "
     "F.scaled_dot_product_attention is found",
@@ -163,9 +163,11 @@ def _decide_unnamed(verdicts: dict[nn.Module, Verdict], tried: Try) -> None:
             continue
         if any(verdicts[part].route is not None for part in module.modules() if part is not module):
             verdicts[module] = NO_ATTENTION
-        elif (result := tried(module)) is not None:
-            verdicts[module] = verdict if result.size else NO_ATTENTION
-        elif count_heads(module) is None:
+            continue
+        result = tried(module)
+        if result is not None and not result.attends:
+            verdicts[module] = NO_ATTENTION
+        elif (result is None or result.size is None) and count_heads(module) is None:
             verdicts[module] = UNKNOWN_UNNAMED
 
 

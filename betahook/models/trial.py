@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -33,11 +33,13 @@ class Trial:
     """The result of a trial that ran.
 
     Attributes:
-        size: the query heads and d_k of the first attention in it; None if there was none.
+        attends: True if there was an attention.
+        size: the query heads and d_k of the first one; None if it does not show them.
         places: those of W_q and W_k of that attention; None where q or k is not what one projection returned.
     """
 
-    size: tuple[int, int] | None
+    attends: bool = False
+    size: tuple[int, int] | None = None
     places: tuple[Place, Place] | None = None
 
 
@@ -50,11 +52,11 @@ class Attention:
     """The product that makes scores.
 
     Attributes:
-        size: the query heads and d_k.
+        size: the query heads and d_k; None where the number of scores does not tell.
         operands: of the product.
     """
 
-    size: tuple[int, int]
+    size: tuple[int, int] | None
     operands: Operands
 
 
@@ -73,11 +75,22 @@ def run(module: nn.Module) -> Trial | None:
             _drop_adapters(module)
         except Exception:  # code of others: whatever it raises, there is no trial
             return None
-        watches = (_try(module, arguments, shape) for shape in _shapes(module))
-        watch = next((watch for watch in watches if watch is not None), None)
+        watch = _first(_try(module, arguments, shape) for shape in _shapes(module))
     if watch is None:
         return None
-    return Trial(None) if watch.found is None else Trial(watch.found.size, _places(module, watch))
+    if watch.found is None:
+        return Trial()
+    return Trial(True, watch.found.size, _places(module, watch.found, watch.labels))
+
+
+def _first(watches: Iterable[_Watch | None]) -> _Watch | None:
+    """The first forward that ran without an attention or with one of known size, or else the first that ran."""
+    unclear = None
+    for watch in watches:
+        if watch is not None and (watch.found is None or watch.found.size is not None):
+            return watch
+        unclear = unclear or watch
+    return unclear
 
 
 def _drop_adapters(module: nn.Module) -> None:
@@ -101,20 +114,19 @@ def _try(module: nn.Module, arguments: list[str], shape: tuple[int, ...]) -> _Wa
     return watch
 
 
-def _places(module: nn.Module, watch: _Watch) -> tuple[Place, Place] | None:
+def _places(module: nn.Module, attention: Attention, labels: Labels) -> tuple[Place, Place] | None:
     """The places of W_q and W_k in the projections whose features the operands are made of."""
-    assert watch.found is not None
-    query, key = (_place(module, watch, operand) for operand in watch.found.operands)
-    return None if query is None or key is None or len(query.rows) != watch.found.size[0] else (query, key)
-
-
-def _place(module: nn.Module, watch: _Watch, operand: Tensor | None) -> Place | None:
-    assert watch.found is not None
-    features = None if operand is None else features_of_heads(operand, *watch.found.size, BATCH)
-    if features is None:
+    if attention.size is None:
         return None
-    name = _name(module, watch.labels.weights[features.projection])
-    return None if name is None else Place(name, features.rows)
+    places = []
+    for operand in attention.operands:
+        features = None if operand is None else features_of_heads(operand, *attention.size, BATCH)
+        name = None if features is None else _name(module, labels.weights[features.projection])
+        if features is None or name is None:
+            return None
+        places.append(Place(name, features.rows))
+    query, key = places
+    return (query, key) if len(query.rows) == attention.size[0] else None
 
 
 def _name(module: nn.Module, weight: Tensor | None) -> str | None:
@@ -244,8 +256,10 @@ class _Watch(TorchFunctionMode):
         self.activations[output] = _Activation()
         known = self.activations.get(scores, _Activation())
         rows, left = divmod(scores.numel(), scores.shape[call.dim])
-        if known.query and not left and not rows % self.tokens and not known.query % rows:
-            self.weights[output] = Attention((rows // self.tokens, known.query // rows), known.operands)
+        if known.query and not left:
+            tells = rows % self.tokens == 0 and known.query % rows == 0
+            size = (rows // self.tokens, known.query // rows) if tells else None
+            self.weights[output] = Attention(size, known.operands)
 
     def _settle(self, query: Tensor, key: Tensor) -> None:
         """Note the size of an attention that takes its softmax itself."""

@@ -463,6 +463,8 @@ FAULTS = [
     Fault("betahook/tap/kernels.py", "Band(last - left - 1 if", "Band(last - left if"),
     Fault("betahook/tap/kernels.py", "if users > 1:", "if users > 2:"),
     # models, state, checkpoint
+    Fault("betahook/models/trial.py", "rows % self.tokens == 0 and", "", TRIAL),
+    Fault("betahook/models/trial.py", "watch.found is None or watch.found.size is not None", "True", TRIAL),
     Fault("betahook/models/trial.py", "if len(moving) < 2:", "if not moving:"),
     Fault("betahook/models/trial.py", 'call.name != "batch_norm"', "True", PLACES),
     Fault("betahook/models/trial.py", "if compat.is_adapter(child):", "if False:", PLACES),
@@ -478,7 +480,7 @@ FAULTS = [
     Fault("betahook/models/discovery.py", "if size == shown.size else None", "if True else None", PLACES),
     Fault("betahook/models/heads.py", "math.isclose(head_dim**-0.5, scale, rel_tol=1e-6)", "True", PLACES),
     Fault("betahook/models/heads.py", "head_dim > 1 and", "", PLACES),
-    Fault("betahook/models/discovery.py", "= verdict if result.size else NO_ATTENTION", "= verdict", TRIAL),
+    Fault("betahook/models/discovery.py", "if result is not None and not result.attends:", "if False:", TRIAL),
     Fault("betahook/models/code.py", "reachable(kind) if is_own(kind) else methods(kind)", "methods(kind)", TRIAL),
     Fault("betahook/compat.py", "hooks.clear()", "len(hooks)", TRIAL),
     Fault("betahook/models/heads.py", "fused and fused // 3", "fused"),

@@ -95,6 +95,13 @@ class Window(Mixer):
         return super().forward(x * grid.width)
 
 
+class Padded(Mixer):
+    """More scores than tokens, so that their number does not tell how many heads there are."""
+
+    def forward(self, x):
+        return super().forward(F.pad(x, (0, 0, 0, -x.shape[1] % 4)))[:, : x.shape[1]]
+
+
 class NeedsAttention(Window):
     """The same, by its name an attention."""
 
@@ -107,6 +114,7 @@ class NeedsAttention(Window):
             Window,
             "layer, Window: it takes a softmax and multiplies; if that is an attention, set its attributes num",
         ),
+        (Padded, "layer, Padded: it takes a softmax and multiplies; if that is an attention, set its attributes num"),
         (NeedsAttention, "says neither how many heads it has nor how wide they are: set its attributes num_heads and"),
     ],
 )
@@ -141,7 +149,15 @@ class FixedLength(Mixer):
         return super().mix(q.reshape(-1, HEADS, self.tokens, HEAD_DIM), k, v)
 
 
-@pytest.mark.parametrize("kind", [FixedMask, FixedLength])
+class Windowed(Padded):
+    """Padded to a number of tokens that the module states: sequences as long as that are not."""
+
+    def __init__(self):
+        super().__init__()
+        self.window = 4
+
+
+@pytest.mark.parametrize("kind", [FixedMask, FixedLength, Windowed])
 def test_the_one_length_of_a_sequence_is_found(kind):
     with betahook.attach(Model(kind), controller="monitor") as hook:
         assert [(layer.heads, layer.head_dim) for layer in hook.layers.values()] == [(HEADS, HEAD_DIM)]
