@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from betahook import compat
 from betahook.models import trial
@@ -148,10 +149,10 @@ Try = Callable[[nn.Module], trial.Trial | None]
 
 
 def _leave_parts_to_their_owners(verdicts: dict[nn.Module, Verdict]) -> None:
-    """Leave parts without parameters and sizes of their own to their owner, where that can be an attention."""
+    """Leave parts without matrices and sizes of their own to their owner, where that can be an attention."""
     for owner, verdict in verdicts.items():
         for part in owner.children() if verdict.route is not None and is_own(type(owner)) else ():
-            has_own = next(part.parameters(), None) is not None or count_heads(part) is not None
+            has_own = _has_matrix(part) or count_heads(part) is not None
             if verdicts[part].route is not None and not has_own:
                 verdicts[part] = NO_ATTENTION
 
@@ -182,11 +183,19 @@ def classify(module: nn.Module, names: Callable[[type], frozenset[str]]) -> Verd
     used = names(type(module))
     if hasattr(module, "processor"):  # diffusers keeps the attention apart from the module that owns the weights
         used |= names(type(module.processor))
-    # A product or a softmax may be a module of its own, without parameters.
-    parts = (names(type(child)) for child in module.children() if next(child.parameters(), None) is None)
+    # A product or a softmax may be a module of its own, with a scale at most.
+    parts = (names(type(child)) for child in module.children() if not _has_matrix(child))
     used_below = used.union(*parts)
     verdicts = (classifier(module, used, used_below) for classifier in CLASSIFIERS)
     return next((verdict for verdict in verdicts if verdict is not None), NO_ATTENTION)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """True for a module with more parameters than a scale, or one of each head."""
+    return any(
+        is_lazy(parameter) or compat.is_zero3(parameter) or sum(size > 1 for size in parameter.shape) > 1
+        for parameter in module.parameters()
+    )
 
 
 # Classifiers, by the names that the code of a module uses, and by those that its parts use as well.
@@ -228,7 +237,7 @@ def has_no_name(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verd
     if IN_NAME.search(type(module).__name__):
         return None
     computes = is_own(type(module)) and used_below & SOFTMAX and used_below & {"@", *PRODUCTS}
-    has_weights = next(module.parameters(), None) is not None  # else it is a part of what calls it
+    has_weights = _has_matrix(module)  # else it is a part of what calls it
     return Verdict("by hand", unnamed=True) if computes and has_weights else NO_ATTENTION
 
 

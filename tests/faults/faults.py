@@ -465,6 +465,8 @@ FAULTS = [
     # models, state, checkpoint
     Fault("betahook/models/trial.py", "rows % self.tokens == 0 and", "", TRIAL),
     Fault("betahook/models/trial.py", "watch.found is None or watch.found.size is not None", "True", TRIAL),
+    Fault("betahook/models/discovery.py", "sum(size > 1 for size in parameter.shape) > 1", "True", TRIAL),
+    Fault("betahook/models/discovery.py", "is_lazy(parameter) or", "", TRIAL),
     Fault("betahook/models/trial.py", "if len(moving) < 2:", "if not moving:"),
     Fault("betahook/models/trial.py", 'call.name != "batch_norm"', "True", PLACES),
     Fault("betahook/models/trial.py", "if compat.is_adapter(child):", "if False:", PLACES),

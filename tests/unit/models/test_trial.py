@@ -128,6 +128,42 @@ def test_what_is_no_attention_or_cannot_be_tried_is_refused_with_the_attributes_
             assert hook.layers["layer"].heads == HEADS
 
 
+class ScaledProduct(nn.Module):
+    """The product and the softmax, with a learned scale of each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((HEADS, 1, 1), 0.5))
+
+    def forward(self, q, k, v):
+        return (q @ k.mT * self.scale).softmax(-1) @ v
+
+
+class InAPart(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.attention = ScaledProduct()
+
+    def mix(self, q, k, v):
+        return self.attention(q, k, v)
+
+
+def test_a_part_with_no_parameters_but_a_scale_belongs_to_the_module_around_it():
+    with betahook.attach(Model(InAPart), controller="monitor", when="always") as hook:
+        (layer,) = hook.layers.values()
+        assert (layer.name, layer.heads, layer.head_dim) == ("layer", HEADS, HEAD_DIM)
+        hook.model(torch.randn(2, LENGTH, WIDTH))
+        assert layer.head_beta_default.tolist() == [0.5] * HEADS
+        assert layer.remarks == []
+
+
+def test_weights_that_have_no_shape_yet_are_no_scale():
+    model = Model(Mixer)
+    model.layer.projection = nn.LazyLinear(3 * WIDTH)
+    with pytest.raises(betahook.UnsupportedModelError, match="set its attributes num_heads and head_dim before"):
+        betahook.attach(model)
+
+
 class FixedMask(Mixer):
     """Takes sequences of one length, that of its mask."""
 
