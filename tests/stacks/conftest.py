@@ -10,7 +10,7 @@ import pytest
 
 from support.vision import let_torchvision_load
 
-STACKS = ("datasets", "diffusers", "lightning", "optuna", "peft", "sentence_transformers", "timm", "trl")
+STACKS = ("datasets", "diffusers", "lightning", "optuna", "peft", "sentence_transformers", "timm", "trl", "vit_pytorch")
 missing = [name for name in STACKS if importlib.util.find_spec(name) is None]
 collect_ignore_glob = ["test_*.py"] if missing and "BETAHOOK_STACKS" not in os.environ else []
 

@@ -57,12 +57,17 @@ def verify(model_type: str, backend: str) -> Verdict | None:
     except build.NoBackendError:
         return None
     batch = build.inputs(model_type, model)
+    return verify_model(model, lambda: model(**batch))
+
+
+def verify_model(model: nn.Module, forward: Callable[[], Any]) -> Verdict:
+    """The same for any model in evaluation mode, and a forward of it."""
 
     def run() -> Any:
         torch.manual_seed(0)
         numpy.random.seed(0)
         with torch.no_grad():
-            return model(**batch)
+            return forward()
 
     with truth.watch(model) as watched:
         run()
