@@ -63,7 +63,7 @@ class Attention:
 def run(module: nn.Module) -> Trial | None:
     """Run the forward of a module for what it shows; None if it does not run on a made-up input.
 
-    Each required argument is `[batch, length, width]`, or `[batch, width, height, width]` for a module with
+    Each required argument is `[batch, length, width]`, or `[batch, channels, height, width]` for a module with
     two-dimensional convolutions, but for masks, which are None.
     """
     with compat.without_data() as copied, torch.no_grad():
