@@ -20,7 +20,7 @@ HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_head
 """Attributes that hold the number of query heads."""
 HEAD_DIM = (
     *("qk_head_dim", "head_dim", "attention_head_size", "attention_head_dim", "key_value_proj_dim", "head_size"),
-    *("key_dim", "dim_head", "d_head"),
+    *("key_dim", "dim_head", "d_head", "d_k"),
 )
 """Attributes that hold d_k."""
 SEPARATE = (

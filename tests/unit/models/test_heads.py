@@ -66,6 +66,7 @@ ORDER = {
     "heads and width": (dict(num_heads=4, head_dim=8, q_proj=linear(6), config=CONFIG), (4, 8)),
     "width from the projection": (dict(num_heads=4, q_proj=linear(24), config=CONFIG), (4, 6)),
     "heads from the projection": (dict(head_dim=6, query=linear(24)), (4, 6)),
+    "as ESPnet": (dict(h=4, d_k=6, linear_q=linear(24), linear_k=linear(24)), (4, 6)),
     "heads from the config": (dict(head_dim=6, config=CONFIG), (4, 6)),
     "a config of another size": (dict(head_dim=6, config=CONFIG, q_proj=linear(18)), (3, 6)),
     "all from the config": (dict(config=CONFIG, q_proj=linear(18)), (4, 8)),
