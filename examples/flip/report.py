@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from runs import Result, published
@@ -63,7 +64,7 @@ def relevant_beta(row: Row, column: str) -> float | None:
 
 
 def markdown(results: Iterable[Result]) -> list[str]:
-    """The table of the README: a line for each row, column and beta of the paper, with its seeds in their order."""
+    """The table of the README: a line for each row, column and beta of the paper, with its seeds in order."""
     cells: dict[tuple[str, str, float | None], list[Result]] = defaultdict(list)
     for result in results:
         cells[result["row"], result["column"], result["paper_beta"]].append(result)
@@ -75,7 +76,8 @@ def markdown(results: Iterable[Result]) -> list[str]:
     ]
     order = sorted(cells, key=lambda cell: (cell[0] != "100/20/15000", *map(int, cell[0].split("/"))))
     for row, column, beta in order:
-        found, paper = cells[row, column, beta], papers.get((row, column, beta))
+        found = sorted(cells[row, column, beta], key=itemgetter("seed"))
+        paper = papers.get((row, column, beta))
         accuracies = [100 * result["accuracy"] for result in found]
         name = f"`{column}`" + ("" if beta is None else f" (β = {beta:g})")
         reached = sum(result["steps_to_95"] is not None for result in found)
@@ -88,7 +90,7 @@ def markdown(results: Iterable[Result]) -> list[str]:
             " ".join(str(result["seed"]) for result in found),
             f"{reached} of {len(found)}",
             f"{sum(result['beta'] for result in found) / len(found):.2g}",
-            f"{sum(result.get('runs', 1) for result in found) / len(found):g}",
+            f"{sum(result.get('runs', 1) for result in found) / len(found):.2g}",
         )
         lines.append(f"| {' | '.join(fields)} |")
     return lines
