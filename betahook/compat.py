@@ -101,6 +101,21 @@ is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambd
 """True for a forward that `torch.export` looks at; torch 2.6 does not tell."""
 
 
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py
+def is_transformed() -> bool:
+    """True in `torch.func.grad` and the like, and in `torch.jit.trace`, where only what the model computes may run."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
+
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_functorch/pyfunctorch.py
+def untransformed() -> AbstractContextManager[None]:
+    """Compute with tensors of outside, in a transform of `torch.func`."""
+    context: AbstractContextManager[None] = torch._C._DisableFuncTorch()
+    return context
+
+
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/disable_torch_function.cpp
 def unwatched() -> AbstractContextManager[None]:
     """Let the functions that are called in it pass by every `TorchFunctionMode`."""

@@ -38,9 +38,9 @@ def check_seen(state: State) -> None:
         )
     if state.seen and not (state.recorded or state.refused):
         logger.warning(
-            "no attention was measured before the first step(): the hooked layers ran in evaluation mode or under "
-            "torch.no_grad only, and beta stays where it is. Call model.train() and run the forward with gradients, or "
-            'attach(..., when="always")'
+            "no attention was measured before the first step(): the hooked layers ran in evaluation mode, under "
+            "torch.no_grad or in torch.func only, and beta stays where it is. Call model.train() and run the forward "
+            'with gradients, or attach(..., when="always")'
         )
 
 

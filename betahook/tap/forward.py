@@ -32,6 +32,9 @@ ALIKE = 1e-4
 class Forward:
     """One forward of one attention module.
 
+    Raises:
+        RuntimeError: it is the first one, and shows nothing, as it runs within `torch.export` or the like.
+
     Attributes:
         layer: the recorder of the module.
         plan: what earlier forwards showed.
@@ -59,6 +62,11 @@ class Forward:
         self.form = form_of(inputs) if self.strict else ()
         self.axes = plan.axes.get(self.form, {})
         is_first = self.strict and self.form not in plan.axes and layer.refusal is None
+        if is_first and (compat.is_exporting() or (rehearsal and compat.is_transformed())):
+            raise RuntimeError(
+                f"{layer.name or 'the model'}: no forward has shown yet how this attention computes its scores. Run a "
+                "forward of the model outside of torch.export, torch.func and torch.jit.trace first"
+            )
         self.labels = Labels() if is_first else None
         self.shadows = Shadows() if self.strict and self.recording and not plan.checked else None
         self.products: list[Product] = []
@@ -181,8 +189,10 @@ class Forward:
 
     def finish(self) -> None:
         """Take stock of a forward that has ended: learn from it, or leave the module alone from now on."""
-        layer, known = self.layer, not self.strict or self.layer.refusal is not None
-        reason = None if known else self._verdict()
+        layer = self.layer
+        # The tensors of an export or a transform mean nothing outside of it.
+        passing = compat.is_exporting() or compat.is_transformed()
+        reason = self._verdict() if self.strict and layer.refusal is None and not passing else None
         if reason is not None:
             layer.refuse(reason)
             logger.warning(

@@ -51,7 +51,7 @@ def scale_known_query(layer: Recorder, query: Tensor, others: Iterable[Tensor], 
     """
     layer.follow(query.device)
     gain = None
-    if not (isinstance(default, Tensor) or compat.is_captured(query.device)):
+    if not (isinstance(default, Tensor) or compat.is_captured(query.device) or compat.is_transformed()):
         gain = layer.ready_gain(as_leaf=query.numel() <= SMALL and _has_gradient(query, others))
     if gain is None:
         return scale_query(layer, query, others, default=default)
@@ -68,7 +68,7 @@ def _has_gradient(query: Tensor, others: Iterable[Tensor]) -> bool:
 def _scaled(
     layer: Recorder, query: Tensor, gain: Tensor, others: Iterable[Tensor], axis: int, product: Product | None
 ) -> Tensor:
-    if not _has_gradient(query, others):
+    if not _has_gradient(query, others) or compat.is_transformed():
         return _times(query, gain)
     probe = layer.probe
     probe = probe if probe.device == query.device else probe.to(query.device)

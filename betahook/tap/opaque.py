@@ -84,10 +84,8 @@ def _tables(layer: Recorder) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def note_default(layer: Recorder, default: float | Tensor) -> None:
-    """See `Recorder.note_default`; what is exported runs where there is no recorder, and keeps the beta of now."""
-    if compat.is_exporting():
-        return
-    if torch.compiler.is_compiling():
+    """See `Recorder.note_default`."""
+    if torch.compiler.is_compiling() and not compat.is_exporting():
         torch.ops.betahook.note_default(*_tables(layer), *_number_or_tensor(default))
     else:
         layer.note_default(default)

@@ -55,7 +55,8 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
             left_alone.refuse("its input is a nested tensor, whose scores are not followed: pad it")
             left_alone.finish()
             return forward(*args, **kwargs)
-        if not plan.axes and is_strict(layer.module) and layer.refusal is None and bool(layer.is_set):
+        unknown = not plan.axes and is_strict(layer.module) and layer.refusal is None
+        if unknown and not compat.is_exporting() and bool(layer.is_set):
             _rehearse(layer, plan, forward, args, kwargs)
         known = Forward(layer, plan, (args, kwargs))
         with ScoreProducts(known):

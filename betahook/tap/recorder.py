@@ -145,7 +145,7 @@ class Recorder:
     def is_recording(self) -> bool:
         """True if the forward that runs now is to be measured: once, though gradient checkpointing runs it twice."""
         measured = self.always or (self.module.training and torch.is_grad_enabled())
-        if not (self.is_due() and measured) or self.state.paused or compat.is_exporting():
+        if not (self.is_due() and measured) or self.state.paused or compat.is_exporting() or compat.is_transformed():
             return False
         # Reentrant checkpointing runs a forward without gradients first; by default, the one in the backward counts.
         return not (compat.is_in_backward() if self.always else compat.is_recomputation())
@@ -169,9 +169,18 @@ class Recorder:
         self.state.refuse(self._place, reason)
 
     def note_default(self, beta: float | Tensor) -> None:
-        """Remember the inverse temperature that the model itself applies: one, or one for each head."""
+        """Remember the inverse temperature that the model itself applies: one, or one for each head.
+
+        What is exported runs where there is no recorder, and keeps the beta of now.
+        """
+        if compat.is_exporting():
+            return
         self._default = None if isinstance(beta, Tensor) else float(beta)
-        self.state.note_default(self._place, beta)
+        if not compat.is_transformed():
+            self.state.note_default(self._place, beta)
+        elif not isinstance(beta, Tensor):
+            with compat.untransformed():
+                self.state.note_default(self._place, beta)
 
     def follow(self, device: torch.device) -> None:
         """Move the state to where the model went, unless in a pause to the meta device: that is a look at shapes."""

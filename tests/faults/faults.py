@@ -31,6 +31,7 @@ CHECKPOINT = ("tests/unit/checkpoint/test_checkpoint.py",)
 SCHEMA = ("tests/unit/checkpoint/test_schema.py",)
 FINGERPRINT = ("tests/unit/checkpoint/test_fingerprint.py",)
 STATE = ("tests/unit/state",)
+TRANSFORMED = ("tests/models/test_transforms.py",)
 EXPORTED = ("tests/models/test_backends.py::test_an_exported_model_keeps_beta_without_its_hook",)
 VERIFICATION = ("tests/unit/keep/test_verification.py",)
 CLIPPING = ("tests/unit/step/test_clipping.py", "tests/unit/models/test_scaling.py")
@@ -534,8 +535,18 @@ FAULTS = [
         HOOK,
     ),
     Fault("betahook/step/stages.py", "        _forget_nonfinite(state)\n", "", WINDOW),
-    Fault("betahook/tap/recorder.py", " or compat.is_exporting()", "", EXPORTED),
-    Fault("betahook/tap/opaque.py", "if compat.is_exporting():", "if False:", EXPORTED),
+    Fault("betahook/tap/recorder.py", " or compat.is_exporting() or compat.is_transformed()", "", TRANSFORMED),
+    Fault("betahook/tap/recorder.py", "if compat.is_exporting():", "if False:", TRANSFORMED),
+    Fault("betahook/tap/opaque.py", " and not compat.is_exporting():", ":", EXPORTED),
+    Fault("betahook/tap/recorder.py", "if not compat.is_transformed():", "if True:", TRANSFORMED),
+    Fault(
+        "betahook/tap/gain.py",
+        " or compat.is_transformed():\n        return _times",
+        ":\n        return _times",
+        TRANSFORMED,
+    ),
+    Fault("betahook/tap/forward.py", " and not passing", "", TRANSFORMED),
+    Fault("betahook/tap/forward.py", "(rehearsal and compat.is_transformed())", "False", TRANSFORMED),
     Fault(
         "betahook/tap/recorder.py",
         "leaf.detach().requires_grad_() if self.state.paused else leaf",

@@ -183,6 +183,35 @@ def test_an_export_is_told_from_a_compilation():
     assert seen[-1] == (False, False)
 
 
+@pytest.mark.filterwarnings("ignore")  # tracing is deprecated
+@pytest.mark.parametrize("run", [torch.func.grad, torch.func.vmap, lambda f: torch.jit.trace(f, torch.ones(2))])
+def test_a_transform_is_told(run):
+    seen = []
+
+    def asks(x):
+        seen.append(compat.is_transformed())
+        return x.sin() if x.dim() else x
+
+    made = run(asks)
+    if not seen:
+        made(torch.ones(2) if run is torch.func.vmap else torch.tensor(1.0))
+    asks(torch.ones(2))
+    assert seen[0]
+    assert not seen[-1]
+
+
+def test_what_is_outside_of_a_transform_changes_in_place():
+    kept = torch.zeros(2)
+
+    def changes(x):
+        with compat.untransformed():
+            kept.fill_(3.0)
+        return x.square()
+
+    assert torch.func.grad(changes)(torch.tensor(2.0)) == 4
+    assert kept.tolist() == [3, 3]
+
+
 def test_the_owner_of_a_view():
     x = torch.zeros(2, 3)
     assert compat.owner_and_version(x)[0] is x

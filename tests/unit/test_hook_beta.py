@@ -95,7 +95,7 @@ def test_training_in_evaluation_mode_leaves_beta_alone_and_says_so(caplog):
         train(model, hook, 3)
         assert all(layer.beta == layer.beta_default for layer in hook.layers.values())
     (record,) = caplog.records
-    assert "the hooked layers ran in evaluation mode or under torch.no_grad only" in record.message
+    assert "the hooked layers ran in evaluation mode, under torch.no_grad or in torch.func only" in record.message
     assert "Call model.train() and run the forward with gradients" in record.message
 
 

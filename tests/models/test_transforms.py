@@ -1,0 +1,171 @@
+"""Forwards within `torch.func`, `torch.export` and `torch.jit.trace`: beta acts in them, and nothing is measured."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, jvp, vmap
+
+import betahook
+from support.attention import HEADS, LENGTH, WIDTH, ByHandAttention, FusedAttention, make
+from support.models import build
+
+
+class LearnedScale(ByHandAttention):
+    """Its own beta is a parameter, one for each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(HEADS, 1, 1) + 0.5)
+
+    def mix(self, q, k, v):
+        return self.values(self.scale * (q @ k.mT), v)
+
+
+class Llama(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = build("llama", "eager")
+
+    def forward(self, x):
+        return self.layers(inputs_embeds=x).logits
+
+
+class Encoder(nn.TransformerEncoderLayer):
+    def __init__(self):
+        super().__init__(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own
+
+BY_HAND = [FusedAttention, ByHandAttention, LearnedScale]
+REFUSED = "^1.*: no forward has shown yet how this attention computes its scores. Run a forward of the model outside of"
+KINDS = [Llama, Encoder, *BY_HAND]
+
+
+def batch(samples=3):
+    return torch.randn(samples, LENGTH, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+def parameters_of(model):
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def loss(model, parameters, sample):
+    return functional_call(model, parameters, (sample[None],)).square().mean()
+
+
+def hooked(kind, *, seen=True):
+    """A hooked model whose beta is not its own."""
+    model = make(kind)
+    hook = betahook.attach(model, controller="monitor", interval=1)
+    if seen:
+        model(batch(2))
+    for layer in hook.layers.values():
+        layer.beta = torch.full((), 0.7)
+    return model, hook
+
+
+def gradients(model, sample):
+    model.zero_grad(set_to_none=True)
+    loss(model, {}, sample).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_each_sample(kind):
+    model, _ = hooked(kind)
+    found = vmap(grad(lambda p, sample: loss(model, p, sample)), (None, 0))(parameters_of(model), batch())
+    for index, sample in enumerate(batch()):
+        for name, expected in gradients(model, sample).items():
+            torch.testing.assert_close(found[name][index], expected)
+
+
+@pytest.mark.parametrize("kind", [Llama, ByHandAttention, LearnedScale])  # fused kernels have none
+def test_a_directional_derivative(kind):
+    model, _ = hooked(kind)
+    weights = parameters_of(model)
+    ones = {name: torch.ones_like(weight) for name, weight in weights.items()}
+    _, found = jvp(lambda p: loss(model, p, batch()[0]), (weights,), (ones,))
+    torch.testing.assert_close(
+        found, sum(each.sum() for each in gradients(model, batch()[0]).values()), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_beta_that_was_loaded_acts_in_the_first_forward_or_nothing_runs(kind):
+    states = hooked(kind)[1].state_dict()
+    model = make(kind)
+    hook = betahook.attach(model, controller="monitor", interval=1)
+    hook.load_state_dict(states)
+    function = grad(lambda p: loss(model, p, batch()[0]))
+    if kind is Llama:
+        found = function(parameters_of(model))
+        for name, expected in gradients(model, batch()[0]).items():
+            torch.testing.assert_close(found[name], expected)
+    else:
+        with pytest.raises(RuntimeError, match=REFUSED):
+            function(parameters_of(model))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", [True, False], ids=["from the first forward", "later"])
+def test_what_surrounds_a_transform_is_measured_as_without_it(kind, first):
+    measured = []
+    for transformed in (False, True):
+        model = make(kind)
+        with betahook.attach(model, controller="monitor", interval=1) as hook:
+            for step in range(3):
+                if transformed and (first or step > 0):
+                    vmap(grad(lambda p, x, model=model: loss(model, p, x)), (None, 0))(parameters_of(model), batch())
+                model(batch()).square().mean().backward()
+                hook.step()
+                measured.append(hook.metrics())
+    for plain, surrounded in zip(measured[:3], measured[3:], strict=True):
+        assert surrounded == pytest.approx(plain, nan_ok=True)
+        assert all(math.isfinite(value) for name, value in plain.items() if name.startswith("score_std"))
+
+
+def test_a_step_that_saw_transforms_only_says_so(caplog):
+    model = make(Llama)
+    with betahook.attach(model, controller="monitor") as hook:
+        grad(lambda p: loss(model, p, batch()[0]))(parameters_of(model))
+        hook.step()
+    assert "in evaluation mode, under torch.no_grad or in torch.func only" in caplog.text
+
+
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_a_trace_keeps_beta(kind):
+    model, _ = hooked(kind)
+    traced = torch.jit.trace(model, batch(2), check_trace=False)
+    torch.testing.assert_close(traced(batch(2).flip(0)), model(batch(2).flip(0)), rtol=0, atol=0)
+
+
+@pytest.mark.oldest_skips("torch does not tell that it exports")
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_an_export_keeps_beta(kind):
+    model, _ = hooked(kind)
+    program = torch.export.export(model, (batch(2),), strict=False).module()
+    torch.testing.assert_close(program(batch(2).flip(0)), model(batch(2).flip(0)), rtol=0, atol=0)
+
+
+@pytest.mark.oldest_skips("torch does not tell that it exports")
+@pytest.mark.parametrize("kind", [Llama, ByHandAttention])
+def test_an_export_holds_beta_and_nothing_else_of_the_hook(kind):
+    model, hook = hooked(kind)
+    program = torch.export.export(model, (batch(2),), strict=False)
+    layers = len(hook.layers)
+    hook.detach()
+    plain = torch.export.export(model, (batch(2),), strict=False)
+    assert len(program.constants) == len(plain.constants) + layers
+
+
+@pytest.mark.oldest_skips("torch does not tell that it exports")
+def test_an_export_before_the_first_forward_is_refused():
+    model = make(ByHandAttention)
+    with betahook.attach(model, controller="monitor"):
+        with pytest.raises(RuntimeError, match=REFUSED):
+            torch.export.export(model, (batch(2),), strict=False)
+        model(batch(2))
+        torch.export.export(model, (batch(2),), strict=False)
