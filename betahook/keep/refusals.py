@@ -203,7 +203,8 @@ def projection_is_unknown(plan: Plan, layer: AttentionLayer) -> str | None:
 def weight_is_computed(plan: Plan, layer: AttentionLayer) -> str | None:
     """A parametrisation overwrites the weight in every forward."""
     computed = not all(isinstance(tensor, nn.Parameter) for tensor in carriers(layer))
-    return "its query weight is made of others in every forward; fold the whole, plain model" if computed else None
+    remedy = "remove its parametrization or pruning first; of a sharded model fold the whole, plain one"
+    return f"its query weight is made of others in every forward; {remedy}" if computed else None
 
 
 def weight_is_elsewhere(plan: Plan, layer: AttentionLayer) -> str | None:

@@ -69,7 +69,12 @@ def partition(model):
         ("llama", poison, False, "would be NaN or infinite"),
         ("llama", hide, False, "its query projection has no known form"),
         ("llama", quantise, False, "its query weight is of torch.int8; dequantise it first"),
-        ("llama", parametrise, False, "its query weight is made of others in every forward; fold the whole, plain"),
+        (
+            "llama",
+            parametrise,
+            False,
+            "made of others in every forward; remove its parametrization or pruning first; of a",
+        ),
         ("llama", partition, False, "its weights are sharded over ranks. Save the whole model"),
         (
             "llama",
