@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 STACKS := .venv-stacks
 PACKAGE := .venv-package
 
-.PHONY: demo test test-slow test-families test-faults test-generated test-oldest test-stacks support docs package lint format clean
+.PHONY: demo test test-slow test-families test-faults test-generated test-oldest test-newest test-stacks support docs package lint format clean
 
 demo: $(VENV)/ready
 	$(RUN) examples/flip/run.py --columns plain betahook --seeds 7 --output runs/demo
@@ -34,6 +35,12 @@ test-generated: $(VENV)/ready
 # The least versions of pyproject.toml. torch from PyPI brings the CUDA libraries along, several gigabytes.
 test-oldest: $(OLDEST)/ready
 	$(OLDEST)/bin/python -m pytest -n 2
+
+# Whatever PyPI has today; torch is several gigabytes here, too.
+test-newest:
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	$(NEWEST)/bin/python -m pytest -n 2
 
 # With the packages that others train in; their warnings are theirs.
 test-stacks: $(STACKS)/ready
@@ -92,4 +99,4 @@ $(STACKS)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(STACKS) $(PACKAGE) runs build dist betahook.egg-info
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(STACKS) $(PACKAGE) runs build dist betahook.egg-info

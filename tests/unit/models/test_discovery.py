@@ -256,7 +256,7 @@ def test_attention_that_is_not_reached_is_named_with_the_reason():
     assert list(survey(LinearAttention()).not_reached) == ["the model"]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("compiled", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 2))])
 def test_attention_that_torch_jit_compiled_is_named(compiled):
     seen = survey(nn.Sequential(compiled(LinearAttention()), nn.ReLU(), compiled(nn.ReLU())))
