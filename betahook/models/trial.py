@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -232,6 +232,8 @@ class _Watch(TorchFunctionMode):
         if call.name in PRODUCTS and weights is not None:
             self.found, weights = self.found or weights, None
         made = self._made(call, moving)
+        if call.name == "__setitem__" and weights is not None:
+            self.weights[call.args[0]] = replace(weights, size=None)  # perhaps those of some heads only
         for part in parts:
             if moving:
                 self.activations[part] = made

@@ -100,7 +100,8 @@ def assign(forward: Forward, call: Call) -> None:
     into, trace = forward.trace_of(target), forward.trace_of(source)
     call.run()
     if isinstance(into, Weights) or isinstance(trace, Weights):
-        forward.note(target, Weights())
+        before = into.before if isinstance(into, Weights) else into
+        forward.note(target, Weights(before=before if isinstance(before, Scores) else None))
     elif isinstance(trace, Scores) or isinstance(into, Scores):
         with torch.no_grad():
             forward.note(target, _assigned(forward, call, into, trace))

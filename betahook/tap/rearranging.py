@@ -31,6 +31,10 @@ def move(situation: Situation) -> Derived:
 
 def pick(situation: Situation) -> Derived:
     """Follow a function after which the heads may lie along another axis; rows stay whole."""
+    trace = situation.trace_of(situation.call.operands[0])
+    if isinstance(trace, Weights) and trace.before is not None and situation.call.name == "__getitem__":
+        before = trace.before
+        situation = replace(situation, trace_of=lambda _: before)
     return _move(situation, heads_stay=False)
 
 

@@ -145,9 +145,11 @@ class Weights:
 
     Attributes:
         projected: a product with a parameter or other weights made them, which might have been one with values.
+        before: the scores over which they were written, perhaps in part: a slice may still have to come to its softmax.
     """
 
     projected: bool = False
+    before: Scores | None = None
 
 
 Trace = Operand | Scores | Shift | Weights

@@ -546,6 +546,8 @@ FAULTS = [
         TRANSFORMED,
     ),
     Fault("betahook/tap/forward.py", " and not passing", "", TRANSFORMED),
+    Fault("betahook/tap/following.py", "into.before if isinstance(into, Weights) else into", "into", RIGHT),
+    Fault("betahook/tap/rearranging.py", "trace_of=lambda _: before", "trace_of=lambda _: trace", RIGHT),
     Fault("betahook/tap/forward.py", "(rehearsal and compat.is_transformed())", "False", TRANSFORMED),
     Fault(
         "betahook/tap/recorder.py",

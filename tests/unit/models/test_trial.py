@@ -88,6 +88,17 @@ class Router(nn.Module):
         return (x @ self.gate).softmax(-1) @ self.experts
 
 
+class InPlace(Mixer):
+    """A softmax in the place of its scores, of one half of them after the other."""
+
+    def mix(self, q, k, v):
+        scores = q @ k.mT * HEAD_DIM**-0.5
+        half = len(scores) // 2
+        scores[half:] = scores[half:].softmax(-1)
+        scores[:half] = scores[:half].softmax(-1)
+        return scores @ v
+
+
 class Window(Mixer):
     """A forward whose arguments no trial can guess."""
 
@@ -114,6 +125,7 @@ class NeedsAttention(Window):
             Window,
             "layer, Window: it takes a softmax and multiplies; if that is an attention, set its attributes num",
         ),
+        (InPlace, "layer, InPlace: it takes a softmax and multiplies; if that is an attention, set its attributes num"),
         (Padded, "layer, Padded: it takes a softmax and multiplies; if that is an attention, set its attributes num"),
         (NeedsAttention, "says neither how many heads it has nor how wide they are: set its attributes num_heads and"),
     ],

@@ -66,6 +66,41 @@ def check_doubled(model, x):
     torch.testing.assert_close(doubled, model(x), rtol=1e-4, atol=1e-4)
 
 
+def halves_in_place(module, q, k, v):
+    scores = (q * ROOT) @ k.mT
+    half = len(scores) // 2
+    scores[half:] = scores[half:].softmax(-1)
+    scores[:half] = scores[:half].softmax(-1)
+    return scores @ v
+
+
+def samples_in_place(module, q, k, v):
+    scores = q @ k.mT * ROOT
+    for sample in range(len(scores)):
+        scores[sample, :] = scores[sample, :].softmax(-1)
+    gated = [scores[sample, :] * module.temperature for sample in range(len(scores))]
+    return torch.stack([(weights + weights**2) @ values for weights, values in zip(gated, v, strict=True)])
+
+
+def places_in_place(module, q, k, v):
+    scores = q @ k.mT * ROOT
+    for places in (torch.tensor([2, 0]), torch.tensor([1])):
+        scores[places] = scores[places].softmax(-1)
+    return scores @ v
+
+
+@pytest.mark.parametrize("way", [halves_in_place, samples_in_place, places_in_place])
+def test_a_softmax_in_place_of_its_scores(x, way):
+    model = make(way)
+    check_doubled(make(way), x)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        model(x).sum().backward()
+        found = hook.layers["1"].statistics
+        scores = raw_scores(model, x)
+    assert found.count == scores.numel()
+    assert found.std == pytest.approx(scores.var((0, 2, 3), correction=0).mean().sqrt().item(), rel=1e-5)
+
+
 def top_three(a):
     values, indices = a.topk(3, -1)
     return torch.zeros_like(a).scatter(-1, indices, values)
