@@ -205,7 +205,10 @@ class Hook:
     def __repr__(self) -> str:
         state = "" if self.attached else ", detached"
         lines = [f"Hook({type(self.model).__name__}, {len(self.layers)} layers, {self.controllers}{state})"]
-        lines += [f"  {layer.name}: {layer.heads} heads of {layer.head_dim}" for layer in self.layers.values()]
+        lines += [
+            f"  {layer.name}: {layer.heads} head{'s' * (layer.heads > 1)} of {layer.head_dim}"
+            for layer in self.layers.values()
+        ]
         for layer in self.layers.values():
             lines += [f"  {layer.name}: {remark}" for remark in layer.remarks + layer.obstacles]
         unreached = find_unreached(self._state, self.layers, self.model)
