@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode, unset_fa
 from torch.amp.grad_scaler import GradScaler
 
 # Keyed by identity: a tensor compares by its entries. https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/weak.py
-from torch.utils.weak import WeakIdKeyDictionary as WeakIdKeyDictionary
+from torch.utils.weak import WeakIdRef as WeakIdRef
 from torch.utils.weak import WeakTensorKeyDictionary as WeakTensorKeyDictionary
 
 # Documented for users who register a function; not that every model asks `get_interface`, which the tap wraps.

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from betahook import compat
+from betahook.models.by_tensor import ByTensor
 from betahook.models.code import PRODUCTS
 from betahook.models.torch_calls import MOVING, Call, tensors_in
 
@@ -64,7 +64,7 @@ class Labels:
     def __init__(self, apart: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Begin without labels; they are computed in the context `apart`."""
         self.weights: list[Tensor | None] = []
-        self._of = compat.WeakIdKeyDictionary()
+        self._of = ByTensor[Tensor]()
         self._apart = apart
 
     def get(self, tensor: Tensor) -> Tensor | None:

@@ -6,8 +6,6 @@ Used by `betahook.models.trial` and by the tap in `betahook.tap.products`; nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -32,28 +30,36 @@ ORDER = {"condition": -1, "input": 0, "tensors": 0, "other": 1, "mask": 1, "pad"
 """Arguments that may be given by name, to their place in torch's signatures."""
 
 
-@dataclass(frozen=True)
 class Call:
-    """One call of a torch function."""
+    """One call of a torch function.
 
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    Attributes:
+        function, args, kwargs: the function and its arguments.
+        name: of the function; "transpose" for a property that does so.
+    """
 
-    @cached_property
-    def name(self) -> str:
-        """The name of the function; "transpose" for a property that does so."""
-        return "transpose" if self.function in compat.TRANSPOSING_GETTERS else self.function.__name__
+    __slots__ = ("_operands", "_tensors", "args", "function", "kwargs", "name")
 
-    @cached_property
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.name: str = "transpose" if function in compat.TRANSPOSING_GETTERS else function.__name__
+        self._operands: list[Any] | None = None
+        self._tensors: list[Tensor] | None = None
+
+    @property
     def operands(self) -> list[Any]:
         """The arguments in the order of torch's signatures, those given by name too."""
-        return [*self.args, *(self.kwargs[name] for name in sorted(self.kwargs, key=lambda name: ORDER.get(name, 2)))]
+        if self._operands is None:
+            by_name = sorted(self.kwargs, key=lambda name: ORDER.get(name, 2))
+            self._operands = [*self.args, *(self.kwargs[name] for name in by_name)]
+        return self._operands
 
-    @cached_property
+    @property
     def tensors(self) -> list[Tensor]:
         """All tensors among the arguments."""
-        return list(tensors_in((self.args, self.kwargs)))
+        if self._tensors is None:
+            self._tensors = list(tensors_in((self.args, self.kwargs)))
+        return self._tensors
 
     @property
     def dim(self) -> int:
@@ -63,10 +69,10 @@ class Call:
         # torch's choice where `F.softmax` or `nn.Softmax` is not told
         return given if isinstance(given, int) else int(input.dim() not in (0, 1, 3))
 
-    @cached_property
+    @property
     def in_place(self) -> bool:
         """True if the call changes its first operand."""
-        return self.name in IN_PLACE or (self.name.endswith("_") and self.name[0] != "_")
+        return is_in_place(self.name)
 
     def run(self) -> Any:
         """Call the function."""
@@ -81,6 +87,11 @@ class Call:
             return other.contiguous() if self.name == "view" else other
 
         return self.function(*_replaced(self.args, replace), **_replaced(dict(self.kwargs), replace))
+
+
+def is_in_place(name: str) -> bool:
+    """True for a function that changes its first operand."""
+    return name in IN_PLACE or (name.endswith("_") and name[0] != "_")
 
 
 def tensors_in(nested: Any) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from betahook import compat
+from betahook.models.by_tensor import ByTensor
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.families import TRANSPOSED
 from betahook.models.labels import Labels, features_of_heads
@@ -205,8 +206,8 @@ class _Watch(TorchFunctionMode):
         self.shape = shape
         self.labels = Labels(compat.with_data)
         self.found: Attention | None = None
-        self.activations: Any = compat.WeakIdKeyDictionary()  # to an _Activation
-        self.weights: Any = compat.WeakIdKeyDictionary()  # to the Attention that made them
+        self.activations = ByTensor[_Activation]()
+        self.weights = ByTensor[Attention]()  # that made them
 
     @property
     def tokens(self) -> int:

@@ -6,13 +6,14 @@ Made by the tap in `products` for every forward; the functions of `matrices`, `s
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from betahook import compat
+from betahook.models.by_tensor import ByTensor
 from betahook.models.labels import Labels
 from betahook.models.torch_calls import Call, tensors_in
 from betahook.tap import heads
@@ -45,6 +46,7 @@ class Forward:
         form: of the inputs.
         axes: the axes of the heads with inputs of this form, as far as they are known.
         labels: the features that entries come from, in the first forward with inputs of this form.
+        is_settled: True if neither is needed.
         shadows: what another beta would do, in the first forward that is measured.
         products: those that may make scores, so far.
         counted: products since the last softmax.
@@ -74,12 +76,24 @@ class Forward:
         self.attended: bool | None = None
         self.default: Factor | None = None
         self.without_heads: str | None = None
-        self._traces = compat.WeakIdKeyDictionary()
+        self.is_settled = self.labels is None and self.shadows is None
+        self._traces = ByTensor[Trace]()
         self._refusal: str | None = None
 
     def trace_of(self, tensor: Any) -> Trace | None:
         """Look up a trace; None if the argument is not a followed tensor."""
-        return self._traces.get(tensor) if isinstance(tensor, Tensor) else None
+        return self._traces.get(tensor)
+
+    def is_any_followed(self, nested: Any, *, or_learned: bool) -> bool:
+        """Tell if a followed tensor lies in nested arguments, or one of a subclass, as parameters are."""
+        traces = self._traces
+        for each in nested.values() if isinstance(nested, Mapping) else nested:
+            if isinstance(each, Tensor):
+                if each in traces or (or_learned and type(each) is not Tensor):
+                    return True
+            elif isinstance(each, (tuple, list, Mapping)) and self.is_any_followed(each, or_learned=or_learned):
+                return True
+        return False
 
     def factor_of(self, operand: Tensor) -> Factor:
         """The factor that an operand of a product carries."""
@@ -151,7 +165,7 @@ class Forward:
     def forget(self, tensor: Any) -> None:
         """Follow a tensor no longer."""
         if isinstance(tensor, Tensor):
-            self._traces.pop(tensor, None)
+            self._traces.pop(tensor)
 
     def changed(self, tensor: Any) -> None:
         """Lose the scores that share the memory of a tensor that was changed in place."""
@@ -161,9 +175,10 @@ class Forward:
         if not isinstance(trace, Scores) and base is tensor:
             return
         memory = tensor.untyped_storage().data_ptr()
-        for other, of_other in list(self._traces.items()):
-            shared = isinstance(of_other, Scores) and other.untyped_storage().data_ptr() == memory
-            if shared and other is not tensor:
+        for other, of_other in self._traces.items():
+            if not isinstance(of_other, Scores) or other is tensor:
+                continue
+            if other.untyped_storage().data_ptr() == memory:
                 self._traces[other] = of_other.losing(f"a change of a view of them at {find_line()}")
         if isinstance(trace, Scores) and self.trace_of(base) is None:
             self._traces[base] = trace.losing(f"a change of a view at {find_line()}")

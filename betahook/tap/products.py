@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from betahook import compat
 from betahook.models.code import PRODUCTS, SOFTMAXES
-from betahook.models.torch_calls import Call
+from betahook.models.torch_calls import Call, is_in_place
 from betahook.tap import following, handlers, kernels, matrices, nested, softmaxes
+from betahook.tap.arithmetic import divide, multiply
 from betahook.tap.contraction import UnknownHeadsError
 from betahook.tap.forward import Forward, is_strict
 from betahook.tap.override import Override
@@ -134,7 +135,10 @@ class ScoreProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        forward, call = self._forward, Call(func, args, kwargs or {})
+        forward = self._forward
+        if forward.is_settled and not _concerns(forward, func.__name__, args, kwargs):
+            return func(*args, **(kwargs or {}))
+        call = Call(func, args, kwargs or {})
         name = call.name
         if name == "multi_head_attention_forward":
             with self:
@@ -151,6 +155,17 @@ class ScoreProducts(TorchFunctionMode):
         if forward.labels is not None and name not in UNLABELLED:
             forward.labels.note(call, output)
         return output
+
+
+STARTING = {*PRODUCTS, *SOFTMAXES, *kernels.KERNELS, "multi_head_attention_forward"} | {
+    name for name, handler in handlers.HANDLERS.items() if handler in (multiply, divide) or is_in_place(name)
+}
+"""Functions of which something may follow though nothing that is followed goes into them."""
+
+
+def _concerns(forward: Forward, name: str, *arguments: Any) -> bool:
+    """Return False for a call that can be run as it is, without a further look at it: most calls are such."""
+    return name in STARTING or forward.is_any_followed(arguments, or_learned=name in handlers.HANDLERS)
 
 
 UNLABELLED = {"__get__", "__set__"}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from betahook.compat import WeakIdKeyDictionary
+from betahook.models.by_tensor import ByTensor
 from betahook.models.torch_calls import Call, tensors_in
 from betahook.tap.traces import Scores
 
@@ -24,7 +24,7 @@ class Shadows:
     """The shadows of the tensors in one forward."""
 
     def __init__(self) -> None:
-        self._of = WeakIdKeyDictionary()
+        self._of = ByTensor[Tensor]()
         self._eps = 0.0  # of the coarsest dtype on the way, which may be that of scores whose softmax is in float32
 
     def put(self, tensor: Tensor, shadow: Tensor) -> None:

@@ -1,0 +1,28 @@
+"""A map from tensors to what is known of them."""
+
+import gc
+
+import torch
+
+from betahook.models.by_tensor import ByTensor
+
+
+def test_a_tensor_is_known_by_its_identity_as_long_as_it_lives():
+    known = ByTensor[str]()
+    one, other, passing = torch.zeros(2), torch.zeros(2), torch.zeros(2)
+    known[one], known[other], known[passing] = "first", "other", "passing"
+    known[one] = "one"
+    assert (known[one], known.get(other), known.get(torch.zeros(2)), known.get(3, "none")) == (
+        "one",
+        "other",
+        None,
+        "none",
+    )
+    assert one in known
+    assert one[:] not in known
+    del passing
+    gc.collect()
+    assert [value for _, value in known.items()] == ["one", "other"]
+    known.pop(one)
+    known.pop(one)
+    assert [tensor is other for tensor, _ in known.items()] == [True]
