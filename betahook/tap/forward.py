@@ -6,7 +6,7 @@ Made by the tap in `products` for every forward; the functions of `matrices`, `s
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,17 +83,6 @@ class Forward:
     def trace_of(self, tensor: Any) -> Trace | None:
         """Look up a trace; None if the argument is not a followed tensor."""
         return self._traces.get(tensor)
-
-    def is_any_followed(self, nested: Any, *, or_learned: bool) -> bool:
-        """Tell if a followed tensor lies in nested arguments, or one of a subclass, as parameters are."""
-        traces = self._traces
-        for each in nested.values() if isinstance(nested, Mapping) else nested:
-            if isinstance(each, Tensor):
-                if each in traces or (or_learned and type(each) is not Tensor):
-                    return True
-            elif isinstance(each, (tuple, list, Mapping)) and self.is_any_followed(each, or_learned=or_learned):
-                return True
-        return False
 
     def factor_of(self, operand: Tensor) -> Factor:
         """The factor that an operand of a product carries."""

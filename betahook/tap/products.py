@@ -165,7 +165,18 @@ STARTING = {*PRODUCTS, *SOFTMAXES, *kernels.KERNELS, "multi_head_attention_forwa
 
 def _concerns(forward: Forward, name: str, *arguments: Any) -> bool:
     """Return False for a call that can be run as it is, without a further look at it: most calls are such."""
-    return name in STARTING or forward.is_any_followed(arguments, or_learned=name in handlers.HANDLERS)
+    return name in STARTING or _is_any_followed(forward, arguments, or_learned=name in handlers.HANDLERS)
+
+
+def _is_any_followed(forward: Forward, nested: Any, *, or_learned: bool) -> bool:
+    """Return True if a followed tensor lies in nested arguments, or one of a subclass, as parameters are."""
+    for each in nested.values() if isinstance(nested, Mapping) else nested:
+        if isinstance(each, Tensor):
+            if forward.trace_of(each) is not None or (or_learned and type(each) is not Tensor):
+                return True
+        elif isinstance(each, tuple | list | Mapping) and _is_any_followed(forward, each, or_learned=or_learned):
+            return True
+    return False
 
 
 UNLABELLED = {"__get__", "__set__"}
