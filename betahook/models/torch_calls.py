@@ -95,11 +95,11 @@ def is_in_place(name: str) -> bool:
 
 
 def tensors_in(nested: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples and mappings."""
+    """All tensors in nested lists, tuples and dictionaries."""
     if isinstance(nested, Tensor):
         yield nested
-    elif isinstance(nested, (list, tuple, Mapping)):
-        for item in nested.values() if isinstance(nested, Mapping) else nested:
+    elif isinstance(nested, (list, tuple, dict)):
+        for item in nested.values() if isinstance(nested, dict) else nested:
             if not isinstance(item, (int, float)):
                 yield from tensors_in(item)
 

@@ -126,10 +126,9 @@ class Factors:
         return [self.sensitivity()[:, None, None]], None
 
     def drop(self, layer: int) -> None:
-        """Drop the sensitivity of a layer since the last step."""
+        """Drop the sensitivity of a layer since the last step, and what backwards yet bring to its leaf."""
         self.probes[layer].grad = None
-        if layer in self._leaves:
-            self._leaves[layer].grad = None
+        self._leaves.pop(layer, None)
 
     def _of_leaves(self) -> list[Tensor | None]:
         """The gradients of the gains, one for each layer."""

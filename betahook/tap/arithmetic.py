@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,12 +34,12 @@ def _scale(situation: Situation, left: Any, right: Any, *, divide: bool) -> Deri
         return None
     if isinstance(first, Scores):
         if first.axis is None and factor is None and situation.strict and _may_be_by_head(right):
-            first = replace(first, axis=situation.axis_of(left))
+            first = first._replace(axis=situation.axis_of(left))
         return _scale_scores(situation, first, right, factor, divide=divide)
     trace = Operand() if first is None else first
     if factor is None or not isinstance(trace, Operand):
         return trace  # a rotation, say; it is linear, and what it does to the spread belongs to the operand
-    return replace(trace, factor=trace.factor / factor if divide else trace.factor * factor, learned=False)
+    return trace._replace(factor=trace.factor / factor if divide else trace.factor * factor, learned=False)
 
 
 def _activation(situation: Situation, tensor: Any) -> Trace | None:
@@ -58,7 +57,7 @@ def _scale_scores(situation: Situation, scores: Scores, by: Any, factor: Factor 
             return situation.lose(scores, "by a factor that was one for each head")
         factor = factor if is_beta else None
     if factor is not None:
-        return replace(scores, factor=scores.factor / factor if divide else scores.factor * factor)
+        return scores._replace(factor=scores.factor / factor if divide else scores.factor * factor)
     if not isinstance(by, Tensor) or not situation.strict:
         return scores  # a mask
     if by.requires_grad and not scores.pure:
@@ -66,7 +65,7 @@ def _scale_scores(situation: Situation, scores: Scores, by: Any, factor: Factor 
     if scores.value is None:
         return scores
     value = scores.value / by if divide else scores.value * by
-    return replace(scores.expanded(value.shape), value=value)
+    return scores.expanded(value.shape)._replace(value=value)
 
 
 def _may_be_by_head(factor: Any) -> bool:
@@ -82,7 +81,7 @@ def negate(situation: Situation) -> Derived:
     """Follow a change of sign; that of an operand, as in a rotation, is a part of it."""
     trace = situation.trace_of(situation.call.operands[0])
     if isinstance(trace, Scores):
-        return replace(trace, factor=-trace.factor)
+        return trace._replace(factor=-trace.factor)
     return trace if isinstance(trace, Operand) else other(situation)
 
 
@@ -101,7 +100,7 @@ def subtract_from(situation: Situation) -> Derived:
     scores = situation.trace_of(situation.call.operands[0])
     if not isinstance(scores, Scores):
         return other(situation)
-    return _biased(situation, replace(scores, factor=-scores.factor), situation.call.operands[1], 1)
+    return _biased(situation, scores._replace(factor=-scores.factor), situation.call.operands[1], 1)
 
 
 def _sum(situation: Situation, sign: float) -> Derived:
@@ -110,15 +109,15 @@ def _sum(situation: Situation, sign: float) -> Derived:
     if isinstance(first, Weights) or isinstance(second, Weights):
         return other(situation)
     if isinstance(first, Scores) and isinstance(second, Scores):
-        return _sum_of_scores(situation, first, replace(second, factor=second.factor * sign))
+        return _sum_of_scores(situation, first, second._replace(factor=second.factor * sign))
     if isinstance(first, Scores):
         return _biased(situation, first, right, sign)
     if isinstance(second, Scores):
-        return _biased(situation, replace(second, factor=second.factor * sign), left, 1)
+        return _biased(situation, second._replace(factor=second.factor * sign), left, 1)
     if isinstance(first, Shift) or isinstance(second, Shift):
         return other(situation)
     if isinstance(first, Operand) and isinstance(second, Operand) and same_factor(first.factor, second.factor):
-        return replace(first, mixed=first.mixed or second.mixed, learned=first.learned and second.learned)
+        return first._replace(mixed=first.mixed or second.mixed, learned=first.learned and second.learned)
     return other(situation)
 
 
@@ -128,19 +127,18 @@ def _sum_of_scores(situation: Situation, first: Scores, second: Scores) -> Deriv
         first, second = second, first
     first, second = first.folded(), second.folded()
     if lost is not None:
-        return replace(united(first, second), value=None, allowed=None, lost=lost)
+        return united(first, second)._replace(value=None, allowed=None, lost=lost)
     if first.value is None or second.value is None:
         return united(first, second)
     total = first.value + second.value
     first, second = first.expanded(total.shape), second.expanded(total.shape)
-    trace = replace(united(first, second), value=total)
+    trace = united(first, second)._replace(value=total)
     return trace if second.allowed is None else trace.without(~second.allowed)
 
 
 def united(first: Scores, second: Scores) -> Scores:
     """The first scores, with the history of the second."""
-    return replace(
-        first,
+    return first._replace(
         products=tuple(dict.fromkeys(first.products + second.products)),
         pure=first.pure and second.pure,
         linear=first.linear and second.linear,
@@ -154,12 +152,12 @@ def _biased(situation: Situation, scores: Scores, addend: Any, sign: float) -> D
     if isinstance(trace, Shift):
         # The softmax sees no number that is the same for a row.
         if addend.numel() == 1 or addend.shape[-1] == 1:
-            return replace(scores, shifted=scores.shifted or addend.numel() > 1)
-        return situation.lose(scores, "of what was made of scores") or replace(scores, pure=False)
+            return scores._replace(shifted=scores.shifted or addend.numel() > 1)
+        return situation.lose(scores, "of what was made of scores") or scores._replace(pure=False)
     if not isinstance(addend, Tensor) or scores.value is None:
-        return replace(scores, pure=False)
+        return scores._replace(pure=False)
     shape = torch.broadcast_shapes(scores.value.shape, addend.shape)
     scores = scores.expanded(shape)
     if addend.dtype != torch.bool:
         scores = scores.without(masked_by(addend.detach() * sign))
-    return replace(scores, pure=False)
+    return scores._replace(pure=False)

@@ -5,7 +5,6 @@ The tap in `products` calls these functions in place of torch's.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ def follow(forward: Forward, call: Call, handler: Handler) -> Any:
     before = forward.trace_of(first)
     if call.in_place and isinstance(before, Scores) and before.value is not None:
         # The value may share the memory that is about to change.
-        forward.note(first, replace(before, value=before.value.clone()))
+        forward.note(first, before._replace(value=before.value.clone()))
     with torch.no_grad():
         derived = handler(forward.situation(call))
     output = call.run()
@@ -118,7 +117,7 @@ def _assigned(forward: Forward, call: Call, into: Trace | None, trace: Trace | N
         masked[index] = True
         return old.without(masked)
     trace, old = trace.folded(), None if old is None else old.folded()
-    new = trace if old is None else replace(united(old, trace), operands=trace.operands)
+    new = trace if old is None else united(old, trace)._replace(operands=trace.operands)
     if new.lost is not None or trace.value is None:
         return new
     value = torch.zeros_like(target, requires_grad=False)
@@ -128,4 +127,4 @@ def _assigned(forward: Forward, call: Call, into: Trace | None, trace: Trace | N
         allowed.copy_(torch.ones_like(allowed) if old.allowed is None else old.allowed)
     value[index] = trace.value
     allowed[index] = True if trace.allowed is None else trace.allowed
-    return replace(new, value=value, allowed=allowed)
+    return new._replace(value=value, allowed=allowed)

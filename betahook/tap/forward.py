@@ -48,6 +48,7 @@ class Forward:
         labels: the features that entries come from, in the first forward with inputs of this form.
         is_settled: True if neither is needed.
         shadows: what another beta would do, in the first forward that is measured.
+        traces: of the tensors that are followed.
         products: those that may make scores, so far.
         counted: products since the last softmax.
         attended: None before any softmax, then True if one was over scores.
@@ -77,12 +78,16 @@ class Forward:
         self.default: Factor | None = None
         self.without_heads: str | None = None
         self.is_settled = self.labels is None and self.shadows is None
-        self._traces = ByTensor[Trace]()
+        self.traces = ByTensor[Trace]()
         self._refusal: str | None = None
 
     def trace_of(self, tensor: Any) -> Trace | None:
         """Look up a trace; None if the argument is not a followed tensor."""
-        return self._traces.get(tensor)
+        return self.traces.get(tensor)
+
+    def trace_of_values(self) -> Operand | None:
+        """The trace of what weights make of values; None where the forwards of before did nothing that asks for it."""
+        return Operand(mixed=True) if self.plan.mixes or not self.is_settled else None
 
     def factor_of(self, operand: Tensor) -> Factor:
         """The factor that an operand of a product carries."""
@@ -149,12 +154,12 @@ class Forward:
             parts = [part for part in parts if part.is_floating_point() or part.is_complex()]
         traces = derived if isinstance(derived, list) else [derived] * len(parts)
         for part, trace in zip(parts, traces, strict=True):
-            self._traces[part] = trace.expanded(part.shape) if isinstance(trace, Scores) else trace
+            self.traces[part] = trace.expanded(part.shape) if isinstance(trace, Scores) else trace
 
     def forget(self, tensor: Any) -> None:
         """Follow a tensor no longer."""
         if isinstance(tensor, Tensor):
-            self._traces.pop(tensor)
+            self.traces.pop(tensor)
 
     def changed(self, tensor: Any) -> None:
         """Lose the scores that share the memory of a tensor that was changed in place."""
@@ -164,13 +169,13 @@ class Forward:
         if not isinstance(trace, Scores) and base is tensor:
             return
         memory = tensor.untyped_storage().data_ptr()
-        for other, of_other in self._traces.items():
+        for other, of_other in self.traces.items():
             if not isinstance(of_other, Scores) or other is tensor:
                 continue
             if other.untyped_storage().data_ptr() == memory:
-                self._traces[other] = of_other.losing(f"a change of a view of them at {find_line()}")
+                self.traces[other] = of_other.losing(f"a change of a view of them at {find_line()}")
         if isinstance(trace, Scores) and self.trace_of(base) is None:
-            self._traces[base] = trace.losing(f"a change of a view at {find_line()}")
+            self.traces[base] = trace.losing(f"a change of a view at {find_line()}")
 
     def note_default(self, default: Factor) -> None:
         """Note the model's own beta at a softmax; where another one had another, no beta can be that of both."""
@@ -211,7 +216,7 @@ class Forward:
     def _verdict(self) -> str | None:
         self.plan.checked |= self.shadows is not None
         self.plan.axes[self.form] = self.axes
-        reason = self._refusal or self.plan.learn(self.products)
+        reason = self._refusal or self.plan.learn(self.products, self.layer.state.steps)
         if reason is None and self.attended is False:
             return self._unseen()
         if reason is None and self.attended is None and self.products:

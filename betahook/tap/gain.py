@@ -21,8 +21,8 @@ def scale_query(
     layer: Recorder,
     query: Tensor,
     others: Iterable[Tensor],
+    default: float | Tensor | None,
     axis: int = 1,
-    default: float | Tensor | None = None,
     product: Product | None = None,
 ) -> Tensor:
     """`query * beta / beta_default`, bit-identical to `query` while beta is the model's own.
@@ -31,50 +31,50 @@ def scale_query(
         layer: whose beta.
         query: heads lie along `axis`.
         others: what else goes into the attention: where one of them asks for a gradient, the logits have one too.
+        default: the model's own beta, where this call shows it: the layer has just noted it.
         axis: of the heads.
-        default: the model's own beta, where this call shows it.
         product: what the query goes into, where that is yet to show whether it makes scores.
     """
     layer.follow(query.device)
-    gain = layer.local_gain(default).detach().to(query.device)
-    if product is not None:
-        gain = product.acting = gain if product.acts else torch.ones_like(gain)
-    shape = [1] * query.dim()
-    shape[axis] = -1
-    return _scaled(layer, query, gain.view(shape), others, axis, product)
-
-
-def scale_known_query(layer: Recorder, query: Tensor, others: Iterable[Tensor], default: float | Tensor) -> Tensor:
-    """`scale_query` for a query `[batch, heads, queries, d_k]` whose call shows the model's own beta, just noted.
-
-    In an eager forward the gain is there already. A graph, which is run with another beta later, computes it inside.
-    """
-    layer.follow(query.device)
-    gain = None
-    if not (isinstance(default, Tensor) or compat.is_captured(query.device) or compat.is_transformed()):
-        gain = layer.ready_gain(as_leaf=query.numel() <= SMALL and _has_gradient(query, others))
+    has_gradient = torch.is_grad_enabled() and (query.requires_grad or any(x.requires_grad for x in others))
+    gain = _ready(layer, query, default, axis, product, as_leaf=has_gradient and query.numel() <= SMALL)
     if gain is None:
-        return scale_query(layer, query, others, default=default)
-    if gain.device != query.device:
-        gain = gain.to(query.device)
-    return _times(query, gain) if gain.requires_grad else _scaled(layer, query, gain, others, 1, None)
-
-
-def _has_gradient(query: Tensor, others: Iterable[Tensor]) -> bool:
-    """Tell if the logits have a gradient."""
-    return torch.is_grad_enabled() and (query.requires_grad or any(x.requires_grad for x in others))
-
-
-def _scaled(
-    layer: Recorder, query: Tensor, gain: Tensor, others: Iterable[Tensor], axis: int, product: Product | None
-) -> Tensor:
-    if not _has_gradient(query, others) or compat.is_transformed():
+        gain = layer.local_gain(default).detach().to(query.device)
+        if product is not None and not product.acts:
+            gain = torch.ones_like(gain)
+        gain = gain.view([-1 if place == axis else 1 for place in range(query.dim())])
+    if product is not None:
+        product.acting = gain.detach().flatten()
+    # The gradient of a leaf is the sensitivity; and in a transform only what the model computes may run.
+    if gain.requires_grad or not has_gradient or compat.is_transformed():
         return _times(query, gain)
     probe = layer.probe
     probe = probe if probe.device == query.device else probe.to(query.device)
     # Also while paused: gradient checkpointing counts what a forward saves, and its recomputation comes later.
     scaled: Tensor = ScaleQuery.apply(query, gain, probe, axis, not layer.state.paused, product)  # type: ignore[no-untyped-call]
     return scaled
+
+
+def _ready(
+    layer: Recorder,
+    query: Tensor,
+    default: float | Tensor | None,
+    axis: int,
+    product: Product | None,
+    *,
+    as_leaf: bool,
+) -> Tensor | None:
+    """Return the gain that the layer has at hand, `[heads, 1, 1]`; None where it has to be made in the forward.
+
+    A graph, which is run with another beta later, computes it inside. A leaf takes no back what it was given: whether a
+    product makes scores must be known.
+    """
+    if default is None or isinstance(default, Tensor) or (product is not None and not product.settled):
+        return None
+    if axis != query.dim() - 3 or compat.is_captured(query.device) or compat.is_transformed():
+        return None
+    gain = layer.ready_gain(as_leaf=as_leaf)
+    return gain if gain is None or gain.device == query.device else gain.to(query.device)
 
 
 def _times(values: Tensor, gain: Tensor) -> Tensor:

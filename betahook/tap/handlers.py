@@ -8,7 +8,6 @@ detached tensors, and changes neither arguments nor traces. What has no handler 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -23,7 +22,7 @@ def bend(situation: Situation) -> Derived:
     """Follow a function of each element that is not linear, as a soft cap is."""
     trace = situation.trace_of(situation.call.operands[0])
     if isinstance(trace, Scores):
-        return replace(trace, linear=False, pure=False)
+        return trace._replace(linear=False, pure=False)
     return trace if not situation.strict else other(situation)
 
 

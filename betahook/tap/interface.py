@@ -20,7 +20,7 @@ from betahook import compat
 from betahook.compat import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from betahook.measure.masks import Band, Given
 from betahook.tap import kernels, opaque
-from betahook.tap.gain import scale_known_query
+from betahook.tap.gain import scale_query
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 
 if len(inspect.signature(getattr(AttentionInterface, "get_interface", lambda: None)).parameters) != 3:
@@ -110,7 +110,7 @@ def _hooked(
         )
     else:
         opaque.note_default(layer, default)
-    query = scale_known_query(layer, query, (key, value), default)
+    query = scale_query(layer, query, (key, value), default)
     return function(module, query, key, value, *args, **kwargs)
 
 

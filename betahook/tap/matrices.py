@@ -6,7 +6,6 @@ The tap in `products` calls `multiply` in place of torch's products.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,7 +70,7 @@ def _of_other_product(forward: Forward, call: Call) -> Derived:
     others = [x for x in call.tensors if not isinstance(forward.trace_of(x), Weights)]
     if len(weights) == 1 and len(others) == 1:
         # With a parameter they are mixed over heads; with anything else, values are weighted.
-        return Weights(projected=True) if forward.is_learned(others[0]) else Operand(mixed=True)
+        return Weights(projected=True) if forward.is_learned(others[0]) else forward.trace_of_values()
     if len(weights) > 1:
         return Weights(projected=True)
     if weights or forward.strict:
@@ -98,8 +97,10 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
     # The values, not seen yet, may ask for a gradient where q and k do not; a product into a buffer has none.
     others = itertools.chain([product.right], () if "out" in call.kwargs else layer.module.parameters())
     known.default = _default_of(forward, known, trace)
+    if known.default is not None:
+        layer.note_default(known.default)
     query = contraction.on_heads(
-        product.left, axis, layer.heads, lambda left, axis: scale_query(layer, left, others, axis, known.default, known)
+        product.left, axis, layer.heads, lambda left, axis: scale_query(layer, left, others, known.default, axis, known)
     )
     output = product.run(query)
     with torch.no_grad():  # a checkpointed forward must save as much for its backward as its recomputation
@@ -107,13 +108,13 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
             left, right = product.tokens(axis, layer.heads)
             operands = divided(left, factors[0]), divided(right, factors[1])
             value = product.alone(query) if product.biased else output.detach()
-            trace = replace(trace, value=value, operands=operands)
+            trace = trace._replace(value=value, operands=operands)
             if forward.shadows is not None and "out" not in call.kwargs:
                 forward.shadows.put(output, output + (GAIN - 1) * product.alpha * value)
             if not pure:
                 trace = trace.without(masked_by(call.operands[0].detach()).expand(value.shape))
     place = product.output_axis(axis)
-    forward.note(output, replace(trace, axis=place - output.dim()) if isinstance(place, int) else trace)
+    forward.note(output, trace._replace(axis=place - output.dim()) if isinstance(place, int) else trace)
     if forward.labels is not None and place is not None:
         heads.put_heads(forward.labels, output, place, layer.heads)
     return output
@@ -122,6 +123,7 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
 def _new_product(forward: Forward, product: Contraction) -> Product:
     site = find_site("product")
     traces = [forward.trace_of(product.left), forward.trace_of(product.right)]
+    forward.plan.mixes |= any(isinstance(trace, Operand) and trace.mixed for trace in traces)
     makers = tuple(maker for trace in traces if isinstance(trace, Scores) for maker in trace.products)
     assured = not any(isinstance(trace, Operand) and (trace.mixed or trace.learned) for trace in traces)
     return Product(
@@ -130,6 +132,7 @@ def _new_product(forward: Forward, product: Contraction) -> Product:
         assured=assured and not forward.is_learned(product.left) and all(maker.assured for maker in makers),
         makers=makers,
         acts=not forward.rehearsal and (not forward.strict or forward.plan.makes_scores.get(site, True)),
+        settled=forward.strict and forward.plan.is_settled(site, forward.layer.state.steps),
     )
 
 

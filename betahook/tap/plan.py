@@ -33,7 +33,9 @@ class Plan:
         leaders: the first product before the same softmax, whose scale is the model's own beta.
         axes: the axis of the heads in a left operand, or in what a softmax gets, for inputs of each form.
         scalings: the factors that followed on a product, see `Product.scalings`.
+        since: the step in which a product was first seen to reach a softmax.
         firsts: what held at other places in the first forward, see `at_first`.
+        mixes: a product or a softmax got what weights had made of values.
         checked: what beta does was checked by numbers, see `tap.shadows`.
     """
 
@@ -41,10 +43,12 @@ class Plan:
     leaders: dict[Site, Site] = field(default_factory=dict)
     axes: dict[Form, dict[Site, Axis]] = field(default_factory=dict)
     scalings: dict[Site, list[Factor]] = field(default_factory=dict)
+    since: dict[Site, int] = field(default_factory=dict)
     firsts: dict[Site, bool] = field(default_factory=dict)
+    mixes: bool = False
     checked: bool = False
 
-    def learn(self, products: list[Product]) -> str | None:
+    def learn(self, products: list[Product], step: int) -> str | None:
         """Remember the products of a forward that has ended; return why the module is to be left alone, or None."""
         for product in products:
             site, line = product.site, product.site.line
@@ -54,7 +58,16 @@ class Plan:
                 return f"the product at {line} reaches a softmax at times and at times it does not"
             if product.reached:
                 self.scalings[site] = product.scalings
+                self.since.setdefault(site, step)
         return None
+
+    def is_settled(self, site: Site, step: int) -> bool:
+        """Tell if steps before this one have shown that a product makes scores.
+
+        Not in the same step: gradient checkpointing runs a forward again in its backward, when more is known, and what
+        is then kept for the backward must be the same.
+        """
+        return self.since.get(site, step) < step
 
     def at_first(self, now: bool) -> bool:
         """Return what held at the place that runs in the first forward, given what holds now."""

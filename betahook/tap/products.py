@@ -135,10 +135,10 @@ class ScoreProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        forward = self._forward
+        forward, kwargs = self._forward, kwargs or {}
         if forward.is_settled and not _concerns(forward, func.__name__, args, kwargs):
-            return func(*args, **(kwargs or {}))
-        call = Call(func, args, kwargs or {})
+            return func(*args, **kwargs)
+        call = Call(func, args, kwargs)
         name = call.name
         if name == "multi_head_attention_forward":
             with self:
@@ -163,18 +163,24 @@ STARTING = {*PRODUCTS, *SOFTMAXES, *kernels.KERNELS, "multi_head_attention_forwa
 """Functions of which something may follow though nothing that is followed goes into them."""
 
 
-def _concerns(forward: Forward, name: str, *arguments: Any) -> bool:
+def _concerns(forward: Forward, name: str, args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return False for a call that can be run as it is, without a further look at it: most calls are such."""
-    return name in STARTING or _is_any_followed(forward, arguments, or_learned=name in handlers.HANDLERS)
+    if name in STARTING:
+        return True
+    learned = name in handlers.HANDLERS
+    return _is_any_followed(forward, args, learned) or _is_any_followed(forward, kwargs.values(), learned)
 
 
-def _is_any_followed(forward: Forward, nested: Any, *, or_learned: bool) -> bool:
+def _is_any_followed(forward: Forward, arguments: Iterable[Any], or_learned: bool) -> bool:
     """Return True if a followed tensor lies in nested arguments, or one of a subclass, as parameters are."""
-    for each in nested.values() if isinstance(nested, Mapping) else nested:
-        if isinstance(each, Tensor):
-            if forward.trace_of(each) is not None or (or_learned and type(each) is not Tensor):
+    traces = forward.traces
+    for each in arguments:
+        if each in traces:
+            return True
+        if isinstance(each, (tuple, list, dict)):
+            if _is_any_followed(forward, each.values() if isinstance(each, dict) else each, or_learned):
                 return True
-        elif isinstance(each, tuple | list | Mapping) and _is_any_followed(forward, each, or_learned=or_learned):
+        elif or_learned and type(each) is not Tensor and isinstance(each, Tensor):
             return True
     return False
 

@@ -5,7 +5,6 @@ What such a function does to the logits it does to the scores, and to the mask o
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ def pick(situation: Situation) -> Derived:
     trace = situation.trace_of(situation.call.operands[0])
     if isinstance(trace, Weights) and trace.before is not None and situation.call.name == "__getitem__":
         before = trace.before
-        situation = replace(situation, trace_of=lambda _: before)
+        situation = situation._replace(trace_of=lambda _: before)
     return _move(situation, heads_stay=False)
 
 
@@ -56,7 +55,7 @@ def _move(situation: Situation, *, heads_stay: bool = True, rows_stay: bool = Tr
     if isinstance(first, Tensor):  # further ones, as those of `view_as`, give their shapes alone
         if trace is None:
             return None
-        situation = replace(situation, trace_of=lambda tensor: trace if tensor is first else None)
+        situation = situation._replace(trace_of=lambda tensor: trace if tensor is first else None)
     elif not situation.traces:
         return None
     if isinstance(trace, Scores) and trace.shifted and not rows_stay:
@@ -73,8 +72,7 @@ def pad(situation: Situation) -> Derived:
         return trace
     sides = situation.call.operands[1]
     allowed = torch.ones_like(trace.value, dtype=torch.bool) if trace.allowed is None else trace.allowed
-    return replace(
-        trace,
+    return trace._replace(
         value=F.pad(trace.value, sides),
         allowed=F.pad(allowed, sides, value=False),
     )
@@ -123,8 +121,8 @@ def linear(situation: Situation, *, heads_stay: bool = True) -> Derived:
     for further in scores[1:]:
         first = united(first, further)
     if lost is not None or first.value is None:
-        first = first if heads_stay else replace(first, axis=None)
-        return first if lost is None else replace(first, value=None, allowed=None, lost=lost.lost)
+        first = first if heads_stay else first._replace(axis=None)
+        return first if lost is None else first._replace(value=None, allowed=None, lost=lost.lost)
 
     def value(tensor: Tensor) -> Tensor:
         trace = trace_of(tensor)
@@ -146,8 +144,8 @@ def linear(situation: Situation, *, heads_stay: bool = True) -> Derived:
         allowed = situation.call.run_on(pairs)
         masks = [allowed] if isinstance(allowed, Tensor) else list(allowed)
     if not heads_stay or any(part.dim() != first.value.dim() for part in parts):
-        first = replace(first, axis=None)
-    return [replace(first, value=part, allowed=mask) for part, mask in zip(parts, masks, strict=True)]
+        first = first._replace(axis=None)
+    return [first._replace(value=part, allowed=mask) for part, mask in zip(parts, masks, strict=True)]
 
 
 def _linear_in_operands(situation: Situation) -> Derived:

@@ -218,7 +218,8 @@ class Recorder:
     def ready_gain(self, *, as_leaf: bool) -> Tensor | None:
         """`current_gain` by the number that was last noted, `[heads, 1, 1]`; None if another rank computes some heads.
 
-        As a leaf it requires grad, and its gradient gives the sensitivity; that of a pause is lost.
+        As a leaf it requires grad, and its gradient gives the sensitivity; that of a pause is lost, and that of a layer
+        which is left alone.
         """
         factors, beta, layer = self.state.factors, self.state.beta, self._place.layer
         if self._tensor_parallel_ranks > 1:
@@ -226,7 +227,7 @@ class Recorder:
         if not as_leaf:
             return factors.gain(layer, beta)
         leaf = factors.leaf(layer, beta)
-        return leaf.detach().requires_grad_() if self.state.paused else leaf
+        return leaf.detach().requires_grad_() if self.state.paused or self.refusal else leaf
 
     @property
     def probe(self) -> Tensor:

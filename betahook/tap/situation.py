@@ -6,8 +6,7 @@ The handlers of `arithmetic`, `rearranging` and `handlers` take a `Situation`; `
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,8 +18,7 @@ Derived = Trace | list[Trace] | None
 """The trace of all that a function returns, of each of its parts, or of nothing."""
 
 
-@dataclass(frozen=True)
-class Situation:
+class Situation(NamedTuple):
     """A call, and what a handler has to know besides.
 
     Attributes:

@@ -26,6 +26,7 @@ def softmax(forward: Forward, call: Call) -> Tensor:
     input = call.operands[0]
     trace = forward.trace_of(input)
     forward.note(output, Weights())
+    forward.plan.mixes |= isinstance(trace, Operand) and trace.mixed
     if forward.strict and _may_be_missed(trace):
         forward.refuse(f"its softmax at {find_line()} takes what was made of weights, and may be that of an attention")
     forward.attended = bool(forward.attended) or isinstance(trace, Scores | Weights)
@@ -116,11 +117,11 @@ def fused(forward: Forward, call: Call) -> Any:
             mask = kernel.describe(given, query, key, lambda pairs: contraction.batched(pairs, axis, layer.heads))
             layer.record(q, k, mask, position_bias=None, softcap=given.get("softcap") or None)
         query = contraction.on_heads(
-            query, axis, layer.heads, lambda query, axis: scale_query(layer, query, (key, value), axis, default)
+            query, axis, layer.heads, lambda query, axis: scale_query(layer, query, (key, value), default, axis)
         )
     output = kernel.run(call, kernel.heads_before_tokens(query))
     if forward.strict:
-        forward.note(output, Operand(mixed=True))
+        forward.note(output, forward.trace_of_values())
     return output
 
 

@@ -6,9 +6,9 @@ Nothing here runs a function of the model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class Product:
         assured: both operands are activations that no weighted value went into, so that a lost trace is a lost score.
         makers: earlier products in whose results this one's operands lie.
         acts: its left operand gets the factor of beta.
+        settled: steps before this one have shown that it makes scores.
         acting: that factor, `beta / beta_default`, `[heads]`; ones where it does not act, None where it cannot.
         scalings: the factors put on the product since, multiplied up: one entry after each scaling.
         reached: it came to a softmax.
@@ -43,6 +44,7 @@ class Product:
     assured: bool
     makers: tuple[Product, ...] = ()
     acts: bool = True
+    settled: bool = False
     acting: Tensor | None = None
     scalings: list[Factor] = field(default_factory=list)
     reached: bool = False
@@ -60,8 +62,7 @@ class Product:
             maker.consumed = True
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """An activation that carries a factor as a whole.
 
     Attributes:
@@ -75,8 +76,7 @@ class Operand:
     mixed: bool = False
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """Scores on their way to the softmax: a tensor equal to `factor * value + bias` with `value = prescale * q . k`.
 
     Attributes:
@@ -108,14 +108,14 @@ class Scores:
     def folded(self) -> Scores:
         """The same scores with the factor moved into the value."""
         value = None if self.value is None else self.value * self.factor
-        return replace(self, factor=1.0, value=value, prescale=self.prescale * self.factor)
+        return self._replace(factor=1.0, value=value, prescale=self.prescale * self.factor)
 
     def expanded(self, shape: torch.Size) -> Scores:
         """The same scores broadcast to a shape."""
         if self.value is None or self.value.shape == shape:
             return self
         allowed = None if self.allowed is None else self.allowed.expand(shape)
-        return replace(self, value=self.value.expand(shape), allowed=allowed)
+        return self._replace(value=self.value.expand(shape), allowed=allowed)
 
     def without(self, masked: Tensor | None) -> Scores:
         """The same scores without the pairs that are True in a mask, which broadcasts to them."""
@@ -123,24 +123,22 @@ class Scores:
             return self
         shape = torch.broadcast_shapes(self.value.shape, masked.shape)
         allowed = ~masked if self.allowed is None else self.allowed & ~masked
-        return replace(self, value=self.value.expand(shape), allowed=allowed.expand(shape))
+        return self._replace(value=self.value.expand(shape), allowed=allowed.expand(shape))
 
     def losing(self, operation: str) -> Scores:
         """The same scores after an operation that makes something else of them."""
         for product in self.products:
             product.lost = product.lost or operation
-        return replace(self, value=None, allowed=None, lost=self.lost or operation)
+        return self._replace(value=None, allowed=None, lost=self.lost or operation)
 
 
-@dataclass(frozen=True)
-class Shift:
+class Shift(NamedTuple):
     """A largest, mean or similar score, of every row say."""
 
     products: tuple[Product, ...] = ()
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """Attention weights, the output of a softmax, and whatever was made of them; never q or k.
 
     Attributes:

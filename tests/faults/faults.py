@@ -48,6 +48,7 @@ MEASURING = ("tests/unit/test_hook_measuring.py",)
 CHARTS = ("tests/unit/report/test_html.py",)
 COMMANDS = ("tests/unit/cli/test_commands.py",)
 RECORDER = ("tests/unit/tap/test_recorder.py",)
+SETTLED = ("tests/unit/tap/test_settled.py",)
 RIGHT = ("tests/unit/tap/test_right_or_refused.py",)
 ROWS = ("tests/unit/measure/test_rows.py",)
 TOGETHER = ("tests/unit/measure/test_together.py",)
@@ -511,8 +512,19 @@ FAULTS = [
     Fault("betahook/state/factors.py", "if made_of != self._made_of", "if self._made_of is None"),
     Fault("betahook/state/factors.py", "leaf.register_post_accumulate_grad_hook(move)", "pass"),
     Fault("betahook/state/factors.py", "gains.nan_to_num(), {}", "gains, {}"),
-    Fault("betahook/state/factors.py", "            self._leaves[layer].grad = None\n", "            pass\n"),
-    Fault("betahook/tap/gain.py", "query.numel() <= SMALL and ", ""),
+    Fault("betahook/state/factors.py", "        self._leaves.pop(layer, None)\n", "", SETTLED),
+    Fault(
+        "betahook/tap/recorder.py",
+        "self.state.paused or self.refusal else leaf",
+        "self.state.paused else leaf",
+        SETTLED,
+    ),
+    Fault("betahook/tap/plan.py", "return self.since.get(site, step) < step", "return site in self.since", SETTLED),
+    Fault("betahook/tap/matrices.py", "layer.note_default(known.default)", "pass", SETTLED),
+    Fault("betahook/tap/matrices.py", "forward.plan.mixes |= any(", "any(", SETTLED),
+    Fault("betahook/tap/gain.py", " or (product is not None and not product.settled)", "", SETTLED),
+    Fault("betahook/tap/gain.py", "axis != query.dim() - 3 or ", ""),
+    Fault("betahook/tap/gain.py", " and query.numel() <= SMALL", ""),
     Fault(
         "betahook/state/state.py",
         "(state.table, state.recent, state.window)",
@@ -551,7 +563,7 @@ FAULTS = [
     Fault("betahook/tap/forward.py", "(rehearsal and compat.is_transformed())", "False", TRANSFORMED),
     Fault(
         "betahook/tap/recorder.py",
-        "leaf.detach().requires_grad_() if self.state.paused else leaf",
+        "leaf.detach().requires_grad_() if self.state.paused or self.refusal else leaf",
         "leaf",
         ("tests/unit/tap/test_gain.py",),
     ),

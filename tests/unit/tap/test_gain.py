@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from betahook.tap import gain
-from betahook.tap.gain import ScaleQuery, scale_known_query, scale_query
+from betahook.tap.gain import ScaleQuery, scale_query
 from support.layers import attention, make
 
 HEADS, DEFAULT = 2, 0.25
@@ -26,9 +26,9 @@ def recorder():
 def scale(request, monkeypatch):
     """Each way in which a query is scaled."""
     if request.param == "made in the forward":
-        return scale_query
+        return lambda recorder, query, others: scale_query(recorder, query, others, None)
     monkeypatch.setattr(gain, "SMALL", 0 if request.param == "large" else 1000)
-    return lambda recorder, query, others: scale_known_query(recorder, query, others, DEFAULT)
+    return lambda recorder, query, others: scale_query(recorder, query, others, DEFAULT)
 
 
 def operands(dtype=torch.float64):
@@ -50,13 +50,14 @@ def difference(value_of, shift=1e-4):
     return differences
 
 
-def test_a_query_is_scaled_by_head(recorder):
+@pytest.mark.parametrize("default", [None, DEFAULT])
+def test_a_query_is_scaled_by_head(recorder, default):
     query, key, value = operands()
     expected = query * GAINS.view(-1, 1, 1)
-    assert torch.equal(scale_query(recorder, query, (key, value)), expected)
-    assert torch.equal(scale_query(recorder, query.transpose(1, 2), (), axis=2), expected.transpose(1, 2))
+    assert torch.equal(scale_query(recorder, query, (key, value), default), expected)
+    assert torch.equal(scale_query(recorder, query.transpose(1, 2), (), default, axis=2), expected.transpose(1, 2))
     query.requires_grad_()
-    assert torch.equal(scale_query(recorder, query, ()), expected)
+    assert torch.equal(scale_query(recorder, query, (), default), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -139,7 +140,7 @@ def test_both_forms_agree_in_half_precision(recorder, monkeypatch, dtype):
         monkeypatch.setattr(gain, "SMALL", small)
         leaf = query.clone().requires_grad_()
         recorder.state.factors.set_sensitivity(None)
-        scaled = scale_known_query(recorder, leaf, (), DEFAULT)
+        scaled = scale_query(recorder, leaf, (), DEFAULT)
         (scaled * weights).sum().backward()
         found.append((scaled, leaf.grad, recorder.state.factors.sensitivity()))
     (large, of_large, expected), (small, of_small, sensitivity) = found
@@ -159,7 +160,7 @@ def test_autograd_keeps_the_query_itself_where_it_is_small(recorder, monkeypatch
     monkeypatch.setattr(gain, "SMALL", query.numel() - (not small))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()) or x, lambda x: x):
-        scaled = scale_known_query(recorder, query, (), DEFAULT)
+        scaled = scale_query(recorder, query, (), DEFAULT)
     assert (query.data_ptr() in kept) is small
     assert (scaled.data_ptr() in kept) is not small
 

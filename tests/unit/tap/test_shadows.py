@@ -1,7 +1,5 @@
 """The check by numbers: it sees a trace that is wrong, and takes no rounding for one."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -67,4 +65,4 @@ def test_a_factor_that_is_not_the_true_one_is_contradicted(wrong):
     shadows, scores = Shadows(), Scores(factor=0.3, value=value)
     shadows.put(logits, logits + (GAIN - 1) * 0.3 * value)
     assert not shadows.contradict(scores, logits, -1)
-    assert shadows.contradict(replace(scores, **wrong), logits, -1)
+    assert shadows.contradict(scores._replace(**wrong), logits, -1)
