@@ -95,11 +95,11 @@ class AttentionLayer:
         self._set_beta(new, value)
 
     def _set_beta(self, new: Tensor, given: object) -> None:
+        if self.refusal is not None:
+            raise RuntimeError(f"beta of {self.name!r} cannot be set, the layer is left alone: {self.refusal}")
         if not bool(is_beta(new).all()):
             bounds = f", outside of {SMALLEST_BETA:g} to {LARGEST_BETA:g}" if bool((new > 0).all()) else ""
             raise ValueError(f"beta of {self.name!r} must be positive and finite; got {given}{bounds}")
-        if self.refusal is not None:
-            raise RuntimeError(f"beta of {self.name!r} cannot be set, the layer is left alone: {self.refusal}")
         if self._attention.route != "interface" and math.isnan(self.beta_default):
             raise RuntimeError(
                 f"beta of {self.name!r} cannot be set before the first forward: only that shows the model's own, by "

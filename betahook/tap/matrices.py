@@ -19,7 +19,7 @@ from betahook.tap.forward import Forward
 from betahook.tap.gain import scale_query
 from betahook.tap.rearranging import linear
 from betahook.tap.shadows import GAIN
-from betahook.tap.sites import CHECKPOINT_REMEDY, find_line, find_site
+from betahook.tap.sites import find_line, find_site
 from betahook.tap.situation import Derived, other
 from betahook.tap.traces import Factor, Operand, Product, Scores, Shift, Weights, divided
 
@@ -153,8 +153,8 @@ def _head_axis(forward: Forward, product: Contraction, known: Product) -> tuple[
     if not forward.strict:
         folded = product.equation is not None and product.equation == facts.folded
         return product.head_axis(layer.heads, "flat" if folded else facts.product_axis), ""
-    if known.site.checkpointed:  # its recomputation is not seen here
-        return None, f"a checkpoint that begins inside the forward, at {known.site.line} ({CHECKPOINT_REMEDY})"
+    if known.site.obstacle is not None:
+        return None, known.site.obstacle
     summed = product.left_axes.index(product.summed)
     labels = forward.labels_of(product.left)
     shared = [place for place, axis in enumerate(product.left_axes) if axis in product.batch]

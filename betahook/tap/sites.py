@@ -10,8 +10,13 @@ from types import CodeType, FrameType
 LIBRARIES = {"torch", "einops", "betahook"}
 WATCHED = "watched"
 """The function of `products` that calls the forward of a hooked module: the search for callers ends there."""
-CHECKPOINT_REMEDY = "begin it around the attention module"
-"""The remedy where a checkpoint of activations hides a call from its recomputation."""
+OUT_OF_SIGHT = {
+    "torch.utils.checkpoint": "a checkpoint that begins inside the forward, at {} (begin it around the attention "
+    "module)",
+    "torch.autograd.function": "a torch.autograd.Function, whose backward is not seen, at {} (call it without one, or "
+    "put the whole attention module into it)",
+}
+"""Modules of torch that run code again in the backward, or have one of its own: the tap sees neither."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +28,13 @@ class Site:
         callers: the user's functions on the way from the forward, and where each of them is; those of torch if it is
             torch's forward.
         line: file and line of the innermost.
-        checkpointed: the call lies in a checkpoint of activations that begins inside the forward.
+        obstacle: the reason why beta would not act in the backward, with the line; None where it does.
     """
 
     operation: str
     callers: tuple[tuple[CodeType, int], ...]
     line: str = field(compare=False)
-    checkpointed: bool = field(compare=False)
+    obstacle: str | None = field(compare=False)
 
 
 def find_site(operation: str) -> Site:
@@ -37,19 +42,21 @@ def find_site(operation: str) -> Site:
     frame: FrameType | None = sys._getframe(1)
     callers: list[tuple[CodeType, int]] = []
     inside: list[tuple[CodeType, int]] = []
-    line, checkpointed = "", False
+    line, obstacle = "", None
     while frame is not None:
-        package, _, rest = frame.f_globals.get("__name__", "").partition(".")
+        module = frame.f_globals.get("__name__", "")
+        package = module.partition(".")[0]
         if package == "betahook" and frame.f_code.co_name == WATCHED:
             break
-        checkpointed |= package == "torch" and rest == "utils.checkpoint"
+        obstacle = obstacle or OUT_OF_SIGHT.get(module)
         if package == "torch":
             inside.append((frame.f_code, frame.f_lasti))
         if package not in LIBRARIES:
             line = line or f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
             callers.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
-    return Site(operation, tuple(callers or inside), line or "a line of torch", checkpointed)
+    line = line or "a line of torch"
+    return Site(operation, tuple(callers or inside), line, obstacle and obstacle.format(line))
 
 
 def find_line() -> str:

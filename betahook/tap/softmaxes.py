@@ -16,7 +16,7 @@ from betahook.tap.contraction import Axis
 from betahook.tap.forward import Forward
 from betahook.tap.gain import scale_query
 from betahook.tap.kernels import KERNELS, Arguments, Kernel
-from betahook.tap.sites import CHECKPOINT_REMEDY, find_line, find_site
+from betahook.tap.sites import find_line, find_site
 from betahook.tap.traces import Operand, Scores, Trace, Weights, divided
 
 
@@ -131,11 +131,8 @@ def _fused_axis(forward: Forward, call: Call, kernel: Kernel, given: Arguments) 
     sizes = kernel.heads_before_tokens(query).shape[:-2]
     if not forward.strict:
         return contraction.axis_by_size(sizes, layer.heads, layer.facts.product_axis), ""
-    if site.checkpointed:  # its recomputation is not seen here
-        return (
-            None,
-            f"its attention lies in a checkpoint that begins inside the forward, at {site.line}: {CHECKPOINT_REMEDY}",
-        )
+    if site.obstacle is not None:
+        return None, f"its attention lies in {site.obstacle}"
     if (obstacle := kernel.obstacle(given)) is not None:
         return None, f"{call.name} at {site.line} gets {obstacle}"
     if kernel.states_heads(query):

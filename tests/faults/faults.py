@@ -519,6 +519,7 @@ FAULTS = [
         "self.state.paused else leaf",
         SETTLED,
     ),
+    Fault("betahook/tap/sites.py", '"torch.autograd.function": "', '"": "', RIGHT),
     Fault("betahook/tap/plan.py", "return self.since.get(site, step) < step", "return site in self.since", SETTLED),
     Fault("betahook/tap/matrices.py", "layer.note_default(known.default)", "pass", SETTLED),
     Fault("betahook/tap/matrices.py", "forward.plan.mixes |= any(", "any(", SETTLED),

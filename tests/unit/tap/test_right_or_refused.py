@@ -655,6 +655,24 @@ def in_a_checkpoint(module, q, k, v):
     return torch.utils.checkpoint.checkpoint(lambda *t: attend(*t), q, k, v, use_reentrant=False)
 
 
+class WithItsOwnBackward(torch.autograd.Function):
+    """Computes its argument again in the backward, as the checkpoint of guided-diffusion does."""
+
+    @staticmethod
+    def forward(ctx, run, *operands):
+        ctx.run = run
+        ctx.save_for_backward(*operands)
+        with torch.no_grad():
+            return run(*operands)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        operands = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.run(*operands)
+        return None, *torch.autograd.grad(output, operands, gradient)
+
+
 def attend(q, k, v):
     return (q @ k.mT * ROOT).softmax(-1) @ v
 
@@ -709,6 +727,14 @@ REFUSED = {
         lambda module, q, k, v: torch.utils.checkpoint.checkpoint(attend, q, k, v, use_reentrant=True),
         "a checkpoint that begins inside the forward, at test_right_or_refused.py:",
     ),
+    "function with a backward of its own": (
+        lambda module, q, k, v: WithItsOwnBackward.apply(attend, q, k, v),
+        "a torch.autograd.Function, whose backward is not seen, at test_right_or_refused.py:",
+    ),
+    "fused in a function with a backward of its own": (
+        lambda module, q, k, v: WithItsOwnBackward.apply(F.scaled_dot_product_attention, q, k, v),
+        "a torch.autograd.Function, whose backward is not seen, at test_right_or_refused.py:",
+    ),
     "changed through a view": (behind_a_view, "test_right_or_refused.py:"),
     "one of two": (one_lost_of_two, "exp at test_right_or_refused.py:"),
     "added in the product": (
@@ -745,7 +771,7 @@ def test_what_is_not_understood_is_left_alone_by_name(x, caplog, case):
         assert layer.refusal in repr(hook)
         assert int(layer.statistics.count) == 0
         with pytest.raises(RuntimeError, match=r"beta of '1' cannot be set, the layer is left alone"):
-            layer.beta = 1.0
+            layer.beta = 2 * layer.beta_default  # NaN, if nothing of it was seen
         assert not [name for name in hook.metrics() if name.startswith(("score_", "max_logit", "nonfinite"))]
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1
