@@ -209,7 +209,7 @@ def _shared_structure(mask: Tensor, band: Band) -> Mask:
     # No version counter tells of changes there, nor in the runs of a graph that is captured now.
     if mask.is_inference() or compat.is_captured(mask.device):
         return _structure(mask, band)
-    owner, version = compat.owner_and_version(mask)  # the views that layers make are new each time
+    owner, version = compat.owner(mask), compat.version(mask)  # the views that layers make are new each time
     known_version, known = _structures.get(owner, (None, {}))
     if known_version != version:
         known = {}

@@ -59,7 +59,7 @@ class Call:
     def versions(self) -> tuple[int, ...]:
         """Tell how often q, k and the tensor of the mask were changed in place."""
         tensors = self.query, self.key, self.given.tensor
-        return tuple(compat.owner_and_version(tensor)[1] for tensor in tensors if tensor is not None)
+        return tuple(compat.version(tensor) for tensor in tensors if tensor is not None)
 
     def is_like(self, other: Call) -> bool:
         """Tell if both can be measured as one, this one behind the other."""

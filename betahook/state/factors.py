@@ -75,7 +75,7 @@ class Factors:
 
     def _make(self, beta: Tensor) -> None:
         """Make what `gain` and `scales` return for all layers, after `beta [heads]` or `own` was written to."""
-        made_of = compat.owner_and_version(beta)[1], compat.owner_and_version(self.own)[1]
+        made_of = compat.version(beta), compat.version(self.own)
         if made_of != self._made_of:
             with torch.inference_mode(False), torch.no_grad():  # made in a forward, of which it must know nothing
                 for of_layer in self._leaves:

@@ -89,8 +89,15 @@ class Forward:
         """The trace of what weights make of values; None where the forwards of before did nothing that asks for it."""
         return Operand(mixed=True) if self.plan.mixes or not self.is_settled else None
 
-    def factor_of(self, operand: Tensor) -> Factor:
-        """The factor that an operand of a product carries."""
+    def factors_of(self, site: Site, query: Tensor, key: Tensor) -> tuple[Factor, Factor]:
+        """The factors that the operands of a product carry; a key out of a cache carries what keys did before."""
+        of_query, of_key = self._factor_of(query), self._factor_of(key)
+        if self.trace_of(key) is None:
+            of_key = self.plan.key_factors.get(site, of_key)
+        self.plan.key_factors[site] = of_key
+        return of_query, of_key
+
+    def _factor_of(self, operand: Tensor) -> Factor:
         trace = self.trace_of(operand)
         if isinstance(trace, Scores) and trace.pure and trace.lost is None:
             return trace.factor * trace.prescale
@@ -165,7 +172,7 @@ class Forward:
         """Lose the scores that share the memory of a tensor that was changed in place."""
         if not self.strict or not isinstance(tensor, Tensor):
             return
-        trace, (base, _) = self.trace_of(tensor), compat.owner_and_version(tensor)
+        trace, base = self.trace_of(tensor), compat.owner(tensor)
         if not isinstance(trace, Scores) and base is tensor:
             return
         memory = tensor.untyped_storage().data_ptr()

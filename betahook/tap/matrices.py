@@ -83,7 +83,7 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
     layer, known = forward.layer, _new_product(forward, product)
     axis, trouble = _head_axis(forward, product, known)
     forward.products.append(known)
-    factors = forward.factor_of(product.left), forward.factor_of(product.right)
+    factors = forward.factors_of(known.site, product.left, product.right)
     pure = not product.biased or call.kwargs.get("beta") == 0
     trace = Scores(product.alpha, prescale=factors[0] * factors[1], products=(known,), pure=pure)
     if product.alpha != 1:

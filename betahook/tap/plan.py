@@ -33,6 +33,7 @@ class Plan:
         leaders: the first product before the same softmax, whose scale is the model's own beta.
         axes: the axis of the heads in a left operand, or in what a softmax gets, for inputs of each form.
         scalings: the factors that followed on a product, see `Product.scalings`.
+        key_factors: the factor that a key carried in the last forward in which that showed.
         since: the step in which a product was first seen to reach a softmax.
         firsts: what held at other places in the first forward, see `at_first`.
         mixes: a product or a softmax got what weights had made of values.
@@ -43,6 +44,7 @@ class Plan:
     leaders: dict[Site, Site] = field(default_factory=dict)
     axes: dict[Form, dict[Site, Axis]] = field(default_factory=dict)
     scalings: dict[Site, list[Factor]] = field(default_factory=dict)
+    key_factors: dict[Site, Factor] = field(default_factory=dict)
     since: dict[Site, int] = field(default_factory=dict)
     firsts: dict[Site, bool] = field(default_factory=dict)
     mixes: bool = False

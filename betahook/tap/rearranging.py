@@ -150,11 +150,10 @@ def linear(situation: Situation, *, heads_stay: bool = True) -> Derived:
 
 def _linear_in_operands(situation: Situation) -> Derived:
     traces = situation.traces
-    first = traces[0]
-    if not all(isinstance(trace, Operand) for trace in traces):
+    operands = [trace for trace in traces if isinstance(trace, Operand)]
+    if len(operands) < len(traces) or not all(same_factor(each.factor, operands[0].factor) for each in operands):
         return other(situation)
-    alike = all(isinstance(trace, Operand) and same_factor(trace.factor, first.factor) for trace in traces)  # type: ignore[union-attr]
-    floating = [x for x in situation.call.tensors if x.is_floating_point()]
-    if alike and (len(floating) == len(traces) or not situation.strict):
-        return first
-    return other(situation)
+    if not situation.strict or len(operands) == sum(x.is_floating_point() for x in situation.call.tensors):
+        return operands[0]
+    # What is put beside it, out of a cache say, carries the same.
+    return operands[0]._replace(mixed=any(each.mixed for each in operands), learned=False)

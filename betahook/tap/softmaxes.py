@@ -16,7 +16,7 @@ from betahook.tap.contraction import Axis
 from betahook.tap.forward import Forward
 from betahook.tap.gain import scale_query
 from betahook.tap.kernels import KERNELS, Arguments, Kernel
-from betahook.tap.sites import find_line, find_site
+from betahook.tap.sites import Site, find_line, find_site
 from betahook.tap.traces import Operand, Scores, Trace, Weights, divided
 
 
@@ -101,9 +101,10 @@ def fused(forward: Forward, call: Call) -> Any:
     layer, kernel = forward.layer, KERNELS[call.name]
     given = kernel.read(call)
     query, key, value = (given[name] for name in kernel.names[:3])
-    factors, scale = (forward.factor_of(query), forward.factor_of(key)), given.get(kernel.scale)
+    site, scale = find_site("fused"), given.get(kernel.scale)
+    factors = forward.factors_of(site, query, key)
     default = factors[0] * factors[1] * (query.shape[-1] ** -0.5 if scale is None else scale)
-    axis, trouble = _fused_axis(forward, call, kernel, given)
+    axis, trouble = _fused_axis(forward, call, kernel, given, site)
     query, key = map(kernel.heads_before_tokens, (query, key))
     forward.attended = True
     if axis is None:
@@ -125,9 +126,9 @@ def fused(forward: Forward, call: Call) -> Any:
     return output
 
 
-def _fused_axis(forward: Forward, call: Call, kernel: Kernel, given: Arguments) -> tuple[Axis | None, str]:
+def _fused_axis(forward: Forward, call: Call, kernel: Kernel, given: Arguments, site: Site) -> tuple[Axis | None, str]:
     """The axis of the heads in the query of a kernel, with these before its tokens, or None and what is wrong."""
-    layer, site, query = forward.layer, find_site("fused"), given[kernel.names[0]]
+    layer, query = forward.layer, given[kernel.names[0]]
     sizes = kernel.heads_before_tokens(query).shape[:-2]
     if not forward.strict:
         return contraction.axis_by_size(sizes, layer.heads, layer.facts.product_axis), ""

@@ -48,6 +48,7 @@ MEASURING = ("tests/unit/test_hook_measuring.py",)
 CHARTS = ("tests/unit/report/test_html.py",)
 COMMANDS = ("tests/unit/cli/test_commands.py",)
 RECORDER = ("tests/unit/tap/test_recorder.py",)
+FORMS = ("tests/unit/tap/test_products_forms.py",)
 SETTLED = ("tests/unit/tap/test_settled.py",)
 RIGHT = ("tests/unit/tap/test_right_or_refused.py",)
 ROWS = ("tests/unit/measure/test_rows.py",)
@@ -520,6 +521,8 @@ FAULTS = [
         SETTLED,
     ),
     Fault("betahook/tap/sites.py", '"torch.autograd.function": "', '"": "', RIGHT),
+    Fault("betahook/tap/forward.py", "self.plan.key_factors.get(site, of_key)", "of_key", FORMS),
+    Fault("betahook/tap/rearranging.py", "return operands[0]._replace(mixed", "return Operand(mixed", FORMS),
     Fault("betahook/tap/plan.py", "return self.since.get(site, step) < step", "return site in self.since", SETTLED),
     Fault("betahook/tap/matrices.py", "layer.note_default(known.default)", "pass", SETTLED),
     Fault("betahook/tap/matrices.py", "forward.plan.mixes |= any(", "any(", SETTLED),

@@ -165,3 +165,24 @@ def test_an_empty_batch_adds_nothing(kind, x):
     with betahook.attach(model, controller="monitor") as hook:
         assert model(x[:0]).shape == (0, LENGTH, WIDTH)
         assert hook.layers["1"].statistics.count == 0
+
+
+@pytest.mark.parametrize("change", ["masked_fill_", "__iadd__", "part by part"])
+def test_changes_in_place_under_inference_mode(change, x):
+    """Tensors made there count no changes."""
+
+    class InPlace(ByHandAttention):
+        def values(self, logits, v):
+            if change == "masked_fill_":
+                logits.masked_fill_(torch.ones(LENGTH, LENGTH).triu(1).bool(), -math.inf)
+            elif change == "__iadd__":
+                logits += torch.full((LENGTH, LENGTH), -math.inf).triu(1)
+            else:
+                logits[..., LENGTH // 2 :] = -math.inf
+            return torch.softmax(logits, -1) @ v
+
+    model = make(InPlace)
+    expected = model(x)
+    with betahook.attach(model, controller="monitor", when="always") as hook, torch.inference_mode():
+        assert torch.equal(model(x), expected)
+        assert hook.layers["1"].refusal is None

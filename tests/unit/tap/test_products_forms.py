@@ -205,3 +205,53 @@ def test_each_of_several_attentions_in_one_forward_is_followed(x):
     for parameter in model[1].q_proj.parameters():
         parameter.data *= 2
     torch.testing.assert_close(output, model(x), rtol=1e-5, atol=1e-5)
+
+
+class ScaledKeys(ByHandAttention):
+    """As nanochat: q and k are scaled, and k is kept in a cache; `keep` puts it there."""
+
+    def __init__(self, keep, fused):
+        super().__init__()
+        self.keep, self.fused, self.cache = keep, fused, None
+
+    def mix(self, q, k, v):
+        q, k = q * 1.2, k * 1.3
+        if self.cache is not None:
+            k, v = self.keep(self.cache, k, v)
+        if self.fused:
+            return F.scaled_dot_product_attention(q, k, v)
+        return torch.softmax(q @ k.mT / math.sqrt(self.head_dim), -1) @ v
+
+
+def concatenated(cache, k, v):
+    cache[:] = [torch.cat([past, new], 2) for past, new in zip(cache, (k, v), strict=True)] if cache else [k, v]
+    return cache
+
+
+def preallocated(cache, k, v):
+    if not cache:
+        cache[:] = [k.new_zeros(len(k), HEADS, LENGTH, k.shape[-1]) for _ in range(2)] + [0]
+    start, end = cache[2], cache[2] + k.shape[2]
+    cache[0][:, :, start:end], cache[1][:, :, start:end], cache[2] = k, v, end
+    return cache[0][:, :, :end], cache[1][:, :, :end]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("keep", [concatenated, preallocated])
+def test_a_factor_on_keys_out_of_a_cache(keep, fused, x):
+    """It is the one that they carried when they were put there."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), ScaledKeys(keep, fused))
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        layer = hook.layers["1"]
+        model(x).sum().backward()
+        own = layer.beta_default
+        assert own == pytest.approx(1.2 * 1.3 / math.sqrt(model[1].head_dim))
+        layer.beta = 2 * own
+        with torch.no_grad():
+            whole = model(x)
+            model[1].cache = []
+            model(x[:, :-1])
+            last = model(x[:, -1:])
+        assert layer.beta_default == pytest.approx(own)
+    torch.testing.assert_close(last[:, 0], whole[:, -1], rtol=1e-5, atol=1e-6)
