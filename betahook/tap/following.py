@@ -95,8 +95,11 @@ def write_property(forward: Forward, call: Call) -> None:
 
 def assign(forward: Forward, call: Call) -> None:
     """Follow `target[index] = source`."""
-    target, _, source = call.args
+    target, index, source = call.args
     into, trace = forward.trace_of(target), forward.trace_of(source)
+    # `scores[index] += bias` changes a view, and puts it where it is.
+    if isinstance(trace, Scores) and _is_same(target[index], source):
+        into = forward.before_change(target, source) or into
     call.run()
     if isinstance(into, Weights) or isinstance(trace, Weights):
         before = into.before if isinstance(into, Weights) else into
@@ -105,6 +108,11 @@ def assign(forward: Forward, call: Call) -> None:
         with torch.no_grad():
             forward.note(target, _assigned(forward, call, into, trace))
         forward.changed(target)
+
+
+def _is_same(view: Tensor, other: Tensor) -> bool:
+    """True for two views of the same entries."""
+    return view.data_ptr() == other.data_ptr() and (view.shape, view.stride()) == (other.shape, other.stride())
 
 
 def _assigned(forward: Forward, call: Call, into: Trace | None, trace: Trace | None) -> Derived:

@@ -79,6 +79,7 @@ class Forward:
         self.without_heads: str | None = None
         self.is_settled = self.labels is None and self.shadows is None
         self.traces = ByTensor[Trace]()
+        self._before = ByTensor[tuple[Tensor, Scores]]()  # what was lost by a change of a view, and this
         self._refusal: str | None = None
 
     def trace_of(self, tensor: Any) -> Trace | None:
@@ -180,9 +181,18 @@ class Forward:
             if not isinstance(of_other, Scores) or other is tensor:
                 continue
             if other.untyped_storage().data_ptr() == memory:
+                if of_other.lost is None:
+                    self._before[other] = tensor, of_other
+                else:
+                    self._before.pop(other)
                 self.traces[other] = of_other.losing(f"a change of a view of them at {find_line()}")
         if isinstance(trace, Scores) and self.trace_of(base) is None:
             self.traces[base] = trace.losing(f"a change of a view at {find_line()}")
+
+    def before_change(self, tensor: Tensor, view: Tensor) -> Scores | None:
+        """Look up the trace of scores before a change of this view of them; None if others were changed too."""
+        found = self._before.get(tensor)
+        return found[1] if found is not None and found[0] is view else None
 
     def note_default(self, default: Factor) -> None:
         """Note the model's own beta at a softmax; where another one had another, no beta can be that of both."""

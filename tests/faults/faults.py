@@ -523,6 +523,8 @@ FAULTS = [
     Fault("betahook/tap/sites.py", '"torch.autograd.function": "', '"": "', RIGHT),
     Fault("betahook/tap/forward.py", "self.plan.key_factors.get(site, of_key)", "of_key", FORMS),
     Fault("betahook/tap/rearranging.py", "return operands[0]._replace(mixed", "return Operand(mixed", FORMS),
+    Fault("betahook/tap/forward.py", "self._before.pop(other)", "pass", RIGHT),
+    Fault("betahook/tap/following.py", " and _is_same(target[index], source)", "", RIGHT),
     Fault("betahook/tap/plan.py", "return self.since.get(site, step) < step", "return site in self.since", SETTLED),
     Fault("betahook/tap/matrices.py", "layer.note_default(known.default)", "pass", SETTLED),
     Fault("betahook/tap/matrices.py", "forward.plan.mixes |= any(", "any(", SETTLED),

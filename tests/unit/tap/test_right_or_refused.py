@@ -132,6 +132,22 @@ def test_weights_are_followed_by_any_operation(x, way):
     check_doubled(make(lambda module, q, k, v: AFTERWARDS[way](module, (q @ k.mT * ROOT).softmax(-1)) @ v), x)
 
 
+def bias_on_a_part(scores):
+    scores[:, :, :, 3:] += torch.linspace(-2, 2, LENGTH - 3)
+    return scores
+
+
+def two_biases_on_parts(scores):
+    scores[:, 1] += torch.linspace(-2, 2, LENGTH)
+    scores[:, 2:] -= torch.linspace(-1, 1, LENGTH)
+    return scores
+
+
+@pytest.mark.parametrize("way", [bias_on_a_part, two_biases_on_parts])
+def test_a_part_of_the_scores_that_is_changed_in_its_place(x, way):
+    check_doubled(make(lambda module, q, k, v: way(q @ k.mT * ROOT).softmax(-1) @ v), x)
+
+
 def test_a_later_product_of_activations_is_none_of_scores(x):
     def mix(module, q, k, v):
         values = (q @ k.mT * ROOT).softmax(-1) @ v
@@ -390,6 +406,7 @@ MASKS = {
     "chosen": lambda s: torch.where(MASKED, -1e9, s),
     "chosen from": lambda s: s.where(~MASKED, torch.tensor(-1e9)),
     "assigned": lambda s: assigned(s),
+    "added to a part": lambda s: added_to_a_part(s),
     "added": lambda s: s + torch.zeros(LENGTH, LENGTH).masked_fill(MASKED, -1e4),
     "added infinity": lambda s: s + torch.full((LENGTH, LENGTH), -math.inf).triu(1),
     "added lowest": lambda s: s + torch.full((LENGTH, LENGTH), LOWEST).triu(1),
@@ -411,6 +428,12 @@ MASKS = {
 
 def assigned(scores):
     scores[:, :, MASKED] = -math.inf
+    return scores
+
+
+def added_to_a_part(scores):
+    """As in minimind."""
+    scores[:, :, :, -LENGTH:] += torch.full((LENGTH, LENGTH), -math.inf).triu(1)
     return scores
 
 
@@ -683,6 +706,19 @@ def behind_a_view(module, q, k, v):
     return scores.softmax(-1) @ v
 
 
+def put_elsewhere(module, q, k, v):
+    scores = q @ k.mT * ROOT
+    scores[:, 1] = scores[:, 0].add_(torch.arange(LENGTH))
+    return scores.softmax(-1) @ v
+
+
+def behind_two_views(module, q, k, v):
+    scores = q @ k.mT * ROOT
+    scores[:, 0].square_()
+    scores[:, 1] += 1.0
+    return scores.softmax(-1) @ v
+
+
 def one_lost_of_two(module, q, k, v):
     return (q @ k.mT * ROOT).softmax(-1) @ (by_exponential(module, k, q, v))
 
@@ -736,6 +772,8 @@ REFUSED = {
         "a torch.autograd.Function, whose backward is not seen, at test_right_or_refused.py:",
     ),
     "changed through a view": (behind_a_view, "test_right_or_refused.py:"),
+    "changed through two views": (behind_two_views, "test_right_or_refused.py:"),
+    "put elsewhere": (put_elsewhere, "test_right_or_refused.py:"),
     "one of two": (one_lost_of_two, "exp at test_right_or_refused.py:"),
     "added in the product": (
         lambda module, q, k, v: (
