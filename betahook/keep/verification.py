@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from betahook.keep.refusals import FoldError, Plan
 from betahook.layer import AttentionLayer
 from betahook.models.scaling import Scaling
 from betahook.replay import rerun
+from betahook.tap.override import Override
 
 ROUNDINGS = 5
 """How often rounding is measured: once is too little for an output of one number, which may happen to be near."""
@@ -51,18 +52,23 @@ def _check_layers(plan: Plan) -> tuple[dict[AttentionLayer, Scaling], list[Tenso
     exact: dict[AttentionLayer, list[Scaling]] = {}
     precision = 0.0
 
-    def check(layer: AttentionLayer, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
-        nonlocal precision
-        candidates = exact.get(layer, plan.places[layer])  # those left of an earlier call in the same forward
-        with rerun.random_state_kept(plan.hook):
-            exact[layer] = _check_layer(plan, layer, candidates, _rerun(module, args, kwargs))
-        precision = max(precision, rerun.precision([output, _parameters(exact[layer][0])]))
+    def checked(layer: AttentionLayer, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal precision
+            output = forward(*args, **kwargs)
+            candidates = exact.get(layer, plan.places[layer])  # those left of an earlier call in the same forward
+            with rerun.random_state_kept(plan.hook):
+                exact[layer] = _check_layer(plan, layer, candidates, _again(forward, args, kwargs))
+            precision = max(precision, rerun.precision([output, _parameters(exact[layer][0])]))
+            return output
 
-    with ExitStack() as handles:
+        return run
+
+    with ExitStack() as undo:
         for layer in plan.gains:
-            # First, before FSDP 2 frees the weights of a module that is a unit of its own.
-            handle = layer.module.register_forward_hook(partial(check, layer), prepend=True, with_kwargs=True)
-            handles.callback(handle.remove)
+            # No hook: a block may call `attention.forward`, and FSDP 2 frees the weights in one.
+            Override(layer.module, "forward", checked(layer, layer.module.forward), undo)
         expected = _run_model(plan)
     modules = set(plan.hook.model.modules())
     for layer in plan.gains:
@@ -116,13 +122,12 @@ def _run_model(plan: Plan) -> list[Tensor]:
         raise plan.error(f"{reason} ({type(error).__name__}: {error})") from error
 
 
-def _rerun(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """The forward of a module on the same arguments, which can be called again and again."""
+def _again(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """A forward on the same arguments, which can be called again and again."""
     # A cache that the model makes by itself is full by now.
     again = [None if hasattr(value, "get_seq_length") else value for value in args]
     options = {name: None if hasattr(value, "get_seq_length") else value for name, value in kwargs.items()}
-    # Not through `__call__`: the module's hooks, of which the check is one, do not run again.
-    return partial(module.forward, *again, **options)
+    return partial(forward, *again, **options)
 
 
 def _check_layer(plan: Plan, layer: AttentionLayer, places: list[Scaling], run: Callable[[], Any]) -> list[Scaling]:

@@ -23,35 +23,35 @@ from betahook.tap.traces import Factor, Scores, Trace, Weights, number, same_fac
 def follow(forward: Forward, call: Call, handler: Handler) -> Any:
     """Run a function and note what it makes of the tensors that are followed."""
     first = call.operands[0] if call.operands else None
-    if handler is other and not any(forward.trace_of(tensor) is not None for tensor in call.tensors):
+    if handler is other and not any(forward.traces.get(tensor) is not None for tensor in call.tensors):
         output = call.run()
         if call.in_place:
-            forward.forget(first)
+            forward.traces.forget(first)
         return output
-    before = forward.trace_of(first)
+    before = forward.traces.get(first)
     if call.in_place and isinstance(before, Scores) and before.value is not None:
         # The value may share the memory that is about to change.
-        forward.note(first, before._replace(value=before.value.clone()))
+        forward.traces.note(first, before._replace(value=before.value.clone()))
     with torch.no_grad():
         derived = handler(forward.situation(call))
     output = call.run()
     if handler in (multiply, divide) and isinstance(derived, Scores):
         output, derived = _rescaled(forward, call, output, derived)
-    forward.note(output, derived)
+    forward.traces.note(output, derived)
     if call.in_place:
         if derived is None:
-            forward.forget(first)
-        forward.changed(first)
+            forward.traces.forget(first)
+        forward.traces.changed(first)
     return output
 
 
 def _rescaled(forward: Forward, call: Call, output: Tensor, scores: Scores) -> tuple[Tensor, Scores]:
     """Undo what the scale of this call has more than that of the last, by which the gain went."""
     operands = call.operands[:2]
-    before = next(trace for x in operands if isinstance(trace := forward.trace_of(x), Scores))
+    before = next(trace for x in operands if isinstance(trace := forward.traces.get(x), Scores))
     if not forward.strict or before.factor is scores.factor or scores.lost is not None:
         return output, scores
-    by = next(x for x in operands if not isinstance(forward.trace_of(x), Scores))
+    by = next(x for x in operands if not isinstance(forward.traces.get(x), Scores))
     factor = _factor(call, by)
     expected = [forward.plan.expected(product) for product in scores.products]
     for product in scores.products:
@@ -79,35 +79,35 @@ def read_property(forward: Forward, call: Call) -> Any:
     if not isinstance(output, Tensor):
         return output
     first = call.args[0]
-    if forward.trace_of(first) is not None:
+    if forward.traces.get(first) is not None:
         handler = keep if output.shape == first.shape else other
-        forward.note(output, handler(forward.situation(call)))
+        forward.traces.note(output, handler(forward.situation(call)))
     return output
 
 
 def write_property(forward: Forward, call: Call) -> None:
     """Write a property of a tensor, such as its data."""
     call.run()
-    scores = forward.trace_of(call.args[0])
+    scores = forward.traces.get(call.args[0])
     if isinstance(scores, Scores) and isinstance(call.args[1], Tensor):
-        forward.note(call.args[0], forward.situation(call).lose(scores))
+        forward.traces.note(call.args[0], forward.situation(call).lose(scores))
 
 
 def assign(forward: Forward, call: Call) -> None:
     """Follow `target[index] = source`."""
     target, index, source = call.args
-    into, trace = forward.trace_of(target), forward.trace_of(source)
+    into, trace = forward.traces.get(target), forward.traces.get(source)
     # `scores[index] += bias` changes a view, and puts it where it is.
     if isinstance(trace, Scores) and _is_same(target[index], source):
-        into = forward.before_change(target, source) or into
+        into = forward.traces.before_change(target, source) or into
     call.run()
     if isinstance(into, Weights) or isinstance(trace, Weights):
         before = into.before if isinstance(into, Weights) else into
-        forward.note(target, Weights(before=before if isinstance(before, Scores) else None))
+        forward.traces.note(target, Weights(before=before if isinstance(before, Scores) else None))
     elif isinstance(trace, Scores) or isinstance(into, Scores):
         with torch.no_grad():
-            forward.note(target, _assigned(forward, call, into, trace))
-        forward.changed(target)
+            forward.traces.note(target, _assigned(forward, call, into, trace))
+        forward.traces.changed(target)
 
 
 def _is_same(view: Tensor, other: Tensor) -> bool:

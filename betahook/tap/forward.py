@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from betahook import compat
-from betahook.models.by_tensor import ByTensor
 from betahook.models.labels import Labels
-from betahook.models.torch_calls import Call, tensors_in
+from betahook.models.torch_calls import Call
 from betahook.tap import heads
 from betahook.tap.contraction import Axis
+from betahook.tap.followed import Followed
 from betahook.tap.plan import Plan, form_of
 from betahook.tap.recorder import Recorder
 from betahook.tap.shadows import Shadows
 from betahook.tap.sites import Site, find_line, find_site
-from betahook.tap.situation import Derived, Situation
-from betahook.tap.traces import Factor, Operand, Product, Scores, Trace
+from betahook.tap.situation import Situation
+from betahook.tap.traces import Factor, Operand, Product, Scores
 
 logger = logging.getLogger(__name__)
 ALIKE = 1e-4
@@ -78,13 +78,8 @@ class Forward:
         self.default: Factor | None = None
         self.without_heads: str | None = None
         self.is_settled = self.labels is None and self.shadows is None
-        self.traces = ByTensor[Trace]()
-        self._before = ByTensor[tuple[Tensor, Scores]]()  # what was lost by a change of a view, and this
+        self.traces = Followed(self.strict)
         self._refusal: str | None = None
-
-    def trace_of(self, tensor: Any) -> Trace | None:
-        """Look up a trace; None if the argument is not a followed tensor."""
-        return self.traces.get(tensor)
 
     def trace_of_values(self) -> Operand | None:
         """The trace of what weights make of values; None where the forwards of before did nothing that asks for it."""
@@ -93,25 +88,25 @@ class Forward:
     def factors_of(self, site: Site, query: Tensor, key: Tensor) -> tuple[Factor, Factor]:
         """The factors that the operands of a product carry; a key out of a cache carries what keys did before."""
         of_query, of_key = self._factor_of(query), self._factor_of(key)
-        if self.trace_of(key) is None:
+        if self.traces.get(key) is None:
             of_key = self.plan.key_factors.get(site, of_key)
         self.plan.key_factors[site] = of_key
         return of_query, of_key
 
     def _factor_of(self, operand: Tensor) -> Factor:
-        trace = self.trace_of(operand)
+        trace = self.traces.get(operand)
         if isinstance(trace, Scores) and trace.pure and trace.lost is None:
             return trace.factor * trace.prescale
         return trace.factor if isinstance(trace, Operand) else 1.0
 
     def is_learned(self, tensor: Tensor) -> bool:
         """Return True for a parameter or a view of one."""
-        trace = self.trace_of(tensor)
+        trace = self.traces.get(tensor)
         return isinstance(tensor, nn.Parameter) or (isinstance(trace, Operand) and trace.learned)
 
     def situation(self, call: Call) -> Situation:
         """A call as a handler gets it."""
-        return Situation(call, self.trace_of, self.strict, self.plan.at_first, self._axis_of)
+        return Situation(call, self.traces.get, self.strict, self.plan.at_first, self._axis_of)
 
     def score_axis(self, scores: Tensor, operation: str, dim: int = -1) -> Axis | None:
         """The axis of the heads in scores that come to an operation, with their rows moved along the last axis."""
@@ -152,47 +147,6 @@ class Forward:
     def _axis_of(self, scores: Tensor) -> int | None:
         axis = self.score_axis(scores, "scale")
         return axis - scores.dim() if isinstance(axis, int) else None
-
-    def note(self, output: Any, derived: Derived) -> None:
-        """Remember the traces of what a function returned."""
-        if derived is None:
-            return
-        parts = list(tensors_in(output))
-        if not isinstance(derived, list):
-            parts = [part for part in parts if part.is_floating_point() or part.is_complex()]
-        traces = derived if isinstance(derived, list) else [derived] * len(parts)
-        for part, trace in zip(parts, traces, strict=True):
-            self.traces[part] = trace.expanded(part.shape) if isinstance(trace, Scores) else trace
-
-    def forget(self, tensor: Any) -> None:
-        """Follow a tensor no longer."""
-        if isinstance(tensor, Tensor):
-            self.traces.pop(tensor)
-
-    def changed(self, tensor: Any) -> None:
-        """Lose the scores that share the memory of a tensor that was changed in place."""
-        if not self.strict or not isinstance(tensor, Tensor):
-            return
-        trace, base = self.trace_of(tensor), compat.owner(tensor)
-        if not isinstance(trace, Scores) and base is tensor:
-            return
-        memory = tensor.untyped_storage().data_ptr()
-        for other, of_other in self.traces.items():
-            if not isinstance(of_other, Scores) or other is tensor:
-                continue
-            if other.untyped_storage().data_ptr() == memory:
-                if of_other.lost is None:
-                    self._before[other] = tensor, of_other
-                else:
-                    self._before.pop(other)
-                self.traces[other] = of_other.losing(f"a change of a view of them at {find_line()}")
-        if isinstance(trace, Scores) and self.trace_of(base) is None:
-            self.traces[base] = trace.losing(f"a change of a view at {find_line()}")
-
-    def before_change(self, tensor: Tensor, view: Tensor) -> Scores | None:
-        """Look up the trace of scores before a change of this view of them; None if others were changed too."""
-        found = self._before.get(tensor)
-        return found[1] if found is not None and found[0] is view else None
 
     def note_default(self, default: Factor) -> None:
         """Note the model's own beta at a softmax; where another one had another, no beta can be that of both."""

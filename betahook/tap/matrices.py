@@ -31,7 +31,7 @@ def multiply(forward: Forward, call: Call) -> Any:
         return _score_product(forward, call, product)
     output = call.run()
     with torch.no_grad():
-        forward.note(output, _of_other_product(forward, call))
+        forward.traces.note(output, _of_other_product(forward, call))
     if forward.labels is not None and product is not None and forward.is_learned(product.right):
         made = [place for place, axis in enumerate(product.output_axes) if axis not in product.left_axes]
         forward.labels.put_features(output, made)
@@ -41,7 +41,7 @@ def multiply(forward: Forward, call: Call) -> Any:
 def _may_make_scores(forward: Forward, product: Contraction) -> bool:
     """Return True for a product of activations that may make scores."""
     known, layer, operands = forward.layer.facts, forward.layer, (product.left, product.right)
-    traces = [forward.trace_of(operand) for operand in operands]
+    traces = [forward.traces.get(operand) for operand in operands]
     # Where torch takes the softmax, products before it make its bias.
     if layer.route == "torch" or product.size == 1 or any(isinstance(trace, Weights | Shift) for trace in traces):
         return False
@@ -66,8 +66,8 @@ def _may_make_scores(forward: Forward, product: Contraction) -> bool:
 
 def _of_other_product(forward: Forward, call: Call) -> Derived:
     situation = forward.situation(call)
-    weights = [x for x in call.tensors if isinstance(forward.trace_of(x), Weights)]
-    others = [x for x in call.tensors if not isinstance(forward.trace_of(x), Weights)]
+    weights = [x for x in call.tensors if isinstance(forward.traces.get(x), Weights)]
+    others = [x for x in call.tensors if not isinstance(forward.traces.get(x), Weights)]
     if len(weights) == 1 and len(others) == 1:
         # With a parameter they are mixed over heads; with anything else, values are weighted.
         return Weights(projected=True) if forward.is_learned(others[0]) else forward.trace_of_values()
@@ -88,11 +88,11 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
     trace = Scores(product.alpha, prescale=factors[0] * factors[1], products=(known,), pure=pure)
     if product.alpha != 1:
         known.scalings.append(product.alpha)
-    if product.biased and isinstance(forward.trace_of(call.operands[0]), Scores) and forward.strict:
+    if product.biased and isinstance(forward.traces.get(call.operands[0]), Scores) and forward.strict:
         axis, trouble = None, f"{call.name} at {known.site.line} on scores"
     if axis is None:
         output = call.run()
-        forward.note(output, trace.losing(trouble))
+        forward.traces.note(output, trace.losing(trouble))
         return output
     # The values, not seen yet, may ask for a gradient where q and k do not; a product into a buffer has none.
     others = itertools.chain([product.right], () if "out" in call.kwargs else layer.module.parameters())
@@ -114,7 +114,7 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
             if not pure:
                 trace = trace.without(masked_by(call.operands[0].detach()).expand(value.shape))
     place = product.output_axis(axis)
-    forward.note(output, trace._replace(axis=place - output.dim()) if isinstance(place, int) else trace)
+    forward.traces.note(output, trace._replace(axis=place - output.dim()) if isinstance(place, int) else trace)
     if forward.labels is not None and place is not None:
         heads.put_heads(forward.labels, output, place, layer.heads)
     return output
@@ -122,7 +122,7 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
 
 def _new_product(forward: Forward, product: Contraction) -> Product:
     site = find_site("product")
-    traces = [forward.trace_of(product.left), forward.trace_of(product.right)]
+    traces = [forward.traces.get(product.left), forward.traces.get(product.right)]
     forward.plan.mixes |= any(isinstance(trace, Operand) and trace.mixed for trace in traces)
     makers = tuple(maker for trace in traces if isinstance(trace, Scores) for maker in trace.products)
     assured = not any(isinstance(trace, Operand) and (trace.mixed or trace.learned) for trace in traces)

@@ -24,8 +24,8 @@ def softmax(forward: Forward, call: Call) -> Tensor:
     """Run a softmax, and record the scores that it gets."""
     output: Tensor = call.run()
     input = call.operands[0]
-    trace = forward.trace_of(input)
-    forward.note(output, Weights())
+    trace = forward.traces.get(input)
+    forward.traces.note(output, Weights())
     forward.plan.mixes |= isinstance(trace, Operand) and trace.mixed
     if forward.strict and _may_be_missed(trace):
         forward.refuse(f"its softmax at {find_line()} takes what was made of weights, and may be that of an attention")
@@ -122,7 +122,7 @@ def fused(forward: Forward, call: Call) -> Any:
         )
     output = kernel.run(call, kernel.heads_before_tokens(query))
     if forward.strict:
-        forward.note(output, forward.trace_of_values())
+        forward.traces.note(output, forward.trace_of_values())
     return output
 
 

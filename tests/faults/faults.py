@@ -298,7 +298,7 @@ FAULTS = [
         "is_beta = factor is not None",
         RIGHT,
     ),
-    Fault("betahook/tap/arithmetic.py", "first = replace(first, axis=situation.axis_of(left))", "pass", RIGHT),
+    Fault("betahook/tap/arithmetic.py", "first = first._replace(axis=situation.axis_of(left))", "pass", RIGHT),
     Fault("betahook/tap/products.py", "_put_back(layer.module), unsaved, ", "_put_back(layer.module), ", RIGHT),
     Fault("betahook/tap/products.py", "for names in (vars(part), part._buffers)", "for names in (vars(part),)", RIGHT),
     Fault(
@@ -523,7 +523,6 @@ FAULTS = [
     Fault("betahook/tap/sites.py", '"torch.autograd.function": "', '"": "', RIGHT),
     Fault("betahook/tap/forward.py", "self.plan.key_factors.get(site, of_key)", "of_key", FORMS),
     Fault("betahook/tap/rearranging.py", "return operands[0]._replace(mixed", "return Operand(mixed", FORMS),
-    Fault("betahook/tap/forward.py", "self._before.pop(other)", "pass", RIGHT),
     Fault("betahook/tap/following.py", " and _is_same(target[index], source)", "", RIGHT),
     Fault("betahook/tap/plan.py", "return self.since.get(site, step) < step", "return site in self.since", SETTLED),
     Fault("betahook/tap/matrices.py", "layer.note_default(known.default)", "pass", SETTLED),

@@ -85,6 +85,28 @@ def test_attention_outside_the_interface_of_transformers_folds(name, per_head):
     torch.testing.assert_close(model(x), adapted, rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
+def test_a_block_that_calls_the_forward_of_its_attention_folds():
+    """As in llama2.c: `self.attention.forward(x)` runs no hook of the module."""
+
+    class Caller(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = ByHandAttention()
+
+        def forward(self, x):
+            return x + self.attention.forward(x)
+
+    torch.manual_seed(0)
+    model, x = Caller(), torch.randn(3, LENGTH, WIDTH)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        model(x)
+        hook.layers["attention"].beta *= 2
+        adapted = model(x)
+        betahook.fold(model)
+    torch.testing.assert_close(model(x), adapted, rtol=1e-5, atol=1e-5)
+
+
 def test_an_encoder_folds_after_a_padded_batch():
     """The check runs in evaluation mode, in which torch would pack that batch."""
     model, x = padded_encoder(), torch.randn(3, LENGTH, WIDTH)

@@ -1,0 +1,76 @@
+"""The tensors that are followed in one forward, each with its trace.
+
+`Forward` holds it; the functions of `matrices`, `softmaxes` and `following` write down what they made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from betahook import compat
+from betahook.models.by_tensor import ByTensor
+from betahook.models.torch_calls import tensors_in
+from betahook.tap.sites import find_line
+from betahook.tap.situation import Derived
+from betahook.tap.traces import Scores, Trace
+
+
+class Followed:
+    """Traces by tensor.
+
+    Args:
+        strict: scores are lost where the memory that they share with others is changed.
+    """
+
+    def __init__(self, strict: bool) -> None:
+        self._strict = strict
+        self._of = ByTensor[Trace]()
+        self._before = ByTensor[tuple[Tensor, Scores]]()  # what was lost by a change of a view, and this
+
+    def __contains__(self, tensor: object) -> bool:
+        return tensor in self._of
+
+    def get(self, tensor: object) -> Trace | None:
+        """Look up a trace; None if the argument is not a followed tensor."""
+        return self._of.get(tensor)
+
+    def note(self, output: Any, derived: Derived) -> None:
+        """Remember the traces of what a function returned."""
+        if derived is None:
+            return
+        parts = list(tensors_in(output))
+        if not isinstance(derived, list):
+            parts = [part for part in parts if part.is_floating_point() or part.is_complex()]
+        traces = derived if isinstance(derived, list) else [derived] * len(parts)
+        for part, trace in zip(parts, traces, strict=True):
+            self._of[part] = trace.expanded(part.shape) if isinstance(trace, Scores) else trace
+
+    def forget(self, tensor: Any) -> None:
+        """Follow a tensor no longer."""
+        if isinstance(tensor, Tensor):
+            self._of.pop(tensor)
+
+    def changed(self, tensor: Any) -> None:
+        """Lose the scores that share the memory of a tensor that was changed in place."""
+        if not self._strict or not isinstance(tensor, Tensor):
+            return
+        trace, base = self.get(tensor), compat.owner(tensor)
+        if not isinstance(trace, Scores) and base is tensor:
+            return
+        memory = tensor.untyped_storage().data_ptr()
+        for other, of_other in self._of.items():
+            if not isinstance(of_other, Scores) or other is tensor:
+                continue
+            if other.untyped_storage().data_ptr() == memory:
+                if of_other.lost is None:
+                    self._before[other] = tensor, of_other
+                self._of[other] = of_other.losing(f"a change of a view of them at {find_line()}")
+        if isinstance(trace, Scores) and self.get(base) is None:
+            self._of[base] = trace.losing(f"a change of a view at {find_line()}")
+
+    def before_change(self, tensor: Tensor, view: Tensor) -> Scores | None:
+        """Look up the trace of scores before a change of this view of them."""
+        found = self._before.get(tensor)
+        return found[1] if found is not None and found[0] is view else None
