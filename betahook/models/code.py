@@ -5,8 +5,8 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Iterable, Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 
 from torch import nn
 
@@ -26,8 +26,29 @@ def names_used(kind: type) -> frozenset[str]:
     Those of functions that they call, too, unless the class is one of transformers, which are known.
     """
     functions = reachable(kind) if is_own(kind) else methods(kind)
-    used = frozenset[str]().union(*(_names(function.__code__) for function in functions))
+    used = _names_in(functions)
     return used.union(*(_real_names(function) for function in functions)) if is_own(kind) else used
+
+
+def names_held(module: nn.Module) -> frozenset[str]:
+    """The names of the functions that a module holds as attributes, and those that their code uses."""
+    held = (value for value in _held(module) if isinstance(value, FunctionType | BuiltinFunctionType))
+    return _names_in(functions_held(module)).union(function.__name__ for function in held)
+
+
+def functions_held(module: nn.Module) -> list[FunctionType]:
+    """The Python functions that a module holds as attributes, and those that they call; none of `LIBRARIES`."""
+    return _closed(
+        value for value in _held(module) if isinstance(value, FunctionType) and not _is_of_library(value.__module__)
+    )
+
+
+def _held(module: nn.Module) -> Iterator[object]:
+    return (value.func if isinstance(value, functools.partial) else value for value in vars(module).values())
+
+
+def _names_in(functions: Iterable[FunctionType]) -> frozenset[str]:
+    return frozenset[str]().union(*(_names(function.__code__) for function in functions))
 
 
 def _real_names(function: FunctionType) -> set[str]:
@@ -52,8 +73,13 @@ def methods(kind: type) -> list[FunctionType]:
 
 def reachable(kind: type) -> list[FunctionType]:
     """The methods of a class, and the functions that they call by name, those of `LIBRARIES` left out."""
+    return _closed([*methods(kind), *_inherited(kind)])
+
+
+def _closed(functions: Iterable[FunctionType]) -> list[FunctionType]:
+    """Functions and all that they call by name, those of `LIBRARIES` left out."""
     seen: dict[FunctionType, None] = {}
-    waiting = [*methods(kind), *_inherited(kind)]
+    waiting = list(functions)
     while waiting:
         function = waiting.pop()
         if function not in seen:

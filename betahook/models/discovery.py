@@ -17,9 +17,9 @@ from torch.nn.parameter import is_lazy
 
 from betahook import compat
 from betahook.models import trial
-from betahook.models.code import PRODUCTS, is_own, names_used
+from betahook.models.code import PRODUCTS, is_own, names_held, names_used
 from betahook.models.families import Facts, facts
-from betahook.models.heads import count_heads, from_scale
+from betahook.models.heads import count_heads, from_scale, missing, stated
 from betahook.models.projections import Pair, Place, at_places, locate
 
 Route = Literal["interface", "torch", "by hand"]
@@ -29,6 +29,7 @@ kernel, which takes the softmax too, or "by hand"."""
 TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 KERNELS = {"flex_attention", "flash_attn_func", "flash_attn_varlen_func", "memory_efficient_attention"}
 """Functions that take the softmax too, called by name in users' code; `tap.kernels` has their signatures."""
+ASKED = TORCH_ATTENTION | KERNELS
 SOFTMAX = {"softmax", "Softmax", "XSoftmax"}
 IN_NAME = re.compile("attention|attn", re.IGNORECASE)
 
@@ -99,9 +100,9 @@ UNKNOWN_CODE = Verdict(
     "F.scaled_dot_product_attention is found",
     by_name_only=True,
 )
-UNKNOWN_SIZE = Verdict(
-    obstacle="it says neither how many heads it has nor how wide they are: set its attributes num_heads and head_dim "
-    "before attach"
+HOLDS_ATTENTION = Verdict(
+    obstacle="its own attention is not reached beside that of the modules in it, which are hooked: move it into a "
+    "module of its own"
 )
 UNKNOWN_UNNAMED = Verdict(
     obstacle="it takes a softmax and multiplies; if that is an attention, set its attributes num_heads and head_dim "
@@ -112,7 +113,9 @@ UNKNOWN_UNNAMED = Verdict(
 
 def survey(model: nn.Module) -> Survey:
     """Look at every module of a model."""
-    names = functools.cache(names_used)  # for this survey: a class may be patched before the next one
+    names: Callable[[type], frozenset[str]] = functools.cache(
+        names_used
+    )  # for this survey: a class may be patched before the next one
     verdicts = {module: classify(module, names) for module in model.modules()}
     tried = functools.cache(trial.run)
     _leave_parts_to_their_owners(verdicts)
@@ -122,17 +125,23 @@ def survey(model: nn.Module) -> Survey:
     refused: dict[str, tuple[nn.Module, Verdict]] = {}
     for name, module in named_modules(model):
         verdict = verdicts[module]
+        if verdict == NO_ATTENTION:
+            continue
         # Where one contains another, the inner one computes the scores, unless the outer one asks the interface.
-        if verdict == NO_ATTENTION or (verdict.route != "interface" and able & ({*module.modules()} - {module})):
+        if verdict.route != "interface" and able & ({*module.modules()} - {module}):
+            if is_own(type(module)) and (names(type(module)) & ASKED or count_heads(module) is not None):
+                refused[name] = module, HOLDS_ATTENTION
             continue
         if verdict.route is None:
             refused[name] = module, verdict
             continue
         is_users = is_own(type(module))  # transformers' own classes state their size
         shown = (tried(module) if is_users else None) or NOTHING_SHOWN
+        if shown.size is not None and stated(module)[0] not in (None, shown.size[0]):
+            shown = NOTHING_SHOWN  # of some of the queries only, as in ProbSparse attention
         size = count_heads(module) or shown.size or (from_scale(module) if is_users else None)
         if size is None:
-            refused[name] = module, UNKNOWN_SIZE
+            refused[name] = module, Verdict(obstacle=missing(module))
         else:
             places = shown.places if size == shown.size else None
             found[name] = AttentionModule(module, *size, verdict.route, facts(module), places)
@@ -163,7 +172,7 @@ def _decide_unnamed(verdicts: dict[nn.Module, Verdict], tried: Try) -> None:
         if not verdict.unnamed:
             continue
         if any(verdicts[part].route is not None for part in module.modules() if part is not module):
-            verdicts[module] = NO_ATTENTION
+            verdicts[module] = NO_ATTENTION if count_heads(module) is None else verdicts[module]
             continue
         result = tried(module)
         if result is not None and not result.attends:
@@ -183,6 +192,8 @@ def classify(module: nn.Module, names: Callable[[type], frozenset[str]]) -> Verd
     used = names(type(module))
     if hasattr(module, "processor"):  # diffusers keeps the attention apart from the module that owns the weights
         used |= names(type(module.processor))
+    if is_own(type(module)):
+        used |= names_held(module)
     # A product or a softmax may be a module of its own, with a scale at most.
     parts = (names(type(child)) for child in module.children() if not _has_matrix(child))
     used_below = used.union(*parts)

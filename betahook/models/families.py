@@ -26,10 +26,10 @@ HEAD_DIM = (
 SEPARATE = (
     *(("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("q_lin", "k_lin"), ("linear_q", "linear_k"), ("Wq", "Wk")),
     *(("wq", "wk"), ("to_q", "to_k"), ("query_proj", "key_proj"), ("project_q", "project_k")),
-    *(("projection_query", "projection_key"), ("q_head", "k_head")),
+    *(("projection_query", "projection_key"), ("q_head", "k_head"), ("c_q", "c_k"), ("W_query", "W_key")),
 )
 """Pairs of attributes that hold a projection each for q and k."""
-FUSED = ("c_attn", "qkv_proj", "qkv", "Wqkv", "query_key_value", "in_proj", "att_proj", "to_qkv")
+FUSED = ("c_attn", "qkv_proj", "qkv", "Wqkv", "wqkv", "query_key_value", "in_proj", "att_proj", "to_qkv")
 """Attributes that hold one projection for q, k and v."""
 WRAPPED = ("linear", "base_layer")
 """Attributes under which a wrapper keeps the linear module that owns the weight; the second is an adapter's."""

@@ -29,7 +29,7 @@ def stated(module: nn.Module) -> Size:
 
 def config_heads(module: nn.Module) -> Size:
     """The heads of the config with the module's d_k, if they fit into the query projection, which a gate widens."""
-    heads, head_dim = _first(getattr(module, "config", None), HEADS), _first(module, HEAD_DIM)
+    heads, head_dim = _first(_config(module), HEADS), _first(module, HEAD_DIM)
     width = _width(module, QUERIES)
     misfit = heads and head_dim and width and width % (heads * head_dim)
     return None if misfit else heads, head_dim
@@ -43,7 +43,7 @@ def heads_in_query(module: nn.Module) -> Size:
 
 def config_only(module: nn.Module) -> Size:
     """Both numbers as the config states them, unless the module states its heads."""
-    config = getattr(module, "config", None)
+    config = _config(module)
     return None if _heads(module) else _first(config, HEADS), _first(config, HEAD_DIM)
 
 
@@ -66,6 +66,23 @@ def from_scale(module: nn.Module) -> tuple[int, int] | None:
 
 STRATEGIES = (stated, config_heads, heads_in_query, config_only, shared_width)
 """In the order in which they are asked. Those after `stated` see modules that lack one of the numbers, or both."""
+
+
+def missing(module: nn.Module) -> str:
+    """Tell in words what a module does not say of its size."""
+    heads, head_dim = stated(module)
+    if heads:
+        return f"it does not say how wide its {heads} heads are: set its attribute head_dim before attach"
+    if head_dim:
+        return f"it does not say how many heads of {head_dim} it has: set its attribute num_heads before attach"
+    return (
+        "it says neither how many heads it has nor how wide they are: set its attributes num_heads and head_dim before "
+        "attach"
+    )
+
+
+def _config(module: nn.Module) -> object:
+    return getattr(module, "config", None) or getattr(module, "cfg", None)
 
 
 def _heads(module: nn.Module) -> int | None:

@@ -189,15 +189,18 @@ def _linear(module: object) -> nn.Module | None:
     if not isinstance(module, nn.Module):
         return None
     # Inside first: an adapter shows the weight of what it wraps as its own, but not how that is stored.
-    wrapped = (_linear(getattr(module, name, None)) for name in families.WRAPPED if not _has_norm(module))
+    children = (getattr(module, name, None) for name in families.WRAPPED)
+    wrapped = (_linear(child) for child in children if isinstance(child, nn.Module) and _only_wraps(module, child))
     inner = next((inner for inner in wrapped if inner is not None), None)
     weight = getattr(module, "weight", None)
     return module if inner is None and isinstance(weight, Tensor) and weight.dim() == 2 else inner
 
 
-def _has_norm(wrapper: nn.Module) -> bool:
-    """True where what a linear module returns is normed by its wrapper, as in LeViT: the weight is not what acts."""
-    return any("norm" in type(child).__name__.lower() for child in wrapper.children())
+def _only_wraps(wrapper: nn.Module, inside: nn.Module) -> bool:
+    """True unless the weight inside is not what acts: normed as in LeViT, added to as in a LoRA written by hand."""
+    normed = any("norm" in type(child).__name__.lower() for child in wrapper.children())
+    added = len(list(wrapper.parameters())) > len(list(inside.parameters())) and not compat.is_adapter(wrapper)
+    return not (normed or added)
 
 
 def matrix(module: nn.Module) -> Tensor:

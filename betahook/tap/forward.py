@@ -70,7 +70,7 @@ class Forward:
                 f"{layer.name or 'the model'}: no forward has shown yet how this attention computes its scores. Run a "
                 "forward of the model outside of torch.export, torch.func and torch.jit.trace first"
             )
-        self.labels = Labels() if is_first else None
+        self.labels = Labels() if is_first and not compat.is_without_data() else None
         self.shadows = Shadows() if self.strict and self.recording and not plan.checked else None
         self.products: list[Product] = []
         self.counted = 0
@@ -136,7 +136,8 @@ class Forward:
         if site in self.axes:
             axis = self.axes[site]
             return axis if isinstance(axis, str) or tensor.shape[axis : axis + 1] == (count,) else None
-        if labels is None:
+        if labels is None or not heads.varying(labels, summed):
+            # Behind a convolution of each head, say, no entry tells any more whose it is.
             fitting = [axis for axis in shared if tensor.shape[axis] == count]
             return fitting[0] if len(fitting) == 1 and tensor.dim() > 3 else None
         found = heads.find(labels, summed, count)

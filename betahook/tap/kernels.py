@@ -19,7 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from betahook.measure import masks
 from betahook.measure.masks import Band, Mask
-from betahook.models.code import is_own, reachable
+from betahook.models.code import functions_held, is_own, reachable
 from betahook.models.torch_calls import Call
 from betahook.tap.recorder import Recorder
 
@@ -186,12 +186,14 @@ def connect(layers: Iterable[Recorder], undo: ExitStack) -> None:
 
 def _places(layer: Recorder) -> Iterator[tuple[dict[str, Any], str]]:
     """Namespaces and names by which a layer finds its kernels: global, of another module, or its own attributes."""
-    seen = [(vars(part), tuple(vars(part))) for part in layer.module.modules()]
-    for kind in {type(part) for part in layer.module.modules()}:
-        for function in reachable(kind) if is_own(kind) else ():
-            names, known = function.__code__.co_names, function.__globals__
-            seen.append((known, names))
-            seen += [(vars(known[name]), names) for name in names if isinstance(known.get(name), ModuleType)]
+    parts = list(layer.module.modules())
+    seen = [(vars(part), tuple(vars(part))) for part in parts]
+    functions = [function for part in parts for function in functions_held(part)]
+    functions += [function for kind in {type(part) for part in parts} if is_own(kind) for function in reachable(kind)]
+    for function in functions:
+        names, known = function.__code__.co_names, function.__globals__
+        seen.append((known, names))
+        seen += [(vars(known[name]), names) for name in names if isinstance(known.get(name), ModuleType)]
     for namespace, names in seen:
         yield from ((namespace, name) for name in names if _is_kernel(namespace.get(name)))
 

@@ -48,6 +48,7 @@ MEASURING = ("tests/unit/test_hook_measuring.py",)
 CHARTS = ("tests/unit/report/test_html.py",)
 COMMANDS = ("tests/unit/cli/test_commands.py",)
 RECORDER = ("tests/unit/tap/test_recorder.py",)
+DISCOVERED = ("tests/unit/models/test_discovery.py",)
 FORMS = ("tests/unit/tap/test_products_forms.py",)
 SETTLED = ("tests/unit/tap/test_settled.py",)
 RIGHT = ("tests/unit/tap/test_right_or_refused.py",)
@@ -524,6 +525,17 @@ FAULTS = [
     Fault("betahook/tap/forward.py", "self.plan.key_factors.get(site, of_key)", "of_key", FORMS),
     Fault("betahook/tap/rearranging.py", "return operands[0]._replace(mixed", "return Operand(mixed", FORMS),
     Fault("betahook/tap/following.py", " and _is_same(target[index], source)", "", RIGHT),
+    Fault("betahook/tap/forward.py", " or not heads.varying(labels, summed)", "", FORMS),
+    Fault("betahook/models/discovery.py", "not in (None, shown.size[0])", "is Ellipsis"),
+    Fault(
+        "betahook/models/discovery.py",
+        " or count_heads(module) is not None):\n                refused",
+        "):\n                refused",
+    ),
+    Fault("betahook/models/projections.py", "return not (normed or added)", "return not normed"),
+    Fault(
+        "betahook/models/code.py", "value.func if isinstance(value, functools.partial) else value", "value", DISCOVERED
+    ),
     Fault("betahook/tap/plan.py", "return self.since.get(site, step) < step", "return site in self.since", SETTLED),
     Fault("betahook/tap/matrices.py", "layer.note_default(known.default)", "pass", SETTLED),
     Fault("betahook/tap/matrices.py", "forward.plan.mixes |= any(", "any(", SETTLED),

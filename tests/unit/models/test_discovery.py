@@ -256,6 +256,87 @@ def test_attention_that_is_not_reached_is_named_with_the_reason():
     assert list(survey(LinearAttention()).not_reached) == ["the model"]
 
 
+def attend(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def scaled(x, scale):
+    return (scale * x @ x.mT).softmax(-1) @ x
+
+
+class GivenAttention(nn.Module):
+    """Computes its attention by a function that it was given, as open_lm's does."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.num_heads, self.head_dim, self.function = 4, 8, function
+
+    def forward(self, x):
+        return self.function(x, x, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "route"),
+    [
+        (attend, "torch"),
+        (functools.partial(attend), "torch"),
+        (F.scaled_dot_product_attention, "torch"),
+        (functools.partial(scaled, scale=2.0), "by hand"),
+        (F.gelu, None),
+        (F.softmax, None),
+    ],
+)
+def test_a_function_that_a_module_holds_is_read(function, route):
+    found = survey(GivenAttention(function)).found
+    assert [each.route for each in found.values()] == ([route] if route else [])
+
+
+class Pooled(nn.Module):
+    """Has an attention of its own, written in its forward, behind that of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = sized(Fused())
+
+    def forward(self, x):
+        x = self.encoder(x)
+        return F.scaled_dot_product_attention(x[:, :1], x, x)
+
+
+class PooledByHand(Pooled):
+    def forward(self, x):
+        x = self.encoder(x)
+        return (x[:, :1] @ x.mT).softmax(-1) @ x
+
+
+class Sampler(Pooled):
+    """A language model, whose generate takes a softmax."""
+
+    def forward(self, x):
+        return self.encoder(x) @ x.mT
+
+    def generate(self, x):
+        return torch.multinomial(self(x).softmax(-1), 1)
+
+
+@pytest.mark.parametrize(
+    ("outer", "named"),
+    [
+        (Pooled(), True),
+        (sized(PooledByHand()), True),
+        (PooledByHand(), False),
+        (Sampler(), False),
+    ],
+)
+def test_attention_around_other_attention_is_named(outer, named):
+    """Where it asks for a kernel, or says how many heads it has; else its code may be something else."""
+    seen = survey(nn.Sequential(outer))
+    assert list(seen.found) == ["0.encoder"]
+    assert ("0" in seen.not_reached) is named
+    if named:
+        assert "its own attention is not reached beside that of the modules in it" in seen.not_reached["0"]
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("compiled", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 2))])
 def test_attention_that_torch_jit_compiled_is_named(compiled):

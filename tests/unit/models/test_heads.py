@@ -70,6 +70,7 @@ ORDER = {
     "heads from the config": (dict(head_dim=6, config=CONFIG), (4, 6)),
     "a config of another size": (dict(head_dim=6, config=CONFIG, q_proj=linear(18)), (3, 6)),
     "all from the config": (dict(config=CONFIG, q_proj=linear(18)), (4, 8)),
+    "all from a config of a shorter name": (dict(cfg=CONFIG), (4, 8)),
     "no width": (dict(num_heads=4), None),
     "no heads": (dict(head_dim=8), None),
     "nothing": ({}, None),
@@ -83,6 +84,18 @@ ORDER = {
 def test_heads_are_counted_from_what_the_module_says(case):
     attributes, expected = ORDER[case]
     assert heads.count_heads(module(**attributes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("attributes", "words"),
+    [
+        ({}, "neither how many heads it has nor how wide they are: set its attributes num_heads and head_dim"),
+        (dict(num_heads=4), "does not say how wide its 4 heads are: set its attribute head_dim"),
+        (dict(head_dim=8), "does not say how many heads of 8 it has: set its attribute num_heads"),
+    ],
+)
+def test_what_is_missing_is_said(attributes, words):
+    assert words in heads.missing(module(**attributes))
 
 
 def test_facts_say_what_the_module_does_not(monkeypatch):

@@ -365,7 +365,9 @@ def test_heads_and_a_scale_tell_the_width_of_a_head(scale):
             (layer,) = hook.layers.values()
             assert (layer.heads, layer.head_dim, int(layer.statistics.count)) == (HEADS, D, 2 * HEADS * 81)
     else:
-        with pytest.raises(betahook.UnsupportedModelError, match="set its attributes num_heads and head_dim"):
+        with pytest.raises(
+            betahook.UnsupportedModelError, match="does not say how wide its 4 heads are: set its attribute head_dim"
+        ):
             betahook.attach(attention)
 
 

@@ -149,12 +149,20 @@ def with_weight(*shape):
     return module
 
 
+def adding(inside):
+    """A LoRA as litgpt writes it."""
+    wrapper = Holder(linear=inside)
+    wrapper.down, wrapper.up = (nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
+    return wrapper
+
+
 UNKNOWN = {
     "nothing": {},
     "other names": {"first": linear(), "second": linear()},
     "a query alone": {"q_proj": linear()},
     "a weight a codebook": {"q_proj": with_weight(3, 32, 32), "k_proj": with_weight(3, 32, 32)},
     "a norm": {"q": nn.LayerNorm(WIDTH), "k": nn.LayerNorm(WIDTH)},
+    "a wrapper that adds": {"q_proj": adding(linear()), "k_proj": adding(linear())},
     "a wrapper of something else": {"q_proj": Holder(inner=linear()), "k_proj": Holder(inner=linear())},
     "no room for keys": {"qkv": linear(HEADS * HEAD_DIM)},
     "a fused projection of an odd size": {"qkv": linear(3 * HEADS * HEAD_DIM + 1)},

@@ -117,6 +117,30 @@ class NeedsAttention(Window):
     """The same, by its name an attention."""
 
 
+class SomeQueries(nn.Module):
+    """Three of the queries attend, as in the Informer; heads are stated, their width is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_heads = HEADS
+        self.query_projection, self.key_projection = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        q, k = (split(p(x)) for p in (self.query_projection, self.key_projection))
+        return ((q[:, :, :3] @ k.mT).softmax(-1) @ k).transpose(1, 2).flatten(2)
+
+
+def test_a_trial_does_not_overrule_the_heads_that_are_stated():
+    model = Model(SomeQueries)
+    with pytest.raises(betahook.UnsupportedModelError, match=f"how wide its {HEADS} heads are: set its attribute head"):
+        betahook.attach(model)
+    model.layer.head_dim = HEAD_DIM
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        model(torch.randn(BATCH, LENGTH, WIDTH))
+        (layer,) = hook.layers.values()
+        assert int(layer.statistics.count) == BATCH * HEADS * 3 * LENGTH
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
