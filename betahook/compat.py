@@ -101,19 +101,29 @@ is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambd
 """True for a forward that `torch.export` looks at; torch 2.6 does not tell."""
 
 
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_python_dispatch.py
+def is_without_data() -> bool:
+    """True in a `FakeTensorMode`: tensors have shapes and no entries."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py
 def is_transformed() -> bool:
-    """True in `torch.func.grad` and the like, and in `torch.jit.trace`, where only what the model computes may run."""
+    """True in `torch.func.grad` and the like, in `torch.jit.trace`, and in a `FakeTensorMode`.
+
+    There only what the model computes may run: what is made there means nothing outside.
+    """
     if torch.compiler.is_compiling():
         return False
-    return torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
+    return is_without_data() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_functorch/pyfunctorch.py
-def untransformed() -> AbstractContextManager[None]:
-    """Compute with tensors of outside, in a transform of `torch.func`."""
-    context: AbstractContextManager[None] = torch._C._DisableFuncTorch()
-    return context
+@contextmanager
+def untransformed() -> Iterator[None]:
+    """Compute with tensors of outside, in a transform of `torch.func` or a `FakeTensorMode`."""
+    with torch._C._DisableFuncTorch(), unset_fake_temporarily():
+        yield
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/disable_torch_function.cpp

@@ -57,7 +57,7 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
             left_alone.finish()
             return forward(*args, **kwargs)
         unknown = not plan.axes and is_strict(layer.module) and layer.refusal is None
-        if unknown and not compat.is_exporting() and bool(layer.is_set):
+        if unknown and not (compat.is_exporting() or compat.is_without_data()) and bool(layer.is_set):
             _rehearse(layer, plan, forward, args, kwargs)
         known = Forward(layer, plan, (args, kwargs))
         with ScoreProducts(known):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jvp, vmap
 
 import betahook
@@ -91,6 +92,27 @@ def test_a_directional_derivative(kind):
     torch.testing.assert_close(
         found, sum(each.sum() for each in gradients(model, batch()[0]).values()), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_without_data_leaves_nothing_behind(kind, seen):
+    """As of a tool that counts operations or memory, before a real forward or after."""
+    model, expected = make(kind), make(kind)(batch(2))
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        if seen:
+            model(batch(2))
+        before = {name: float(layer.statistics.count) for name, layer in hook.layers.items()}
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model(batch(2)).square().mean()
+        assert {name: float(layer.statistics.count) for name, layer in hook.layers.items()} == before
+        output = model(batch(2))
+        assert type(output) is torch.Tensor
+        assert torch.equal(output, expected)
+        for layer in hook.layers.values():
+            assert layer.beta == layer.beta_default
+            layer.beta = 2 * layer.beta_default
+        assert torch.isfinite(model(batch(2))).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -207,6 +208,17 @@ def test_a_transform_is_told(run):
     asks(torch.ones(2))
     assert seen[0]
     assert not seen[-1]
+
+
+def test_a_mode_without_data_is_a_transform_too():
+    kept = torch.zeros(2)
+    with FakeTensorMode():
+        assert compat.is_transformed()
+        with compat.untransformed():
+            kept.fill_(3.0)
+            assert not compat.is_transformed()
+    assert not compat.is_transformed()
+    assert kept.tolist() == [3, 3]
 
 
 def test_what_is_outside_of_a_transform_changes_in_place():
