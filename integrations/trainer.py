@@ -62,7 +62,8 @@ class BetaHookCallback(TrainerCallback):
         on_end: "fold", as above; where a layer has no exact fold, the hook stays and a warning says why. "keep" leaves
             the model hooked, with its beta, for you to `fold` or `detach`.
         unfinished: which beta is folded where training ends while a controller is still bringing it to where it wants
-            it, see `betahook.fold`; a warning says which it was.
+            it, see `betahook.fold`; a warning says which it was. With the best model, "better" keeps the beta that was
+            evaluated with it.
 
     Attributes:
         hook: the hook, set when training begins; None before, unless it was given.
@@ -193,12 +194,15 @@ class BetaHookCallback(TrainerCallback):
         assert self.hook is not None
         self._is_training = False
         _training.discard(self.hook)
+        unfinished = self._unfinished
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             checkpoint.load(self.hook, state.best_model_checkpoint)
+            # The evaluation judged these weights with this beta; one batch is no reason to take another.
+            unfinished = "keep" if unfinished == "better" else unfinished
         elif hasattr(kwargs.get("optimizer"), "eval"):
             kwargs["optimizer"].eval()  # a schedule-free one trains other weights than those that it ends with
         if self._on_end == "fold" and self.hook.attached:
-            fold_or_warn(self.hook, self._unfinished)
+            fold_or_warn(self.hook, unfinished)
         if not self.hook.attached:
             checkpoints.forget(state)
         if self._reports is not None:

@@ -48,8 +48,8 @@ def fold(model: nn.Module | Hook, *, unfinished: Unfinished = "keep") -> None:
         unfinished: which beta to fold where training ended while a controller was still bringing it to where it wants
             it, as in the first 200 batches of a fresh model under `Search`. "keep": the one in force; "own": the
             model's own, which leaves the weights as they are; "better": that of the two which has the lower loss on the
-            input of the last forward, the one in force if the model returns no loss (with several ranks, all must
-            call). A warning says which it was.
+            input of the last forward, the one in force where they are alike or the model returns no loss (with several
+            ranks, all must call). A warning says which it was.
 
     Raises:
         FoldError: a layer has no exact fold, something else uses its weights, they would not be finite, or the model

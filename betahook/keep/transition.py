@@ -37,8 +37,8 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack) -> None:
     if not hook.in_transition:
         return
     losses = _losses(hook) if choice == "better" else (torch.nan, torch.nan)
-    # A loss that is NaN beside one that is not is the worse one; two of them say nothing.
-    own = choice == "own" or (losses[1] == losses[1] and not losses[0] < losses[1])
+    # A loss that is NaN beside one that is not is the worse one; two of them, or two alike, say nothing.
+    own = choice == "own" or (losses[1] == losses[1] and not losses[0] <= losses[1])
     if own:
         _let_own_act(hook, undo)
     compared = f" (loss {losses[int(own)]:.4g} on the last batch, the other one {losses[int(not own)]:.4g})"

@@ -112,6 +112,19 @@ def test_the_model_is_plain_after_training_and_keeps_its_beta(tmp_path, best):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(max(losses) if best else losses[-1], rel=1e-5)
 
 
+@pytest.mark.parametrize("unfinished", ["better", "own"])
+def test_the_best_model_of_a_short_run_is_the_one_that_was_evaluated(tmp_path, monkeypatch, unfinished):
+    """Its beta is still on its way; the evaluation outweighs one batch on which the model's own beta does better."""
+    monkeypatch.setattr("betahook.keep.transition._losses", lambda hook: (2.0, 1.0))
+    callback = BetaHookCallback(unfinished=unfinished)
+    steps = dict(eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, learning_rate=1e-2)
+    trainer = make_trainer(tmp_path, callback, load_best_model_at_end=True, **steps)
+    trainer.train()
+    is_best = trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-6)
+    assert is_best is (unfinished == "better")  # "own" is what was asked for
+    assert not callback.hook.attached
+
+
 @pytest.mark.parametrize("greater_is_better", [True, False])
 def test_the_best_beta_is_that_of_a_named_metric_in_a_named_direction(tmp_path, greater_is_better):
     callback = BetaHookCallback(

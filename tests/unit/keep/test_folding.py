@@ -180,6 +180,14 @@ def test_an_unfinished_beta_is_folded_by_choice(unfinished, worse, caplog):
     assert ("on the last batch" in caplog.text) is (unfinished == "better")
 
 
+def test_the_beta_in_force_is_folded_where_both_do_as_well(monkeypatch, caplog):
+    model, batch, _, in_force = opening(worse=True)
+    monkeypatch.setattr("betahook.keep.transition._losses", lambda hook: (1.5, 1.5))
+    betahook.fold(model, unfinished="better")
+    assert model(**batch).loss.item() == pytest.approx(in_force, rel=1e-5)
+    assert "it folds the beta in force" in caplog.text
+
+
 def test_without_a_loss_to_judge_by_the_beta_in_force_is_folded(caplog):
     model, batch, _, _ = opening(worse=True)
     del batch["labels"]
