@@ -280,7 +280,8 @@ class Hook:
         condition began, a warning if it asks for attention. Like `metrics`, it reads the device back.
         """
         state = stages.refreshed(self._state)
-        return findings.observe(state, self.layers, stages.explain(state, self.layers, self.controllers))
+        notes = stages.explain(state, self.layers, self.controllers)
+        return findings.observe(state, self.layers, notes, find_unreached(state, self.layers, self.model))
 
     def audit(self) -> Audit:
         """Hold the assumptions (i)-(iv) behind `beta = 1/sqrt(d_k)` against what was measured, layer by layer.

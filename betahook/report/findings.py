@@ -113,7 +113,7 @@ class Findings(tuple[Finding, ...]):
             )
             gains = [finding.gain for finding, _ in measured if finding.gain > 0]
             if gains:
-                low, high = f"{min(gains):.2g}", f"{max(gains):.2g}"
+                low, high = plain(min(gains), 2), plain(max(gains), 2)
                 times = "" if low == high == "1" else f"{low if low == high else f'{low} to {high}'} times "
                 sentences.append(f"Beta is {times}the model's own.")
         return " ".join(sentences)
@@ -167,11 +167,11 @@ class Findings(tuple[Finding, ...]):
         return "\n".join([*lines, HELP])
 
 
-def observe(state: State, layers: Layers, notes: Sequence[Note]) -> Findings:
+def observe(state: State, layers: Layers, notes: Sequence[Note], unreached: Mapping[str, str]) -> Findings:
     """Look at what the last step measured; remember in the state since when each layer is in its condition.
 
-    The notes of the controllers, one a layer, go into the findings. The first look at a step logs its news, one line at
-    most. Reads the device back.
+    The notes of the controllers, one a layer, go into the findings. Of the layers in `unreached`, names to reasons,
+    nothing is said but that. The first look at a step logs its news, one line at most. Reads the device back.
     """
     by_layer = metrics.numbers(state, state.layers)
     of_layers = _numbers(by_layer)
@@ -182,6 +182,10 @@ def observe(state: State, layers: Layers, notes: Sequence[Note]) -> Findings:
     findings = []
     for index, (name, place) in enumerate(zip(layers, state.ranges, strict=True)):
         numbers, of_heads = of_layers[index], tuple(of_all_heads[place.heads])
+        note, beta, of_gains = notes[index], by_layer["beta"][index], tuple(gains[place.heads])
+        if name in unreached:  # what was measured of it before is not of the model as it is
+            numbers, of_heads = Numbers(), (Numbers(),) * len(of_heads)
+            note, beta, of_gains = Note(reason=f"not reached, {unreached[name]}"), math.nan, (math.nan,) * len(of_gains)
         condition = classify(numbers, Condition(before[index]))
         if condition != before[index]:
             before[index], since[index] = int(condition), state.steps
@@ -192,11 +196,11 @@ def observe(state: State, layers: Layers, notes: Sequence[Note]) -> Findings:
                 since=since[index],
                 numbers=numbers,
                 heads=_differing([classify(each) for each in of_heads], condition),
-                beta=by_layer["beta"][index],
+                beta=beta,
                 beta_default=own[index],
-                note=notes[index],
+                note=note,
                 head_numbers=of_heads,
-                head_gains=tuple(gains[place.heads]),
+                head_gains=of_gains,
             )
         )
     state.condition.copy_(torch.tensor(before))
@@ -224,10 +228,11 @@ def _cells(finding: Finding, label: str) -> list[str]:
     flat = math.exp(numbers.flat_entropy)
     heads = [f"{condition}: {_ranges(which)}" for condition, which in finding.heads.items()]
     cells = [plain(numbers.logit_std, 2), plain(numbers.max_logit), f"{plain(numbers.keys)} of {plain(flat)}"]
-    cells.append(f"{finding.gain:.2g} x")
+    cells.append(f"{plain(finding.gain, 2)} x")
     shown = ["" if "nan" in cell else cell for cell in cells]
-    move = f"{100 * (10**finding.note.move - 1):+.2g} %" if finding.note.move else ""
-    return [label, str(finding.condition), str(finding.since), *shown, move, "; ".join(heads)]
+    move = 100 * (10**finding.note.move - 1)
+    moved = f"{'+' * (move > 0)}{plain(move, 2)} %" if move else ""
+    return [label, str(finding.condition), str(finding.since), *shown, moved, "; ".join(heads)]
 
 
 def _layers(labels: Sequence[str], total: int) -> str:

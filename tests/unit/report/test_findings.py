@@ -2,6 +2,7 @@
 
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,6 +123,32 @@ def test_a_resumed_run_knows_since_when(monitored, caplog):
         assert caplog.records == []
         resumed.load_state_dict({name: value for name, value in state.items() if not name.startswith("condition")})
         assert [each.since for each in resumed.findings()] == [3, 3]
+
+
+def test_a_layer_that_was_replaced_is_not_judged(monitored, caplog):
+    model, hook = monitored
+    forward_and_step(model, hook)
+    model.model.layers[1] = build("llama").model.layers[1]
+    caplog.clear()
+    for _ in range(2):
+        first, second = found = forward_and_step(model, hook)
+    assert first.condition is Condition.HEALTHY
+    assert (second.layer, second.condition, second.since) == (SECOND, Condition.UNMEASURED, 2)
+    assert second.heads == {}
+    assert math.isnan(second.beta)
+    assert all(math.isnan(gain) for gain in second.head_gains)
+    assert str(second.note) == "not reached, it is no longer part of the model: detach, and attach again"
+    assert found.rows()[2] == ["1", "not measured", "2", "", "", "", "", ""][: len(found.rows()[2])]
+    assert found.summary.startswith("Step 3: of 2 layers, 1 healthy and 1 not measured. The largest logit is")
+    assert "beta of layer 1: not reached, it is no longer part" in str(found)
+    assert caplog.records == []
+
+
+def test_numbers_are_written_without_exponents():
+    far = replace(finding(0, note=Note(Phase.CLIMB, 1.0)), beta=37.5, beta_default=0.25)
+    found = Findings.at(9, [far, replace(far, layer="model.layers.1.attn", beta=3000.0)])
+    assert found.rows()[1] == ["0", "healthy", "1", "2", "8", "20 of 100", "150 x", "+900 %"]
+    assert found.summary.endswith("Beta is 150 to 12,000 times the model's own.")
 
 
 def test_nothing_is_said_before_the_first_step():
