@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 
@@ -90,9 +90,21 @@ def _holds(folder: Path, state: TrainerState) -> bool:
     return there.global_step == state.global_step and json.dumps(there.log_history) == json.dumps(state.log_history)
 
 
-def export(hook: Hook, state: TrainerState) -> None:
-    """Let the state of the Trainer, and so its checkpoints, hold that of a hook as it is when it is written."""
-    _exports(state)[_EXPORT] = _Export(hook)
+def export(hook: Hook, state: TrainerState, owner: TrainerCallback) -> None:
+    """Let the state of the Trainer, and so its checkpoints, hold that of a hook as it is when it is written.
+
+    Args:
+        hook: the hook.
+        state: of the training that has begun.
+        owner: the callback whose hook it is.
+    """
+    _exports(state)[_EXPORT] = _Export(hook, owner)
+
+
+def owner_in(state: TrainerState) -> TrainerCallback | None:
+    """Return the callback that has exported its hook in this training; None before."""
+    exported = _exports(state).get(_EXPORT)
+    return exported.owner if isinstance(exported, _Export) else None
 
 
 def forget(state: TrainerState) -> None:
@@ -132,8 +144,9 @@ def _exports(state: TrainerState) -> dict[str, Any]:
 class _Export:
     """Stands among the states of callbacks for that of a hook, as it is when the Trainer writes them."""
 
-    def __init__(self, hook: Hook) -> None:
+    def __init__(self, hook: Hook, owner: TrainerCallback) -> None:
         self._hook = hook
+        self.owner = owner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, str]:
         """Return the state, for `dataclasses.asdict`, by which the Trainer writes its own, copies what it holds."""

@@ -70,7 +70,7 @@ class BetaHookCallback(TrainerCallback):
 
     Raises:
         ValueError: both a hook and options for a new one are given, or an option has a value that makes no sense.
-        TypeError: an option has the wrong type.
+        TypeError: an option has the wrong type, or `hook` is no hook.
     """
 
     def __init__(
@@ -97,6 +97,11 @@ class BetaHookCallback(TrainerCallback):
             exact_max_logit=exact_max_logit,
             alerts=alerts,
         )
+        if not (hook is None or isinstance(hook, Hook)):
+            raise TypeError(
+                "BetaHookCallback(hook=...) takes what betahook.attach(model) returned, or nothing; got "
+                f"{type(hook).__name__}"
+            )
         if hook is not None and self._options != check_options():
             raise ValueError("BetaHookCallback(hook=...) takes no other option: they belong to attach(), which made it")
         check_end(on_end, unfinished)
@@ -118,6 +123,7 @@ class BetaHookCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         resumed, model = state.global_step > 0, kwargs["model"]
+        _refuse_second(self, checkpoints.owner_in(state))
         if self._given is None:
             self._leave_last(model)
         else:
@@ -133,7 +139,7 @@ class BetaHookCallback(TrainerCallback):
             _training.add(self.hook)
         if resumed:
             checkpoints.resume(self.hook, args, state)
-        checkpoints.export(self.hook, state)
+        checkpoints.export(self.hook, state, self)
         if self._reports is not None:  # of a training that was broken off
             self._reports.close()
         self._reports = (
@@ -228,10 +234,15 @@ def watch(trainer: Trainer, callback: BetaHookCallback | None = None) -> BetaHoo
 
     Raises:
         ValueError: the Trainer has another `BetaHookCallback` already.
-        TypeError: `trainer` is no Trainer.
+        TypeError: `trainer` is no Trainer, or `callback` no `BetaHookCallback`.
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(f"watch() takes a transformers.Trainer; got {type(trainer).__name__}")
+    if not (callback is None or isinstance(callback, BetaHookCallback)):
+        raise TypeError(
+            f"watch(trainer, callback) takes a BetaHookCallback second; got {callback!r}. Options go into it: "
+            'watch(trainer, BetaHookCallback("monitor"))'
+        )
     handler = trainer.callback_handler
     own = next((added for added in handler.callbacks if isinstance(added, BetaHookCallback)), None)
     if own is not None and callback not in (None, own):
@@ -245,6 +256,26 @@ def watch(trainer: Trainer, callback: BetaHookCallback | None = None) -> BetaHoo
         chosen.on_init_end(trainer.args, trainer.state, trainer.control)
     chosen._handler = handler
     return chosen
+
+
+def _refuse_second(callback: BetaHookCallback, other: TrainerCallback | None) -> None:
+    """Refuse a callback beside another one in the same training, whose hook is taken off if it made it."""
+    if other is callback or not isinstance(other, BetaHookCallback):
+        return
+    if other.hook is not None and other.hook is not other._given:
+        other.hook.detach()
+    if other._reports is not None:
+        other._reports.close()
+    raise ValueError(
+        f"the Trainer has two BetaHookCallbacks, {_described(other)} and {_described(callback)}: keep one. "
+        "trainer.remove_callback(BetaHookCallback) removes the first"
+    )
+
+
+def _described(callback: BetaHookCallback) -> str:
+    if callback._given is not None:
+        return f"one with a hook with {callback._given.controllers}"
+    return f"one with the controller {callback._options['controller']!r}"
 
 
 def _check_given(hook: Hook, model: nn.Module) -> None:

@@ -151,6 +151,14 @@ def test_watch_takes_the_callback_of_the_trainer_or_adds_one(tmp_path):
     assert watch(trainer, own) is own
     with pytest.raises(TypeError, match=r"watch\(\) takes a transformers.Trainer; got LlamaForCausalLM"):
         watch(trainer.model)
+    fresh = make_trainer(tmp_path, own)
+    fresh.remove_callback(BetaHookCallback)
+    for wrong in ("monitor", BetaHookCallback):
+        with pytest.raises(
+            TypeError, match=r"takes a BetaHookCallback second; got .*\. Options go into it: watch\(tra"
+        ):
+            watch(fresh, wrong)
+    assert not any(isinstance(each, str | BetaHookCallback) for each in fresh.callback_handler.callbacks)
 
 
 def test_without_watch_a_warning_says_what_is_missing(tmp_path, caplog):

@@ -323,6 +323,30 @@ def test_the_hook_of_another_model_is_refused(tmp_path):
             trainer.train()
 
 
+def test_two_callbacks_are_refused_by_name_and_leave_nothing(tmp_path):
+    trainer = make_trainer(tmp_path, BetaHookCallback("monitor"), report_to="tensorboard")
+    trainer.add_callback(BetaHookCallback(betahook.Search(rise=False)))
+    with pytest.raises(ValueError, match=r"two BetaHookCallbacks, one with the controller 'monitor' and one with"):
+        trainer.train()
+    assert betahook.hook.hooks_of(trainer.model) == set()
+    trainer.remove_callback(BetaHookCallback)
+    trainer.train()
+    with betahook.attach(trainer.model, "monitor") as hook:  # would be stepped twice in a step
+        trainer = make_trainer(tmp_path, BetaHookCallback(hook=hook))
+        trainer.model = trainer.model_wrapped = hook.model
+        trainer.add_callback(BetaHookCallback(hook=hook))
+        with pytest.raises(
+            ValueError, match=r"and one with a hook with \[Monitor\(\)\]: keep one. trainer.remove_call"
+        ):
+            trainer.train()
+        assert hook.attached
+
+
+def test_a_model_in_place_of_its_hook_is_refused_at_once():
+    with pytest.raises(TypeError, match=r"takes what betahook.attach\(model\) returned, or nothing; got LlamaForC"):
+        BetaHookCallback(hook=build("llama"))
+
+
 def test_a_hook_takes_no_further_options():
     with betahook.attach(build("llama")) as hook, pytest.raises(ValueError, match="belong to attach"):
         BetaHookCallback(hook=hook, interval=2)
