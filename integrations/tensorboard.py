@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -71,12 +72,21 @@ class TensorBoardWriter:
 
         Args:
             hook: the hook.
-            step: the step of the run.
+            step: the step of the run, a whole number.
             metrics: those of the hook, if they were read already.
             loss: the training loss, to be shown beside the rest.
+
+        Raises:
+            TypeError: `hook` is no hook, or `step` no whole number; nothing is written then.
         """
         if not isinstance(hook, Hook):
             raise TypeError(f"write(hook, step) takes what betahook.attach returned; got {type(hook).__name__}")
+        try:
+            step = operator.index(step)
+        except TypeError as error:
+            raise TypeError(
+                f"write(hook, step) takes a whole number as its step, such as hook.steps; got {step!r}"
+            ) from error
         metrics = hook.metrics() if metrics is None else metrics
         findings = hook.findings()
         if not self._logs:

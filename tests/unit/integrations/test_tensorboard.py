@@ -198,6 +198,19 @@ def test_what_is_no_hook_is_refused(tmp_path):
         writer.write(build("llama"), 1)
 
 
+@pytest.mark.parametrize("step", ["1", 2.5, 3.0, None, torch.tensor(2.5)], ids=str)
+def test_a_step_that_is_no_whole_number_is_refused_and_not_remembered(tmp_path, step):
+    model = build("llama")
+    with betahook.attach(model, "monitor") as hook, TensorBoardWriter(str(tmp_path)) as writer:
+        model(**inputs("llama")).loss.backward()
+        hook.step()
+        writer.write(hook, 1)
+        with pytest.raises(TypeError, match=r"takes a whole number as its step, such as hook.steps; got .*[1235N]"):
+            writer.write(hook, step)
+        writer.write(hook, torch.tensor(5))
+    assert [column.last for column in writer._history.columns] == [1, 5]
+
+
 def test_an_unknown_quantity_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"quantities must be \"all\" or names of metrics.*got \['logit_sdt'\]"):
         TensorBoardWriter(str(tmp_path), quantities=["logit_sdt"])
