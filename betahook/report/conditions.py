@@ -23,7 +23,7 @@ class Condition(IntEnum):
     non-finite: a NaN, an infinity or a skipped optimizer step since the last pooling.
     exploding: the largest absolute logit is above 100.
     dead: the std of the logits within rows is below 0.00195; every key gets the same weight, as bfloat16 rounds.
-    sink: the first key gets above 0.5 of the attention.
+    sink: the first key gets above 0.5 of the attention that flat attention would not give it.
     one key: the entropy of the rows is below 0.1 of that of flat attention.
     sharp: it is below 0.25 of that, or the std of the logits within rows is above 10.
     flat: exp of the mean entropy, the keys looked at, is above 0.95 of that of flat attention.
@@ -85,6 +85,12 @@ class Numbers:
         """The entropy over that of flat attention: 0 for one key, 1 for flat."""
         return self.entropy / self.flat_entropy if self.flat_entropy else math.nan
 
+    @property
+    def sink_excess(self) -> float:
+        """Share of the first key in what flat attention would not give it: 0 if it is flat, 1 if it gets all."""
+        flat = math.exp(-self.flat_entropy)  # a little less, where rows differ in their number of keys
+        return (self.sink - flat) / (1 - flat) if self.flat_entropy else math.nan
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -113,7 +119,7 @@ RULES = (
     Rule(Condition.NONFINITE, "nonfinite", 0.0, above=True),
     Rule(Condition.EXPLODING, "max_logit", 100.0, above=True),
     Rule(Condition.DEAD, "logit_std", 2.0**-9, above=False),
-    Rule(Condition.SINK, "sink", 0.5, above=True),
+    Rule(Condition.SINK, "sink_excess", 0.5, above=True),
     Rule(Condition.ONE_KEY, "relative_entropy", 0.1, above=False),
     Rule(Condition.SHARP, "relative_entropy", 0.25, above=False),
     Rule(Condition.SHARP, "logit_std", 10.0, above=True),

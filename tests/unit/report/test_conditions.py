@@ -26,7 +26,10 @@ def judge(before=Condition.UNMEASURED, **changes):
         ({"logit_std": 0.0019}, Condition.DEAD),
         ({"logit_std": 0.002}, Condition.HEALTHY),
         ({"sink": 0.51}, Condition.SINK),
+        ({"sink": 0.5}, Condition.HEALTHY),
         ({"sink": math.nan}, Condition.HEALTHY),
+        ({"sink": 0.6, "entropy": 0.7, "flat_entropy": math.log(4)}, Condition.HEALTHY),  # flat attention gives it 0.25
+        ({"sink": 0.63, "entropy": 0.7, "flat_entropy": math.log(4)}, Condition.SINK),
         ({"entropy": 0.49}, Condition.ONE_KEY),
         ({"entropy": 0.51}, Condition.SHARP),
         ({"entropy": 1.24}, Condition.SHARP),
@@ -35,11 +38,20 @@ def judge(before=Condition.UNMEASURED, **changes):
         ({"logit_std": 9.9}, Condition.HEALTHY),
         ({"entropy": 4.94}, Condition.HEALTHY),
         ({"entropy": 4.96}, Condition.FLAT),
-        ({"entropy": 0.0, "flat_entropy": 0.0}, Condition.HEALTHY),  # one key to choose from
+        ({"entropy": 0.0, "flat_entropy": 0.0, "sink": 1.0}, Condition.HEALTHY),  # one key to choose from
     ],
 )
 def test_the_limits(changes, condition):
     assert judge(**changes) is condition
+
+
+@pytest.mark.parametrize("tokens", range(1, 9))
+def test_flat_attention_of_a_few_causal_tokens_is_no_sink(tokens):
+    keys = torch.arange(1, tokens + 1, dtype=torch.float64)
+    flat = keys.log().mean().item()
+    condition = judge(sink=(1 / keys).mean().item(), entropy=flat, flat_entropy=flat)
+    assert condition is (Condition.FLAT if tokens > 1 else Condition.HEALTHY)
+    assert judge(sink=1.0, entropy=0.0, flat_entropy=flat) is (Condition.SINK if tokens > 1 else Condition.HEALTHY)
 
 
 def test_what_was_not_measured_has_no_condition():
