@@ -135,6 +135,7 @@ class Hook:
         last_call: the last call of the model, or of the part of it that is called, on which `fold` checks itself. So
             that batch stays in memory; set `hook.last_call.input` to None to let it go. `detach` does.
         not_reached: names of the modules that look like attention but are not reached, with the reason.
+        trained_by: after `betahook.restore`, the controllers that brought beta to where it is, in words; else empty.
     """
 
     @torch.inference_mode(False)  # tensors made in it could never be written to outside of it
@@ -145,6 +146,7 @@ class Hook:
         self.controllers = list(controllers)
         self.settings = settings
         self.not_reached = survey.not_reached
+        self.trained_by: list[str] = []
         self._alerts = alerts
         self._state = _new_state(survey, settings, len(controllers))
         named = zip(survey.found.items(), self._state.ranges, strict=True)

@@ -99,7 +99,7 @@ def _leave_note(hook: Hook, gains: Tensor) -> None:
     if hasattr(getattr(model, "config", None), "to_json_file"):  # it is a config of transformers
         note = {
             "version": __version__,
-            "controllers": [repr(controller) for controller in hook.controllers],
+            "controllers": hook.trained_by or [repr(controller) for controller in hook.controllers],
             "steps": hook.steps,
             "beta_over_own": [float(f"{float(limit):.6g}") for limit in gains.aminmax()],
         }

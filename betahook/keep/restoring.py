@@ -14,6 +14,7 @@ from typing import Any, cast
 from torch import nn
 
 from betahook import checkpoint
+from betahook.control.base import written
 from betahook.hook import Hook, attach
 from betahook.models.discovery import named_modules
 from betahook.options import ControllerChoice, Settings
@@ -56,6 +57,7 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
     with checkpoint.unmarked(model):
         hook = attach(model, controller=controller or "monitor", layers=lambda name, module: name in names, **chosen)
         if controller is None:
+            hook.trained_by = [written(entry["class"], entry["options"]) for entry in state["controllers"]]
             state["controllers"] = hook.state_dict()["controllers"]
         with ExitStack() as undo:
             undo.callback(hook.detach)

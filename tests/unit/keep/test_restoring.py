@@ -34,6 +34,15 @@ def test_without_controllers_beta_stays_where_it_is(folder):
         assert train(model, hook, 2) == [before, before]
 
 
+@pytest.mark.parametrize("controller", [None, betahook.Gradient(0.1)])
+def test_the_note_of_a_fold_names_what_trained_the_beta(folder, controller):
+    model = load(folder)
+    betahook.restore(model, folder, controller=controller)
+    model(**inputs("llama"))
+    betahook.fold(model)
+    assert model.config.betahook_folded["controllers"] == [repr(betahook.Gradient(0.1))]
+
+
 def test_with_controllers_beta_goes_on(folder):
     model = load(folder)
     with betahook.restore(model, folder, controller=betahook.Gradient(0.1)) as hook:
