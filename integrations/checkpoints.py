@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,10 @@ def forget(state: TrainerState) -> None:
 def resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
     """Continue from the checkpoint that the Trainer has resumed from: its file, or else what its state says.
 
+    One that was saved without betahook has none: a warning says that beta begins as the model's own.
+
     Raises:
+        FileNotFoundError: the checkpoint lacks its file, but was saved with betahook.
         ValueError: the checkpoint is elsewhere, and an older version of betahook, or none, wrote it.
     """
     # The Trainer does not tell callbacks where it is: the arguments may, or it is that of this step in `output_dir`.
@@ -123,7 +127,10 @@ def resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
     places = [Path(named), last] if isinstance(named, str) else [last]
     exported = _exports(state).get(_EXPORT)
     if (folder := next((place for place in places if _holds(place, state)), None)) is not None:
-        checkpoint.load(hook, folder)
+        if not _is_plain(folder):
+            checkpoint.load(hook, folder)
+            return
+        logger.warning("%s was saved without betahook: beta begins as the model's own", folder)
     elif exported is not None:
         checkpoint.load_exported(hook, exported, f"{compat.trainer_state_name()} of the checkpoint to resume from")
     else:
@@ -132,6 +139,23 @@ def resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
             f"{compat.trainer_state_name()} says nothing of betahook. Name it in the arguments too, "
             "TrainingArguments(resume_from_checkpoint=folder), for betahook to find its beta"
         )
+
+
+def load_best(hook: Hook, folder: str) -> None:
+    """Bring back the beta of the best checkpoint, whose weights the Trainer has loaded."""
+    if not _is_plain(Path(folder)):
+        checkpoint.load(hook, folder)
+        return
+    state = hook.state_dict()
+    state["beta"].fill_(math.nan)  # stands for the model's own
+    hook.load_state_dict(state)
+
+
+def _is_plain(folder: Path) -> bool:
+    """Tell if nothing in a checkpoint says that betahook had a part in it."""
+    if checkpoint.is_begun(folder) or checkpoint.is_marked_folder(folder):
+        return False
+    return _EXPORT not in _exports(TrainerState.load_from_json(str(folder / compat.trainer_state_name())))
 
 
 def _exports(state: TrainerState) -> dict[str, Any]:

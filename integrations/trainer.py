@@ -45,10 +45,11 @@ class BetaHookCallback(TrainerCallback):
     through `watch(trainer)`. Only the main process logs.
 
     Every checkpoint gets the state of the hook, and `trainer.train(resume_from_checkpoint=...)` continues from it,
-    wherever the folder is. The hook of a training that was broken off is replaced by that of the next one. When the
-    Trainer is made, a checkpoint in its `output_dir` that was never finished, since its process was killed while it
-    saved, is renamed to `unfinished-checkpoint-N.1` with a warning: `resume_from_checkpoint=True` takes the newest one
-    by its name. A checkpoint in the middle of a run holds the weights without beta: use it with this callback, or with
+    wherever the folder is; from one that was saved without betahook, with the model's own beta and a warning. The hook
+    of a training that was broken off is replaced by that of the next one. When the Trainer is made, a checkpoint in its
+    `output_dir` that was never finished, since its process was killed while it saved, is renamed to
+    `unfinished-checkpoint-N.1` with a warning: `resume_from_checkpoint=True` takes the newest one by its name. A
+    checkpoint in the middle of a run holds the weights without beta: use it with this callback, or with
     `betahook.restore`, not alone.
 
     At the end of training beta is folded into the weights: the model is plain again and `trainer.save_model()` cannot
@@ -202,7 +203,7 @@ class BetaHookCallback(TrainerCallback):
         _training.discard(self.hook)
         unfinished = self._unfinished
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            checkpoint.load(self.hook, state.best_model_checkpoint)
+            checkpoints.load_best(self.hook, state.best_model_checkpoint)
             # The evaluation judged these weights with this beta; one batch is no reason to take another.
             unfinished = "keep" if unfinished == "better" else unfinished
         elif hasattr(kwargs.get("optimizer"), "eval"):

@@ -74,6 +74,13 @@ def is_marked(model: nn.Module) -> bool:
     return hasattr(getattr(model, "config", None), MARK)
 
 
+def is_marked_folder(folder: Path) -> bool:
+    """Tell if a config in a folder of weights, or that of an adapter, says that beta is in a file."""
+    marks = {folder / CONFIG_NAME: MARK}
+    marks |= {path: ADAPTER_MARK for path in (*folder.glob(ADAPTER_CONFIG), *folder.glob(f"*/{ADAPTER_CONFIG}"))}
+    return any(path.is_file() and mark in json.loads(path.read_text()) for path, mark in marks.items())
+
+
 @contextmanager
 def unmarked(model: nn.Module) -> Iterator[None]:
     """Take the mark from the config of a model; on an error it is put back."""

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import betahook
 from betahook import checkpoint
@@ -90,6 +90,47 @@ def test_checkpoints_of_a_run_without_betahook_stay(copy_of_run, caplog):
     assert not caplog.text
     with pytest.raises(FileNotFoundError, match=r"checkpoint-6.* the checkpoint was saved without betahook"):
         trainer.train(resume_from_checkpoint=True)
+
+
+class Nothing(TrainerCallback):
+    """In place of betahook."""
+
+
+@pytest.mark.parametrize("controller", ["monitor", betahook.Search(window=1, warmup=0, rise=False)])
+def test_a_run_that_has_checkpoints_already_may_go_on_with_betahook(tmp_path, caplog, controller):
+    saving = dict(save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True)
+    saving |= dict(metric_for_best_model="eval_loss", greater_is_better=True)  # the first is the best
+    make_trainer(tmp_path, Nothing(), max_steps=4, **saving).train()
+    callback = BetaHookCallback(controller, on_end="keep")
+    trainer = make_trainer(tmp_path, callback, **saving)
+    trainer.train(resume_from_checkpoint=True)
+    assert caplog.text.count("checkpoint-4 was saved without betahook: beta begins as the model's own") == 1
+    assert callback.hook.steps == 2
+    assert checkpoint.is_begun(tmp_path / "checkpoint-6")
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+    assert not callback.hook.layers.are_adapted  # as the best model was
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-6)
+
+
+@pytest.mark.parametrize("left", ["the mark", "the mark of an adapter", "the state", "an unfinished file"])
+def test_a_checkpoint_that_has_lost_its_beta_is_refused(copy_of_run, left):
+    folder = copy_of_run / "checkpoint-6"
+    (folder / checkpoint.FILE).unlink()
+    if left != "the state":
+        unexport(folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop(checkpoint.MARK)
+    if left != "the mark":
+        (folder / "config.json").write_text(json.dumps(config))
+    if left == "the mark of an adapter":
+        (folder / "adapter").mkdir()
+        (folder / "adapter/adapter_config.json").write_text('{"needs_betahook_restore": "x"}')
+    if left == "an unfinished file":
+        (folder / "betahook.unfinished").touch()
+    trainer = make_trainer(copy_of_run, Nothing())
+    trainer.add_callback(BetaHookCallback())
+    with pytest.raises(FileNotFoundError, match=r"betahook.safetensors does not exist"):
+        trainer.train(resume_from_checkpoint=str(folder))
 
 
 def test_checkpoints_of_a_later_training_without_betahook_stay(copy_of_run, caplog):
