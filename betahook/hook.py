@@ -340,7 +340,7 @@ def _new_state(survey: Survey, settings: Settings, controllers: int) -> State:
 
 def _measured(state: State) -> tuple[Tensor, Tensor]:
     """Return table and moments of the step so far, or of the last one that was measured, for the audit."""
-    table, moments, _ = stages.latest(state, state.collect(), state.moments)
+    table, moments, _ = state.latest(state.collect(), state.moments)
     if not bool((table[statistics.ROW["pairs"]] > 0).any()):
         raise RuntimeError(
             "audit() before any measurement: run a forward first (in training mode and with gradients, or attach "

@@ -112,8 +112,9 @@ class AttentionLayer:
         """Statistics of all forwards since the sums were last pooled, over all heads; scalar tensors.
 
         They are pooled by a `hook.step()` after which a controller is due, and every `interval` steps, in which each
-        layer has one turn, see `betahook.attach`. The sensitivity is that of the backwards since the last step.
-        Of this rank alone: its batches and, under tensor parallelism, its heads.
+        layer has one turn, see `betahook.attach`. Until a forward is measured again they are those of the last pooling,
+        count included. The sensitivity is that of the backwards since the last step, or of the pooling if there were
+        none. What is not pooled yet is of this rank alone: its batches and, under tensor parallelism, its heads.
         """
         return self._statistics(torch.tensor([self.heads], device=self._state.device))[0]
 
@@ -123,7 +124,7 @@ class AttentionLayer:
         return self._statistics(None)
 
     def _statistics(self, lengths: Tensor | None) -> Statistics:
-        table, moments = self._state.collect(self._place.heads), self._state.moments[:, self._place.components]
+        table, moments = self._state.latest_of(self._place)
         widths = torch.full((self.heads,), self.head_dim, device=table.device)
         return Statistics.from_table(components.described(table, moments, widths), lengths)
 

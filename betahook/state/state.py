@@ -224,6 +224,24 @@ class State:
         table[statistics.ROW["sensitivity"]] = self.factors.sensitivity()[heads]
         return table
 
+    def latest(self, table: Tensor, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a table and moments with what was last measured of heads that are idle in them, and which are not."""
+        recent = self.recent, self.recent_moments
+        return components.latest((table, moments), recent, self.widths, total=moments.shape[1])
+
+    def latest_of(self, place: HeadRange) -> tuple[Tensor, Tensor]:
+        """Return copies of table and moments of a layer, each head's as last measured; its last sensitivity too."""
+        heads, parts, row = place.heads, place.components, statistics.ROW["sensitivity"]
+        new, old = self.collect(heads), self.recent[:, heads]
+        table, moments, _ = components.latest(
+            (new, self.moments[:, parts]),
+            (old, self.recent_moments[:, parts]),
+            self.widths[heads],
+            total=parts.stop - parts.start,
+        )
+        table[row] = torch.where(new[row] != 0, new[row], old[row])
+        return table, moments
+
 
 def _parts(state: State) -> list[LayerTensors]:
     """Give each layer its tensors."""

@@ -92,7 +92,7 @@ def pool(state: State, *, skipped: bool = False) -> Tensor:
         table, summed, moments, pooled, age = statistics.all_reduce(table, summed, moments, own, age)
         state.beta_default.copy_(pooled)
         since.copy_(torch.where(age > 0, state.steps + 2 - age, 0))  # that of the rank that saw it first
-    state.recent, state.recent_moments, measured = latest(state, table, moments)
+    state.recent, state.recent_moments, measured = state.latest(table, moments)
     torch.div(*summed, out=state.recent[statistics.ROW["sensitivity"]])  # NaN where none was finite
     return measured
 
@@ -108,14 +108,6 @@ def refreshed(state: State) -> State:
     if state.batches > 0 and not statistics.is_distributed():
         pool(state)
     return state
-
-
-def latest(state: State, table: Tensor, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a table and moments with what was last measured of heads that are idle in them, and which are not."""
-    measured = table[statistics.ROW["pairs"]] > 0
-    by_component = measured.repeat_interleave(state.widths, output_size=moments.shape[1])
-    kept = torch.where(by_component, moments, state.recent_moments)
-    return statistics.keep_measured(table, state.recent, measured), kept, measured
 
 
 def observe(state: State, layers: Layers, current: Tensor) -> tuple[Tensor, Observation]:

@@ -268,9 +268,9 @@ FAULTS = [
     Fault("betahook/step/stages.py", "(-(-part * groups // interval) for", "(part * (groups // interval) for", STAGES),
     Fault("betahook/options.py", "1 if limited or any(", "1 if any(", MEASURING),
     Fault(
-        "betahook/step/stages.py",
-        'measured = table[statistics.ROW["pairs"]] > 0',
-        'measured = table[statistics.ROW["pairs"]] >= 0',
+        "betahook/measure/components.py",
+        'measured = table[ROW["pairs"]] > 0',
+        'measured = table[ROW["pairs"]] >= 0',
         MEASURING,
     ),
     Fault("betahook/measure/weights.py", "square / count - (total / count).square()", "square / count"),

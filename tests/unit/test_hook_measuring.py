@@ -1,12 +1,14 @@
 """What a hook measures and when: layers in turn, evaluation, frozen layers, checkpointing and pauses."""
 
 import contextlib
+import math
 
 import pytest
 import torch
 
 import betahook
 from betahook.measure import weights
+from betahook.measure.statistics import ROW
 from support.models import build, inputs
 from support.training import LAYER, enable_checkpointing, train
 
@@ -39,9 +41,15 @@ def test_interval_measures_every_nth_step_and_keeps_the_rest():
 
 def counts_by_layer(hook, model, batch):
     """Which layers the forward of a step measures."""
-    before = [float(layer.statistics.count) for layer in hook.layers.values()]
+    before = pairs_by_layer(hook)
     model(**batch).loss.backward()
-    return [layer.statistics.count > count for layer, count in zip(hook.layers.values(), before, strict=True)]
+    return [count > old for count, old in zip(pairs_by_layer(hook), before, strict=True)]
+
+
+def pairs_by_layer(hook):
+    """Pairs that were measured since the last pooling; `statistics` shows those of before it until there are any."""
+    heads = [layer.heads for layer in hook.layers.values()]
+    return [int(part.sum()) for part in hook._state.collect()[ROW["pairs"]].split(heads)]
 
 
 def counts_by_step(hook, model, batch, steps):
@@ -223,6 +231,41 @@ def test_a_step_does_not_end_a_pause():
         with hook.pause():
             hook.step()
             model(**batch)
-            assert hook.layers[LAYER].statistics.count == 0
+            assert pairs_by_layer(hook)[0] == 0
         model(**batch)
-        assert hook.layers[LAYER].statistics.count > 0
+        assert pairs_by_layer(hook)[0] > 0
+
+
+@pytest.mark.parametrize("controller", ["monitor", "default"])
+def test_statistics_are_those_of_the_last_pooling_until_a_forward_is_measured(controller):
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller) as hook:
+        layer = hook.layers[LAYER]
+        assert math.isnan(layer.statistics.std)
+        assert layer.statistics.count == 0
+        for step in range(12):
+            model(**batch).loss.backward()
+            before, heads = layer.statistics, layer.head_statistics
+            hook.step()
+            after = layer.statistics
+            assert after.count > 0
+            assert torch.equal(layer.head_statistics.std, heads.std)
+            for name in ("std", "mean", "entropy", "row_std", "max_score", "independent_std", "count", "input_std_q"):
+                assert getattr(after, name) == getattr(before, name), (step, name)
+            if step == 0:
+                assert after.sensitivity == pytest.approx(float(before.sensitivity), rel=1e-6)
+                assert after.sensitivity != 0
+        with torch.no_grad():
+            layer.module.q_proj.weight.mul_(2)
+        assert not counts_by_layer(hook, model, batch)[0] or layer.statistics.std > 1.5 * after.std
+
+
+def test_the_statistics_of_a_resumed_run_are_those_of_its_last_pooling():
+    model = build("llama")
+    with betahook.attach(model, "monitor") as hook:
+        model(**inputs("llama")).loss.backward()
+        hook.step()
+        expected, state = hook.layers[LAYER].statistics.std, hook.state_dict()
+    with betahook.attach(model, "monitor") as hook:
+        hook.load_state_dict(state)
+        assert hook.layers[LAYER].statistics.std == expected
