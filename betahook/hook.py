@@ -237,7 +237,7 @@ class Hook:
         state = self._state
         if not self.attached:
             raise RuntimeError("step() on a detached hook: attach to the model again")
-        stages.check_seen(state)
+        stages.check_seen(state, self.layers)
         pretrained.follow_adapters(self.model, self, self.layers, self._undo)
         loss_scale = LossScale.read(scaler, state.loss_scale)
         training_loss.take(state, self.controllers, loss)

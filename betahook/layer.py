@@ -251,6 +251,11 @@ class Layers(Mapping[str, AttentionLayer]):
         """True if any beta is another than the model's own. Reads the device back."""
         return any(bool((layer.current_gain != 1).any()) for layer in self.values())
 
+    @property
+    def use_interface(self) -> bool:
+        """True if any layer asks transformers for its attention function."""
+        return any(layer._attention.route == "interface" for layer in self.values())
+
     def read_weights(self, which: range | None = None, *, sharded: bool = False) -> None:
         """Read W_q and W_k of all layers, or of those with an index in `which`; see `AttentionLayer.read_weights`."""
         for index, layer in enumerate(self.values()):

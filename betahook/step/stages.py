@@ -26,15 +26,17 @@ from betahook.tap import interface
 logger = logging.getLogger(__name__)
 
 
-def check_seen(state: State) -> None:
+def check_seen(state: State, layers: Layers) -> None:
     """Refuse a first step before any attention was seen; warn of one that measured none."""
     if state.steps > 0:
         return
     # A rank may be idle in the first step; alone, it is a sign that the tap is passed by.
     if not (state.seen or statistics.is_distributed()):
+        bypassed = f". If it did not, {interface.UNKNOWN}" if layers.use_interface else ""
         raise RuntimeError(
-            "step() before any attention of the hooked layers was seen: run a forward of the model first. If one ran, "
-            f"{interface.UNKNOWN}"
+            "step() before any attention of the hooked layers was seen: no forward has come to them. Run one of "
+            "hook.model first; if one ran, did it run on another model object, such as a copy, or is this the hook of "
+            f"another model?{bypassed}"
         )
     if state.seen and not (state.recorded or state.refused):
         logger.warning(

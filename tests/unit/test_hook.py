@@ -10,6 +10,7 @@ import torch
 from accelerate import cpu_offload
 
 import betahook
+from support.attention import LENGTH, WIDTH, ByHandAttention
 from support.models import build, inputs
 from support.training import LAYER, train
 
@@ -45,6 +46,23 @@ def test_step_and_audit_say_when_they_cannot():
         hook.audit()
     with pytest.raises(RuntimeError, match="detached hook: attach to the model again"):
         hook.step()
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_step_without_a_forward_of_this_model_names_the_likely_cause(by_hand):
+    """The version of transformers is one only where a layer goes through its interface."""
+    model = ByHandAttention() if by_hand else build("llama")
+    other = copy.deepcopy(model)
+    with betahook.attach(model, controller="monitor") as hook:
+        other(*[torch.randn(2, LENGTH, WIDTH)] if by_hand else [], **{} if by_hand else inputs("llama"))
+        with pytest.raises(
+            RuntimeError, match=r"no forward has come to them. Run one of hook.model first; if one"
+        ) as e:
+            hook.step()
+        assert "did it run on another model object, such as a copy, or is this the hook of another model?" in str(
+            e.value
+        )
+        assert ("If it did not, this version of betahook does not know how transformers" in str(e.value)) is not by_hand
 
 
 @pytest.mark.parametrize("when", ["before the weights are there", "while they are offloaded"])
