@@ -21,15 +21,14 @@ from betahook import options
 from betahook.checkpoint import pretrained, schema
 from betahook.control.base import Controller
 from betahook.layer import AttentionLayer, Layers, size_of
-from betahook.measure import statistics
 from betahook.models.discovery import Survey
 from betahook.options import ControllerChoice, LayerChoice, Settings
 from betahook.replay.last_call import LastCall
 from betahook.report import findings, metrics
 from betahook.report.alerts import Alerts
-from betahook.report.audit import Audit, correlations
+from betahook.report.audit import Audit, correlations, measured
 from betahook.report.findings import Findings
-from betahook.report.warnings import find_unreached, warn_of_nonfinite, warn_of_unreached
+from betahook.report.warnings import find_unreached, warn_of_missing_steps, warn_of_nonfinite, warn_of_unreached
 from betahook.state import State
 from betahook.step import stages, training_loss
 from betahook.step.clipping import Clipping
@@ -263,6 +262,7 @@ class Hook:
         unreached = find_unreached(state, self.layers, self.model)
         values = metrics.by_layer(state, self.layers, stages.explain(state, self.layers, self.controllers))
         values = {key: value for key, value in values.items() if key.split("/", 1)[1] not in unreached}
+        warn_of_missing_steps(state, "metrics()")
         warn_of_unreached(state, unreached)
         warn_of_nonfinite(state, self.layers)
         if self._alerts is not None and state.alerts_step < state.steps:
@@ -282,6 +282,7 @@ class Hook:
         condition began, a warning if it asks for attention. Like `metrics`, it reads the device back.
         """
         state = stages.refreshed(self._state)
+        warn_of_missing_steps(state, "findings()")
         notes = stages.explain(state, self.layers, self.controllers)
         return findings.observe(state, self.layers, notes, find_unreached(state, self.layers, self.model))
 
@@ -294,7 +295,7 @@ class Hook:
             RuntimeError: nothing was measured yet.
         """
         state = self._state
-        table, moments = _measured(state)
+        table, moments = measured(state)
         # A model without weights has what its state says of them.
         if not all(parameter.is_meta for parameter in self.model.parameters()):
             self.layers.read_weights()
@@ -336,14 +337,3 @@ def _new_state(survey: Survey, settings: Settings, controllers: int) -> State:
     )
     state.exact_max_logit = settings.exact_max_logit
     return state
-
-
-def _measured(state: State) -> tuple[Tensor, Tensor]:
-    """Return table and moments of the step so far, or of the last one that was measured, for the audit."""
-    table, moments, _ = state.latest(state.collect(), state.moments)
-    if not bool((table[statistics.ROW["pairs"]] > 0).any()):
-        raise RuntimeError(
-            "audit() before any measurement: run a forward first (in training mode and with gradients, or attach "
-            'with when="always")'
-        )
-    return table, moments

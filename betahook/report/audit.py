@@ -19,7 +19,7 @@ from betahook import theory
 from betahook.layer import Layers
 from betahook.measure.correlations import Correlations
 from betahook.measure.groups import HeadGroups
-from betahook.measure.statistics import Statistics, is_distributed
+from betahook.measure.statistics import ROW, Statistics, is_distributed
 from betahook.measure.weights import WeightStd
 from betahook.replay import rerun
 from betahook.report.names import aligned
@@ -178,6 +178,17 @@ def correlations(hook: rerun.Hooked, layers: Layers, state: State) -> dict[str, 
             stack.enter_context(listening(getattr(layer.module, ATTRIBUTE), partial(listen, name)))
         rerun.run_model(hook)
     return found
+
+
+def measured(state: State) -> tuple[Tensor, Tensor]:
+    """Return table and moments of the step so far, or of the last one that was measured, for the audit."""
+    table, moments, _ = state.latest(state.collect(), state.moments)
+    if not bool((table[ROW["pairs"]] > 0).any()):
+        raise RuntimeError(
+            "audit() before any measurement: run a forward first (in training mode and with gradients, or attach "
+            'with when="always")'
+        )
+    return table, moments
 
 
 def _predictions(layer: LayerAudit) -> list[str]:

@@ -1,4 +1,4 @@
-"""Warnings that come once: of a NaN or an infinity, and of layers that no forward reaches."""
+"""Warnings that come once: of a NaN or an infinity, of layers that no forward reaches, of steps that are missing."""
 
 from __future__ import annotations
 
@@ -28,6 +28,20 @@ def find_unreached(state: State, layers: Layers, model: nn.Module) -> dict[str, 
         elif is_unused and layer.refusal is None:
             unreached[name] = "no forward has come to its attention yet"
     return unreached
+
+
+def warn_of_missing_steps(state: State, asked: str) -> None:
+    """Log a warning if one is asked again for what only `step` brings, and no step was ever taken, unless one was."""
+    if state.steps > 0 or not state.recorded or state.warned_of_missing_steps:
+        return
+    if asked in state.asked:
+        state.warned_of_missing_steps = True
+        logger.warning(
+            "%s shows no scores: forwards were measured, but hook.step() was never called. Call it once per optimizer "
+            "step, after it",
+            asked,
+        )
+    state.asked.add(asked)
 
 
 def warn_of_unreached(state: State, unreached: Mapping[str, str]) -> None:

@@ -76,6 +76,7 @@ class State:
         loss_scale: factor on the loss of the next backward in float16 training; 0 for unknown.
         alerts_step, findings_step: the last step whose metrics were held against the alerts, or findings logged.
         warned_of_nonfinite, warned_of_unreached: True once a NaN or an infinity, or layers out of reach were reported.
+        asked, warned_of_missing_steps: what was asked for before the first step, and True once that was reported.
         exact_max_logit, paused: True if the largest score is to be that of all pairs, and while nothing is measured.
         seen, recorded, has_loss: True once attention has passed the tap, was measured, and a training loss recorded.
         refused: the layers left alone, by their heads, with the reason.
@@ -124,7 +125,8 @@ class State:
         self.loss_scale = 0.0
         self.alerts_step = self.findings_step = 0
         self.warned_of_nonfinite = self.warned_of_unreached = False
-        self.exact_max_logit = self.paused = False
+        self.asked: set[str] = set()
+        self.warned_of_missing_steps = self.exact_max_logit = self.paused = False
         self.seen = self.recorded = self.has_loss = False
         self.refused: dict[tuple[int, int], str] = {}
         self.waiting = Together()

@@ -136,6 +136,27 @@ def test_going_back_forgets_what_was_said_of_later_steps(caplog):
         assert not crossed
 
 
+@pytest.mark.parametrize("ask", ["metrics", "findings"])
+def test_one_warning_says_that_nobody_calls_step(ask, caplog):
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        hook.metrics(), hook.findings()  # before any forward
+        for _ in range(3):
+            model(**batch).loss.backward()
+            getattr(hook, ask)()
+        (record,) = caplog.records
+        assert record.message.startswith(f"{ask}() shows no scores: forwards were measured, but hook.step() was never")
+        assert record.message.endswith("Call it once per optimizer step, after it")
+    caplog.clear()
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**batch).loss.backward()
+        hook.metrics(), hook.findings()  # once each is a look before the first step
+        hook.step()
+        getattr(hook, ask)()
+        getattr(hook, ask)()
+    assert not caplog.records
+
+
 def test_layers_that_no_forward_reaches_say_so(caplog):
     """One that was replaced after attach, and one that the model has and does not use."""
     model = build("llama")
