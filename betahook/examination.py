@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betahook.hook import Hook, attach
+from betahook.hook import Hook, attach, hooks_of
 from betahook.options import LayerChoice
 from betahook.replay import rerun
 from betahook.report import precision
@@ -73,6 +73,12 @@ def examine(
         TypeError: a batch is neither a mapping nor a tensor; or `batches` is a single one.
         RuntimeError: the model is hooked already.
     """
+    if isinstance(model, nn.Module) and hooks_of(model):
+        raise RuntimeError(
+            f"examine() takes a model without a hook, but this {type(model).__name__} is hooked already: its own "
+            "hook.findings() says how its attention does. betahook.fold(model) makes it plain with its beta, "
+            "betahook.detach(model) without"
+        )
     with ExitStack() as undo:
         hook = undo.enter_context(attach(model, controller="monitor", layers=layers, when="always"))
         return examine_hooked(hook, batches)

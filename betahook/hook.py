@@ -205,7 +205,8 @@ class Hook:
 
     def __repr__(self) -> str:
         state = "" if self.attached else ", detached"
-        lines = [f"Hook({type(self.model).__name__}, {len(self.layers)} layers, {self.controllers}{state})"]
+        count = f"{len(self.layers)} layer{'s' * (len(self.layers) > 1)}"
+        lines = [f"Hook({type(self.model).__name__}, {count}, {self.controllers}{state})"]
         lines += [
             f"  {layer.name}: {layer.heads} head{'s' * (layer.heads > 1)} of {layer.head_dim}"
             for layer in self.layers.values()

@@ -133,7 +133,8 @@ class BetaHookCallback(TrainerCallback):
         if self.hook is None or not self.hook.attached:
             for left in hooks_of(model) & set(_training):
                 left.detach()
-                logger.warning("the last training of this model was broken off: it begins with its own beta again")
+                begins = "is replaced" if resumed else "is taken off, and beta begins as the model's own again"
+                logger.warning("the last training of this model was broken off: its hook %s", begins)
             with checkpoint.unmarked(model) if resumed else nullcontext():
                 self.hook = attach(model, **{**self._options, "alerts": with_trackers(self._options["alerts"], args)})
         if self.hook is not self._given:

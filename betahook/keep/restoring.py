@@ -42,6 +42,10 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"restore(model, folder) takes a folder second; got {type(folder).__name__}")
     path = Path(folder, checkpoint.FILE)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"there is no folder {path.parent}: name the one that the hooked model was saved to, with {checkpoint.FILE}"
+        )
     state = _read(model, path)
     names, known = list(state["layers"]), {field.name for field in fields(Settings)}
     if unknown := sorted(state["options"].keys() - known):

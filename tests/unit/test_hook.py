@@ -101,6 +101,12 @@ def test_a_forward_with_a_cache_is_not_the_one_to_check_on():
         assert torch.equal(hook.last_call.input[1]["input_ids"], ids)
 
 
+def test_a_hook_counts_its_layers():
+    for layers, said in ((1, "1 layer, "), (2, "2 layers, ")):
+        with betahook.attach(build("llama", num_hidden_layers=layers), "monitor") as hook:
+            assert repr(hook).startswith(f"Hook(LlamaForCausalLM, {said}[Monitor()])")
+
+
 def test_the_last_batch_holds_no_graph():
     model = build("llama")
     with betahook.attach(model, controller="monitor") as hook:

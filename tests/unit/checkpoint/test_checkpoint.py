@@ -289,6 +289,7 @@ def test_what_cannot_be_restored_leaves_the_model_as_it_was(tmp_path):
         assert str(tmp_path / checkpoint.FILE) in str(caught.value)
         assert fingerprint(other) == before
         assert hasattr(other.config, "betahook")
+    (tmp_path / "elsewhere").mkdir()
     with pytest.raises(FileNotFoundError, match="a copy that left it behind"):
         betahook.restore(same, tmp_path / "elsewhere")
 

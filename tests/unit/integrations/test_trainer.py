@@ -230,15 +230,19 @@ def test_a_training_that_was_broken_off_leaves_nothing_to_the_next(tmp_path):
         betahook.fold(first.model)
 
 
-def test_the_hook_of_a_training_that_was_broken_off_is_replaced(tmp_path, caplog):
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_hook_of_a_training_that_was_broken_off_is_replaced(tmp_path, caplog, resumed):
     """As a notebook runs a cell again, which makes a new Trainer and a new callback for the same model."""
+    if resumed:
+        make_trainer(tmp_path, BetaHookCallback(), save_strategy="steps", save_steps=4).train()
     first = break_off(tmp_path, BetaHookCallback(on_end="keep"))
     callback = BetaHookCallback(on_end="keep")
     second = make_trainer(tmp_path, callback)
     second.model = second.model_wrapped = first.model
-    second.train()
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4") if resumed else None)
     assert callback.hook.model is first.model
-    assert "the last training of this model was broken off: it begins with its own beta again" in caplog.text
+    assert "the last training of this model was broken off: its hook is " in caplog.text
+    assert ("beta begins as the model's own again" in caplog.text) is not resumed
     third = make_trainer(tmp_path, BetaHookCallback())
     third.model = third.model_wrapped = first.model
     with pytest.raises(RuntimeError, match="is hooked already"):  # a hook that was kept on purpose

@@ -51,6 +51,7 @@ def test_with_controllers_beta_goes_on(folder):
 
 
 def test_a_folder_whose_beta_was_left_behind(folder, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
     with pytest.raises(FileNotFoundError, match="the folder is a copy that left it behind"):
         betahook.restore(load(folder), tmp_path / "elsewhere")
 
@@ -80,8 +81,12 @@ def test_a_model_that_needs_no_betahook(folder):
         ValueError, match=r"its beta is in the weights already, or is the default; .* load the weights of"
     ):
         betahook.restore(build("llama"), folder)
+    (folder / "other").mkdir()
     with pytest.raises(ValueError, match=r"needs betahook: .*, and there is no .*safetensors"):
         betahook.restore(build("llama"), folder / "other")
+    for model in (build("llama"), load(folder)):
+        with pytest.raises(FileNotFoundError, match=r"there is no folder .*missing: name the one that the hooked mod"):
+            betahook.restore(model, folder / "missing")
     with pytest.raises(TypeError, match=r"takes a folder second; got LlamaForCausalLM"):
         betahook.restore(folder, build("llama"))
 
