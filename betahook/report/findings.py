@@ -22,6 +22,12 @@ from betahook.state import State
 
 logger = logging.getLogger("betahook")
 
+SPREAD = 0.75
+"""A head that looks at more of its keys than this share has logits that differ little, however large they are."""
+
+OFFSET = "flat all the same, or nearly: the keys of a row share an offset, which softmax subtracts"
+"""Said of the softmax of layers that explode so."""
+
 NAMED = 4
 """So many layers are named in a sentence, the others are counted."""
 
@@ -59,6 +65,11 @@ class Finding:
         """The head with the largest logit; a NaN is the smallest."""
         logits = [numbers.max_logit for numbers in self.head_numbers]
         return max(range(len(logits)), key=lambda head: (logits[head] == logits[head], logits[head]))
+
+    @property
+    def shares_offset(self) -> bool:
+        """True if the layer explodes only by what all keys of a row share: softmax subtracts it, and is nearly flat."""
+        return self.condition is Condition.EXPLODING and self.head_numbers[self.max_logit_head].keys_share > SPREAD
 
     @property
     def gain(self) -> float:
@@ -151,6 +162,8 @@ class Findings(tuple[Finding, ...]):
             notes.setdefault(str(finding.note), []).append(label)
         notes.pop("", None)
         advice = {str(condition): ADVICE[condition] for condition in self.counts if ADVICE[condition]}
+        if shared := [label for finding, label in zip(self, self.labels, strict=True) if finding.shares_offset]:
+            advice[f"softmax of {_layers(shared, len(self))}"] = OFFSET
         return {**advice, **{f"beta of {_layers(labels, len(self))}": note for note, labels in notes.items()}}
 
     def markdown(self) -> str:

@@ -151,6 +151,25 @@ def test_numbers_are_written_without_exponents():
     assert found.summary.endswith("Beta is 150 to 12,000 times the model's own.")
 
 
+@pytest.mark.parametrize("offset", [True, False])
+def test_an_offset_that_all_keys_share_is_named_beside_the_explosion(offset):
+    """Biases of q and k add a constant to every score; large weights of k do not."""
+    model = build("gpt2")
+    with torch.no_grad():
+        for block in model.transformer.h[1:]:
+            fused, width = block.attn.c_attn, block.attn.embed_dim
+            fused.weight[:, width : 2 * width] *= 0.05 if offset else 1e3
+            fused.bias[: 2 * width] = 8.0 if offset else 0.0
+    with betahook.attach(model, "monitor") as hook:
+        model(**inputs("gpt2")).loss.backward()
+        hook.step()
+        first, second = found = hook.findings()
+    assert (first.condition, first.shares_offset) == (Condition.FLAT, False)
+    assert (second.condition, second.shares_offset) == (Condition.EXPLODING, offset)
+    said = "flat all the same, or nearly: the keys of a row share an offset, which softmax subtracts"
+    assert (f"\nsoftmax of layer 1: {said}\n" in str(found)) is offset
+
+
 def test_nothing_is_said_before_the_first_step():
     with betahook.attach(build("llama"), controller="monitor", interval=1) as hook:
         found = hook.findings()
