@@ -63,11 +63,11 @@ def attach(
         per_head: one beta for each head instead of one for each layer.
         interval: measure the scores of each layer once in so many steps, the layers in turn, and pool the sums at least
             as often; 1 does both in every step. All are measured in the first step and in every one of a controller's
-            opening; the sensitivity always is. None for 10, or for 1 with a limit: `Cap`, `Alerts(max_logit=...)`.
+            opening; the sensitivity always is. Default 10, or 1 where `Cap` or `Alerts(max_logit=...)` is used.
         when: "training" measures forwards in training mode that run with gradients, frozen layers included; "always"
             also those in evaluation mode and under `torch.no_grad`, such as the generation of a GRPO step.
-        exact_max_logit: measure the largest logit of all pairs instead of 32 query rows of a sequence, in about half
-            the time of an attention forward; what limits it (see `interval`) asks for that by itself.
+        exact_max_logit: measure the largest logit of all pairs instead of 32 query rows of a sequence, adding
+            about half the cost of an attention forward; what limits it (see `interval`) asks for that by itself.
         alerts: limits, and the function to call when the metrics cross them.
 
     Returns:
@@ -230,7 +230,7 @@ class Hook:
 
         Raises:
             RuntimeError: the hook is detached; or no attention was seen before the first step, or no loss to judge by.
-            TypeError: the scaler is none, or the loss is neither a tensor nor a number.
+            TypeError: the scaler is not a `GradScaler`, or the loss is neither a tensor nor a number.
             UnsupportedModelError: the weights of a layer do not act as `Clip` needs them to.
             Exception: any that a controller raises; beta stays, and the step counts all the same.
         """
@@ -290,7 +290,7 @@ class Hook:
     def audit(self) -> Audit:
         """Hold the assumptions (i)-(iv) behind `beta = 1/sqrt(d_k)` against what was measured, layer by layer.
 
-        The model runs once more on its last input, for the correlations; not without one, or with several processes.
+        For the correlations the model runs once more on its last input: skipped without one or in multi-process runs.
 
         Raises:
             RuntimeError: nothing was measured yet.

@@ -49,7 +49,7 @@ def check_model(model: nn.Module) -> None:
     hooked = [path or name for path, module in model.named_modules() if hasattr(module, ATTRIBUTE)]
     if hooked:
         raise RuntimeError(
-            f"{name} is hooked already (at {hooked[0]}): betahook.detach(model) takes the hook off, and its beta; "
+            f"{name} is hooked already (at {hooked[0]}): betahook.detach(model) removes the hook and resets beta; "
             "BetaHookCallback(hook=hook) gives it to the next Trainer"
         )
 

@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("folder", help="a checkpoint of a run with betahook")
     show.set_defaults(act=lambda options: commands.show(options.folder))
 
-    fold = _command(group, "fold", "fold the beta of a checkpoint into its weights, after a run was broken off")
+    fold = _command(group, "fold", "fold the beta of a checkpoint into its weights, after an interrupted run")
     fold.add_argument("folder", help="a checkpoint of a run with betahook")
     fold.add_argument("out", help="a new folder for the plain model")
     fold.set_defaults(act=lambda options: commands.fold(options.folder, options.out))

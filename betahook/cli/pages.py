@@ -195,7 +195,7 @@ def _drawn(lines: dict[str, list[tuple[float, float]]]) -> dict[str, list[tuple[
 def conditions(findings: Findings) -> Table:
     """Return the condition of each layer."""
     header, *rows = findings.rows()
-    note = f"Keys looked at: exp of the mean entropy, of what flat attention would look at. {HELP}"
+    note = f"Keys looked at: effective number of keys, exp(mean entropy), of the number under flat attention. {HELP}"
     return Table(header, rows, "Attention, layer by layer", note)
 
 

@@ -42,10 +42,6 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"restore(model, folder) takes a folder second; got {type(folder).__name__}")
     path = Path(folder, checkpoint.FILE)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(
-            f"there is no folder {path.parent}: name the one that the hooked model was saved to, with {checkpoint.FILE}"
-        )
     state = _read(model, path)
     names, known = list(state["layers"]), {field.name for field in fields(Settings)}
     if unknown := sorted(state["options"].keys() - known):
@@ -91,6 +87,10 @@ def _model_with(names: list[str], model: nn.Module, path: Path) -> nn.Module:
 
 def _read(model: nn.Module, path: Path) -> dict[str, Any]:
     """The state in a file, if the config of the model does not speak against it."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"there is no folder {path.parent}: name the one that the hooked model was saved to, with {checkpoint.FILE}"
+        )
     marked = checkpoint.is_marked(model)
     # Only a config of transformers takes the mark, and not where the one beside the weights is an adapter's.
     takes = hasattr(getattr(model, "config", None), "to_json_file") and not hasattr(model, "peft_config")

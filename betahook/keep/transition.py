@@ -41,10 +41,10 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack) -> None:
     own = choice == "own" or (losses[1] == losses[1] and not losses[0] <= losses[1])
     if own:
         _let_own_act(hook, undo)
-    compared = f" (loss {losses[int(own)]:.4g} on the last batch, the other one {losses[int(not own)]:.4g})"
+    compared = f" (last-batch loss {losses[int(own)]:.4g} with it, {losses[int(not own)]:.4g} with the other)"
     logger.warning(
-        "fold() after %d steps, in the warm-up or the rise of %s, while beta is on its way: it folds %s%s. Train for "
-        "some hundred steps more, or without a rise, Search(rise=False)",
+        "fold() after %d steps, before %s has brought beta to where it settles: it folds %s%s. Train for some hundred "
+        "steps more, or without a rise, Search(rise=False)",
         hook.steps,
         hook.controllers,
         "the model's own beta, which leaves the weights as they are" if own else "the beta in force",

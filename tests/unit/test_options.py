@@ -86,7 +86,7 @@ def test_a_model_that_is_hooked(part, place):
     model = Model()
     setattr(model.get_submodule(part), ATTRIBUTE, object())
     assert refused(RuntimeError, options.check_model, model) == (
-        f"Model is hooked already (at {place}): betahook.detach(model) takes the hook off, and its beta; "
+        f"Model is hooked already (at {place}): betahook.detach(model) removes the hook and resets beta; "
         "BetaHookCallback(hook=hook) gives it to the next Trainer"
     )
 
