@@ -30,7 +30,7 @@ class Condition(IntEnum):
     healthy: none of these.
     not measured: no forward was measured yet.
 
-    A condition ends only when its number is back by a tenth of the limit.
+    A condition ends only once its number is a tenth of the limit back inside it.
     """
 
     # Checkpoints hold the numbers: never change one.
