@@ -2,8 +2,7 @@
 
 The score variance that independent components would give is not a sum over batches: `described` computes it from the
 moments of everything that was measured, beside the sums of `betahook.measure.statistics`. `betahook.measure.calls`
-calls `add`; a pooling, and who reads before one, `latest`; `Statistics` call `described` when somebody asks for what
-follows from these moments.
+calls `add`; `Statistics` call `described` when somebody asks for what follows from these moments.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 from betahook import theory
 from betahook.measure.dtypes import sum_dtype
 from betahook.measure.scores import Components
-from betahook.measure.statistics import ROW, by_segment, keep_measured
+from betahook.measure.statistics import ROW, by_segment
 
 ROWS = ("query_sum", "query_square", "key_sum", "key_square")
 
@@ -43,23 +42,6 @@ def add(moments: Tensor, query: Components, key: Components, tokens: Tensor) -> 
     means = torch.stack(parts).to(moments).view(2, 2, *shape)
     means[:, 1].addcmul_(means[:, 0], means[:, 0])  # of the squares
     moments.view(2, 2, *shape).addcmul_(means, tokens.to(moments).view(2, 1, *shape[:2], 1))
-
-
-def latest(
-    new: tuple[Tensor, Tensor], old: tuple[Tensor, Tensor], widths: Tensor, *, total: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `new` table and moments with the `old` ones of heads that are idle in them, and which are not.
-
-    Args:
-        new: sums since the last pooling.
-        old: sums when they last measured each head.
-        widths: d_k of each head.
-        total: their sum.
-    """
-    (table, moments), (recent, recent_moments) = new, old
-    measured = table[ROW["pairs"]] > 0
-    by_component = measured.repeat_interleave(widths, output_size=total)
-    return keep_measured(table, recent, measured), torch.where(by_component, moments, recent_moments), measured
 
 
 def described(table: Tensor, moments: Tensor, widths: Tensor) -> Tensor:

@@ -228,21 +228,20 @@ class State:
 
     def latest(self, table: Tensor, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return a table and moments with what was last measured of heads that are idle in them, and which are not."""
-        recent = self.recent, self.recent_moments
-        return components.latest((table, moments), recent, self.widths, total=moments.shape[1])
+        measured = table[statistics.ROW["pairs"]] > 0
+        by_component = measured.repeat_interleave(self.widths, output_size=moments.shape[1])
+        kept = torch.where(by_component, moments, self.recent_moments)
+        return statistics.keep_measured(table, self.recent, measured), kept, measured
 
     def latest_of(self, place: HeadRange) -> tuple[Tensor, Tensor]:
-        """Return copies of table and moments of a layer, each head's as last measured; its last sensitivity too."""
-        heads, parts, row = place.heads, place.components, statistics.ROW["sensitivity"]
-        new, old = self.collect(heads), self.recent[:, heads]
-        table, moments, _ = components.latest(
-            (new, self.moments[:, parts]),
-            (old, self.recent_moments[:, parts]),
-            self.widths[heads],
-            total=parts.stop - parts.start,
-        )
-        table[row] = torch.where(new[row] != 0, new[row], old[row])
-        return table, moments
+        """Return copies of table and moments of a layer: since the last pooling, or as pooled if it was idle since."""
+        heads, components = place.heads, place.components
+        table, row = self.collect(heads), statistics.ROW["sensitivity"]
+        sensitivity = torch.where(table[row].any(), table[row], self.recent[row, heads])
+        idle = ~(table[statistics.ROW["pairs"]] > 0).any()
+        table = torch.where(idle, self.recent[:, heads], table)
+        table[row] = sensitivity
+        return table, torch.where(idle, self.recent_moments[:, components], self.moments[:, components])
 
 
 def _parts(state: State) -> list[LayerTensors]:

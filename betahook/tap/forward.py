@@ -136,8 +136,7 @@ class Forward:
         if site in self.axes:
             axis = self.axes[site]
             return axis if isinstance(axis, str) or tensor.shape[axis : axis + 1] == (count,) else None
-        if labels is None or not heads.varying(labels, summed):
-            # Behind a convolution of each head, say, no entry tells any more whose it is.
+        if labels is None:
             fitting = [axis for axis in shared if tensor.shape[axis] == count]
             return fitting[0] if len(fitting) == 1 and tensor.dim() > 3 else None
         found = heads.find(labels, summed, count)

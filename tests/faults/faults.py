@@ -268,9 +268,9 @@ FAULTS = [
     Fault("betahook/step/stages.py", "(-(-part * groups // interval) for", "(part * (groups // interval) for", STAGES),
     Fault("betahook/options.py", "1 if limited or any(", "1 if any(", MEASURING),
     Fault(
-        "betahook/measure/components.py",
-        'measured = table[ROW["pairs"]] > 0',
-        'measured = table[ROW["pairs"]] >= 0',
+        "betahook/state/state.py",
+        'measured = table[statistics.ROW["pairs"]] > 0',
+        'measured = table[statistics.ROW["pairs"]] >= 0',
         MEASURING,
     ),
     Fault("betahook/measure/weights.py", "square / count - (total / count).square()", "square / count"),
@@ -525,7 +525,6 @@ FAULTS = [
     Fault("betahook/tap/forward.py", "self.plan.key_factors.get(site, of_key)", "of_key", FORMS),
     Fault("betahook/tap/rearranging.py", "return operands[0]._replace(mixed", "return Operand(mixed", FORMS),
     Fault("betahook/tap/following.py", " and _is_same(target[index], source)", "", RIGHT),
-    Fault("betahook/tap/forward.py", " or not heads.varying(labels, summed)", "", FORMS),
     Fault("betahook/models/discovery.py", "not in (None, shown.size[0])", "is Ellipsis"),
     Fault(
         "betahook/models/discovery.py",

@@ -190,35 +190,6 @@ def test_what_is_the_same_for_all_samples_counts_for_each(x, kind, learned):
     torch.testing.assert_close(measured.std, expected.std(1, correction=0), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_query_that_is_pooled_head_by_head(batch):
-    """As in MViT: behind a convolution with the heads in its batch, only the sizes tell where they lie."""
-
-    class Pooled(Block):
-        def __init__(self):
-            super().__init__()
-            self.pool = nn.Conv1d(self.head_dim, self.head_dim, 3, stride=2, padding=1, groups=self.head_dim)
-
-        def mix(self, q, k, v):
-            q = self.pool(q.flatten(0, 1).mT).mT.unflatten(0, (len(k), HEADS))
-            return (q * self.head_dim**-0.5 @ k.mT).softmax(-1) @ v
-
-        def by_which_it_is_known_as_attention(self):
-            return F.scaled_dot_product_attention
-
-    model, x = make(Pooled), torch.randn(batch, LENGTH, WIDTH)
-    with betahook.attach(model, controller="monitor") as hook:
-        model(x)
-        layer = hook.layers["1"]
-        assert layer.refusal is None
-        assert int(layer.statistics.count) == batch * HEADS * (LENGTH // 2) * LENGTH
-        layer.beta = 2 * layer.beta_default
-        doubled = model(x)
-    for parameter in model[1].pool.parameters():
-        parameter.data *= 2
-    torch.testing.assert_close(doubled, model(x), rtol=1e-5, atol=1e-5)
-
-
 def test_each_of_several_attentions_in_one_forward_is_followed(x):
     class TwiceAttention(ByHandAttention):
         def mix(self, q, k, v):

@@ -122,7 +122,7 @@ def test_what_is_pooled_is_cleared_and_layers_have_turns(measured):
     with pooling(measured.state, LossScale.read(None, 0.0)):
         pass
     measured.state.turn = range(1, 2)
-    assert measured.layers[0].statistics.count == 0
+    assert measured.layers[0].statistics.count > 0  # as last pooled, until more is measured
     assert not measured.state.table.any()
     assert not measured.state.moments.any()
     assert [recorder.is_recording for recorder in measured.recorders] == [False, True]
