@@ -137,9 +137,9 @@ def survey(model: nn.Module) -> Survey:
             continue
         is_users = is_own(type(module))  # transformers' own classes state their size
         shown = (tried(module) if is_users else None) or NOTHING_SHOWN
-        if shown.size is not None and stated(module)[0] not in (None, shown.size[0]):
-            shown = NOTHING_SHOWN  # of some of the queries only, as in ProbSparse attention
-        size = count_heads(module) or shown.size or (from_scale(module) if is_users else None)
+        # A size that contradicts the module is of some of the queries only, as in ProbSparse attention.
+        fits = shown.size is not None and stated(module)[0] in (None, shown.size[0])
+        size = count_heads(module) or (shown.size if fits else None) or (from_scale(module) if is_users else None)
         if size is None:
             refused[name] = module, Verdict(obstacle=missing(module))
         else:

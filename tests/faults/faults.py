@@ -525,7 +525,7 @@ FAULTS = [
     Fault("betahook/tap/forward.py", "self.plan.key_factors.get(site, of_key)", "of_key", FORMS),
     Fault("betahook/tap/rearranging.py", "return operands[0]._replace(mixed", "return Operand(mixed", FORMS),
     Fault("betahook/tap/following.py", " and _is_same(target[index], source)", "", RIGHT),
-    Fault("betahook/models/discovery.py", "not in (None, shown.size[0])", "is Ellipsis"),
+    Fault("betahook/models/discovery.py", " and stated(module)[0] in (None, shown.size[0])", "", TRIAL),
     Fault(
         "betahook/models/discovery.py",
         " or count_heads(module) is not None):\n                refused",

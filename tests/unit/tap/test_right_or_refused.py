@@ -301,6 +301,7 @@ def test_two_softmaxes_of_one_scale_have_one_beta(x, way):
 ROTATIONS = {
     "halves": lambda t: torch.cat([-t[..., t.shape[-1] // 2 :], t[..., : t.shape[-1] // 2]], -1),
     "pairs": lambda t: torch.stack([-t[..., 1::2], t[..., ::2]], -1).flatten(-2),
+    "by half a turn": lambda t: -t,
 }
 
 
