@@ -98,8 +98,9 @@ def assign(forward: Forward, call: Call) -> None:
     target, index, source = call.args
     into, trace = forward.traces.get(target), forward.traces.get(source)
     # `scores[index] += bias` changes a view, and puts it where it is.
-    if isinstance(trace, Scores) and _is_same(target[index], source):
-        into = forward.traces.before_change(target, source) or into
+    before_change = forward.traces.before_change(target, source)
+    if before_change is not None and _is_same(target[index], source):
+        into = before_change
     call.run()
     if isinstance(into, Weights) or isinstance(trace, Weights):
         before = into.before if isinstance(into, Weights) else into

@@ -90,7 +90,8 @@ class Forward:
         of_query, of_key = self._factor_of(query), self._factor_of(key)
         if self.traces.get(key) is None:
             of_key = self.plan.key_factors.get(site, of_key)
-        self.plan.key_factors[site] = of_key
+        if not compat.is_transformed():
+            self.plan.key_factors[site] = of_key
         return of_query, of_key
 
     def _factor_of(self, operand: Tensor) -> Factor:

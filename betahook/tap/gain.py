@@ -66,8 +66,8 @@ def _ready(
 ) -> Tensor | None:
     """Return the gain that the layer has at hand, `[heads, 1, 1]`; None where it has to be made in the forward.
 
-    A graph, which is run with another beta later, computes it inside. A leaf takes no back what it was given: whether a
-    product makes scores must be known.
+    A graph, which is run with another beta later, computes it inside. What reaches a leaf counts, so that of a product
+    earlier steps must have shown that it makes scores.
     """
     if default is None or isinstance(default, Tensor) or (product is not None and not product.settled):
         return None

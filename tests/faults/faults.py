@@ -535,6 +535,7 @@ FAULTS = [
     Fault(
         "betahook/models/code.py", "value.func if isinstance(value, functools.partial) else value", "value", DISCOVERED
     ),
+    Fault("betahook/tap/followed.py", "compat.is_exporting() or compat.is_transformed()", "False", TRANSFORMED),
     Fault("betahook/tap/plan.py", "return self.since.get(site, step) < step", "return site in self.since", SETTLED),
     Fault("betahook/tap/matrices.py", "layer.note_default(known.default)", "pass", SETTLED),
     Fault("betahook/tap/matrices.py", "forward.plan.mixes |= any(", "any(", SETTLED),

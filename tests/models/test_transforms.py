@@ -24,6 +24,16 @@ class LearnedScale(ByHandAttention):
         return self.values(self.scale * (q @ k.mT), v)
 
 
+class InPlace(ByHandAttention):
+    """Its scores are changed in place, and a part of them."""
+
+    def mix(self, q, k, v):
+        scores = q @ k.mT / math.sqrt(self.head_dim)
+        scores[..., 1:] += torch.linspace(-1, 1, LENGTH - 1)
+        scores *= 0.5
+        return self.values(scores, v)
+
+
 class Llama(nn.Module):
     def __init__(self):
         super().__init__()
@@ -40,7 +50,7 @@ class Encoder(nn.TransformerEncoderLayer):
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own
 
-BY_HAND = [FusedAttention, ByHandAttention, LearnedScale]
+BY_HAND = [FusedAttention, ByHandAttention, LearnedScale, InPlace]
 REFUSED = "^1.*: no forward has shown yet how this attention computes its scores. Run a forward of the model outside of"
 KINDS = [Llama, Encoder, *BY_HAND]
 
