@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from betahook import compat
@@ -20,7 +20,8 @@ from betahook.models import trial
 from betahook.models.code import PRODUCTS, is_own, names_held, names_used
 from betahook.models.families import Facts, facts
 from betahook.models.heads import count_heads, from_scale, missing, stated
-from betahook.models.projections import Pair, Place, at_places, locate
+from betahook.models.labels import Features
+from betahook.models.projections import Pair, Place, at_places, locate, place_of
 
 Route = Literal["interface", "torch", "by hand"]
 """The source of scores: transformers' attention "interface", "torch" or another
@@ -34,7 +35,7 @@ SOFTMAX = {"softmax", "Softmax", "XSoftmax"}
 IN_NAME = re.compile("attention|attn", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
+@dataclass
 class AttentionModule:
     """An attention module that betahook can attach to.
 
@@ -44,7 +45,7 @@ class AttentionModule:
         head_dim: d_k.
         route: the source of its scores.
         facts: about its class.
-        places: those of W_q and W_k, as far as a trial showed them.
+        places: those of W_q and W_k, as far as a forward showed them: a trial, or else the first one.
     """
 
     module: nn.Module
@@ -59,6 +60,19 @@ class AttentionModule:
         """W_q and W_k as they are now, since adapters come and go; None if the module keeps them in no known form."""
         pair = None if self.places is None else at_places(self.module, self.places)
         return pair or locate(self.module, self.heads, self.head_dim)
+
+    def correct(self, made_of: Sequence[Features | None], weights: Sequence[Tensor | None]) -> None:
+        """Take the rows of W_q and W_k from the first forward, where no trial showed them.
+
+        Args:
+            made_of: the features that q and k were made of.
+            weights: of the projections that made them, by number.
+        """
+        pair = self.projections
+        if self.places is None and pair is not None:
+            found = [place_of(self.module, *each, weights) for each in zip(pair, made_of, strict=True)]
+            query, key = found
+            self.places = None if query is None or key is None else (query, key)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ the names and the layouts of known classes, `materialise` reads a weight however
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from betahook import compat
 from betahook.models import families, layouts, materialise
+from betahook.models.labels import Features
 from betahook.models.layouts import Select
 
 
@@ -77,7 +78,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of W_q or W_k in an attention module, as a trial of its forward shows it.
+    """The place of W_q or W_k in an attention module, as a forward shows it.
 
     Attributes:
         name: of the linear map in the module, without what wraps it.
@@ -90,6 +91,19 @@ class Place:
     def select(self, weight: Tensor) -> Tensor:
         """Take the rows out of a weight `[out, d_x]`, as `[heads, d_k, d_x]`."""
         return weight[self.rows.to(weight.device)]
+
+
+def place_of(
+    module: nn.Module, projection: Projection, features: Features | None, weights: Sequence[Tensor | None]
+) -> Place | None:
+    """The place of a projection that has its own name, with the rows of it that a query or a key was made of.
+
+    None where it was made of another weight, or of one that an adapter adds to.
+    """
+    if features is None or weights[features.projection] is not projection.stored or projection.prefix:
+        return None
+    name = next(name for name, part in module.named_modules() if part is projection.module)
+    return None if projection.adapter is not None else Place(name, features.rows)
 
 
 KNOWN_FORMS = "Known are linear modules called q_proj and k_proj, or qkv; betahook/models/families.py has more names"

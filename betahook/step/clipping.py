@@ -118,6 +118,7 @@ class WeightScaling:
         if not (layers and self._on_any_rank(hook.last_call.input is not None)):
             return
         for layer in layers:
+            del self._found[layer]  # of before the first forward, which may have shown other rows of W_q and W_k
             with _refusing(layer):
                 self._find(layer).check()
         with rerun.without_side_effects(hook):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from betahook import compat
-from betahook.models.labels import Labels
+from betahook.models.labels import Features, Labels, features_of_heads
 from betahook.models.torch_calls import Call
 from betahook.tap import heads
 from betahook.tap.contraction import Axis
@@ -28,6 +28,10 @@ from betahook.tap.traces import Factor, Operand, Product, Scores
 logger = logging.getLogger(__name__)
 ALIKE = 1e-4
 """Relative difference up to which two numbers count as the same, but for rounding."""
+
+
+MadeOf = tuple[Features | None, Features | None]
+"""The features that q and k are made of; None where that does not show."""
 
 
 class Forward:
@@ -53,6 +57,7 @@ class Forward:
         counted: products since the last softmax.
         attended: None before any softmax, then True if one was over scores.
         default: the model's own beta at the first softmax.
+        made_of: the features that q and k of the first attention are made of, in a forward with labels.
         without_heads: the line of a product of two matrices, in which several heads have no axis; None for none.
     """
 
@@ -76,6 +81,7 @@ class Forward:
         self.counted = 0
         self.attended: bool | None = None
         self.default: Factor | None = None
+        self.made_of: MadeOf | None = None
         self.without_heads: str | None = None
         self.is_settled = self.labels is None and self.shadows is None
         self.traces = Followed(self.strict)
@@ -118,6 +124,18 @@ class Forward:
     def labels_of(self, tensor: Tensor) -> Tensor | None:
         """The labels of a tensor; None where it has none, or no forward needs them any more."""
         return None if self.labels is None else self.labels.get(tensor)
+
+    def features_of(self, query: Tensor, key: Tensor) -> MadeOf | None:
+        """The features that q and k are made of, each None where labels do not show it; None without labels."""
+        if self.labels is None:
+            return None
+        heads, head_dim = self.layer.heads, self.layer.head_dim
+        labelled = self.labels.get(query), self.labels.get(key)
+        one, other = (
+            None if labels is None else features_of_heads(labels, heads, head_dim, len(query) // heads)
+            for labels in labelled
+        )
+        return one, other
 
     def head_axis(
         self, tensor: Tensor, labels: Tensor | None, summed: int | None, shared: Sequence[int], site: Site
@@ -173,8 +191,11 @@ class Forward:
         layer = self.layer
         # The tensors of an export or a transform mean nothing outside of it.
         passing = compat.is_exporting() or compat.is_transformed()
-        reason = self._verdict() if self.strict and layer.refusal is None and not passing else None
-        if reason is not None:
+        learns = self.strict and layer.refusal is None and not passing
+        reason = self._verdict() if learns else None
+        if reason is None and learns and self.labels is not None and self.made_of is not None:
+            layer.attention.correct(self.made_of, self.labels.weights)
+        elif reason is not None:
             layer.refuse(reason)
             logger.warning(
                 "%s is left alone: %s. Its beta stays the model's own, and its scores are not measured. Attention by "

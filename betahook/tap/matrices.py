@@ -132,6 +132,7 @@ def _new_product(forward: Forward, product: Contraction) -> Product:
         assured=assured and not forward.is_learned(product.left) and all(maker.assured for maker in makers),
         makers=makers,
         acts=not forward.rehearsal and (not forward.strict or forward.plan.makes_scores.get(site, True)),
+        made_of=forward.features_of(product.left, product.right),
         settled=forward.strict and forward.plan.is_settled(site, forward.layer.state.steps),
     )
 

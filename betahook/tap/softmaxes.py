@@ -64,6 +64,7 @@ def _end(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
         forward.plan.leaders.update({product.site: leader.site for product in trace.products})
         if forward.labels is not None:  # a later forward, which has none, may be the first that is recorded
             forward.score_axis(input, "softmax", dim)
+            forward.made_of = forward.made_of or leader.made_of
     if trace.value is not None and forward.recording and input.numel():
         _record(forward, trace, input, dim)
 
@@ -105,6 +106,7 @@ def fused(forward: Forward, call: Call) -> Any:
     factors = forward.factors_of(site, query, key)
     default = factors[0] * factors[1] * (query.shape[-1] ** -0.5 if scale is None else scale)
     axis, trouble = _fused_axis(forward, call, kernel, given, site)
+    forward.made_of = forward.made_of or forward.features_of(query, key)
     query, key = map(kernel.heads_before_tokens, (query, key))
     forward.attended = True
     if axis is None:

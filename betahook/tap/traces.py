@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from betahook.models.labels import Features
 from betahook.tap.sites import Site
 
 Factor = float | Tensor
@@ -38,6 +39,7 @@ class Product:
         index: its place among the products of the forward.
         error: what to raise if it reaches a softmax.
         default: the model's own beta by which it is scaled; None for that of the last forward.
+        made_of: the features that its operands are made of, see `Forward.features_of`.
     """
 
     site: Site
@@ -54,6 +56,7 @@ class Product:
     index: int = 0
     error: Exception | None = None
     default: Factor | None = None
+    made_of: tuple[Features | None, Features | None] | None = None
 
     def reach(self) -> None:
         """Note that the product came to a softmax."""

@@ -4,6 +4,7 @@ import gc
 import logging
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -397,4 +398,5 @@ def test_copies_without_data():
         with pytest.raises(RuntimeError):
             made(torch.zeros(3, 2))
         assert logging.getLogger("torch._subclasses.fake_tensor").disabled
+        warnings.warn("of a made-up input", stacklevel=1)
     assert not logging.getLogger("torch._subclasses.fake_tensor").disabled

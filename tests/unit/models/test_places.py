@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import betahook
 from betahook.models import heads
@@ -238,6 +239,76 @@ def test_clip_scales_the_rows_that_were_found(kind):
         hook.step()
         model(x)
         assert (layer.head_statistics.max_score * layer.head_beta).amax().item() == pytest.approx(threshold, rel=1e-4)
+
+
+class AskingForOptions(nn.Module):
+    """A forward that a made-up input does not get through, over a projection whose name stands for another layout."""
+
+    num_attention_heads, head_dim = HEADS, D
+
+    def __init__(self, fused):
+        super().__init__()
+        self.query_key_value, self.fused = nn.Linear(WIDTH, 3 * WIDTH), fused
+
+    def forward(self, x, options):
+        x = x * options["scale"]
+        q, k, v = self.query_key_value(x).unflatten(-1, (HEADS, 3, D)).permute(3, 0, 2, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT * D**-0.5).softmax(-1) @ v
+        return out.transpose(1, 2).flatten(2)
+
+    def rows(self):
+        every = torch.arange(3 * WIDTH).view(HEADS, 3, D)
+        return every[:, 0], every[:, 1]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_first_forward_shows_the_rows_where_a_trial_does_not_run(fused):
+    torch.manual_seed(0)
+    module, x = AskingForOptions(fused).double(), torch.randn(2, 9, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        module.query_key_value.weight[module.rows()[0].flatten()] *= 3  # else all rows are alike
+    with betahook.attach(module, controller="monitor", per_head=True, when="always") as hook:
+        module(x, {"scale": 1})
+        (layer,) = hook.layers.values()
+        expected = [module.query_key_value.weight[rows].std(correction=0).item() for rows in module.rows()]
+        assert [layer.weight_std_q, layer.weight_std_k] == pytest.approx(expected, rel=1e-5)
+        layer.head_beta = layer.head_beta * torch.tensor([0.5, 1.3, 2, 3])
+        output = module(x, {"scale": 1})
+        betahook.fold(module)
+    torch.testing.assert_close(module(x, {"scale": 1}), output, rtol=1e-10, atol=1e-12)
+
+
+def test_clip_scales_the_rows_that_the_first_forward_showed():
+    torch.manual_seed(0)
+    module, x = AskingForOptions(False), torch.randn(2, 9, WIDTH)
+    with betahook.attach(module, betahook.Clip(0.5), when="always") as hook:
+        (layer,) = hook.layers.values()
+        module(x, {"scale": 1})
+        hook.step()
+        module(x, {"scale": 1})
+        assert (layer.head_statistics.max_score * layer.head_beta).amax().item() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_first_forward_that_shows_another_weight_changes_nothing():
+    class Renamed(AskingForOptions):
+        def __init__(self):
+            super().__init__(False)
+            self.query_key_value, self.mixed = nn.Linear(WIDTH, 3 * WIDTH), self.query_key_value
+
+        def forward(self, x, options):
+            kept = self._modules["query_key_value"]
+            self._modules["query_key_value"] = self.mixed
+            try:
+                return super().forward(x, options)
+            finally:
+                self._modules["query_key_value"] = kept
+
+    module = Renamed()
+    with betahook.attach(module, controller="monitor", when="always") as hook:
+        (layer,) = hook.layers.values()
+        before = layer.weight_std_q
+        module(torch.randn(2, 9, WIDTH), {"scale": 1})
+        assert layer.weight_std_q == before
 
 
 class LowRank(Stacked):
