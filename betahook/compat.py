@@ -7,6 +7,7 @@ tests/unit/test_compat.py, which fails when upstream changes it.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import sys
 import types
@@ -76,6 +77,14 @@ def is_recomputation() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/compiler/__init__.py
+def outside_of_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """The same function, at which a graph of the compiler ends; old versions of torch do not tell why."""
+    told = {"reason": reason} if "reason" in inspect.signature(torch.compiler.disable).parameters else {}
+    outside: Callable[..., Any] = torch.compiler.disable(function, **told)
+    return outside
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py

@@ -2,6 +2,7 @@
 
     python examples/by_hand.py --threads 1                             # 8 layers, 32 wide, 64 tokens
     python examples/by_hand.py --threads 1 --width 128 --length 128
+    python examples/by_hand.py --threads 1 --compile               # by inductor: what of it goes into one graph
 
 The model is written as nanoGPT is, its attention once with a product and a softmax and once with
 `F.scaled_dot_product_attention`. Prints a table and writes `by_hand.json`. For models of transformers there is
@@ -19,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import betahook
 import timing
-from benchmark import Bench, compare_small
+from benchmark import INTERVAL, SMALL, Bench, compare_small, summary
 
 SYMBOLS, HEAD_DIM, LAYERS = 64, 8, 8
 
@@ -75,18 +77,42 @@ class GPT(nn.Module):
         return SimpleNamespace(loss=F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
 
 
+def compare_compiled(ours: Bench, unhooked: Bench, rounds: int) -> dict[str, dict[str, float]]:
+    """Ratios of compiled steps after the opening to those of a model of its own without a hook, in turn."""
+    unhooked.model.compile()
+    found = {}
+    for name, options in SMALL.items():
+        with betahook.attach(ours.model, **options) as hook:
+            for _ in range(2 * hook.controllers[0].opening_batches + 2):
+                ours.step(hook)
+            ours.model.compile()
+            ratios = []
+            for turn in range(rounds + 1):
+                seconds = [sum(each.step(of) for _ in range(INTERVAL)) for each, of in ((ours, hook), (unhooked, None))]
+                ratios += [seconds[0] / seconds[1]] if turn else []  # the first one compiles
+        ours.model._compiled_call_impl = None  # else betahook refuses to attach to it
+        found[name] = summary(ratios)
+    return found
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=32, help=f"of the model, a multiple of {HEAD_DIM}")
     parser.add_argument("--length", type=int, default=64, help="tokens")
+    parser.add_argument("--compile", action="store_true", help="compile the models, by inductor")
     timing.add_options(parser, Path("runs/benchmark"))
     options = timing.start(parser, arguments)
     if options.width < HEAD_DIM or options.width % HEAD_DIM:
         parser.error(f"--width {options.width}: give a multiple of {HEAD_DIM}, the width of a head")
     result = {}
     for form, fused in (("product and softmax", False), ("F.scaled_dot_product_attention", True)):
-        model = GPT(options.width, options.length, fused).to(options.device, getattr(torch, options.dtype))
-        result[form] = compare_small(Bench(model, 1, options.length), options.rounds)
+
+        def bench(fused: bool = fused) -> Bench:
+            model = GPT(options.width, options.length, fused).to(options.device, getattr(torch, options.dtype))
+            return Bench(model, 1, options.length)
+
+        compiles, rounds = options.compile, options.rounds
+        result[form] = compare_compiled(bench(), bench(), rounds) if compiles else compare_small(bench(), rounds)
         print(form)
         for name, row in result[form].items():
             print(f"  {name:26} {row['median']:>7.3f} {row['low']:>7.3f} {row['high']:>7.3f}")

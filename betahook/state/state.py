@@ -79,6 +79,7 @@ class State:
         asked, warned_of_missing_steps: what was asked for before the first step, and True once that was reported.
         exact_max_logit, paused: True if the largest score is to be that of all pairs, and while nothing is measured.
         seen, recorded, has_loss: True once attention has passed the tap, was measured, and a training loss recorded.
+        has_broken_graphs: True if what was compiled leaves out attention that the compiler can take by now.
         refused: the layers left alone, by their heads, with the reason.
         waiting, pending: calls that are not in the table yet, and steps that are not in the window: see `settle`.
     """
@@ -127,7 +128,7 @@ class State:
         self.warned_of_nonfinite = self.warned_of_unreached = False
         self.asked: set[str] = set()
         self.warned_of_missing_steps = self.exact_max_logit = self.paused = False
-        self.seen = self.recorded = self.has_loss = False
+        self.seen = self.recorded = self.has_loss = self.has_broken_graphs = False
         self.refused: dict[tuple[int, int], str] = {}
         self.waiting = Together()
         self.pending: list[Step] = []

@@ -167,6 +167,9 @@ def finish(state: State, controllers: Sequence[Controller], loss_scale: LossScal
     state.loss_scale = loss_scale.of_next
     state.factors.set_sensitivity(None)
     state.turn = turn(state, controllers, interval)
+    if state.has_broken_graphs:
+        torch.compiler.reset()
+        state.has_broken_graphs = False
 
 
 def turn(state: State, controllers: Sequence[Controller], interval: int) -> range:

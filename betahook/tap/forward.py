@@ -57,6 +57,7 @@ class Forward:
         counted: products since the last softmax.
         attended: None before any softmax, then True if one was over scores.
         default: the model's own beta at the first softmax.
+        fused_only: all attention so far was `F.scaled_dot_product_attention`, as `tap.compiled` takes it.
         made_of: the features that q and k of the first attention are made of, in a forward with labels.
         without_heads: the line of a product of two matrices, in which several heads have no axis; None for none.
     """
@@ -81,6 +82,7 @@ class Forward:
         self.counted = 0
         self.attended: bool | None = None
         self.default: Factor | None = None
+        self.fused_only = True
         self.made_of: MadeOf | None = None
         self.without_heads: str | None = None
         self.is_settled = self.labels is None and self.shadows is None
@@ -193,6 +195,11 @@ class Forward:
         passing = compat.is_exporting() or compat.is_transformed()
         learns = self.strict and layer.refusal is None and not passing
         reason = self._verdict() if learns else None
+        if not passing:
+            fits = learns and reason is None and self.attended is True and self.fused_only
+            self.plan.fused_only = fits and self.plan.fused_only is not False
+            if self.plan.fused_only and self.plan.breaks_graphs:
+                layer.state.has_broken_graphs, self.plan.breaks_graphs = True, False
         if reason is None and learns and self.labels is not None and self.made_of is not None:
             layer.attention.correct(self.made_of, self.labels.weights)
         elif reason is not None:

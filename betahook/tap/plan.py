@@ -38,6 +38,8 @@ class Plan:
         firsts: what held at other places in the first forward, see `at_first`.
         mixes: a product or a softmax got what weights had made of values.
         checked: what beta does was checked by numbers, see `tap.shadows`.
+        fused_only: a graph of the compiler can hold its forwards, see `tap.compiled`; None before any.
+        breaks_graphs: the compiler came upon a forward that its graph cannot hold.
     """
 
     makes_scores: dict[Site, bool] = field(default_factory=dict)
@@ -49,6 +51,8 @@ class Plan:
     firsts: dict[Site, bool] = field(default_factory=dict)
     mixes: bool = False
     checked: bool = False
+    fused_only: bool | None = None
+    breaks_graphs: bool = False
 
     def learn(self, products: list[Product], step: int) -> str | None:
         """Remember the products of a forward that has ended; return why the module is to be left alone, or None."""

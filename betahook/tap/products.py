@@ -22,6 +22,7 @@ from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.torch_calls import Call, is_in_place
 from betahook.tap import following, handlers, kernels, matrices, nested, softmaxes
 from betahook.tap.arithmetic import divide, multiply
+from betahook.tap.compiled import FusedAttention
 from betahook.tap.contraction import UnknownHeadsError
 from betahook.tap.forward import Forward, is_strict
 from betahook.tap.override import Override
@@ -38,6 +39,13 @@ ACTIONS: dict[str, Callable[[Forward, Call], Any]] = {
     "__set__": following.write_property,
 }
 """Functions that are run in a way of their own; all others go by `handlers.HANDLERS`."""
+
+
+OUTSIDE = (
+    "betahook follows attention by hand outside of graphs. F.scaled_dot_product_attention goes into a graph once a "
+    "forward has shown that it can: run the model on a batch before you compile it"
+)
+"""The reason why a graph ends here."""
 
 
 def connect(layer: Recorder, undo: ExitStack) -> None:
@@ -71,8 +79,21 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
         known.finish()
         return output
 
-    # Left out of compiled graphs: torch fails to compile what the mode does in `nn.MultiheadAttention`.
-    override = Override(layer.module, "forward", torch.compiler.disable(watched), undo)
+    outside = compat.outside_of_graphs(watched, OUTSIDE)
+
+    @functools.wraps(forward)
+    def tapped(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and not compat.is_exporting() and override.active:
+            if plan.fused_only and not nested.has_nested(args, kwargs):
+                unfollowed: list[str] = []
+                with FusedAttention(layer, unfollowed):
+                    output = forward(*args, **kwargs)
+                if not unfollowed:
+                    return output
+            plan.breaks_graphs = True
+        return outside(*args, **kwargs)
+
+    override = Override(layer.module, "forward", tapped, undo)
 
 
 def _rehearse(

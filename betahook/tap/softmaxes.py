@@ -29,6 +29,7 @@ def softmax(forward: Forward, call: Call) -> Tensor:
     forward.plan.mixes |= isinstance(trace, Operand) and trace.mixed
     if forward.strict and _may_be_missed(trace):
         forward.refuse(f"its softmax at {find_line()} takes what was made of weights, and may be that of an attention")
+    forward.fused_only = False
     forward.attended = bool(forward.attended) or isinstance(trace, Scores | Weights)
     if isinstance(trace, Scores):
         forward.counted = 0
@@ -107,6 +108,9 @@ def fused(forward: Forward, call: Call) -> Any:
     default = factors[0] * factors[1] * (query.shape[-1] ** -0.5 if scale is None else scale)
     axis, trouble = _fused_axis(forward, call, kernel, given, site)
     forward.made_of = forward.made_of or forward.features_of(query, key)
+    is_plain = call.name == "scaled_dot_product_attention" and query.dim() == 4 and query.shape[1] == layer.heads
+    is_plain = is_plain and axis in (1, "single")
+    forward.fused_only &= is_plain and all(isinstance(factor, float) and factor == 1 for factor in factors)
     query, key = map(kernel.heads_before_tokens, (query, key))
     forward.attended = True
     if axis is None:

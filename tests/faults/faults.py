@@ -31,6 +31,7 @@ CHECKPOINT = ("tests/unit/checkpoint/test_checkpoint.py",)
 SCHEMA = ("tests/unit/checkpoint/test_schema.py",)
 FINGERPRINT = ("tests/unit/checkpoint/test_fingerprint.py",)
 STATE = ("tests/unit/state",)
+COMPILED = ("tests/models/test_compiled.py",)
 TRANSFORMED = ("tests/models/test_transforms.py",)
 EXPORTED = ("tests/models/test_backends.py::test_an_exported_model_keeps_beta_without_its_hook",)
 VERIFICATION = ("tests/unit/keep/test_verification.py",)
@@ -570,6 +571,11 @@ FAULTS = [
     Fault("betahook/step/stages.py", "        _forget_nonfinite(state)\n", "", WINDOW),
     Fault("betahook/tap/recorder.py", " or compat.is_exporting() or compat.is_transformed()", "", TRANSFORMED),
     Fault("betahook/tap/recorder.py", "if compat.is_exporting():", "if False:", TRANSFORMED),
+    Fault("betahook/tap/products.py", "if not unfollowed:", "if True:", COMPILED),
+    Fault("betahook/tap/softmaxes.py", "factor == 1 for factor", "True for factor", COMPILED),
+    Fault("betahook/tap/compiled.py", "query.dim() == 4 and query.shape[1] == self._layer.heads", "True", COMPILED),
+    Fault("betahook/tap/compiled.py", "Band(None, 0 if is_causal else None)", "Band()", COMPILED),
+    Fault("betahook/step/stages.py", "torch.compiler.reset()", "pass", COMPILED),
     Fault("betahook/tap/opaque.py", " and not compat.is_exporting():", ":", EXPORTED),
     Fault("betahook/tap/recorder.py", "if not compat.is_transformed():", "if True:", TRANSFORMED),
     Fault(

@@ -400,3 +400,15 @@ def test_copies_without_data():
         assert logging.getLogger("torch._subclasses.fake_tensor").disabled
         warnings.warn("of a made-up input", stacklevel=1)
     assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
+
+
+def test_a_graph_ends_at_what_stays_outside():
+    def twice(x):
+        seen.append(torch.compiler.is_compiling())
+        return 2 * x
+
+    seen, outside = [], compat.outside_of_graphs(twice, "it writes to a list")
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: outside(x) + 1, backend="eager")
+    assert compiled(torch.ones(2)).tolist() == [3, 3]
+    assert seen == [False]

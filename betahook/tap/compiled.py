@@ -1,0 +1,82 @@
+"""The tap in a graph of the compiler, for attention of users that is `F.scaled_dot_product_attention` and no more.
+
+A compiler cannot look into all that `products` does to follow scores, so that attention by hand runs outside of its
+graphs. Where forwards have shown that a module's only attention is that function, on a query
+`[batch, heads, queries, d_k]` that carries no factor, there is nothing to follow: the graph gets the factor of beta on
+the query, and the operations of `opaque`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from betahook import compat
+from betahook.measure.masks import Band, Given
+from betahook.models.code import SOFTMAXES
+from betahook.tap import kernels, opaque
+from betahook.tap.gain import scale_query
+from betahook.tap.recorder import Recorder
+
+UNFOLLOWED = SOFTMAXES | kernels.KERNELS.keys()
+OF_TORCH = compat.multi_head_attention_forward()
+
+
+class FusedAttention(TorchFunctionMode):
+    """Scales and records the fused attention in one forward of one module, as it is compiled."""
+
+    def __init__(self, layer: Recorder, unfollowed: list[str]) -> None:
+        super().__init__()
+        self._layer = layer
+        self._unfollowed = unfollowed
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and self._fits(*args, **kwargs):
+            return _attend(self._layer, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return OF_TORCH(*args, **kwargs)
+        if func.__name__ in UNFOLLOWED:
+            self._unfollowed.append(func.__name__)
+        if func is Tensor.unflatten:
+            return args[0].unflatten(*args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+    def _fits(self, query: Tensor, *args: Any, **kwargs: Any) -> bool:
+        return query.dim() == 4 and query.shape[1] == self._layer.heads
+
+
+def _attend(
+    layer: Recorder,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    **options: Any,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` with the beta of a layer."""
+    default = query.shape[-1] ** -0.5 if scale is None else scale
+    if layer.is_recording:
+        opaque.record_call(
+            *(layer, query, key, _pairs(attn_mask, is_causal), default), position_bias=None, softcap=None, sinks=None
+        )
+    else:
+        opaque.note_default(layer, default)
+    query = scale_query(layer, query, (key, value), default)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
+
+
+def _pairs(mask: Tensor | None, is_causal: bool) -> Given:
+    if mask is None:
+        return Given("none", band=Band(None, 0 if is_causal else None))
+    return Given("pairs", mask[(None,) * (4 - mask.dim())], Band())
