@@ -13,7 +13,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -178,9 +178,11 @@ def without_data() -> Iterator[Callable[[nn.Module], nn.Module]]:
                 hooks.clear()
         return made
 
+    # Compiled code would read the memory of tensors that have none, and crash.
+    eagerly = torch.compiler.set_stance("force_eager") if has_compiled() else nullcontext()
     disabled, logger.disabled = logger.disabled, True  # it logs what the caller is about to catch
     try:
-        with mode, warnings.catch_warnings(action="ignore"):  # made-up inputs say nothing on those of users
+        with mode, eagerly, warnings.catch_warnings(action="ignore"):  # made-up inputs say nothing on those of users
             yield copied
     finally:
         logger.disabled = disabled

@@ -255,3 +255,28 @@ def test_a_trial_leaves_nothing_behind():
     assert not model.layer.seen
     assert not called
     assert model.layer.calls == 0
+
+
+def test_a_trial_runs_no_compiled_code():
+    """It would read the memory of tensors that have none, and crash."""
+
+    class Normed(nn.Module):
+        num_heads = 4
+
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.norm = nn.Linear(32, 96), torch.compile(nn.LayerNorm(32), backend=run)
+
+        def forward(self, x):
+            q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+            return F.scaled_dot_product_attention(q, k, v)
+
+    def run(graph, inputs):
+        return lambda *args: seen.append(args) or graph(*args)
+
+    seen, module = [], Normed()
+    module(torch.randn(2, 5, 32))
+    (seen_before,) = seen
+    with betahook.attach(module) as hook:
+        assert hook.layers[""].head_dim == 8
+    assert seen == [seen_before]
