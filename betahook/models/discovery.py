@@ -137,6 +137,7 @@ def survey(model: nn.Module) -> Survey:
     able = {module for module, verdict in verdicts.items() if verdict.route is not None}
     found: dict[str, AttentionModule] = {}
     refused: dict[str, tuple[nn.Module, Verdict]] = {}
+    holding: dict[str, nn.Module] = {}
     for name, module in named_modules(model):
         verdict = verdicts[module]
         if verdict == NO_ATTENTION:
@@ -144,7 +145,7 @@ def survey(model: nn.Module) -> Survey:
         # Where one contains another, the inner one computes the scores, unless the outer one asks the interface.
         if verdict.route != "interface" and able & ({*module.modules()} - {module}):
             if is_own(type(module)) and (names(type(module)) & ASKED or count_heads(module) is not None):
-                refused[name] = module, HOLDS_ATTENTION
+                holding[name] = module
             continue
         if verdict.route is None:
             refused[name] = module, verdict
@@ -159,6 +160,8 @@ def survey(model: nn.Module) -> Survey:
         else:
             places = shown.places if size == shown.size else None
             found[name] = AttentionModule(module, *size, verdict.route, facts(module), places)
+    hooked = {one.module for one in found.values()}
+    refused |= {name: (module, HOLDS_ATTENTION) for name, module in holding.items() if hooked & {*module.modules()}}
     reached = {part for one in found.values() for part in one.module.modules()}
     not_reached = {
         name or "the model": f"{type(module).__name__}: {verdict.obstacle}"
@@ -208,9 +211,9 @@ def classify(module: nn.Module, names: Callable[[type], frozenset[str]]) -> Verd
         used |= names(type(module.processor))
     if is_own(type(module)):
         used |= names_held(module)
-    # A product or a softmax may be a module of its own, with a scale at most.
-    parts = (names(type(child)) for child in module.children() if not _has_matrix(child))
-    used_below = used.union(*parts)
+    # A product or a softmax may be a module of its own, with a scale at most, and in another one.
+    parts = (part for child in module.children() if not _has_matrix(child) for part in child.modules())
+    used_below = used.union(*(names(type(part)) for part in parts))
     verdicts = (classifier(module, used, used_below) for classifier in CLASSIFIERS)
     return next((verdict for verdict in verdicts if verdict is not None), NO_ATTENTION)
 
@@ -237,6 +240,11 @@ def is_scripted(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verd
     name = module.original_name if isinstance(module, torch.jit.ScriptModule) else ""
     reason = f"torch.jit compiled this {name}, so that its products are out of sight; leave it in Python"
     return Verdict(obstacle=reason) if IN_NAME.search(name) else None
+
+
+def is_called_otherwise(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:
+    """A module with a `__call__` of its own, past its forward: what it computes is a part of what calls it."""
+    return None if type(module).__call__ is nn.Module.__call__ else NO_ATTENTION
 
 
 def asks_interface(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:
@@ -277,5 +285,8 @@ def has_name_only(module: nn.Module, used: Set[str], used_below: Set[str]) -> Ve
     return UNKNOWN_CODE if re.search("(attention|attn)[0-9]*$", type(module).__name__, re.IGNORECASE) else None
 
 
-CLASSIFIERS = (known_otherwise, is_scripted, asks_interface, asks_torch, has_no_name, multiplies, has_name_only)
+CLASSIFIERS = (
+    *(known_otherwise, is_scripted, is_called_otherwise, asks_interface, asks_torch, has_no_name, multiplies),
+    has_name_only,
+)
 """In the order in which they are asked."""

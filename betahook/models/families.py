@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from betahook.models import layouts
 from betahook.models.layouts import Layout, Select, Selections
 
-HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "attention_heads", "heads")
+HEADS = (
+    *("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "attention_heads", "heads"),
+    *("nb_heads", "head_count", "num_attention_heads_per_partition"),
+)
 """Attributes that hold the number of query heads."""
 HEAD_DIM = (
     *("qk_head_dim", "head_dim", "attention_head_size", "attention_head_dim", "key_value_proj_dim", "head_size"),
-    *("key_dim", "dim_head", "d_head", "d_k"),
+    *("key_dim", "dim_head", "d_head", "d_k", "dim_per_head", "hidden_size_per_attention_head"),
 )
 """Attributes that hold d_k."""
 SEPARATE = (

@@ -343,3 +343,91 @@ def test_attention_that_torch_jit_compiled_is_named(compiled):
     seen = survey(nn.Sequential(compiled(LinearAttention()), nn.ReLU(), compiled(nn.ReLU())))
     assert list(seen.not_reached) == ["0"]
     assert "torch.jit compiled this LinearAttention" in seen.not_reached["0"]
+
+
+class ScaledSoftmax(nn.Module):
+    """Takes a softmax, and has nothing else."""
+
+    def forward(self, scores):
+        return scores.softmax(-1)
+
+
+class CoreAttention(nn.Module):
+    """Takes products, with the softmax in a module of its own, as Megatron has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.softmax = ScaledSoftmax()
+
+    def forward(self, q, k, v):
+        return self.softmax(q @ k.mT * 8**-0.5) @ v
+
+
+class HoldsCore(nn.Module):
+    num_attention_heads, head_dim = 4, 8
+
+    def __init__(self):
+        super().__init__()
+        self.core, self.qkv = CoreAttention(), nn.Linear(32, 96)
+
+    def forward(self, x):
+        return self.core(*self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4))
+
+
+def test_a_softmax_in_a_part_of_a_part():
+    survey = discovery.survey(nn.Sequential(HoldsCore()))
+    assert list(survey.found) == ["0"]
+    assert survey.not_reached == {}
+
+
+class Processor(nn.Module):
+    """With weights and an attention of its own, called past its forward, as processors of diffusers are."""
+
+    def __init__(self):
+        super().__init__()
+        self.to_k = nn.Linear(32, 32)
+
+    def __call__(self, attention, x):
+        q, k = (part(x).unflatten(-1, (4, 8)).transpose(1, 2) for part in (attention.to_q, self.to_k))
+        return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+class HasProcessor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads, self.head_dim, self.to_q, self.processor = 4, 8, nn.Linear(32, 32), Processor()
+
+    def forward(self, x):
+        return self.processor(self, x)
+
+
+def test_what_is_called_past_its_forward_belongs_to_its_caller():
+    survey = discovery.survey(nn.Sequential(HasProcessor()))
+    assert list(survey.found) == ["0"]
+    assert survey.not_reached == {}
+
+
+class Unsized(nn.Module):
+    """An attention that nothing tells the size of, as its forward asks for more than a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x, options):
+        q, k, v = self.qkv(x).unflatten(-1, (3, options["heads"], -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class HoldsUnsized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.inner = 4, Unsized()
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, self.inner(x, {"heads": 4}))
+
+
+def test_an_attention_around_one_that_is_not_hooked_is_not_said_to_be_in_its_way():
+    survey = discovery.survey(nn.Sequential(HoldsUnsized()))
+    assert list(survey.not_reached) == ["0.inner"]
