@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from betahook import compat
 from betahook.models import families, layouts, materialise
+from betahook.models.code import is_own
 from betahook.models.labels import Features
 from betahook.models.layouts import Select
 
@@ -151,9 +152,18 @@ def separate(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
     for names in families.SEPARATE:
         query = _projection(module, names[:1], lambda weight: weight.unflatten(0, (heads, -1))[:, :head_dim])
         key = _projection(module, names[1:], lambda weight: weight.unflatten(0, (-1, head_dim)))
-        if query is not None and key is not None:
+        if query is not None and key is not None and _fit(module, query, key, heads, head_dim):
             return query, key
     return None
+
+
+def _fit(module: nn.Module, query: Projection, key: Projection, heads: int, head_dim: int) -> bool:
+    """True if two projections make as many features as the heads have; only known classes gate a query with more."""
+    of_query, of_key = (_rows(projection.module) for projection in (query, key))
+    key_heads, left = divmod(of_key, head_dim)
+    if left or not key_heads or heads % key_heads:
+        return False
+    return of_query == heads * head_dim or not is_own(type(module))
 
 
 def latent(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
@@ -181,13 +191,17 @@ def fused(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
     whole = _projection(module, families.FUSED, layouts.run(0, heads, head_dim))
     if whole is None:
         return None
-    rows = getattr(whole.module, "out_features", None) or matrix(whole.module).shape[0]
-    selections = families.facts(module).fused(module, heads, head_dim, rows)
+    selections = families.facts(module).fused(module, heads, head_dim, _rows(whole.module))
     return None if selections is None else (replace(whole, select=selections[0]), replace(whole, select=selections[1]))
 
 
 STRATEGIES = (torch_attention, separate, latent, cross_attention, fused)
 """In the order in which they are asked."""
+
+
+def _rows(linear: nn.Module) -> int:
+    """The number of features that a linear module makes; what is quantised may be stored in another shape."""
+    return getattr(linear, "out_features", None) or matrix(linear).shape[0]
 
 
 def _projection(module: nn.Module, names: Iterable[str], select: Select) -> Projection | None:

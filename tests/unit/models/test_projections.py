@@ -258,3 +258,24 @@ def test_the_rows_of_a_fused_projection_are_those_that_make_the_scores(family, o
             parameter[projection.select(torch.arange(len(parameter))[:, None]).flatten()] *= 2
         model(ids)
         torch.testing.assert_close(layer.head_statistics.std, 2 * before, rtol=1e-4, atol=1e-6)
+
+
+class TwoScoreMatrices(nn.Module):
+    """Twice as many features of q and k as its heads have, as differential attention has."""
+
+    def __init__(self, queries, keys):
+        super().__init__()
+        self.num_heads, self.head_dim = 4, 8
+        self.q_proj, self.k_proj = nn.Linear(32, queries), nn.Linear(32, keys)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(64, 64), (64, 32), (32, 64), (32, 24), (32, 20)])
+def test_projections_that_do_not_fit_the_heads_are_of_no_known_form(queries, keys):
+    assert projections.locate(TwoScoreMatrices(queries, keys), 4, 8) is None
+
+
+@pytest.mark.parametrize("keys", [8, 16, 32])
+def test_projections_that_fit_the_heads(keys):
+    query, key = projections.locate(TwoScoreMatrices(32, keys), 4, 8)
+    assert query.entries.shape == (4, 8, 32)
+    assert key.entries.shape == (keys // 8, 8, 32)
