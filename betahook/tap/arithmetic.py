@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from betahook.measure.masks import masked_by
-from betahook.tap.situation import Derived, Situation, other
+from betahook.tap.situation import Derived, Situation, other, unless_unread, unread_in
 from betahook.tap.traces import Factor, Operand, Scores, Shift, Trace, Weights, number, same_factor
 
 
@@ -117,8 +117,9 @@ def _sum(situation: Situation, sign: float) -> Derived:
     if isinstance(first, Shift) or isinstance(second, Shift):
         return other(situation)
     if isinstance(first, Operand) and isinstance(second, Operand) and same_factor(first.factor, second.factor):
-        return first._replace(mixed=first.mixed or second.mixed, learned=first.learned and second.learned)
-    return other(situation)
+        mixed, learned = first.mixed or second.mixed, first.learned and second.learned
+        return first._replace(mixed=mixed, learned=learned, unread=first.unread or second.unread)
+    return unless_unread(situation)
 
 
 def _sum_of_scores(situation: Situation, first: Scores, second: Scores) -> Derived:
@@ -147,6 +148,12 @@ def united(first: Scores, second: Scores) -> Scores:
     )
 
 
+def beside_unread(situation: Situation, scores: Scores, *traces: Trace | None) -> Scores | None:
+    """The scores, lost, if they come together with a product that is not understood, which is no bias; else None."""
+    unread = unread_in(traces)
+    return None if unread is None else situation.lose(scores, f"with what {unread} made,")
+
+
 def _biased(situation: Situation, scores: Scores, addend: Any, sign: float) -> Derived:
     trace = situation.trace_of(addend)
     if isinstance(trace, Shift):
@@ -154,6 +161,8 @@ def _biased(situation: Situation, scores: Scores, addend: Any, sign: float) -> D
         if addend.numel() == 1 or addend.shape[-1] == 1:
             return scores._replace(shifted=scores.shifted or addend.numel() > 1)
         return situation.lose(scores, "of what was made of scores") or scores._replace(pure=False)
+    if (lost := beside_unread(situation, scores, trace)) is not None:
+        return lost
     if not isinstance(addend, Tensor) or scores.value is None:
         return scores._replace(pure=False)
     shape = torch.broadcast_shapes(scores.value.shape, addend.shape)

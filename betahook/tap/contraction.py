@@ -153,7 +153,9 @@ def _read_einsum(equation: str, *operands: Any) -> Contraction | None:
         letters = left_axes + right_axes
         output = "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
     fits = all(len(axes) == x.dim() for axes, x in zip((left_axes, right_axes), operands, strict=True))
-    if len(summed) != 1 or not rows or not columns or not fits:
+    # With keys of its own for each query, a query is not a row of a matrix: its axis is one more of the batch.
+    per_query = left_axes[:-1] + "".join(columns) if not rows and len(columns) == 1 else None
+    if len(summed) != 1 or not (rows or output == per_query) or not columns or not fits:
         return None
     left, right = operands
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from betahook import compat
-from betahook.models.labels import Features, Labels, features_of_heads
+from betahook.models.labels import Labels
 from betahook.models.torch_calls import Call
 from betahook.tap import heads
 from betahook.tap.contraction import Axis
@@ -28,10 +28,6 @@ from betahook.tap.traces import Factor, Operand, Product, Scores
 logger = logging.getLogger(__name__)
 ALIKE = 1e-4
 """Relative difference up to which two numbers count as the same, but for rounding."""
-
-
-MadeOf = tuple[Features | None, Features | None]
-"""The features that q and k are made of; None where that does not show."""
 
 
 class Forward:
@@ -59,6 +55,7 @@ class Forward:
         default: the model's own beta at the first softmax.
         fused_only: all attention so far was `F.scaled_dot_product_attention`, as `tap.compiled` takes it.
         made_of: the features that q and k of the first attention are made of, in a forward with labels.
+        unread: a product that is not understood, which came to a softmax alone; None for none.
         without_heads: the line of a product of two matrices, in which several heads have no axis; None for none.
     """
 
@@ -83,7 +80,8 @@ class Forward:
         self.attended: bool | None = None
         self.default: Factor | None = None
         self.fused_only = True
-        self.made_of: MadeOf | None = None
+        self.made_of: heads.MadeOf | None = None
+        self.unread: str | None = None
         self.without_heads: str | None = None
         self.is_settled = self.labels is None and self.shadows is None
         self.traces = Followed(self.strict)
@@ -126,18 +124,6 @@ class Forward:
     def labels_of(self, tensor: Tensor) -> Tensor | None:
         """The labels of a tensor; None where it has none, or no forward needs them any more."""
         return None if self.labels is None else self.labels.get(tensor)
-
-    def features_of(self, query: Tensor, key: Tensor) -> MadeOf | None:
-        """The features that q and k are made of, each None where labels do not show it; None without labels."""
-        if self.labels is None:
-            return None
-        heads, head_dim = self.layer.heads, self.layer.head_dim
-        labelled = self.labels.get(query), self.labels.get(key)
-        one, other = (
-            None if labels is None else features_of_heads(labels, heads, head_dim, len(query) // heads)
-            for labels in labelled
-        )
-        return one, other
 
     def head_axis(
         self, tensor: Tensor, labels: Tensor | None, summed: int | None, shared: Sequence[int], site: Site
@@ -224,6 +210,8 @@ class Forward:
         return reason
 
     def _unseen(self) -> str:
+        if self.without_heads is None and self.unread is not None:
+            return f"its softmax takes what {self.unread} made, a product that is not followed"
         if self.without_heads is None:
             return "no product of q and k was seen to reach its softmax"
         heads = self.layer.heads

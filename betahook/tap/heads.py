@@ -9,11 +9,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from betahook.models.labels import FAR, UNKNOWN, Labels
+from betahook.models.labels import FAR, UNKNOWN, Features, Labels, features_of_heads
 from betahook.tap.contraction import Axis, on_heads
+from betahook.tap.recorder import Recorder
 
 REMEDY = "make q and k [batch, heads, tokens, d_k]"
 """The remedy where the axis of the heads is not found."""
+
+
+MadeOf = tuple[Features | None, Features | None]
+"""The features that q and k are made of, each None where labels do not show it."""
+
+
+def made_of(labels: Labels | None, query: Tensor, key: Tensor, layer: Recorder) -> MadeOf | None:
+    """The features that q and k of a layer are made of; None in a forward without labels."""
+    if labels is None:
+        return None
+    sizes = layer.heads, layer.head_dim, len(query) // layer.heads
+    one, other = (None if own is None else features_of_heads(own, *sizes) for own in map(labels.get, (query, key)))
+    return one, other
 
 
 def put_heads(labels: Labels, scores: Tensor, axis: Axis, heads: int) -> None:

@@ -29,13 +29,32 @@ def multiply(forward: Forward, call: Call) -> Any:
     product = contraction.read(call)
     if product is not None and _may_make_scores(forward, product):
         return _score_product(forward, call, product)
-    output = call.run()
-    with torch.no_grad():
-        forward.traces.note(output, _of_other_product(forward, call))
+    output = follow_other(forward, call, is_read=product is not None and product.has_batch)
     if forward.labels is not None and product is not None and forward.is_learned(product.right):
         made = [place for place, axis in enumerate(product.output_axes) if axis not in product.left_axes]
         forward.labels.put_features(output, made)
     return output
+
+
+def follow_other(forward: Forward, call: Call, *, is_read: bool = False) -> Any:
+    """Run a product that makes no scores, as far as it `is_read`; the first forward notes those that might."""
+    output = call.run()
+    with torch.no_grad():
+        derived = _of_other_product(forward, call)
+        is_first = forward.strict and forward.labels is not None
+        if derived is None and is_first and not is_read and _multiplies_activations(forward, call):
+            derived = Operand(unread=f"{call.name} at {find_line()}")
+        forward.traces.note(output, derived)
+    return output
+
+
+def _multiplies_activations(forward: Forward, call: Call) -> bool:
+    factors = [x for x in call.tensors if x.is_floating_point() and x.dim() > 0]
+    return len(factors) > 1 and not any(forward.is_learned(x) for x in factors)
+
+
+UNREAD = frozenset(["linear", "bilinear", "tensordot", "inner", "vecdot", "linalg_vecdot"])
+"""Further functions that multiply tensors, in none of the forms that make scores."""
 
 
 def _may_make_scores(forward: Forward, product: Contraction) -> bool:
@@ -132,7 +151,7 @@ def _new_product(forward: Forward, product: Contraction) -> Product:
         assured=assured and not forward.is_learned(product.left) and all(maker.assured for maker in makers),
         makers=makers,
         acts=not forward.rehearsal and (not forward.strict or forward.plan.makes_scores.get(site, True)),
-        made_of=forward.features_of(product.left, product.right),
+        made_of=heads.made_of(forward.labels, product.left, product.right, forward.layer),
         settled=forward.strict and forward.plan.is_settled(site, forward.layer.state.steps),
     )
 
@@ -166,5 +185,5 @@ def _head_axis(forward: Forward, product: Contraction, known: Product) -> tuple[
         try:
             product.head_axis(layer.heads, None)
         except UnknownHeadsError as error:
-            known.error = error
+            return None, f"a product at {known.site.line} ({error})"
     return None, f"a product at {known.site.line} whose heads are not told apart from the batch ({heads.REMEDY})"

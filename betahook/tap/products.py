@@ -169,6 +169,8 @@ class ScoreProducts(TorchFunctionMode):
             shadows.prepare(call)
         if (action := ACTIONS.get(name)) is not None:
             output = action(forward, call)
+        elif forward.labels is not None and name in matrices.UNREAD:
+            output = matrices.follow_other(forward, call)
         else:
             output = following.follow(forward, call, handler or other)
         if shadows is not None and (handler is not None or name == "__setitem__"):

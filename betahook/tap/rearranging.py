@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from betahook.tap.arithmetic import united
-from betahook.tap.situation import Derived, Situation, other
+from betahook.tap.arithmetic import beside_unread, united
+from betahook.tap.situation import Derived, Situation, other, unless_unread, unread_in
 from betahook.tap.traces import Operand, Scores, Shift, Weights, same_factor
 
 
@@ -95,7 +95,7 @@ def fill(situation: Situation) -> Derived:
     """Follow a mask that replaces scores."""
     trace = situation.trace_of(situation.call.operands[0])
     if not isinstance(trace, Scores):
-        return trace if not situation.strict else other(situation)
+        return trace if not situation.strict else unless_unread(situation)
     return trace.without(situation.call.operands[1].bool())
 
 
@@ -114,6 +114,8 @@ def linear(situation: Situation, *, heads_stay: bool = True) -> Derived:
     scores = [trace for trace in traces if isinstance(trace, Scores)]
     if not scores or any(isinstance(trace, Shift | Weights) for trace in traces):
         return _linear_in_operands(situation)
+    if (beside := beside_unread(situation, scores[0], *traces)) is not None:
+        return beside
     lost = next((trace for trace in scores if trace.lost is not None), None)
     alone = len(scores) == 1
     # Several may have different factors, which only values can take in.
@@ -153,7 +155,10 @@ def _linear_in_operands(situation: Situation) -> Derived:
     operands = [trace for trace in traces if isinstance(trace, Operand)]
     if len(operands) < len(traces) or not all(same_factor(each.factor, operands[0].factor) for each in operands):
         return other(situation)
-    if not situation.strict or len(operands) == sum(x.is_floating_point() for x in situation.call.tensors):
+    if not situation.strict:
         return operands[0]
+    unread = unread_in(operands)
+    if len(operands) == sum(x.is_floating_point() for x in situation.call.tensors):
+        return operands[0]._replace(unread=unread)
     # What is put beside it, out of a cache say, carries the same.
-    return operands[0]._replace(mixed=any(each.mixed for each in operands), learned=False)
+    return operands[0]._replace(mixed=any(each.mixed for each in operands), learned=False, unread=unread)

@@ -5,7 +5,7 @@ The handlers of `arithmetic`, `rearranging` and `handlers` take a `Situation`; `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -69,3 +69,14 @@ def other(situation: Situation) -> Derived:
     if shifts:
         return shifts[0]
     return Operand(mixed=True) if any(isinstance(trace, Operand) and trace.mixed for trace in traces) else None
+
+
+def unread_in(traces: Iterable[Trace | None]) -> str | None:
+    """The first product among some traces that is not understood."""
+    return next((trace.unread for trace in traces if isinstance(trace, Operand) and trace.unread is not None), None)
+
+
+def unless_unread(situation: Situation) -> Derived:
+    """Derive what `other` does, but follow a product that is not understood."""
+    unread, derived = unread_in(situation.traces), other(situation)
+    return derived if unread is None or derived is not None else Operand(unread=unread)

@@ -26,7 +26,9 @@ def softmax(forward: Forward, call: Call) -> Tensor:
     input = call.operands[0]
     trace = forward.traces.get(input)
     forward.traces.note(output, Weights())
-    forward.plan.mixes |= isinstance(trace, Operand) and trace.mixed
+    if isinstance(trace, Operand):
+        forward.plan.mixes |= trace.mixed
+        forward.unread = forward.unread or trace.unread
     if forward.strict and _may_be_missed(trace):
         forward.refuse(f"its softmax at {find_line()} takes what was made of weights, and may be that of an attention")
     forward.fused_only = False
@@ -47,8 +49,6 @@ def _end(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     layer, total = forward.layer, trace.factor * trace.prescale
     for product in trace.products:
         product.reach()
-        if product.error is not None:
-            raise product.error
     if trace.shifted and dim not in (-1, input.dim() - 1):
         trace = trace.losing(f"a softmax at {find_line()} along another axis than their rows were shifted")
     if forward.strict and isinstance(total, float) and total <= 0:
@@ -107,7 +107,7 @@ def fused(forward: Forward, call: Call) -> Any:
     factors = forward.factors_of(site, query, key)
     default = factors[0] * factors[1] * (query.shape[-1] ** -0.5 if scale is None else scale)
     axis, trouble = _fused_axis(forward, call, kernel, given, site)
-    forward.made_of = forward.made_of or forward.features_of(query, key)
+    forward.made_of = forward.made_of or heads.made_of(forward.labels, query, key, layer)
     is_plain = call.name == "scaled_dot_product_attention" and query.dim() == 4 and query.shape[1] == layer.heads
     is_plain = is_plain and axis in (1, "single")
     forward.fused_only &= is_plain and all(isinstance(factor, float) and factor == 1 for factor in factors)
@@ -144,9 +144,7 @@ def _fused_axis(forward: Forward, call: Call, kernel: Kernel, given: Arguments, 
         return None, f"{call.name} at {site.line} gets {obstacle}"
     if kernel.states_heads(query):
         if sizes[-1] != layer.heads:
-            raise contraction.unknown_heads(sizes, layer.heads)
+            return None, f"{call.name} at {site.line}: {contraction.unknown_heads(sizes, layer.heads)}"
         return len(sizes) - 1, ""
     axis = forward.head_axis(query, forward.labels_of(query), query.dim() - 1, range(len(sizes)), site)
-    if axis is None and layer.heads not in sizes:
-        contraction.axis_by_size(sizes, layer.heads, None)
     return axis, f"its heads are not told apart from the batch at {site.line}: {heads.REMEDY}"

@@ -37,9 +37,8 @@ class Product:
         lost: the operation after which nothing more is known, None for none.
         counts: its gradient is a part of the sensitivity.
         index: its place among the products of the forward.
-        error: what to raise if it reaches a softmax.
         default: the model's own beta by which it is scaled; None for that of the last forward.
-        made_of: the features that its operands are made of, see `Forward.features_of`.
+        made_of: the features that its operands are made of, see `heads.made_of`.
     """
 
     site: Site
@@ -54,7 +53,6 @@ class Product:
     lost: str | None = None
     counts: bool = False
     index: int = 0
-    error: Exception | None = None
     default: Factor | None = None
     made_of: tuple[Features | None, Features | None] | None = None
 
@@ -72,11 +70,13 @@ class Operand(NamedTuple):
         factor: the factor.
         learned: the tensor is a parameter, or a view of one.
         mixed: weighted values went into it.
+        unread: a product of activations in it that is not understood, and so no scores; None for none.
     """
 
     factor: Factor = 1.0
     learned: bool = False
     mixed: bool = False
+    unread: str | None = None
 
 
 class Scores(NamedTuple):

@@ -908,3 +908,78 @@ def test_a_branch_that_is_taken_later_is_refused_then(x, caplog):
         model.train()(x)
         model.eval()(x)
         assert torch.equal(model(x), expected)
+
+
+def beside(product):
+    """Attention that adds what a product of q and k makes to their scores."""
+    return lambda module, q, k, v: ((q @ k.mT + product(module, q, k)) * ROOT).softmax(-1) @ v
+
+
+UNREAD = {
+    "two summed axes": lambda module, q, k: torch.einsum(
+        "bhixd,bhjxd->bhij", *(x.unflatten(-1, (2, -1)) for x in (q, k))
+    ),
+    "three operands": lambda module, q, k: torch.einsum("bhid,bhjd,bhi->bhij", q, k, q.mean(-1)),
+    "tensordot": lambda module, q, k: torch.tensordot(q, k[0, 0], ([3], [1])),
+    "inner": lambda module, q, k: torch.inner(q, k[0, 0]),
+    "linear": lambda module, q, k: F.linear(q, k[0, 0]),
+    "matrix": lambda module, q, k: q @ k[0, 0].T,
+    "vecdot": lambda module, q, k: torch.linalg.vecdot(q[:, :, :, None], k[:, :, None]),
+    "behind a bias": lambda module, q, k: F.dropout(module.temperature + torch.inner(q, k[0, 0]), 0.0).masked_fill(
+        MASKED, 0
+    ),
+    "stacked": lambda module, q, k: torch.stack([F.linear(a, k[0, 0]) for a in q]),
+}
+
+
+@pytest.mark.parametrize("way", UNREAD)
+def test_a_product_that_is_not_understood_is_no_bias(x, way):
+    model = make(beside(UNREAD[way]))
+    expected = model(x)
+    with betahook.attach(model, controller="monitor") as hook:
+        assert torch.equal(model(x), expected)
+        assert "its scores come to add with what " in hook.layers["1"].refusal
+
+
+def test_scores_put_beside_a_product_that_is_not_understood_are_left_alone(x):
+    def mix(module, q, k, v):
+        scores = torch.cat([q @ k.mT, torch.inner(q, k[0, 0])], -1)
+        return (scores * ROOT).softmax(-1) @ torch.cat([v, v], 2)
+
+    with betahook.attach(make(mix), controller="monitor") as hook:
+        hook.model(x)
+        assert "its scores come to cat with what inner at " in hook.layers["1"].refusal
+
+
+def test_only_a_product_that_is_not_understood(x):
+    with betahook.attach(make(lambda module, q, k, v: torch.inner(q, k[0, 0]).softmax(-1) @ v)) as hook:
+        hook.model(x)
+        assert hook.layers["1"].refusal.startswith("its softmax takes what inner at ")
+
+
+KEYS_OF_EACH_QUERY = {
+    "heads": "bhid,bhijd->bhij",
+    "heads behind the queries": "bihd,bijhd->bihj",
+}
+
+
+@pytest.mark.parametrize("equation", KEYS_OF_EACH_QUERY.values(), ids=KEYS_OF_EACH_QUERY)
+def test_keys_of_each_query(x, equation):
+    """As those that a memory finds, put beside the common ones."""
+
+    def mix(module, q, k, v):
+        own = k[:, :, None].roll(1, 3).expand(-1, -1, LENGTH, -1, -1)
+        if equation == KEYS_OF_EACH_QUERY["heads"]:
+            scores = torch.einsum(equation, q, own)
+        else:
+            scores = torch.einsum(equation, q.transpose(1, 2), own.permute(0, 2, 3, 1, 4)).transpose(1, 2)
+        return (torch.cat([q @ k.mT, scores], -1) * ROOT).softmax(-1) @ torch.cat([v, v], 2)
+
+    model = make(mix)
+    check_doubled(make(mix), x)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        model(x).sum().backward()
+        found = hook.layers["1"].statistics
+        scores = raw_scores(model, x)
+    assert found.count == 2 * scores.numel()
+    assert found.std == pytest.approx(scores.var((0, 2, 3), correction=0).mean().sqrt().item(), rel=1e-5)
