@@ -36,6 +36,17 @@ def test_each_form_is_compared(example, monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out.count("1.250   1.000   1.500") == 2
 
 
+def test_compiled_steps_are_compared_in_turn(example, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(type(module).__name__))
+    monkeypatch.setattr(example, "SMALL", {"monitor": {"controller": "monitor"}})
+    ours, unhooked = (example.Bench(example.GPT(16, 8, True), 1, 8) for _ in range(2))
+    found = example.compare_compiled(ours, unhooked, rounds=2)
+    assert compiled == ["GPT", "GPT"]
+    assert found["monitor"]["low"] <= found["monitor"]["median"] <= found["monitor"]["high"]
+    betahook.attach(ours.model).detach()  # it can be hooked again
+
+
 def test_a_width_of_no_whole_head_is_refused(example, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         example.main(["--width", "12", "--output", str(tmp_path)])

@@ -538,8 +538,8 @@ FAULTS = [
     Fault("betahook/models/discovery.py", " and stated(module)[0] in (None, shown.size[0])", "", TRIAL),
     Fault(
         "betahook/models/discovery.py",
-        " or count_heads(module) is not None):\n                refused",
-        "):\n                refused",
+        " or count_heads(module) is not None):\n                holding",
+        "):\n                holding",
     ),
     Fault("betahook/models/projections.py", "return not (normed or added)", "return not normed"),
     Fault(
