@@ -17,7 +17,7 @@ from torch import Tensor
 from betahook.checkpoint.migrations import MIGRATIONS
 from betahook.control.base import Controller, defaults, is_json, options, written
 from betahook.measure import components, statistics, weights
-from betahook.state import LARGEST_BETA, SMALLEST_BETA, State, forget_after, is_beta
+from betahook.state import LARGEST_BETA, SMALLEST_BETA, State, forget_after, forget_refused, is_beta
 
 VERSION = 3
 ROWS = {
@@ -220,6 +220,7 @@ def restore(state: State, given: dict[str, Any]) -> None:
         for entry in given["controllers"]
     ]
     forget_after(state, state.steps)
+    forget_refused(state)
 
 
 def _check_layers(layers: dict[Any, Any]) -> None:

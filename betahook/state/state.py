@@ -283,6 +283,14 @@ def release_refused(state: State) -> None:
         state.beta[slice(*heads)] = torch.nan
 
 
+def forget_refused(state: State) -> None:
+    """Forget what was measured of the layers that are left alone, and give them the model's own beta."""
+    for place in state.ranges:
+        if state.refusal(place) is not None:
+            _forget(state, place)
+    release_refused(state)
+
+
 def forget_after(state: State, step: int) -> None:
     """Forget warnings and alerts about steps after the restored one."""
     forgotten = state.nonfinite_since > step

@@ -42,6 +42,14 @@ class ByHandAttention(Block):
         return torch.softmax(logits, -1) @ v
 
 
+class LengthDependent(Block):
+    """Sorts the scores of more than 6 tokens, which is not followed."""
+
+    def mix(self, q, k, v):
+        scores = q @ k.mT / math.sqrt(self.head_dim)
+        return (torch.sort(scores, -1).values if scores.shape[-1] > 6 else scores).softmax(-1) @ v
+
+
 def make(kind):
     """An attention of a kind behind a projection, with weights that make its scores spread."""
     torch.manual_seed(1)

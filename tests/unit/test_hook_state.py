@@ -3,8 +3,10 @@
 import copy
 
 import pytest
+import torch
 
 import betahook
+from support.attention import LengthDependent, make
 from support.models import build, inputs
 from support.training import LAYER, train
 
@@ -60,3 +62,22 @@ def test_a_state_in_the_middle_of_a_step_has_its_sensitivity():
     with betahook.attach(model, controller=betahook.Gradient()) as again:
         again.load_state_dict(state)
         assert train(model, again, 5) == expected
+
+
+def test_a_layer_that_is_left_alone_takes_no_beta_from_a_state():
+    model, short, long = make(LengthDependent), torch.randn(2, 4, 32), torch.randn(2, 8, 32)
+    expected = model(short)
+    with betahook.attach(model, "monitor") as hook:
+        model(short).sum().backward()
+        hook.step()
+        hook.layers["1"].beta = 2.0
+        state = hook.state_dict()
+    with betahook.attach(model, "monitor") as hook:
+        model(long).sum().backward()
+        hook.step()
+        layer = hook.layers["1"]
+        assert "sort" in layer.refusal
+        hook.load_state_dict(state)
+        assert layer.beta == layer.beta_default
+        assert layer.statistics.count == 0
+        assert torch.equal(model(short), expected)
