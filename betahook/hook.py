@@ -63,7 +63,8 @@ def attach(
         per_head: one beta for each head instead of one for each layer.
         interval: measure the scores of each layer once in so many steps, the layers in turn, and pool the sums at least
             as often; 1 does both in every step. All are measured in the first step and in every one of a controller's
-            opening; the sensitivity always is. Default 10, or 1 where `Cap` or `Alerts(max_logit=...)` is used.
+            opening; the sensitivity always is. Default 10, or 1 for what goes by the scores of every step: `Variance`,
+            `Cap`, `Clip` and `Alerts(max_logit=...)`.
         when: "training" measures forwards in training mode that run with gradients, frozen layers included; "always"
             also those in evaluation mode and under `torch.no_grad`, such as the generation of a GRPO step.
         exact_max_logit: measure the largest logit of all pairs instead of 32 query rows of a sequence, adding
@@ -98,6 +99,7 @@ def check_options(**given: Any) -> dict[str, Any]:
     bound.apply_defaults()
     every = {name: value for name, value in bound.arguments.items() if name != "model"}
     options.resolve(**{name: value for name, value in every.items() if name != "layers"})
+    options.predicate(every["layers"])
     return every
 
 

@@ -127,7 +127,7 @@ def _named(given: object) -> str:
 
 def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
     """Survey the attention modules of a model; of those that betahook can attach to, return only the chosen ones."""
-    name, is_chosen = type(model).__name__, _predicate(choice)
+    name, is_chosen = type(model).__name__, predicate(choice)
     seen = survey(model)
     if not seen.found:
         reasons = "; ".join(f"{path}, {reason}" for path, reason in list(seen.not_reached.items())[:3])
@@ -147,8 +147,12 @@ def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
     return replace(seen, found=chosen)
 
 
-def _predicate(choice: LayerChoice | None) -> Callable[[str, nn.Module], bool]:
-    """Return a choice of layers as a function of name and module."""
+def predicate(choice: LayerChoice | None) -> Callable[[str, nn.Module], bool]:
+    """Return a choice of layers as a function of name and module.
+
+    Raises:
+        TypeError: it is no such choice.
+    """
     if callable(choice):
         return choice
     patterns = ["*"] if choice is None else [choice] if isinstance(choice, str) else choice

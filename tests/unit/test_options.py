@@ -234,4 +234,5 @@ def test_options_of_callbacks_are_those_of_attach():
     with betahook.attach(model, **every) as hook:
         assert hook.settings.interval == 3
     assert refused(ValueError, check_options, interval=0).startswith("interval must be a whole number")
+    assert refused(TypeError, check_options, layers=3).startswith("layers must be a glob, a list of globs or a")
     assert "unexpected keyword argument 'contoller'" in refused(TypeError, check_options, contoller="monitor")
