@@ -226,8 +226,8 @@ class Hook:
 
         Args:
             scaler: the scaler of the loss in float16 training, after its `update()`. The sensitivities are divided by
-                its scale; where it skipped the optimizer step, on all ranks alike, beta stays too. It is read back to
-                the host, as it does itself in every step.
+                its scale; where it skipped the optimizer step, on all ranks alike, beta stays too, unless the loss is
+                not finite and a controller goes by it. It is read back to the host, as it does itself in every step.
             loss: what controllers judged by it minimise, by default the mean `loss` of the model's outputs.
 
         Raises:

@@ -79,8 +79,9 @@ class Decades(Controller):
 
     The paper's second algorithm inside one training run. A side ends where a trial has a higher loss than the one
     before it; then half a decade above and below the best is tried, a quarter, and so on. Each of these stages tries
-    its middle again, since meanwhile training went on. A loss that is NaN or infinite is worse than any number. At the
-    end the best beta stands, until the loss drifts: then the search begins again around it.
+    its middle again, since meanwhile training went on. A loss that is NaN or infinite is worse than any number. A step
+    that float16 training skipped is no batch of a trial, but where its loss is not finite. At the end the best beta
+    stands, until the loss drifts: then the search begins again around it.
 
     The paper trains anew for every trial. Here one training goes on through them, which has two consequences: trials
     at bad betas leave their mark on the weights, and while the loss falls by itself, a later trial has the better one.
@@ -135,7 +136,12 @@ class Decades(Controller):
         after = after.having(trial.phase == Phase.UNSEEN, phase=Phase.CENTRE)
         offset = torch.where(after.phase == Phase.SIDES, after.side * after.reach * after.step, 0)
         wanted = torch.where(self._searches(after), after.centre + offset, after.best)
-        return limit_increase(10**wanted, beta, observation.overflow, observation), asdict(after)
+        moved, memory = limit_increase(10**wanted, beta, observation.overflow, observation), asdict(after)
+        if observation.batches > 0:
+            return moved, memory
+        # A skipped step is no batch, but where the loss itself is not finite: such a beta would never get one.
+        failed = ~observation.loss().isfinite()
+        return torch.where(failed, moved, beta), {x: torch.where(failed, memory[x], state[x]) for x in memory}
 
     def is_in_transition(self, state: Memory) -> bool:
         return bool(state) and bool((state["phase"] != Phase.HOLD).any())

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,6 +51,28 @@ def test_a_trial_lasts_a_window_and_is_judged_by_its_mean():
     losses = iter([0.0, 5, 1, 3, 2, 9, 9])  # the first is of no trial
     path, _ = search(lambda x: next(losses), [Decades(window=2)], steps=7)
     assert path == approx([0, 0, 0, 1, 1, -1, -1])  # means 3, 2.5 and 9
+
+
+@pytest.mark.parametrize("loss", [0.0, 1e9, NAN, math.inf])
+@pytest.mark.parametrize("skipped", [0, 1, 3])
+def test_a_skipped_step_is_no_batch_unless_its_loss_is_not_finite(skipped, loss):
+    """A beta with which float16 overflows in every step would otherwise be tried for ever."""
+
+    def path(losses):
+        beta, memories, found = torch.ones(1, dtype=torch.float64), [{}], []
+        for batches, loss in losses:
+            seen = replace(observe(loss=loss), batches=batches)
+            beta, memories = apply([Decades(window=2)], beta, seen, memories)
+            found.append(beta.item())
+        return found
+
+    losses = [(1, float(loss)) for loss in (7, 5, 1, 3, 2, 9, 9)]
+    if math.isfinite(loss):
+        expected = path(losses)
+        expected.insert(skipped, [1.0, *expected][skipped])
+    else:
+        expected = path([*losses[:skipped], (1, loss), *losses[skipped:]])
+    assert path([*losses[:skipped], (0, loss), *losses[skipped:]]) == expected
 
 
 def test_noise_below_what_a_step_changes_is_none():
