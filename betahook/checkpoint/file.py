@@ -22,12 +22,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from betahook.checkpoint import fingerprint, schema
+from betahook.control.memory import SEPARATOR
 
 FILE = "betahook.safetensors"
 """Name of the file in a checkpoint folder."""
 HEADER = "betahook"
-SEPARATOR = "/"
-"""Between the keys on the way to a tensor, in its name."""
 FINGERPRINT = f"fingerprint{SEPARATOR}"
 """Before the name of a parameter, in that of its entry of the fingerprint."""
 

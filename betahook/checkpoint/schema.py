@@ -16,6 +16,7 @@ from torch import Tensor
 
 from betahook.checkpoint.migrations import MIGRATIONS
 from betahook.control.base import Controller, defaults, is_json, options, written
+from betahook.control.memory import DTYPES, is_of_kind
 from betahook.measure import components, statistics, weights
 from betahook.state import LARGEST_BETA, SMALLEST_BETA, State, forget_after, forget_refused, is_beta
 
@@ -203,6 +204,10 @@ def _memory(controller: Controller, given: dict[str, Tensor], beta: Tensor) -> d
         raise ValueError(f"the state is damaged: the memory of {name} is not that of {', '.join(start)}")
     for key, value in memory.items():
         _check_shape(f"{key} of {name}", value, start[key].shape)
+        if not is_of_kind(value, start[key]):
+            raise ValueError(
+                f"the state is damaged: {key} of {name} should be of {start[key].dtype}, got {value.dtype}"
+            )
     return {key: memory[key] for key in start if memory}
 
 
@@ -259,7 +264,7 @@ def _check_controller(index: int, entry: object) -> None:
     for name, value in memory.items():
         if not isinstance(value, Tensor) or value.dim() != 1:
             raise ValueError(f"the state is damaged: {name} of controller {index} should be a tensor of one dimension")
-        _check_dtype(f"{name} of controller {index}", value)
+        _check_dtype(f"{name} of controller {index}", value, DTYPES)
 
 
 def _in_order(name: str, values: Tensor, rows: object, expected: Sequence[str]) -> Tensor:
@@ -288,8 +293,9 @@ def _check_shape(name: str, value: Tensor, shape: Sequence[int]) -> None:
         )
 
 
-def _check_dtype(name: str, value: Tensor) -> None:
-    allowed = (torch.int64,) if name in (*COUNTS, *BY_LAYER) else (torch.float32, torch.float64)
+def _check_dtype(name: str, value: Tensor, allowed: Sequence[torch.dtype] | None = None) -> None:
+    whole = name in (*COUNTS, *BY_LAYER)
+    allowed = allowed or ((torch.int64,) if whole else (torch.float32, torch.float64))
     if value.dtype not in allowed:
         raise ValueError(
             f"the state is damaged: {name} should be of {' or '.join(map(str, allowed))}, got {value.dtype}"

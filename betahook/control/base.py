@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from betahook.control.memory import check_started, check_updated
 from betahook.control.notes import Note
 from betahook.measure.statistics import Statistics
 
@@ -84,6 +85,8 @@ class Controller(ABC):
 
     def start(self, beta: Tensor) -> Memory:
         """Make the memory for the first update, tensors `[units]` under every name that `update` returns.
+
+        A checkpoint holds float32, float64, int64 and bool, under names without a `/`.
 
         Args:
             beta: `[units]`, in the dtype and on the device that `update` gets it.
@@ -170,8 +173,8 @@ def apply(
         Beta, in its dtype, and the new memories.
 
     Raises:
-        TypeError: a controller returned something else than beta and memory.
-        ValueError: an update returned a memory with other names than `start`.
+        TypeError: a controller returned something else than beta and memory, or a memory that no checkpoint holds.
+        ValueError: an update returned a memory with other names than `start`, or a name is none for a checkpoint.
     """
     measured = observation.statistics.finite & (observation.statistics.count > 0)
     known = observation.beta_default < torch.inf  # not NaN either; `isfinite` is four operations
@@ -200,6 +203,7 @@ def _started(controller: Controller, beta: Tensor) -> Memory:
         raise TypeError(
             f"start() of {controller} must return a dictionary of tensors, {{}} for no memory; got {memory!r}"
         )
+    check_started(controller, memory, beta)
     return memory
 
 
@@ -220,6 +224,7 @@ def _checked(controller: Controller, answer: object, beta: Tensor, before: Memor
             f"update() of {controller} made the memory {sorted(made)}, but start() {sorted(before)}; start() must "
             "return every name of the memory"
         )
+    check_updated(controller, made, before)
     return proposed, made
 
 

@@ -18,7 +18,7 @@ from betahook.integrations.trainer import BetaHookCallback
 from betahook.measure.statistics import ROW
 from support.models import build
 from support.trainer import make_trainer
-from support.training import train
+from support.training import LAYER, train
 
 VERSION_2 = Path(__file__).parent / "version-2"
 """What version 0.1 saved in the middle of the sixth step of a tiny Llama, and what it reported then."""
@@ -128,6 +128,35 @@ def test_other_options_are_refused_by_name(controller, message):
         with pytest.raises(ValueError, match=message):
             hook.load_state_dict(state)
         assert repr(hook.state_dict()) == before
+
+
+@dataclass(frozen=True)
+class Counting(betahook.Controller):
+    """Remembers in whole numbers and in booleans."""
+
+    def start(self, beta):
+        return {"count": torch.zeros_like(beta, dtype=torch.long), "even": torch.ones_like(beta, dtype=torch.bool)}
+
+    def update(self, beta, observation, state):
+        return beta * torch.where(state["even"], 1.1, 0.8), {"count": state["count"] + 1, "even": ~state["even"]}
+
+
+def test_memories_that_are_not_of_floats(tmp_path):
+    model = build("llama")
+    with betahook.attach(model, Counting(), interval=1) as hook:
+        train(model, hook, 3)
+        checkpoint.save(hook, tmp_path)
+        state, beta = hook.state_dict(), hook.layers[LAYER].beta
+    with betahook.attach(model, Counting(), interval=1) as hook:
+        checkpoint.load(hook, tmp_path)
+        assert repr(hook.state_dict()) == repr(state)
+        train(model, hook, 1)
+        assert hook.layers[LAYER].beta == pytest.approx(0.8 * beta)
+        (memory,) = (entry["state"] for entry in hook.state_dict()["controllers"])
+        assert memory["count"].tolist() == [4, 4]
+        state["controllers"][0]["state"]["even"] = torch.zeros(2, dtype=torch.int64)
+        with pytest.raises(ValueError, match=r"even of Counting should be of torch.bool, got torch.int64"):
+            hook.load_state_dict(state)
 
 
 def test_an_option_that_no_json_holds_is_damage():

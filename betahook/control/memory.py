@@ -1,0 +1,62 @@
+"""Checks of what controllers remember: what no checkpoint could hold is refused in the first step, and not when loaded.
+
+`betahook.control.base.apply` calls them. They look at shapes and dtypes only, and read no value back to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool)
+"""Dtypes of the tensors of a memory."""
+SEPARATOR = "/"
+"""Between the names on the way to a tensor in a checkpoint."""
+
+
+def check_started(owner: object, memory: Mapping[str, Tensor], beta: Tensor) -> None:
+    """Check the memory that a controller begins with.
+
+    Raises:
+        ValueError: a name is none that a checkpoint can hold.
+        TypeError: a tensor is not `[units]`, or of another dtype.
+    """
+    for name, value in memory.items():
+        if not isinstance(name, str) or not name or SEPARATOR in name:
+            raise ValueError(
+                f"start() of {owner} made a memory called {name!r}; expected a name without a {SEPARATOR}, which "
+                "stands between names in a checkpoint. Rename it"
+            )
+        if value.shape != beta.shape or value.dtype not in DTYPES:
+            raise TypeError(
+                f"start() of {owner} made the memory {name!r} {_described(value)}; expected the shape of beta, "
+                f"{list(beta.shape)}, and {', '.join(map(str, DTYPES[:-1]))} or {DTYPES[-1]}. torch.zeros_like(beta) "
+                "makes one"
+            )
+
+
+def check_updated(owner: object, memory: Mapping[str, object], before: Mapping[str, Tensor]) -> None:
+    """Check the memory that an update returned, of the names of before.
+
+    Raises:
+        TypeError: a tensor is of another shape or kind than before.
+    """
+    for name, value in memory.items():
+        like = before[name]
+        if not isinstance(value, Tensor) or value.shape != like.shape or not is_of_kind(value, like):
+            raise TypeError(
+                f"update() of {owner} made the memory {name!r} {_described(value)}; expected {_described(like)}, as it "
+                "got. Return the shape and dtype that start() makes"
+            )
+
+
+def is_of_kind(value: Tensor, like: Tensor) -> bool:
+    """Tell if a tensor of a memory is of the dtype of another, or both are floats."""
+    return value.dtype == like.dtype or {value.dtype, like.dtype} <= {torch.float32, torch.float64}
+
+
+def _described(value: object) -> str:
+    """Describe in a message what may be a tensor."""
+    return f"a {value.dtype} tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
