@@ -15,7 +15,7 @@ from betahook.measure.groups import LayerSize
 from betahook.measure.statistics import Statistics
 from betahook.models.discovery import AttentionModule
 from betahook.models.projections import KNOWN_FORMS, Pair
-from betahook.state import LARGEST_BETA, SMALLEST_BETA, HeadRange, State, is_beta
+from betahook.state import LARGEST_BETA, SMALLEST_BETA, HeadRange, State, is_beta, refusal_anywhere
 
 
 class AttentionLayer:
@@ -150,8 +150,8 @@ class AttentionLayer:
 
     @property
     def refusal(self) -> str | None:
-        """The reason why betahook leaves the layer alone, in words; None if it does not."""
-        return self._state.refusal(self._place)
+        """The reason why betahook leaves the layer alone, here or on any rank; None if it does not."""
+        return refusal_anywhere(self._state, self._place)
 
     @property
     def remarks(self) -> list[str]:

@@ -105,8 +105,8 @@ def is_distributed() -> bool:
 
 
 def all_reduce(
-    table: Tensor, window: Tensor, moments: Tensor, beta_default: Tensor, age: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    table: Tensor, window: Tensor, moments: Tensor, beta_default: Tensor, age: Tensor, alone: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Pool everything over all ranks, of which there are several, in one collective, to the same bits on all.
 
     The maxima travel as one slot per rank inside the sum, which saves a second collective.
@@ -117,6 +117,7 @@ def all_reduce(
         moments: see `measure.components`.
         beta_default: `[heads]`; NaN for a layer that this rank has not used yet, it is then taken from the others.
         age: whole numbers `[heads]`, 0 or more, of which the largest is returned.
+        alone: boolean `[heads]`, returned true where it is on any rank.
     """
     distributed = torch.distributed
     world, rank = distributed.get_world_size(), distributed.get_rank()
@@ -124,15 +125,17 @@ def all_reduce(
     maxima = table.new_zeros(world, len(MAXIMA) + 1, table.shape[1])
     maxima[rank] = torch.cat([own, age[None].to(table)])
     known = ~beta_default.isnan()
-    default = torch.stack([beta_default.nan_to_num(), known]).to(table)
+    default = torch.stack([beta_default.nan_to_num(), known, alone]).to(table)
     by_head = torch.cat([sums, window, maxima.flatten(0, 1), default])
     packed = torch.cat([by_head.flatten(), moments.flatten()])
     distributed.all_reduce(packed)
     by_head, moments = packed[: by_head.numel()].view_as(by_head), packed[by_head.numel() :].view_as(moments)
-    sums, window, maxima, (default, users) = by_head.split([len(SUMS), len(window), len(maxima.flatten(0, 1)), 2])
+    sums, window, maxima, (default, users, leaving) = by_head.split(
+        [len(SUMS), len(window), len(maxima.flatten(0, 1)), 3]
+    )
     largest = maxima.unflatten(0, (world, -1)).amax(0)
     table, age = torch.cat([sums, largest[:-1]]), largest[-1].to(age)
-    return table, window, moments, (default / users).to(beta_default), age
+    return table, window, moments, (default / users).to(beta_default), age, leaving > 0
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from betahook.state.state import (
     forget_refused,
     gain_of,
     is_beta,
+    refusal_anywhere,
     release_refused,
     writing_to,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "gain_of",
     "head_ranges",
     "is_beta",
+    "refusal_anywhere",
     "release_refused",
     "writing_to",
 ]

@@ -26,6 +26,9 @@ from betahook.state.ranges import HeadRange, head_ranges
 SMALLEST_BETA, LARGEST_BETA = 1e-10, 1e10
 """Any beta outside of these is a mistake: the scaled query would vanish or overflow in half precision."""
 
+ELSEWHERE = "as another rank leaves it alone, whose log says why"
+"""Reason to leave a layer alone that this rank could follow."""
+
 
 @dataclass
 class LayerTensors:
@@ -81,6 +84,8 @@ class State:
         seen, recorded, has_loss: True once attention has passed the tap, was measured, and a training loss recorded.
         has_broken_graphs: True if what was compiled leaves out attention that the compiler can take by now.
         refused: the layers left alone, by their heads, with the reason.
+        alone: boolean `[heads]`, those that this rank leaves alone, or at the last pooling any rank.
+        may_refuse, knows_refusals: True if a layer may be left alone, and while `refused` says all that `alone` does.
         waiting, pending: calls that are not in the table yet, and steps that are not in the window: see `settle`.
     """
 
@@ -130,6 +135,7 @@ class State:
         self.warned_of_missing_steps = self.exact_max_logit = self.paused = False
         self.seen = self.recorded = self.has_loss = self.has_broken_graphs = False
         self.refused: dict[tuple[int, int], str] = {}
+        self.alone, self.may_refuse, self.knows_refusals = self.beta > 0, True, True  # none: beta is NaN
         self.waiting = Together()
         self.pending: list[Step] = []
         self.parts = _parts(self)
@@ -189,12 +195,13 @@ class State:
     def refuse(self, place: HeadRange, reason: str) -> None:
         """Leave a layer alone from now on, and forget what was measured of it."""
         self.refused[place.heads.start, place.heads.stop], self.seen = reason, True
+        self.alone[place.heads] = True
         self.settle()
         _forget(self, place)
         release_refused(self)
 
     def refusal(self, place: HeadRange) -> str | None:
-        """Return the reason why a layer is left alone, None if it is not."""
+        """Return the reason why this rank leaves a layer alone, None if it does not."""
         return self.refused.get((place.heads.start, place.heads.stop))
 
     def gain(self, heads: slice, default: float | Tensor | None = None) -> Tensor:
@@ -277,10 +284,24 @@ def _forget(state: State, place: HeadRange) -> None:
     state.factors.drop(place.layer)
 
 
+def refusal_anywhere(state: State, place: HeadRange) -> str | None:
+    """Return the reason why a layer is left alone here or, as of the last pooling, on any rank; None if it is not.
+
+    From then on it is left alone here too. The first call after a pooling of several ranks reads the device back.
+    """
+    if not state.knows_refusals:
+        alone = state.alone.tolist()
+        for each in state.ranges:
+            if alone[each.heads.start] and state.refusal(each) is None:
+                state.refuse(each, ELSEWHERE)
+        state.knows_refusals = True
+    return state.refusal(place)
+
+
 def release_refused(state: State) -> None:
     """Give the layers that are left alone the model's own beta."""
-    for heads in state.refused:
-        state.beta[slice(*heads)] = torch.nan
+    if state.refused or not state.knows_refusals:
+        state.beta.masked_fill_(state.alone, torch.nan)
 
 
 def forget_refused(state: State) -> None:

@@ -111,16 +111,18 @@ class WeightScaling:
         """Check each layer once, on the input of the last forward.
 
         Powers of 4, whose square roots are exact, go into the weights and out of beta: the output must stay. A layer
-        that was not used yet is checked when it is, and all of them wait for a step with such an input.
+        that was not used yet is checked when it is, and all of them wait for a step with such an input. Ranks ask one
+        another, so each must come to all questions: beta and what is left alone are those of all ranks since pooling.
         """
         self._unchecked = [layer for layer in self._unchecked if layer.refusal is None]
         layers = [layer for layer in self._unchecked if layer.beta_default == layer.beta_default]
         if not (layers and self._on_any_rank(hook.last_call.input is not None)):
             return
-        for layer in layers:
-            del self._found[layer]  # of before the first forward, which may have shown other rows of W_q and W_k
-            with _refusing(layer):
-                self._find(layer).check()
+        with self._raising_together():
+            for layer in layers:
+                del self._found[layer]  # of before the first forward, which may have shown other rows of W_q and W_k
+                with _refusing(layer):
+                    self._find(layer).check()
         with rerun.without_side_effects(hook):
             if self._differs(hook, layers):
                 wrong = [layer for layer in layers if not self._settle(hook, layer)]
@@ -143,7 +145,7 @@ class WeightScaling:
 
     def _settle(self, hook: Hooked, layer: AttentionLayer) -> bool:
         """Take the first weights of a layer that do what beta does; False if none do."""
-        for choice in range(len(self._found[layer][1])):
+        for choice in range(-self._largest(-len(self._found[layer][1]))):
             self._choice[layer] = choice
             if not self._differs(hook, [layer]):
                 return True
@@ -169,13 +171,27 @@ class WeightScaling:
             differs = not bool((rerun.distances(actual, expected) <= limits).all())
         return self._on_any_rank(differs)
 
+    @contextmanager
+    def _raising_together(self) -> Iterator[None]:
+        """Let all ranks raise where one finds weights that take no factor."""
+        error: UnsupportedModelError | None = None
+        try:
+            yield
+        except UnsupportedModelError as found:
+            error = found
+        if self._on_any_rank(error is not None):
+            raise error or UnsupportedModelError("cannot clip on another rank, whose error says why")
+
     def _on_any_rank(self, here: bool) -> bool:
+        return self._largest(int(here)) > 0
+
+    def _largest(self, here: int) -> int:
+        """Return the largest number of all ranks."""
         if not statistics.is_distributed():
             return here
-        device = next(iter(self._heads)).current_gain.device
-        flag = torch.tensor(float(here), device=device)
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-        return bool(flag)
+        number = torch.tensor(float(here), device=next(iter(self._heads)).current_gain.device)
+        torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
+        return int(number)
 
 
 @contextmanager

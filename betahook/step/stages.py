@@ -91,12 +91,26 @@ def pool(state: State, *, skipped: bool = False) -> Tensor:
         own = torch.where(state.factors.own.isnan(), state.beta_default, state.factors.own)
         since = state.nonfinite_since
         age = torch.where(since > 0, state.steps + 2 - since, 0)
-        table, summed, moments, pooled, age = statistics.all_reduce(table, summed, moments, own, age)
+        table, summed, moments, pooled, age, alone = statistics.all_reduce(
+            table, summed, moments, own, age, state.alone
+        )
         state.beta_default.copy_(pooled)
         since.copy_(torch.where(age > 0, state.steps + 2 - age, 0))  # that of the rank that saw it first
+        if state.may_refuse:
+            _leave_alone(state, table, summed, alone)
     state.recent, state.recent_moments, measured = state.latest(table, moments)
     torch.div(*summed, out=state.recent[statistics.ROW["sensitivity"]])  # NaN where none was finite
     return measured
+
+
+def _leave_alone(state: State, table: Tensor, summed: Tensor, alone: Tensor) -> None:
+    """Take heads that any rank leaves alone for not measured on all, in pooled sums; nobody reads back which."""
+    state.alone, state.knows_refusals = alone, False
+    for sums in (table[statistics.ROW["pairs"]], summed, state.recent):
+        sums.masked_fill_(alone, 0)
+    by_component = alone.repeat_interleave(state.widths, output_size=state.recent_moments.shape[1])
+    state.recent_moments.masked_fill_(by_component, 0)
+    release_refused(state)
 
 
 @torch.inference_mode(False)  # its tensors could not be written to outside of it

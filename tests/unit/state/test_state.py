@@ -28,7 +28,7 @@ def test_everything_follows_the_model():
         found += [part for part in parts if isinstance(part, torch.Tensor)]
     found += [state.factors.own, *state.factors.probes, state.factors.probes[0].grad, state.memories[0]["total"]]
     assert {x.device.type for x in found} == {"meta"}
-    assert len(found) == 13 + 5 + 5 + 1 + 2 + 2
+    assert len(found) == 14 + 5 + 5 + 1 + 2 + 2
     assert all(probe.is_leaf and probe.requires_grad for probe in state.factors.probes)
 
 
@@ -39,7 +39,7 @@ def test_a_device_without_float64_gets_none(monkeypatch):
     recorder.follow(torch.device("meta"))
     tensors = [value for value in vars(state).values() if isinstance(value, torch.Tensor)]
     dtypes = {x.dtype for x in [*tensors, state.parts[0].table, state.memories[0]["total"]]}
-    assert dtypes == {torch.float32, torch.int64}
+    assert dtypes == {torch.float32, torch.int64, torch.bool}
 
 
 def test_the_own_beta_is_that_of_the_last_call_where_numbers_and_tensors_take_turns():
