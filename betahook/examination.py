@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from betahook import compat
 from betahook.hook import Hook, attach, hooks_of
+from betahook.models import materialise
 from betahook.options import LayerChoice
 from betahook.replay import rerun
 from betahook.report import precision
@@ -61,7 +63,8 @@ def examine(
         print(betahook.examine(model, batches))
 
     Memory does not grow with the number of batches. Afterwards the model, its modes and the state of the random
-    generators are as before.
+    generators are as before. One process of several may examine its model alone, by its own batches; where weights are
+    in shards, all must call, and have the statistics of the batches of all.
 
     Args:
         model: any model that `attach` takes, not hooked.
@@ -90,6 +93,7 @@ def examine_hooked(hook: Hook, batches: Iterable[Mapping[str, Any] | Tensor]) ->
     if isinstance(batches, Mapping | Tensor):
         raise TypeError(f"examine() takes an iterable of batches; got one {type(batches).__name__}: put it into a list")
     count = 0
+    hook._state.is_local = not any(map(_is_in_shards, hook.model.parameters()))
     with rerun.evaluating(hook.model), rerun.random_state_kept(hook):
         for batch in batches:
             _call(hook.model, batch)
@@ -101,6 +105,11 @@ def examine_hooked(hook: Hook, batches: Iterable[Mapping[str, Any] | Tensor]) ->
     heads = hook.head_metrics()
     metrics = {key: value for key, value in hook.metrics().items() if not key.startswith("sensitivity/")}
     return Examination(count, hook.findings(), metrics, heads, audit, tuple(precision.judge(heads)))
+
+
+def _is_in_shards(parameter: Tensor) -> bool:
+    """Tell if a forward needs other processes for a parameter."""
+    return materialise.is_sharded(parameter) or compat.is_flattened(parameter) or compat.is_zero3(parameter)
 
 
 def _call(model: nn.Module, batch: Mapping[str, Any] | Tensor) -> None:

@@ -85,6 +85,7 @@ class State:
         has_broken_graphs: True if what was compiled leaves out attention that the compiler can take by now.
         refused: the layers left alone, by their heads, with the reason.
         alone: boolean `[heads]`, those that this rank leaves alone, or at the last pooling any rank.
+        is_local: True if nothing is pooled over ranks, as this one measures alone.
         may_refuse, knows_refusals: True if a layer may be left alone, and while `refused` says all that `alone` does.
         waiting, pending: calls that are not in the table yet, and steps that are not in the window: see `settle`.
     """
@@ -133,7 +134,7 @@ class State:
         self.warned_of_nonfinite = self.warned_of_unreached = False
         self.asked: set[str] = set()
         self.warned_of_missing_steps = self.exact_max_logit = self.paused = False
-        self.seen = self.recorded = self.has_loss = self.has_broken_graphs = False
+        self.seen = self.recorded = self.has_loss = self.has_broken_graphs = self.is_local = False
         self.refused: dict[tuple[int, int], str] = {}
         self.alone, self.may_refuse, self.knows_refusals = self.beta > 0, True, True  # none: beta is NaN
         self.waiting = Together()
@@ -282,6 +283,11 @@ def _forget(state: State, place: HeadRange) -> None:
     for sums in (state.moments, state.recent_moments):
         sums[:, place.components] = 0
     state.factors.drop(place.layer)
+
+
+def is_pooled(state: State) -> bool:
+    """Return True if sums are added up over several ranks."""
+    return statistics.is_distributed() and not state.is_local
 
 
 def refusal_anywhere(state: State, place: HeadRange) -> str | None:

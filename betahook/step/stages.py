@@ -18,7 +18,7 @@ from betahook.control.base import DECADES, Controller, Observation
 from betahook.control.notes import Note, joined, pooled
 from betahook.layer import Layers
 from betahook.measure import statistics
-from betahook.state import State, pending, release_refused
+from betahook.state import State, is_pooled, pending, release_refused
 from betahook.step import training_loss
 from betahook.step.loss_scale import LossScale
 from betahook.tap import interface
@@ -31,7 +31,7 @@ def check_seen(state: State, layers: Layers) -> None:
     if state.steps > 0:
         return
     # A rank may be idle in the first step; alone, it is a sign that the tap is passed by.
-    if not (state.seen or statistics.is_distributed()):
+    if not (state.seen or is_pooled(state)):
         bypassed = f". If it did not, {interface.UNKNOWN}" if layers.use_interface else ""
         raise RuntimeError(
             "step() before any attention of the hooked layers was seen: no forward has come to them. Run one of "
@@ -87,7 +87,7 @@ def pool(state: State, *, skipped: bool = False) -> Tensor:
     table, summed, moments = state.table, state.window, state.moments
     if skipped:  # tells all ranks that the step was skipped on one
         summed.fill_(torch.nan)
-    if statistics.is_distributed():
+    if is_pooled(state):
         own = torch.where(state.factors.own.isnan(), state.beta_default, state.factors.own)
         since = state.nonfinite_since
         age = torch.where(since > 0, state.steps + 2 - since, 0)
@@ -121,7 +121,7 @@ def refreshed(state: State) -> State:
     For metrics, which one rank may ask for alone.
     """
     state.settle()
-    if state.batches > 0 and not statistics.is_distributed():
+    if state.batches > 0 and not is_pooled(state):
         pool(state)
     return state
 

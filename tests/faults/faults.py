@@ -57,6 +57,7 @@ ROWS = ("tests/unit/measure/test_rows.py",)
 TOGETHER = ("tests/unit/measure/test_together.py",)
 SCORES = ("tests/unit/measure/test_scores.py",)
 ALONE = ("tests/distributed/test_left_alone.py",)
+EXAMINED = ("tests/distributed/test_examination.py",)
 
 
 def of_trainer(test: str, file: str = "test_trainer.py") -> tuple[str]:
@@ -666,6 +667,8 @@ FAULTS = [
     Fault("betahook/state/state.py", "if state.refused or not state.knows_refusals:", "if state.refused:", ALONE),
     Fault("betahook/state/state.py", "state.refuse(each, ELSEWHERE)", "pass", ALONE),
     Fault("betahook/step/clipping.py", "if self._on_any_rank(error is not None):", "if error is not None:", ALONE),
+    Fault("betahook/examination.py", "= not any(map(_is_in_shards, hook.model.parameters()))", "= False", EXAMINED),
+    Fault("betahook/examination.py", "materialise.is_sharded(parameter) or ", "", EXAMINED),
     Fault("integrations/reports.py", "if self._step != self._hook.steps:", "if True:"),
     Fault("integrations/reports.py", "if logs is not None and is_training(logs):", "if logs is not None:"),
     Fault("integrations/reports.py", "        self._undo.close()\n", ""),
