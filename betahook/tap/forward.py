@@ -202,7 +202,8 @@ class Forward:
     def _verdict(self) -> str | None:
         self.plan.checked |= self.shadows is not None
         self.plan.axes[self.form] = self.axes
-        reason = self._refusal or self.plan.learn(self.products, self.layer.state.steps)
+        # What a rehearsal shows, the steps before a resume did: so the first step after it computes as they.
+        reason = self._refusal or self.plan.learn(self.products, self.layer.state.steps - self.rehearsal)
         if reason is None and self.attended is False:
             return self._unseen()
         if reason is None and self.attended is None and self.products:

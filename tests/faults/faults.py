@@ -669,6 +669,7 @@ FAULTS = [
     Fault("betahook/step/clipping.py", "if self._on_any_rank(error is not None):", "if error is not None:", ALONE),
     Fault("betahook/examination.py", "= not any(map(_is_in_shards, hook.model.parameters()))", "= False", EXAMINED),
     Fault("betahook/examination.py", "materialise.is_sharded(parameter) or ", "", EXAMINED),
+    Fault("betahook/tap/forward.py", "self.layer.state.steps - self.rehearsal", "self.layer.state.steps", SETTLED),
     Fault("integrations/reports.py", "if self._step != self._hook.steps:", "if True:"),
     Fault("integrations/reports.py", "if logs is not None and is_training(logs):", "if logs is not None:"),
     Fault("integrations/reports.py", "        self._undo.close()\n", ""),

@@ -7,7 +7,7 @@ import torch
 import torch.utils.checkpoint
 
 import betahook
-from support.attention import Block, ByHandAttention, FusedAttention, make
+from support.attention import LENGTH, WIDTH, Block, ByHandAttention, FusedAttention, make
 from support.models import derivative
 
 
@@ -147,3 +147,29 @@ def test_attention_over_values_of_attention(x):
     first = (beta * q @ k.mT).softmax(-1) @ v
     expected = ((beta * first @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_resumed_run_has_the_same_bits_in_half_precision(checkpointed):
+    """The factor on the query rounds in another way before a product is known to make scores."""
+
+    def steps(model, hook, first, last):
+        for step in range(first, last):
+            torch.manual_seed(step)
+            x = torch.randn(3, LENGTH, WIDTH).bfloat16()
+            y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+            y.square().mean().backward()
+            hook.step()
+            model.zero_grad()
+        (entry,) = hook.state_dict()["controllers"]
+        return torch.stack([hook.state_dict()["beta"].mean(), *(value.mean() for value in entry["state"].values())])
+
+    model = make(ByHandAttention).bfloat16()
+    with betahook.attach(model, betahook.Gradient(0.1)) as hook:
+        steps(model, hook, 0, 3)
+        state = hook.state_dict()
+        expected = steps(model, hook, 3, 6)
+    with betahook.attach(model, betahook.Gradient(0.1)) as hook:
+        hook.load_state_dict(state)
+        assert torch.equal(steps(model, hook, 3, 6), expected)
+        assert hook.layers["1"].beta != pytest.approx(hook.layers["1"].beta_default, rel=0.01)
