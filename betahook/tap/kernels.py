@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -172,16 +172,37 @@ KERNELS = {
 }
 """Name of a kernel to its signature."""
 
-_shown: dict[tuple[int, str], tuple[int, Any]] = {}
-"""Places of the kernels that were replaced, to how many hooks need that, and the kernel."""
+_SHOWN = "_betahook_shown"
+"""Attribute of the function in place of a kernel that holds its `_Shown`."""
+
+
+@dataclass
+class _Shown:
+    """A kernel that was replaced, which its replacement holds: nothing else outlives the namespace that it is in.
+
+    Attributes:
+        namespace, name: its place.
+        kernel: the kernel.
+        users: how many hooks need that it is replaced.
+    """
+
+    namespace: dict[str, Any]
+    name: str
+    kernel: Any
+    users: int = 0
+
+    def release(self) -> None:
+        """Put the kernel back with the last hook that needs its replacement, if that is still there."""
+        self.users -= 1
+        if self.users == 0 and getattr(self.namespace.get(self.name), _SHOWN, None) is self:
+            self.namespace[self.name] = self.kernel
 
 
 def connect(layers: Iterable[Recorder], undo: ExitStack) -> None:
     """Let the tap see the kernels that the code of some layers calls by name, until `undo` is closed."""
     found = (place for layer in layers for place in _places(layer))
     for namespace, name in {(id(namespace), name): (namespace, name) for namespace, name in found}.values():
-        _show(namespace, name)
-        undo.callback(_hide, namespace, name)
+        undo.callback(_show(namespace, name).release)
 
 
 def _places(layer: Recorder) -> Iterator[tuple[dict[str, Any], str]]:
@@ -205,11 +226,20 @@ def _is_kernel(value: Any) -> bool:
     return kernel is not None and name != "scaled_dot_product_attention" and package.startswith(kernel.package)
 
 
-def _show(namespace: dict[str, Any], name: str) -> None:
-    users, kernel = _shown.get((id(namespace), name), (0, namespace[name]))
-    _shown[id(namespace), name] = users + 1, kernel
-    if users:
-        return
+def _show(namespace: dict[str, Any], name: str) -> _Shown:
+    """Replace a kernel in a namespace, if it is not yet, for one hook more."""
+    kernel = namespace[name]
+    shown = getattr(kernel, _SHOWN, None)
+    if shown is None or shown.namespace is not namespace:  # a replacement may have been imported from another one
+        shown = _Shown(namespace, name, kernel)
+        namespace[name] = _visible(kernel)
+        setattr(namespace[name], _SHOWN, shown)
+    shown.users += 1
+    return cast(_Shown, shown)
+
+
+def _visible(kernel: Any) -> Callable[..., Any]:
+    """A function that does what a kernel does, and shows itself to function modes."""
 
     @functools.wraps(kernel)
     def visible(*args: Any, **kwargs: Any) -> Any:
@@ -218,12 +248,4 @@ def _show(namespace: dict[str, Any], name: str) -> None:
             return handle_torch_function(visible, tensors, *args, **kwargs)
         return kernel(*args, **kwargs)
 
-    namespace[name] = visible
-
-
-def _hide(namespace: dict[str, Any], name: str) -> None:
-    users, kernel = _shown.pop((id(namespace), name))
-    if users > 1:
-        _shown[id(namespace), name] = users - 1, kernel
-    else:
-        namespace[name] = kernel
+    return visible

@@ -468,7 +468,9 @@ FAULTS = [
         'controller=controller or "default"',
     ),
     Fault("betahook/tap/kernels.py", "Band(last - left - 1 if", "Band(last - left if"),
-    Fault("betahook/tap/kernels.py", "if users > 1:", "if users > 2:"),
+    Fault("betahook/tap/kernels.py", "if self.users == 0 and", "if"),
+    Fault("betahook/tap/kernels.py", "and getattr(self.namespace.get(self.name), _SHOWN, None) is self:", ":"),
+    Fault("betahook/tap/kernels.py", " or shown.namespace is not namespace", ""),
     # models, state, checkpoint
     Fault("betahook/models/trial.py", "rows % self.tokens == 0 and", "", TRIAL),
     Fault("betahook/models/trial.py", "watch.found is None or watch.found.size is not None", "True", TRIAL),

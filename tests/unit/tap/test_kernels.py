@@ -1,8 +1,11 @@
 """Kernels that an attention calls by name: flex attention itself, and stand-ins with the signatures of the others."""
 
+import functools
+import gc
 import itertools
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -179,10 +182,57 @@ def test_two_hooks_need_a_kernel():
     hooks = [betahook.attach(model) for model in (first, second)]
     assert flash_attn_func.__wrapped__.__module__ == "flash_attn.flash_attn_interface"
     hooks[0].detach()
+    assert hasattr(flash_attn_func, "__wrapped__")
     second(torch.randn(BATCH, LENGTH, WIDTH))
     assert hooks[1].layers[""].beta_default == 0.5
     hooks[1].detach()
     assert not hasattr(flash_attn_func, "__wrapped__")
+
+
+class Held(Block):
+    """Its kernel is an attribute of the module."""
+
+    def __init__(self, attend):
+        super().__init__()
+        self.attend = attend
+
+    def mix(self, q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return self.attend(q, k, v, softmax_scale=0.5, causal=True).transpose(1, 2)
+
+
+def test_hooks_that_are_dropped_without_detach_leave_nothing_to_later_ones():
+    for _ in range(20):  # some get the addresses of earlier ones
+        model = Held(flash_attn_func)
+        betahook.attach(model)
+        assert model.attend is not flash_attn_func
+        gone = weakref.ref(model.attend)
+        del model
+        gc.collect()
+        assert gone() is None
+
+
+def test_a_kernel_that_was_imported_from_where_a_hook_is_at_work_is_measured_too():
+    first, second = Held(flash_attn_func), Held(flash_attn_func)
+    hooks = [betahook.attach(first)]
+    second.attend = imported = first.attend
+    hooks.append(betahook.attach(second))
+    hooks[0].detach()
+    assert first.attend is not imported
+    second(torch.randn(BATCH, LENGTH, WIDTH)).sum().backward()
+    assert hooks[1].layers[""].statistics.count > 0
+    hooks[1].detach()
+    assert second.attend is imported
+
+
+def test_a_kernel_that_was_replaced_meanwhile_stays_replaced():
+    model = Held(flash_attn_func)
+    hook = betahook.attach(model)
+    model.attend = replacement = functools.wraps(flash_attn_func)(
+        lambda *args, **kwargs: flash_attn_func(*args, **kwargs)
+    )
+    hook.detach()
+    assert model.attend is replacement
 
 
 @pytest.mark.parametrize(
