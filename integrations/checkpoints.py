@@ -49,7 +49,7 @@ def set_unfinished_aside(run: Path) -> None:
     if not any(checkpoint.is_begun(folder) or not any(folder.iterdir()) for folder in folders):
         return  # of a run without betahook nothing is known
     for folder in itertools.takewhile(lambda folder: not _is_whole(folder), folders):
-        names = (f"unfinished-{folder.name}.{number}" for number in itertools.count(1))
+        names = (f"{checkpoint.UNFINISHED}{folder.name}.{number}" for number in itertools.count(1))
         aside = next(run / name for name in names if not (run / name).exists())
         folder.rename(aside)
         logger.warning(

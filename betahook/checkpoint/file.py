@@ -26,6 +26,8 @@ from betahook.control.memory import SEPARATOR
 
 FILE = "betahook.safetensors"
 """Name of the file in a checkpoint folder."""
+UNFINISHED = "unfinished-"
+"""Before the name of a checkpoint folder that was not finished, where betahook has set it aside."""
 HEADER = "betahook"
 FINGERPRINT = f"fingerprint{SEPARATOR}"
 """Before the name of a parameter, in that of its entry of the fingerprint."""

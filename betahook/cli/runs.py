@@ -32,14 +32,14 @@ class Run:
         picture: the last picture of TensorBoard, a PNG; None without one.
         words: the last findings in words, as Markdown; empty without any.
         states: step to the state of the hook in a checkpoint, in order.
-        newest: the folder of the last of them; None without any.
+        folders: step to the folder of that checkpoint.
     """
 
     scalars: dict[str, Points] = field(default_factory=dict)
     picture: bytes | None = None
     words: str = ""
     states: dict[int, dict[str, Any]] = field(default_factory=dict)
-    newest: Path | None = None
+    folders: dict[int, Path] = field(default_factory=dict)
 
     def curve(self, *tags: str) -> Points:
         """Return the first of several tags that is there."""
@@ -94,11 +94,10 @@ def _read_events(root: Path, run: Run) -> None:
 
 def _read_checkpoints(root: Path, run: Run) -> None:
     here = root / checkpoint.FILE
-    for folder in [root] if here.is_file() else [file.parent for file in root.glob(f"*/{checkpoint.FILE}")]:
+    below = [file.parent for file in root.glob(f"*/{checkpoint.FILE}")]
+    for folder in [root] if here.is_file() else [x for x in below if not x.name.startswith(checkpoint.UNFINISHED)]:
         state = checkpoint.read(folder)
-        run.states[state["steps"]] = state
-        if state["steps"] == max(run.states):
-            run.newest = folder
+        run.states[state["steps"]], run.folders[state["steps"]] = state, folder
     run.states = dict(sorted(run.states.items()))
     logs = root.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{compat.trainer_state_name()}")
     files = [file for file in (*logs, root / compat.trainer_state_name()) if file.is_file()]
@@ -126,17 +125,18 @@ def _tag(name: str) -> str:
 
 
 def judge(run: Run) -> tuple[Findings, Audit] | None:
-    """Judge the newest checkpoint by its state alone.
+    """Judge the newest checkpoint that has a whole config, by its state alone.
 
-    None without one, where its config is not that of the hooked model, or where nothing was measured.
+    None without one, where the config is not that of the hooked model, or where nothing was measured.
     """
-    if run.newest is None or models.obstacle(str(run.newest)) is not None:
+    usable = (step for step in reversed(run.states) if models.obstacle(str(run.folders[step])) is None)
+    if (step := next(usable, None)) is None:
         return None
-    state = run.states[max(run.states)]
+    state, folder = run.states[step], str(run.folders[step])
     names, per_head = state["layers"], state["options"]["per_head"]
     chosen: dict[str, Any] = {"layers": lambda name, module: name in names, "per_head": per_head}
     try:
-        model = models.without_weights(str(run.newest))
+        model = models.without_weights(folder)
         with checkpoint.unmarked(model), betahook.attach(model, controller="monitor", **chosen) as hook:
             hook.load_state_dict({**state, "controllers": hook.state_dict()["controllers"]})
             return hook.findings(), hook.audit()

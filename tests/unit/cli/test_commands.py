@@ -262,6 +262,23 @@ def test_report_of_a_run_that_was_killed_in_its_last_save(run, tmp_path):
     assert any(re.match("training: .* at step 2, .* at 2", text) for text in shown.texts)  # of checkpoint-3
 
 
+@pytest.mark.parametrize("aside", [True, False])
+def test_report_judges_the_newest_whole_checkpoint(run, tmp_path, aside):
+    """Of a run that was killed before the config of its last one was written."""
+    page, folder = tmp_path / "one.html", tmp_path / "run"
+    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("events.*"))
+    unfinished = folder / "checkpoint-6"
+    for name in ("config.json", "trainer_state.json"):
+        (unfinished / name).unlink()
+    if aside:
+        make_trainer(folder, BetaHookCallback(), save_strategy="steps", save_steps=3)
+        assert not unfinished.exists()
+    assert main(["report", str(folder), "--html", str(page)]) == 0
+    shown = Page(page)
+    assert f"Beta after {3 if aside else 6} steps" in shown.texts
+    assert any(re.match("Step 3: of 2 layers", text) for text in shown.texts)
+
+
 def test_report_of_a_checkpoint_that_measured_nothing(tmp_path):
     page, model = tmp_path / "one.html", build("llama").eval()
     with betahook.attach(model) as hook:
