@@ -1,4 +1,4 @@
-"""Places at which the query of a layer may take a factor: its norms and its projection.
+"""Places at which the query of a layer may take a factor: its norms, its projection and a bias of its own.
 
 Logits are linear in the query, so a factor on beta is the same factor on the last learned, linear thing that the query
 passes. Names do not tell which that is, so `verification` tries every place. Only `keep` uses this file; it refuses
@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from betahook.layer import AttentionLayer
-from betahook.models.families import ADDED_QUERY_NORMS, QUERY_NORMS
+from betahook.models.families import ADDED_QUERY_NORMS, QUERY_BIASES, QUERY_NORMS
 from betahook.models.projections import Projection, added_queries
-from betahook.models.scaling import Norm, Scaling, learned_norm, of_linear
+from betahook.models.scaling import Norm, Rows, Scaling, Weight, learned_norm, of_linear
 
 
 def find_places(layer: AttentionLayer) -> Iterator[Scaling]:
@@ -29,13 +30,27 @@ def find_places(layer: AttentionLayer) -> Iterator[Scaling]:
         yield Scaling(weights)
         yield Scaling([replace(weight, offset=float(weight.name == "weight")) for weight in weights])
     if projections := _query_projections(layer):
-        yield Scaling([weight for projection in projections for weight in of_linear(projection, 1.0)])
+        weights = [weight for projection in projections for weight in of_linear(projection, 1.0)]
+        if biases := _query_biases(layer):
+            yield Scaling([*weights, *biases])
+        yield Scaling(weights)
 
 
 def carriers(layer: AttentionLayer) -> list[Tensor]:
     """The tensors of a layer that a factor may go into."""
     of_norms = [tensor for norms in query_norms(layer) for norm in norms for tensor in norm.tensors]
     return of_norms + [projection.stored for projection in _query_projections(layer)]
+
+
+def _query_biases(layer: AttentionLayer) -> list[Weight]:
+    """The biases that may be the query's, though no projection has them."""
+    size, found = layer.heads * layer.head_dim, []
+    for name in QUERY_BIASES:
+        bias = getattr(layer.module, name, None)
+        if isinstance(bias, nn.Parameter) and bias.shape[-1:] == (size,) and bias.numel() == size:
+            rows = Rows.of(torch.arange(size, device="cpu").view(layer.heads, -1), 1.0, size)
+            found.append(Weight(layer.module, name, rows, axis=bias.dim() - 1))
+    return found
 
 
 def _query_projections(layer: AttentionLayer) -> list[Projection]:

@@ -44,6 +44,8 @@ KEY_NORMS = ("k_norm", "k_layernorm", "k_b_norm", "key_layernorm", "key_norm", "
 """Attributes that hold the norm of the key, in the same order."""
 ADDED_QUERIES, ADDED_QUERY_NORMS = ("add_q_proj",), ("norm_added_q",)
 """Attributes that hold the same for a second sequence, which is put behind the first: joint attention of diffusers."""
+QUERY_BIASES = ("q_bias",)
+"""Parameters of the attention itself that are the bias of its query, as in BEiT: its `qkv` has none."""
 QUERY_CLIPS = ("clip_qkv",)
 """Attributes that bound the entries of q: an input that stays within the bounds would hide them."""
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
 
@@ -38,6 +39,41 @@ def test_the_rows_of_q_may_lie_apart(family, per_head):
         assert (adapted - before).abs().max() > 1e-3
         betahook.fold(model)
     torch.testing.assert_close(model(ids).logits, adapted, rtol=1e-5, atol=1e-5)
+
+
+class BiasApart(nn.Module):
+    """As in BEiT."""
+
+    def __init__(self, shape, use=1.0):
+        super().__init__()
+        self.num_heads, self.use = 4, use
+        self.qkv, self.proj = nn.Linear(32, 96, bias=False), nn.Linear(32, 32)
+        self.q_bias, self.v_bias = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(32))
+
+    def forward(self, x):
+        bias = torch.cat([self.use * self.q_bias.flatten(), torch.zeros_like(self.v_bias), self.v_bias])
+        q, k, v = F.linear(x, self.qkv.weight, bias).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        return self.proj(
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2) + (1 - self.use) * self.q_bias
+        )
+
+
+@pytest.mark.parametrize(("shape", "use"), [((32,), 1.0), ((1, 1, 32), 1.0), ((32,), 0.0)])
+@pytest.mark.parametrize("per_head", [False, True])
+@torch.no_grad()
+def test_a_bias_of_the_query_may_be_a_parameter_of_its_own(shape, use, per_head):
+    """And may have the name without being one."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(BiasApart(shape, use)), torch.randn(2, 9, 32)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        before = model(x)
+        move(hook, per_head)
+        adapted = model(x)
+        bias = model[0].q_bias.clone()
+        betahook.fold(model)
+    assert (adapted - before).abs().max() > 1e-3
+    torch.testing.assert_close(model(x), adapted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(model[0].q_bias, bias) == (use == 0)
 
 
 class AddsOne(nn.LayerNorm):
