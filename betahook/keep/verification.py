@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def _check_layers(plan: Plan) -> tuple[dict[AttentionLayer, Scaling], list[Tenso
             output = forward(*args, **kwargs)
             candidates = exact.get(layer, plan.places[layer])  # those left of an earlier call in the same forward
             with rerun.random_state_kept(plan.hook):
-                exact[layer] = _check_layer(plan, layer, candidates, _again(forward, args, kwargs))
+                exact[layer] = _check_layer(plan, layer, candidates, _again(plan, forward, args, kwargs))
             precision = max(precision, rerun.precision([output, _parameters(exact[layer][0])]))
             return output
 
@@ -122,12 +122,17 @@ def _run_model(plan: Plan) -> list[Tensor]:
         raise plan.error(f"{reason} ({type(error).__name__}: {error})") from error
 
 
-def _again(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """A forward on the same arguments, which can be called again and again."""
+def _again(plan: Plan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """A forward on the same arguments and random numbers, which can be called again and again."""
     # A cache that the model makes by itself is full by now.
     again = [None if hasattr(value, "get_seq_length") else value for value in args]
     options = {name: None if hasattr(value, "get_seq_length") else value for name, value in kwargs.items()}
-    return partial(forward, *again, **options)
+
+    def run() -> Any:
+        with rerun.random_state_kept(plan.hook):  # some drop out in evaluation, too
+            return forward(*again, **options)
+
+    return run
 
 
 def _check_layer(plan: Plan, layer: AttentionLayer, places: list[Scaling], run: Callable[[], Any]) -> list[Scaling]:
@@ -138,15 +143,25 @@ def _check_layer(plan: Plan, layer: AttentionLayer, places: list[Scaling], run: 
         raise plan.error(f"it does not run twice on one input ({error})", layer) from error
     if exact:
         return exact
+    if _is_random(plan, layer, run):
+        reason = "its output is another one each time, though it is in evaluation mode; make that deterministic"
+        raise plan.error(reason, layer)
     if _has_effect(plan, layer, run):
         reason = (
             "its output is not that of a scaled query projection or norm. Probably a norm without a weight comes "
-            "between, or the query is used outside the scores too, as in some relative position biases: attach without "
-            "it, layers=..."
+            "between, the query has a bias apart from its projection, or it is used outside the scores too, as in some "
+            "relative position biases. Exclude the layer with attach(layers=...)"
         )
         raise plan.error(reason, layer)
     reason = "its output on the input of the last forward does not depend on beta; run one where it does"
     raise plan.error(reason, layer)
+
+
+def _is_random(plan: Plan, layer: AttentionLayer, run: Callable[[], Any]) -> bool:
+    """Tell if the output differs by more than rounding without a change: it draws numbers that are not torch's."""
+    with layer.acting(torch.ones_like(plan.gains[layer])):
+        one, other = run(), run()
+    return _distance(plan, one, other) > max(1e-5, rerun.precision(one)) * _pooled(plan, rerun.norm(one))
 
 
 def _has_effect(plan: Plan, layer: AttentionLayer, run: Callable[[], Any]) -> bool:

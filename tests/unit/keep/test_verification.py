@@ -1,11 +1,13 @@
 """The check on the last input: what is exact passes, rounding included, and everything else leaves no trace."""
 
 import copy
+import random
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 
@@ -369,6 +371,30 @@ def test_a_model_that_draws_random_numbers_in_evaluation_folds():
         state = torch.get_rng_state()
         betahook.fold(model)
         assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_layer_that_drops_out_in_evaluation_folds_if_torch_draws(own):
+    generator = random.Random(0)
+
+    class Dropping(FusedAttention):
+        def mix(self, q, k, v):
+            if own:
+                v = v * (1 + generator.random())
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+
+    model, x = Dropping(), torch.randn(3, LENGTH, WIDTH)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        move(hook, per_head=True)
+        if own:
+            with pytest.raises(betahook.FoldError, match="its output is another one each time, though it is in eval"):
+                betahook.fold(model)
+            return
+        with torch.random.fork_rng():
+            expected = model(x)
+        betahook.fold(model)
+        torch.testing.assert_close(model(x), expected)
 
 
 def test_a_model_that_writes_to_its_input_folds():
