@@ -1,7 +1,7 @@
 """`attach` and the `Hook` it returns, which ties the rooms together.
 
-Discovery, tap, state and controllers are made elsewhere; nothing here computes. The stages of a step are in
-`betahook.step.stages`.
+Discovery, tap, state and controllers are made elsewhere, and so are the stages of a step, in `betahook.step.stages`:
+this file says in which order, and hands out the results.
 """
 
 from __future__ import annotations

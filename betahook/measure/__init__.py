@@ -1,1 +1,4 @@
-"""Statistics of attention: pure functions of tensors, without N x N matrices and without reading the device back."""
+"""Statistics of attention without N x N matrices: functions of tensors, and what waits for other calls to be measured.
+
+Only `correlations`, for the audit, reads the device back.
+"""

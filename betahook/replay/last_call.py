@@ -1,4 +1,4 @@
-"""The last call of a hooked model, on which `fold` checks itself.
+"""The last call of a hooked model, which `fold`, `Clip` and the audit run again.
 
 `Hook` makes one; nothing here runs the model.
 """
