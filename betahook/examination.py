@@ -78,9 +78,9 @@ def examine(
     """
     if isinstance(model, nn.Module) and hooks_of(model):
         raise RuntimeError(
-            f"examine() takes a model without a hook, but this {type(model).__name__} is hooked already: its own "
-            "hook.findings() says how its attention does. betahook.fold(model) makes it plain with its beta, "
-            "betahook.detach(model) without"
+            f"examine() takes a model without a hook, but this {type(model).__name__} is hooked already: "
+            "call findings() on its hook, or remove the hook: betahook.fold(model) keeps beta, "
+            "betahook.detach(model) drops it"
         )
     with ExitStack() as undo:
         hook = undo.enter_context(attach(model, controller="monitor", layers=layers, when="always"))

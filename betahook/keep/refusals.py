@@ -58,7 +58,7 @@ class Plan:
 
     @cached_property
     def adapters(self) -> str | None:
-        """Says that the model has adapters, and what to do, if it has."""
+        """Why adapters must be merged first, and how; None without any."""
         adapters = (name for name, module in self.hook.model.named_modules() if compat.is_adapter(module))
         if (name := next(adapters, None)) is None:
             return None
@@ -180,7 +180,7 @@ def beta_is_unknown(plan: Plan, layer: AttentionLayer) -> str | None:
 def query_is_clipped(plan: Plan, layer: AttentionLayer) -> str | None:
     """The query meets bounds that the folded one would meet elsewhere."""
     clips = any(getattr(layer.module, name, None) is not None for name in QUERY_CLIPS)
-    return "it clips q, k and v after the projection. Attach without it, layers=..." if clips else None
+    return "it clips q, k and v after the projection. Exclude the layer with attach(layers=...)" if clips else None
 
 
 def norm_is_shared_by_heads(plan: Plan, layer: AttentionLayer) -> str | None:
@@ -225,8 +225,8 @@ def weight_is_quantised(plan: Plan, layer: AttentionLayer) -> str | None:
 def weight_is_shared(plan: Plan, layer: AttentionLayer) -> str | None:
     """A weight with another user has one value for both."""
     shared = any(plan.users[id(parameter)] > 1 for parameter in _parameters(plan, layer))
-    reason = "another module shares its query weight, which cannot hold two factors. Attach without it, layers=..."
-    return reason if shared else None
+    reason = "another module shares its query weight, which cannot hold two factors"
+    return f"{reason}. Exclude the layer with attach(layers=...)" if shared else None
 
 
 def memory_is_shared(plan: Plan, layer: AttentionLayer) -> str | None:

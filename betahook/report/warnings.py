@@ -31,7 +31,7 @@ def find_unreached(state: State, layers: Layers, model: nn.Module) -> dict[str, 
 
 
 def warn_of_missing_steps(state: State, asked: str) -> None:
-    """Log a warning if one is asked again for what only `step` brings, and no step was ever taken, unless one was."""
+    """Warn once when `asked` is called a second time although `step` never was."""
     if state.steps > 0 or not state.recorded or state.warned_of_missing_steps:
         return
     if asked in state.asked:
@@ -50,7 +50,7 @@ def warn_of_unreached(state: State, unreached: Mapping[str, str]) -> None:
         return
     state.warned_of_unreached = True
     places = [f"{name}, {reason}" for name, reason in unreached.items()]
-    logger.warning("%s%s: no metrics of what is not measured", "; ".join(places[:NAMED]), _others(places))
+    logger.warning("%s%s: not measured, hence not in the metrics", "; ".join(places[:NAMED]), _others(places))
 
 
 def warn_of_nonfinite(state: State, layers: Layers) -> None:

@@ -27,7 +27,7 @@ from betahook.state import HeadRange, State
 logger = logging.getLogger(__name__)
 NOT_PROPORTIONAL = (
     "the model's output shows that its scores are not proportional to its weights, as behind a norm without a weight, "
-    "or that something else uses them. Leave it out, attach(layers=...), or use Cap, which acts on beta"
+    "or that something else uses them. Exclude the layer with attach(layers=...), or use Cap, which acts on beta"
 )
 
 
@@ -202,6 +202,6 @@ def _refusing(layer: AttentionLayer) -> Iterator[None]:
     except NoScalingError as error:
         name = layer.name or "the model"
         raise UnsupportedModelError(
-            f"cannot clip {name} ({type(layer.module).__name__}): {error}. Leave it out, attach(layers=...), or use "
-            "Cap, which acts on beta"
+            f"cannot clip {name} ({type(layer.module).__name__}): {error}. Exclude the layer with "
+            "attach(layers=...), or use Cap, which acts on beta"
         ) from error

@@ -34,9 +34,8 @@ def check_seen(state: State, layers: Layers) -> None:
     if not (state.seen or is_pooled(state)):
         bypassed = f". If it did not, {interface.UNKNOWN}" if layers.use_interface else ""
         raise RuntimeError(
-            "step() before any attention of the hooked layers was seen: no forward has come to them. Run one of "
-            "hook.model first; if one ran, did it run on another model object, such as a copy, or is this the hook of "
-            f"another model?{bypassed}"
+            "hook.step() was called, but no forward has reached a hooked layer. Run hook.model first. If you did, it "
+            f"ran on another model object, such as a copy{bypassed}"
         )
     if state.seen and not (state.recorded or state.refused):
         logger.warning(
@@ -73,8 +72,8 @@ def _forget_nonfinite(state: State) -> None:
 def is_due(state: State, controllers: Sequence[Controller], interval: int, loss_scale: LossScale) -> bool:
     """Tell if this step is pooled: a controller is due, or the metrics are, in the first step and every `interval`.
 
-    A function of numbers that every rank and every resumed run have alike. A skipped step ends no window: it has no
-    number of its own, and the next one does.
+    A function of numbers that every rank and every resumed run have alike. A skipped step ends no
+    window, since the next step has the same batch number.
     """
     batch = state.batch
     due = batch == 0 or (batch + 1) % interval == 0 or any(rule.uses_loss or rule.is_due(batch) for rule in controllers)

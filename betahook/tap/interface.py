@@ -91,7 +91,8 @@ def _hooked(
     if query.dim() != 4 or not layer.select_local_heads(query.shape[1]):
         raise ValueError(
             f"{layer.name}: expected a query [batch, {layer.heads}, queries, d_k], got {list(query.shape)}. "
-            "Detach betahook, state them in its attribute num_heads, or leave this layer out with layers=..."
+            "Detach betahook, set num_heads of the module to its number of query heads, or exclude the layer with "
+            "attach(layers=...)"
         )
     scaling = kwargs.get("scaling")
     if scaling is None:
