@@ -189,7 +189,7 @@ def without_data() -> Iterator[Callable[[nn.Module], nn.Module]]:
 
 
 def with_data() -> AbstractContextManager[Any]:
-    """Compute with numbers within `without_data`."""
+    """Suspend `without_data`."""
     return unset_fake_temporarily()
 
 

@@ -68,7 +68,7 @@ def attach(
         when: "training" measures forwards in training mode that run with gradients, frozen layers included; "always"
             also those in evaluation mode and under `torch.no_grad`, such as the generation of a GRPO step.
         exact_max_logit: measure the largest logit of all pairs instead of 32 query rows of a sequence, adding
-            about half the cost of an attention forward; what limits it (see `interval`) asks for that by itself.
+            about half the cost of an attention forward. `Cap`, `Clip` and `Alerts(max_logit=...)` switch it on.
         alerts: limits, and the function to call when the metrics cross them.
 
     Returns:
@@ -222,7 +222,8 @@ class Hook:
     def step(self, scaler: GradScaler | None = None, *, loss: Tensor | float | None = None) -> None:
         """Pool the statistics over ranks, run the controllers and write beta: once per optimizer step, after it.
 
-        It only adds sensitivities up where no controller is due, except in the first step and every `interval` steps.
+        Sums are pooled in the first step, every `interval` steps and when a controller is due; other steps only add
+        sensitivities.
 
         Args:
             scaler: the scaler of the loss in float16 training, after its `update()`. The sensitivities are divided by

@@ -184,7 +184,7 @@ def apply(
     for controller, memory in zip(controllers, memories, strict=True):
         before = memory or _started(controller, start)
         proposed, made = _checked(controller, controller.update(new, observation, dict(before)), new, before)
-        # A rule without an answer (a prediction without weights, say) leaves the others theirs.
+        # Where a controller returns no usable beta, that of the one before stands.
         if proposed is not new:
             usable = (proposed * 0 < proposed) & (known if controller.uses_loss else healthy)  # finite and positive
             new = torch.where(usable, proposed, new)

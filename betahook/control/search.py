@@ -39,7 +39,7 @@ class Search(Controller):
     No step takes the largest logit above the paper's bound, the logarithm of the largest number of the softmax's dtype,
     or above half of it in a model that was fresh: further apart than the bound, the smaller of two weights underflows,
     and so does the gradient that could correct attention to the wrong place. Logits that are there already, or grow by
-    themselves, cost beta nothing.
+    themselves, do not lower beta.
 
     Args:
         window: batches between two steps.
@@ -220,5 +220,5 @@ class Search(Controller):
 
 
 def limit_increase(new: Tensor, old: Tensor, logit: float | Tensor, observation: Observation) -> Tensor:
-    """Keep a step up from taking the largest logit above `logit`; one that is there already costs beta nothing."""
+    """Keep a step up from taking the largest logit above `logit`; one that is there already does not lower beta."""
     return torch.minimum(new, torch.maximum(old, ceiling(logit, observation.statistics.max_score)))

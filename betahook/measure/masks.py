@@ -27,7 +27,7 @@ NO_BIAS = -1e8
 """No position bias is below this: ALiBi takes off at most as much as there are tokens."""
 
 KEPT = 16
-"""Facts that are kept about one mask, and bands whose facts are kept: more than the layers of one model differ by."""
+"""Facts that are kept about one mask, and bands whose facts are kept: more than one model needs."""
 
 T = TypeVar("T")
 Kind = Literal["none", "padding", "documents", "pairs", "added"]

@@ -49,7 +49,7 @@ SUMS = (
     "loss",
 )
 MAXIMA = (
-    # Of what was seen, of which every limit holds that is exact, and upper bounds on what was not; then times beta.
+    # Largest absolute and largest signed score seen, and a bound on those not seen; then the same times beta.
     *("max_score", "max_positive_score", "max_score_bound"),
     *("max_logit", "max_positive_logit", "max_logit_bound"),
 )
@@ -70,9 +70,9 @@ def add(table: Tensor, first: str, values: Tensor) -> None:
 
 
 def raise_maxima(table: Tensor, found: Tensor, scales: Tensor) -> None:
-    """Take the larger of `found [2 or 3, heads]`, of scores and of logits, and the maxima in `table`, in place.
+    """Raise the maxima in `table` to `found * scales`, in place. They begin at 0, so none is negative.
 
-    So no maximum is below 0, with which a table begins. `scales [2, heads]` are 1 and beta.
+    `found [2 or 3, heads]` are of scores, `scales [2, heads]` 1 and beta.
     """
     values = (found * scales[:, None]).to(table.device)
     table[ROW["max_score"] :].unflatten(0, (2, -1))[:, : len(found)].clamp_(min=values)

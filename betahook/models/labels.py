@@ -23,7 +23,7 @@ from betahook.models.torch_calls import MOVING, Call, tensors_in
 PROJECTIONS = {"linear": -1, "addmm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
 """Functions that make features, to the axis along which these lie."""
 FAR = 2**31
-"""More features than a projection has, so that those of two differ."""
+"""Offset between the labels of two projections, above any number of features."""
 UNKNOWN = -1
 """The label of entries that come from elsewhere."""
 
@@ -38,7 +38,7 @@ ON_LABELS: dict[str, Callable[..., Tensor]] = {
     "view_as_complex": lambda labels: labels[..., 0],
     "view_as_real": lambda labels: torch.stack([labels, labels], -1),
 }
-"""Functions that do to labels what others do to numbers, by the names of these."""
+"""Replacements on integer labels, by the name of the function."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Labels:
     """The labels of the tensors in one forward.
 
     Attributes:
-        weights: of the projections by number, which a label is divided by `FAR`; None for one that is not known.
+        weights: weight of each projection, at index `label // FAR`; None for one that is not known.
     """
 
     def __init__(self, apart: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:

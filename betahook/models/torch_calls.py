@@ -27,7 +27,7 @@ SPLITTING = (
 MOVING = frozenset(f"{PERMUTING} {REGROUPING} {PICKING} {SPLITTING} pad".split())
 """Functions that only move entries, or leave some out or add some."""
 ORDER = {"condition": -1, "input": 0, "tensors": 0, "other": 1, "mask": 1, "pad": 1}
-"""Arguments that may be given by name, to their place in torch's signatures."""
+"""Position of keyword arguments in torch's signatures."""
 
 
 class Call:

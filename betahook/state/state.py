@@ -80,7 +80,7 @@ class State:
         loss_scale: factor on the loss of the next backward in float16 training; 0 for unknown.
         alerts_step, findings_step: the last step whose metrics were held against the alerts, or findings logged.
         warned_of_nonfinite, warned_of_unreached: True once a NaN or an infinity, or layers out of reach were reported.
-        asked, warned_of_missing_steps: what was asked for before the first step, and True once that was reported.
+        asked, warned_of_missing_steps: reports requested before the first `step`, and whether the warning was logged.
         exact_max_logit, paused: True if the largest score is to be that of all pairs, and while nothing is measured.
         seen, recorded, has_loss: True once attention has passed the tap, was measured, and a training loss recorded.
         has_broken_graphs: True if what was compiled leaves out attention that the compiler can take by now.

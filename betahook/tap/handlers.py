@@ -29,8 +29,8 @@ def bend(situation: Situation) -> Derived:
 def drop(situation: Situation) -> Derived:
     """Follow a dropout, which leaves scores as they are where it does nothing."""
     call, trace = situation.call, situation.trace_of(situation.call.operands[0])
-    rest = [*call.operands[1:], 0.5, True]
-    share, training = call.kwargs.get("p", rest[0]), call.kwargs.get("training", rest[1])
+    share, training, *_ = *call.operands[1:], 0.5, True
+    share, training = call.kwargs.get("p", share), call.kwargs.get("training", training)
     if isinstance(trace, Scores) and training and share and situation.strict:
         return situation.lose(trace)
     return trace

@@ -171,7 +171,7 @@ class Recorder:
     def note_default(self, beta: float | Tensor) -> None:
         """Remember the inverse temperature that the model itself applies: one, or one for each head.
 
-        What is exported runs where there is no recorder, and keeps the beta of now.
+        Noted in no export: the program keeps the current beta.
         """
         if compat.is_exporting():
             return
@@ -218,8 +218,8 @@ class Recorder:
     def ready_gain(self, *, as_leaf: bool) -> Tensor | None:
         """`current_gain` by the number that was last noted, `[heads, 1, 1]`; None if another rank computes some heads.
 
-        As a leaf it requires grad, and its gradient gives the sensitivity; that of a pause is lost, and that of a layer
-        which is left alone.
+        As a leaf it requires grad, and its gradient gives the sensitivity; in a pause, or for a layer that is left
+        alone, its gradient is dropped.
         """
         factors, beta, layer = self.state.factors, self.state.beta, self._place.layer
         if self._tensor_parallel_ranks > 1:
