@@ -96,7 +96,10 @@ def test_what_is_no_batch():
     for batch in (inputs("llama"), inputs("llama")["input_ids"]):
         with pytest.raises(TypeError, match=r"takes an iterable of batches; got one (dict|Tensor): put it into a list"):
             betahook.examine(model, batch)
-    with betahook.attach(model), pytest.raises(RuntimeError, match=r"already: call findings\(\) on its hook, or remove the hook"):
+    with (
+        betahook.attach(model),
+        pytest.raises(RuntimeError, match=r"already: call findings\(\) on its hook, or remove the hook"),
+    ):
         betahook.examine(model, batches())
 
 
