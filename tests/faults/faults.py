@@ -56,8 +56,6 @@ RIGHT = ("tests/unit/tap/test_right_or_refused.py",)
 ROWS = ("tests/unit/measure/test_rows.py",)
 TOGETHER = ("tests/unit/measure/test_together.py",)
 SCORES = ("tests/unit/measure/test_scores.py",)
-ALONE = ("tests/distributed/test_left_alone.py",)
-EXAMINED = ("tests/distributed/test_examination.py",)
 
 
 def of_trainer(test: str, file: str = "test_trainer.py") -> tuple[str]:
@@ -667,18 +665,6 @@ FAULTS = [
     Fault("betahook/control/memory.py", " or not is_of_kind(value, like)", ""),
     Fault("betahook/control/memory.py", "value.shape != beta.shape or value.dtype", "value.dtype"),
     Fault("betahook/checkpoint/schema.py", "not is_of_kind(value, start[key])", "False", SCHEMA),
-    Fault(
-        "betahook/step/stages.py",
-        "            _leave_alone(state, table, summed, alone)\n",
-        "            pass\n",
-        ALONE,
-    ),
-    Fault("betahook/step/stages.py", '(table[statistics.ROW["pairs"]], summed, state.recent)', "(summed,)", ALONE),
-    Fault("betahook/state/state.py", "if state.refused or not state.knows_refusals:", "if state.refused:", ALONE),
-    Fault("betahook/state/state.py", "state.refuse(each, ELSEWHERE)", "pass", ALONE),
-    Fault("betahook/step/clipping.py", "if self._on_any_rank(error is not None):", "if error is not None:", ALONE),
-    Fault("betahook/examination.py", "= not any(map(_is_in_shards, hook.model.parameters()))", "= False", EXAMINED),
-    Fault("betahook/examination.py", "materialise.is_sharded(parameter) or ", "", EXAMINED),
     Fault("betahook/tap/forward.py", "self.layer.state.steps - self.rehearsal", "self.layer.state.steps", SETTLED),
     Fault("integrations/reports.py", "if self._step != self._hook.steps:", "if True:"),
     Fault("integrations/reports.py", "if logs is not None and is_training(logs):", "if logs is not None:"),
