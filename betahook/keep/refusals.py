@@ -68,7 +68,7 @@ class Plan:
         return f"{name} is wrapped by an adapter, saved without the weights below; merge that first, {merge}"
 
     def _is_saved(self, place: Scaling) -> bool:
-        return self.adapters is None or {id(weight.parameter) for weight in place.weights} <= self._adapted
+        return self.adapters is None or set(map(id, place.parameters)) <= self._adapted
 
     @cached_property
     def _adapted(self) -> set[int]:
@@ -240,7 +240,7 @@ def memory_is_shared(plan: Plan, layer: AttentionLayer) -> str | None:
 
 
 def _parameters(plan: Plan, layer: AttentionLayer) -> Iterator[nn.Parameter]:
-    return (weight.parameter for place in plan.places[layer] for weight in place.weights)
+    return (parameter for place in plan.places[layer] for parameter in place.parameters)
 
 
 def weight_would_overflow(plan: Plan, layer: AttentionLayer) -> str | None:

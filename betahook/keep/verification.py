@@ -60,7 +60,7 @@ def _check_layers(plan: Plan) -> tuple[dict[AttentionLayer, Scaling], list[Tenso
             candidates = exact.get(layer, plan.places[layer])  # those left of an earlier call in the same forward
             with rerun.random_state_kept(plan.hook):
                 exact[layer] = _check_layer(plan, layer, candidates, _again(plan, forward, args, kwargs))
-            precision = max(precision, rerun.precision([output, _parameters(exact[layer][0])]))
+            precision = max(precision, rerun.precision([output, exact[layer][0].parameters]))
             return output
 
         return run
@@ -196,17 +196,13 @@ def _is_exact(plan: Plan, layer: AttentionLayer, place: Scaling, run: Callable[[
         effect = math.inf if factors is gain else _distance(plan, plain, expected)
         if not error < effect / 4:
             return False
-        precision = rerun.precision([expected, _parameters(place)])
+        precision = rerun.precision([expected, place.parameters])
         if error <= max(1e-5, precision / 4) * _pooled(plan, rerun.norm(expected)):
             continue
         rounding = _distance(plan, actual, run_scaled(factors, precision))
         if not error <= 4 * rounding:
             return False
     return True
-
-
-def _parameters(place: Scaling) -> list[Tensor]:
-    return [weight.parameter for weight in place.weights]
 
 
 def _distance(plan: Plan, one: Any, other: Any) -> float:

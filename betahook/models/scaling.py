@@ -137,14 +137,18 @@ class Scaling:
     weights: Sequence[Weight]
     as_one: bool = False
 
-    def check(self) -> None:
-        """Refuse weights that cannot be written to now.
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters as they are now.
 
         Raises:
-            NoScalingError: one of them.
+            NoScalingError: one of them cannot be written to.
         """
-        for weight in self.weights:
-            _ = weight.parameter
+        return [weight.parameter for weight in self.weights]
+
+    def check(self) -> None:
+        """Refuse weights that cannot be written to now, as `parameters` does."""
+        _ = self.parameters
 
     def scale(self, factors: Tensor) -> None:
         """Multiply the scores by `factors [heads]`; where heads share a weight, all by the smallest of them."""
@@ -156,7 +160,7 @@ class Scaling:
     @contextmanager
     def scaled(self, factors: Tensor, error: float = 0.0, seed: int = 0) -> Iterator[None]:
         """Scale for a while, each entry off by a relative `error`; afterwards every bit is as it was."""
-        parameters = {id(weight.parameter): weight.parameter.detach() for weight in self.weights}
+        parameters = {id(parameter): parameter.detach() for parameter in self.parameters}
         kept = [(parameter, parameter.clone()) for parameter in parameters.values()]
         try:
             self.scale(factors)
