@@ -1,5 +1,6 @@
 """Everything that changes while a model trains: one `State` for each hook."""
 
+from betahook.state.factors import gain_of
 from betahook.state.ranges import HeadRange, head_ranges
 from betahook.state.state import (
     LARGEST_BETA,
@@ -7,7 +8,6 @@ from betahook.state.state import (
     State,
     forget_after,
     forget_refused,
-    gain_of,
     is_beta,
     is_pooled,
     refusal_anywhere,

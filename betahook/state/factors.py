@@ -15,6 +15,11 @@ from torch import Tensor
 from betahook import compat
 
 
+def gain_of(beta: Tensor, own: Tensor | float) -> Tensor:
+    """Return `beta / own`, 1 where beta is NaN."""
+    return torch.where(beta.isnan(), 1.0, beta / own)
+
+
 class Factors:
     """Gains and probes of all layers.
 
@@ -81,7 +86,7 @@ class Factors:
                 for of_layer in self._leaves:
                     self._retire(of_layer)
                 acting = torch.where(beta.isnan(), self.own, beta)
-                gains = torch.where(beta.isnan(), 1.0, beta / self.own)
+                gains = gain_of(beta, self.own)
                 self._scales = torch.stack([torch.ones_like(acting), acting])
                 self._gains = gains[:, None, None].split(self._lengths)
                 self._known, self._leaves = gains.nan_to_num(), {}

@@ -20,7 +20,7 @@ from betahook.measure import components, statistics, weights
 from betahook.measure.dtypes import overflow_logit, sum_dtype
 from betahook.measure.groups import HeadGroups, LayerSize
 from betahook.measure.together import Together
-from betahook.state.factors import Factors
+from betahook.state.factors import Factors, gain_of
 from betahook.state.pending import Step, add_steps
 from betahook.state.ranges import HeadRange, head_ranges
 
@@ -270,11 +270,6 @@ def writing_to(state: State, table: Tensor, moments: Tensor, beta_default: Tenso
         yield
     finally:
         state.table, state.moments, state.beta_default = kept
-
-
-def gain_of(beta: Tensor, own: Tensor | float) -> Tensor:
-    """Return `beta / own`, 1 where beta is NaN."""
-    return torch.where(beta.isnan(), 1.0, beta / own)
 
 
 def _forget(state: State, place: HeadRange) -> None:

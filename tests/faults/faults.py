@@ -626,7 +626,7 @@ FAULTS = [
         ("tests/unit/tap/test_gain.py",),
     ),
     Fault("betahook/state/factors.py", "torch.inference_mode(False), torch.no_grad()", "torch.no_grad()"),
-    Fault("betahook/state/state.py", "torch.where(beta.isnan(), 1.0, beta / own)", "beta / own", CHECKPOINT),
+    Fault("betahook/state/factors.py", "torch.where(beta.isnan(), 1.0, beta / own)", "beta / own", CHECKPOINT),
     Fault(
         "betahook/checkpoint/schema.py",
         "torch.stack([values[rows.index(row)] if row in rows else zero for row in expected])",
