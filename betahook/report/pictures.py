@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -153,15 +154,14 @@ LOGIT_SCALE = ((0.5, 10.0, 30.0, 50.0, 100.0, 1000.0), (0.3, 0.5, 0.6, HEALTHY, 
 
 def _interpolate(value: float, values: Sequence[float], places: Sequence[float]) -> float:
     """The place of a value, linear in its logarithm between those given; NaN for NaN."""
-    if not value > 0:
-        return places[0] if value == 0 else math.nan
+    if not value >= 0:
+        return math.nan
     if value >= values[-1]:
         return places[-1]
-    for low, high, begin, end in zip(values, values[1:], places, places[1:], strict=False):
-        if value < high:
-            share = math.log(max(value, low) / low) / math.log(high / low)
-            return begin + share * (end - begin)
-    return places[-1]
+    after = max(bisect_right(values, value), 1)
+    low, high = values[after - 1], values[after]
+    share = math.log(max(value, low) / low) / math.log(high / low)
+    return places[after - 1] + share * (places[after] - places[after - 1])
 
 
 def _place_of_entropy(numbers: Numbers) -> float:
