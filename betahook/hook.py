@@ -222,8 +222,7 @@ class Hook:
     def step(self, scaler: GradScaler | None = None, *, loss: Tensor | float | None = None) -> None:
         """Pool the statistics over ranks, run the controllers and write beta: once per optimizer step, after it.
 
-        Sums are pooled in the first step, every `interval` steps and when a controller is due; other steps only add
-        sensitivities.
+        Sums are pooled in the first step, every `interval` steps and for a controller; others only add sensitivities.
 
         Args:
             scaler: the scaler of the loss in float16 training, after its `update()`. The sensitivities are divided by

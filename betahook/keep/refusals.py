@@ -58,7 +58,7 @@ class Plan:
 
     @cached_property
     def adapters(self) -> str | None:
-        """Why adapters must be merged first, and how; None without any."""
+        """The reason why adapters must be merged first, and how; None without any."""
         adapters = (name for name, module in self.hook.model.named_modules() if compat.is_adapter(module))
         if (name := next(adapters, None)) is None:
             return None
