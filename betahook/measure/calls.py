@@ -65,7 +65,7 @@ def add_scores(
             else:
                 largest = *largest, norm_bound(query, key, mask)
         if inputs:
-            sums = [*sums, input_rows(mask, query, inputs)]
+            sums = [*sums, *input_rows(mask, query, inputs)]
         _add(table, moments, [counts, *sums], largest, scales, of_query, of_key)
 
 

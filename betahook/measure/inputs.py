@@ -1,9 +1,8 @@
-"""Moments of what enters W_q and W_k, which wait for the scores of the same forward to be added with them.
+"""Sums of what enters W_q and W_k, which wait for the scores of the same forward to be added with them.
 
-An operation for each layer and side would cost a small model more than the moments themselves. The recorder of a layer
+An operation for each layer and side would cost a small model more than the sums themselves. The recorder of a layer
 calls `entries_of` and `Waiting.note` where the inputs are, and `Waiting.take` where the scores are; a compiled graph
-adds at once. Squares are taken about the mean, which would cancel the digits of the std, and become sums that add up
-only in the dtype of the table. Nothing here may read a value back to the host.
+adds at once. Nothing here may read a value back to the host.
 """
 
 from __future__ import annotations
@@ -11,74 +10,59 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from betahook.measure import devices, statistics
-from betahook.measure.dtypes import product_dtype, sum_dtype
+from betahook.measure import statistics
+from betahook.measure.dtypes import product_dtype
 from betahook.measure.masks import Mask, derive
-from betahook.measure.scores import summed
 
 Entries = tuple[int, Tensor, Tensor]
-"""Number, mean and variance of the entries that enter a projection."""
-
-SLAB = 2**18
-"""Entries on the CPU from which the mean is taken at once: a new tensor of that size stays in a cache."""
+"""Number, sum and sum of squares of the entries that enter a projection."""
 
 SIDES = "query", "key"
 
 
 def entries_of(inputs: Tensor) -> Entries:
-    """Describe what enters a projection, in float32 or better."""
-    number, dtype, flat = inputs.numel(), product_dtype(inputs.dtype), inputs.flatten()
-    if number and not devices.is_cpu(inputs.device):
-        variance, mean = torch.var_mean(flat.to(dtype), correction=0)
-        return number, mean, variance
-    mean = flat.sum(dtype=dtype) / max(1, number)
-    squares = [torch.dot(x, x) for x in (part.to(dtype) - mean for part in flat.split(SLAB))]
-    return number, mean, summed(squares) / max(1, number)
+    """Sum up what enters a projection, in float32 or better."""
+    dtype, flat = product_dtype(inputs.dtype), inputs.flatten()
+    if inputs.dtype == dtype:
+        return inputs.numel(), flat.sum(), torch.dot(flat, flat)
+    return inputs.numel(), flat.sum(dtype=dtype), torch.linalg.vector_norm(flat, dtype=dtype).square()
 
 
 def add(table: Tensor, side: str, entries: Entries) -> None:
     """Add the entries of a side to the `table [quantities, heads]`, in place."""
-    number, mean, variance = entries
-    sums = number * _sums_of_one(torch.stack([mean, variance]).to(table))
-    statistics.add(table, f"{side}_inputs", sums[:, None])
-
-
-def _sums_of_one(moments: Tensor) -> Tensor:
-    """Mean and variance of numbers, to what each of them adds to their number, sum and sum of squares.
-
-    From `[2, ...]` to `[3, ...]`; the moments are written over.
-    """
-    moments[1].addcmul_(moments[0], moments[0])
-    return torch.cat([torch.ones_like(moments[:1]), moments])
+    number, total, square = entries
+    values = F.pad(torch.stack([total, square]), (1, 0), value=number)
+    statistics.add(table, f"{side}_inputs", values[:, None])
 
 
 def joined(layers: Sequence[Sequence[Entries]]) -> list[Entries]:
-    """Put the entries of layers, of as many each, into one for each side: moments `[layers]`, in one tensor for all."""
+    """Put the entries of layers, of as many each, into one for each side: sums `[layers]`, in one tensor for all."""
     if len(layers) == 1 or not layers[0]:
         return list(layers[0])
-    moments = torch.stack([x for entries in layers for _, *of_side in entries for x in of_side])
-    columns = moments.view(len(layers), -1).unbind(1)
+    sums = torch.stack([x for entries in layers for _, *of_side in entries for x in of_side])
+    columns = sums.view(len(layers), -1).unbind(1)
     return [(number, columns[2 * side], columns[2 * side + 1]) for side, (number, *_) in enumerate(layers[0])]
 
 
-def input_rows(mask: Mask, query: Tensor, entries: Sequence[Entries]) -> Tensor:
-    """Entries of both sides as rows of a table, `[6, heads]`, on the device of a query `[batch, heads, ...]`.
+def input_rows(mask: Mask, query: Tensor, entries: Sequence[Entries]) -> list[Tensor]:
+    """Entries of both sides as rows of a table, six `[heads]`, on the device of a query `[batch, heads, ...]`.
 
-    Moments are scalars, or `[layers]` where the heads are those of as many layers.
+    Sums are scalars, or `[layers]` where the heads are those of as many layers.
     """
-    means = [mean.to(query.device) for _, mean, _ in entries]
-    variances = [variance.to(query.device) for _, _, variance in entries]
-    moments = torch.stack([*means, *variances]).to(sum_dtype(query.device))
-    sums = _sums_of_one(moments.view(2, len(entries), -1))
-    sums = sums * derive(_numbers, mask, sums, *(number for number, *_ in entries))
-    rows = sums.transpose(0, 1).flatten(0, 1)
-    return rows.repeat_interleave(query.shape[1] // rows.shape[1], 1)
+    rows = [(derive(_scalar, mask, total, number), total, square) for number, total, square in entries]
+    return [_by_head(x.to(query.device), query.shape[1]) for row in rows for x in row]
 
 
-def _numbers(mask: Mask, like: Tensor, *values: int) -> Tensor:
-    return torch.stack([torch.full((1,), value, dtype=like.dtype, device=like.device) for value in values])
+def _by_head(values: Tensor, heads: int) -> Tensor:
+    """A scalar or `[layers]`, to `[heads]`."""
+    return values.expand(heads) if values.dim() == 0 else values[:, None].expand(-1, heads // len(values)).flatten()
+
+
+def _scalar(mask: Mask, like: Tensor, value: int) -> Tensor:
+    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 class Waiting:

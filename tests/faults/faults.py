@@ -73,9 +73,6 @@ FAULTS = [
     Fault(
         "betahook/report/charts.py", "value, low, high = math.log(value), math.log(low), math.log(high)", "pass", CHARTS
     ),
-    Fault(
-        "betahook/cli/runs.py", "[x for x in below if not x.name.startswith(checkpoint.UNFINISHED)]", "below", COMMANDS
-    ),
     Fault("betahook/cli/commands.py", "if state is not None:\n            if", "if False:\n            if", COMMANDS),
     Fault("betahook/cli/runs.py", 'name.replace("_", "/", 1) if name.startswith("eval_")', "name if False", COMMANDS),
     # report
@@ -134,9 +131,7 @@ FAULTS = [
     Fault("betahook/tap/rearranging.py", "if not heads_stay or any(", "if any(", HANDLERS),
     Fault("betahook/tap/recorder.py", "query.requires_grad and key.requires_grad and", "True and", TOGETHER),
     Fault("betahook/measure/inputs.py", "                self._add(table, name)\n", "                pass\n"),
-    Fault("betahook/measure/inputs.py", "part.to(dtype) - mean", "part.to(dtype)"),
-    Fault("betahook/measure/inputs.py", "if number and not devices", "if not devices"),
-    Fault("betahook/measure/inputs.py", "*(number for number, *_ in entries)", "*[entries[0][0]] * 2"),
+    Fault("betahook/measure/inputs.py", "dtype=dtype).square()", "dtype=dtype)"),
     Fault("betahook/measure/rows.py", "entropy = entropy * pairs.filled[..., None]", "pass"),
     Fault("betahook/measure/rows.py", "share]).mul_(pairs.filled)", "share])"),
     Fault("betahook/measure/prefix.py", "device=like.device).tril()", "device=like.device)"),

@@ -24,30 +24,6 @@ def test_entries_are_summed(dtype):
             assert table[ROW[row]].tolist() == pytest.approx([float(value)] * 3, rel=1e-6)
 
 
-@pytest.mark.parametrize("accelerator", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_large_mean_does_not_cancel_the_std(dtype, accelerator, monkeypatch):
-    monkeypatch.setattr(inputs.devices, "is_cpu", lambda device: not accelerator)
-    table = statistics.empty(2, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(3)
-    # Longer than a slab, of another mean each, and one of none.
-    given = [torch.randn(n, generator=generator, dtype=dtype) + mean for n, mean in ((2**19 + 5, 300), (4096, 290))]
-    for part in (*given, given[0][:0]):
-        inputs.add(table, "query", entries_of(part))
-    expected = torch.cat(given).double().std(correction=0)
-    torch.testing.assert_close(
-        statistics.Statistics.from_table(table).input_std_q, expected.expand(2), rtol=1e-5, atol=0
-    )
-
-
-def test_sides_may_have_inputs_of_their_own_length():
-    query, key = make(20, 20)
-    sides = [entries_of(torch.randn(2, length, 24)) for length in (9, 7)]
-    found = recorded(query, key, Mask(Band(None, 0)), inputs=sides)
-    assert (found.query_inputs == 2 * 9 * 24).all()
-    assert (found.key_inputs == 2 * 7 * 24).all()
-
-
 @pytest.mark.parametrize("length", [20, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_entries_that_are_added_with_the_scores_are_the_same(length, dtype):
