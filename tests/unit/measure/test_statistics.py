@@ -344,9 +344,12 @@ def test_two_ranks_reduce_to_one_table_of_everything(raw, ranks):
         default[rank] = torch.nan  # a layer that this rank has not used
         default[2] = torch.nan  # one that neither has
         moments = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.float64) * 10**rank
-        return statistics.all_reduce(table, window, moments, default, age)
+        alone = torch.arange(table.shape[1]) == rank  # a head that this rank alone leaves alone
+        return statistics.all_reduce(table, window, moments, default, age, alone)
 
-    (first, *pooled, moments, default, age), (second, *others, moments_other, default_other, _) = ranks(reduce)
+    (first, *pooled, moments, default, age, alone), of_other = ranks(reduce)
+    second, *others, moments_other, default_other, _, alone_other = of_other
+    assert alone.tolist() == alone_other.tolist() == [head < 2 for head in range(first.shape[1])]
     assert torch.equal(first, second)
     assert [x.tolist() for x in pooled] == [x.tolist() for x in others] == [[[3.0] * first.shape[1]] * 2]
     assert torch.equal(age, torch.arange(first.shape[1]))
