@@ -345,7 +345,7 @@ def test_attention_that_torch_jit_compiled_is_named(compiled):
     assert "torch.jit compiled this LinearAttention" in seen.not_reached["0"]
 
 
-class ScaledSoftmax(nn.Module):
+class Normalise(nn.Module):
     """Takes a softmax, and has nothing else."""
 
     def forward(self, scores):
@@ -357,10 +357,10 @@ class CoreAttention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.softmax = ScaledSoftmax()
+        self.normalise = Normalise()
 
     def forward(self, q, k, v):
-        return self.softmax(q @ k.mT * 8**-0.5) @ v
+        return self.normalise(q @ k.mT * 8**-0.5) @ v
 
 
 class HoldsCore(nn.Module):
