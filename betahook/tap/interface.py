@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from betahook import compat
 from betahook.compat import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from betahook.measure.masks import Band, Given
-from betahook.tap import kernels, opaque
+from betahook.tap import heads, kernels, opaque
 from betahook.tap.gain import scale_query
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 
@@ -91,8 +91,7 @@ def _hooked(
     if query.dim() != 4 or not layer.select_local_heads(query.shape[1]):
         raise ValueError(
             f"{layer.name}: expected a query [batch, {layer.heads}, queries, d_k], got {list(query.shape)}. "
-            "Detach betahook, set num_heads of the module to its number of query heads, or exclude the layer with "
-            "attach(layers=...)"
+            f"{heads.OTHER_NUMBER}"
         )
     scaling = kwargs.get("scaling")
     if scaling is None:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from betahook import compat
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.torch_calls import Call, is_in_place
-from betahook.tap import following, handlers, kernels, matrices, nested, softmaxes
+from betahook.tap import following, handlers, heads, kernels, matrices, nested, softmaxes
 from betahook.tap.arithmetic import divide, multiply
 from betahook.tap.compiled import FusedAttention
 from betahook.tap.contraction import UnknownHeadsError
@@ -72,10 +72,7 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
             try:
                 output = forward(*args, **kwargs)
             except UnknownHeadsError as error:
-                raise ValueError(
-                    f"{layer.name}: {error}. Detach betahook, state them in its attribute num_heads, or leave this "
-                    "layer out with layers=..."
-                ) from error
+                raise ValueError(f"{layer.name}: {error}. {heads.OTHER_NUMBER}") from error
         known.finish()
         return output
 
