@@ -68,10 +68,8 @@ class AttentionModule:
             made_of: the features that q and k were made of.
             weights: of the projections that made them, by number.
         """
-        pair = self.projections
-        if self.places is None and pair is not None:
-            found = [place_of(self.module, *each, weights) for each in zip(pair, made_of, strict=True)]
-            query, key = found
+        if self.places is None and (pair := self.projections) is not None:
+            query, key = (place_of(self.module, *each, weights) for each in zip(pair, made_of, strict=True))
             self.places = None if query is None or key is None else (query, key)
 
 

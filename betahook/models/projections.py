@@ -103,8 +103,9 @@ def place_of(
     """
     if features is None or weights[features.projection] is not projection.stored or projection.prefix:
         return None
-    name = next(name for name, part in module.named_modules() if part is projection.module)
-    return None if projection.adapter is not None else Place(name, features.rows)
+    if projection.adapter is not None:
+        return None
+    return Place(next(name for name, part in module.named_modules() if part is projection.module), features.rows)
 
 
 KNOWN_FORMS = "Known are linear modules called q_proj and k_proj, or qkv; betahook/models/families.py has more names"

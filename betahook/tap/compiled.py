@@ -38,7 +38,7 @@ class FusedAttention(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and self._fits(*args, **kwargs):
+        if func is F.scaled_dot_product_attention and fits(self._layer, *args, **kwargs):
             return _attend(self._layer, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:
@@ -49,8 +49,10 @@ class FusedAttention(TorchFunctionMode):
             return args[0].unflatten(*args[1:], **kwargs)
         return func(*args, **kwargs)
 
-    def _fits(self, query: Tensor, *args: Any, **kwargs: Any) -> bool:
-        return query.dim() == 4 and query.shape[1] == self._layer.heads
+
+def fits(layer: Recorder, query: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """True for a query `[batch, heads, queries, d_k]` of a layer, by its shape; it may come with further arguments."""
+    return query.dim() == 4 and query.shape[1] == layer.heads
 
 
 def _attend(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from betahook.models.torch_calls import Call
-from betahook.tap import contraction, heads
+from betahook.tap import compiled, contraction, heads
 from betahook.tap.contraction import Axis
 from betahook.tap.forward import Forward
 from betahook.tap.gain import scale_query
@@ -108,8 +108,7 @@ def fused(forward: Forward, call: Call) -> Any:
     default = factors[0] * factors[1] * (query.shape[-1] ** -0.5 if scale is None else scale)
     axis, trouble = _fused_axis(forward, call, kernel, given, site)
     forward.made_of = forward.made_of or heads.made_of(forward.labels, query, key, layer)
-    is_plain = call.name == "scaled_dot_product_attention" and query.dim() == 4 and query.shape[1] == layer.heads
-    is_plain = is_plain and axis in (1, "single")
+    is_plain = call.name == "scaled_dot_product_attention" and axis in (1, "single") and compiled.fits(layer, query)
     forward.fused_only &= is_plain and all(isinstance(factor, float) and factor == 1 for factor in factors)
     query, key = map(kernel.heads_before_tokens, (query, key))
     forward.attended = True

@@ -599,7 +599,7 @@ FAULTS = [
     Fault("betahook/models/projections.py", "return of_query == heads * head_dim or", "return True or"),
     Fault("betahook/tap/products.py", "if not unfollowed:", "if True:", COMPILED),
     Fault("betahook/tap/softmaxes.py", "factor == 1 for factor", "True for factor", COMPILED),
-    Fault("betahook/tap/compiled.py", "query.dim() == 4 and query.shape[1] == self._layer.heads", "True", COMPILED),
+    Fault("betahook/tap/compiled.py", "query.dim() == 4 and query.shape[1] == layer.heads", "True", COMPILED),
     Fault("betahook/tap/compiled.py", "Band(None, 0 if is_causal else None)", "Band()", COMPILED),
     Fault("betahook/step/stages.py", "torch.compiler.reset()", "pass", COMPILED),
     Fault("betahook/tap/opaque.py", " and not compat.is_exporting():", ":", EXPORTED),

@@ -66,6 +66,16 @@ def check_doubled(model, x):
     torch.testing.assert_close(doubled, model(x), rtol=1e-4, atol=1e-4)
 
 
+def check_measured(model, x, times=1):
+    """Scores of q and k, so many times."""
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        model(x).sum().backward()
+        found = hook.layers["1"].statistics
+        scores = raw_scores(model, x)
+    assert found.count == times * scores.numel()
+    assert found.std == pytest.approx(scores.var((0, 2, 3), correction=0).mean().sqrt().item(), rel=1e-5)
+
+
 def halves_in_place(module, q, k, v):
     scores = (q * ROOT) @ k.mT
     half = len(scores) // 2
@@ -91,14 +101,8 @@ def places_in_place(module, q, k, v):
 
 @pytest.mark.parametrize("way", [halves_in_place, samples_in_place, places_in_place])
 def test_a_softmax_in_place_of_its_scores(x, way):
-    model = make(way)
     check_doubled(make(way), x)
-    with betahook.attach(model, controller="monitor", interval=1) as hook:
-        model(x).sum().backward()
-        found = hook.layers["1"].statistics
-        scores = raw_scores(model, x)
-    assert found.count == scores.numel()
-    assert found.std == pytest.approx(scores.var((0, 2, 3), correction=0).mean().sqrt().item(), rel=1e-5)
+    check_measured(make(way), x)
 
 
 def top_three(a):
@@ -975,11 +979,5 @@ def test_keys_of_each_query(x, equation):
             scores = torch.einsum(equation, q.transpose(1, 2), own.permute(0, 2, 3, 1, 4)).transpose(1, 2)
         return (torch.cat([q @ k.mT, scores], -1) * ROOT).softmax(-1) @ torch.cat([v, v], 2)
 
-    model = make(mix)
     check_doubled(make(mix), x)
-    with betahook.attach(model, controller="monitor", interval=1) as hook:
-        model(x).sum().backward()
-        found = hook.layers["1"].statistics
-        scores = raw_scores(model, x)
-    assert found.count == 2 * scores.numel()
-    assert found.std == pytest.approx(scores.var((0, 2, 3), correction=0).mean().sqrt().item(), rel=1e-5)
+    check_measured(make(mix), x, times=2)
