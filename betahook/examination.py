@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betahook import compat
+from betahook import compat, rerun
 from betahook.hook import Hook, attach, hooks_of
 from betahook.models import materialise
 from betahook.options import LayerChoice
-from betahook.replay import rerun
 from betahook.report import precision
 from betahook.report.audit import Audit
 from betahook.report.findings import Findings

@@ -23,7 +23,6 @@ from betahook.control.base import Controller
 from betahook.layer import AttentionLayer, Layers, size_of
 from betahook.models.discovery import Survey
 from betahook.options import ControllerChoice, LayerChoice, Settings
-from betahook.replay.last_call import LastCall
 from betahook.report import findings, metrics
 from betahook.report.alerts import Alerts
 from betahook.report.audit import Audit, correlations, measured
@@ -34,6 +33,7 @@ from betahook.step import stages, training_loss
 from betahook.step.clipping import Clipping
 from betahook.step.loss_scale import LossScale
 from betahook.tap import adapters, install, interface
+from betahook.tap.last_call import LastCall
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 
 
@@ -153,7 +153,6 @@ class Hook:
         named = zip(survey.found.items(), self._state.ranges, strict=True)
         placed = [(name, found, self._state, place) for (name, found), place in named]
         self.layers = Layers([AttentionLayer(*each) for each in placed])
-        self._clipping = Clipping(self.layers, self._state, self.controllers)
         recorders = [Recorder(*each, owner=self, when=settings.when) for each in placed]
 
         interface.acquire()
@@ -166,6 +165,7 @@ class Hook:
             training_loss.connect(model, self._state, controllers, undo)
             pretrained.connect(model, self, self.layers, undo)
             self.last_call = LastCall(model, [layer.module for layer in self.layers.values()], undo)
+            self._clipping = Clipping(self.layers, self._state, self.controllers)
             self._undo = undo.pop_all()
 
     def detach(self) -> None:

@@ -12,9 +12,9 @@ from typing import Literal
 
 import torch
 
+from betahook import rerun
 from betahook.hook import Hook
 from betahook.measure.statistics import is_distributed
-from betahook.replay import rerun
 
 Unfinished = Literal["keep", "own", "better"]
 

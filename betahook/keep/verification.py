@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from betahook import rerun
 from betahook.keep.refusals import FoldError, Plan
 from betahook.layer import AttentionLayer
 from betahook.models.scaling import Scaling
-from betahook.replay import rerun
 from betahook.tap.override import Override
 
 ROUNDINGS = 5

@@ -15,13 +15,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from betahook import theory
+from betahook import rerun, theory
 from betahook.layer import Layers
 from betahook.measure.correlations import Correlations
 from betahook.measure.groups import HeadGroups
 from betahook.measure.statistics import ROW, Statistics, is_distributed
 from betahook.measure.weights import WeightStd
-from betahook.replay import rerun
 from betahook.report.names import aligned
 from betahook.state import State
 from betahook.tap.listening import listening

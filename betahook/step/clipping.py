@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from betahook import compat
+from betahook import compat, rerun
 from betahook.control.base import Controller
 from betahook.control.rules import Clip
 from betahook.layer import AttentionLayer, Layers
@@ -20,8 +20,7 @@ from betahook.measure import statistics
 from betahook.models import materialise
 from betahook.models.scaling import NoScalingError, Scaling, find_scalings
 from betahook.options import UnsupportedModelError
-from betahook.replay import rerun
-from betahook.replay.rerun import Hooked
+from betahook.rerun import Hooked
 from betahook.state import HeadRange, State
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from betahook import rerun
 from betahook.control.base import Controller
 from betahook.measure.statistics import OF_STEP, is_distributed
-from betahook.replay import rerun
 from betahook.state import State
 
 

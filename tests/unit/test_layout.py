@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 BASE = {"theory", "compat"}
 PIPELINE = BASE | {"measure", "models", "control", "state", "tap", "layer"}
-ATTACHED = PIPELINE | {"replay", "checkpoint", "report", "options", "step", "hook"}
+ATTACHED = PIPELINE | {"rerun", "checkpoint", "report", "options", "step", "hook"}
 ROOMS = {
     "theory": set(),
     "compat": set(),
@@ -26,11 +26,11 @@ ROOMS = {
     "state": {"compat", "measure"},
     "layer": BASE | {"measure", "models", "state"},
     "tap": BASE | {"measure", "models", "state"},
-    "replay": {"models"},
+    "rerun": {"models", "tap"},
     "checkpoint": PIPELINE,
-    "report": PIPELINE | {"replay"},
+    "report": PIPELINE | {"rerun"},
     "options": PIPELINE | {"checkpoint", "report"},
-    "step": PIPELINE | {"replay", "options"},
+    "step": PIPELINE | {"rerun", "options"},
     "hook": ATTACHED - {"hook"},
     "examination": ATTACHED,
     "keep": ATTACHED | {"version"},

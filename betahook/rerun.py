@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from betahook.models import materialise
-from betahook.replay.last_call import LastCall
+from betahook.tap.last_call import LastCall
 
 CHUNK = 2**24
 """How many entries of an output are compared at once: logits may be large, and their differences take float64."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from betahook.replay.last_call import LastCall
+from betahook.tap.last_call import LastCall
 
 
 class Call(nn.Module):

@@ -1,4 +1,4 @@
-"""The last call of a hooked model, which `fold`, `Clip` and the audit run again.
+"""The last call of a hooked model, for `betahook.rerun`, which runs it again.
 
 `Hook` makes one; nothing here runs the model.
 """

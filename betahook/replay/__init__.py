@@ -1,1 +1,0 @@
-"""The last call of a hooked model, run again to compare outputs."""
