@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from betahook.hook import Hook, hooks_of
 from betahook.keep import transition
-from betahook.keep.refusals import FoldError, Plan, refuse
+from betahook.keep.refusals import FoldError, FoldPlan, refuse
 from betahook.keep.transition import Unfinished
 from betahook.keep.verification import exact_places
 from betahook.models import materialise
@@ -64,7 +64,7 @@ def fold(model: nn.Module | Hook, *, unfinished: Unfinished = "keep") -> None:
         transition.choose(hook, unfinished, undo)
         gains = {layer: layer.current_gain.double() for layer in hook.layers.values()}
         changed = {layer: gain for layer, gain in gains.items() if bool((gain != 1).any())}  # NaN is no 1 either
-        plan = Plan(hook, hook.model if isinstance(model, Hook) else model, changed)
+        plan = FoldPlan(hook, hook.model if isinstance(model, Hook) else model, changed)
         materialise.reshard(hook.model)
         refuse(plan)
         for layer, place in exact_places(plan).items():

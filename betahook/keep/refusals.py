@@ -30,7 +30,7 @@ class FoldError(ValueError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class FoldPlan:
     """A fold that is still to be done.
 
     Attributes:
@@ -125,7 +125,7 @@ class Plan:
         return FoldError(f"cannot fold beta{where}: {reason}. Or keep the hook: {keep}")
 
 
-def refuse(plan: Plan) -> None:
+def refuse(plan: FoldPlan) -> None:
     """Raise the first refusal that holds, of the model and then of its layers."""
     if not plan.gains:
         return  # there is nothing to write
@@ -143,13 +143,13 @@ def foresee(hook: Hook, layer: AttentionLayer) -> str | None:
 
     Weights may be on the meta device. A model without a foreseen refusal may still have one when it is folded.
     """
-    plan = Plan(hook, hook.model, {layer: torch.full((layer.heads,), 2.0, dtype=torch.float64)})
+    plan = FoldPlan(hook, hook.model, {layer: torch.full((layer.heads,), 2.0, dtype=torch.float64)})
     reasons = (refuse(plan) for refuse in MODEL_REFUSALS)
     reasons_of_layer = (refuse(plan, layer) for refuse in FORESEEN)
     return next((reason for reason in chain(reasons, reasons_of_layer) if reason is not None), None)
 
 
-def weights_are_sharded(plan: Plan) -> str | None:
+def weights_are_sharded(plan: FoldPlan) -> str | None:
     """FSDP 1 and ZeRO-3 show a part of a weight, or none, where FSDP 2 and tensor parallelism show which part it is."""
     parameters = plan.hook.model.parameters()
     if not any(compat.is_zero3(parameter) or compat.is_flattened(parameter) for parameter in parameters):
@@ -160,30 +160,30 @@ def weights_are_sharded(plan: Plan) -> str | None:
     )
 
 
-def adapter_is_saved_alone(plan: Plan, layer: AttentionLayer) -> str | None:
+def adapter_is_saved_alone(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """A saved adapter leaves out the weights below it."""
     return None if plan.places[layer] else plan.adapters
 
 
-def prompts_are_saved_alone(plan: Plan) -> str | None:
+def prompts_are_saved_alone(plan: FoldPlan) -> str | None:
     """Learned prompts, which may stand around the hooked model, are saved without it."""
     learned = any(compat.learns_prompts(module) for module in plan.given.modules())
     return "the model learns prompts, which are saved without the weights below" if learned else None
 
 
-def beta_is_unknown(plan: Plan, layer: AttentionLayer) -> str | None:
+def beta_is_unknown(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """A beta was set before the model showed its own."""
     unknown = bool(plan.gains[layer].isnan().any())
     return "its own beta is unknown before the first forward; run one" if unknown else None
 
 
-def query_is_clipped(plan: Plan, layer: AttentionLayer) -> str | None:
+def query_is_clipped(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """The query meets bounds that the folded one would meet elsewhere."""
     clips = any(getattr(layer.module, name, None) is not None for name in QUERY_CLIPS)
     return "it clips q, k and v after the projection. Exclude the layer with attach(layers=...)" if clips else None
 
 
-def norm_is_shared_by_heads(plan: Plan, layer: AttentionLayer) -> str | None:
+def norm_is_shared_by_heads(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """One weight has no room for a factor of each head."""
     gain = plan.gains[layer]
     shared = any(norm.size == layer.head_dim for norm, *_ in query_norms(layer))
@@ -195,19 +195,19 @@ def norm_is_shared_by_heads(plan: Plan, layer: AttentionLayer) -> str | None:
     )
 
 
-def projection_is_unknown(plan: Plan, layer: AttentionLayer) -> str | None:
+def projection_is_unknown(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """The rows of q are not known."""
     return f"its query projection has no known form. {KNOWN_FORMS}" if layer.projections is None else None
 
 
-def weight_is_computed(plan: Plan, layer: AttentionLayer) -> str | None:
+def weight_is_computed(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """A parametrisation overwrites the weight in every forward."""
     computed = not all(isinstance(tensor, nn.Parameter) for tensor in carriers(layer))
     remedy = "remove its parametrization or pruning first; of a sharded model fold the whole, plain one"
     return f"its query weight is made of others in every forward; {remedy}" if computed else None
 
 
-def weight_is_elsewhere(plan: Plan, layer: AttentionLayer) -> str | None:
+def weight_is_elsewhere(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """The numbers are offloaded, or lie in a tensor of another class: quantised."""
     for tensor in carriers(layer):
         if tensor.is_meta or not materialise.is_plain(tensor):
@@ -216,20 +216,20 @@ def weight_is_elsewhere(plan: Plan, layer: AttentionLayer) -> str | None:
     return None
 
 
-def weight_is_quantised(plan: Plan, layer: AttentionLayer) -> str | None:
+def weight_is_quantised(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """Integers take no factor."""
     dtype = next((tensor.dtype for tensor in carriers(layer) if not tensor.is_floating_point()), None)
     return None if dtype is None else f"its query weight is of {dtype}; dequantise it first"
 
 
-def weight_is_shared(plan: Plan, layer: AttentionLayer) -> str | None:
+def weight_is_shared(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """A weight with another user has one value for both."""
     shared = any(plan.users[id(parameter)] > 1 for parameter in _parameters(plan, layer))
     reason = "another module shares its query weight, which cannot hold two factors"
     return f"{reason}. Exclude the layer with attach(layers=...)" if shared else None
 
 
-def memory_is_shared(plan: Plan, layer: AttentionLayer) -> str | None:
+def memory_is_shared(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """Two parameters, or a parameter and a buffer, on one storage change together; the attention's own are checked."""
     own = set(layer.module.modules())
     for weight in map(materialise.local, _parameters(plan, layer)):
@@ -239,11 +239,11 @@ def memory_is_shared(plan: Plan, layer: AttentionLayer) -> str | None:
     return None
 
 
-def _parameters(plan: Plan, layer: AttentionLayer) -> Iterator[nn.Parameter]:
+def _parameters(plan: FoldPlan, layer: AttentionLayer) -> Iterator[nn.Parameter]:
     return (parameter for place in plan.places[layer] for parameter in place.parameters)
 
 
-def weight_would_overflow(plan: Plan, layer: AttentionLayer) -> str | None:
+def weight_would_overflow(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """The scaled weight is beyond the range of its dtype, or was not finite before."""
     weights = [weight for place in plan.places[layer] for weight in place.weights]
     overflows = torch.tensor([float(not weight.stays_finite(plan.gains[layer])) for weight in weights])
@@ -252,18 +252,18 @@ def weight_would_overflow(plan: Plan, layer: AttentionLayer) -> str | None:
     return reason if overflow else None
 
 
-MODEL_REFUSALS: list[Callable[[Plan], str | None]] = [
+MODEL_REFUSALS: list[Callable[[FoldPlan], str | None]] = [
     weights_are_sharded,
     prompts_are_saved_alone,
 ]
-FORESEEN: list[Callable[[Plan, AttentionLayer], str | None]] = [
+FORESEEN: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [
     query_is_clipped,
     norm_is_shared_by_heads,
     projection_is_unknown,
     weight_is_computed,
 ]
 """Refusals that need no numbers of the weights."""
-LAYER_REFUSALS: list[Callable[[Plan, AttentionLayer], str | None]] = [
+LAYER_REFUSALS: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [
     beta_is_unknown,
     *FORESEEN,
     weight_is_elsewhere,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from betahook import rerun
-from betahook.keep.refusals import FoldError, Plan
+from betahook.keep.refusals import FoldError, FoldPlan
 from betahook.layer import AttentionLayer
 from betahook.models.scaling import Scaling
 from betahook.tap.override import Override
@@ -25,7 +25,7 @@ ROUNDINGS = 5
 """How often rounding is measured: once is too little for an output of one number, which may happen to be near."""
 
 
-def exact_places(plan: Plan) -> dict[AttentionLayer, Scaling]:
+def exact_places(plan: FoldPlan) -> dict[AttentionLayer, Scaling]:
     """Run the model on its last input, and find for each layer the place where a factor does what its beta does.
 
     Once for the layers, each of which runs alone again and again; then, for uses of a weight outside of its layer, with
@@ -47,7 +47,7 @@ def exact_places(plan: Plan) -> dict[AttentionLayer, Scaling]:
     return places
 
 
-def _check_layers(plan: Plan) -> tuple[dict[AttentionLayer, Scaling], list[Tensor], float]:
+def _check_layers(plan: FoldPlan) -> tuple[dict[AttentionLayer, Scaling], list[Tensor], float]:
     """An exact place for each layer; what the hooked model returns, and the coarsest precision that was met."""
     exact: dict[AttentionLayer, list[Scaling]] = {}
     precision = 0.0
@@ -79,7 +79,9 @@ def _check_layers(plan: Plan) -> tuple[dict[AttentionLayer, Scaling], list[Tenso
     return {layer: places[0] for layer, places in exact.items()}, expected, max(precision, rerun.precision(expected))
 
 
-def _check_model(plan: Plan, places: dict[AttentionLayer, Scaling], expected: list[Tensor], precision: float) -> None:
+def _check_model(
+    plan: FoldPlan, places: dict[AttentionLayer, Scaling], expected: list[Tensor], precision: float
+) -> None:
     """Compare what the model returns with all folded weights: it shows every use of them."""
 
     def run_folded(error: float = 0.0, seed: int = 0) -> list[Tensor]:
@@ -110,7 +112,7 @@ def _check_model(plan: Plan, places: dict[AttentionLayer, Scaling], expected: li
         raise plan.error(reason)
 
 
-def _run_model(plan: Plan) -> list[Tensor]:
+def _run_model(plan: FoldPlan) -> list[Tensor]:
     """Run the hooked model on its last input."""
     hook = plan.hook
     try:
@@ -122,7 +124,9 @@ def _run_model(plan: Plan) -> list[Tensor]:
         raise plan.error(f"{reason} ({type(error).__name__}: {error})") from error
 
 
-def _again(plan: Plan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+def _again(
+    plan: FoldPlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], Any]:
     """A forward on the same arguments and random numbers, which can be called again and again."""
     # A cache that the model makes by itself is full by now.
     again = [None if hasattr(value, "get_seq_length") else value for value in args]
@@ -135,7 +139,7 @@ def _again(plan: Plan, forward: Callable[..., Any], args: tuple[Any, ...], kwarg
     return run
 
 
-def _check_layer(plan: Plan, layer: AttentionLayer, places: list[Scaling], run: Callable[[], Any]) -> list[Scaling]:
+def _check_layer(plan: FoldPlan, layer: AttentionLayer, places: list[Scaling], run: Callable[[], Any]) -> list[Scaling]:
     """Those places of a layer that are exact, at least one."""
     try:
         exact = [place for place in places if _is_exact(plan, layer, place, run)]
@@ -157,14 +161,14 @@ def _check_layer(plan: Plan, layer: AttentionLayer, places: list[Scaling], run: 
     raise plan.error(reason, layer)
 
 
-def _is_random(plan: Plan, layer: AttentionLayer, run: Callable[[], Any]) -> bool:
+def _is_random(plan: FoldPlan, layer: AttentionLayer, run: Callable[[], Any]) -> bool:
     """Tell if the output differs by more than rounding without a change: it draws numbers that are not torch's."""
     with layer.acting(torch.ones_like(plan.gains[layer])):
         one, other = run(), run()
     return _distance(plan, one, other) > max(1e-5, rerun.precision(one)) * _pooled(plan, rerun.norm(one))
 
 
-def _has_effect(plan: Plan, layer: AttentionLayer, run: Callable[[], Any]) -> bool:
+def _has_effect(plan: FoldPlan, layer: AttentionLayer, run: Callable[[], Any]) -> bool:
     """Tell if the output depends on beta at all; it does not if, for example, every query sees a single key."""
     outputs, gain = [], plan.gains[layer]
     for factors in (torch.ones_like(gain), _probe_gain(gain)):
@@ -178,7 +182,7 @@ def _probe_gain(gain: Tensor) -> Tensor:
     return gain / gain.max() / 2
 
 
-def _is_exact(plan: Plan, layer: AttentionLayer, place: Scaling, run: Callable[[], Any]) -> bool:
+def _is_exact(plan: FoldPlan, layer: AttentionLayer, place: Scaling, run: Callable[[], Any]) -> bool:
     """Tell if scaling a place has the effect of the gain: that of the layer, and one far from 1."""
     gain = plan.gains[layer]
 
@@ -205,9 +209,9 @@ def _is_exact(plan: Plan, layer: AttentionLayer, place: Scaling, run: Callable[[
     return True
 
 
-def _distance(plan: Plan, one: Any, other: Any) -> float:
+def _distance(plan: FoldPlan, one: Any, other: Any) -> float:
     return _pooled(plan, rerun.distance(one, other))
 
 
-def _pooled(plan: Plan, norm: float) -> float:
+def _pooled(plan: FoldPlan, norm: float) -> float:
     return plan.pooled(torch.tensor([norm], dtype=torch.double, device="cpu")).item()

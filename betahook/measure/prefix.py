@@ -54,7 +54,7 @@ def _sequences(query: Tensor, key: Tensor, mask: Mask, of_key: Components, some:
         centred = centred * of_sequences(mask.keys, some)[:, None, :, None]
     key = F.pad(centred, (0, 1), value=1).flatten(0, 1)
     mean = of_key.mean.expand(batch, -1, -1).reshape(-1, 1, width, 1)
-    below = [_PrefixSums(mask, edge, key, mean) for edge in mask.band.edges(keys)]
+    below = [_SlabSums(mask, edge, key, mean) for edge in mask.band.edges(keys)]
     valid = None if mask.queries is None else of_sequences(mask.queries, some)
     counts = [of_sequences(x, some) for x in derive(block_counts, mask, query, queries, keys)]
     parts = []
@@ -91,7 +91,7 @@ def block_factors(mask: Mask, like: Tensor, blocks: int) -> tuple[Tensor, Tensor
     return earlier, torch.ones(BLOCK, BLOCK, dtype=like.dtype, device=like.device).tril()
 
 
-class _PrefixSums:
+class _SlabSums:
     """Score sums of each query `i` over the keys `j <= i + edge`, slab after slab.
 
     Args:

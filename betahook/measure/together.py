@@ -33,7 +33,7 @@ def room(query: Tensor, key: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """One attention call, as `calls.add_scores` gets it.
 
     Attributes:
@@ -61,7 +61,7 @@ class Call:
         tensors = self.query, self.key, self.given.tensor
         return tuple(compat.version(tensor) for tensor in tensors if tensor is not None)
 
-    def is_like(self, other: Call) -> bool:
+    def is_like(self, other: AttentionCall) -> bool:
         """Tell if both can be measured as one, this one behind the other."""
         follows = self.given.tensor is other.given.tensor and self.heads.start == other.heads.stop
         return follows and self._form() == other._form()
@@ -83,7 +83,7 @@ class Together:
 
     def __init__(self) -> None:
         self.inputs = Waiting()
-        self._calls: list[Call] = []
+        self._calls: list[AttentionCall] = []
         self._versions: list[tuple[int, ...]] = []
         self._mask: Mask | None = None
         self._alone: set[int] = set()
@@ -92,7 +92,7 @@ class Together:
         """Tell if a layer's calls can wait: not where it once changed q or k before they were measured."""
         return heads.start not in self._alone
 
-    def note(self, table: Tensor, moments: Tensor, call: Call) -> None:
+    def note(self, table: Tensor, moments: Tensor, call: AttentionCall) -> None:
         """Let a call wait; `table` and `moments` are of all heads, as in `add`."""
         versions = call.versions()
         if self._calls:
@@ -133,9 +133,9 @@ class Together:
             )
         self._calls, self._versions, self._mask = [], [], None
 
-    def _unchanged(self) -> Iterator[list[Call]]:
+    def _unchanged(self) -> Iterator[list[AttentionCall]]:
         """Give runs of neighbours. A layer whose q, k or mask changed meanwhile is left out, and waits no more."""
-        run: list[Call] = []
+        run: list[AttentionCall] = []
         for call, versions in zip(self._calls, self._versions, strict=True):
             if call.versions() == versions:
                 run.append(call)
@@ -148,7 +148,7 @@ class Together:
             yield run
 
 
-def _scales(run: list[Call], heads: slice) -> Tensor:
+def _scales(run: list[AttentionCall], heads: slice) -> Tensor:
     """Those of all heads of a run, as each call had them: each of the first forward has a tensor of its own."""
     if all(call.scales is run[0].scales for call in run):
         return run[0].scales[:, heads]

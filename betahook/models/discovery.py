@@ -106,7 +106,7 @@ class Verdict:
 
 
 NO_ATTENTION = Verdict()
-NOTHING_SHOWN = trial.Trial()
+NOTHING_SHOWN = trial.Outcome()
 UNKNOWN_CODE = Verdict(
     obstacle="no product with a softmax behind it was found in its code, nor in the functions that this calls by name; "
     "F.scaled_dot_product_attention is found",
@@ -125,9 +125,8 @@ UNKNOWN_UNNAMED = Verdict(
 
 def survey(model: nn.Module) -> Survey:
     """Look at every module of a model."""
-    names: Callable[[type], frozenset[str]] = functools.cache(
-        names_used
-    )  # for this survey: a class may be patched before the next one
+    # Cached for this survey: a class may be patched before the next one.
+    names: Callable[[type], frozenset[str]] = functools.cache(names_used)
     verdicts = {module: classify(module, names) for module in model.modules()}
     tried = functools.cache(trial.run)
     _leave_parts_to_their_owners(verdicts)
@@ -148,16 +147,11 @@ def survey(model: nn.Module) -> Survey:
         if verdict.route is None:
             refused[name] = module, verdict
             continue
-        is_users = is_own(type(module))  # transformers' own classes state their size
-        shown = (tried(module) if is_users else None) or NOTHING_SHOWN
-        # A size that contradicts the module is of some of the queries only, as in ProbSparse attention.
-        fits = shown.size is not None and stated(module)[0] in (None, shown.size[0])
-        size = count_heads(module) or (shown.size if fits else None) or (from_scale(module) if is_users else None)
-        if size is None:
+        attention = _measured(module, verdict.route, tried)
+        if attention is None:
             refused[name] = module, Verdict(obstacle=missing(module))
         else:
-            places = shown.places if size == shown.size else None
-            found[name] = AttentionModule(module, *size, verdict.route, facts(module), places)
+            found[name] = attention
     hooked = {one.module for one in found.values()}
     refused |= {name: (module, HOLDS_ATTENTION) for name, module in holding.items() if hooked & {*module.modules()}}
     reached = {part for one in found.values() for part in one.module.modules()}
@@ -169,7 +163,19 @@ def survey(model: nn.Module) -> Survey:
     return Survey(model, found, not_reached)
 
 
-Try = Callable[[nn.Module], trial.Trial | None]
+Try = Callable[[nn.Module], trial.Outcome | None]
+
+
+def _measured(module: nn.Module, route: Route, tried: Try) -> AttentionModule | None:
+    """The attention with its size, by what the module states or a trial shows; None if neither tells."""
+    is_users = is_own(type(module))  # transformers' own classes state their size
+    shown = (tried(module) if is_users else None) or NOTHING_SHOWN
+    # A size that contradicts the module is of some of the queries only, as in ProbSparse attention.
+    fits = shown.size is not None and stated(module)[0] in (None, shown.size[0])
+    size = count_heads(module) or (shown.size if fits else None) or (from_scale(module) if is_users else None)
+    if size is None:
+        return None
+    return AttentionModule(module, *size, route, facts(module), shown.places if size == shown.size else None)
 
 
 def _leave_parts_to_their_owners(verdicts: dict[nn.Module, Verdict]) -> None:
@@ -202,6 +208,21 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield ".".join(part for part in path.split(".") if part not in compat.WRAPPERS), module
 
 
+@dataclass(frozen=True)
+class Suspect:
+    """A module, and what its code shows.
+
+    Attributes:
+        module: the module.
+        used: names that its code uses.
+        used_below: those, and the names that the code of its parts uses.
+    """
+
+    module: nn.Module
+    used: Set[str]
+    used_below: Set[str]
+
+
 def classify(module: nn.Module, names: Callable[[type], frozenset[str]]) -> Verdict:
     """The verdict of the first classifier that comes to one; `names` are those that the code of a class uses."""
     used = names(type(module))
@@ -211,8 +232,8 @@ def classify(module: nn.Module, names: Callable[[type], frozenset[str]]) -> Verd
         used |= names_held(module)
     # A product or a softmax may be a module of its own, with a scale at most, and in another one.
     parts = (part for child in module.children() if not _has_matrix(child) for part in child.modules())
-    used_below = used.union(*(names(type(part)) for part in parts))
-    verdicts = (classifier(module, used, used_below) for classifier in CLASSIFIERS)
+    suspect = Suspect(module, used, used.union(*(names(type(part)) for part in parts)))
+    verdicts = (classifier(suspect) for classifier in CLASSIFIERS)
     return next((verdict for verdict in verdicts if verdict is not None), NO_ATTENTION)
 
 
@@ -224,63 +245,66 @@ def _has_matrix(module: nn.Module) -> bool:
     )
 
 
-# Classifiers, by the names that the code of a module uses, and by those that its parts use as well.
-
-
-def known_otherwise(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:
+def known_otherwise(suspect: Suspect) -> Verdict | None:
     """A class that is known to be something else."""
-    reason = facts(module).not_attention
+    reason = facts(suspect.module).not_attention
     return None if reason is None else Verdict(obstacle=reason)
 
 
-def is_scripted(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:
+def is_scripted(suspect: Suspect) -> Verdict | None:
     """Attention that `torch.jit` compiled: nothing that it calls is seen."""
-    name = module.original_name if isinstance(module, torch.jit.ScriptModule) else ""
+    name = suspect.module.original_name if isinstance(suspect.module, torch.jit.ScriptModule) else ""
     reason = f"torch.jit compiled this {name}, so that its products are out of sight; leave it in Python"
     return Verdict(obstacle=reason) if IN_NAME.search(name) else None
 
 
-def is_called_otherwise(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:
+def is_called_otherwise(suspect: Suspect) -> Verdict | None:
     """A module with a `__call__` of its own, past its forward: what it computes is a part of what calls it."""
-    return None if type(module).__call__ is nn.Module.__call__ else NO_ATTENTION
+    return None if type(suspect.module).__call__ is nn.Module.__call__ else NO_ATTENTION
 
 
-def asks_interface(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:
+def asks_interface(suspect: Suspect) -> Verdict | None:
     """Attention that asks transformers for its attention function."""
-    if "get_interface" not in used:
+    if "get_interface" not in suspect.used:
         return None
-    bypasses = facts(module).bypasses_interface
-    return Verdict("by hand" if bypasses is not None and bypasses(module) else "interface")
+    bypasses = facts(suspect.module).bypasses_interface
+    return Verdict("by hand" if bypasses is not None and bypasses(suspect.module) else "interface")
 
 
-def asks_torch(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:
+def asks_torch(suspect: Suspect) -> Verdict | None:
     """Attention that torch computes, unless its code has a softmax of its own for other cases."""
-    kernels = {"scaled_dot_product_attention"}
-    if is_own(type(module)):
-        used, kernels = used_below, kernels | KERNELS
+    used, kernels = suspect.used, {"scaled_dot_product_attention"}
+    if is_own(type(suspect.module)):
+        used, kernels = suspect.used_below, kernels | KERNELS
     if not used & (TORCH_ATTENTION | kernels):
         return None
     return Verdict("torch" if used & kernels and not used & SOFTMAX else "by hand")
 
 
-def has_no_name(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:
+def has_no_name(suspect: Suspect) -> Verdict | None:
     """Code that is not called attention, and asks nobody for one."""
-    if IN_NAME.search(type(module).__name__):
+    if IN_NAME.search(type(suspect.module).__name__):
         return None
-    computes = is_own(type(module)) and used_below & SOFTMAX and used_below & {"@", *PRODUCTS}
-    has_weights = _has_matrix(module)  # else it is a part of what calls it
+    has_weights = _has_matrix(suspect.module)  # else it is a part of what calls it
+    computes = is_own(type(suspect.module)) and _multiplies(suspect)
     return Verdict("by hand", unnamed=True) if computes and has_weights else NO_ATTENTION
 
 
-def multiplies(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:
+def multiplies(suspect: Suspect) -> Verdict | None:
     """Attention with a product and a softmax in its code, or past `get_interface` in the registry of transformers."""
-    by_hand = (used_below & SOFTMAX and used_below & {"@", *PRODUCTS}) or "ALL_ATTENTION_FUNCTIONS" in used
+    by_hand = _multiplies(suspect) or "ALL_ATTENTION_FUNCTIONS" in suspect.used
     return Verdict("by hand") if by_hand else None
 
 
-def has_name_only(module: nn.Module, used: Set[str], used_below: Set[str]) -> Verdict | None:
+def has_name_only(suspect: Suspect) -> Verdict | None:
     """Code that is called an attention, and not a part of one, its output say."""
-    return UNKNOWN_CODE if re.search("(attention|attn)[0-9]*$", type(module).__name__, re.IGNORECASE) else None
+    name = type(suspect.module).__name__
+    return UNKNOWN_CODE if re.search("(attention|attn)[0-9]*$", name, re.IGNORECASE) else None
+
+
+def _multiplies(suspect: Suspect) -> bool:
+    """True for code with a product and a softmax."""
+    return bool(suspect.used_below & SOFTMAX and suspect.used_below & {"@", *PRODUCTS})
 
 
 CLASSIFIERS = (

@@ -30,7 +30,7 @@ BATCH, LENGTH = 3, 7
 
 
 @dataclass(frozen=True)
-class Trial:
+class Outcome:
     """The result of a trial that ran.
 
     Attributes:
@@ -61,7 +61,7 @@ class Attention:
     operands: Operands
 
 
-def run(module: nn.Module) -> Trial | None:
+def run(module: nn.Module) -> Outcome | None:
     """Run the forward of a module for what it shows; None if it does not run on a made-up input.
 
     Each required argument is `[batch, length, width]`, or `[batch, channels, height, width]` for a module with
@@ -80,8 +80,8 @@ def run(module: nn.Module) -> Trial | None:
     if watch is None:
         return None
     if watch.found is None:
-        return Trial()
-    return Trial(True, watch.found.size, _places(module, watch.found, watch.labels))
+        return Outcome()
+    return Outcome(True, watch.found.size, _places(module, watch.found, watch.labels))
 
 
 def _first(watches: Iterable[_Watch | None]) -> _Watch | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from betahook import compat
 from betahook.measure import calls, inputs
 from betahook.measure.masks import Given, Mask
-from betahook.measure.together import Call, room
+from betahook.measure.together import AttentionCall, room
 from betahook.models import materialise
 from betahook.models.discovery import AttentionModule
 from betahook.state import HeadRange, State, gain_of
@@ -55,7 +55,7 @@ def _record(
     waits = default is not None and options["position_bias"] is options["sinks"] is None
     if isinstance(mask, Given) and waits and _may_wait(state, place, query, key, mask):
         further |= dict(scales=state.factors.scales(state.beta), softcap=options["softcap"])
-        call = Call(place.heads, place.components, query.detach(), key.detach(), mask, **further)
+        call = AttentionCall(place.heads, place.components, query.detach(), key.detach(), mask, **further)
         state.waiting.note(state.table, state.moments, call)
         if place.layer == state.turn[-1]:
             state.waiting.add_calls(state.table, state.moments)

@@ -205,7 +205,8 @@ def test_a_classifier_judges_what_it_knows(case, monkeypatch):
     name, used = signs.get("name", "Made"), signs.get("used", set())
     monkeypatch.setitem(FACTS, name, signs.get("facts", Facts()))
     module = type(name, (nn.Module,), {})()
-    assert classifier(module, used, used | signs.get("below", set())) == expected
+    suspect = discovery.Suspect(module, used, used | signs.get("below", set()))
+    assert classifier(suspect) == expected
 
 
 def test_of_two_that_hold_one_another_the_inner_one_is_found():
