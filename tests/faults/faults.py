@@ -52,7 +52,10 @@ RECORDER = ("tests/unit/tap/test_recorder.py",)
 DISCOVERED = ("tests/unit/models/test_discovery.py",)
 FORMS = ("tests/unit/tap/test_products_forms.py",)
 SETTLED = ("tests/unit/tap/test_settled.py",)
-RIGHT = ("tests/unit/tap/test_right_or_refused.py",)
+RIGHT = tuple(
+    f"tests/unit/tap/test_{name}.py"
+    for name in ("followed", "scales", "masks_or_biases", "head_axes", "left_alone", "loaded_beta")
+)
 ROWS = ("tests/unit/measure/test_rows.py",)
 TOGETHER = ("tests/unit/measure/test_together.py",)
 SCORES = ("tests/unit/measure/test_scores.py",)

@@ -1,0 +1,208 @@
+"""The axis of the heads, wherever the module puts it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+import betahook
+from support.attention import HEADS, LENGTH, WIDTH
+from support.mixing import ROOT, check_doubled, make, raw_scores
+
+LAYOUTS = {
+    "heads before the batch in one axis": lambda t: t.transpose(0, 1).flatten(0, 1),
+    "batch before the heads in one axis": lambda t: t.flatten(0, 1),
+    "heads first": lambda t: t.transpose(0, 1),
+    "as many windows as heads": lambda t: t.unflatten(2, (HEADS, -1)).transpose(1, 2),
+    "windows of padded tokens": lambda t: F.pad(t, (0, 0, 0, 4)).unflatten(2, (HEADS, -1)).transpose(1, 2),
+    "windows behind the heads": lambda t: t.unflatten(2, (HEADS, -1)),
+    "as many windows, all in one axis": lambda t: t.unflatten(2, (HEADS, -1)).transpose(1, 2).flatten(0, 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_axis_of_the_heads_is_not_guessed_by_size(layout):
+    """Batch and heads are as many."""
+    x = torch.randn(HEADS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    weights = []
+
+    def mix(module, q, k, v):
+        q, k = (LAYOUTS[layout](t) for t in (q, k))
+        weights.append((q @ k.mT * ROOT).softmax(-1))
+        return v
+
+    model = make(mix)
+    with betahook.attach(model, controller="monitor", per_head=True) as hook:
+        model(x)
+        layer = hook.layers["1"]
+        beta = torch.tensor([0.1, 0.3, 0.9, 2.7])
+        if layer.refusal is not None:
+            assert "heads are not told apart" in layer.refusal
+            assert layout == "as many windows, all in one axis"
+            return
+        measured = layer.head_statistics.std.double()
+        layer.head_beta = beta
+        model(x)
+    hidden = model[0](x)
+    q, k = (LAYOUTS[layout](model[1].split(p(hidden))) for p in (model[1].q_proj, model[1].k_proj))
+    scale = LAYOUTS[layout](beta.view(1, -1, 1, 1).expand(HEADS, -1, LENGTH, 1))
+    torch.testing.assert_close(weights[-1], (scale * (q @ k.mT)).softmax(-1), rtol=1e-4, atol=1e-5)
+    if "windows" not in layout:
+        expected = raw_scores(model, x).transpose(0, 1).flatten(1).std(1, correction=0)
+        torch.testing.assert_close(measured, expected, rtol=1e-4, atol=0)
+
+
+IN_ONE_AXIS = {name: LAYOUTS[name] for name in list(LAYOUTS)[:2]}
+
+
+@pytest.mark.parametrize("sizes", [[1, HEADS, 1, 2], [2, 1, HEADS]], ids=str)
+@pytest.mark.parametrize("layout", [*IN_ONE_AXIS, "squeezed"])
+@pytest.mark.parametrize("training", [True, False], ids=["training first", "evaluation first"])
+def test_the_axis_of_the_heads_in_a_batch_of_one_is_not_that_in_others(layout, sizes, training):
+    """An axis of heads and batch has as many entries as heads then; and the first forward may not be measured."""
+    lay_out = {**IN_ONE_AXIS, "squeezed": lambda t: t.squeeze(0)}[layout]
+    weights = []
+
+    def mix(module, q, k, v):
+        q, k = lay_out(q), lay_out(k)
+        weights.append((q @ k.mT * ROOT).softmax(-1))
+        return v
+
+    model = make(mix)
+    inputs = [torch.randn(size, LENGTH, WIDTH) for size in sizes]
+    with betahook.attach(model, controller="monitor", per_head=True, interval=1) as hook:
+        layer = hook.layers["1"]
+        model.train(training)(inputs[0])
+        model.train()
+        for beta in (torch.full((HEADS,), ROOT), torch.tensor([0.1, 0.3, 0.9, 2.7])):
+            layer.head_beta = beta
+            for x in inputs:
+                hook.step()
+                model(x)
+                scores = raw_scores(model, x)
+                expected = scores.transpose(0, 1).flatten(1).std(1, correction=0)
+                torch.testing.assert_close(layer.head_statistics.std.double(), expected, rtol=1e-4, atol=0)
+                expected = lay_out((beta.view(-1, 1, 1) * scores).softmax(-1)).float()
+                torch.testing.assert_close(weights[-1], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_of_one_is_seen_inside_other_inputs():
+    def mix(module, q, k, v):
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        return ((q @ k.mT * ROOT).softmax(-1) @ v).unflatten(0, (-1, HEADS))
+
+    attention = make(mix)[1]
+
+    class OfNamedAttention(type(attention)):
+        def forward(self, inputs):
+            return super().forward(inputs["hidden"])
+
+    attention.__class__ = OfNamedAttention
+    with betahook.attach(attention, controller="monitor") as hook:
+        for size in (1, 3):
+            attention({"hidden": torch.randn(size, LENGTH, WIDTH)})
+        assert hook.layers[""].refusal is None
+
+
+def test_an_axis_that_is_no_more_of_the_heads_alone_is_refused():
+    """One window in a batch of one, then several, of which the sizes of the input do not tell."""
+
+    def mix(module, q, k, v):
+        q, k = (t.unflatten(2, (-1, 3)).transpose(1, 2).flatten(0, 2) for t in (q, k))
+        (q @ k.mT * ROOT).softmax(-1)
+        return v
+
+    model = make(mix)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(1, 3, WIDTH))
+        assert hook.layers["1"].refusal is None
+        model(torch.randn(1, 12, WIDTH))
+        assert "heads are not told apart" in hook.layers["1"].refusal
+
+
+@pytest.mark.parametrize("batch", [1, 3, HEADS, WIDTH // HEADS])
+def test_the_heads_are_told_apart_where_a_sequence_is_as_long_as_a_head_is_wide(batch):
+    x = torch.randn(batch, WIDTH // HEADS, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = make(lambda module, q, k, v: (q @ k.mT * ROOT).softmax(-1) @ v)
+    check_doubled(model, x)
+    with betahook.attach(model, controller="monitor", per_head=True) as hook:
+        model(x)
+        measured = hook.layers["1"].head_statistics.std.double()
+    expected = raw_scores(model, x).transpose(0, 1).flatten(1).std(1, correction=0)
+    torch.testing.assert_close(measured, expected, rtol=1e-4, atol=0)
+
+
+class OneSequenceAttention(nn.Module):
+    """Attention to the tokens of one sequence, without a batch."""
+
+    def __init__(self, heads, attend):
+        super().__init__()
+        self.num_heads, self.head_dim, self.attend = heads, WIDTH // heads, attend
+        self.q_proj, self.k_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        return self.attend(self.q_proj(x), self.k_proj(x)) @ x
+
+    def by_which_it_is_known_as_attention(self, q, k):
+        return (q @ k.mT).softmax(-1)
+
+
+MATRICES = {
+    "transposed": lambda q, k: (q @ k.T / WIDTH**0.5).softmax(-1),
+    "of two matrices": lambda q, k: (torch.mm(q, k.t()) / WIDTH**0.5).softmax(-1),
+    "einsum": lambda q, k: (torch.einsum("id,jd->ij", q, k) / WIDTH**0.5).softmax(-1),
+}
+
+
+@pytest.mark.parametrize("way", MATRICES)
+def test_one_head_needs_no_axis(way):
+    x = torch.randn(LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(OneSequenceAttention(1, MATRICES[way]))
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        layer = hook.layers["0"]
+        assert layer.refusal is None
+        raw = (model[0].q_proj(x).double() @ model[0].k_proj(x).double().T).detach()
+        torch.testing.assert_close(layer.statistics.std.double(), raw.std(correction=0), rtol=1e-4, atol=0)
+        layer.beta = 0.7
+        torch.testing.assert_close(model(x), (0.7 * raw).softmax(-1).float() @ x, rtol=1e-4, atol=1e-5)
+
+
+def test_heads_without_an_axis_are_refused_with_what_to_do():
+    def attend(q, k):
+        halves = zip(q.chunk(2, -1), k.chunk(2, -1), strict=True)
+        return torch.stack([(a @ b.T).softmax(-1) for a, b in halves]).mean(0)
+
+    model = nn.Sequential(OneSequenceAttention(2, attend))
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.ones(LENGTH, WIDTH))
+        reason = hook.layers["0"].refusal
+    assert "is of two matrices, in which its 2 heads have no axis" in reason
+    assert "with q and k as [batch, heads, tokens, d_k]" in reason
+
+
+def test_the_axis_of_the_heads_is_found_behind_a_complex_rotation():
+    def mix(module, q, k, v):
+        angles = torch.polar(torch.ones(LENGTH, 4), torch.arange(LENGTH)[:, None] * torch.tensor([1.0, 0.5, 0.2, 0.1]))
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(t.float().unflatten(-1, (-1, 2))) * angles).flatten(-2)
+            for t in (q, k)
+        )
+        return (q.transpose(0, 1) @ k.transpose(0, 1).mT * ROOT).softmax(-1).transpose(0, 1) @ v
+
+    x = torch.randn(HEADS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = make(mix)
+    expected = raw_scores(model, x)
+    with betahook.attach(model, controller="monitor", per_head=True) as hook:
+        model(x)
+        layer = hook.layers["1"]
+        assert layer.refusal is None
+        layer.head_beta = torch.tensor([1e-6, 1.0, 1.0, 1.0])
+        model(x)
+        assert layer.statistics.count == 2 * expected.numel()
+        q = model[1].split(model[1].q_proj(model[0](x)))
+        k = model[1].split(model[1].k_proj(model[0](x)))
+        largest = (q.norm(dim=-1).amax((0, 2)) * k.norm(dim=-1).amax((0, 2))).detach()
+        assert (layer.head_statistics.max_score <= 1.001 * largest).all()
+        assert layer.head_statistics.entropy[0] > layer.head_statistics.entropy[1:].max()

@@ -1,0 +1,233 @@
+"""Attention that is not understood is left alone, with the place in its code."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+import betahook
+from support.attention import HEADS, LENGTH, Block
+from support.mixing import ROOT, make
+
+MASKED = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+
+
+def through_numpy(module, q, k, v):
+    scores = torch.from_numpy((q @ k.mT * ROOT).detach().numpy().copy())
+    return scores.softmax(-1) @ v
+
+
+def by_exponential(module, q, k, v):
+    weights = torch.exp(q @ k.mT * ROOT)
+    return weights / weights.sum(-1, keepdim=True) @ v
+
+
+def in_a_checkpoint(module, q, k, v):
+    return torch.utils.checkpoint.checkpoint(lambda *t: attend(*t), q, k, v, use_reentrant=False)
+
+
+class WithItsOwnBackward(torch.autograd.Function):
+    """Computes its argument again in the backward, as the checkpoint of guided-diffusion does."""
+
+    @staticmethod
+    def forward(ctx, run, *operands):
+        ctx.run = run
+        ctx.save_for_backward(*operands)
+        with torch.no_grad():
+            return run(*operands)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        operands = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.run(*operands)
+        return None, *torch.autograd.grad(output, operands, gradient)
+
+
+def attend(q, k, v):
+    return (q @ k.mT * ROOT).softmax(-1) @ v
+
+
+def behind_a_view(module, q, k, v):
+    scores = q @ k.mT * ROOT
+    scores[:, 0].square_()
+    return scores.softmax(-1) @ v
+
+
+def put_elsewhere(module, q, k, v):
+    scores = q @ k.mT * ROOT
+    scores[:, 1] = scores[:, 0].add_(torch.arange(LENGTH))
+    return scores.softmax(-1) @ v
+
+
+def behind_two_views(module, q, k, v):
+    scores = q @ k.mT * ROOT
+    scores[:, 0].square_()
+    scores[:, 1] += 1.0
+    return scores.softmax(-1) @ v
+
+
+def one_lost_of_two(module, q, k, v):
+    return (q @ k.mT * ROOT).softmax(-1) @ (by_exponential(module, k, q, v))
+
+
+def values_in_disguise(module, q, k, v):
+    values = ((q @ k.mT * ROOT).softmax(-1)[..., None] * v[:, :, None]).sum(-2)
+    return ((values * 2) @ k.mT).softmax(-1) @ v
+
+
+def twice_in_disguise(module, q, k, v):
+    values = ((q @ k.mT * ROOT).softmax(-1)[..., None] * v[:, :, None]).sum(-2)
+    return (values @ (values + 1).mT).softmax(-1) @ v
+
+
+REFUSED = {
+    "a second attention, to values by hand": (values_in_disguise, "may be that of an attention"),
+    "a second attention, of values by hand": (twice_in_disguise, "may be that of an attention"),
+    "softplus": (lambda module, q, k, v: F.softplus(q @ k.mT).softmax(-1) @ v, "softplus at test_left_alone.py:"),
+    "square": (lambda module, q, k, v: (q @ k.mT).square().softmax(-1) @ v, "square at test_left_alone.py:"),
+    "gated by itself": (
+        lambda module, q, k, v: ((s := q @ k.mT) * s.sigmoid()).softmax(-1) @ v,
+        "test_left_alone.py:",
+    ),
+    "mixed before": (
+        lambda module, q, k, v: module.conv(q @ k.mT * ROOT).softmax(-1) @ v,
+        "conv2d at test_left_alone.py:",
+    ),
+    "normalised scores": (
+        lambda module, q, k, v: ((s := q @ k.mT) / s.std()).softmax(-1) @ v,
+        "test_left_alone.py:",
+    ),
+    "through numpy": (through_numpy, "numpy at test_left_alone.py:"),
+    "exponential": (by_exponential, "exp at test_left_alone.py:"),
+    "checkpoint inside": (in_a_checkpoint, "a checkpoint that begins inside the forward, at test_left_alone.py:"),
+    "fused checkpoint inside": (
+        lambda module, q, k, v: torch.utils.checkpoint.checkpoint(
+            F.scaled_dot_product_attention, q, k, v, use_reentrant=False
+        ),
+        "a checkpoint that begins inside the forward, at test_left_alone.py:",
+    ),
+    "reentrant checkpoint inside": (
+        lambda module, q, k, v: torch.utils.checkpoint.checkpoint(attend, q, k, v, use_reentrant=True),
+        "a checkpoint that begins inside the forward, at test_left_alone.py:",
+    ),
+    "function with a backward of its own": (
+        lambda module, q, k, v: WithItsOwnBackward.apply(attend, q, k, v),
+        "a torch.autograd.Function, whose backward is not seen, at test_left_alone.py:",
+    ),
+    "fused in a function with a backward of its own": (
+        lambda module, q, k, v: WithItsOwnBackward.apply(F.scaled_dot_product_attention, q, k, v),
+        "a torch.autograd.Function, whose backward is not seen, at test_left_alone.py:",
+    ),
+    "changed through a view": (behind_a_view, "test_left_alone.py:"),
+    "changed through two views": (behind_two_views, "test_left_alone.py:"),
+    "put elsewhere": (put_elsewhere, "test_left_alone.py:"),
+    "one of two": (one_lost_of_two, "exp at test_left_alone.py:"),
+    "added in the product": (
+        lambda module, q, k, v: (
+            torch.baddbmm((q @ v.mT).flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1).mT)
+            .softmax(-1)
+            .unflatten(0, (-1, HEADS))
+            @ v
+        ),
+        "baddbmm at test_left_alone.py:",
+    ),
+    "no softmax": (lambda module, q, k, v: F.relu(q @ k.mT) @ v, "relu at test_left_alone.py:"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_understood_is_left_alone_by_name(x, caplog, case):
+    mix, words = REFUSED[case]
+    model = make(mix)
+    expected = model(x)
+    expected.square().sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    with betahook.attach(model, controller=betahook.Search(warmup=1, window=1)) as hook:
+        for _ in range(3):
+            model.zero_grad()
+            output = model(x)
+            output.square().sum().backward()
+            assert torch.equal(output, expected)
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                assert (gradient is None and parameter.grad is None) or torch.equal(parameter.grad, gradient)
+            hook.step()
+        layer = hook.layers["1"]
+        assert words in layer.refusal
+        assert layer.refusal in repr(hook)
+        assert int(layer.statistics.count) == 0
+        with pytest.raises(RuntimeError, match=r"beta of '1' cannot be set, the layer is left alone"):
+            layer.beta = 2 * layer.beta_default  # NaN, if nothing of it was seen
+        assert not [name for name in hook.metrics() if name.startswith(("score_", "max_logit", "nonfinite"))]
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1
+    assert words in warnings[0]
+
+
+def test_a_branch_that_is_taken_later_is_refused_then(x, caplog):
+    class BranchedAttention(Block):
+        def mix(self, q, k, v):
+            scores = q @ k.mT * ROOT
+            return (scores if self.training else F.softplus(scores)).softmax(-1) @ v
+
+    model = nn.Sequential(BranchedAttention())
+    with betahook.attach(model) as hook:
+        model(x)
+        assert hook.layers["0"].refusal is None
+        hook.layers["0"].beta = 1.0
+        model.eval()(x)
+        assert "softplus at test_left_alone.py" in hook.layers["0"].refusal
+    expected = model(x)
+    assert "left alone" in caplog.text
+    with betahook.attach(model) as hook:
+        model.train()(x)
+        model.eval()(x)
+        assert torch.equal(model(x), expected)
+
+
+def beside(product):
+    """Attention that adds what a product of q and k makes to their scores."""
+    return lambda module, q, k, v: ((q @ k.mT + product(module, q, k)) * ROOT).softmax(-1) @ v
+
+
+UNREAD = {
+    "two summed axes": lambda module, q, k: torch.einsum(
+        "bhixd,bhjxd->bhij", *(x.unflatten(-1, (2, -1)) for x in (q, k))
+    ),
+    "three operands": lambda module, q, k: torch.einsum("bhid,bhjd,bhi->bhij", q, k, q.mean(-1)),
+    "tensordot": lambda module, q, k: torch.tensordot(q, k[0, 0], ([3], [1])),
+    "inner": lambda module, q, k: torch.inner(q, k[0, 0]),
+    "linear": lambda module, q, k: F.linear(q, k[0, 0]),
+    "matrix": lambda module, q, k: q @ k[0, 0].T,
+    "vecdot": lambda module, q, k: torch.linalg.vecdot(q[:, :, :, None], k[:, :, None]),
+    "behind a bias": lambda module, q, k: F.dropout(module.temperature + torch.inner(q, k[0, 0]), 0.0).masked_fill(
+        MASKED, 0
+    ),
+    "stacked": lambda module, q, k: torch.stack([F.linear(a, k[0, 0]) for a in q]),
+}
+
+
+@pytest.mark.parametrize("way", UNREAD)
+def test_a_product_that_is_not_understood_is_no_bias(x, way):
+    model = make(beside(UNREAD[way]))
+    expected = model(x)
+    with betahook.attach(model, controller="monitor") as hook:
+        assert torch.equal(model(x), expected)
+        assert "its scores come to add with what " in hook.layers["1"].refusal
+
+
+def test_scores_put_beside_a_product_that_is_not_understood_are_left_alone(x):
+    def mix(module, q, k, v):
+        scores = torch.cat([q @ k.mT, torch.inner(q, k[0, 0])], -1)
+        return (scores * ROOT).softmax(-1) @ torch.cat([v, v], 2)
+
+    with betahook.attach(make(mix), controller="monitor") as hook:
+        hook.model(x)
+        assert "its scores come to cat with what inner at " in hook.layers["1"].refusal
+
+
+def test_only_a_product_that_is_not_understood(x):
+    with betahook.attach(make(lambda module, q, k, v: torch.inner(q, k[0, 0]).softmax(-1) @ v)) as hook:
+        hook.model(x)
+        assert hook.layers["1"].refusal.startswith("its softmax takes what inner at ")

@@ -1,0 +1,216 @@
+"""Scales, temperatures and factors, of one product or of several: beta is what acts."""
+
+import math
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+import betahook
+from support.attention import HEADS, LENGTH, WIDTH
+from support.mixing import ROOT, check_doubled, make, raw_scores
+
+
+def test_both_products_of_differential_attention_get_beta(x):
+    def mix(module, q, k, v):
+        first, second = q @ k.mT * ROOT, (q + 1) @ k.mT * ROOT
+        return (first.softmax(-1) - 0.3 * second.softmax(-1)) @ v
+
+    model = make(mix)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        layer = hook.layers["1"]
+        assert layer.statistics.count == 2 * raw_scores(model, x).numel()
+        layer.beta = 2 * layer.beta_default
+        doubled = model(x)
+    hidden = model[0](x)
+    q, k, v = (model[1].split(p(hidden)) for p in (model[1].q_proj, model[1].k_proj, model[1].v_proj))
+    expected = mix(None, 2 * q + 1, k, v)
+    expected = (2 * q @ k.mT * ROOT).softmax(-1) - 0.3 * (2 * (q + 1) @ k.mT * ROOT).softmax(-1)
+    torch.testing.assert_close(doubled, (expected @ v).transpose(1, 2).flatten(2), rtol=1e-4, atol=1e-4)
+
+
+SEVERAL = {
+    "position first": lambda q, k, r: q @ r.mT + q @ k.mT,
+    "content first": lambda q, k, r: q @ k.mT + q @ r.mT,
+    "keys in two parts": lambda q, k, r: torch.cat([q @ k[:, :, :5].mT, q @ k[:, :, 5:].mT], -1),
+    "queries in chunks": lambda q, k, r: torch.cat([part @ k.mT for part in q.split(5, -2)], -2),
+    "heads one by one": lambda q, k, r: torch.cat([q[:, h : h + 1] @ k[:, h : h + 1].mT for h in range(HEADS)], 1),
+}
+
+
+@pytest.mark.parametrize("way", SEVERAL)
+def test_several_products_before_a_softmax_get_beta(x, way):
+    def mix(module, q, k, v):
+        positions = module.split(module.further_k(torch.linspace(-1, 1, LENGTH * WIDTH).view(1, LENGTH, WIDTH)))
+        return (SEVERAL[way](q, k, positions) * ROOT).softmax(-1) @ v
+
+    model = make(mix)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        refusal = hook.layers["1"].refusal
+    if refusal is None:
+        check_doubled(model, x)
+    else:  # a product of one head has no axis of heads
+        assert way == "heads one by one"
+        assert "heads are not told apart" in refusal
+
+
+OWN_SCALES = {
+    "content first": lambda module, q, k, r: q @ k.mT * ROOT + q @ r.mT * 0.1,
+    "position first": lambda module, q, k, r: q @ r.mT * 0.1 + q @ k.mT * ROOT,
+    "subtracted": lambda module, q, k, r: q @ k.mT * ROOT - (q * 0.3) @ r.mT * 0.1,
+    "learned, on the scores": lambda module, q, k, r: q @ k.mT * module.temperature.exp() + q @ r.mT * 0.1,
+    "learned, on the query": lambda module, q, k, r: (q * module.temperature.exp()) @ k.mT + q @ r.mT,
+}
+
+
+@pytest.mark.parametrize("way", OWN_SCALES)
+def test_products_with_scales_of_their_own_keep_their_proportion(x, way):
+    def mix(module, q, k, v):
+        positions = module.split(module.further_k(torch.linspace(-1, 1, LENGTH * WIDTH).view(1, LENGTH, WIDTH)))
+        return OWN_SCALES[way](module, q, k, positions).softmax(-1) @ v
+
+    check_doubled(make(mix), x)
+
+
+SCALES = {
+    "of the length, on the query": lambda module, q, k: (q * (ROOT * math.log(q.shape[-2]))) @ k.mT,
+    "of the length, on the scores": lambda module, q, k: q @ k.mT * (ROOT * math.log(q.shape[-2])),
+    "of the length, on both": lambda module, q, k: q * math.log(q.shape[-2]) ** 0.5 @ k.mT * math.log(q.shape[-2]),
+    "learned, on the query": lambda module, q, k: (q * module.temperature.exp()) @ k.mT,
+    "learned, on the scores": lambda module, q, k: q @ k.mT * module.temperature.exp(),
+    "learned, as a divisor": lambda module, q, k: (q @ k.mT) / module.temperature.exp(),
+    "learned by head": lambda module, q, k: q @ k.mT * module.temperatures.exp(),
+}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_beta_is_that_which_acts_when_the_scale_of_the_model_changes(x, scale):
+    model = make(lambda module, q, k, v: SCALES[scale](module, q, k).softmax(-1) @ v)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        model(x)
+        layer = hook.layers["1"]
+        layer.beta = 0.7
+        with torch.no_grad():
+            model[1].temperature += 1
+            model[1].temperatures *= 2
+        for part in (x[:, :7], x):
+            hook.step()
+            got = model(part)
+            scores = raw_scores(model, part)
+            v = model[1].split(model[1].v_proj(model[0](part)))
+            expected = ((0.7 * scores).softmax(-1).float() @ v).transpose(1, 2).flatten(2)
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+            assert layer.beta == pytest.approx(0.7)
+            torch.testing.assert_close(
+                layer.head_statistics.std.double(),
+                scores.transpose(0, 1).flatten(1).std(1, correction=0),
+                rtol=1e-4,
+                atol=1e-5,
+            )
+
+
+SECOND_SCALES = {
+    "a number": lambda module: 0.1,
+    "a learned one": lambda module: module.temperature.abs() + 1,
+    "one of each head": lambda module: module.temperatures.exp(),
+}
+
+
+@pytest.mark.parametrize("way", SECOND_SCALES)
+def test_two_scales_in_one_forward_are_refused(x, way):
+    """No beta is that of both: a tenth more of the second would be a jump of the first."""
+
+    def mix(module, q, k, v):
+        second = SECOND_SCALES[way](module)
+        return ((q @ k.mT * ROOT).softmax(-1) + (q @ k.mT * second).softmax(-1)) @ v
+
+    model = make(mix)
+    expected = model(x)
+    with betahook.attach(model, controller="monitor") as hook:
+        assert torch.equal(model(x), expected)
+        assert "get scores that are scaled differently" in hook.layers["1"].refusal
+        assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("way", SECOND_SCALES)
+def test_two_softmaxes_of_one_scale_have_one_beta(x, way):
+    def mix(module, q, k, v):
+        scale = SECOND_SCALES[way](module)
+        return ((q @ k.mT * scale).softmax(-1) + (k @ q.mT * scale * 1.0).softmax(-1)) @ v
+
+    model = make(mix)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        layer = hook.layers["1"]
+        assert layer.refusal is None
+        own = layer.head_beta_default
+        layer.head_beta = 2 * own
+        got, scores = model(x), raw_scores(model, x) * 2 * own.view(-1, 1, 1)
+        v = model[1].split(model[1].v_proj(model[0](x)))
+        expected = ((scores.softmax(-1) + scores.mT.softmax(-1)).float() @ v).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+ROTATIONS = {
+    "halves": lambda t: torch.cat([-t[..., t.shape[-1] // 2 :], t[..., : t.shape[-1] // 2]], -1),
+    "pairs": lambda t: torch.stack([-t[..., 1::2], t[..., ::2]], -1).flatten(-2),
+    "by half a turn": lambda t: -t,
+}
+
+
+@pytest.mark.parametrize("way", ROTATIONS)
+def test_a_query_that_is_scaled_and_then_rotated_keeps_its_scale(x, way):
+    def mix(module, q, k, v):
+        angle = torch.arange(q.shape[2])[:, None] * 0.1
+        q, k = (t * angle.cos() + ROTATIONS[way](t) * angle.sin() for t in (q * ROOT, k))
+        return (q @ k.mT).softmax(-1) @ v
+
+    model = make(mix)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        assert hook.layers["1"].beta_default == pytest.approx(ROOT)
+
+
+FACTORS = {
+    "of each position": lambda module, q: torch.arange(1.0, 1 + q.shape[2])[:, None],
+    "of each query": lambda module, q: q.mean(-1, keepdim=True).exp(),
+    "of each sample": lambda module, q: torch.arange(1.0, 1 + len(q)).view(-1, 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("way", FACTORS)
+def test_a_factor_that_is_not_one_for_each_head_is_a_part_of_the_scores(x, way):
+    """Also where there is one query, as in generation, and it might be taken for a number."""
+    model = make(lambda module, q, k, v: (q @ k.mT * ROOT * FACTORS[way](module, q)).softmax(-1) @ v)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        layer = hook.layers["1"]
+        layer.beta = 2 * layer.beta_default
+        got = [model(part) for part in (x, x[:1, :1], x[:, :1], x)]
+        assert float(layer.beta_default) == pytest.approx(ROOT)
+    model = make(lambda module, q, k, v: (2 * q @ k.mT * ROOT * FACTORS[way](module, q)).softmax(-1) @ v)
+    for part, output in zip((x, x[:1, :1], x[:, :1], x), got, strict=True):
+        torch.testing.assert_close(output, model(part), rtol=1e-4, atol=1e-4)
+
+
+def test_a_factor_that_turns_out_to_be_one_of_each_query_is_refused(x):
+    model = make(lambda module, q, k, v: (q @ k.mT * ROOT * q.mean(-1, keepdim=True).exp()).softmax(-1) @ v)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x[:1, :1])
+        model(x)
+        assert "mul by a factor that was one for each head" in hook.layers["1"].refusal
+
+
+def test_the_temperatures_of_heads_are_found_behind_a_view(x):
+    def mix(module, q, k, v):
+        scores = (q.flatten(0, 1) @ k.flatten(0, 1).mT).view(len(q), HEADS, *k.shape[2:3], -1)
+        return (scores * module.temperatures.exp()).softmax(-1) @ v
+
+    model = make(mix)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        layer = hook.layers["1"]
+        torch.testing.assert_close(layer.head_beta_default, model[1].temperatures.exp().flatten().detach())
+        assert layer.statistics.max_score == pytest.approx(float(raw_scores(model, x).abs().max()), rel=1e-4)
