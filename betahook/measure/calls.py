@@ -49,7 +49,7 @@ def add_scores(
         scales: `[2, heads]`, 1 and the inverse temperature in force.
         position_bias: `[batch or 1, heads or 1, queries or 1, keys]`, added to the logits.
         softcap: the model's soft cap of its logits.
-        sinks: `[heads]`, logits that take part in the softmax without a key.
+        sinks: `[batch or 1, heads, queries or 1]`, logits that take part in the softmax without a key.
         exact_max_logit: True to look for the largest score of a long sequence among all pairs, False to bound it.
         inputs: `inputs.Entries` of what entered W_q and W_k for it, to be added with the rest; empty for none.
     """

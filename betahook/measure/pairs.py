@@ -55,6 +55,7 @@ class RowPairs:
         first: the first key that each row may use, like `count`, int64; 0 for a row without one.
         begins: 1 for the first key of a row that has one and 0 for any other, of the shape `mask`.
         filled: 1 for a row with a key and 0 for any other, like `count`.
+        sinks: logits that take part in the softmax without a key, `[batch or 1, heads, rows]`; None for none.
     """
 
     picked: Tensor | None
@@ -65,6 +66,7 @@ class RowPairs:
     first: Tensor
     begins: Tensor
     filled: Tensor
+    sinks: Tensor | None = None
 
 
 def row_pairs(mask: Mask, like: Tensor, queries: int, keys: int) -> RowPairs:

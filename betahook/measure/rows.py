@@ -54,14 +54,14 @@ def row_sums(
         beta: `[heads]` or a scalar, the inverse temperature in force; used for the entropy only.
         position_bias: `[batch or 1, heads or 1, queries or 1, keys]`, added to the logits as the attention does.
         softcap: the model's soft cap of its logits, `softcap * tanh(logit / softcap)`.
-        sinks: `[heads]`, a logit of each head that takes part in the softmax without a key, as in gpt-oss.
+        sinks: `[batch or 1, heads, queries or 1]`, logits that take part in the softmax without a key, as in gpt-oss.
         moments: False to leave out the moments of the scores.
 
     Returns:
         The sums over these rows: of `scores.pool_rows`, `[3, heads]`, if asked for, then of entropy and sink, one
         `[2, heads]` in float64 or two `[heads]`; and the `scores.extremes` of the scores in them.
 
-    Entropy and sink are those of the attention row itself: mask, biases, soft cap and learned sinks included.
+    Entropy and sink are those of the attention row itself: mask, biases, soft cap and `sinks` included.
 
     For a sequence that is not short these are estimates from `n` rows (`ROWS` times the batch), as good as random rows
     unless attention is periodic in the distance between them. The largest score is never overestimated, and with 95 %
@@ -74,12 +74,15 @@ def row_sums(
     if position_bias is not None:
         bias = position_bias.expand(*position_bias.shape[:2], queries, keys)
         pairs = replace(pairs, added=pairs.added + (bias if pairs.picked is None else bias[:, :, pairs.picked]))
+    if sinks is not None:
+        sinks = sinks.expand(-1, -1, queries)
+        pairs = replace(pairs, sinks=sinks if pairs.picked is None else sinks[..., pairs.picked])
     if pairs.picked is not None:
         query = query[:, :, pairs.picked]
     scale = beta.to(query.dtype).view(-1, 1, 1)
     cached = devices.is_cpu(query.device) and query.shape[:-1].numel() * keys > FEW
     parts = _parts(query, key, mask, queries, pairs)
-    found = [_reduce(scores, of, scale, softcap, sinks, moments, cached) for scores, of in parts]
+    found = [_reduce(scores, of, scale, softcap, moments, cached) for scores, of in parts]
     if len(found) == 1:
         return found[0]
     sums, largest = ([torch.stack(part) for part in zip(*one, strict=True)] for one in zip(*found, strict=True))
@@ -101,6 +104,7 @@ def _parts(query: Tensor, key: Tensor, mask: Mask, queries: int, pairs: RowPairs
         scores = _scores(query[some], key[some])
         by_pair = [of_sequences(x, some) for x in (pairs.used, pairs.added, pairs.begins)]
         by_row = [of_sequences(x, some) for x in (pairs.count, pairs.share, pairs.first, pairs.filled)]
+        sinks = None if pairs.sinks is None else of_sequences(pairs.sinks, some)
         for start in range(0, rows, slab):
             row = slice(start, start + slab)
             visible = _visible(mask, queries, keys, start, min(start + slab, rows) - 1) if on_cpu else slice(0, keys)
@@ -109,7 +113,8 @@ def _parts(query: Tensor, key: Tensor, mask: Mask, queries: int, pairs: RowPairs
             count, share, first, filled = (x[..., row] for x in by_row)
             # A row without a key has its first one before those that are visible; it does not count.
             first = (first - visible.start).clamp_(min=0)
-            yield scores[part], RowPairs(None, used, added, count, share, first, begins, filled)
+            of_rows = None if sinks is None else sinks[..., row]
+            yield scores[part], RowPairs(None, used, added, count, share, first, begins, filled, of_rows)
 
 
 def _visible(mask: Mask, queries: int, keys: int, first: int, last: int) -> slice:
@@ -136,7 +141,6 @@ def _reduce(
     pairs: RowPairs,
     beta: Tensor,
     softcap: float | None,
-    sinks: Tensor | None,
     moments: bool,
     cached: bool,
 ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
@@ -146,10 +150,11 @@ def _reduce(
         logits = torch.addcmul(pairs.added, scores, beta)
     else:
         logits = softcap * torch.tanh(scores * beta / softcap) + pairs.added
-    if sinks is not None:
-        logits = torch.cat([logits, sinks.to(logits.dtype).view(-1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
+    if pairs.sinks is not None:
+        sinks = pairs.sinks.to(logits.dtype)[..., None]
+        logits = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1)
     largest = extremes(scores)
-    sums = _attention(logits, pairs) if cached else _small_attention(logits, pairs, sinks is not None)
+    sums = _attention(logits, pairs) if cached else _small_attention(logits, pairs)
     if moments:
         # Centred in each row: a large mean score would cancel the digits of the variance.
         mean = scores.sum(-1) * pairs.share
@@ -158,14 +163,14 @@ def _reduce(
     return sums, largest
 
 
-def _small_attention(logits: Tensor, pairs: RowPairs, has_sinks: bool) -> list[Tensor]:
+def _small_attention(logits: Tensor, pairs: RowPairs) -> list[Tensor]:
     """`_attention` in few operations."""
     weight = logits.softmax(-1)
     entropy, begins = torch.special.entr(weight), pairs.begins
-    if has_sinks:
+    if pairs.sinks is not None:
         entropy = entropy * pairs.filled[..., None]  # a row without a key has its sink
         weight = weight[..., :-1]
-    if begins.shape[:2] == (1, 1) == (len(weight), 1) and not has_sinks:
+    if begins.shape[:2] == (1, 1) == (len(weight), 1) and pairs.sinks is None:
         sink = torch.mv(weight.flatten(2)[0], begins.flatten())
     else:
         sink = (weight * begins).sum((0, 2, 3))
@@ -175,7 +180,7 @@ def _small_attention(logits: Tensor, pairs: RowPairs, has_sinks: bool) -> list[T
 def _attention(logits: Tensor, pairs: RowPairs) -> list[Tensor]:
     """Sums over the rows of the Shannon entropy of their softmax and of its weight of their first key; see `row_sums`.
 
-    The logits `[batch, heads, rows, keys]`, with those of learned sinks behind, are overwritten. A row without a key
+    The logits `[batch, heads, rows, keys]`, with those of sinks behind, are overwritten. A row without a key
     does not count.
     """
     logits -= logits.amax(-1, keepdim=True)

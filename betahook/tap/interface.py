@@ -106,7 +106,7 @@ def _hooked(
             *(layer, raw, key, given, default),
             position_bias=kwargs.get("position_bias"),
             softcap=kwargs.get("softcap"),
-            sinks=_sinks(kwargs.get("s_aux"), query.shape[1]),
+            sinks=_sinks(query, **kwargs),
         )
     else:
         opaque.note_default(layer, default)
@@ -114,9 +114,19 @@ def _hooked(
     return function(module, query, key, value, *args, **kwargs)
 
 
-def _sinks(learned: Any, heads: int) -> Tensor | None:
-    """The logits `[heads]` that heads learn beside those of the keys, if there are any."""
-    return learned.detach() if isinstance(learned, Tensor) and learned.shape == (heads,) else None
+def _sinks(query: Tensor, s_aux: Any = None, sinks: Any = None, **_: Any) -> Tensor | None:
+    """The logits beside those of the keys, `[batch or 1, heads, queries or 1]`, None for none.
+
+    Args:
+        query: of the call.
+        s_aux: `[heads]`, learned, as in gpt-oss.
+        sinks: `[batch, heads, queries, 1]`, of each query, as in Inkling 2.
+    """
+    if isinstance(s_aux, Tensor) and s_aux.shape == query.shape[1:2]:
+        return s_aux.detach().view(1, -1, 1)
+    if isinstance(sinks, Tensor) and sinks.shape == (*query.shape[:3], 1):
+        return sinks.detach().squeeze(-1)
+    return None
 
 
 def given_mask(

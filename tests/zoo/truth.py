@@ -57,6 +57,11 @@ class Softmax:
         """The pairs that the attention may use."""
         return self.bias > MASKED
 
+    @property
+    def entropies(self) -> Tensor:
+        """The entropy in nats of each row that has an allowed pair, flat; all that the softmax got is a part of it."""
+        return torch.special.entr(self.logits.softmax(-1)).sum(-1)[self.allowed.any(-1)]
+
 
 @dataclass
 class Attention:
@@ -80,6 +85,11 @@ class Attention:
     @property
     def std(self) -> float:
         return self.scores.std(correction=0).item()
+
+    @property
+    def entropy(self) -> float:
+        """The mean entropy of all rows, in nats."""
+        return torch.cat([call.entropies for call in self.calls]).mean().item()
 
     @property
     def factors(self) -> list[float]:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import betahook
 from betahook import Hook
+from betahook.measure.pairs import is_short
 from betahook.models.families import facts
 from support.matrices import overall_std
 from zoo import build, truth
@@ -181,7 +182,7 @@ def wrong_layers(hook: Hook, found: dict[str, Attention]) -> Iterator[str]:
 
 
 def wrong_statistics(hook: Hook, name: str, attention: Attention) -> Iterator[str]:
-    """Count, mean and standard deviation of the raw scores, and the factor that the model itself puts on them."""
+    """Count, mean and standard deviation of the raw scores, entropy, and the factor that the model itself puts on them."""
     layer = hook.layers[name]
     seen, seen_std = layer.statistics, overall_std(layer.head_statistics).item()
     if not is_measured(layer):
@@ -212,6 +213,9 @@ def wrong_statistics(hook: Hook, name: str, attention: Attention) -> Iterator[st
         yield f"{name}: score std {seen_std:.6g} instead of {std:.6g}"
     if not math.isclose(seen.mean.item(), mean, rel_tol=1e-3, abs_tol=1e-3 * std + 1e-6):
         yield f"{name}: score mean {seen.mean.item():.6g} instead of {mean:.6g}"
+    sampled = not all(is_short(*call.logits.shape[-2:]) for call in attention.calls)
+    if not math.isclose(seen.entropy.item(), attention.entropy, rel_tol=0.05 if sampled else 1e-3, abs_tol=1e-4):
+        yield f"{name}: entropy {seen.entropy.item():.6g} instead of {attention.entropy:.6g}"
 
 
 def is_whole(hook: Hook, name: str, attention: Attention) -> bool:

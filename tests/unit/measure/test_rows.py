@@ -280,10 +280,14 @@ def test_the_sink_is_the_attention_on_the_first_allowed_key_of_each_row(kind, le
     torch.testing.assert_close(found.sink, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_learned_sinks_are_one_more_key():
+@pytest.mark.parametrize(
+    "sinks",
+    [torch.tensor([[[-20.0], [0.5], [4.0]]]), torch.linspace(-20, 4, 72).view(2, 3, 12)],
+    ids=["of each head", "of each query"],
+)
+def test_sinks_are_one_more_key(sinks):
     generator = torch.Generator().manual_seed(6)
     query, key = (torch.randn(2, 3, 12, 8, generator=generator) for _ in range(2))
-    sinks = torch.tensor([-20.0, 0.5, 4.0])
     valid = torch.ones(2, 12, dtype=torch.long)
     valid[1, :4] = 0
     mask = masks.from_padding(valid, Band(None, 0), 12)
@@ -292,7 +296,7 @@ def test_learned_sinks_are_one_more_key():
         2, 3, 12, 12
     )
     logits = (0.7 * query.double() @ key.double().mT).masked_fill(~allowed, -math.inf)
-    weights = torch.cat([logits, sinks.double().view(1, 3, 1, 1).expand(2, 3, 12, 1)], -1).softmax(-1)
+    weights = torch.cat([logits, sinks.double()[..., None].expand(2, 3, 12, 1)], -1).softmax(-1)
     filled = allowed.any(-1)
     entropy = torch.special.entr(weights).sum(-1).masked_fill(~filled, 0).sum((0, 2))
     torch.testing.assert_close(found.entropy, entropy, rtol=1e-5, atol=1e-6)
@@ -301,7 +305,11 @@ def test_learned_sinks_are_one_more_key():
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["in its cache", "at once"])
-@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0])], ids=["", "sinks"])
+@pytest.mark.parametrize(
+    "sinks",
+    [None, torch.tensor([[[0.5], [-1.0]]]), torch.linspace(-1, 1, 800).view(2, 2, 200)],
+    ids=["", "sinks of each head", "sinks of each query"],
+)
 def test_a_padded_row_has_no_entropy_though_a_window_hides_the_first_keys(monkeypatch, cached, sinks):
     monkeypatch.setattr(rows, "FEW", 0 if cached else 2**20)
     monkeypatch.setattr(rows, "CACHED", 2**12 if cached else 2**20)
@@ -315,7 +323,8 @@ def test_a_padded_row_has_no_entropy_though_a_window_hides_the_first_keys(monkey
     allowed = Band(-20, 0).allowed(picked, positions) & real[:, picked, None] & real[:, None, :]
     logits = (0.5 * query.double()[:, :, picked] @ key.double().mT).masked_fill(~allowed[:, None], -1e30)
     if sinks is not None:
-        logits = torch.cat([logits, sinks.double().view(-1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
+        of_rows = sinks.expand(-1, -1, 200)[..., picked, None].double()
+        logits = torch.cat([logits, of_rows.expand(*logits.shape[:-1], 1)], -1)
     weights, seen = logits.softmax(-1), allowed.any(-1)[:, None]
     first = allowed.byte().argmax(-1)[:, None, :, None].expand(*weights.shape[:-1], 1)
     entropy, sink = torch.special.entr(weights).sum(-1), weights.gather(-1, first)[..., 0]
