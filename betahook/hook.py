@@ -339,5 +339,4 @@ def _new_state(survey: Survey, settings: Settings, controllers: int) -> State:
         dtype=next((parameter.dtype for parameter in survey.model.parameters()), torch.float32),
     )
     state.exact_max_logit = settings.exact_max_logit
-    state.may_refuse = any(attention.route != "interface" for attention in survey.found.values())
     return state

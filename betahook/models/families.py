@@ -136,6 +136,7 @@ _UPCAST = Facts(bypasses_interface=lambda module: getattr(module, "reorder_and_u
 _MAP = Facts(not_attention="it makes a map for segmentation, not weights for values")
 _ADDITIVE = Facts(not_attention="its scores are additive, not products")
 _INDEXER = Facts(not_attention="it picks the keys of another attention, without a softmax")
+_OF_LAYERS = Facts(not_attention="it mixes layers, not tokens")
 _DEFAULTS = Facts()
 
 FACTS = {
@@ -166,8 +167,11 @@ FACTS = {
     "GroupViTAssignAttention": Facts(heads=1),
     "ImageGPTAttention": _UPCAST,
     "InformerProbSparseAttention": Facts(skipped_products=1),
-    "Inkling2BlockAttentionResidual": Facts(not_attention="it mixes layers, not tokens"),
+    "Inkling2BlockAttentionResidual": _OF_LAYERS,
     "Inkling2FullAttention": _POSITIONAL,
+    "Inkling2LoopBlockAttentionResidual": _OF_LAYERS,
+    "Inkling2LoopFullAttention": _POSITIONAL,
+    "Inkling2LoopMessageAttentionResidual": _OF_LAYERS,
     "InklingAttention": _POSITIONAL,
     "Kosmos2_5TextAttention": _PRESCALED,
     "LEDEncoderSelfAttention": _CHUNKED,
@@ -202,6 +206,7 @@ FACTS = {
     "TimesFmAttention": _LEARNED,
     "VideoPrismMultiheadAttentionPoolingHead": _LEARNED,
     "VoxtralAttention": _PRESCALED,
+    "WavTokenizerVocosAttention": Facts(heads=1),
     "WhisperAttention": _PRESCALED,
     "XLNetRelativeAttention": _SUM,
 }

@@ -87,7 +87,7 @@ class State:
         refused: the layers left alone, by their heads, with the reason.
         alone: boolean `[heads]`, those that this rank leaves alone, or at the last pooling any rank.
         is_local: True if nothing is pooled over ranks, as this one measures alone.
-        may_refuse, knows_refusals: True if a layer may be left alone, and while `refused` says all that `alone` does.
+        knows_refusals: True while `refused` says all that `alone` does.
         waiting, pending: calls that are not in the table yet, and steps that are not in the window: see `settle`.
     """
 
@@ -137,7 +137,7 @@ class State:
         self.warned_of_missing_steps = self.exact_max_logit = self.paused = False
         self.seen = self.recorded = self.has_loss = self.has_broken_graphs = self.is_local = False
         self.refused: dict[tuple[int, int], str] = {}
-        self.alone, self.may_refuse, self.knows_refusals = self.beta > 0, True, True  # none: beta is NaN
+        self.alone, self.knows_refusals = self.beta > 0, True  # none: beta is NaN
         self.waiting = Together()
         self.pending: list[Step] = []
         self.parts = _parts(self)

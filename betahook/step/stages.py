@@ -95,8 +95,7 @@ def pool(state: State, *, skipped: bool = False) -> Tensor:
         )
         state.beta_default.copy_(pooled)
         since.copy_(torch.where(age > 0, state.steps + 2 - age, 0))  # that of the rank that saw it first
-        if state.may_refuse:
-            _leave_alone(state, table, summed, alone)
+        _leave_alone(state, table, summed, alone)
     state.recent, state.recent_moments, measured = state.latest(table, moments)
     torch.div(*summed, out=state.recent[statistics.ROW["sensitivity"]])  # NaN where none was finite
     return measured

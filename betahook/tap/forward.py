@@ -5,7 +5,6 @@ Made by the tap in `products` for every forward; the functions of `matrices`, `s
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,13 +18,12 @@ from betahook.tap import heads
 from betahook.tap.contraction import Axis
 from betahook.tap.followed import Followed
 from betahook.tap.plan import Plan, form_of
-from betahook.tap.recorder import Recorder
+from betahook.tap.recorder import Recorder, leave_alone
 from betahook.tap.shadows import Shadows
 from betahook.tap.sites import Site, find_line, find_site
 from betahook.tap.situation import Situation
 from betahook.tap.traces import Factor, Operand, Product, Scores
 
-logger = logging.getLogger(__name__)
 ALIKE = 1e-4
 """Relative difference up to which two numbers count as the same, but for rounding."""
 
@@ -179,8 +177,9 @@ class Forward:
         layer = self.layer
         # The tensors of an export or a transform mean nothing outside of it.
         passing = compat.is_exporting() or compat.is_transformed()
-        learns = self.strict and layer.refusal is None and not passing
-        reason = self._verdict() if learns else None
+        undecided = layer.refusal is None and not passing
+        learns = self.strict and undecided
+        reason = self._verdict() if learns else self._refusal if undecided else None
         if not passing:
             fits = learns and reason is None and self.attended is True and self.fused_only
             self.plan.fused_only = fits and self.plan.fused_only is not False
@@ -189,13 +188,7 @@ class Forward:
         if reason is None and learns and self.labels is not None and self.made_of is not None:
             layer.attention.correct(self.made_of, self.labels.weights)
         elif reason is not None:
-            layer.refuse(reason)
-            logger.warning(
-                "%s is left alone: %s. Its beta stays the model's own, and its scores are not measured. Attention by "
-                "F.scaled_dot_product_attention is followed; attach(layers=...) leaves the module out",
-                layer.name or "the model",
-                reason,
-            )
+            leave_alone(layer, reason, "Attention by F.scaled_dot_product_attention is followed; ")
         for product in self.products:
             product.counts = product.acts and (not self.strict or (layer.refusal is None and product.reached))
 

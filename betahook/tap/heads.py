@@ -15,12 +15,6 @@ from betahook.tap.recorder import Recorder
 
 REMEDY = "make q and k [batch, heads, tokens, d_k]"
 """The remedy where the axis of the heads is not found."""
-OTHER_NUMBER = (
-    "Detach betahook, set num_heads of the module to its number of query heads, or exclude the layer with "
-    "attach(layers=...)"
-)
-"""The remedy where a query has other heads than are known, in modules of transformers."""
-
 
 MadeOf = tuple[Features | None, Features | None]
 """The features that q and k are made of, each None where labels do not show it."""

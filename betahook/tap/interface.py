@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from betahook import compat
 from betahook.compat import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from betahook.measure.masks import Band, Given
-from betahook.tap import heads, kernels, opaque
+from betahook.tap import kernels, opaque
 from betahook.tap.gain import scale_query
-from betahook.tap.recorder import ATTRIBUTE, Recorder
+from betahook.tap.recorder import ATTRIBUTE, Recorder, leave_alone
 
 if len(inspect.signature(getattr(AttentionInterface, "get_interface", lambda: None)).parameters) != 3:
     raise ImportError(
@@ -88,11 +88,8 @@ def _hooked(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if query.dim() != 4 or not layer.select_local_heads(query.shape[1]):
-        raise ValueError(
-            f"{layer.name}: expected a query [batch, {layer.heads}, queries, d_k], got {list(query.shape)}. "
-            f"{heads.OTHER_NUMBER}"
-        )
+    if _passes_by(layer, query):
+        return function(module, query, key, value, *args, **kwargs)
     scaling = kwargs.get("scaling")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5  # what every backend does without one
@@ -112,6 +109,16 @@ def _hooked(
         opaque.note_default(layer, default)
     query = scale_query(layer, query, (key, value), default)
     return function(module, query, key, value, *args, **kwargs)
+
+
+def _passes_by(layer: Recorder, query: Tensor) -> bool:
+    """Return True for a call of a layer that is left alone, as it is where a query has other heads than its module."""
+    fits = query.dim() == 4 and layer.select_local_heads(query.shape[1])
+    if torch.compiler.is_compiling():  # a graph that looked this up would be one of this layer alone
+        return not fits
+    if not fits and layer.refusal is None:
+        leave_alone(layer, f"its query is {list(query.shape)}, not [batch, {layer.heads}, queries, d_k]")
+    return layer.refusal is not None
 
 
 def _sinks(query: Tensor, s_aux: Any = None, sinks: Any = None, **_: Any) -> Tensor | None:

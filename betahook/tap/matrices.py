@@ -172,7 +172,11 @@ def _head_axis(forward: Forward, product: Contraction, known: Product) -> tuple[
     layer, facts = forward.layer, forward.layer.facts
     if not forward.strict:
         folded = product.equation is not None and product.equation == facts.folded
-        return product.head_axis(layer.heads, "flat" if folded else facts.product_axis), ""
+        try:
+            return product.head_axis(layer.heads, "flat" if folded else facts.product_axis), ""
+        except UnknownHeadsError as error:
+            forward.refuse(f"a product at {known.site.line} ({error})")
+            return None, ""
     if known.site.obstacle is not None:
         return None, known.site.obstacle
     summed = product.left_axes.index(product.summed)

@@ -20,10 +20,9 @@ from torch.overrides import TorchFunctionMode
 from betahook import compat
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.torch_calls import Call, is_in_place
-from betahook.tap import following, handlers, heads, kernels, matrices, nested, softmaxes
+from betahook.tap import following, handlers, kernels, matrices, nested, softmaxes
 from betahook.tap.arithmetic import divide, multiply
 from betahook.tap.compiled import FusedAttention
-from betahook.tap.contraction import UnknownHeadsError
 from betahook.tap.forward import Forward, is_strict
 from betahook.tap.override import Override
 from betahook.tap.plan import Plan
@@ -69,10 +68,7 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
             _rehearse(layer, plan, forward, args, kwargs)
         known = Forward(layer, plan, (args, kwargs))
         with ScoreProducts(known):
-            try:
-                output = forward(*args, **kwargs)
-            except UnknownHeadsError as error:
-                raise ValueError(f"{layer.name}: {error}. {heads.OTHER_NUMBER}") from error
+            output = forward(*args, **kwargs)
         known.finish()
         return output
 

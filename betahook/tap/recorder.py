@@ -6,6 +6,7 @@ and masks; it adds their sums to the `State`. It never reads a value back to the
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from betahook.models import materialise
 from betahook.models.discovery import AttentionModule
 from betahook.state import HeadRange, State, gain_of
 
+logger = logging.getLogger(__name__)
 ATTRIBUTE = "_betahook"
 """Attribute under which a hooked module keeps its `Recorder`."""
 
@@ -94,6 +96,18 @@ class _Inputs:
         if version is not None:
             self._last = weakref.ref(tensor), version, entries
         return entries
+
+
+def leave_alone(layer: Recorder, reason: str, advice: str = "") -> None:
+    """Leave a layer alone from now on, with a warning; `advice` stands before what can always be done."""
+    layer.refuse(reason)
+    logger.warning(
+        "%s is left alone: %s. Its beta stays the model's own, and its scores are not measured. %sattach(layers=...) "
+        "leaves the module out",
+        layer.name or "the model",
+        reason,
+        advice,
+    )
 
 
 class Recorder:

@@ -39,6 +39,7 @@ class Softmax:
         others: the sum of the further products, factors included; 0 where there are none.
         logits: what the softmax received.
         prescale: numbers by which q or k were multiplied as a whole before the product, multiplied together.
+        dim: the axis of the softmax.
     """
 
     score: Tensor
@@ -46,6 +47,7 @@ class Softmax:
     others: Tensor
     logits: Tensor
     prescale: float
+    dim: int = -1
 
     @property
     def bias(self) -> Tensor:
@@ -60,7 +62,7 @@ class Softmax:
     @property
     def entropies(self) -> Tensor:
         """The entropy in nats of each row that has an allowed pair, flat; all that the softmax got is a part of it."""
-        return torch.special.entr(self.logits.softmax(-1)).sum(-1)[self.allowed.any(-1)]
+        return torch.special.entr(self.logits.softmax(self.dim)).sum(self.dim)[self.allowed.any(self.dim)]
 
 
 @dataclass
@@ -196,7 +198,7 @@ class _Shadows(TorchDispatchMode):
         kwargs = kwargs or {}
         packet = function._overloadpacket
         if packet is aten._softmax:
-            self._softmax(args[0])
+            self._softmax(*args[:2])
         result = function(*args, **kwargs)
         if isinstance(result, Tensor) and result.is_floating_point():
             self._follow(packet, result, args, kwargs)
@@ -217,14 +219,14 @@ class _Shadows(TorchDispatchMode):
         zeros = torch.zeros_like(score)
         self.report(Softmax(score, zeros + factor, zeros, logits, prescale), self.stack)
 
-    def _softmax(self, logits: Tensor) -> None:
+    def _softmax(self, logits: Tensor, dim: int) -> None:
         terms = self._terms(logits)
         if not terms or bool(terms[0][0].isnan().all()):
             return
         (score, factor), *rest = terms
         others = sum(((s * f).nan_to_num(0) for s, f in rest), torch.zeros_like(score))
         shadow = self.memory[_key(logits)]
-        call = Softmax(score.clone(), factor.clone(), others, logits.detach().double(), shadow.prescale)
+        call = Softmax(score.clone(), factor.clone(), others, logits.detach().double(), shadow.prescale, dim)
         self.report(call, [a for a, b in zip(shadow.stack, self.stack, strict=False) if a is b])
 
     def _terms(self, tensor: Any) -> Terms:

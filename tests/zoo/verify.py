@@ -182,7 +182,7 @@ def wrong_layers(hook: Hook, found: dict[str, Attention]) -> Iterator[str]:
 
 
 def wrong_statistics(hook: Hook, name: str, attention: Attention) -> Iterator[str]:
-    """Count, mean and standard deviation of the raw scores, entropy, and the factor that the model itself puts on them."""
+    """The model's own factor on its raw scores, their count, mean and std, and the mean entropy of the rows."""
     layer = hook.layers[name]
     seen, seen_std = layer.statistics, overall_std(layer.head_statistics).item()
     if not is_measured(layer):

@@ -330,3 +330,28 @@ def test_learned_sinks_take_part_in_the_entropy():
     assert weights.shape[-1] == 13
     torch.testing.assert_close(measured.entropy, torch.special.entr(weights).sum(-1).mean((0, 2)), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(measured.sink, weights[..., 0].mean((0, 2)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's compiler
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_query_of_other_heads_than_a_module_states_is_left_alone(compiled, caplog):
+    model, batch = build("llama").train(), inputs("llama")
+    attention = model.model.layers[0].self_attn
+    expected = run(model, batch)
+    attention.num_heads, attention.head_dim = 3, 8
+    with betahook.attach(model, controller="monitor") as hook:
+        if compiled:
+            model.compile(backend="aot_eager", fullgraph=True)
+        assert_identical(expected, run(model, batch))
+        hook.step()
+        first, second = hook.layers
+        assert f"max_logit/{second}" in hook.metrics()
+        assert f"max_logit/{first}" not in hook.metrics()
+        if compiled:
+            assert f"not reached: {first}" in repr(hook)
+            return
+        assert "its query is [2, 4, 24, 8], not [batch, 3, queries, d_k]" in hook.layers[first].refusal
+        assert f"{first} is left alone: its query is" in caplog.text
+        fitting = torch.randn(2, 3, 5, 8)
+        AttentionInterface().get_interface("sdpa", None)(attention, fitting, fitting, fitting, None)
+        assert hook.layers[first].statistics.count == 0

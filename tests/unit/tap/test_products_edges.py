@@ -74,9 +74,14 @@ def test_a_beta_before_the_first_forward_is_refused():
         hook.layers["1"].beta = 1.0
 
 
-def test_scores_of_other_heads_than_a_module_states_are_left_alone(x):
+@pytest.mark.parametrize("package", [__name__, "transformers.models.made_up"], ids=["of the user", "of transformers"])
+def test_scores_of_other_heads_than_a_module_states_are_left_alone(x, package):
     """It may be right all the same, as where there are two score matrices for each head."""
-    model = make(ByHandAttention)
+
+    class SomeAttention(ByHandAttention):
+        __module__ = package
+
+    model = make(SomeAttention)
     model[1].num_heads = 3
     expected = model(x[:2])
     with betahook.attach(model) as hook:
