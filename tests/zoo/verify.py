@@ -182,7 +182,7 @@ def wrong_layers(hook: Hook, found: dict[str, Attention]) -> Iterator[str]:
 
 
 def wrong_statistics(hook: Hook, name: str, attention: Attention) -> Iterator[str]:
-    """The model's own factor on its raw scores, their count, mean and std, and the mean entropy of the rows."""
+    """The model's own factor on its raw scores, their count, mean and std, and what whole rows show."""
     layer = hook.layers[name]
     seen, seen_std = layer.statistics, overall_std(layer.head_statistics).item()
     if not is_measured(layer):
@@ -213,9 +213,17 @@ def wrong_statistics(hook: Hook, name: str, attention: Attention) -> Iterator[st
         yield f"{name}: score std {seen_std:.6g} instead of {std:.6g}"
     if not math.isclose(seen.mean.item(), mean, rel_tol=1e-3, abs_tol=1e-3 * std + 1e-6):
         yield f"{name}: score mean {seen.mean.item():.6g} instead of {mean:.6g}"
+    yield from wrong_rows(name, seen, attention, scores.abs().max().item())
+
+
+def wrong_rows(name: str, seen: betahook.Statistics, attention: Attention, largest: float) -> Iterator[str]:
+    """Entropy and largest score, which are those of some rows where a sequence is long."""
     sampled = not all(is_short(*call.logits.shape[-2:]) for call in attention.calls)
     if not math.isclose(seen.entropy.item(), attention.entropy, rel_tol=0.05 if sampled else 1e-3, abs_tol=1e-4):
         yield f"{name}: entropy {seen.entropy.item():.6g} instead of {attention.entropy:.6g}"
+    seen_largest = seen.max_score.item()
+    if not (math.isclose(seen_largest, largest, rel_tol=1e-3) or (sampled and seen_largest <= 1.001 * largest)):
+        yield f"{name}: largest score {seen_largest:.6g} instead of {largest:.6g}"
 
 
 def is_whole(hook: Hook, name: str, attention: Attention) -> bool:
