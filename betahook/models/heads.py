@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from betahook.models import materialise
 from betahook.models.families import FUSED, HEAD_DIM, HEADS, SEPARATE, facts
 from betahook.models.projections import matrix
 
@@ -98,6 +99,6 @@ def _first(owner: object, names: Iterable[str]) -> int | None:
 def _width(module: nn.Module, names: Iterable[str]) -> int | None:
     """Width of what the first of these projections returns."""
     for projection in (getattr(module, name, None) for name in names):
-        if isinstance(projection, nn.Module) and isinstance(getattr(projection, "weight", None), Tensor):
+        if isinstance(projection, nn.Module) and isinstance(materialise.stored(projection), Tensor):
             return matrix(projection).shape[0]
     return None

@@ -10,8 +10,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from betahook import compat
+
+
+def stored(module: nn.Module, name: str = "weight") -> Any:
+    """Look up an attribute of a module, None where it has none; buffers of a parametrization stay as they are.
+
+    In training mode, each look at a weight under spectral norm is another step of its power iteration.
+    """
+    if not parametrize.is_parametrized(module, name):
+        return getattr(module, name, None)
+    training = [part for part in module.parametrizations[name].modules() if part.training]  # type: ignore[index, union-attr]
+    for part in training:
+        part.training = False
+    try:
+        return getattr(module, name)
+    finally:
+        for part in training:
+            part.training = True
 
 
 def obstacle(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> str | None:

@@ -41,7 +41,7 @@ class Projection:
     @property
     def stored(self) -> Tensor:
         """The weight that holds W_q or W_k, as the module stores it."""
-        stored = getattr(self.module, f"{self.prefix}weight")
+        stored = materialise.stored(self.module, f"{self.prefix}weight")
         assert isinstance(stored, Tensor)
         return stored
 
@@ -142,7 +142,7 @@ def added_queries(module: nn.Module, query: Projection) -> list[Projection]:
 
 def torch_attention(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
     """`nn.MultiheadAttention`, whose fused weight is its own; not where q, k and v have other widths, a weight each."""
-    if not isinstance(module, nn.MultiheadAttention) or module.in_proj_weight is None:
+    if not isinstance(module, nn.MultiheadAttention) or materialise.stored(module, "in_proj_weight") is None:
         return None
     query, key = (layouts.run(start, heads, head_dim) for start in (0, heads * head_dim))
     return Projection(module, query, prefix="in_proj_"), Projection(module, key, prefix="in_proj_", argument=1)
@@ -221,7 +221,7 @@ def _linear(module: object) -> nn.Module | None:
     children = (getattr(module, name, None) for name in families.WRAPPED)
     wrapped = (_linear(child) for child in children if isinstance(child, nn.Module) and _only_wraps(module, child))
     inner = next((inner for inner in wrapped if inner is not None), None)
-    weight = getattr(module, "weight", None)
+    weight = materialise.stored(module)
     return module if inner is None and isinstance(weight, Tensor) and weight.dim() == 2 else inner
 
 
@@ -234,7 +234,7 @@ def _only_wraps(wrapper: nn.Module, inside: nn.Module) -> bool:
 
 def matrix(module: nn.Module) -> Tensor:
     """The weight of a linear module as `[out, in]`."""
-    weight = module.weight
+    weight = materialise.stored(module)
     assert isinstance(weight, Tensor)
     return _out_by_in(module, weight)
 

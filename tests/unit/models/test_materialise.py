@@ -5,8 +5,11 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations
 
+import betahook
 from betahook.models import materialise
 from betahook.models.projections import locate
 
@@ -212,3 +215,33 @@ def test_projections_are_read_as_they_act():
     attention.q_proj.lora_variant = {"one": None}
     assert "of an unknown kind" in query.obstacle
     assert key.obstacle is None
+
+
+class UnderSpectralNorm(nn.Module):
+    num_heads = 2
+
+    def __init__(self, *names, out):
+        super().__init__()
+        for name in names:
+            setattr(self, name, parametrizations.spectral_norm(nn.Linear(4, out)))
+        self.names = names
+
+    def forward(self, x):
+        made = torch.cat([getattr(self, name)(x) for name in self.names], -1)[..., :8]
+        q, k = made.unflatten(-1, (4, 2)).transpose(1, 2).chunk(2, 1)
+        return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(("names", "out"), [(("q_proj", "k_proj"), 4), (("qkv",), 12)], ids=str)
+def test_to_look_at_a_weight_under_spectral_norm_changes_nothing(names, out):
+    """In training mode, torch's parametrization moves its buffers whenever somebody asks for its weight."""
+    torch.manual_seed(0)
+    model = UnderSpectralNorm(*names, out=out)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    hook = betahook.attach(model, controller="monitor")
+    assert repr(hook)
+    hook.layers.read_weights()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(part.training for part in model.modules())
+    expected = getattr(model.eval(), names[0]).weight[:4].std(correction=0).item()
+    assert hook.layers[""].weight_std_q == pytest.approx(expected, rel=1e-5)
