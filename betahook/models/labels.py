@@ -80,7 +80,7 @@ class Labels:
     def put_features(self, tensor: Tensor, axes: list[int], weight: Tensor | None = None) -> None:
         """Label a tensor that a projection made, whose features lie along some of its axes."""
         shape = [size if axis in axes else 1 for axis, size in enumerate(tensor.shape)]
-        numbers = torch.arange(math.prod(shape), device=tensor.device) + FAR * len(self.weights)
+        numbers = torch.arange(math.prod(shape), device=_device_of(tensor)) + FAR * len(self.weights)
         self.put(tensor, numbers.view(shape).expand(tensor.shape).contiguous())
         self.weights.append(weight)
 
@@ -126,7 +126,12 @@ class Labels:
 
     def _labels_or_none(self, tensor: Tensor) -> Tensor:
         labels = self.get(tensor)
-        return torch.full(tensor.shape, UNKNOWN, device=tensor.device) if labels is None else labels
+        return torch.full(tensor.shape, UNKNOWN, device=_device_of(tensor)) if labels is None else labels
+
+
+def _device_of(tensor: Tensor) -> torch.device:
+    """The device for the labels of a tensor: its own, but for the meta device, on which nothing could be read."""
+    return torch.device("cpu") if tensor.is_meta else tensor.device
 
 
 def _attempt(run: Callable[[], Any]) -> Any:

@@ -280,3 +280,17 @@ def test_a_trial_runs_no_compiled_code():
     with betahook.attach(module) as hook:
         assert hook.layers[""].head_dim == 8
     assert seen == [seen_before]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind is not CausalByHandAttention])
+def test_attach_before_the_weights_are_there(kind):
+    """On the meta device, where a model is made that is to be sharded or loaded; a mask on the CPU does not fit it."""
+    loaded, x = Model(kind).eval(), torch.randn(BATCH, LENGTH, WIDTH)
+    with torch.device("meta"):
+        model = Model(kind).eval()
+    hooks = [betahook.attach(each, controller="monitor", when="always") for each in (loaded, model)]
+    model.to_empty(device="cpu").load_state_dict(loaded.state_dict())
+    for hook in hooks:
+        hook.model(x).sum().backward()
+        hook.step()
+    assert hooks[1].metrics() == hooks[0].metrics()
