@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from betahook import compat
 from betahook.models.labels import Labels
-from betahook.models.torch_calls import Call
+from betahook.models.torch_calls import Call, tensors_in
 from betahook.tap import heads
 from betahook.tap.contraction import Axis
 from betahook.tap.followed import Followed
@@ -42,6 +42,7 @@ class Forward:
             verified by the zoo: what is not understood there does no harm.
         recording: True if scores are measured.
         form: of the inputs.
+        is_empty: True where the first of them has no entries, as in a batch without samples: it shows nothing.
         axes: the axes of the heads with inputs of this form, as far as they are known.
         labels: the features that entries come from, in the first forward with inputs of this form.
         is_settled: True if neither is needed.
@@ -65,6 +66,8 @@ class Forward:
         self.recording = layer.is_recording and layer.refusal is None and not rehearsal
         self.form = form_of(inputs) if self.strict else ()
         self.axes = plan.axes.get(self.form, {})
+        given = next(tensors_in(inputs), None)
+        self.is_empty = given is not None and given.numel() == 0
         is_first = self.strict and self.form not in plan.axes and layer.refusal is None
         if is_first and (compat.is_exporting() or (rehearsal and compat.is_transformed())):
             raise RuntimeError(
@@ -175,8 +178,8 @@ class Forward:
     def finish(self) -> None:
         """Take stock of a forward that has ended: learn from it, or leave the module alone from now on."""
         layer = self.layer
-        # The tensors of an export or a transform mean nothing outside of it.
-        passing = compat.is_exporting() or compat.is_transformed()
+        # The tensors of an export or a transform mean nothing outside of it, those of an empty batch nothing at all.
+        passing = compat.is_exporting() or compat.is_transformed() or self.is_empty
         undecided = layer.refusal is None and not passing
         learns = self.strict and undecided
         reason = self._verdict() if learns else self._refusal if undecided else None

@@ -172,6 +172,20 @@ def test_an_empty_batch_adds_nothing(kind, x):
         assert hook.layers["1"].statistics.count == 0
 
 
+@pytest.mark.parametrize("kind", [ByHandAttention, FusedAttention])
+def test_an_empty_batch_that_comes_first_shows_nothing(kind, x):
+    """Such as that of a rank without samples: heads and scales are seen in the first forward that has entries."""
+    measured = []
+    for batches in ([x], [x[:0], x]):
+        hook = betahook.attach(make(kind), controller="monitor")
+        for batch in batches:
+            hook.model(batch).sum().backward()
+        hook.step()
+        assert hook.layers["1"].refusal is None
+        measured.append(hook.metrics())
+    assert measured[1] == measured[0]
+
+
 @pytest.mark.parametrize("change", ["masked_fill_", "__iadd__", "part by part"])
 def test_changes_in_place_under_inference_mode(change, x):
     """Tensors made there count no changes."""
