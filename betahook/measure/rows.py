@@ -70,13 +70,7 @@ def row_sums(
     """
     queries, keys = query.shape[2], key.shape[2]
     query, key = at_least_float32(query), at_least_float32(key)
-    pairs = derive(row_pairs, mask, query, queries, keys)
-    if position_bias is not None:
-        bias = position_bias.expand(*position_bias.shape[:2], queries, keys)
-        pairs = replace(pairs, added=pairs.added + (bias if pairs.picked is None else bias[:, :, pairs.picked]))
-    if sinks is not None:
-        sinks = sinks.expand(-1, -1, queries)
-        pairs = replace(pairs, sinks=sinks if pairs.picked is None else sinks[..., pairs.picked])
+    pairs = _with_terms(derive(row_pairs, mask, query, queries, keys), position_bias, sinks, queries, keys)
     if pairs.picked is not None:
         query = query[:, :, pairs.picked]
     scale = beta.to(query.dtype).view(-1, 1, 1)
@@ -87,6 +81,19 @@ def row_sums(
         return found[0]
     sums, largest = ([torch.stack(part) for part in zip(*one, strict=True)] for one in zip(*found, strict=True))
     return [x.sum(0) for x in sums], (largest[0].amax(0), largest[1].amax(0))
+
+
+def _with_terms(
+    pairs: RowPairs, position_bias: Tensor | None, sinks: Tensor | None, queries: int, keys: int
+) -> RowPairs:
+    """The rows with what this call adds to their logits and what it puts beside them; see `row_sums`."""
+    rows = slice(None) if pairs.picked is None else pairs.picked
+    if position_bias is not None:
+        bias = position_bias.expand(*position_bias.shape[:2], queries, keys)
+        pairs = replace(pairs, added=pairs.added + bias[:, :, rows])
+    if sinks is not None:
+        pairs = replace(pairs, sinks=sinks.expand(-1, -1, queries)[..., rows])
+    return pairs
 
 
 def _parts(query: Tensor, key: Tensor, mask: Mask, queries: int, pairs: RowPairs) -> Iterator[tuple[Tensor, RowPairs]]:
