@@ -131,7 +131,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **_all("Qwen2VLTextConfig PaddleOCRTextConfig Qwen2_5_VLTextConfig", _rope(2, 3, 3)),
     **_all("Glm46VTextConfig Glm4vTextConfig GlmImageTextConfig GlmOcrTextConfig GlmgaTextConfig", _rope(2, 3, 3)),
     "Glm4vMoeTextConfig": _rope(1, 1, 2, partial_rotary_factor=0.5),
-    **_all("cosmos3_edge_text Cosmos3EdgeTextConfig", _rope(2, 3, 3)),
+    **_all("cosmos3_edge_text Cosmos3EdgeTextConfig HYV4VLTextConfig", _rope(2, 3, 3)),
+    **_all(
+        "WavTokenizerConfig WavTokenizerEncoderConfig", dict(hidden_size=64, codebook_dim=64, decoder_hidden_size=64)
+    ),
     **_all("Qwen2_5OmniTextConfig Qwen2_5OmniTalkerConfig qwen2_5_omni_text qwen2_5_omni_talker", _rope(2, 3, 3)),
     **_all("autoformer informer time_series_transformer", _SERIES),
     "autoformer": {**_SERIES, "label_length": 4},
@@ -417,7 +420,7 @@ INPUTS: dict[str, dict[str, Any]] = {
         "qwen3_5_moe_vision qwen4_exp_vision",
         _patches("hidden_states", 1536),
     ),
-    **_all("cosmos3_edge_vision glm_image_vision hunyuan_vl_vision", _patches("pixel_values", 768)),
+    **_all("cosmos3_edge_vision glm_image_vision hunyuan_vl_vision hy_v4_vl_vision", _patches("pixel_values", 768)),
     "ernie4_5_vl_moe_vision": _patches("hidden_states", 588),
     "phi4_multimodal_audio": dict(hidden_states=normal(2, 64, 80), mask=padded(2, 64, 16).bool()),
     "lfm3_vl_vision": _patches("pixel_values", 1536),
@@ -456,7 +459,11 @@ INPUTS: dict[str, dict[str, Any]] = {
     "bridgetower_vision_model": dict(image=normal(2, 3, 64, 64)),
     "got_ocr2_vision": _image(1, 3, 64, 64),
     **_all("musicgen_decoder musicgen_melody_decoder", _CODES),
-    **_all("mimi encodec dac pe_audio_encoder xcodec pocket_tts_audio_tokenizer", _SOUND),
+    **_all(
+        "mimi encodec dac pe_audio_encoder xcodec pocket_tts_audio_tokenizer omniasr_audio omniasr_ctc wavtokenizer "
+        "wavtokenizer_encoder",
+        _SOUND,
+    ),
     "speecht5": dict(input_values=normal(2, 12, 64), decoder_input_values=normal(2, 8, 64)),
     "speech-encoder-decoder": dict(input_values=normal(2, 4000), decoder_input_ids=ids(2, 6)),
     "kyutai_speech_to_text": dict(input_ids=ids(2, 8, 33), use_cache=False),
