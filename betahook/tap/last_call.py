@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+CACHES = "cache", "past_key_values"
+"""Arguments by which models of transformers get a cache: as of 5.24, and before."""
+
 
 class LastCall:
     """The last call, without a cache, of the outermost module around all hooked layers that was called so far.
@@ -44,7 +47,7 @@ class LastCall:
         self._depth = depth
         if module is not self.module:
             self.module, self.input = module, None
-        if kwargs.get("past_key_values") is None:  # a cache has moved on when it is used again
+        if all(kwargs.get(name) is None for name in CACHES):  # a cache has moved on when it is used again
             self.input = args, kwargs
 
 

@@ -10,6 +10,7 @@ import torch
 from accelerate import cpu_offload
 
 import betahook
+from betahook.tap.last_call import CACHES
 from support.attention import LENGTH, WIDTH, ByHandAttention
 from support.models import build, inputs
 from support.training import LAYER, train
@@ -92,8 +93,9 @@ def test_a_hooked_model_is_not_copied_without_its_beta(duplicate):
 def test_a_forward_with_a_cache_is_not_the_one_to_check_on():
     model, ids = build("llama").eval(), inputs("llama")["input_ids"]
     with betahook.attach(model, controller="monitor") as hook:
-        cache = model(input_ids=ids, use_cache=True).past_key_values
-        model(input_ids=ids[:, :1], past_key_values=cache)
+        output = model(input_ids=ids, use_cache=True)
+        name = next(name for name in CACHES if name in output)
+        model(input_ids=ids[:, :1], **{name: output[name]})
         assert torch.equal(hook.last_call.input[1]["input_ids"], ids)
 
 

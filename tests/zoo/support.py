@@ -86,8 +86,8 @@ def write(rows: list[dict[str, str]], seconds: list[float]) -> None:
 Written by `make support` with transformers {transformers.__version__} and torch {torch_version}; `make test-families`
 compares it with what it finds. A tiny model of each model type is made from its config, and betahook's view of it held
 against what torch's own operations show of the model alone: which modules are attention; count, mean and standard
-deviation of their raw scores, the largest one, and the entropy of their rows; the factor that the model puts on them; the
-logits at half that factor; every bit of the outputs while monitoring, and after detaching.
+deviation of their raw scores, the largest one, and the entropy of their rows; the factor that the model puts on them;
+the logits at half that factor; every bit of the outputs while monitoring, and after detaching.
 
 {len(attached)} of {len(rows)} model types attach. Building, attaching and verifying one takes {median:.2f} s (median).
 

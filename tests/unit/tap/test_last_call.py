@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from betahook.tap.last_call import LastCall
+from betahook.tap.last_call import CACHES, LastCall
 
 
 class Call(nn.Module):
@@ -58,10 +58,11 @@ def test_layers_that_lie_apart():
         assert (last.module, last.input) == (model, None)
 
 
-def test_a_cache_is_not_kept(nested):
+@pytest.mark.parametrize("name", CACHES)
+def test_a_cache_is_not_kept(nested, name):
     model, _, last = nested
     with pytest.raises(TypeError):
-        model(torch.ones(1), past_key_values=object())  # which a linear layer does not know
+        model(torch.ones(1), **{name: object()})  # which a linear layer does not know
     assert last.input is None
 
 
