@@ -45,7 +45,7 @@ def test_inspect_says_what_is_special(tmp_path, capsys):
     ("config", "cells"),
     [
         (GPT2Config(n_embd=32, n_head=4, n_layer=1), ["h.0.attn", "4", "8", "0.3536", "c_attn", "c_attn"]),
-        (SiglipVisionConfig(**SIZE), ["head.attention", "4", "8", "in_proj_weight", "in_proj_weight"]),
+        (SiglipVisionConfig(**SIZE), ["head.attention", "4", "8", "0.3536", "in_proj_weight", "in_proj_weight"]),
         (XLNetConfig(d_model=32, n_head=4, n_layer=1), ["layer.0.rel_attn", "4", "8"]),  # of no known form
     ],
 )
