@@ -112,7 +112,7 @@ def _hooked(
 
 
 def _passes_by(layer: Recorder, query: Tensor) -> bool:
-    """Return True for a call of a layer that is left alone, as it is where a query has other heads than its module."""
+    """Return True if the layer is left alone, as it is from a query on that has other heads than its module states."""
     fits = query.dim() == 4 and layer.select_local_heads(query.shape[1])
     if torch.compiler.is_compiling():  # a graph that looked this up would be one of this layer alone
         return not fits
