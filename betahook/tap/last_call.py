@@ -47,7 +47,8 @@ class LastCall:
         self._depth = depth
         if module is not self.module:
             self.module, self.input = module, None
-        if all(kwargs.get(name) is None for name in CACHES):  # a cache has moved on when it is used again
+        # A cache has moved on when it is used again. A list, since torch 2.6 compiles no generator.
+        if not [name for name in CACHES if kwargs.get(name) is not None]:
             self.input = args, kwargs
 
 
