@@ -730,4 +730,20 @@ FAULTS = [
         "betahook/compat.py", "if is_active_adapter(adapter) else {}", "if True else {}", ("tests/unit/test_compat.py",)
     ),
     Fault("betahook/keep/refusals.py", "self._is_saved(found[0]) and ", "", ADAPTERS),
+    Fault("betahook/tap/interface.py", "return layer.refusal is not None", "return False"),
+    Fault("betahook/tap/interface.py", "return not fits", "return False"),
+    Fault("betahook/tap/last_call.py", '"cache", "past_key_values"', '"past_key_values", "past"'),
+    Fault("betahook/tap/forward.py", " or self.is_empty", "", ("tests/unit/tap/test_products_edges.py",)),
+    Fault(
+        "betahook/tap/matrices.py",
+        "            forward.refuse(f",
+        "            str(f",
+        ("tests/unit/tap/test_products_edges.py",),
+    ),
+    Fault("betahook/models/materialise.py", "modules() if part.training]", "modules() if False]"),
+    Fault(
+        "betahook/models/labels.py", 'torch.device("cpu") if tensor.is_meta else tensor.device', "tensor.device", TRIAL
+    ),
+    Fault("betahook/measure/rows.py", "sinks.expand(-1, -1, queries)", "sinks[..., :1].expand(-1, -1, queries)"),
+    Fault("betahook/measure/rows.py", "of_sequences(pairs.sinks, some)", "pairs.sinks"),
 ]
