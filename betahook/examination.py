@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from betahook import compat, rerun
 from betahook.hook import Hook, attach, hooks_of
 from betahook.models import materialise
+from betahook.models.modes import evaluating
 from betahook.options import LayerChoice
 from betahook.report import precision
 from betahook.report.audit import Audit
@@ -93,7 +94,7 @@ def examine_hooked(hook: Hook, batches: Iterable[Mapping[str, Any] | Tensor]) ->
         raise TypeError(f"examine() takes an iterable of batches; got one {type(batches).__name__}: put it into a list")
     count = 0
     hook._state.is_local = not any(map(_is_in_shards, hook.model.parameters()))
-    with rerun.evaluating(hook.model), rerun.random_state_kept(hook):
+    with evaluating(hook.model), rerun.random_state_kept(hook):
         for batch in batches:
             _call(hook.model, batch)
             count += 1

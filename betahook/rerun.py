@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from betahook.models import materialise
+from betahook.models.modes import evaluating
 from betahook.tap.last_call import LastCall
 
 CHUNK = 2**24
@@ -43,16 +44,6 @@ def without_side_effects(hook: Hooked) -> Iterator[None]:
                 config.use_cache = False
                 stack.callback(setattr, config, "use_cache", True)
         stack.enter_context(evaluating(hook.model))
-        yield
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every module is in the mode that it was in."""
-    with ExitStack() as stack:
-        for module in model.modules():
-            stack.callback(setattr, module, "training", module.training)
-        model.eval()
         yield
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from betahook import compat
+from betahook.models.modes import evaluating
 
 
 def stored(module: nn.Module, name: str = "weight") -> Any:
@@ -22,14 +23,8 @@ def stored(module: nn.Module, name: str = "weight") -> Any:
     """
     if not parametrize.is_parametrized(module, name):
         return getattr(module, name, None)
-    training = [part for part in module.parametrizations[name].modules() if part.training]  # type: ignore[index, union-attr]
-    for part in training:
-        part.training = False
-    try:
+    with evaluating(module.parametrizations[name]):  # type: ignore[index, arg-type]
         return getattr(module, name)
-    finally:
-        for part in training:
-            part.training = True
 
 
 def obstacle(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> str | None:

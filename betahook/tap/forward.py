@@ -182,7 +182,7 @@ class Forward:
         passing = compat.is_exporting() or compat.is_transformed() or self.is_empty
         undecided = layer.refusal is None and not passing
         learns = self.strict and undecided
-        reason = self._verdict() if learns else self._refusal if undecided else None
+        reason = self._verdict() if undecided else None
         if not passing:
             fits = learns and reason is None and self.attended is True and self.fused_only
             self.plan.fused_only = fits and self.plan.fused_only is not False
@@ -196,6 +196,8 @@ class Forward:
             product.counts = product.acts and (not self.strict or (layer.refusal is None and product.reached))
 
     def _verdict(self) -> str | None:
+        if not self.strict:
+            return self._refusal
         self.plan.checked |= self.shadows is not None
         self.plan.axes[self.form] = self.axes
         # What a rehearsal shows, the steps before a resume did: so the first step after it computes as they.

@@ -175,8 +175,7 @@ def _head_axis(forward: Forward, product: Contraction, known: Product) -> tuple[
         try:
             return product.head_axis(layer.heads, "flat" if folded else facts.product_axis), ""
         except UnknownHeadsError as error:
-            forward.refuse(f"a product at {known.site.line} ({error})")
-            return None, ""
+            return None, f"a product at {known.site.line} ({error})"
     if known.site.obstacle is not None:
         return None, known.site.obstacle
     summed = product.left_axes.index(product.summed)

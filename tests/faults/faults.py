@@ -449,8 +449,8 @@ FAULTS = [
     Fault("betahook/keep/verification.py", "limits = limits.maximum(4 *", "limits = limits.maximum(4000 *"),
     Fault("betahook/keep/verification.py", "if not error <= 4 * rounding", "if not error <= 4000 * rounding"),
     Fault(
-        "betahook/rerun.py",
-        '"training", module.training)',
+        "betahook/models/modes.py",
+        '"training", part.training)',
         '"training", True)',
         ("tests/unit/test_examination.py",),
     ),
@@ -734,13 +734,7 @@ FAULTS = [
     Fault("betahook/tap/interface.py", "return not fits", "return False"),
     Fault("betahook/tap/last_call.py", '"cache", "past_key_values"', '"past_key_values", "past"'),
     Fault("betahook/tap/forward.py", " or self.is_empty", "", ("tests/unit/tap/test_products_edges.py",)),
-    Fault(
-        "betahook/tap/matrices.py",
-        "            forward.refuse(f",
-        "            str(f",
-        ("tests/unit/tap/test_products_edges.py",),
-    ),
-    Fault("betahook/models/materialise.py", "modules() if part.training]", "modules() if False]"),
+    Fault("betahook/models/materialise.py", "with evaluating(module.parametrizations[name]):", "if True:"),
     Fault(
         "betahook/models/labels.py", 'torch.device("cpu") if tensor.is_meta else tensor.device', "tensor.device", TRIAL
     ),
