@@ -44,6 +44,26 @@ def test_the_readme_has_the_language_model_of_the_published_runs(study):
         assert f"| {' | '.join(cells)} |" in page
 
 
+@pytest.mark.parametrize(
+    ("page", "task", "rate", "controller"),
+    [
+        ("README.md", "lm", 3e-4, "betahook"),
+        ("README.md", "encoder", 1e-3, "betahook"),
+        ("README.md", "digits", 1e-3, "betahook"),
+        ("docs/ABLATIONS.md", "encoder", 1e-3, "betahook"),
+        ("docs/ABLATIONS.md", "encoder", 1e-3, "no-rise"),
+        ("docs/controllers/search.md", "encoder", 1e-3, "betahook"),
+        ("docs/controllers/search.md", "encoder", 1e-3, "no-rise"),
+    ],
+)
+def test_the_prose_of_other_pages_has_the_published_changes(study, page, task, rate, controller):
+    published = study["published"]
+    found = published.comparisons(study["runs"].published(EXAMPLES / "study"))
+    (comparison,) = (each for each in found if (each.task, each.rate) == (task, rate))
+    change, error = comparison.change(controller)
+    assert f"{published.signed(change, 1)} ± {error:.1f}" in (EXAMPLES.parent / page).read_text()
+
+
 def test_a_published_change_is_paired_by_seed(study):
     cells = {
         ("plain", 1e-3): {seed: {"loss": loss} for seed, loss in enumerate([1.0, 2.0, 3.0])},
