@@ -26,7 +26,7 @@ def find_places(layer: AttentionLayer) -> Iterator[Scaling]:
         NoScalingError: a weight cannot be written to.
     """
     for norms in query_norms(layer):
-        weights = [weight for norm in norms for weight in norm.weights(layer.heads, layer.head_dim, 1.0, offset=0.0)]
+        weights = [weight for norm in norms for weight in norm.weights(layer.head_dim, 1.0, offset=0.0)]
         yield Scaling(weights)
         yield Scaling([replace(weight, offset=float(weight.name == "weight")) for weight in weights])
     if projections := _query_projections(layer):

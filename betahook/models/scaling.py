@@ -195,8 +195,8 @@ def find_scalings(module: nn.Module, pair: Pair | None, heads: int, head_dim: in
     if norm is not None:
         as_one = norm.size == head_dim
         if other is not None and (other.size == head_dim if as_one else key_heads == heads):
-            yield Scaling([*norm.weights(heads, head_dim, 0.5), *other.weights(heads, head_dim, 0.5)], as_one)
-        yield Scaling(norm.weights(heads, head_dim, 1.0), as_one)
+            yield Scaling([*norm.weights(head_dim, 0.5), *other.weights(head_dim, 0.5)], as_one)
+        yield Scaling(norm.weights(head_dim, 1.0), as_one)
     elif key_heads == heads and not any(getattr(module, name, None) is not None for name in families.KEY_NORMS):
         # The components of q that meet a part of k which all heads share, as in MLA, take all of the factor.
         exponent = torch.ones(head_dim, device="cpu")
@@ -246,11 +246,10 @@ class Norm:
         """Number of its entries."""
         return self.tensors[0].numel()
 
-    def weights(self, heads: int, head_dim: int, exponent: float, offset: float | None = None) -> list[Weight]:
+    def weights(self, head_dim: int, exponent: float, offset: float | None = None) -> list[Weight]:
         """Its weight and its bias; one that all heads share is that of the first. None as offset: run it alone."""
-        rows_of_head = 1 if self.tensors[0].dim() == 2 else head_dim
-        head = torch.arange(len(self.tensors[0]), device="cpu") // rows_of_head
-        rows = Rows(head, torch.full(head.shape, exponent, device="cpu"), heads)
+        total, rows_of_head = len(self.tensors[0]), 1 if self.tensors[0].dim() == 2 else head_dim
+        rows = Rows.of(torch.arange(total, device="cpu").view(-1, rows_of_head), exponent, total)
         offset = _offset(self.module) if offset is None else offset
         bias = [Weight(self.module, "bias", rows)] if len(self.tensors) > 1 else []
         return [Weight(self.module, "weight", rows, offset=offset), *bias]
