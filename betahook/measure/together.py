@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from betahook import compat
 from betahook.measure import calls, devices
 from betahook.measure.inputs import Entries, Waiting, joined
-from betahook.measure.masks import Given, Mask
+from betahook.measure.masks import Given
 from betahook.measure.pairs import is_short
 from betahook.measure.rows import CACHED
 
@@ -83,9 +84,7 @@ class Together:
 
     def __init__(self) -> None:
         self.inputs = Waiting()
-        self._calls: list[AttentionCall] = []
-        self._versions: list[tuple[int, ...]] = []
-        self._mask: Mask | None = None
+        self._calls: list[tuple[AttentionCall, tuple[int, ...]]] = []  # with its versions
         self._alone: set[int] = set()
 
     def takes(self, heads: slice) -> bool:
@@ -96,18 +95,15 @@ class Together:
         """Let a call wait; `table` and `moments` are of all heads, as in `add`."""
         versions = call.versions()
         if self._calls:
-            alike = call.is_like(self._calls[-1]) and versions[2:] == self._versions[-1][2:]
+            last, of_last = self._calls[-1]
+            alike = call.is_like(last) and versions[2:] == of_last[2:]
             if not (alike and len(self._calls) < room(call.query, call.key)):
                 self.add_calls(table, moments)
-        if not self._calls:
-            self._mask = call.given.describe(call.query.shape[2], call.key.shape[2])
-        self._calls.append(call)
-        self._versions.append(versions)
+        self._calls.append((call, versions))
 
     def add(self, table: Tensor, moments: Tensor) -> None:
         """Add everything to the `table [quantities, heads]` and `moments [4, components]`, in place."""
-        if self._calls:
-            self.add_calls(table, moments)
+        self.add_calls(table, moments)
         self.inputs.add_all(table)
 
     @torch.no_grad()
@@ -117,13 +113,12 @@ class Together:
             heads = slice(run[0].heads.start, run[-1].heads.stop)
             components = slice(run[0].components.start, run[-1].components.stop)
             query, key = _side_by_side([call.query for call in run]), _side_by_side([call.key for call in run])
-            assert self._mask is not None
             calls.add_scores(
                 table[:, heads],
                 moments[:, components],
                 query,
                 key,
-                self._mask,
+                run[0].given.describe(query.shape[2], key.shape[2]),
                 _scales(run, heads).to(query.device),
                 position_bias=None,
                 softcap=run[0].softcap,
@@ -131,21 +126,16 @@ class Together:
                 exact_max_logit=run[0].exact_max_logit,
                 inputs=joined([call.inputs for call in run]),
             )
-        self._calls, self._versions, self._mask = [], [], None
+        self._calls = []
 
     def _unchanged(self) -> Iterator[list[AttentionCall]]:
         """Give runs of neighbours. A layer whose q, k or mask changed meanwhile is left out, and waits no more."""
-        run: list[AttentionCall] = []
-        for call, versions in zip(self._calls, self._versions, strict=True):
-            if call.versions() == versions:
-                run.append(call)
-                continue
-            self._alone.add(call.heads.start)
-            if run:
+        for unchanged, noted in groupby(self._calls, lambda each: each[0].versions() == each[1]):
+            run = [call for call, _ in noted]
+            if unchanged:
                 yield run
-            run = []
-        if run:
-            yield run
+            else:
+                self._alone.update(call.heads.start for call in run)
 
 
 def _scales(run: list[AttentionCall], heads: slice) -> Tensor:

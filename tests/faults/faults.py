@@ -128,7 +128,7 @@ FAULTS = [
     Fault("betahook/measure/statistics.py", "found * scales[:, None]", "torch.stack([found, found])"),
     Fault("betahook/measure/together.py", "self.heads.start == other.heads.stop", "True", TOGETHER),
     Fault("betahook/measure/together.py", "self.given.tensor is other.given.tensor", "True", TOGETHER),
-    Fault("betahook/measure/together.py", "if call.versions() == versions:", "if True:", TOGETHER),
+    Fault("betahook/measure/together.py", "if unchanged:", "if True:", TOGETHER),
     Fault("betahook/measure/inputs.py", "columns[2 * side], columns", "columns[side], columns", TOGETHER),
     Fault("betahook/tap/rearranging.py", "trace.shifted and not rows_stay", "False", HANDLERS),
     Fault("betahook/tap/rearranging.py", "if not heads_stay or any(", "if any(", HANDLERS),
@@ -566,7 +566,7 @@ FAULTS = [
         "(state.table, state.window)",
         ("tests/unit/report/test_findings.py",),
     ),
-    Fault("betahook/measure/together.py", " and versions[2:] == self._versions[-1][2:]", ""),
+    Fault("betahook/measure/together.py", " and versions[2:] == of_last[2:]", ""),
     Fault("betahook/measure/together.py", "self.query, self.key, self.given.tensor\n", "self.query, self.key, None\n"),
     Fault(
         "betahook/tap/recorder.py",
