@@ -42,8 +42,8 @@ def norm_bound(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
 def extreme_scores(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
     """The `scores.extremes` of each head over all pairs of a mask, `[2, heads]`, float64; 0 where none is positive.
 
-    Blocks outside of the band are not computed. Products run in float32 or better; on an accelerator those of bfloat16
-    run in bfloat16, as the model's do, and are rounded to it.
+    Blocks outside of the band are not computed. Products run in float32 or better: in float16 one could overflow where
+    the model's own does not.
 
     Args:
         query: `[batch, heads, queries, d_k]`, any floating dtype.
@@ -53,7 +53,7 @@ def extreme_scores(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
     batch, heads, queries, width = query.shape
     key_heads, keys = key.shape[1:3]
     band = mask.band if mask.pairs is None else Band()
-    query, key = (_computable(tokens) for tokens in (query, key))
+    query, key = at_least_float32(query), at_least_float32(key)
     if mask.pairs is None:  # a masked pair counts as 0, never an extreme: so does one with a zero in place of q or k
         query, key = _without(query, mask.queries), _without(key, mask.keys)
     key = key.flatten(0, 1)
@@ -67,11 +67,6 @@ def extreme_scores(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
             scores.masked_fill_(masked, 0)
         found.append(torch.stack(extremes(scores)))
     return torch.stack(found).amax(0).to(sum_dtype(query.device))
-
-
-def _computable(tokens: Tensor) -> Tensor:
-    """The tokens in the dtype of their products: a float16 one could overflow where the model's own does not."""
-    return tokens if tokens.dtype == torch.bfloat16 and not devices.is_cpu(tokens.device) else at_least_float32(tokens)
 
 
 def _without(tokens: Tensor, valid: Tensor | None) -> Tensor:
