@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -45,7 +45,6 @@ class HeadGroups:
 
     Attributes:
         lengths: number of heads in each group, `[groups]`.
-        heads: their sum.
         head_dim: d_k, `[groups]`.
         query_width: d_x of the query projection, `[groups]`; NaN where the projection was not found.
         key_width: the same of the key projection.
@@ -53,7 +52,6 @@ class HeadGroups:
     """
 
     lengths: Tensor
-    heads: int
     head_dim: Tensor
     query_width: Tensor
     key_width: Tensor
@@ -65,26 +63,24 @@ class HeadGroups:
         rows = [[layer.heads, layer.head_dim, layer.query_width, layer.key_width] for layer in layers]
         lengths, head_dim, query_width, key_width = torch.tensor(rows, dtype=torch.float32, device=device).T
         of_head = torch.tensor([index for index, layer in enumerate(layers) for _ in range(layer.heads)], device=device)
-        return cls(lengths.long(), len(of_head), head_dim, query_width, key_width, of_head)
+        return cls(lengths.long(), head_dim, query_width, key_width, of_head)
 
     def by_head(self) -> HeadGroups:
         """Return the same heads, each a group of its own."""
         head_dim, query_width, key_width = (
             values.index_select(0, self.of_head) for values in (self.head_dim, self.query_width, self.key_width)
         )
-        each = torch.arange(self.heads, device=self.of_head.device)
-        return HeadGroups(torch.ones_like(each), self.heads, head_dim, query_width, key_width, each)
+        each = torch.arange(len(self.of_head), device=self.of_head.device)
+        return HeadGroups(torch.ones_like(each), head_dim, query_width, key_width, each)
 
     def to(self, device: torch.device) -> HeadGroups:
         """Return the same groups with their tensors on another device."""
-        tensors = (self.head_dim, self.query_width, self.key_width, self.of_head)
-        head_dim, query_width, key_width, of_head = (tensor.to(device) for tensor in tensors)
-        return HeadGroups(self.lengths.to(device), self.heads, head_dim, query_width, key_width, of_head)
+        return HeadGroups(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     @property
     def are_heads(self) -> bool:
         """True if each head is a group of its own."""
-        return len(self.lengths) == self.heads
+        return len(self.lengths) == len(self.of_head)
 
     def largest(self, values: Tensor) -> Tensor:
         """The largest value in each group, `[heads] -> [groups]`."""

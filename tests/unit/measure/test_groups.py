@@ -27,7 +27,7 @@ def test_groups_are_layers_or_heads(groups):
     assert heads.largest(values).tolist() == heads.spread(values).tolist() == values.tolist()
     assert heads.head_dim.tolist() == [8] * 4 + [16] * 2
     for each in (groups, heads):
-        assert each.heads == 6
+        assert len(each.of_head) == 6
         assert (each.query_width[0], each.key_width[0]) == (24, 12)
         assert each.query_width[-1].isnan()
         assert each.key_width[-1].isnan()
