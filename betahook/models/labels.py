@@ -69,8 +69,7 @@ class Labels:
 
     def get(self, tensor: Tensor) -> Tensor | None:
         """The labels of a tensor, of the same shape, or None."""
-        labels: Tensor | None = self._of.get(tensor)
-        return labels
+        return self._of.get(tensor)
 
     def put(self, tensor: Tensor, labels: Tensor) -> None:
         """Label a tensor; what was computed without data is no label."""
@@ -107,7 +106,10 @@ class Labels:
         parts = list(tensors_in(output))
         if call.name in MOVING:
             same = Call(ON_LABELS.get(call.name, call.function), call.args, call.kwargs)
-            labels = list(tensors_in(_attempt(lambda: same.run_on(self._labels_or_none))))
+            try:
+                labels = list(tensors_in(same.run_on(self._labels_or_none)))
+            except (RuntimeError, TypeError, ValueError, IndexError):  # it does not work on labels
+                return
             if len(labels) == len(parts):
                 for part, moved in zip(parts, labels, strict=True):
                     self.put(part, moved)
@@ -132,14 +134,6 @@ class Labels:
 def _device_of(tensor: Tensor) -> torch.device:
     """The device for the labels of a tensor: its own, but for the meta device, on which nothing could be read."""
     return torch.device("cpu") if tensor.is_meta else tensor.device
-
-
-def _attempt(run: Callable[[], Any]) -> Any:
-    """The result of a function, None where it does not work on labels."""
-    try:
-        return run()
-    except (RuntimeError, TypeError, ValueError, IndexError):
-        return None
 
 
 def features_of_heads(labels: Tensor, heads: int, head_dim: int, batch: int) -> Features | None:
