@@ -188,11 +188,6 @@ def without_data() -> Iterator[Callable[[nn.Module], nn.Module]]:
         logger.disabled = disabled
 
 
-def with_data() -> AbstractContextManager[Any]:
-    """Suspend `without_data`."""
-    return unset_fake_temporarily()
-
-
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
 def steps_since_rescaling(state: Mapping[str, Any]) -> int:
     """Optimizer steps of a `GradScaler` since its scale last changed or it skipped one, from its `state_dict()`."""

@@ -204,7 +204,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.shape = shape
-        self.labels = Labels(compat.with_data)
+        self.labels = Labels(compat.untransformed)
         self.found: Attention | None = None
         self.activations = ByTensor[_Activation]()
         self.weights = ByTensor[Attention]()  # that made them
