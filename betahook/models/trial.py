@@ -196,24 +196,19 @@ class _Watch(TorchFunctionMode):
     """Follows products of activations to a softmax, and that to a further product.
 
     Attributes:
-        shape: of the module's input.
+        tokens: of all sequences in the module's input.
         labels: the features that entries are made of.
         found: the first attention.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
-        self.shape = shape
+        batch, *rest = shape
+        self.tokens = batch * (rest[0] if len(rest) == 2 else rest[1] * rest[2])
         self.labels = Labels(compat.untransformed)
         self.found: Attention | None = None
         self.activations = ByTensor[_Activation]()
         self.weights = ByTensor[Attention]()  # that made them
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all sequences."""
-        batch, *rest = self.shape
-        return batch * (rest[0] if len(rest) == 2 else rest[1] * rest[2])
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
