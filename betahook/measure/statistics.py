@@ -91,6 +91,11 @@ def geometric_mean(values: Tensor, lengths: Tensor) -> Tensor:
     return largest * by_segment(ratios.log(), "mean", lengths).exp()
 
 
+def population_std(count: Tensor, total: Tensor, square: Tensor) -> Tensor:
+    """Population std of numbers, from their count, their sum and the sum of their squares."""
+    return (square / count - (total / count).square()).clamp(min=0).sqrt()
+
+
 def keep_measured(new: Tensor, old: Tensor, measured: Tensor) -> Tensor:
     """`new`, with the columns of `old` for heads not `measured`; the loss is always the new one."""
     kept = torch.where(measured, new, old)
@@ -294,9 +299,8 @@ class Pooled:
         return largest.masked_fill(self.unmeasured, torch.nan)
 
     def std(self, count: str, total: str) -> Tensor:
-        """Population std of numbers, from their count, their sum and the sum of their squares."""
-        mean = self[total] / self[count]
-        return (self[f"{total}_square"] / self[count] - mean.square()).clamp(min=0).sqrt()
+        """The `population_std` of what these rows count and sum up."""
+        return population_std(self[count], self[total], self[f"{total}_square"])
 
 
 def _mean_part(table: Tensor) -> Tensor:

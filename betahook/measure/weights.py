@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from betahook.measure.dtypes import product_dtype, sum_dtype
-from betahook.measure.statistics import by_segment
+from betahook.measure.statistics import by_segment, population_std
 
 ROWS = ("query_count", "query_sum", "query_square", "key_count", "key_sum", "key_square")
 """Number, sum and sum of squares of the entries of W_q, and of those of W_k."""
@@ -28,7 +28,7 @@ class WeightStd:
     def from_sums(cls, sums: Tensor, lengths: Tensor) -> WeightStd:
         """Pool the sums `[6, heads]` over groups of `lengths [groups]` heads each."""
         pooled = by_segment(sums.T, "sum", lengths).T
-        return cls(_std(*pooled[:3]), _std(*pooled[3:]))
+        return cls(population_std(*pooled[:3]), population_std(*pooled[3:]))
 
 
 def empty(heads: int, device: torch.device) -> Tensor:
@@ -44,7 +44,3 @@ def entry_sums(weight: Tensor) -> Tensor:
     total = weight.sum(2, dtype=dtype).sum(1)
     square = torch.linalg.vector_norm(weight, dim=along, dtype=dtype).square().sum(1)
     return torch.stack([torch.full_like(total, weight[0].numel()), total, square])
-
-
-def _std(count: Tensor, total: Tensor, square: Tensor) -> Tensor:
-    return (square / count - (total / count).square()).clamp(min=0).sqrt()
