@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from betahook.measure import components, devices, prefix, scores, statistics
-from betahook.measure.dense import pair_sums
 from betahook.measure.dtypes import at_least_float32, no_autocast
 from betahook.measure.inputs import Entries, input_rows
 from betahook.measure.largest import extreme_scores, norm_bound
 from betahook.measure.masks import Mask, derive
 from betahook.measure.pairs import call_counts, count_tokens, is_short
-from betahook.measure.rows import row_sums
+from betahook.measure.rows import pair_sums, row_sums
 from betahook.measure.scores import Components
 
 

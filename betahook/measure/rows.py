@@ -2,8 +2,9 @@
 
 A short sequence is looked at as a whole, which is quicker than any other form and exact whatever the mask is. Of a
 longer one it is a fixed, evenly spaced subset of query rows against all keys, and `betahook.measure.calls` takes the
-moments of a structured mask from elsewhere. Nothing here may draw random numbers, read a value back to the host, or
-need autograd; everything is computed in float32 or better.
+moments of a structured mask from elsewhere. A matrix of scores that the model itself made is summed up whole. Nothing
+here may draw random numbers, read a value back to the host, or need autograd; everything is computed in float32 or
+better.
 """
 
 from __future__ import annotations
@@ -197,3 +198,34 @@ def _attention(logits: Tensor, pairs: RowPairs) -> list[Tensor]:
     mean = weight.mul_(logits).sum(-1).div_(norm)
     of_rows = torch.stack([norm.log_().sub_(mean), share]).mul_(pairs.filled)
     return [of_rows.sum((1, 3), dtype=sum_dtype(logits.device))]
+
+
+def pair_sums(scores: Tensor, logits: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Exact sums over the allowed pairs of a score matrix that the model made itself.
+
+    Args:
+        scores: raw scores `[batch, heads, queries, keys]`.
+        logits: the same shape, the input of the softmax.
+        allowed: boolean, the same shape.
+
+    Returns:
+        The first four of `pairs.COUNTS`, `[4, heads]`, and the sums of `scores.pool_rows`, `[5, heads]`, in float64;
+        and the `scores.extremes` of the scores.
+    """
+    wide = sum_dtype(scores.device)
+    used = at_least_float32(scores).masked_fill(~allowed, 0)
+    # Centred: a large mean score would cancel the digits of the variance.
+    count = allowed.sum(-1)
+    mean = used.sum(-1, dtype=wide) / count.clamp(min=1)
+    rest = (used - mean.to(used.dtype)[..., None]).masked_fill_(~allowed, 0)
+
+    log_weights = at_least_float32(logits).log_softmax(-1)
+    # A masked pair would give 0 * inf.
+    weights = log_weights.exp()
+    entropy = -(weights * log_weights.masked_fill(~allowed, 0)).sum(-1)
+    sink = weights.gather(-1, allowed.byte().argmax(-1, keepdim=True)).squeeze(-1)
+    seen = count > 0
+    of_rows = (x.masked_fill(~seen, 0) for x in (entropy, sink))
+    sums = pool_rows(count, mean, rest.square().sum(-1, dtype=wide), *of_rows)
+    pairs, rows, flat = (x.sum((0, 2), dtype=wide) for x in (count, seen, count.clamp(min=1).log()))
+    return torch.stack([pairs, pairs, rows, flat]), sums, extremes(used)

@@ -57,6 +57,7 @@ RIGHT = tuple(
     for name in ("followed", "scales", "masks_or_biases", "head_axes", "left_alone", "loaded_beta")
 )
 ROWS = ("tests/unit/measure/test_rows.py",)
+MATRIX = ("tests/unit/measure/test_rows_of_a_matrix.py",)
 TOGETHER = ("tests/unit/measure/test_together.py",)
 SCORES = ("tests/unit/measure/test_scores.py",)
 
@@ -183,8 +184,8 @@ FAULTS = [
         "update, turn=range(0), paused=state.paused",
         ["tests/unit/report/test_audit.py"],
     ),
-    Fault("betahook/measure/dense.py", "masked_fill(~seen, 0)", "masked_fill(seen, 0)"),
-    Fault("betahook/measure/dense.py", "allowed.sum(-1)", "allowed[..., :1].sum(-1)"),
+    Fault("betahook/measure/rows.py", "masked_fill(~seen, 0)", "masked_fill(seen, 0)", MATRIX),
+    Fault("betahook/measure/rows.py", "allowed.sum(-1)", "allowed[..., :1].sum(-1)", MATRIX),
     Fault(
         "betahook/measure/groups.py",
         'statistics.by_segment(values, "max", self.lengths)',

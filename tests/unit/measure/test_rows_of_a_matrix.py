@@ -5,17 +5,17 @@ import math
 import pytest
 import torch
 
-from betahook.measure import dense
+from betahook.measure import rows
 from support.matrices import named
 
 
 def pair_sums(scores, logits, allowed):
-    counts, sums, largest = dense.pair_sums(scores, logits, allowed)
-    pairs, exact, rows, flat_entropy = counts
+    counts, sums, largest = rows.pair_sums(scores, logits, allowed)
+    pairs, exact, with_keys, flat_entropy = counts
     assert torch.equal(pairs, exact)
     absolute, positive = largest
     others = {"max_score": absolute, "max_positive_score": positive}
-    return named(pairs, sums, rows=rows, entropy=sums[3], sink=sums[4], flat_entropy=flat_entropy, **others)
+    return named(pairs, sums, rows=with_keys, entropy=sums[3], sink=sums[4], flat_entropy=flat_entropy, **others)
 
 
 def causal(*sizes):
