@@ -111,7 +111,8 @@ class HeadGroups:
 
     def weight_std(self, sums: Tensor) -> WeightStd:
         """The std of the entries of W_q and W_k of each group, from `[6, heads]`, see `measure.weights`."""
-        return WeightStd.from_sums(sums, self.lengths)
+        query, key = statistics.by_segment(sums.T, "sum", self.lengths).T.split(3)
+        return WeightStd(statistics.population_std(*query), statistics.population_std(*key))
 
     def projected_variances(self, observed: Statistics, weight_std: WeightStd) -> tuple[Tensor, Tensor]:
         """Variance of a component of q, and of k, that the weights and their inputs predict, `[groups]` each."""

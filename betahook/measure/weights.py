@@ -1,4 +1,4 @@
-"""Sums over the entries of W_q and W_k, one column a head, and the standard deviations that follow from them.
+"""Sums over the entries of W_q and W_k, one column a head, and what holds the standard deviations that follow.
 
 `AttentionLayer` writes the columns of its heads when somebody asks for them; nothing here knows where a weight is kept.
 """
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from betahook.measure.dtypes import product_dtype, sum_dtype
-from betahook.measure.statistics import by_segment, population_std
 
 ROWS = ("query_count", "query_sum", "query_square", "key_count", "key_sum", "key_square")
 """Number, sum and sum of squares of the entries of W_q, and of those of W_k."""
@@ -23,12 +22,6 @@ class WeightStd:
 
     query: Tensor
     key: Tensor
-
-    @classmethod
-    def from_sums(cls, sums: Tensor, lengths: Tensor) -> WeightStd:
-        """Pool the sums `[6, heads]` over groups of `lengths [groups]` heads each."""
-        pooled = by_segment(sums.T, "sum", lengths).T
-        return cls(population_std(*pooled[:3]), population_std(*pooled[3:]))
 
 
 def empty(heads: int, device: torch.device) -> Tensor:

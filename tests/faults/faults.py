@@ -279,7 +279,7 @@ FAULTS = [
         MEASURING,
     ),
     Fault("betahook/measure/statistics.py", "square / count - (total / count).square()", "square / count"),
-    Fault("betahook/measure/weights.py", "population_std(*pooled[3:])", "population_std(*pooled[:3])"),
+    Fault("betahook/measure/groups.py", "population_std(*key)", "population_std(*query)"),
     Fault("betahook/measure/largest.py", "min(max(stop + band.high, 0), keys)", "min(max(start + band.high, 0), keys)"),
     Fault("betahook/measure/largest.py", "lowest <= band.low", "lowest < band.low"),
     Fault("betahook/measure/largest.py", "mask.pairs.shape[1] == 1", "mask.pairs.shape[1] > 0"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from betahook.measure import components
+from betahook.measure import components, weights
 from betahook.measure.groups import HeadGroups, LayerSize
 from betahook.measure.statistics import ROW, empty
 from betahook.measure.weights import WeightStd
@@ -55,6 +55,17 @@ def test_groups_predict_from_weights_and_inputs(groups):
     predicted = groups.predicted_std(observe(groups, table), weight_std)
     assert predicted[0].item() == pytest.approx((8 * (24 * 0.25) * (12 * 9 * 0.0625)) ** 0.5)
     assert predicted[1].isnan()
+
+
+def test_std_is_pooled_over_the_heads_of_a_group():
+    query, key = torch.randn(2, 4, 3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    sums = weights.empty(5, CPU)
+    sums[:3, :4], sums[3:, :4] = weights.entry_sums(query), weights.entry_sums(key)
+    std = HeadGroups.of([LayerSize(heads, 3, 5, 5) for heads in (3, 1, 1)], CPU).weight_std(sums)
+    for got, entries in ((std.query, query), (std.key, key)):
+        expected = [entries[:3].std(correction=0), entries[3].std(correction=0)]
+        torch.testing.assert_close(got[:2], torch.stack(expected))
+        assert got[2].isnan()  # nothing was read
 
 
 def test_groups_move_to_a_device(groups):

@@ -1,4 +1,4 @@
-"""Sums over the entries of W_q and W_k, and the std that follows."""
+"""Sums over the entries of W_q and W_k."""
 
 import pytest
 import torch
@@ -18,14 +18,3 @@ def test_sums_of_entries(dtype, transposed):
     torch.testing.assert_close(total / count, heads.mean(1), rtol=1e-5, atol=0)
     std = (square / count - (total / count).square()).sqrt()
     torch.testing.assert_close(std, heads.std(1, correction=0), rtol=1e-5, atol=0)
-
-
-def test_std_is_pooled_over_the_heads_of_a_group():
-    query, key = torch.randn(2, 4, 3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    sums = weights.empty(5, torch.device("cpu"))
-    sums[:3, :4], sums[3:, :4] = weights.entry_sums(query), weights.entry_sums(key)
-    std = weights.WeightStd.from_sums(sums, torch.tensor([3, 1, 1]))
-    for got, entries in ((std.query, query), (std.key, key)):
-        expected = [entries[:3].std(correction=0), entries[3].std(correction=0)]
-        torch.testing.assert_close(got[:2], torch.stack(expected))
-        assert got[2].isnan()  # nothing was read
