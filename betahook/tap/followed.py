@@ -17,7 +17,7 @@ from betahook.tap.situation import Derived
 from betahook.tap.traces import Scores, Trace
 
 
-class Followed:
+class Followed(ByTensor[Trace]):
     """Traces by tensor.
 
     Args:
@@ -25,16 +25,9 @@ class Followed:
     """
 
     def __init__(self, strict: bool) -> None:
+        super().__init__()
         self._strict = strict
-        self._of = ByTensor[Trace]()
         self._before = ByTensor[tuple[Tensor, Scores]]()  # what was lost by a change of a view, and this
-
-    def __contains__(self, tensor: object) -> bool:
-        return tensor in self._of
-
-    def get(self, tensor: object) -> Trace | None:
-        """Look up a trace; None if the argument is not a followed tensor."""
-        return self._of.get(tensor)
 
     def note(self, output: Any, derived: Derived) -> None:
         """Remember the traces of what a function returned."""
@@ -45,12 +38,7 @@ class Followed:
             parts = [part for part in parts if part.is_floating_point() or part.is_complex()]
         traces = derived if isinstance(derived, list) else [derived] * len(parts)
         for part, trace in zip(parts, traces, strict=True):
-            self._of[part] = trace.expanded(part.shape) if isinstance(trace, Scores) else trace
-
-    def forget(self, tensor: Any) -> None:
-        """Follow a tensor no longer."""
-        if isinstance(tensor, Tensor):
-            self._of.pop(tensor)
+            self[part] = trace.expanded(part.shape) if isinstance(trace, Scores) else trace
 
     def changed(self, tensor: Any) -> None:
         """Lose the scores that share the memory of a tensor that was changed in place."""
@@ -62,15 +50,15 @@ class Followed:
         if not isinstance(trace, Scores) and base is tensor:
             return
         memory = tensor.untyped_storage().data_ptr()
-        for other, of_other in self._of.items():
+        for other, of_other in self.items():
             if not isinstance(of_other, Scores) or other is tensor:
                 continue
             if other.untyped_storage().data_ptr() == memory:
                 if of_other.lost is None:
                     self._before[other] = tensor, of_other
-                self._of[other] = of_other.losing(f"a change of a view of them at {find_line()}")
-        if isinstance(trace, Scores) and self.get(base) is None:
-            self._of[base] = trace.losing(f"a change of a view at {find_line()}")
+                self[other] = of_other.losing(f"a change of a view of them at {find_line()}")
+        if isinstance(trace, Scores) and base not in self:
+            self[base] = trace.losing(f"a change of a view at {find_line()}")
 
     def before_change(self, tensor: Tensor, view: Tensor) -> Scores | None:
         """Look up the trace of scores before a change of this view of them."""

@@ -22,11 +22,11 @@ from betahook.tap.traces import Factor, Scores, Trace, Weights, number, same_fac
 
 def follow(forward: Forward, call: Call, handler: Handler) -> Any:
     """Run a function and note what it makes of the tensors that are followed."""
-    first = call.operands[0] if call.operands else None
-    if handler is other and not any(forward.traces.get(tensor) is not None for tensor in call.tensors):
+    first: Any = call.operands[0] if call.operands else None
+    if handler is other and not any(tensor in forward.traces for tensor in call.tensors):
         output = call.run()
         if call.in_place:
-            forward.traces.forget(first)
+            forward.traces.pop(first)
         return output
     before = forward.traces.get(first)
     if call.in_place and isinstance(before, Scores) and before.value is not None:
@@ -40,7 +40,7 @@ def follow(forward: Forward, call: Call, handler: Handler) -> Any:
     forward.traces.note(output, derived)
     if call.in_place:
         if derived is None:
-            forward.traces.forget(first)
+            forward.traces.pop(first)
         forward.traces.changed(first)
     return output
 
@@ -79,7 +79,7 @@ def read_property(forward: Forward, call: Call) -> Any:
     if not isinstance(output, Tensor):
         return output
     first = call.args[0]
-    if forward.traces.get(first) is not None:
+    if first in forward.traces:
         handler = keep if output.shape == first.shape else other
         forward.traces.note(output, handler(forward.situation(call)))
     return output

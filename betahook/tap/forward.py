@@ -95,7 +95,7 @@ class Forward:
     def factors_of(self, site: Site, query: Tensor, key: Tensor) -> tuple[Factor, Factor]:
         """The factors that the operands of a product carry; a key out of a cache carries what keys did before."""
         of_query, of_key = self._factor_of(query), self._factor_of(key)
-        if self.traces.get(key) is None:
+        if key not in self.traces:
             of_key = self.plan.key_factors.get(site, of_key)
         if not compat.is_transformed():
             self.plan.key_factors[site] = of_key
