@@ -69,9 +69,7 @@ def _attend(
     """`F.scaled_dot_product_attention` with the beta of a layer."""
     default = query.shape[-1] ** -0.5 if scale is None else scale
     if layer.is_recording:
-        opaque.record_call(
-            *(layer, query, key, _pairs(attn_mask, is_causal), default), position_bias=None, softcap=None, sinks=None
-        )
+        opaque.record_call(layer, query, key, _pairs(attn_mask, is_causal), default)
     else:
         opaque.note_default(layer, default)
     query = scale_query(layer, query, (key, value), default)

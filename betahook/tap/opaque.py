@@ -93,7 +93,9 @@ def note_default(layer: Recorder, default: float | Tensor) -> None:
 
 @_operation("float? number, Tensor? numbers")
 def _note_default(recorder: Recorder, number: float | None, numbers: Tensor | None) -> None:
-    recorder.note_default(_default(number, numbers))
+    default = number if numbers is None else numbers
+    assert default is not None  # `_number_or_tensor` gives one of the two
+    recorder.note_default(default)
 
 
 @torch.no_grad()
@@ -104,9 +106,9 @@ def record_call(
     given: Given,
     default: float | Tensor,
     *,
-    position_bias: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Note the model's own beta, and record one attention call: see `Recorder.record`."""
     if torch.compiler.is_compiling():
@@ -136,7 +138,7 @@ def _record_call(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    recorder.note_default(_default(number, numbers))
+    _note_default(recorder, number, numbers)
     if recorder.is_due():
         # Nothing is shared between layers: the memory of a graph's tensors is used again, and a CUDA graph owns it.
         mask = Given(kind, given, Band(low, high)).describe(query.shape[2], key.shape[2], shared=False)
@@ -160,10 +162,3 @@ def _record_input(recorder: Recorder, inputs: Tensor, sides: list[str]) -> None:
 
 def _number_or_tensor(default: float | Tensor) -> tuple[float | None, Tensor | None]:
     return (None, default.detach()) if isinstance(default, Tensor) else (default, None)
-
-
-def _default(number: float | None, numbers: Tensor | None) -> float | Tensor:
-    if numbers is not None:
-        return numbers
-    assert number is not None  # `_number_or_tensor` gives one of the two
-    return number

@@ -263,8 +263,8 @@ class Recorder:
         key: Tensor,
         mask: Mask | Given,
         *,
-        position_bias: Tensor | None,
-        softcap: float | None,
+        position_bias: Tensor | None = None,
+        softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:
         """Add one attention call; `query [batch, heads, queries, d_k]` and `key` as the score product gets them.

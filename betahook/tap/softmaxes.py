@@ -121,7 +121,7 @@ def fused(forward: Forward, call: Call) -> Any:
             q, k = (contraction.batched(x, axis, layer.heads) for x in raw)
             q, k = (x.expand(max(len(q), len(k)), *x.shape[1:]) for x in (q, k))  # one may be the same for all
             mask = kernel.describe(given, query, key, lambda pairs: contraction.batched(pairs, axis, layer.heads))
-            layer.record(q, k, mask, position_bias=None, softcap=given.get("softcap") or None)
+            layer.record(q, k, mask, softcap=given.get("softcap") or None)
         query = contraction.on_heads(
             query, axis, layer.heads, lambda query, axis: scale_query(layer, query, (key, value), default, axis)
         )
