@@ -23,31 +23,27 @@ def keep(situation: Situation) -> Derived:
     return Operand(learned=True) if trace is None and isinstance(first, nn.Parameter) else trace
 
 
-def move(situation: Situation) -> Derived:
-    """Follow a function that leaves the axes where they are, and rows of scores whole."""
-    return _move(situation)
-
-
 def pick(situation: Situation) -> Derived:
     """Follow a function after which the heads may lie along another axis; rows stay whole."""
     trace = situation.trace_of(situation.call.operands[0])
     if isinstance(trace, Weights) and trace.before is not None and situation.call.name == "__getitem__":
         before = trace.before
         situation = situation._replace(trace_of=lambda _: before)
-    return _move(situation, heads_stay=False)
+    return move(situation, heads_stay=False)
 
 
 def regroup(situation: Situation) -> Derived:
     """Follow a function that may put entries of several rows into one."""
-    return _move(situation, rows_stay=False)
+    return move(situation, rows_stay=False)
 
 
 def permute(situation: Situation) -> Derived:
     """Follow a function after which heads and rows may lie along other axes."""
-    return _move(situation, heads_stay=False, rows_stay=False)
+    return move(situation, heads_stay=False, rows_stay=False)
 
 
-def _move(situation: Situation, *, heads_stay: bool = True, rows_stay: bool = True) -> Derived:
+def move(situation: Situation, *, heads_stay: bool = True, rows_stay: bool = True) -> Derived:
+    """Follow a function that leaves the axes where they are, and rows of scores whole, unless told otherwise."""
     first = situation.call.operands[0]
     trace = situation.trace_of(first)
     if isinstance(first, nn.Parameter):
