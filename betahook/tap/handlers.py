@@ -45,10 +45,8 @@ def largest(situation: Situation) -> Derived:
 
 def reduce(situation: Situation) -> Derived:
     """Follow what is the same for many scores, as the largest of a row."""
-    trace = situation.trace_of(situation.call.operands[0])
-    if not isinstance(trace, Scores):
-        return other(situation)
-    return Shift(trace.products)
+    is_of_scores = isinstance(situation.trace_of(situation.call.operands[0]), Scores)
+    return Shift() if is_of_scores else other(situation)
 
 
 def ignore(situation: Situation) -> Derived:

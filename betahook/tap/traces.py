@@ -135,10 +135,9 @@ class Scores(NamedTuple):
         return self._replace(value=None, allowed=None, lost=self.lost or operation)
 
 
-class Shift(NamedTuple):
+@dataclass(frozen=True)
+class Shift:
     """A largest, mean or similar score, of every row say."""
-
-    products: tuple[Product, ...] = ()
 
 
 class Weights(NamedTuple):
