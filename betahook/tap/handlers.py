@@ -7,7 +7,7 @@ detached tensors, and changes neither arguments nor traces. What has no handler 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -54,12 +54,9 @@ def ignore(situation: Situation) -> Derived:
     return None
 
 
-def _table(groups: Iterable[tuple[Handler, str]]) -> Mapping[str, Handler]:
-    return {name: handler for handler, names in groups for name in names.split()}
-
-
-HANDLERS = _table(
-    [
+HANDLERS: Mapping[str, Handler] = {
+    name: handler
+    for handler, names in [
         (multiply, "mul mul_ multiply multiply_ __mul__ __rmul__ __imul__"),
         (divide, "div div_ divide divide_ true_divide true_divide_ __truediv__ __itruediv__"),
         (add, "add add_ __add__ __radd__ __iadd__"),
@@ -84,5 +81,6 @@ HANDLERS = _table(
         (ignore, "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones"),
         (ignore, "new_empty new_full new_tensor numel size dim stride is_contiguous __len__"),
     ]
-)
+    for name in names.split()
+}
 """Function name to handler; for what is not here there is `other`."""
