@@ -31,15 +31,13 @@ def made_of(labels: Labels | None, query: Tensor, key: Tensor, layer: Recorder) 
 
 def put_heads(labels: Labels, scores: Tensor, axis: Axis, heads: int) -> None:
     """Label scores by the numbers of their heads."""
+
+    def numbers(tensor: Tensor, axis: int) -> Tensor:
+        shape = [-1 if place == axis else 1 for place in range(tensor.dim())]
+        return torch.arange(heads, device=tensor.device).view(shape).expand(tensor.shape).contiguous()
+
     if axis != "single":
-        labels.put(scores, on_heads(scores, axis, heads, lambda x, own: _along(own, torch.arange(heads), x)))
-
-
-def _along(axis: int, numbers: Tensor, tensor: Tensor) -> Tensor:
-    """Numbers along an axis of a tensor, the same along all others: of its shape."""
-    shape = [1] * tensor.dim()
-    shape[axis] = -1
-    return numbers.to(tensor.device).view(shape).expand(tensor.shape).contiguous()
+        labels.put(scores, on_heads(scores, axis, heads, numbers))
 
 
 def varying(labels: Tensor, summed: int | None) -> list[int]:

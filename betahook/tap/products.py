@@ -98,14 +98,10 @@ def _rehearse(
     known = Forward(layer, plan, (args, kwargs), rehearsal=True)
     devices = {x.device for x in compat.leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_cuda}
     # Non-reentrant checkpointing counts what is saved for the backward, and its recomputation rehearses nothing.
-    unsaved = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+    unsaved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with torch.random.fork_rng(devices), layer.state.pause(), _put_back(layer.module), unsaved, ScoreProducts(known):
         forward(*args, **kwargs)
     known.finish()
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 @contextmanager
