@@ -123,12 +123,9 @@ def _sum(situation: Situation, sign: float) -> Derived:
 
 
 def _sum_of_scores(situation: Situation, first: Scores, second: Scores) -> Derived:
-    lost = first.lost or second.lost
     if first.products and second.products and second.products[0].index < first.products[0].index:
         first, second = second, first
     first, second = first.folded(), second.folded()
-    if lost is not None:
-        return united(first, second)._replace(value=None, allowed=None, lost=lost)
     if first.value is None or second.value is None:
         return united(first, second)
     total = first.value + second.value
@@ -138,13 +135,15 @@ def _sum_of_scores(situation: Situation, first: Scores, second: Scores) -> Deriv
 
 
 def united(first: Scores, second: Scores) -> Scores:
-    """The first scores, with the history of the second."""
+    """The first scores, with the history of the second: lost if one of both is."""
+    lost = first.lost or second.lost
+    if lost is not None:
+        first = first._replace(value=None, allowed=None, lost=lost)
     return first._replace(
         products=tuple(dict.fromkeys(first.products + second.products)),
         pure=first.pure and second.pure,
         linear=first.linear and second.linear,
         shifted=first.shifted or second.shifted,
-        lost=first.lost or second.lost,
     )
 
 

@@ -133,7 +133,6 @@ def _assigned(forward: Forward, call: Call, into: Trace | None, trace: Trace | N
     allowed = torch.zeros_like(value, dtype=torch.bool)
     if old is not None and old.value is not None:
         value.copy_(old.value)
-        allowed.copy_(torch.ones_like(allowed) if old.allowed is None else old.allowed)
-    value[index] = trace.value
-    allowed[index] = True if trace.allowed is None else trace.allowed
+        allowed.copy_(old.pairs)
+    value[index], allowed[index] = trace.value, trace.pairs
     return new._replace(value=value, allowed=allowed)

@@ -5,6 +5,7 @@ What such a function does to the logits it does to the scores, and to the mask o
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -67,11 +68,7 @@ def pad(situation: Situation) -> Derived:
     if trace.value is None:
         return trace
     sides = situation.call.operands[1]
-    allowed = torch.ones_like(trace.value, dtype=torch.bool) if trace.allowed is None else trace.allowed
-    return trace._replace(
-        value=F.pad(trace.value, sides),
-        allowed=F.pad(allowed, sides, value=False),
-    )
+    return trace._replace(value=F.pad(trace.value, sides), allowed=F.pad(trace.pairs, sides, value=False))
 
 
 def where(situation: Situation) -> Derived:
@@ -112,15 +109,11 @@ def linear(situation: Situation, *, heads_stay: bool = True) -> Derived:
         return _linear_in_operands(situation)
     if (beside := beside_unread(situation, scores[0], *traces)) is not None:
         return beside
-    lost = next((trace for trace in scores if trace.lost is not None), None)
     alone = len(scores) == 1
     # Several may have different factors, which only values can take in.
-    first = scores[0] if alone else scores[0].folded()
-    for further in scores[1:]:
-        first = united(first, further)
-    if lost is not None or first.value is None:
-        first = first if heads_stay else first._replace(axis=None)
-        return first if lost is None else first._replace(value=None, allowed=None, lost=lost.lost)
+    first = functools.reduce(united, scores[1:], scores[0] if alone else scores[0].folded())
+    if first.value is None:
+        return first if heads_stay else first._replace(axis=None)
 
     def value(tensor: Tensor) -> Tensor:
         trace = trace_of(tensor)
@@ -130,9 +123,7 @@ def linear(situation: Situation, *, heads_stay: bool = True) -> Derived:
 
     def pairs(tensor: Tensor) -> Tensor:
         trace = trace_of(tensor)
-        if not isinstance(trace, Scores):
-            return torch.zeros_like(tensor, dtype=torch.bool)
-        return torch.ones_like(tensor, dtype=torch.bool) if trace.allowed is None else trace.allowed
+        return trace.pairs if isinstance(trace, Scores) else torch.zeros_like(tensor, dtype=torch.bool)
 
     moved = situation.call.run_on(value)
     parts = [moved] if isinstance(moved, Tensor) else list(moved)

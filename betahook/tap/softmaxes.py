@@ -76,11 +76,8 @@ def _record(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     assert trace.value is not None
     assert trace.operands is not None
     axis: Axis | None
-    scores, logits = (x.detach().movedim(dim, -1) for x in (trace.value, input))
+    scores, logits, allowed = (x.detach().movedim(dim, -1) for x in (trace.value, input, trace.pairs))
     prescale = trace.prescale
-    allowed = torch.ones_like(scores, dtype=torch.bool)
-    if trace.allowed is not None:
-        allowed = trace.allowed.movedim(dim, -1)
     if not forward.strict:
         axis = contraction.axis_by_size(scores.shape[:-2], layer.heads, layer.facts.score_axis)
     else:

@@ -108,6 +108,12 @@ class Scores(NamedTuple):
     shifted: bool = False
     lost: str | None = None
 
+    @property
+    def pairs(self) -> Tensor:
+        """The pairs that are not masked, boolean, of the shape of `value`, which must be known."""
+        assert self.value is not None
+        return torch.ones_like(self.value, dtype=torch.bool) if self.allowed is None else self.allowed
+
     def folded(self) -> Scores:
         """The same scores with the factor moved into the value."""
         value = None if self.value is None else self.value * self.factor
