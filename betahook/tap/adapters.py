@@ -24,21 +24,12 @@ def connect(model: nn.Module, state: State, undo: ExitStack) -> None:
 
     @contextmanager
     def disable_adapter() -> Iterator[None]:
-        with original():
-            if not override.active:  # a reference to this that was kept
-                yield
-                return
-            with state.pause(), _own_beta(state):
-                yield
+        with original(), ExitStack() as stack:
+            if override.active:  # else this is a reference that was kept
+                kept = state.beta.clone()
+                stack.callback(lambda: state.beta.copy_(kept))
+                stack.enter_context(state.pause())
+                state.beta.fill_(torch.nan)
+            yield
 
     override = Override(model, "disable_adapter", disable_adapter, undo)
-
-
-@contextmanager
-def _own_beta(state: State) -> Iterator[None]:
-    kept = state.beta.clone()
-    state.beta.fill_(torch.nan)
-    try:
-        yield
-    finally:
-        state.beta.copy_(kept)
