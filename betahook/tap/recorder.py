@@ -26,35 +26,30 @@ ATTRIBUTE = "_betahook"
 """Attribute under which a hooked module keeps its `Recorder`."""
 
 
-def _tables(state: State, local: HeadRange) -> tuple[Tensor, Tensor]:
+def _tables(layer: Recorder) -> tuple[Tensor, Tensor]:
     """Columns of the heads of a layer in the tables of sums and of the components of q and k."""
+    state, local = layer.state, layer._local
     return state.table[:, local.heads], state.moments[:, local.components]
 
 
-def _scales(state: State, local: HeadRange, default: float | None, device: torch.device) -> Tensor:
+def _scales(layer: Recorder, device: torch.device) -> Tensor:
     """1 and beta of the heads of a layer, `[2, heads]`, by the number that the model itself applies, if it is one."""
+    state, heads, default = layer.state, layer._local.heads, layer._default
     if default is not None and not compat.is_captured(device):
-        return state.factors.scales(state.beta)[:, local.heads].to(device)
-    beta = state.beta[local.heads]
+        return state.factors.scales(state.beta)[:, heads].to(device)
+    beta = state.beta[heads]
     if default is not None:
         beta = beta.nan_to_num(nan=default)
     else:
-        beta = torch.where(beta.isnan(), state.beta_default[local.heads], beta)
+        beta = torch.where(beta.isnan(), state.beta_default[heads], beta)
     return torch.stack([torch.ones_like(beta), beta]).to(device)
 
 
-def _record(
-    state: State,
-    place: HeadRange,
-    default: float | None,
-    query: Tensor,
-    key: Tensor,
-    mask: Mask | Given,
-    options: dict[str, Any],
-) -> None:
+def _record(layer: Recorder, query: Tensor, key: Tensor, mask: Mask | Given, options: dict[str, Any]) -> None:
     """Add a call to the tables, or let it wait until the last layer's call: all that wait are then measured at once."""
+    state, place = layer.state, layer._local
     further: dict[str, Any] = dict(exact_max_logit=state.exact_max_logit, inputs=state.waiting.inputs.take(place.heads))
-    waits = default is not None and options["position_bias"] is options["sinks"] is None
+    waits = layer._default is not None and options["position_bias"] is options["sinks"] is None
     if isinstance(mask, Given) and waits and _may_wait(state, place, query, key, mask):
         further |= dict(scales=state.factors.scales(state.beta), softcap=options["softcap"])
         call = AttentionCall(place.heads, place.components, query.detach(), key.detach(), mask, **further)
@@ -64,8 +59,8 @@ def _record(
         return
     if isinstance(mask, Given):
         mask = mask.describe(query.shape[2], key.shape[2])
-    scales = _scales(state, place, default, query.device)
-    table, moments = _tables(state, place)
+    table, moments = _tables(layer)
+    scales = _scales(layer, query.device)
     calls.add_scores(table, moments, query.detach(), key.detach(), mask, scales, **options, **further)
 
 
@@ -143,7 +138,6 @@ class Recorder:
         self.always = when == "always"
         self._local = place  # all heads of the layer, unless this rank computes only some of them
         self._local_heads = attention.heads
-        self._tensor_parallel_ranks = 1
         self._default: float | None = None
         self._inputs = _Inputs()
         self.tensors = state.parts[place.layer]
@@ -215,7 +209,6 @@ class Recorder:
             return False
         # The innermost dimension of the mesh: the outer ones are data-parallel.
         self._local, self._local_heads = self._place.part(mesh.get_local_rank(mesh.ndim - 1) * heads, heads), heads
-        self._tensor_parallel_ranks = self.heads // heads
         return True
 
     @property
@@ -225,7 +218,7 @@ class Recorder:
 
     def local_gain(self, default: float | Tensor | None) -> Tensor:
         """`current_gain` of the heads that this rank computes, by the `default` of this call where it is given."""
-        if isinstance(default, float) and self._tensor_parallel_ranks == 1 and not self.state.refused:
+        if isinstance(default, float) and self._local_heads == self.heads and not self.state.refused:
             return gain_of(self.tensors.beta, default)
         return self.state.gain(self._local.heads, default)
 
@@ -236,7 +229,7 @@ class Recorder:
         alone, its gradient is dropped.
         """
         factors, beta, layer = self.state.factors, self.state.beta, self._place.layer
-        if self._tensor_parallel_ranks > 1:
+        if self._local_heads < self.heads:
             return None
         if not as_leaf:
             return factors.gain(layer, beta)
@@ -250,7 +243,7 @@ class Recorder:
         Scaled by the number of tensor-parallel ranks: the reduction takes the mean over all ranks, and only one of them
         computes a head.
         """
-        probe, ranks = self.tensors.probe, self._tensor_parallel_ranks
+        probe, ranks = self.tensors.probe, self.heads // self._local_heads
         if ranks == 1:  # the places of the heads would be constants of a compiled layer
             return probe
         first = self._local.heads.start - self._place.heads.start
@@ -274,8 +267,7 @@ class Recorder:
         if query.numel() == 0 or key.numel() == 0:
             return
         self.state.recorded = True
-        options = dict(position_bias=position_bias, softcap=softcap, sinks=sinks)
-        _record(self.state, self._local, self._default, query, key, mask, options)
+        _record(self, query, key, mask, dict(position_bias=position_bias, softcap=softcap, sinks=sinks))
 
     @torch.no_grad()
     def record_pairs(
@@ -295,9 +287,8 @@ class Recorder:
             return
         self.state.recorded = True
         gain = self.current_gain.to(raw.device).view(-1, 1, 1)
-        scores = raw / (prescale * gain), logits, allowed
-        scales = _scales(self.state, self._local, self._default, raw.device)
-        calls.add_pairs(*_tables(self.state, self._local), *scores, *operands, scales)
+        scales = _scales(self, raw.device)
+        calls.add_pairs(*_tables(self), raw / (prescale * gain), logits, allowed, *operands, scales)
 
     @torch.no_grad()
     def record_input(self, tensor: Tensor, sides: list[str], *, shared: bool = True) -> None:
