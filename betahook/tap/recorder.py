@@ -276,19 +276,17 @@ class Recorder:
         logits: Tensor,
         allowed: Tensor,
         operands: tuple[Tensor, Tensor],
-        prescale: float | Tensor,
+        factor: Tensor,
     ) -> None:
         """Add one attention whose scores exist: `raw`, `logits` and `allowed` are `[batch, heads, queries, keys]`.
 
-        `operands` are q and k, `[1, heads, tokens, d_k]`. `raw` carries the factor `prescale`, which is not part of a
-        score, and the gain.
+        `operands` are q and k, `[1, heads, tokens, d_k]`. `raw` carries a `factor`, which is not part of a score.
         """
         if raw.numel() == 0:
             return
         self.state.recorded = True
-        gain = self.current_gain.to(raw.device).view(-1, 1, 1)
         scales = _scales(self, raw.device)
-        calls.add_pairs(*_tables(self), raw / (prescale * gain), logits, allowed, *operands, scales)
+        calls.add_pairs(*_tables(self), raw / factor, logits, allowed, *operands, scales)
 
     @torch.no_grad()
     def record_input(self, tensor: Tensor, sides: list[str], *, shared: bool = True) -> None:

@@ -76,23 +76,23 @@ def _record(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     assert trace.value is not None
     assert trace.operands is not None
     axis: Axis | None
+    acting: Tensor | None
     scores, logits, allowed = (x.detach().movedim(dim, -1) for x in (trace.value, input, trace.pairs))
     prescale = trace.prescale
     if not forward.strict:
         axis = contraction.axis_by_size(scores.shape[:-2], layer.heads, layer.facts.score_axis)
+        acting = layer.current_gain.to(scores.device)
     else:
         axis = forward.score_axis(input, "softmax", dim)
-        acting = trace.products[0].acting
+        acting = trace.products[0].acting  # on this product, not by the model's own beta of this call
         if axis is None or acting is None:
             forward.refuse(
                 f"its heads are not told apart from the batch in the softmax at {find_line()}: {heads.REMEDY}"
             )
             return
-        # What acted on this product, not what acts by the model's own beta of this call.
         prescale = prescale.view(-1, 1, 1) if isinstance(prescale, Tensor) else prescale
-        prescale = prescale * (acting / layer.current_gain.to(acting)).view(-1, 1, 1)
     scores, logits, allowed = (contraction.batched(x, axis, layer.heads) for x in (scores, logits, allowed))
-    layer.record_pairs(scores, logits, allowed, trace.operands, prescale)
+    layer.record_pairs(scores, logits, allowed, trace.operands, prescale * acting.view(-1, 1, 1))
 
 
 def fused(forward: Forward, call: Call) -> Any:

@@ -420,7 +420,9 @@ FAULTS = [
     Fault("betahook/tap/contraction.py", "return 1 if 1 in fitting else fitting[-1]", "return fitting[-1]"),
     Fault("betahook/tap/contraction.py", "lambda x: torch.bmm(x, batch2),", "lambda x: alpha * torch.bmm(x, batch2),"),
     Fault("betahook/tap/contraction.py", "set(right_axes) - set(output)", "set(right_axes)"),
-    Fault("betahook/tap/recorder.py", "raw / (prescale * gain)", "raw / prescale"),
+    Fault("betahook/tap/recorder.py", "raw / factor", "raw"),
+    Fault("betahook/tap/softmaxes.py", "prescale * acting.view(-1, 1, 1)", "prescale", RIGHT),
+    Fault("betahook/tap/softmaxes.py", "trace.products[0].acting ", "layer.current_gain ", RIGHT),
     Fault("betahook/tap/recorder.py", "return ranks * probe[first", "return probe[first"),
     Fault("betahook/tap/override.py", "if attributes.get(self._name) is self._value", "if self._name in attributes"),
     # keep

@@ -135,8 +135,9 @@ def test_scores_that_exist_are_recorded_without_beta_and_what_the_query_was_scal
     layer.head_beta = torch.tensor([1.0, 0.125])
     query, key = torch.randn(2, 1, 2, 6, 8, generator=torch.Generator().manual_seed(1))
     scores = query @ key.mT
-    raw = scores * prescale * layer.current_gain.view(-1, 1, 1)
-    recorder.record_pairs(raw, raw, torch.ones_like(raw, dtype=torch.bool), (query, key), prescale)
+    factor = prescale * layer.current_gain.view(-1, 1, 1)
+    raw = scores * factor
+    recorder.record_pairs(raw, raw, torch.ones_like(raw, dtype=torch.bool), (query, key), factor)
     assert layer.head_statistics.std.tolist() == pytest.approx(scores.flatten(2).std(2, correction=0)[0].tolist())
     largest = scores.abs().amax((0, 2, 3))
     torch.testing.assert_close(layer.head_statistics.max_logit.float(), largest * layer.head_beta)
