@@ -79,7 +79,7 @@ def _is_by_head(factor: Tensor, axis: int | None) -> bool:
 
 def negate(situation: Situation) -> Derived:
     """Follow a change of sign; that of an operand, as in a rotation, is a part of it."""
-    trace = situation.trace_of(situation.call.operands[0])
+    trace = situation.first_trace
     if isinstance(trace, Scores):
         return trace._replace(factor=-trace.factor)
     return trace if isinstance(trace, Operand) else other(situation)
@@ -97,7 +97,7 @@ def subtract(situation: Situation) -> Derived:
 
 def subtract_from(situation: Situation) -> Derived:
     """Follow `__rsub__` and `rsub`, which change the sign of what they are called on."""
-    scores = situation.trace_of(situation.call.operands[0])
+    scores = situation.first_trace
     if not isinstance(scores, Scores):
         return other(situation)
     return _biased(situation, scores._replace(factor=-scores.factor), situation.call.operands[1], 1)

@@ -20,7 +20,7 @@ from betahook.tap.traces import Scores, Shift
 
 def bend(situation: Situation) -> Derived:
     """Follow a function of each element that is not linear, as a soft cap is."""
-    trace = situation.trace_of(situation.call.operands[0])
+    trace = situation.first_trace
     if isinstance(trace, Scores):
         return trace._replace(linear=False, pure=False)
     return trace if not situation.strict else other(situation)
@@ -28,7 +28,7 @@ def bend(situation: Situation) -> Derived:
 
 def drop(situation: Situation) -> Derived:
     """Follow a dropout, which leaves scores as they are where it does nothing."""
-    call, trace = situation.call, situation.trace_of(situation.call.operands[0])
+    call, trace = situation.call, situation.first_trace
     share, training, *_ = *call.operands[1:], 0.5, True
     share, training = call.kwargs.get("p", share), call.kwargs.get("training", training)
     if isinstance(trace, Scores) and training and share and situation.strict:
@@ -45,8 +45,7 @@ def largest(situation: Situation) -> Derived:
 
 def reduce(situation: Situation) -> Derived:
     """Follow what is the same for many scores, as the largest of a row."""
-    is_of_scores = isinstance(situation.trace_of(situation.call.operands[0]), Scores)
-    return Shift() if is_of_scores else other(situation)
+    return Shift() if isinstance(situation.first_trace, Scores) else other(situation)
 
 
 def ignore(situation: Situation) -> Derived:

@@ -26,7 +26,7 @@ def keep(situation: Situation) -> Derived:
 
 def pick(situation: Situation) -> Derived:
     """Follow a function after which the heads may lie along another axis; rows stay whole."""
-    trace = situation.trace_of(situation.call.operands[0])
+    trace = situation.first_trace
     if isinstance(trace, Weights) and trace.before is not None and situation.call.name == "__getitem__":
         before = trace.before
         situation = situation._replace(trace_of=lambda _: before)
@@ -62,7 +62,7 @@ def move(situation: Situation, *, heads_stay: bool = True, rows_stay: bool = Tru
 
 def pad(situation: Situation) -> Derived:
     """Follow scores that get more columns or rows, which are none."""
-    trace = situation.trace_of(situation.call.operands[0])
+    trace = situation.first_trace
     if not isinstance(trace, Scores):
         return move(situation)
     if trace.value is None:
@@ -86,7 +86,7 @@ def where(situation: Situation) -> Derived:
 
 def fill(situation: Situation) -> Derived:
     """Follow a mask that replaces scores."""
-    trace = situation.trace_of(situation.call.operands[0])
+    trace = situation.first_trace
     if not isinstance(trace, Scores):
         return trace if not situation.strict else unless_unread(situation)
     return trace.without(situation.call.operands[1].bool())
@@ -94,7 +94,7 @@ def fill(situation: Situation) -> Derived:
 
 def triangle(situation: Situation) -> Derived:
     """Follow `tril` and `triu`, which replace scores by zeros."""
-    trace = situation.trace_of(situation.call.operands[0])
+    trace = situation.first_trace
     if not isinstance(trace, Scores) or trace.value is None:
         return trace
     ones = torch.ones_like(trace.value)

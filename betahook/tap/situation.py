@@ -41,6 +41,11 @@ class Situation(NamedTuple):
         """The traces of all arguments that are followed."""
         return [trace for tensor in self.call.tensors if (trace := self.trace_of(tensor)) is not None]
 
+    @property
+    def first_trace(self) -> Trace | None:
+        """The trace of the first operand; None if it is not followed."""
+        return self.trace_of(self.call.operands[0])
+
     def lose(self, scores: Scores, why: str = "") -> Scores | None:
         """The trace of what an operation that is not understood makes of scores."""
         if not self.strict:
@@ -62,12 +67,11 @@ def other(situation: Situation) -> Derived:
         return Weights(any(trace.projected for trace in weights))
     if not situation.strict:
         return None
-    scores = [trace for trace in traces if isinstance(trace, Scores)]
-    if scores:
-        return situation.lose(scores[0])
-    shifts = [trace for trace in traces if isinstance(trace, Shift)]
-    if shifts:
-        return shifts[0]
+    scores = next((trace for trace in traces if isinstance(trace, Scores)), None)
+    if scores is not None:
+        return situation.lose(scores)
+    if any(isinstance(trace, Shift) for trace in traces):
+        return Shift()
     return Operand(mixed=True) if any(isinstance(trace, Operand) and trace.mixed for trace in traces) else None
 
 
