@@ -46,9 +46,7 @@ def varying(labels: Tensor, summed: int | None) -> list[int]:
         return []
     least = labels.masked_fill(labels == UNKNOWN, FAR * FAR)
     axes = (axis for axis in range(labels.dim()) if axis != summed)
-    return [
-        axis for axis in axes if bool((labels.amax(axis) > least.amin(axis)).logical_and(labels.amax(axis) >= 0).any())
-    ]
+    return [axis for axis in axes if bool((labels.amax(axis) > least.amin(axis)).any())]
 
 
 def find(labels: Tensor, summed: int | None, heads: int) -> Axis | None:
