@@ -19,7 +19,10 @@ Axis = int | Literal["flat", "heads first", "single"]
 
 
 class UnknownHeadsError(ValueError):
-    """No axis of an operand can be that of the heads."""
+    """No axis of an operand can be that of the heads, of those before the last two with these `sizes`."""
+
+    def __init__(self, sizes: Sequence[int], heads: int) -> None:
+        super().__init__(f"expected an axis of {heads} heads before the last two, got axes of {list(sizes)}")
 
 
 @dataclass(frozen=True)
@@ -179,12 +182,7 @@ def axis_by_size(sizes: Sequence[int], heads: int, known: Axis | None) -> Axis:
         return 1 if 1 in fitting else fitting[-1]
     if len(sizes) == 1 and sizes[0] % heads == 0:
         return "flat"
-    raise unknown_heads(sizes, heads)
-
-
-def unknown_heads(sizes: Sequence[int], heads: int) -> UnknownHeadsError:
-    """The error for an operand in which no axis is of so many heads, from the `sizes` of those before the last two."""
-    return UnknownHeadsError(f"expected an axis of {heads} heads before the last two, got axes of {list(sizes)}")
+    raise UnknownHeadsError(sizes, heads)
 
 
 def _apart(tensor: Tensor, axis: Axis, heads: int) -> tuple[Tensor, int]:

@@ -140,7 +140,7 @@ def _fused_axis(forward: Forward, call: Call, kernel: Kernel, given: Arguments, 
         return None, f"{call.name} at {site.line} gets {obstacle}"
     if kernel.states_heads(query):
         if sizes[-1] != layer.heads:
-            return None, f"{call.name} at {site.line}: {contraction.unknown_heads(sizes, layer.heads)}"
+            return None, f"{call.name} at {site.line}: {contraction.UnknownHeadsError(sizes, layer.heads)}"
         return len(sizes) - 1, ""
     axis = forward.head_axis(query, forward.labels_of(query), query.dim() - 1, range(len(sizes)), site)
     return axis, f"its heads are not told apart from the batch at {site.line}: {heads.REMEDY}"
