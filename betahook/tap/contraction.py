@@ -127,18 +127,13 @@ def read(call: Call) -> Contraction | None:
 def _read_baddbmm(
     input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0, **options: Any
 ) -> Contraction:
-    return Contraction(
-        batch1,
-        batch2,
-        lambda x: torch.baddbmm(input, x, batch2, beta=beta, alpha=alpha, **options),
-        lambda x: torch.bmm(x, batch2),
-        "axz",
-        "azy",
-        "a",
-        "axy",
-        "z",
-        alpha,
-    )
+    def run(x: Tensor) -> Tensor:
+        return torch.baddbmm(input, x, batch2, beta=beta, alpha=alpha, **options)
+
+    def alone(x: Tensor) -> Tensor:
+        return torch.bmm(x, batch2)
+
+    return Contraction(batch1, batch2, run, alone, "axz", "azy", "a", "axy", "z", alpha)
 
 
 def _read_einsum(equation: str, *operands: Any) -> Contraction | None:

@@ -418,7 +418,7 @@ FAULTS = [
     Fault("betahook/tap/interface.py", "Band(-window - 1, window)", "Band(-window, window)"),
     Fault("betahook/tap/interface.py", "default = scaling * prescale", "default = scaling"),
     Fault("betahook/tap/contraction.py", "return 1 if 1 in fitting else fitting[-1]", "return fitting[-1]"),
-    Fault("betahook/tap/contraction.py", "lambda x: torch.bmm(x, batch2),", "lambda x: alpha * torch.bmm(x, batch2),"),
+    Fault("betahook/tap/contraction.py", "return torch.bmm(x, batch2)", "return alpha * torch.bmm(x, batch2)"),
     Fault("betahook/tap/contraction.py", "set(right_axes) - set(output)", "set(right_axes)"),
     Fault("betahook/tap/recorder.py", "raw / factor", "raw"),
     Fault("betahook/tap/softmaxes.py", "prescale * acting.view(-1, 1, 1)", "prescale", RIGHT),
