@@ -24,6 +24,9 @@ from betahook.tap.override import Override
 ROUNDINGS = 5
 """How often rounding is measured: once is too little for an output of one number, which may happen to be near."""
 
+Run = Callable[[Tensor], Any]
+"""The forward of a layer on its last input, with `gain [heads]` acting in place of `beta / beta_default`."""
+
 
 def exact_places(plan: FoldPlan) -> dict[AttentionLayer, Scaling]:
     """Run the model on its last input, and find for each layer the place where a factor does what its beta does.
@@ -36,7 +39,7 @@ def exact_places(plan: FoldPlan) -> dict[AttentionLayer, Scaling]:
     """
     if not plan.gains:
         return {}
-    if plan.pooled(torch.tensor([float(plan.hook.last_call.input is None)])).item():
+    if _pooled(plan, float(plan.hook.last_call.input is None)):
         raise FoldError(
             "fold() checks itself on the input of the model's last forward, and there was none; run one, without a "
             f"cache, of {type(plan.hook.model).__name__} or of the part of it that holds all hooked layers"
@@ -59,7 +62,7 @@ def _check_layers(plan: FoldPlan) -> tuple[dict[AttentionLayer, Scaling], list[T
             output = forward(*args, **kwargs)
             candidates = exact.get(layer, plan.places[layer])  # those left of an earlier call in the same forward
             with rerun.random_state_kept(plan.hook):
-                exact[layer] = _check_layer(plan, layer, candidates, _again(plan, forward, args, kwargs))
+                exact[layer] = _check_layer(plan, layer, candidates, _again(plan, layer, forward, args, kwargs))
             precision = max(precision, rerun.precision([output, exact[layer][0].parameters]))
             return output
 
@@ -125,32 +128,33 @@ def _run_model(plan: FoldPlan) -> list[Tensor]:
 
 
 def _again(
-    plan: FoldPlan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[[], Any]:
-    """A forward on the same arguments and random numbers, which can be called again and again."""
+    plan: FoldPlan, layer: AttentionLayer, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Run:
+    """A forward of a layer on the same arguments and random numbers, which can be called again and again."""
     # A cache that the model makes by itself is full by now.
     again = [None if hasattr(value, "get_seq_length") else value for value in args]
     options = {name: None if hasattr(value, "get_seq_length") else value for name, value in kwargs.items()}
 
-    def run() -> Any:
-        with rerun.random_state_kept(plan.hook):  # some drop out in evaluation, too
+    def run(gain: Tensor) -> Any:
+        with rerun.random_state_kept(plan.hook), layer.acting(gain):  # some drop out in evaluation, too
             return forward(*again, **options)
 
     return run
 
 
-def _check_layer(plan: FoldPlan, layer: AttentionLayer, places: list[Scaling], run: Callable[[], Any]) -> list[Scaling]:
+def _check_layer(plan: FoldPlan, layer: AttentionLayer, places: list[Scaling], run: Run) -> list[Scaling]:
     """Those places of a layer that are exact, at least one."""
+    gain = plan.gains[layer]
     try:
-        exact = [place for place in places if _is_exact(plan, layer, place, run)]
+        exact = [place for place in places if _is_exact(plan, place, gain, run)]
     except RuntimeError as error:
         raise plan.error(f"it does not run twice on one input ({error})", layer) from error
     if exact:
         return exact
-    if _is_random(plan, layer, run):
+    if _is_random(plan, gain, run):
         reason = "its output is another one each time, though it is in evaluation mode; make that deterministic"
         raise plan.error(reason, layer)
-    if _has_effect(plan, layer, run):
+    if _has_effect(plan, gain, run):
         reason = (
             "its output is not that of a scaled query projection or norm. Probably a norm without a weight comes "
             "between, the query has a bias apart from its projection, or it is used outside the scores too, as in some "
@@ -161,20 +165,15 @@ def _check_layer(plan: FoldPlan, layer: AttentionLayer, places: list[Scaling], r
     raise plan.error(reason, layer)
 
 
-def _is_random(plan: FoldPlan, layer: AttentionLayer, run: Callable[[], Any]) -> bool:
+def _is_random(plan: FoldPlan, gain: Tensor, run: Run) -> bool:
     """Tell if the output differs by more than rounding without a change: it draws numbers that are not torch's."""
-    with layer.acting(torch.ones_like(plan.gains[layer])):
-        one, other = run(), run()
+    one, other = run(torch.ones_like(gain)), run(torch.ones_like(gain))
     return _distance(plan, one, other) > max(1e-5, rerun.precision(one)) * _pooled(plan, rerun.norm(one))
 
 
-def _has_effect(plan: FoldPlan, layer: AttentionLayer, run: Callable[[], Any]) -> bool:
+def _has_effect(plan: FoldPlan, gain: Tensor, run: Run) -> bool:
     """Tell if the output depends on beta at all; it does not if, for example, every query sees a single key."""
-    outputs, gain = [], plan.gains[layer]
-    for factors in (torch.ones_like(gain), _probe_gain(gain)):
-        with layer.acting(factors):
-            outputs.append(run())
-    return _distance(plan, *outputs) > 0
+    return _distance(plan, run(torch.ones_like(gain)), run(_probe_gain(gain))) > 0
 
 
 def _probe_gain(gain: Tensor) -> Tensor:
@@ -182,20 +181,16 @@ def _probe_gain(gain: Tensor) -> Tensor:
     return gain / gain.max() / 2
 
 
-def _is_exact(plan: FoldPlan, layer: AttentionLayer, place: Scaling, run: Callable[[], Any]) -> bool:
-    """Tell if scaling a place has the effect of the gain: that of the layer, and one far from 1."""
-    gain = plan.gains[layer]
+def _is_exact(plan: FoldPlan, place: Scaling, gain: Tensor, run: Run) -> bool:
+    """Tell if scaling a place has the effect of the gain of a layer, and of one far from 1."""
 
     def run_scaled(factors: Tensor, error: float = 0.0) -> Any:
-        with place.scaled(factors, error), layer.acting(torch.ones_like(gain)):
-            return run()
+        with place.scaled(factors, error):
+            return run(torch.ones_like(gain))
 
-    with layer.acting(torch.ones_like(gain)):
-        plain = run()
+    plain = run(torch.ones_like(gain))
     for factors in (_probe_gain(gain), gain):
-        with layer.acting(factors):
-            expected = run()
-        actual = run_scaled(factors)
+        expected, actual = run(factors), run_scaled(factors)
         error = _distance(plan, actual, expected)
         effect = math.inf if factors is gain else _distance(plan, plain, expected)
         if not error < effect / 4:

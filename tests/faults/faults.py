@@ -455,8 +455,8 @@ FAULTS = [
     ),
     Fault("betahook/rerun.py", "alike = (x == y) | (x.isnan() & y.isnan())", "alike = x == y", VERIFICATION),
     Fault("betahook/keep/places.py", "yield Scaling([*weights, *biases])", "pass"),
-    Fault("betahook/keep/verification.py", "with rerun.random_state_kept(plan.hook):  # some", "if True:  # some"),
-    Fault("betahook/keep/verification.py", "if _is_random(plan, layer, run):", "if False:"),
+    Fault("betahook/keep/verification.py", "rerun.random_state_kept(plan.hook), layer.", "layer."),
+    Fault("betahook/keep/verification.py", "if _is_random(plan, gain, run):", "if False:"),
     Fault("betahook/keep/folding.py", "    hook.detach()\n", ""),
     Fault("betahook/keep/folding.py", "transition.choose(hook, unfinished, undo)", "pass"),
     Fault(
