@@ -64,13 +64,13 @@ def fold(model: nn.Module | Hook, *, unfinished: Unfinished = "keep") -> None:
         transition.choose(hook, unfinished, undo)
         gains = {layer: layer.current_gain.double() for layer in hook.layers.values()}
         changed = {layer: gain for layer, gain in gains.items() if bool((gain != 1).any())}  # NaN is no 1 either
-        plan = FoldPlan(hook, hook.model if isinstance(model, Hook) else model, changed)
         materialise.reshard(hook.model)
-        refuse(plan)
-        for layer, place in exact_places(plan).items():
-            place.scale(plan.gains[layer])
-        if plan.gains:
-            _leave_note(hook, torch.cat(list(plan.gains.values())))
+        if changed:
+            plan = FoldPlan(hook, hook.model if isinstance(model, Hook) else model, changed)
+            refuse(plan)
+            for layer, place in exact_places(plan).items():
+                place.scale(changed[layer])
+            _leave_note(hook, torch.cat(list(changed.values())))
         hook.detach()
 
 

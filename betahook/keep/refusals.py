@@ -36,7 +36,7 @@ class FoldPlan:
     Attributes:
         hook: the hook of the model.
         given: the model that `fold` got, perhaps around the hooked one or a part of it.
-        gains: the factors `[heads]`, in float64, of the layers whose beta is not the model's own.
+        gains: the factors `[heads]`, in float64, of the layers whose beta is not the model's own, one at least.
     """
 
     hook: Hook
@@ -46,6 +46,11 @@ class FoldPlan:
     @cached_property
     def places(self) -> dict[AttentionLayer, list[Scaling]]:
         """Places at which each query may take its factor; of a model with adapters, those saved with them."""
+        adapted = None if self.adapters is None else compat.parameters_of_adapters(self.hook.model)
+
+        def is_saved(place: Scaling) -> bool:
+            return adapted is None or set(map(id, place.parameters)) <= adapted
+
         places = {}
         for layer in self.gains:
             try:
@@ -53,7 +58,7 @@ class FoldPlan:
             except NoScalingError as error:
                 raise self.error(f"{error}; {self.adapters or 'fold the whole, plain model'}", layer) from error
             # The first is the norm of the query where it has one: what is before it does nothing.
-            places[layer] = [place for place in found if self._is_saved(found[0]) and self._is_saved(place)]
+            places[layer] = [place for place in found if is_saved(found[0]) and is_saved(place)]
         return places
 
     @cached_property
@@ -66,13 +71,6 @@ class FoldPlan:
         if hasattr(self.hook.model, "fuse_lora"):  # a model of diffusers
             merge = "model.fuse_lora(), model.unload_lora(), betahook.fold(model)"
         return f"{name} is wrapped by an adapter, saved without the weights below; merge that first, {merge}"
-
-    def _is_saved(self, place: Scaling) -> bool:
-        return self.adapters is None or set(map(id, place.parameters)) <= self._adapted
-
-    @cached_property
-    def _adapted(self) -> set[int]:
-        return compat.parameters_of_adapters(self.hook.model)
 
     @cached_property
     def is_sharded(self) -> bool:
@@ -127,8 +125,6 @@ class FoldPlan:
 
 def refuse(plan: FoldPlan) -> None:
     """Raise the first refusal that holds, of the model and then of its layers."""
-    if not plan.gains:
-        return  # there is nothing to write
     for of_model in MODEL_REFUSALS:
         if (reason := of_model(plan)) is not None:
             raise plan.error(reason, next(iter(plan.gains)))
@@ -187,12 +183,9 @@ def norm_is_shared_by_heads(plan: FoldPlan, layer: AttentionLayer) -> str | None
     """One weight has no room for a factor of each head."""
     gain = plan.gains[layer]
     shared = any(norm.size == layer.head_dim for norm, *_ in query_norms(layer))
-    differ = bool((gain != gain[0]).any())
-    return (
-        "its query norm is shared by all heads, whose betas differ. Attach with per_head=False"
-        if shared and differ
-        else None
-    )
+    if not (shared and bool((gain != gain[0]).any())):
+        return None
+    return "its query norm is shared by all heads, whose betas differ. Attach with per_head=False"
 
 
 def projection_is_unknown(plan: FoldPlan, layer: AttentionLayer) -> str | None:

@@ -37,8 +37,6 @@ def exact_places(plan: FoldPlan) -> dict[AttentionLayer, Scaling]:
     Raises:
         FoldError: a layer has no such place, the model does not run again or not use the layer, or its output differs.
     """
-    if not plan.gains:
-        return {}
     if _pooled(plan, float(plan.hook.last_call.input is None)):
         raise FoldError(
             "fold() checks itself on the input of the model's last forward, and there was none; run one, without a "

@@ -728,7 +728,7 @@ FAULTS = [
     Fault(
         "betahook/compat.py", "if is_active_adapter(adapter) else {}", "if True else {}", ("tests/unit/test_compat.py",)
     ),
-    Fault("betahook/keep/refusals.py", "self._is_saved(found[0]) and ", "", ADAPTERS),
+    Fault("betahook/keep/refusals.py", "is_saved(found[0]) and ", "", ADAPTERS),
     Fault("betahook/tap/interface.py", "return layer.refusal is not None", "return False"),
     Fault("betahook/tap/interface.py", "return not fits", "return False"),
     Fault("betahook/tap/last_call.py", '"cache", "past_key_values"', '"past_key_values", "past"'),
