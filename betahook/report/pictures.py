@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import io
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
+
+import numpy
 
 from betahook.control.base import DECADES
 from betahook.report.conditions import RULES, Condition, Numbers, classify
@@ -123,7 +124,7 @@ def _panels(history: History) -> list[Panel]:
             lambda numbers, gain: _place_of_entropy(numbers),
             [(place, _count(keys**ratio)) for place, ratio in ((HEALTHY, 0.25), (SHARP, 0.1), (0.45, 0.62))]
             + [(1.0, "1"), (FLAT, _count(0.95 * keys)), (0.0, _count(keys))],
-            PARTS,
+            ((0.1, "flat"), (0.45, "healthy"), (0.775, "sharp"), (0.925, "1 key")),
             marks_heads=True,
         ),
         Panel(
@@ -145,8 +146,6 @@ def _panels(history: History) -> list[Panel]:
     ]
 
 
-PARTS = ((0.1, "flat"), (0.45, "healthy"), (0.775, "sharp"), (0.925, "1 key"))
-"""Places of the names of the conditions."""
 STD_SCALE = ((0.01, 0.32, 1.0, 3.0, 10.0, 30.0, 100.0), (0.0, FLAT, 0.37, 0.53, HEALTHY, SHARP, 1.0))
 """Stds of the logits, and their places."""
 LOGIT_SCALE = ((0.5, 10.0, 30.0, 50.0, 100.0, 1000.0), (0.3, 0.5, 0.6, HEALTHY, SHARP, 1.0))
@@ -154,14 +153,7 @@ LOGIT_SCALE = ((0.5, 10.0, 30.0, 50.0, 100.0, 1000.0), (0.3, 0.5, 0.6, HEALTHY, 
 
 def _interpolate(value: float, values: Sequence[float], places: Sequence[float]) -> float:
     """The place of a value, linear in its logarithm between those given; NaN for NaN."""
-    if not value >= 0:
-        return math.nan
-    if value >= values[-1]:
-        return places[-1]
-    after = max(bisect_right(values, value), 1)
-    low, high = values[after - 1], values[after]
-    share = math.log(max(value, low) / low) / math.log(high / low)
-    return places[after - 1] + share * (places[after] - places[after - 1])
+    return float(numpy.interp(math.log(max(value, values[0])), numpy.log(values), places))
 
 
 def _place_of_entropy(numbers: Numbers) -> float:
@@ -223,7 +215,9 @@ def _draw_panel(figure: Figure, place: Any, panel: Panel, history: History, labe
     columns, latest = history.columns, history.latest
     assert latest is not None
     values = [[panel.of_numbers(*each) for each in zip(c.numbers, c.gains, strict=True)] for c in columns]
-    edges = [columns[0].first - _width(columns)] + [column.last for column in columns]
+    logs = sum(column.logs for column in columns)
+    spacing = (columns[-1].last - columns[0].first) / (logs - 1) if logs > 1 else 1
+    edges = [columns[0].first - spacing] + [column.last for column in columns]
     rows = range(len(labels) + 1)
     by_layer = [[column[layer] for column in values] for layer in range(len(labels))]
     over_time.pcolormesh(edges, rows, by_layer, cmap=colours, vmin=0, vmax=1, rasterized=True)
@@ -256,26 +250,19 @@ def _draw_panel(figure: Figure, place: Any, panel: Panel, history: History, labe
     if panel.marks_heads:
         _mark_heads(now, latest, heads)
     if panel.scale == "gain":
-        _draw_phases(over_time, columns)
+        _draw_phases(over_time, columns, edges)
         _draw_turns(over_time, columns, edges, len(labels))
     _draw_scale(bar, panel, colours)
 
 
-def _width(columns: Sequence[Column]) -> float:
-    """Steps between two logs."""
-    logs = sum(column.logs for column in columns)
-    return (columns[-1].last - columns[0].first) / (logs - 1) if logs > 1 else 1
-
-
-def _draw_phases(axes: Axes, columns: Sequence[Column]) -> None:
+def _draw_phases(axes: Axes, columns: Sequence[Column], edges: Sequence[float]) -> None:
     """Write the phase of most layers above the map, with a line where it changes."""
-    begin = columns[0].first - _width(columns)
     common = [(max(set(column.phases), key=column.phases.count), column.last) for column in columns]
-    span = columns[-1].last - begin
+    begin, span = edges[0], edges[-1] - edges[0]
     for phase, group in groupby(common, key=lambda each: each[0]):
         end = [last for _, last in group][-1]
         if phase:
-            if end < columns[-1].last:
+            if end < edges[-1]:
                 axes.axvline(end, color=INK, linewidth=0.8, linestyle=(0, (3, 2)))
             if end - begin > 0.022 * len(phase) * span:
                 axes.text(begin, 1.01, phase, fontsize=8, color=INK, transform=axes.get_xaxis_transform())
@@ -284,16 +271,11 @@ def _draw_phases(axes: Axes, columns: Sequence[Column]) -> None:
 
 def _draw_turns(axes: Axes, columns: Sequence[Column], edges: Sequence[float], layers: int) -> None:
     """Mark the cells in which beta turned back."""
-    centres = [(low + high) / 2 for low, high in pairwise(edges)]
+    centres = numpy.add(edges[:-1], edges[1:]) / 2
+    turns = numpy.array([column.turns for column in columns])
     for sign, marker in ((1, "^"), (-1, "v")):
-        places = [
-            (centre, layer + 0.5)
-            for centre, column in zip(centres, columns, strict=True)
-            for layer, turn in enumerate(column.turns)
-            if turn == sign
-        ]
-        xs, ys = [x for x, _ in places], [y for _, y in places]
-        axes.scatter(xs, ys, s=min(22.0, 260.0 / layers), marker=marker, color=INK, linewidths=0)
+        column, layer = numpy.nonzero(turns == sign)
+        axes.scatter(centres[column], layer + 0.5, s=min(22.0, 260.0 / layers), marker=marker, color=INK, linewidths=0)
 
 
 def _mark_heads(axes: Axes, latest: Findings, heads: int) -> None:
