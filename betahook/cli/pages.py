@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import betahook
-from betahook.cli.runs import Run
+from betahook.cli.runs import Points, Run
 from betahook.control.base import written
 from betahook.examination import Examination
 from betahook.measure.statistics import geometric_mean
@@ -98,12 +98,12 @@ def run(folder: str, found: Run, judged: tuple[Findings, Audit] | None) -> Docum
     if found.picture is not None:
         note = "Blue is flat, orange sharp, dark red looks at one key; beta over the model's own at the lower right."
         blocks.append(Picture(found.picture, "layer by step, and layer by head", "At a glance", note))
-    blocks += [*(chart for chart in charts(found) if chart.lines), *tables, footer(sources(found))]
+    blocks += [*(chart for chart in charts(found) if any(chart.lines.values())), *tables, footer(sources(found))]
     return Document(f"Attention in {Path(folder).resolve().name}", blocks)
 
 
 def charts(found: Run) -> list[Chart]:
-    """Return the charts of a run; those of which nothing was logged have no lines."""
+    """Return the charts of a run; lines of which nothing was logged have no points."""
     loss = {"training": found.curve("train/loss", f"{GROUP}/loss"), "evaluation": found.curve("eval/loss")}
     shares = {
         tag.removeprefix(f"{GROUP}/layers_").replace("_", " "): points
@@ -113,11 +113,11 @@ def charts(found: Run) -> list[Chart]:
     ends = {end: found.curve(f"{GROUP}/log10_beta_over_own_{end}") for end in ("lowest", "highest")}
     spread = {end: [(step, 10.0**value) for step, value in points] for end, points in ends.items()}
     return [
-        Chart("Loss", _drawn(loss)),
-        Chart("Largest logit", _drawn({"largest logit": found.curve(f"{GROUP}/max_logit")}), logarithmic=True),
+        Chart("Loss", loss),
+        Chart("Largest logit", {"largest logit": found.curve(f"{GROUP}/max_logit")}, logarithmic=True),
         Chart("Share of the layers in each condition", shares, colours=COLOURS, ends=(-0.05, 1.05)),
-        Chart("Lowest entropy of a layer (nats)", _drawn({"entropy": found.curve(f"{GROUP}/lowest_entropy")})),
-        Chart("Beta over the model's own: range", _drawn(spread), logarithmic=True),
+        Chart("Lowest entropy of a layer (nats)", {"entropy": found.curve(f"{GROUP}/lowest_entropy")}),
+        Chart("Beta over the model's own: range", spread, logarithmic=True),
         Chart("Beta over the model's own, by layer, at checkpoints", _gains(found), logarithmic=True),
     ]
 
@@ -179,17 +179,13 @@ def _betas(state: dict[str, Any]) -> tuple[list[float], list[float]]:
     return geometric_mean(state["beta_default"], lengths).tolist(), geometric_mean(acting, lengths).tolist()
 
 
-def _gains(found: Run) -> dict[str, list[tuple[float, float]]]:
+def _gains(found: Run) -> dict[str, Points]:
     """Return beta over the model's own of each layer, over the checkpoints."""
-    lines: dict[str, list[tuple[float, float]]] = {}
+    lines: dict[str, Points] = {}
     for step, state in found.states.items():
         for label, own, beta in zip(short_names(state["layers"]), *_betas(state), strict=True):
             lines.setdefault(f"layer {label}", []).append((step, beta / own))
     return lines if len(found.states) > 1 else {}
-
-
-def _drawn(lines: dict[str, list[tuple[float, float]]]) -> dict[str, list[tuple[float, float]]]:
-    return {name: points for name, points in lines.items() if points}
 
 
 def conditions(findings: Findings) -> Table:
