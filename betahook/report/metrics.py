@@ -110,18 +110,17 @@ def columns(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
     """Return every metric, `[groups]` each; NaN where it was not measured."""
     observed = groups.observe(state.recent, state.recent_moments, state.widths)
     weight_std = groups.weight_std(state.weights)
-    beta = state.current_beta
+    beta = groups.geometric_mean(state.current_beta)
 
     def measured(values: Tensor) -> Tensor:
         return values.to(observed.std).masked_fill(observed.count == 0, torch.nan)
 
     return {
-        "beta": groups.geometric_mean(beta),
+        "beta": beta,
         "score_mean": observed.mean,
         "score_std": observed.std,
         # Zero beside another std stands for not measured: states of version 2 have no sums within rows.
-        "logit_std": groups.geometric_mean(beta)
-        * observed.row_std.masked_fill((observed.row_std == 0) & (observed.std > 0), torch.nan),
+        "logit_std": beta * observed.row_std.masked_fill((observed.row_std == 0) & (observed.std > 0), torch.nan),
         "predicted_std": groups.predicted_std(observed, weight_std),
         "independent_std": observed.independent_std,
         "classic_std": theory.classic_std(groups.head_dim),
@@ -137,7 +136,7 @@ def columns(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
         "sink": observed.sink.masked_fill(observed.sink == 0, torch.nan),
         "sensitivity": measured(observed.sensitivity),
         "nonfinite": measured(~observed.finite),
-        "at_bound": groups.largest(at_bound(beta, state.beta_default).to(state.recent)),
+        "at_bound": groups.largest(at_bound(state.current_beta, state.beta_default).to(state.recent)),
         "exact": measured(observed.exact),
         # Left out until there are any, for those who clip nothing.
         "clips": (clips := groups.total(state.clips)).masked_fill(clips == 0, torch.nan),
