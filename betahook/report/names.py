@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 
 def short_names(layers: Iterable[str]) -> list[str]:
@@ -36,9 +37,4 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 def _common(names: Sequence[Sequence[str]]) -> int:
     """Number of parts that all names begin with."""
-    count = 0
-    for same in zip(*names, strict=False):
-        if len(set(same)) > 1:
-            break
-        count += 1
-    return count
+    return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False)))
