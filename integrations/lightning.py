@@ -5,7 +5,7 @@ Needs the package `lightning`; nothing else of betahook imports this file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -93,7 +93,9 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         self.hook.step(getattr(trainer.precision_plugin, "scaler", None))
         if trainer.is_global_zero and trainer.global_step % trainer.log_every_n_steps == 0:
             details = chosen(self.hook.metrics(), self._quantities)
-            _log(trainer, {**self._summarise(self.hook.findings()), **details})
+            logs = {**self._summarise(self.hook.findings()), **details}
+            for each in trainer.loggers:
+                each.log_metrics(dict(logs), step=trainer.global_step)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._on_end == "fold" and self.hook is not None and self.hook.attached:
@@ -119,8 +121,3 @@ def _model_in(module: nn.Module) -> nn.Module:
     """Return the one child that has attention, which may be able to save itself with its beta, or all of the module."""
     children = [child for child in module.children() if survey(child).found]
     return children[0] if len(children) == 1 else module
-
-
-def _log(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    for each in trainer.loggers:
-        each.log_metrics(dict(metrics), step=trainer.global_step)
