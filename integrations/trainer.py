@@ -108,7 +108,6 @@ class BetaHookCallback(TrainerCallback):
         check_end(on_end, unfinished)
         self.hook = hook
         self._given = hook
-        self._is_training = False
         self._quantities = metrics.check_names(quantities)
         self._on_end = on_end
         self._unfinished = unfinished
@@ -129,7 +128,6 @@ class BetaHookCallback(TrainerCallback):
             self._leave_last(model)
         else:
             _check_given(self._given, model)
-        self._is_training = True
         if self.hook is None or not self.hook.attached:
             for left in hooks_of(model) & set(_training):
                 left.detach()
@@ -154,7 +152,7 @@ class BetaHookCallback(TrainerCallback):
             return
         is_here = _is_on(self.hook, model)
         # It was broken off; on the same model, with a batch that did not fit, see `auto_find_batch_size`.
-        if self._is_training and (not is_here or self.hook.steps == 0):
+        if self.hook in _training and (not is_here or self.hook.steps == 0):
             self.hook.detach()
         if not is_here:
             self.hook = None
@@ -200,7 +198,6 @@ class BetaHookCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         assert self.hook is not None
-        self._is_training = False
         _training.discard(self.hook)
         unfinished = self._unfinished
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
