@@ -42,9 +42,13 @@ COUNTERS = {
 }
 BY_LAYER = ("condition", "condition_since")
 """Tensors with an entry for each layer instead of each head."""
-COUNTS = ("nonfinite_since", "clips")
-"""Whole numbers for each head."""
-TENSORS = ("beta", "beta_default", *COUNTS, *BY_LAYER, *ROWS)
+_FLOATS, _WHOLE = (torch.float32, torch.float64), (torch.int64,)
+TENSORS = {
+    **dict.fromkeys(("beta", "beta_default"), _FLOATS),
+    **dict.fromkeys(("nonfinite_since", "clips", *BY_LAYER), _WHOLE),
+    **dict.fromkeys(ROWS, _FLOATS),
+}
+"""Tensors with the dtypes that they may have."""
 TYPES: dict[str, type] = {
     "layers": dict,
     "options": dict,
@@ -68,13 +72,12 @@ def dump(
         controllers: those whose memories are in the state.
     """
     table = state.collect()  # first: it adds to the others what waits
-    tensors = {name: getattr(state, name).clone() for name in TENSORS}
     return {
         "version": VERSION,
         "layers": dict(layers),
         "options": dict(settings),
         **{name: getattr(state, name) for name in COUNTERS},
-        **tensors,
+        **{name: getattr(state, name).clone() for name in TENSORS},
         "table": table,
         "rows": {name: list(rows) for name, rows in ROWS.items()},
         "controllers": [
@@ -117,7 +120,7 @@ def parse(given: object) -> dict[str, Any]:
     for name in TENSORS:
         if name not in ("moments", "recent_moments", *BY_LAYER):
             _check_shape(name, state[name], (*state[name].shape[:-1], heads))
-        _check_dtype(name, state[name])
+        _check_dtype(name, state[name], TENSORS[name])
     for name in ("beta", "beta_default"):
         if not bool((state[name].isnan() | is_beta(state[name])).all()):
             raise ValueError(
@@ -293,9 +296,7 @@ def _check_shape(name: str, value: Tensor, shape: Sequence[int]) -> None:
         )
 
 
-def _check_dtype(name: str, value: Tensor, allowed: Sequence[torch.dtype] | None = None) -> None:
-    whole = name in (*COUNTS, *BY_LAYER)
-    allowed = allowed or ((torch.int64,) if whole else (torch.float32, torch.float64))
+def _check_dtype(name: str, value: Tensor, allowed: Sequence[torch.dtype]) -> None:
     if value.dtype not in allowed:
         raise ValueError(
             f"the state is damaged: {name} should be of {' or '.join(map(str, allowed))}, got {value.dtype}"
