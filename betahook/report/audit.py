@@ -135,8 +135,11 @@ class Audit(tuple[LayerAudit, ...]):
 
     def predictions(self) -> list[list[str]]:
         """Return the std of the scores as a table: the first row is the header, then one row a layer."""
-        header = ["layer", "measured", *PREDICTIONS.values(), "closest"]
-        return [header, *(_predictions(layer) for layer in self)]
+        rows = [["layer", "measured", *PREDICTIONS.values(), "closest"]]
+        for layer in self:
+            stds = [layer.score_std, *(layer.predicted[formula] for formula in PREDICTIONS)]
+            rows.append([layer.name, *(_listed([std]) for std in stds), PREDICTIONS.get(layer.follows, layer.follows)])
+        return rows
 
     def assumptions(self) -> list[list[str]]:
         """Return a table for people: a header, the numbers assumed, then one row a layer; only what was measured."""
@@ -188,11 +191,6 @@ def measured(state: State) -> tuple[Tensor, Tensor]:
             'with when="always")'
         )
     return table, moments
-
-
-def _predictions(layer: LayerAudit) -> list[str]:
-    stds = [layer.score_std, *(layer.predicted[formula] for formula in PREDICTIONS)]
-    return [layer.name, *(_listed([std]) for std in stds), PREDICTIONS.get(layer.follows, layer.follows)]
 
 
 def _listed(values: Sequence[float]) -> str:
