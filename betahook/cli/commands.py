@@ -41,14 +41,11 @@ def inspect(name: str) -> Document:
     with checkpoint.unmarked(model), betahook.attach(model, controller="monitor") as hook:
         with hook.pause():
             _run_on_nothing(model)
-        count = "1 attention layer" if len(hook.layers) == 1 else f"{len(hook.layers)} attention layers"
-        blocks: list[Block] = []
-        if marked:
-            steps = f" after {state['steps']} steps" if state else ""
-            blocks.append(
-                Text(f"Saved with beta beside the weights{steps}: load it with betahook.restore(model, folder)", True)
-            )
         layers = list(hook.layers.values())
+        count = "1 attention layer" if len(layers) == 1 else f"{len(layers)} attention layers"
+        steps = f" after {state['steps']} steps" if state else ""
+        saved = f"Saved with beta beside the weights{steps}: load it with betahook.restore(model, folder)"
+        blocks: list[Block] = [Text(saved, strong=True)] if marked else []
         rows = [
             [
                 layer.name,
@@ -60,13 +57,9 @@ def inspect(name: str) -> Document:
             ]
             for layer in layers
         ]
-        blocks.append(
-            Table(
-                ["layer", "heads", "d_k", "own beta", "W_q", "W_k", "fold"],
-                rows,
-                note="fold checks itself on a forward: an obstacle may show only there.",
-            )
-        )
+        header = ["layer", "heads", "d_k", "own beta", "W_q", "W_k", "fold"]
+        note = "fold checks itself on a forward: an obstacle may show only there."
+        blocks.append(Table(header, rows, note=note))
         remarks = [f"{layer.name}: {remark}" for layer in layers for remark in layer.remarks]
         remarks += [f"not reached: {path}, {reason}" for path, reason in hook.not_reached.items()]
         blocks += [Text("\n".join(remarks))] if remarks else []
@@ -115,7 +108,7 @@ def fold(folder: str, out: str) -> Document:
     return Document(f"{out}: a plain {type(model).__name__}", [Text(said)])
 
 
-def examine(name: str, text: str, *, length: int, batch: int, batches: int, pictured: bool = False) -> Document:
+def examine(name: str, text: str, *, length: int, batch: int, batches: int, pictured: bool) -> Document:
     """Run the model of a folder on windows of a text and judge its attention."""
     if not Path(text).is_file():
         raise FileNotFoundError(f"{text} is not a file; give a file of plain text with --text")
