@@ -17,7 +17,7 @@ def show(document: Document) -> None:
     """Print a document to the standard output."""
     console = Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
-        console = Console(markup=False, highlight=False, emoji=False, width=PIPED)
+        console.width = PIPED
     console.print(RichText(document.title, style="bold"))
     for block in document.blocks:
         if isinstance(block, Text):
