@@ -25,7 +25,7 @@ from betahook.models.discovery import Survey
 from betahook.options import ControllerChoice, LayerChoice, Settings
 from betahook.report import findings, metrics
 from betahook.report.alerts import Alerts
-from betahook.report.audit import Audit, correlations, measured
+from betahook.report.audit import Audit
 from betahook.report.findings import Findings
 from betahook.report.warnings import find_unreached, warn_of_missing_steps, warn_of_nonfinite, warn_of_unreached
 from betahook.state import State
@@ -297,13 +297,7 @@ class Hook:
         Raises:
             RuntimeError: nothing was measured yet.
         """
-        state = self._state
-        table, moments = measured(state)
-        # A model without weights has what its state says of them.
-        if not all(parameter.is_meta for parameter in self.model.parameters()):
-            self.layers.read_weights()
-        observed, stds = state.layers.observe(table, moments, state.widths), state.layers.weight_std(state.weights)
-        return Audit.of(self.layers, state.layers, observed, stds, correlations(self, self.layers, state))
+        return Audit.of(self, self.layers, self._state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that `step` depends on: tensors, numbers and strings only, ready for `torch.save`.

@@ -18,9 +18,7 @@ from torch import Tensor
 from betahook import rerun, theory
 from betahook.layer import Layers
 from betahook.measure.correlations import Correlations
-from betahook.measure.groups import HeadGroups
-from betahook.measure.statistics import ROW, Statistics, is_distributed
-from betahook.measure.weights import WeightStd
+from betahook.measure.statistics import ROW, is_distributed
 from betahook.report.names import aligned
 from betahook.state import State
 from betahook.tap.listening import listening
@@ -94,15 +92,18 @@ class Audit(tuple[LayerAudit, ...]):
     """One `LayerAudit` a layer; prints as two tables."""
 
     @classmethod
-    def of(
-        cls,
-        layers: Layers,
-        groups: HeadGroups,
-        observed: Statistics,
-        weight_std: WeightStd,
-        correlations: Mapping[str, Correlations],
-    ) -> Audit:
-        """Audit what was observed, one group a layer, and the correlations by layer where they were measured."""
+    def of(cls, hook: rerun.Hooked, layers: Layers, state: State) -> Audit:
+        """Audit what was measured of the step so far, or of the last one that was, and the weights as they are now.
+
+        Raises:
+            RuntimeError: nothing was measured yet.
+        """
+        groups, (table, moments) = state.layers, _measured(state)
+        # A model without weights has what its state says of them.
+        if not all(parameter.is_meta for parameter in hook.model.parameters()):
+            layers.read_weights()
+        observed, weight_std = groups.observe(table, moments, state.widths), groups.weight_std(state.weights)
+        correlations = _correlations(hook, layers, state)
         query, key = groups.projected_variances(observed, weight_std)
         predictions = {
             "classic": theory.classic_std(groups.head_dim),
@@ -158,7 +159,7 @@ class Audit(tuple[LayerAudit, ...]):
 
 
 @torch.no_grad()
-def correlations(hook: rerun.Hooked, layers: Layers, state: State) -> dict[str, Correlations]:
+def _correlations(hook: rerun.Hooked, layers: Layers, state: State) -> dict[str, Correlations]:
     """Measure the correlations in each layer that the last input reaches; of several calls of a layer the first counts.
 
     Nothing is measured without a last input, or in a run of several processes: they would have to run the model
@@ -182,8 +183,8 @@ def correlations(hook: rerun.Hooked, layers: Layers, state: State) -> dict[str, 
     return found
 
 
-def measured(state: State) -> tuple[Tensor, Tensor]:
-    """Return table and moments of the step so far, or of the last one that was measured, for the audit."""
+def _measured(state: State) -> tuple[Tensor, Tensor]:
+    """Return table and moments of the step so far, or of the last one that was measured."""
     table, moments, _ = state.latest(state.collect(), state.moments)
     if not bool((table[ROW["pairs"]] > 0).any()):
         raise RuntimeError(

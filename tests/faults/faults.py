@@ -80,7 +80,12 @@ FAULTS = [
     Fault("betahook/cli/commands.py", "if state is not None:\n            if", "if False:\n            if", COMMANDS),
     Fault("betahook/cli/runs.py", 'name.replace("_", "/", 1) if name.startswith("eval_")', "name if False", COMMANDS),
     # report
-    Fault("betahook/hook.py", "if not all(parameter.is_meta for", "if True or all(parameter.is_meta for", COMMANDS),
+    Fault(
+        "betahook/report/audit.py",
+        "if not all(parameter.is_meta for",
+        "if True or all(parameter.is_meta for",
+        COMMANDS,
+    ),
     Fault("betahook/report/audit.py", '"?" if value != value', '"?" if not value'),
     Fault("betahook/report/alerts.py", 'value < limit if quantity == "entropy" else', ""),
     Fault("betahook/report/alerts.py", '("max_logit", "logit_std", "entropy")', '("max_logit", "entropy")'),
