@@ -79,12 +79,10 @@ def by_layer(state: State, layers: Layers, notes: Sequence[Note]) -> dict[str, f
         for layer, number in zip(layers, row, strict=True)
         if number == number
     }
-    explained = [(layer, note) for layer, note in zip(layers, notes, strict=True) if note.phase is not None]
-    return {
-        **values,
-        **{f"phase/{layer}": float(note.phase or 0) for layer, note in explained},
-        **{f"last_move/{layer}": note.move for layer, note in explained if note.move},
-    }
+    noted = list(zip(layers, notes, strict=True))
+    phases = {f"phase/{layer}": float(note.phase) for layer, note in noted if note.phase is not None}
+    moves = {f"last_move/{layer}": note.move for layer, note in noted if note.phase is not None and note.move}
+    return values | phases | moves
 
 
 def by_head(state: State, layers: Layers) -> dict[str, Tensor]:
