@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -180,8 +181,8 @@ def _place_of_gain(gain: float) -> float:
 
 
 def _typical_keys(history: History) -> float:
-    flat = sorted(x.flat_entropy for x in history.columns[-1].numbers if x.flat_entropy == x.flat_entropy)
-    return math.exp(flat[len(flat) // 2]) if flat else math.nan
+    flat = [x.flat_entropy for x in history.columns[-1].numbers if x.flat_entropy == x.flat_entropy]
+    return math.exp(median_high(flat)) if flat else math.nan
 
 
 def _count(keys: float) -> str:
@@ -219,8 +220,7 @@ def _draw_panel(figure: Figure, place: Any, panel: Panel, history: History, labe
     spacing = (columns[-1].last - columns[0].first) / (logs - 1) if logs > 1 else 1
     edges = [columns[0].first - spacing] + [column.last for column in columns]
     rows = range(len(labels) + 1)
-    by_layer = [[column[layer] for column in values] for layer in range(len(labels))]
-    over_time.pcolormesh(edges, rows, by_layer, cmap=colours, vmin=0, vmax=1, rasterized=True)
+    over_time.pcolormesh(edges, rows, numpy.transpose(values), cmap=colours, vmin=0, vmax=1, rasterized=True)
 
     heads = max(len(finding.head_numbers) for finding in latest)
     by_head = [
