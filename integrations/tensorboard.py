@@ -147,8 +147,7 @@ class TensorBoardWriter:
             values = numpy.array([getattr(numbers, name) for numbers in heads])
             values = values[numpy.isfinite(values)]
             if len(values) > 1 and values.min() < values.max():
-                edges = numpy.linspace(values.min(), values.max(), BINS + 1)
-                self.writer.add_histogram(f"{GROUP}_heads/{name}", values, step, bins=edges)
+                self.writer.add_histogram(f"{GROUP}_heads/{name}", values, step, bins=BINS)
 
     def _draw(self) -> None:
         """Write the findings in words, and a picture of the history."""
