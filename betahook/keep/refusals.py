@@ -140,8 +140,8 @@ def foresee(hook: Hook, layer: AttentionLayer) -> str | None:
     Weights may be on the meta device. A model without a foreseen refusal may still have one when it is folded.
     """
     plan = FoldPlan(hook, hook.model, {layer: torch.full((layer.heads,), 2.0, dtype=torch.float64)})
-    reasons = (refuse(plan) for refuse in MODEL_REFUSALS)
-    reasons_of_layer = (refuse(plan, layer) for refuse in FORESEEN)
+    reasons = (of_model(plan) for of_model in MODEL_REFUSALS)
+    reasons_of_layer = (of_layer(plan, layer) for of_layer in FORESEEN)
     return next((reason for reason in chain(reasons, reasons_of_layer) if reason is not None), None)
 
 
