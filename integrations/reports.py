@@ -55,7 +55,7 @@ class Reports:
         self._hook = hook
         self._quantities = quantities
         self._summarise = Summary()
-        self._step = -1  # of the next two
+        self._step = -1  # that of the hook at which the next two were read
         self._metrics: Mapping[str, float] = {}
         self._summary: Mapping[str, float] = {}
         self._undo = ExitStack()

@@ -20,7 +20,7 @@ from betahook.report.summary import GROUP, Summary
 logger = logging.getLogger(__name__)
 
 SPACING = 1.4
-"""A picture is drawn when so many times the logs of the last one were written: some 25 in 10,000 logs."""
+"""From one picture to the next, the number of logs grows by this factor: some 25 pictures in 10,000 logs."""
 
 BINS = 30
 """Bins of a histogram, from its smallest to its largest value."""

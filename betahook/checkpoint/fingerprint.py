@@ -61,7 +61,8 @@ def refuse_other_files(fingerprint: Mapping[str, Tensor], folder: Path) -> None:
         holders = {name: file for file in files for name in file.keys()}  # noqa: SIM118, it is not a dict
 
         def read(name: str) -> Tensor | None:
-            return _entries(holders[name].get_tensor(name)) if name in holders else None  # maps it, reads the entries
+            # The file is mapped into memory: no more than the entries are read.
+            return _entries(holders[name].get_tensor(name)) if name in holders else None
 
         if different := _differences(fingerprint, read):
             raise ValueError(

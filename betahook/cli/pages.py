@@ -36,7 +36,7 @@ COLOURS = {
     "dead": "#8a7060",
     "nonfinite": "#8c8f94",
 }
-"""Of conditions in charts: blue is flat and orange sharp, as in the picture; legible on white and on black."""
+"""Colours of conditions in charts: blue is flat and orange sharp, as in the picture; legible on white and on black."""
 REMARK = re.compile(r"^\* \*\*(.+?)\*\*: (.+)$", re.MULTILINE)
 """A remark in findings that were written as Markdown: its subject, and what it says."""
 PREDICTIONS = (
@@ -61,7 +61,7 @@ def examination(title: str, source: str, found: Examination, *, pictured: bool) 
         conditions(found.findings).compact(without=["since step", "beta / own"]),
         formats(found.precision, found.findings.labels),
         *audit(found.audit),
-        footer([]),
+        footer(),
     ]
     return Document(title, blocks)
 
@@ -144,7 +144,7 @@ def betas(state: dict[str, Any]) -> Table:
     return Table(["layer", "own beta", "beta", "beta / own", "heads", "attention"], rows)
 
 
-def sources(found: Run) -> list[str]:
+def sources(found: Run) -> str:
     """Say what the page was made from."""
     lines = ["TensorBoard files"] if found.scalars else []
     if found.states:
@@ -152,7 +152,7 @@ def sources(found: Run) -> list[str]:
         steps = ", ".join(map(str, found.states))
         options = ", ".join(f"{name}={value!r}" for name, value in newest["options"].items())
         lines.append(f"checkpoints after {steps} steps; {controllers(newest)}; {options}")
-    return [f"From {' and '.join(lines)}"]
+    return f"From {' and '.join(lines)}"
 
 
 def advice(remarks: Mapping[str, str]) -> list[Block]:
@@ -223,7 +223,7 @@ def _by_layer(rows: list[list[str]], title: str, note: str) -> Table:
     return Table(header, [[shorter.get(row[0], row[0]), *row[1:]] for row in rest], title, note)
 
 
-def footer(lines: Sequence[str]) -> Text:
+def footer(*lines: str) -> Text:
     """Return what was used: these lines, and the versions."""
     packages = " · ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     return Text("\n".join([*lines, f"betahook {betahook.__version__} · {packages}"]))

@@ -11,7 +11,7 @@ from betahook.report.document import Chart
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 30
 NAMED = 6
-"""So many lines have a legend of names; more are coloured from the first to the last."""
+"""Most lines that a legend names; more are coloured from the first to the last."""
 DISTINCT = ("#3b82c4", "#e4671e", "#2f9e6e", "#a855c7", "#c9a227", "#d6455d")
 RAMP = ((59, 130, 246), (16, 160, 130), (230, 150, 30), (214, 60, 80))
 """From the first line to the last: blue, green, orange, red; legible on white and on black."""

@@ -29,7 +29,7 @@ OFFSET = "flat all the same, or nearly: the keys of a row share an offset, which
 """Said of the softmax of layers that explode so."""
 
 NAMED = 4
-"""So many layers are named in a sentence, the others are counted."""
+"""Most layers that a sentence names; it counts the others."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ COLUMNS = 64
 """Most columns that are kept; beyond it, neighbours are merged."""
 
 TURN = 0.75
-"""A move that is smaller than this share of the one before has turned back, even if twice between two logs."""
+"""A move smaller than this share of the one before shows that beta turned back, perhaps twice, between two logs."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Column:
     turns: tuple[int, ...]
 
     def merge(self, later: Column) -> Column:
-        """Put a later column to this one."""
+        """Merge a later column into this one."""
         return replace(
             later,
             first=self.first,

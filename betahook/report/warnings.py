@@ -13,7 +13,7 @@ from betahook.state import State
 logger = logging.getLogger("betahook")
 
 NAMED = 3
-"""So many layers are named, the others are counted."""
+"""Most layers that a warning names; it counts the others."""
 
 
 def find_unreached(state: State, layers: Layers, model: nn.Module) -> dict[str, str]:
