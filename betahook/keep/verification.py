@@ -151,15 +151,14 @@ def _check_layer(plan: FoldPlan, layer: AttentionLayer, places: list[Scaling], r
         return exact
     if _is_random(plan, gain, run):
         reason = "its output is another one each time, though it is in evaluation mode; make that deterministic"
-        raise plan.error(reason, layer)
-    if _has_effect(plan, gain, run):
+    elif _has_effect(plan, gain, run):
         reason = (
             "its output is not that of a scaled query projection or norm. Probably a norm without a weight comes "
             "between, the query has a bias apart from its projection, or it is used outside the scores too, as in some "
             "relative position biases. Exclude the layer with attach(layers=...)"
         )
-        raise plan.error(reason, layer)
-    reason = "its output on the input of the last forward does not depend on beta; run one where it does"
+    else:
+        reason = "its output on the input of the last forward does not depend on beta; run one where it does"
     raise plan.error(reason, layer)
 
 
