@@ -219,21 +219,23 @@ def _draw_panel(figure: Figure, place: Any, panel: Panel, history: History, labe
     logs = sum(column.logs for column in columns)
     spacing = (columns[-1].last - columns[0].first) / (logs - 1) if logs > 1 else 1
     edges = [columns[0].first - spacing] + [column.last for column in columns]
-    rows = range(len(labels) + 1)
-    over_time.pcolormesh(edges, rows, numpy.transpose(values), cmap=colours, vmin=0, vmax=1, rasterized=True)
-
     heads = max(len(finding.head_numbers) for finding in latest)
     by_head = [
         [panel.of_numbers(*each) for each in zip(finding.head_numbers, finding.head_gains, strict=True)]
         + [math.nan] * (heads - len(finding.head_numbers))
         for finding in latest
     ]
-    now.pcolormesh(range(heads + 1), rows, by_head, cmap=colours, vmin=0, vmax=1, rasterized=True)
+    maps = ((over_time, edges, numpy.transpose(values), "step"), (now, range(heads + 1), by_head, "head, now"))
+    for axes, columns_at, values_at, label in maps:
+        axes.pcolormesh(columns_at, range(len(labels) + 1), values_at, cmap=colours, vmin=0, vmax=1, rasterized=True)
+        axes.set_xlabel(label, fontsize=9, color=INK, labelpad=2)
+        axes.invert_yaxis()
+        axes.tick_params(labelsize=8, length=2, pad=2, colors=INK)
+        for spine in axes.spines.values():
+            spine.set_color(GREY)
 
     over_time.set_title(panel.title, loc="left", fontsize=11.5, color=INK, pad=14, weight="bold")
     now.set_title(panel.hint, loc="right", fontsize=9, color=GREY, pad=14)
-    over_time.set_xlabel("step", fontsize=9, color=INK, labelpad=2)
-    now.set_xlabel("head, now", fontsize=9, color=INK, labelpad=2)
     over_time.set_ylabel("layer", fontsize=9, color=INK, labelpad=3)
     every = math.ceil(len(labels) / 16)
     shown = range(0, len(labels), every)
@@ -242,11 +244,6 @@ def _draw_panel(figure: Figure, place: Any, panel: Panel, history: History, labe
     ticks = range(0, heads, math.ceil(heads / (8 if heads <= 8 else 4)))
     now.set_xticks([head + 0.5 for head in ticks], [str(head) for head in ticks])
     over_time.locator_params(axis="x", nbins=6, integer=True)
-    for axes in (over_time, now):
-        axes.invert_yaxis()
-        axes.tick_params(labelsize=8, length=2, pad=2, colors=INK)
-        for spine in axes.spines.values():
-            spine.set_color(GREY)
     if panel.marks_heads:
         _mark_heads(now, latest, heads)
     if panel.scale == "gain":
