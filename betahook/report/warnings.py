@@ -50,7 +50,7 @@ def warn_of_unreached(state: State, unreached: Mapping[str, str]) -> None:
         return
     state.warned_of_unreached = True
     places = [f"{name}, {reason}" for name, reason in unreached.items()]
-    logger.warning("%s%s: not measured, hence not in the metrics", "; ".join(places[:NAMED]), _others(places))
+    logger.warning("%s: not measured, hence not in the metrics", _listed(places, "; "))
 
 
 def warn_of_nonfinite(state: State, layers: Layers) -> None:
@@ -63,12 +63,9 @@ def warn_of_nonfinite(state: State, layers: Layers) -> None:
         return
     state.warned_of_nonfinite = True
     places = [f"{name} in step {first[name]}" for name in sorted(first, key=first.__getitem__)]
-    logger.warning(
-        "NaN or infinity in the scores or gradients of %s%s: beta stays where it was",
-        ", ".join(places[:NAMED]),
-        _others(places),
-    )
+    logger.warning("NaN or infinity in the scores or gradients of %s: beta stays where it was", _listed(places, ", "))
 
 
-def _others(places: Sequence[str]) -> str:
-    return f" and {len(places) - NAMED} other layers" if len(places) > NAMED else ""
+def _listed(places: Sequence[str], separator: str) -> str:
+    others = f" and {len(places) - NAMED} other layers" if len(places) > NAMED else ""
+    return separator.join(places[:NAMED]) + others
