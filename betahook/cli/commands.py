@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from inspect import signature
 from pathlib import Path
@@ -96,8 +95,7 @@ def fold(folder: str, out: str) -> Document:
     betahook.fold(hook)
     with models.quiet():
         model.save_pretrained(out)
-    kept = sorted({path for pattern in KEPT for path in Path(folder).glob(pattern)})
-    for path in kept:
+    for path in (path for pattern in KEPT for path in Path(folder).glob(pattern)):
         if not (target / path.name).exists():
             shutil.copy2(path, target)
     changed = sum(gain != 1 for gain in gains)
@@ -120,22 +118,21 @@ def examine(name: str, text: str, *, length: int, batch: int, batches: int, pict
             "batches) takes batches of any kind"
         )
     limit = getattr(model.config, "max_position_embeddings", None) or length
-    windows = list(_windows(name, text, min(length, limit), batch * batches))
-    grouped = (torch.stack(windows[first : first + batch]) for first in range(0, len(windows), batch))
+    windows = _windows(name, text, min(length, limit), batch * batches)
     with checkpoint.unmarked(model), betahook.attach(model, controller="monitor", when="always") as hook:
         if state is not None:
             if state["layers"].keys() != hook.layers.keys():
                 raise ValueError(f"{name}: the state of the hook belongs to other layers than those of the model")
             fresh = hook.state_dict()
             hook.load_state_dict({**fresh, "beta": state["beta"], "beta_default": state["beta_default"]})
-        found = examine_hooked(hook, ({"input_ids": ids} for ids in grouped))
-    tokens = len(windows) * len(windows[0])
-    source = f"{tokens:,} tokens of {Path(text).name}, in {found.batches} forwards of up to {batch} x {len(windows[0])}"
+        found = examine_hooked(hook, ({"input_ids": ids} for ids in windows.split(batch)))
+    size = f"{batch} x {windows.shape[1]}"
+    source = f"{windows.numel():,} tokens of {Path(text).name}, in {found.batches} forwards of up to {size}"
     return pages.examination(f"{name}: {type(model).__name__}", source, found, pictured=pictured)
 
 
-def _windows(name: str, text: str, length: int, count: int) -> Iterator[torch.Tensor]:
-    """Yield up to `count` windows of `length` tokens, of a text that may be larger than the memory."""
+def _windows(name: str, text: str, length: int, count: int) -> torch.Tensor:
+    """Return up to `count` windows, `[windows, length]` tokens, of a text that may be larger than the memory."""
     with models.quiet():
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     # More than any tokenizer makes a token of, so that the windows fill up.
@@ -146,7 +143,7 @@ def _windows(name: str, text: str, length: int, count: int) -> Iterator[torch.Te
         remedy = "give a longer text" if len(content) < 100 else f"does {name} have the files of a tokenizer?"
         raise ValueError(f"{text} gives {len(ids)} tokens of {len(content)} characters; {remedy}")
     length = min(length, len(ids))
-    yield from ids[: len(ids) // length * length].view(-1, length)[:count]
+    return ids[: len(ids) // length * length].view(-1, length)[:count]
 
 
 def _run_on_nothing(model: PreTrainedModel) -> None:
