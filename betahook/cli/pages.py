@@ -219,7 +219,8 @@ def audit(audited: Audit) -> list[Table]:
 def _by_layer(rows: list[list[str]], title: str, note: str) -> Table:
     """Make a table of rows by layer, with short names of the layers."""
     header, *rest = rows
-    shorter = dict(zip(names := [row[0] for row in rest if row[0] != "assumed"], short_names(names), strict=True))
+    names = [row[0] for row in rest if row[0] != "assumed"]
+    shorter = dict(zip(names, short_names(names), strict=True))
     return Table(header, [[shorter.get(row[0], row[0]), *row[1:]] for row in rest], title, note)
 
 
