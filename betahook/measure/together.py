@@ -93,13 +93,11 @@ class Together:
 
     def note(self, table: Tensor, moments: Tensor, call: AttentionCall) -> None:
         """Let a call wait; `table` and `moments` are of all heads, as in `add`."""
-        versions = call.versions()
         if self._calls:
-            last, of_last = self._calls[-1]
-            alike = call.is_like(last) and versions[2:] == of_last[2:]
-            if not (alike and len(self._calls) < room(call.query, call.key)):
+            last, _ = self._calls[-1]
+            if not call.is_like(last) or len(self._calls) >= room(call.query, call.key):
                 self.add_calls(table, moments)
-        self._calls.append((call, versions))
+        self._calls.append((call, call.versions()))
 
     def add(self, table: Tensor, moments: Tensor) -> None:
         """Add everything to the `table [quantities, heads]` and `moments [4, components]`, in place."""

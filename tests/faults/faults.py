@@ -570,7 +570,6 @@ FAULTS = [
         "(state.table, state.window)",
         ("tests/unit/report/test_findings.py",),
     ),
-    Fault("betahook/measure/together.py", " and versions[2:] == of_last[2:]", ""),
     Fault("betahook/measure/together.py", "self.query, self.key, self.given.tensor\n", "self.query, self.key, None\n"),
     Fault(
         "betahook/tap/recorder.py",
