@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaFor
 import betahook
 from betahook.measure import calls, components, devices, statistics
 from betahook.measure.masks import Band, Mask
+from betahook.measure.rows import PLAIN
 from betahook.tap import gain, recorder
 from timing import allocated
 
@@ -159,10 +160,10 @@ def memory(length: int, dtype: torch.dtype, *, cpu: bool = False) -> tuple[int, 
     heads, width = 8, 64
     query, key = torch.randn(2, 1, length, heads, width, dtype=dtype).transpose(2, 3)
     table, moments = statistics.empty(heads, query.device), components.empty(heads * width, query.device)
-    options = {"position_bias": None, "softcap": None, "sinks": None, "exact_max_logit": False}
+    operands = query, key, Mask(Band(None, 0)), torch.ones(2, heads), PLAIN
 
     def measure() -> None:
-        calls.add_scores(table, moments, query, key, Mask(Band(None, 0)), torch.ones(2, heads), **options)
+        calls.add_scores(table, moments, *operands, exact_max_logit=False)
 
     with mock.patch.object(devices, "is_cpu", return_value=cpu):
         measure()  # what all layers share is made here

@@ -19,7 +19,7 @@ from betahook.measure.inputs import Entries, input_rows
 from betahook.measure.largest import extreme_scores, norm_bound
 from betahook.measure.masks import Mask, derive
 from betahook.measure.pairs import call_counts, count_tokens, is_short
-from betahook.measure.rows import pair_sums, row_sums
+from betahook.measure.rows import ScoreMod, pair_sums, row_sums
 from betahook.measure.scores import Components
 
 
@@ -30,10 +30,8 @@ def add_scores(
     key: Tensor,
     mask: Mask,
     scales: Tensor,
+    score_mod: ScoreMod,
     *,
-    position_bias: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
     exact_max_logit: bool,
     inputs: Sequence[Entries] = (),
 ) -> None:
@@ -46,9 +44,7 @@ def add_scores(
         key: `[batch, key_heads, keys, d_k]`; `heads` is a multiple of `key_heads` (grouped-query attention).
         mask: the pairs that the call uses.
         scales: `[2, heads]`, 1 and the inverse temperature in force.
-        position_bias: `[batch or 1, heads or 1, queries or 1, keys]`, added to the logits.
-        softcap: the model's soft cap of its logits.
-        sinks: `[batch or 1, heads, queries or 1]`, logits that take part in the softmax without a key.
+        score_mod: what the model does to its logits.
         exact_max_logit: True to look for the largest score of a long sequence among all pairs, False to bound it.
         inputs: `inputs.Entries` of what entered W_q and W_k for it, to be added with the rest; empty for none.
     """
@@ -57,7 +53,7 @@ def add_scores(
     with no_autocast(query.device):
         counts = derive(call_counts, mask, query, *query.shape[:3], key.shape[2])
         of_query = scores.components(query, mask.queries)
-        sums, largest, of_key = _score_sums(query, key, mask, scales[1], of_query, position_bias, softcap, sinks)
+        sums, largest, of_key = _score_sums(query, key, mask, scales[1], of_query, score_mod)
         if not is_short(query.shape[2], key.shape[2]):
             if exact_max_logit:
                 largest = extreme_scores(query, key, mask).unbind()
@@ -74,19 +70,12 @@ def _score_sums(
     mask: Mask,
     beta: Tensor,
     of_query: Components,
-    position_bias: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    score_mod: ScoreMod,
 ) -> tuple[list[Tensor], tuple[Tensor, ...], Components]:
     """Choose the form: sums of the scores of a call as `_add` gets them, their `extremes`, and moments of the keys."""
     short = is_short(query.shape[2], key.shape[2])
-    sampled, largest = row_sums(
-        *(query, key, mask, beta),
-        position_bias=position_bias,
-        softcap=softcap,
-        sinks=sinks,
-        moments=short or mask.structured is not None,
-    )
+    with_moments = short or mask.structured is not None
+    sampled, largest = row_sums(query, key, mask, beta, score_mod, moments=with_moments)
     if short:
         return sampled, largest, scores.components(key, mask.keys)
     if devices.is_cpu(query.device):

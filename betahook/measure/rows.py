@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,15 +36,31 @@ LOWEST = -80.0
 exponential of a lower logit would be a denormal number, which takes it ten times as long."""
 
 
+class ScoreMod(NamedTuple):
+    """Everything that is done to scaled scores before the softmax, but for the mask; flex attention calls it so.
+
+    Attributes:
+        position_bias: `[batch or 1, heads or 1, queries or 1, keys]`, added to the logits.
+        softcap: the model's soft cap of its logits, `softcap * tanh(logit / softcap)`.
+        sinks: `[batch or 1, heads, queries or 1]`, logits that take part in the softmax without a key, as in gpt-oss.
+    """
+
+    position_bias: Tensor | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+PLAIN = ScoreMod()
+"""That of a model whose logits are beta times the scores."""
+
+
 def row_sums(
     query: Tensor,
     key: Tensor,
     mask: Mask,
     beta: Tensor,
+    score_mod: ScoreMod = PLAIN,
     *,
-    position_bias: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     moments: bool = True,
 ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
     """Scores, largest score and entropy of all rows of a short sequence, or of `pairs.ROWS` evenly spaced ones.
@@ -53,16 +70,14 @@ def row_sums(
         key: `[batch, key_heads, keys, d_k]`.
         mask: `mask.pairs` where given, else band, padding and documents.
         beta: `[heads]` or a scalar, the inverse temperature in force; used for the entropy only.
-        position_bias: `[batch or 1, heads or 1, queries or 1, keys]`, added to the logits as the attention does.
-        softcap: the model's soft cap of its logits, `softcap * tanh(logit / softcap)`.
-        sinks: `[batch or 1, heads, queries or 1]`, logits that take part in the softmax without a key, as in gpt-oss.
+        score_mod: of the model.
         moments: False to leave out the moments of the scores.
 
     Returns:
         The sums over these rows: of `scores.pool_rows`, `[3, heads]`, if asked for, then of entropy and sink, one
         `[2, heads]` in float64 or two `[heads]`; and the `scores.extremes` of the scores in them.
 
-    Entropy and sink are those of the attention row itself: mask, biases, soft cap and `sinks` included.
+    Entropy and sink are those of the attention row itself: mask and `score_mod` included.
 
     For a sequence that is not short these are estimates from `n` rows (`ROWS` times the batch), as good as random rows
     unless attention is periodic in the distance between them. The largest score is never overestimated, and with 95 %
@@ -71,23 +86,22 @@ def row_sums(
     """
     queries, keys = query.shape[2], key.shape[2]
     query, key = at_least_float32(query), at_least_float32(key)
-    pairs = _with_terms(derive(row_pairs, mask, query, queries, keys), position_bias, sinks, queries, keys)
+    pairs = _with_terms(derive(row_pairs, mask, query, queries, keys), score_mod, queries, keys)
     if pairs.picked is not None:
         query = query[:, :, pairs.picked]
     scale = beta.to(query.dtype).view(-1, 1, 1)
     cached = devices.is_cpu(query.device) and query.shape[:-1].numel() * keys > FEW
     parts = _parts(query, key, mask, queries, pairs)
-    found = [_reduce(scores, of, scale, softcap, moments, cached) for scores, of in parts]
+    found = [_reduce(scores, of, scale, score_mod.softcap, moments, cached) for scores, of in parts]
     if len(found) == 1:
         return found[0]
     sums, largest = ([torch.stack(part) for part in zip(*one, strict=True)] for one in zip(*found, strict=True))
     return [x.sum(0) for x in sums], (largest[0].amax(0), largest[1].amax(0))
 
 
-def _with_terms(
-    pairs: RowPairs, position_bias: Tensor | None, sinks: Tensor | None, queries: int, keys: int
-) -> RowPairs:
-    """The rows with what this call adds to their logits and what it puts beside them; see `row_sums`."""
+def _with_terms(pairs: RowPairs, score_mod: ScoreMod, queries: int, keys: int) -> RowPairs:
+    """The rows with what this call adds to their logits and what it puts beside them."""
+    position_bias, _, sinks = score_mod
     rows = slice(None) if pairs.picked is None else pairs.picked
     if position_bias is not None:
         bias = position_bias.expand(*position_bias.shape[:2], queries, keys)

@@ -19,7 +19,7 @@ from betahook.measure import calls, devices
 from betahook.measure.inputs import Entries, Waiting, joined
 from betahook.measure.masks import Given
 from betahook.measure.pairs import is_short
-from betahook.measure.rows import CACHED
+from betahook.measure.rows import CACHED, ScoreMod
 
 AT_ONCE = 2**22
 """Entries of the queries that an accelerator takes at once, so that copies of them need little memory."""
@@ -42,7 +42,7 @@ class AttentionCall:
         query, key: detached. Autograd keeps them for the backward, so that they take no memory of their own.
         given: its pairs, alike for all heads.
         scales: `[2, all heads]`, 1 and the inverse temperature in force; mostly one tensor for all layers of a forward.
-        softcap: the model's soft cap of its logits.
+        score_mod: alike for all heads.
         exact_max_logit: as `calls.add_scores` has it.
         inputs: of W_q and W_k, none where they were not seen.
     """
@@ -53,7 +53,7 @@ class AttentionCall:
     key: Tensor
     given: Given
     scales: Tensor
-    softcap: float | None
+    score_mod: ScoreMod
     exact_max_logit: bool
     inputs: list[Entries]
 
@@ -70,7 +70,7 @@ class AttentionCall:
     def _form(self) -> tuple[object, ...]:
         query, key, entries = self.query, self.key, tuple(number for number, *_ in self.inputs)
         tensors = query.shape, key.shape, query.dtype, key.dtype, query.device, key.device
-        return *tensors, self.given.kind, self.given.band, self.softcap, self.exact_max_logit, entries
+        return *tensors, self.given.kind, self.given.band, self.score_mod, self.exact_max_logit, entries
 
 
 class Together:
@@ -118,9 +118,7 @@ class Together:
                 key,
                 run[0].given.describe(query.shape[2], key.shape[2]),
                 _scales(run, heads).to(query.device),
-                position_bias=None,
-                softcap=run[0].softcap,
-                sinks=None,
+                run[0].score_mod,
                 exact_max_logit=run[0].exact_max_logit,
                 inputs=joined([call.inputs for call in run]),
             )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from betahook import compat
 from betahook.compat import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from betahook.measure.masks import Band, Given
+from betahook.measure.rows import ScoreMod
 from betahook.tap import kernels, opaque
 from betahook.tap.gain import scale_query
 from betahook.tap.recorder import ATTRIBUTE, Recorder, leave_alone
@@ -99,12 +100,8 @@ def _hooked(
         mask = args[0] if args else kwargs.get("attention_mask")
         given = given_mask(implementation, module, query, key, mask, kwargs)
         raw = query if prescale == 1 else query / prescale
-        opaque.record_call(
-            *(layer, raw, key, given, default),
-            position_bias=kwargs.get("position_bias"),
-            softcap=kwargs.get("softcap"),
-            sinks=_sinks(query, **kwargs),
-        )
+        score_mod = ScoreMod(kwargs.get("position_bias"), kwargs.get("softcap"), _sinks(query, **kwargs))
+        opaque.record_call(layer, raw, key, given, default, score_mod)
     else:
         opaque.note_default(layer, default)
     query = scale_query(layer, query, (key, value), default)

@@ -24,7 +24,7 @@ Listener: TypeAlias = Callable[[Tensor, Tensor, tuple[Tensor | None, Tensor | No
 def listening(recorder: Recorder, listener: Listener) -> Iterator[None]:
     """Hand every attention call to a listener, in any mode of the module; nothing is recorded meanwhile."""
 
-    def record(query: Tensor, key: Tensor, mask: Mask | Given, **options: Any) -> None:
+    def record(query: Tensor, key: Tensor, mask: Mask | Given, *_: Any) -> None:
         if isinstance(mask, Given):
             mask = mask.describe(query.shape[2], key.shape[2])
         listener(query.detach(), key.detach(), (mask.queries, mask.keys))

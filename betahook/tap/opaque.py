@@ -17,6 +17,7 @@ from torch import Tensor
 
 from betahook import compat
 from betahook.measure.masks import Band, Given, Kind
+from betahook.measure.rows import PLAIN, ScoreMod
 from betahook.models import materialise
 from betahook.state import writing_to
 from betahook.tap.recorder import Recorder
@@ -105,19 +106,16 @@ def record_call(
     key: Tensor,
     given: Given,
     default: float | Tensor,
-    *,
-    position_bias: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    score_mod: ScoreMod = PLAIN,
 ) -> None:
     """Note the model's own beta, and record one attention call: see `Recorder.record`."""
     if torch.compiler.is_compiling():
         operands = *_number_or_tensor(default), query.detach(), key.detach()
         pairs = given.band.low, given.band.high, given.kind, given.tensor
-        torch.ops.betahook.record_call(*_tables(layer), *operands, *pairs, position_bias, softcap, sinks)
+        torch.ops.betahook.record_call(*_tables(layer), *operands, *pairs, *score_mod)
     else:
         layer.note_default(default)
-        layer.record(query, key, given, position_bias=position_bias, softcap=softcap, sinks=sinks)
+        layer.record(query, key, given, score_mod)
 
 
 @_operation(
@@ -142,7 +140,7 @@ def _record_call(
     if recorder.is_due():
         # Nothing is shared between layers: the memory of a graph's tensors is used again, and a CUDA graph owns it.
         mask = Given(kind, given, Band(low, high)).describe(query.shape[2], key.shape[2], shared=False)
-        recorder.record(query, key, mask, position_bias=position_bias, softcap=softcap, sinks=sinks)
+        recorder.record(query, key, mask, ScoreMod(position_bias, softcap, sinks))
 
 
 @torch.no_grad()

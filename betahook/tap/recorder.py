@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from betahook import compat
 from betahook.measure import calls, inputs
 from betahook.measure.masks import Given, Mask
+from betahook.measure.rows import PLAIN, ScoreMod
 from betahook.measure.together import AttentionCall, room
 from betahook.models import materialise
 from betahook.models.discovery import AttentionModule
@@ -45,14 +46,14 @@ def _scales(layer: Recorder, device: torch.device) -> Tensor:
     return torch.stack([torch.ones_like(beta), beta]).to(device)
 
 
-def _record(layer: Recorder, query: Tensor, key: Tensor, mask: Mask | Given, options: dict[str, Any]) -> None:
+def _record(layer: Recorder, query: Tensor, key: Tensor, mask: Mask | Given, score_mod: ScoreMod) -> None:
     """Add a call to the tables, or let it wait until the last layer's call: all that wait are then measured at once."""
     state, place = layer.state, layer._local
-    further: dict[str, Any] = dict(exact_max_logit=state.exact_max_logit, inputs=state.waiting.inputs.take(place.heads))
-    waits = layer._default is not None and options["position_bias"] is options["sinks"] is None
+    exact, entries = state.exact_max_logit, state.waiting.inputs.take(place.heads)
+    waits = layer._default is not None and score_mod.position_bias is score_mod.sinks is None
     if isinstance(mask, Given) and waits and _may_wait(state, place, query, key, mask):
-        further |= dict(scales=state.factors.scales(state.beta), softcap=options["softcap"])
-        call = AttentionCall(place.heads, place.components, query.detach(), key.detach(), mask, **further)
+        scales, columns = state.factors.scales(state.beta), (place.heads, place.components)
+        call = AttentionCall(*columns, query.detach(), key.detach(), mask, scales, score_mod, exact, entries)
         state.waiting.note(state.table, state.moments, call)
         if place.layer == state.turn[-1]:
             state.waiting.add_calls(state.table, state.moments)
@@ -60,8 +61,8 @@ def _record(layer: Recorder, query: Tensor, key: Tensor, mask: Mask | Given, opt
     if isinstance(mask, Given):
         mask = mask.describe(query.shape[2], key.shape[2])
     table, moments = _tables(layer)
-    scales = _scales(layer, query.device)
-    calls.add_scores(table, moments, query.detach(), key.detach(), mask, scales, **options, **further)
+    operands = query.detach(), key.detach(), mask, _scales(layer, query.device), score_mod
+    calls.add_scores(table, moments, *operands, exact_max_logit=exact, inputs=entries)
 
 
 def _may_wait(state: State, place: HeadRange, query: Tensor, key: Tensor, given: Given) -> bool:
@@ -255,10 +256,7 @@ class Recorder:
         query: Tensor,
         key: Tensor,
         mask: Mask | Given,
-        *,
-        position_bias: Tensor | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+        score_mod: ScoreMod = PLAIN,
     ) -> None:
         """Add one attention call; `query [batch, heads, queries, d_k]` and `key` as the score product gets them.
 
@@ -267,7 +265,7 @@ class Recorder:
         if query.numel() == 0 or key.numel() == 0:
             return
         self.state.recorded = True
-        _record(self, query, key, mask, dict(position_bias=position_bias, softcap=softcap, sinks=sinks))
+        _record(self, query, key, mask, score_mod)
 
     @torch.no_grad()
     def record_pairs(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from betahook.measure.rows import ScoreMod
 from betahook.models.torch_calls import Call
 from betahook.tap import compiled, contraction, heads
 from betahook.tap.contraction import Axis
@@ -118,7 +119,7 @@ def fused(forward: Forward, call: Call) -> Any:
             q, k = (contraction.batched(x, axis, layer.heads) for x in raw)
             q, k = (x.expand(max(len(q), len(k)), *x.shape[1:]) for x in (q, k))  # one may be the same for all
             mask = kernel.describe(given, query, key, lambda pairs: contraction.batched(pairs, axis, layer.heads))
-            layer.record(q, k, mask, softcap=given.get("softcap") or None)
+            layer.record(q, k, mask, ScoreMod(softcap=given.get("softcap") or None))
         query = contraction.on_heads(
             query, axis, layer.heads, lambda query, axis: scale_query(layer, query, (key, value), default, axis)
         )

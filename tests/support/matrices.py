@@ -92,9 +92,9 @@ def with_key_moments(query, key, mask):
     return scores.score_sums(query, key, mask, scores.components(query, mask.queries).mean)
 
 
-def looked_at(query, key, mask, beta=1.0, **options):
+def looked_at(query, key, mask, beta=1.0, **score_mod):
     """What `row_sums` finds, with the numbers of pairs and rows that it looks at."""
-    parts, largest = rows.row_sums(query, key, mask, torch.as_tensor(beta), **options)
+    parts, largest = rows.row_sums(query, key, mask, torch.as_tensor(beta), rows.ScoreMod(**score_mod))
     sums = torch.cat([part if part.dim() == 2 else part[None] for part in parts])
     count = row_pairs(mask, query, query.shape[2], key.shape[2]).count.expand(*query.shape[:2], -1).double()
     flat = count.clamp(min=1).log().sum((0, 2))
@@ -109,14 +109,15 @@ def looked_at(query, key, mask, beta=1.0, **options):
     )
 
 
-def recorded(query, key, mask, beta=1.0, **options):
+def recorded(query, key, mask, beta=1.0, *, exact_max_logit=False, inputs=(), **score_mod):
     """Everything that a layer adds to the table for one call, by the names of its rows."""
     heads, width = query.shape[1], query.shape[3]
     table = statistics.empty(heads, query.device)
     moments = components.empty(heads * width, query.device)
-    options = {"position_bias": None, "softcap": None, "sinks": None, "exact_max_logit": False, **options}
     beta = torch.as_tensor(beta, device=query.device).expand(heads)
-    calls.add_scores(table, moments, query, key, mask, torch.stack([torch.ones_like(beta), beta]), **options)
+    scales = torch.stack([torch.ones_like(beta), beta])
+    operands = query, key, mask, scales, rows.ScoreMod(**score_mod)
+    calls.add_scores(table, moments, *operands, exact_max_logit=exact_max_logit, inputs=inputs)
     table = components.described(table, moments, torch.full((heads,), width, device=query.device))
     return SimpleNamespace(**{name: table[row] for name, row in statistics.ROW.items()})
 

@@ -137,7 +137,7 @@ def test_a_layer_shows_its_size(pair):
 def test_statistics_are_of_one_layer_and_read_no_weight(monkeypatch):
     state, (first, _), (recorder, _) = make(attention(projecting(4, 24), 4, 8), attention(nn.Module(), 2, 16))
     recorder.note_default(0.5)
-    recorder.record(torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8), Mask(Band()), position_bias=None, softcap=None)
+    recorder.record(torch.ones(1, 4, 3, 8), torch.ones(1, 2, 3, 8), Mask(Band()))
     monkeypatch.setattr(type(first), "read_weights", None)
     monkeypatch.setattr(state, "collect", lambda heads, collect=state.collect: collect(heads))
     assert first.statistics.count == 4 * 9

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from betahook.measure import calls, components, masks, pairs, statistics
+from betahook.measure import calls, components, masks, pairs, rows, statistics
 from betahook.measure.largest import norm_bound
 from betahook.measure.masks import Band, Mask
 from betahook.measure.statistics import ROW
@@ -31,8 +31,8 @@ def test_calls_add_up():
     (query, key), mask = make(20, 20), Mask(Band(None, 0))
     table, moments = statistics.empty(2, query.device), components.empty(16, query.device)
     for beta in (2.0, 1.0):
-        options = {"position_bias": None, "softcap": None, "sinks": None, "exact_max_logit": False}
-        calls.add_scores(table, moments, query, key, mask, torch.tensor([[1.0], [beta]]).expand(2, 2), **options)
+        scales = torch.tensor([[1.0], [beta]]).expand(2, 2)
+        calls.add_scores(table, moments, query, key, mask, scales, rows.PLAIN, exact_max_logit=False)
     once = recorded(query, key, mask)
     for row in ("pairs", "exact_pairs", "rows", "flat_entropy", "queries", "keys", "score", "score_square"):
         torch.testing.assert_close(table[ROW[row]], 2 * getattr(once, row), rtol=1e-12, atol=1e-9)

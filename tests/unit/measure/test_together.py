@@ -10,6 +10,7 @@ import betahook
 from betahook import compat
 from betahook.measure import devices, together
 from betahook.measure.masks import Band, Given
+from betahook.measure.rows import ScoreMod
 from betahook.measure.statistics import ROW
 from betahook.tap import recorder as recording
 from support.layers import attention, make, projecting
@@ -17,7 +18,6 @@ from support.models import build, inputs
 
 CAUSAL = Given("none", band=Band(None, 0))
 PADDED = Given("padding", torch.tensor([[0] * 4 + [1] * 36, [1] * 40]), Band(None, 0))
-PLAIN = dict(position_bias=None, softcap=None)
 
 
 def three_layers():
@@ -45,7 +45,7 @@ def recorded(given, *, waiting=True, length=40, softcap=None, cpu=True):
             query, key = (x * (index + 1) + index for x in operands(length))
             entered = torch.randn(2, length, 24, generator=torch.Generator().manual_seed(index))
             recorder.record_input(entered, ["query", "key"])
-            recorder.record(query, key, given, position_bias=None, softcap=softcap)
+            recorder.record(query, key, given, ScoreMod(softcap=softcap))
         state.waiting.add(state.table, state.moments)
     return state.table, state.moments, measured.call_count
 
@@ -76,7 +76,7 @@ def test_large_calls_and_those_with_a_mask_of_each_head_do_not_wait():
 def test_calls_that_differ_are_measured_apart():
     state, layers, recorders = three_layers()
     for index, (recorder, length) in enumerate(zip(recorders, (40, 40, 20), strict=True)):
-        recorder.record(*operands(length), CAUSAL, **PLAIN)
+        recorder.record(*operands(length), CAUSAL)
         assert bool(state.table[ROW["pairs"]].any()) == (index == 2)
     assert [int(layer.statistics.count) for layer in layers] == [2 * 4 * n * (n + 1) // 2 for n in (40, 40, 20)]
 
@@ -85,20 +85,20 @@ def test_calls_with_masks_of_their_own_are_measured_by_those():
     _, layers, recorders = three_layers()
     for tokens, recorder in zip((10, 20, 30), recorders, strict=True):
         given = Given("padding", (torch.arange(40) < tokens)[None].expand(2, -1), Band(None, 0))
-        recorder.record(*operands(), given, **PLAIN)
+        recorder.record(*operands(), given)
     assert [int(layer.statistics.count) for layer in layers] == [2 * 4 * n * (n + 1) // 2 for n in (10, 20, 30)]
 
 
 def test_a_layer_that_is_not_reached_is_left_out():
     _, layers, recorders = three_layers()
     for recorder in recorders[::2]:
-        recorder.record(*operands(), CAUSAL, **PLAIN)
+        recorder.record(*operands(), CAUSAL)
     assert [bool(layer.statistics.count) for layer in layers] == [True, False, True]
 
 
 def test_what_waits_is_there_for_whoever_asks():
     _, layers, recorders = three_layers()
-    recorders[0].record(*operands(), CAUSAL, **PLAIN)
+    recorders[0].record(*operands(), CAUSAL)
     assert layers[0].statistics.count == 2 * 4 * 40 * 41 // 2
     assert layers[1].statistics.count == 0
 
@@ -109,14 +109,14 @@ def test_a_layer_that_changes_its_operands_afterwards_is_not_measured_wrongly(ch
     state, layers, recorders = three_layers()
     for index in range(2):
         given = [x * 1 for x in operands()]
-        recorders[index].record(*given, CAUSAL, **PLAIN)
+        recorders[index].record(*given, CAUSAL)
         if index == 0:
             with torch.no_grad():
                 given[changed].mul_(100)
-    recorders[2].record(*operands(), CAUSAL, **PLAIN)
+    recorders[2].record(*operands(), CAUSAL)
     assert [bool(layer.statistics.count) for layer in layers] == [False, True, True]
     assert layers[1].statistics.std == layers[2].statistics.std
-    recorders[0].record(*operands(), CAUSAL, **PLAIN)
+    recorders[0].record(*operands(), CAUSAL)
     assert state.table[ROW["pairs"], :4].all()
 
 
@@ -125,11 +125,11 @@ def test_a_mask_that_is_changed_afterwards_is_that_of_later_calls_alone(at_once)
     _, layers, recorders = three_layers()
     tokens = torch.ones(2, 40, dtype=torch.bool)
     given = Given("padding", tokens, Band(None, 0))
-    recorders[0].record(*operands(), given, **PLAIN)
+    recorders[0].record(*operands(), given)
     if not at_once:
-        recorders[1].record(*operands(), given, **PLAIN)
+        recorders[1].record(*operands(), given)
     tokens[:, 30:] = False
-    recorders[2 - at_once].record(*operands(), given, **PLAIN)
+    recorders[2 - at_once].record(*operands(), given)
     pairs = 2 * 4 * 30 * 31 // 2
     assert [int(layer.statistics.count) for layer in layers] == [0, pairs if at_once else 0, 0 if at_once else pairs]
 
@@ -137,7 +137,7 @@ def test_a_mask_that_is_changed_afterwards_is_that_of_later_calls_alone(at_once)
 def test_a_graph_that_is_captured_measures_at_once(monkeypatch):
     state, _, recorders = three_layers()
     monkeypatch.setattr(compat, "is_captured", lambda device: True)
-    recorders[0].record(*operands(), CAUSAL, **PLAIN)
+    recorders[0].record(*operands(), CAUSAL)
     assert state.table[ROW["pairs"], :4].all()
 
 
@@ -145,7 +145,7 @@ def test_a_mask_of_inference_mode_does_not_wait():
     state, _, recorders = three_layers()
     with torch.inference_mode():
         given = Given("padding", torch.ones(2, 40, dtype=torch.bool), Band(None, 0))
-    recorders[0].record(*operands(), given, **PLAIN)
+    recorders[0].record(*operands(), given)
     assert state.table[ROW["pairs"], :4].all()
 
 
@@ -178,9 +178,9 @@ def test_what_waits_is_saved_whole():
 
 def test_a_refused_layer_leaves_nothing_that_waits():
     _, layers, recorders = three_layers()
-    recorders[0].record(*operands(), CAUSAL, **PLAIN)
+    recorders[0].record(*operands(), CAUSAL)
     recorders[0].refuse("for a test")
-    recorders[1].record(*operands(), CAUSAL, **PLAIN)
+    recorders[1].record(*operands(), CAUSAL)
     assert [bool(layer.statistics.count) for layer in layers] == [False, True, False]
 
 
@@ -203,5 +203,5 @@ def test_a_call_without_gradients_does_not_wait():
     """Nothing keeps its query and key as they are."""
     state, _, (recorder, _) = make(attention(nn.Module(), 4, 8), attention(nn.Module(), 4, 8), when="always")
     recorder.note_default(0.5)
-    recorder.record(*(x.detach() for x in operands()), CAUSAL, **PLAIN)
+    recorder.record(*(x.detach() for x in operands()), CAUSAL)
     assert state.table[ROW["pairs"], :4].all()

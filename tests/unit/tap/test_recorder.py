@@ -33,7 +33,7 @@ def measured():
     generator = torch.Generator().manual_seed(1)
     query, key = torch.randn(2, 4, 9, 8, generator=generator), torch.randn(2, 2, 9, 8, generator=generator) * 3
     recorders[0].note_default(0.5)
-    recorders[0].record(query, key, Mask(Band()), position_bias=None, softcap=None)
+    recorders[0].record(query, key, Mask(Band()))
     return SimpleNamespace(state=state, layers=layers, recorders=recorders, query=query, key=key)
 
 
@@ -77,7 +77,7 @@ def test_independent_prediction_uses_the_moments_of_each_head(measured):
 def test_a_call_with_another_d_k_than_the_module_says_has_no_part_in_that_prediction(measured):
     first, query, key = measured.layers[0], measured.query, measured.key
     before = first.statistics
-    measured.recorders[0].record(query[..., :6], key[..., :6], Mask(Band()), position_bias=None, softcap=None)
+    measured.recorders[0].record(query[..., :6], key[..., :6], Mask(Band()))
     assert first.statistics.count == 2 * before.count
     assert first.statistics.independent_std == before.independent_std
 
