@@ -295,7 +295,7 @@ class Hook:
         For the correlations the model runs once more on its last input: skipped without one or in multi-process runs.
 
         Raises:
-            RuntimeError: nothing was measured yet.
+            RuntimeError: nothing was measured yet, or every layer is left alone.
         """
         return Audit.of(self, self.layers, self._state)
 
@@ -314,7 +314,10 @@ class Hook:
         Raises:
             ValueError: the state is damaged, or of another version, other layers or other controllers; the message says
                 which.
+            RuntimeError: the hook is detached.
         """
+        if not self.attached:
+            raise RuntimeError("load_state_dict() on a detached hook: attach to the model again")
         own = self._state
         beta = own.units.geometric_mean(own.current_beta)
         schema.restore(own, schema.match(schema.parse(state), self.state_dict(), self.controllers, beta))

@@ -96,9 +96,9 @@ class Audit(tuple[LayerAudit, ...]):
         """Audit what was measured of the step so far, or of the last one that was, and the weights as they are now.
 
         Raises:
-            RuntimeError: nothing was measured yet.
+            RuntimeError: nothing was measured yet, or every layer is left alone.
         """
-        groups, (table, moments) = state.layers, _measured(state)
+        groups, (table, moments) = state.layers, _measured(layers, state)
         # A model without weights has what its state says of them.
         if not all(parameter.is_meta for parameter in hook.model.parameters()):
             layers.read_weights()
@@ -183,10 +183,12 @@ def _correlations(hook: rerun.Hooked, layers: Layers, state: State) -> dict[str,
     return found
 
 
-def _measured(state: State) -> tuple[Tensor, Tensor]:
+def _measured(layers: Layers, state: State) -> tuple[Tensor, Tensor]:
     """Return table and moments of the step so far, or of the last one that was measured."""
     table, moments, _ = state.latest(state.collect(), state.moments)
     if not bool((table[ROW["pairs"]] > 0).any()):
+        if all(layer.refusal for layer in layers.values()):
+            raise RuntimeError("audit() of layers that are all left alone, and not measured: print(hook) says why")
         raise RuntimeError(
             "audit() before any measurement: run a forward first (in training mode and with gradients, or attach "
             'with when="always")'

@@ -41,12 +41,14 @@ def test_a_controller_serves_several_hooks():
     assert paths[0] == paths[1]
 
 
-def test_step_and_audit_say_when_they_cannot():
+def test_what_cannot_be_done_says_why():
     model = build("llama")
     with betahook.attach(model) as hook, pytest.raises(RuntimeError, match="run a forward first"):
         hook.audit()
-    with pytest.raises(RuntimeError, match="detached hook: attach to the model again"):
+    with pytest.raises(RuntimeError, match=r"step\(\) on a detached hook: attach to the model again"):
         hook.step()
+    with pytest.raises(RuntimeError, match=r"load_state_dict\(\) on a detached hook: attach to the model again"):
+        hook.load_state_dict(hook.state_dict())
 
 
 @pytest.mark.parametrize("by_hand", [True, False])

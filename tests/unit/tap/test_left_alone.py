@@ -159,6 +159,8 @@ def test_what_is_not_understood_is_left_alone_by_name(x, caplog, case):
         assert int(layer.statistics.count) == 0
         with pytest.raises(RuntimeError, match=r"beta of '1' cannot be set, the layer is left alone"):
             layer.beta = 2 * layer.beta_default  # NaN, if nothing of it was seen
+        with pytest.raises(RuntimeError, match=r"audit\(\) of layers that are all left alone"):
+            hook.audit()
         assert not [name for name in hook.metrics() if name.startswith(("score_", "max_logit", "nonfinite"))]
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1
