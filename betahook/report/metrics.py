@@ -108,7 +108,8 @@ def columns(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
     """Return every metric, `[groups]` each; NaN where it was not measured."""
     observed = groups.observe(state.recent, state.recent_moments, state.widths)
     weight_std = groups.weight_std(state.weights)
-    beta = groups.geometric_mean(state.current_beta)
+    acting = state.current_beta
+    beta = groups.geometric_mean(acting)
 
     def measured(values: Tensor) -> Tensor:
         return values.to(observed.std).masked_fill(observed.count == 0, torch.nan)
@@ -134,7 +135,7 @@ def columns(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
         "sink": observed.sink.masked_fill(observed.sink == 0, torch.nan),
         "sensitivity": measured(observed.sensitivity),
         "nonfinite": measured(~observed.finite),
-        "at_bound": groups.largest(at_bound(state.current_beta, state.beta_default).to(state.recent)),
+        "at_bound": groups.largest(at_bound(acting, state.beta_default).to(state.recent)),
         "exact": measured(observed.exact),
         # Left out until there are any, for those who clip nothing.
         "clips": (clips := groups.total(state.clips)).masked_fill(clips == 0, torch.nan),

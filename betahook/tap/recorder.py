@@ -60,9 +60,8 @@ def _record(layer: Recorder, query: Tensor, key: Tensor, mask: Mask | Given, sco
         return
     if isinstance(mask, Given):
         mask = mask.describe(query.shape[2], key.shape[2])
-    table, moments = _tables(layer)
-    operands = query.detach(), key.detach(), mask, _scales(layer, query.device), score_mod
-    calls.add_scores(table, moments, *operands, exact_max_logit=exact, inputs=entries)
+    query, key, scales = query.detach(), key.detach(), _scales(layer, query.device)
+    calls.add_scores(*_tables(layer), query, key, mask, scales, score_mod, exact_max_logit=exact, inputs=entries)
 
 
 def _may_wait(state: State, place: HeadRange, query: Tensor, key: Tensor, given: Given) -> bool:
