@@ -3,7 +3,8 @@
     python examples/flip/run.py                               # 100/20/15000, every column, one seed
     python examples/flip/run.py --rows all --seeds 7 1 2 3 4  # the whole table, five seeds
 
-Every finished run is a line of `results.jsonl`; runs in it are not repeated.
+Every finished run is a line of `results.jsonl`, each trial of a `procedure` one of `trials.jsonl` in its own folder;
+none is repeated.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tqdm import tqdm
 
 import betahook
 from report import draw, relevant_beta, table
-from runs import Results, best_fixed, execute
+from runs import Results, best_fixed, execute, remembered
 from task import MORE_DATA, TABLE_1, Row, Run, train
 
 Identity = tuple[str, str, float | None, int]
@@ -67,9 +68,10 @@ def measure(column: str, row: Row, seed: int, options: dict[str, Any]) -> dict[s
     if make is not None:
         result = train(make(row, seed), **options)
     else:
-        result = best_fixed(
-            lambda beta: train(Run(row, seed, beta=beta), **options), score="validation_accuracy", mode="max"
+        trial = remembered(
+            lambda beta: train(Run(row, seed, beta=beta), **options), Path(options["output"]) / "trials.jsonl"
         )
+        result = best_fixed(trial, score="validation_accuracy", mode="max")
     return {"column": column, **result}
 
 

@@ -67,6 +67,20 @@ def execute(function: Callable[..., Any], todo: Mapping[Any, tuple[Any, ...]], j
         pool.shutdown(cancel_futures=True)  # after an error, wait for running jobs and start no others
 
 
+def remembered(trial: Callable[[float], Result], path: Path) -> Callable[[float], Result]:
+    """`trial` with its results in a file of their own, so that an interrupted search repeats no run of hours."""
+    results = Results(path)
+
+    def run(beta: float) -> Result:
+        result = next((known for known in results if known["trial"] == beta), None)
+        if result is None:
+            result = {"trial": beta, **trial(beta)}
+            results.add(result)
+        return result
+
+    return run
+
+
 def best_fixed(
     trial: Callable[[float], Result],
     *,

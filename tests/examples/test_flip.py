@@ -86,18 +86,27 @@ def test_the_commands_of_the_pages_name_rows_and_columns(flip, arguments, tmp_pa
     flip["run"].main([*arguments, "--output", str(tmp_path)])
 
 
-def test_the_procedure_searches_by_validation_accuracy(flip, monkeypatch):
+def test_the_procedure_searches_by_validation_accuracy(flip, monkeypatch, tmp_path):
     """With a training run whose accuracy is known: best at beta = 0.2."""
+    betas = []
 
     def train(run, **options):
+        betas.append(run.beta)
         validation = 1 - abs(math.log10(run.beta / 0.2)) / 10
         return {"accuracy": run.beta, "validation_accuracy": validation, "beta": run.beta, "seconds": 1.0}
 
     monkeypatch.setattr(flip["run"], "train", train)
-    result = flip["run"].measure("procedure", flip["task"].TABLE_1[0], 0, {})
+    options = {"output": str(tmp_path)}
+    result = flip["run"].measure("procedure", flip["task"].TABLE_1[0], 0, options)
     assert result["accuracy"] == result["beta"] == pytest.approx(0.2, rel=0.5)
     assert result["validation_accuracy"] == max(score for _, score in result["trials"])
     assert result["runs"] == len(result["trials"]) > 4
+    assert betas == [beta for beta, _ in result["trials"]]
+
+    trials = tmp_path / "trials.jsonl"
+    trials.write_text("".join(trials.read_text().splitlines(keepends=True)[:3]))  # as an interrupted search leaves it
+    assert flip["run"].measure("procedure", flip["task"].TABLE_1[0], 0, options) == result
+    assert betas[len(result["trials"]) :] == betas[3 : len(result["trials"])]
 
 
 def test_scaled_initialisation_starts_with_the_logits_of_the_paper_beta(flip):
