@@ -241,6 +241,7 @@ class Hook:
             raise RuntimeError("step() on a detached hook: attach to the model again")
         stages.check_seen(state, self.layers)
         pretrained.follow_adapters(self.model, self, self.layers, self._undo)
+        adapters.follow(self.model, state, self._undo)
         loss_scale = LossScale.read(scaler, state.loss_scale)
         training_loss.take(state, self.controllers, loss)
         stages.add(state, self.layers, loss_scale)

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from betahook import compat
 from betahook.state import State
 from betahook.tap.override import Override
 
 
 def connect(model: nn.Module, state: State, undo: ExitStack) -> None:
     """Let the model's own beta act, and nothing be measured, in `disable_adapter` of PEFT, until `undo` is closed."""
+    follow(model, state, undo)
     original: Any = getattr(model, "disable_adapter", None)
     if original is None:
         return
@@ -26,10 +28,43 @@ def connect(model: nn.Module, state: State, undo: ExitStack) -> None:
     def disable_adapter() -> Iterator[None]:
         with original(), ExitStack() as stack:
             if override.active:  # else this is a reference that was kept
-                kept = state.beta.clone()
-                stack.callback(lambda: state.beta.copy_(kept))
-                stack.enter_context(state.pause())
-                state.beta.fill_(torch.nan)
+                stack.enter_context(_switched_off(state))
             yield
 
     override = Override(model, "disable_adapter", disable_adapter, undo)
+
+
+def follow(model: nn.Module, state: State, undo: ExitStack) -> None:
+    """Do the same for adapters that stand around the hooked model, perhaps only since then; args as `connect`.
+
+    Their `disable_adapter` is out of reach, but it switches each adapter inside the model: the first one tells.
+    """
+    if not isinstance(vars(model).get("peft_config"), dict):  # PEFT leaves it in the model that it goes around
+        return
+    adapter = compat.first_adapter(model)
+    if adapter is None or "enable_adapters" in vars(adapter):
+        return
+    original, off = adapter.enable_adapters, ExitStack()
+    undo.callback(off.close)
+
+    def enable_adapters(enabled: bool) -> None:
+        original(enabled)
+        if not override.active:
+            return
+        off.close()
+        if not enabled:
+            off.enter_context(_switched_off(state))
+
+    override = Override(adapter, "enable_adapters", enable_adapters, undo)
+
+
+@contextmanager
+def _switched_off(state: State) -> Iterator[None]:
+    """Let the model's own beta act, and nothing be measured, for a while."""
+    kept = state.beta.clone()
+    with state.pause():
+        state.beta.fill_(torch.nan)
+        try:
+            yield
+        finally:
+            state.beta.copy_(kept)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import betahook
-from betahook import checkpoint
+from betahook import checkpoint, compat
 from support.models import build, derivative, inputs
 from support.training import train
 
@@ -382,6 +382,34 @@ def test_beta_is_off_with_the_adapters():
     with before():  # kept from the time when the model was hooked
         assert torch.equal(adapted(**batch).logits, own)
     assert "disable_adapter" not in vars(adapted)
+
+
+def test_beta_is_off_with_adapters_that_came_after_the_hook(tmp_path):
+    model, batch = build("llama").eval(), inputs("llama")
+    own = model(**batch).logits
+    with betahook.attach(model, when="always") as hook:
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+        adapted(**batch)
+        hook.step()
+        sharpen(hook)
+        for _ in range(2):
+            trained = adapted(**batch).logits
+            measured = [layer.statistics.count for layer in hook.layers.values()]
+            with adapted.disable_adapter():
+                assert torch.equal(adapted(**batch).logits, own)
+            assert [layer.statistics.count for layer in hook.layers.values()] == measured
+            assert torch.equal(adapted(**batch).logits, trained)
+            hook.step()
+            sharpen(hook)
+        checkpoint.save(hook, tmp_path)
+        betas = [layer.beta for layer in hook.layers.values()]
+        with adapted.disable_adapter():
+            hook.detach()
+            assert torch.equal(adapted(**batch).logits, own)
+        assert [layer.beta for layer in hook.layers.values()] == betas
+    assert "enable_adapters" not in vars(compat.first_adapter(model))
+    with betahook.restore(adapted, tmp_path), adapted.disable_adapter():  # attaches to the model below
+        assert torch.equal(adapted(**batch).logits, own)
 
 
 @pytest.mark.parametrize("name", ["default", "other"])
