@@ -183,7 +183,7 @@ def _match_controllers(
 
     other = (
         f"the state belongs to other controllers: expected [{listed(own)}], got [{listed(given)}]. Go on with those, "
-        "or begin with others on the folded model: betahook.fold(betahook.restore(model, folder))"
+        "or begin with others on the folded model: betahook.restore(model, folder), one forward, betahook.fold(model)"
     )
     if [entry["class"] for entry in given] != [entry["class"] for entry in own]:
         raise ValueError(other)

@@ -152,7 +152,7 @@ def weights_are_sharded(plan: FoldPlan) -> str | None:
         return None
     return (
         "its weights are sharded over ranks. Save the whole model, beta goes beside the weights, and in one process "
-        "load it, betahook.restore(model, folder) and fold"
+        "load it, betahook.restore(model, folder), run a forward and fold"
     )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from betahook import checkpoint
 from betahook.control.base import written
-from betahook.hook import Hook, attach
+from betahook.hook import Hook, attach, hooks_of
 from betahook.models.discovery import named_modules
 from betahook.options import ControllerChoice, Settings
 from betahook.version import __version__
@@ -25,7 +25,7 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
     """Attach to a model whose checkpoint needs betahook, with the beta that was saved beside the weights.
 
         model = AutoModelForCausalLM.from_pretrained(folder)  # attention as if beta were the default
-        hook = betahook.restore(model, folder)  # as it was trained; fold(model) makes it plain
+        hook = betahook.restore(model, folder)  # as it was trained; a forward and fold(model) make it plain
 
     Layers, `per_head`, `interval`, `when` and `exact_max_logit` are those of the hook that was saved.
 
@@ -38,6 +38,7 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
         FileNotFoundError: the folder has no state of betahook.
         ValueError: the model's config does not say that it needs betahook; the file is damaged, of another model or
             other controllers, or was saved with other weights than those of the model.
+        RuntimeError: the model is hooked already.
     """
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"restore(model, folder) takes a folder second; got {type(folder).__name__}")
@@ -86,7 +87,12 @@ def _model_with(names: list[str], model: nn.Module, path: Path) -> nn.Module:
 
 
 def _read(model: nn.Module, path: Path) -> dict[str, Any]:
-    """The state in a file, if the config of the model does not speak against it."""
+    """The state in a file, if neither a hook nor the config of the model speaks against it."""
+    if isinstance(model, nn.Module) and hooks_of(model):
+        raise RuntimeError(
+            f"this {type(model).__name__} is hooked already, perhaps by an earlier restore(): go on with that hook, or "
+            f"load the weights of {path.parent} into a new model and restore that"
+        )
     if not path.parent.is_dir():
         raise FileNotFoundError(
             f"there is no folder {path.parent}: name the one that the hooked model was saved to, with {checkpoint.FILE}"

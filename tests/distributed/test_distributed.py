@@ -209,7 +209,7 @@ def end_of_training(hook):
         callback.on_train_end(SimpleNamespace(load_best_model_at_end=False), TrainerState(), TrainerControl())
     assert hook.attached
     assert torch.equal(hook.state_dict()["beta"], before)
-    assert "betahook.restore(model, folder) and fold. Or keep the hook" in str(warning.call_args.args[1])
+    assert "betahook.restore(model, folder), run a forward and fold. Or keep the hook" in str(warning.call_args.args[1])
 
 
 SCENARIOS = [even, judged, uneven, idle, sharded_first, sharded_last, sharded_flat, sharded_views]

@@ -93,9 +93,23 @@ def test_a_model_that_needs_no_betahook(folder):
 
 def test_other_controllers_leave_the_model_as_it_was(folder):
     model = load(folder)
-    with pytest.raises(ValueError, match="other controllers"):
+    with pytest.raises(
+        ValueError, match=r"other controllers.*: betahook.restore\(model, folder\), one forward, betahook.fold\(model\)"
+    ):
         betahook.restore(model, folder, controller=betahook.Cap())
-    betahook.restore(model, folder).detach()
+    betahook.restore(model, folder)  # as the message says
+    model(**inputs("llama"))
+    betahook.fold(model)
+    betahook.attach(model, controller=betahook.Cap()).detach()
+
+
+def test_a_model_that_is_hooked_already(folder):
+    model = load(folder)
+    with betahook.restore(model, folder) as hook:
+        before = betas(hook)
+        with pytest.raises(RuntimeError, match=r"is hooked already, perhaps by an earlier restore\(\)"):
+            betahook.restore(model, folder)
+        assert betas(hook) == before
 
 
 def test_the_model_alone_is_another_one(folder):
