@@ -172,6 +172,7 @@ class Hook:
         """Leave the model exactly as it was before `attach`; beta is the model's own again."""
         if self.attached:
             self._undo.close()
+            self._state.is_detached = True
             self.last_call.input = None
 
     def pause(self) -> AbstractContextManager[None]:

@@ -62,7 +62,8 @@ class AttentionLayer:
         Raises:
             ValueError: on setting: it is not positive and finite, or not a single number.
             TypeError: on setting: it is not a number.
-            RuntimeError: on setting: the layer is left alone, or scales its scores itself and was not seen yet.
+            RuntimeError: on setting: the hook is detached; or the layer is left alone, or scales its scores itself and
+                was not seen yet.
         """
         return float(self._state.layers.geometric_mean(self._state.current_beta)[self._place.layer])
 
@@ -95,16 +96,7 @@ class AttentionLayer:
         self._set_beta(new, value)
 
     def _set_beta(self, new: Tensor, given: object) -> None:
-        if self.refusal is not None:
-            raise RuntimeError(f"beta of {self.name!r} cannot be set, the layer is left alone: {self.refusal}")
-        if not bool(is_beta(new).all()):
-            bounds = f", outside of {SMALLEST_BETA:g} to {LARGEST_BETA:g}" if bool((new > 0).all()) else ""
-            raise ValueError(f"beta of {self.name!r} must be positive and finite; got {given}{bounds}")
-        if self._attention.route != "interface" and math.isnan(self.beta_default):
-            raise RuntimeError(
-                f"beta of {self.name!r} cannot be set before the first forward: only that shows the model's own, by "
-                "which this module scales its scores itself. Run a forward first"
-            )
+        _check_new(self, new, given)
         self._state.beta[self._place.heads] = new.detach().to(self._state.device)
 
     @property
@@ -261,6 +253,22 @@ class Layers(Mapping[str, AttentionLayer]):
         for index, layer in enumerate(self.values()):
             if which is None or index in which:
                 layer.read_weights(sharded=sharded)
+
+
+def _check_new(layer: AttentionLayer, new: Tensor, given: object) -> None:
+    """Refuse a beta that cannot be one, or that the layer cannot take."""
+    if layer._state.is_detached:
+        raise RuntimeError(f"beta of {layer.name!r} cannot be set, its hook is detached: attach to the model again")
+    if layer.refusal is not None:
+        raise RuntimeError(f"beta of {layer.name!r} cannot be set, the layer is left alone: {layer.refusal}")
+    if not bool(is_beta(new).all()):
+        bounds = f", outside of {SMALLEST_BETA:g} to {LARGEST_BETA:g}" if bool((new > 0).all()) else ""
+        raise ValueError(f"beta of {layer.name!r} must be positive and finite; got {given}{bounds}")
+    if layer._attention.route != "interface" and math.isnan(layer.beta_default):
+        raise RuntimeError(
+            f"beta of {layer.name!r} cannot be set before the first forward: only that shows the model's own, by "
+            "which this module scales its scores itself. Run a forward first"
+        )
 
 
 def _as_tensor(name: str, value: object) -> Tensor:

@@ -87,6 +87,7 @@ class State:
         refused: the layers left alone, by their heads, with the reason.
         alone: boolean `[heads]`, those that this rank leaves alone, or at the last pooling any rank.
         is_local: True if nothing is pooled over ranks, as this one measures alone.
+        is_detached: True once the hook is detached, so that no beta acts any more.
         knows_refusals: True while `refused` says all that `alone` does.
         waiting, pending: calls that are not in the table yet, and steps that are not in the window: see `settle`.
     """
@@ -134,7 +135,7 @@ class State:
         self.alerts_step = self.findings_step = 0
         self.warned_of_nonfinite = self.warned_of_unreached = False
         self.asked: set[str] = set()
-        self.warned_of_missing_steps = self.exact_max_logit = self.paused = False
+        self.warned_of_missing_steps = self.exact_max_logit = self.paused = self.is_detached = False
         self.seen = self.recorded = self.has_loss = self.has_broken_graphs = self.is_local = False
         self.refused: dict[tuple[int, int], str] = {}
         self.alone, self.knows_refusals = self.beta > 0, True  # none: beta is NaN

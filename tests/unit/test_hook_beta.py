@@ -26,6 +26,18 @@ def test_beta_set_before_the_first_forward_acts():
         assert torch.equal(early, model(**batch).logits)
 
 
+def test_beta_of_a_detached_hook_cannot_be_set():
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama"))
+        hook.layers[LAYER].beta = 0.5
+    layer = hook.layers[LAYER]
+    for name, value in (("beta", 0.1), ("head_beta", torch.full((layer.heads,), 0.1))):
+        with pytest.raises(RuntimeError, match=f"beta of '{LAYER}' cannot be set, its hook is detached: attach to the"):
+            setattr(layer, name, value)
+    assert layer.beta == 0.5
+
+
 def test_per_head_beta_acts_on_its_head_alone():
     model, batch = build("llama"), inputs("llama")
     heads = torch.tensor([0.1, 0.2, 0.3, 0.4])
