@@ -34,6 +34,18 @@ class Note:
         return ": ".join(filter(None, [self.phase_name, self.reason]))
 
 
+def checked(owner: object, notes: Sequence[Note], units: int) -> Sequence[Note]:
+    """Return the notes of a controller on its betas.
+
+    Raises:
+        TypeError: they are not one for each of the `units`, nor none at all.
+    """
+    are_notes = isinstance(notes, Sequence) and all(isinstance(note, Note) for note in notes)
+    if not are_notes or len(notes) not in (0, units):
+        raise TypeError(f"explain() of {owner} must return {units} notes, one for each beta, or none; got {notes!r}")
+    return notes
+
+
 def joined(notes: Sequence[Note]) -> Note:
     """Put together the notes of several controllers on one beta, in their order."""
     return Note(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from betahook.control import base
 from betahook.control.base import DECADES, Controller, Observation
-from betahook.control.notes import Note, joined, pooled
+from betahook.control.notes import Note, checked, joined, pooled
 from betahook.layer import Layers
 from betahook.measure import statistics
 from betahook.state import State, is_pooled, pending, release_refused
@@ -205,7 +205,8 @@ def explain(state: State, layers: Layers, controllers: Sequence[Controller]) -> 
     notes = [[Note(reason=_held(*each))] for each in held]
     for controller, memory in zip(controllers, state.memories, strict=True):
         if memory or not controller.start(beta):  # it has run, or needs no memory
-            for unit, note in enumerate(controller.explain(beta, observation, memory)):
+            said = controller.explain(beta, observation, memory)
+            for unit, note in enumerate(checked(controller, said, len(beta))):
                 notes[unit].append(note)
     units = [joined(of_unit) for of_unit in notes]
     of_layers = units if len(units) == len(layers) else [pooled(units[place.heads]) for place in state.ranges]

@@ -8,7 +8,7 @@ import torch
 import betahook
 from betahook import Cap, Gradient, Monitor, Search, Variance
 from betahook.control.base import apply
-from betahook.control.notes import Note, joined, pooled
+from betahook.control.notes import Note, checked, joined, pooled
 from betahook.control.opening import Phase
 from support.models import build
 from support.observations import observe
@@ -23,6 +23,14 @@ def explained(controller, *observations, beta=1.0, units=1):
     for step, observation in enumerate(observations):
         beta, memories = apply([controller], beta, observe(units=units, step=step, **observation), memories)
     return controller.explain(beta, observe(units=units, **observations[-1]), memories[0])
+
+
+@pytest.mark.parametrize("said", [Note(), ["low"], [Note()]])
+def test_notes_that_are_not_one_for_each_beta(said):
+    with pytest.raises(TypeError, match=r"explain\(\) of Cap\(\) must return 2 notes, one for each beta, or none; got"):
+        checked(Cap(), said, 2)
+    assert checked(Cap(), (), 2) == ()
+    assert len(checked(Cap(), [Note(), Note()], 2)) == 2
 
 
 def test_search_says_where_it_went_and_why():
