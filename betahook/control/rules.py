@@ -112,7 +112,7 @@ class Gradient(Controller):
 
 @dataclass(frozen=True, repr=False)
 class Cap(Controller):
-    """Keep `beta <= threshold / max|score|`: no logit grows beyond `threshold`.
+    """Keep `beta <= threshold / max|score|`, the largest score of the last measured step.
 
     The remedy against attention-logit growth that QK-clip applies to the weights (Kimi K2, 2025), applied to beta. The
     maximum is that of all pairs.
@@ -142,11 +142,11 @@ class Cap(Controller):
 
 @dataclass(frozen=True, repr=False)
 class Clip(Controller):
-    """Scale the weights of each head whose largest logit exceeds a threshold, so that it does not; beta stays.
+    """Scale the weights of each head whose largest logit exceeds a threshold down to the threshold; beta stays.
 
     QK-clip, as Kimi K2 was trained with (MuonClip, 2025), for any model and any optimizer. It acts after the other
     controllers, whatever their place in the list, on single heads, also where a layer has one beta. The largest logit
-    is that of all pairs of the step, before biases and soft caps.
+    is that of all pairs of the step, before biases and soft caps, on the inputs that the layer had.
 
     The state of the optimizer is left alone, as in MuonClip.
 

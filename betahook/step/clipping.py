@@ -126,7 +126,7 @@ class WeightScaling:
             if self._differs(hook, layers):
                 wrong = [layer for layer in layers if not self._settle(hook, layer)]
                 if wrong or self._differs(hook, layers):
-                    names = ", ".join(layer.name for layer in wrong or layers)
+                    names = ", ".join(layer.name or "the model" for layer in wrong or layers)
                     kind = type((wrong or layers)[0].module).__name__
                     raise UnsupportedModelError(f"cannot clip {names} ({kind}): {NOT_PROPORTIONAL}")
         self._unchecked = [layer for layer in self._unchecked if layer not in layers]

@@ -35,3 +35,14 @@ def test_the_page_has_every_name_that_is_known():
     names = {*families.HEADS, *families.HEAD_DIM, *families.FUSED, *families.QUERY_CLIPS}
     names |= {name for pair in families.SEPARATE for name in pair} | {"q_norm", "k_norm", "query_norm", "key_layernorm"}
     assert sorted(name for name in names if f"`{name}`" not in PAGE) == []
+
+
+def test_the_pages_count_the_model_types_of_the_table():
+    rows = [line.split(" | ") for line in (DOCS / "SUPPORT.md").read_text().splitlines() if line.startswith("| ")][2:]
+    attached = [row for row in rows if "exact" in row[1] or "sampled" in row[1] or "exact" in row[2]]
+    folded, clipped = ([row for row in attached if row[at] == value] for at, value in ((4, "exact"), (5, "yes")))
+    assert all(row in clipped for row in folded)
+    count, of, folds, clips = map(len, (attached, rows, folded, clipped))
+    readme, card = ((DOCS / page).read_text() for page in ("../README.md", "controllers/clip.md"))
+    assert f"attaches to {count} of the {of} model types of transformers ({folds} fold exactly)" in readme
+    assert f"Of the {count} model types that attach, {clips} can be clipped, all {folds} that fold among them" in card

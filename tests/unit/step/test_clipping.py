@@ -334,6 +334,10 @@ def test_weights_that_do_not_act_as_they_look_are_refused_at_the_first_step(kind
         ):
             hook.step()
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    with betahook.attach(model[1], controller=betahook.Clip(1e-3)) as hook:
+        model(x).sum().backward()
+        with pytest.raises(betahook.UnsupportedModelError, match=rf"cannot clip the model \({kind.__name__}\): the mo"):
+            hook.step()
     with betahook.attach(model, controller=betahook.Clip(1e-3), layers="2") as hook:
         model(x).sum().backward()
         hook.step()
