@@ -173,7 +173,8 @@ class Search(Controller):
         """Explain one unit."""
         if phase != Phase.SEARCH:
             limited = phase == Phase.CLIMB and held
-            reason = f"holds the std of the logits at {self.rise_logit_std:g}" if limited else WORDS[phase]
+            words = WORDS[phase] if self.rise or phase != Phase.UNSEEN else "waits for the search"
+            reason = f"holds the std of the logits at {self.rise_logit_std:g}" if limited else words
             return Note(phase, reason=f"{reason}, {left:.0f} batches left")
         if not direction and without_gradient:
             return Note(phase, reason="no gradient comes to beta: is backward() called before hook.step()?")
