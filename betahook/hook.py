@@ -75,8 +75,8 @@ def attach(
         The hook. Call its `step()` once per optimizer step, `detach()` at the end.
 
     Raises:
-        UnsupportedModelError: nothing in the model can be hooked, or it is tensor-parallel and its attention does not
-            go through the attention interface.
+        UnsupportedModelError: nothing in the model can be hooked; it is tensor-parallel and its attention does not go
+            through the attention interface; or a layer has no weights that a `Clip` could scale.
         ValueError: an option has a value that makes no sense; the model is wrapped or compiled already, or was saved
             while hooked and waits for `betahook.restore`.
         RuntimeError: the model is hooked already.
