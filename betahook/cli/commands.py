@@ -84,9 +84,9 @@ def fold(folder: str, out: str) -> Document:
     target = Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{out} exists already; give a new folder for the plain model")
+    _check_state(folder)  # first: of the folder of a run it names the checkpoints
     if (reason := models.obstacle(folder)) is not None:
         raise FileNotFoundError(f"{folder} {reason}")
-    _check_state(folder)
     model = models.with_weights(folder)
     hook = betahook.restore(model, folder)
     gains = [layer.beta / layer.beta_default for layer in hook.layers.values()]
@@ -170,7 +170,8 @@ def _check_state(folder: str) -> None:
         raise FileNotFoundError(f"{folder} is not a folder; give a checkpoint of a run with betahook")
     if (path / checkpoint.FILE).is_file():
         return
-    inside = sorted(found.parent.name for found in path.glob(f"*/{checkpoint.FILE}"))
+    names = (found.parent.name for found in path.glob(f"*/{checkpoint.FILE}"))
+    inside = sorted(name for name in names if not name.startswith(checkpoint.UNFINISHED))
     there = f"; name one of its checkpoints: {', '.join(inside)}" if inside else ""
     raise FileNotFoundError(
         f"{folder} has no {checkpoint.FILE}{there or ': beta is in the weights already, or was never changed'}"

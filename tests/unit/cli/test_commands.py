@@ -152,13 +152,15 @@ def test_fold_overwrites_nothing(saved, tmp_path, capsys):
 @pytest.mark.parametrize("command", [["show"], ["fold", "out"]])
 def test_what_is_no_checkpoint(saved, run, tmp_path, capsys, command):
     name, *rest = command
+    for inside in ("checkpoint-3", f"{checkpoint.UNFINISHED}checkpoint-6.1"):
+        (tmp_path / "killed" / inside).mkdir(parents=True)
+        (tmp_path / "killed" / inside / checkpoint.FILE).touch()
     for folder, message in [
+        (tmp_path / "killed", f"has no {checkpoint.FILE}; name one of its checkpoints: checkpoint-3"),
         (tmp_path / "gone", "is not a folder; give a checkpoint of a run with betahook"),
         (saved / "plain", f"has no {checkpoint.FILE}: beta is in the weights already, or was never changed"),
         (run, f"has no {checkpoint.FILE}; name one of its checkpoints: checkpoint-3, checkpoint-6"),
     ]:
-        if name == "fold" and folder != saved / "plain":
-            continue  # which asks for a config first
         assert main([name, str(folder), *rest]) == 1
         assert capsys.readouterr().err == f"betahook {name}: {folder} {message}\n"
 
