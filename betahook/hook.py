@@ -211,11 +211,11 @@ class Hook:
         count = f"{len(self.layers)} layer{'s' * (len(self.layers) > 1)}"
         lines = [f"Hook({type(self.model).__name__}, {count}, {self.controllers}{state})"]
         lines += [
-            f"  {layer.name}: {layer.heads} head{'s' * (layer.heads > 1)} of {layer.head_dim}"
+            f"  {layer.name or 'the model'}: {layer.heads} head{'s' * (layer.heads > 1)} of {layer.head_dim}"
             for layer in self.layers.values()
         ]
         for layer in self.layers.values():
-            lines += [f"  {layer.name}: {remark}" for remark in layer.remarks + layer.obstacles]
+            lines += [f"  {layer.name or 'the model'}: {remark}" for remark in layer.remarks + layer.obstacles]
         unreached = find_unreached(self._state, self.layers, self.model)
         lines += [f"  not reached: {name}, {reason}" for name, reason in {**self.not_reached, **unreached}.items()]
         return "\n".join(lines)

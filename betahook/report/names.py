@@ -10,7 +10,7 @@ def short_names(layers: Iterable[str]) -> list[str]:
     """Leave out the parts of module names that all have in common: `model.layers.3.self_attn` becomes `3`."""
     parts = [layer.split(".") for layer in layers]
     if len(parts) == 1:  # all of it is common
-        return [".".join(name) for name in parts]
+        return [".".join(name) or "model" for name in parts]  # the model may be the attention itself
     first = _common(parts)
     last = _common([name[:first:-1] for name in parts])
     return [".".join(name[first : len(name) - last]) or ".".join(name) for name in parts]

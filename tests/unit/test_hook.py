@@ -11,7 +11,7 @@ from accelerate import cpu_offload
 
 import betahook
 from betahook.tap.last_call import CACHES
-from support.attention import LENGTH, WIDTH, ByHandAttention
+from support.attention import HEADS, LENGTH, WIDTH, ByHandAttention, FusedAttention
 from support.models import build, inputs
 from support.training import LAYER, train
 
@@ -133,3 +133,12 @@ def test_what_is_done_in_inference_mode_can_go_on_outside_of_it():
         with torch.inference_mode():
             hook.metrics()
         hook.load_state_dict(state)
+
+
+def test_a_model_that_is_the_attention_itself_has_a_name_in_words():
+    model = FusedAttention()
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(2, 5, WIDTH)).sum().backward()
+        hook.step()
+        assert f"the model: {HEADS} heads of " in repr(hook)
+        assert hook.findings().rows()[1][0] == "model"

@@ -15,6 +15,7 @@ from betahook.report.names import plain, short_names, zero_padded
         ),
         (["h.0.attn", "h.0.cross", "h.1.attn"], ["0.attn", "0.cross", "1.attn"]),
         (["attn"], ["attn"]),
+        ([""], ["model"]),
         (["a", "a.b"], ["a", "b"]),
         (["x.a.a", "x.a"], ["a", "x.a"]),
         (["layers.1", "layers.12"], ["1", "12"]),  # no part of a number is common
