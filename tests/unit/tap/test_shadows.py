@@ -66,3 +66,18 @@ def test_a_factor_that_is_not_the_true_one_is_contradicted(wrong):
     shadows.put(logits, logits + (GAIN - 1) * 0.3 * value)
     assert not shadows.contradict(scores, logits, -1)
     assert shadows.contradict(scores._replace(**wrong), logits, -1)
+
+
+def test_rows_that_an_addend_masks_as_a_whole_contradict_nothing():
+    """Of a padded query nothing is left but scores beside -1e4, and another beta changes these."""
+
+    def mix(q, k, v):
+        logits = torch.where(torch.ones(LENGTH, LENGTH).tril().bool(), q @ k.mT * 0.3, -1e4)
+        return (logits - 1e4 * (torch.arange(LENGTH) < 3)).softmax(-1) @ v
+
+    model = make(mix)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        model(torch.randn(2, LENGTH, WIDTH))
+        layer = hook.layers["0"]
+        assert layer.refusal is None
+        assert int(layer.statistics.count) == 2 * HEADS * (LENGTH - 3) * (LENGTH - 2) / 2
