@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -27,6 +28,12 @@ from betahook.models.torch_calls import Call, tensors_in
 
 BATCH, LENGTH = 3, 7
 """Of the trial's input, where any length does; no size of a model is likely to be a multiple of both."""
+
+SIDE, SIDES = 9, ({"H", "W"}, {"h", "w"}, {"height", "width"})
+"""Of a picture whose tokens come as a sequence, and pairs of arguments for it; a convolution may take strides of 8."""
+
+Fixed: TypeAlias = dict[str, int | None]
+"""The values of arguments in each trial, by their names."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +71,19 @@ class Attention:
 def run(module: nn.Module) -> Outcome | None:
     """Run the forward of a module for what it shows; None if it does not run on a made-up input.
 
-    Each required argument is `[batch, length, width]`, or `[batch, channels, height, width]` for a module with
-    two-dimensional convolutions, but for masks, which are None.
+    Each required argument is `[batch, length, width]`, or what a convolution in the module takes: `[batch, channels,
+    length]` or `[batch, channels, height, width]`. Masks and biases are None, height and width of a picture numbers.
     """
     with compat.without_data() as copied, torch.no_grad():
         try:
-            arguments = [
-                name for name, each in inspect.signature(module.forward).parameters.items() if _is_required(each)
-            ]
+            names = [name for name, each in inspect.signature(module.forward).parameters.items() if _is_required(each)]
             module = copied(module)
             _drop_adapters(module)
         except Exception:  # code of others: whatever it raises, there is no trial
             return None
-        watch = _first(_try(module, arguments, shape) for shape in _shapes(module))
+        fixed = _fixed(names)
+        shapes = _shapes(module, is_picture=SIDE in fixed.values())
+        watch = _first(_try(module, names, fixed, *shape) for shape in shapes)
     if watch is None:
         return None
     if watch.found is None:
@@ -102,17 +109,26 @@ def _drop_adapters(module: nn.Module) -> None:
                 setattr(part, name, child.base_layer)
 
 
-def _try(module: nn.Module, arguments: list[str], shape: tuple[int, ...]) -> _Watch | None:
+def _try(module: nn.Module, names: list[str], fixed: Fixed, shape: tuple[int, ...], tokens: int) -> _Watch | None:
     """Run the forward on an input of a shape; None if it does not take one."""
-    like, watch = next(module.parameters()), _Watch(shape)
+    like, watch = next(module.parameters()), _Watch(BATCH * tokens)
     try:
         x = torch.zeros(shape, dtype=like.dtype, device=like.device)
         watch.activations[x] = _Activation()
         with watch:
-            module.forward(*(None if "mask" in name else x for name in arguments))
+            module.forward(*(fixed.get(name, x) for name in names))
     except Exception:  # another shape may fit
         return None if watch.found is None else watch
     return watch
+
+
+def _fixed(names: list[str]) -> Fixed:
+    """The values of those required arguments that are no input."""
+    fixed: Fixed = {name: None for name in names if "mask" in name or "bias" in name}
+    for pair in SIDES:
+        if pair.issubset(names):
+            fixed |= dict.fromkeys(pair, SIDE)
+    return fixed
 
 
 def _places(module: nn.Module, attention: Attention, labels: Labels) -> tuple[Place, Place] | None:
@@ -149,13 +165,17 @@ def _is_required(parameter: inspect.Parameter) -> bool:
     return positional and parameter.default is parameter.empty
 
 
-def _shapes(module: nn.Module) -> Iterator[tuple[int, ...]]:
-    """Shapes that an input of the module may have, the likeliest first."""
-    for length, width in itertools.product(_lengths(module), _widths(module)):
-        yield BATCH, length, width
-    if any(isinstance(part, nn.Conv2d) for part in module.modules()):
-        for width in _widths(module):
-            yield BATCH, width, LENGTH, LENGTH
+def _shapes(module: nn.Module, *, is_picture: bool) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Shapes that an input of the module may have, the likeliest first, and how many tokens a sequence then has."""
+    length, *others = [SIDE**2, SIDE**2 + 1] if is_picture else _lengths(module)  # one more for a class token
+    widths = _widths(module)
+    for width in widths:
+        yield (BATCH, length, width), length
+    for kind, sizes in ((nn.Conv1d, (LENGTH,)), (nn.Conv2d, (LENGTH, LENGTH))):
+        for width in widths if any(isinstance(part, kind) for part in module.modules()) else ():
+            yield (BATCH, width, *sizes), math.prod(sizes)
+    for length, width in itertools.product(others, widths):
+        yield (BATCH, length, width), length
 
 
 def _lengths(module: nn.Module) -> list[int]:
@@ -201,10 +221,9 @@ class _Watch(TorchFunctionMode):
         found: the first attention.
     """
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, tokens: int) -> None:
         super().__init__()
-        batch, *rest = shape
-        self.tokens = batch * (rest[0] if len(rest) == 2 else rest[1] * rest[2])
+        self.tokens = tokens
         self.labels = Labels(compat.untransformed)
         self.found: Attention | None = None
         self.activations = ByTensor[_Activation]()

@@ -237,6 +237,70 @@ def test_the_one_length_of_a_sequence_is_found(kind):
         assert hook.layers["layer"].statistics.count > 0
 
 
+class ChannelsFirst(nn.Module):
+    """Sequences as one-dimensional convolutions take them, with a number that might be taken for their length."""
+
+    def __init__(self):
+        super().__init__()
+        self.channels = WIDTH
+        self.a, self.b, self.c = (nn.Conv1d(WIDTH, WIDTH, 1) for _ in range(3))
+
+    def forward(self, x, bias):
+        q, k, v = (part(x).unflatten(1, (HEADS, -1)).mT for part in (self.a, self.b, self.c))
+        scores = q @ k.mT * HEAD_DIM**-0.5
+        scores = scores if bias is None else scores + bias
+        return (scores.softmax(-1) @ v).mT.flatten(1, 2)
+
+
+def test_channels_may_come_before_tokens_and_a_bias_may_be_required():
+    layer = ChannelsFirst()
+    with betahook.attach(layer, controller="monitor", when="always") as hook:
+        found = hook.layers[""]
+        assert (found.heads, found.head_dim) == (HEADS, HEAD_DIM)
+        weights = (part.weight[..., 0].unflatten(0, (HEADS, HEAD_DIM)) for part in (layer.a, layer.b))
+        for projection, weight in zip(found.projections, weights, strict=True):
+            assert torch.equal(projection.entries, weight)
+        x = torch.randn(BATCH, WIDTH, LENGTH)
+        layer(x, torch.randn(LENGTH, LENGTH))
+        q, k = (part(x).unflatten(1, (HEADS, -1)).mT for part in (layer.a, layer.b))
+        assert float(found.statistics.mean) == pytest.approx(float((q @ k.mT).mean().detach()), rel=1e-4)
+
+
+class OnAGrid(nn.Module):
+    """The tokens of a picture, whose sides come with them; keys are those of its squares."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.scale = HEADS, WIDTH**-0.5  # by which nobody can tell how wide a head is
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.squares = nn.Conv2d(WIDTH, WIDTH, 8, 8)
+
+    def forward(self, x, H, W):
+        squares = self.squares(x.mT.unflatten(-1, (H, W))).flatten(2).mT
+        k, v = (split(part) for part in self.b(squares).chunk(2, -1))
+        return (split(self.a(x)) @ k.mT * self.scale).softmax(-1) @ v
+
+
+class OfHiddenStates(Mixer):
+    """An argument that has the name of a side alone, and is none."""
+
+    def forward(self, h):
+        return super().forward(h)
+
+
+def test_height_and_width_of_a_picture_are_numbers():
+    layer = OnAGrid()
+    with betahook.attach(layer, controller="monitor", when="always") as hook:
+        found = hook.layers[""]
+        assert (found.heads, found.head_dim) == (HEADS, HEAD_DIM)
+        for projection, part in zip(found.projections, (layer.a, layer.b), strict=True):
+            assert torch.equal(projection.entries, part.weight[:WIDTH].unflatten(0, (HEADS, HEAD_DIM)))
+        layer(torch.randn(BATCH, 16 * 8, WIDTH), 16, 8)
+        assert int(found.statistics.count) == BATCH * HEADS * 16 * 8 * 2
+    with betahook.attach(Model(OfHiddenStates)) as hook:
+        assert hook.layers["layer"].head_dim == HEAD_DIM
+
+
 def test_a_trial_leaves_nothing_behind():
     class Keeps(Mixer):
         def __init__(self):
