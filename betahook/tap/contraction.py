@@ -6,6 +6,7 @@ batch and heads then ("flat") or heads and batch ("heads first"); a single head 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -91,6 +92,26 @@ class Contraction:
             return axis
         return letters.index(self.left_axes[axis]) if self.left_axes[axis] in letters else None
 
+    def laid_out(self, scaled: Tensor) -> Tensor:
+        """The scaled left operand as the product lays out the unscaled one.
+
+        Torch copies matrices whose batch is more than one axis in memory. Scaled, which closes gaps, they may need no
+        copy, and are then multiplied as they lie, with another rounding.
+        """
+        if self.left.dim() < 4 or self.left.is_contiguous():
+            return scaled
+        batch = [self.left_axes.index(axis) for axis in self.batch]
+        if _are_one(self.left, batch) or not _are_one(scaled, batch):
+            return scaled
+        own = [axis for axis in self.output_axes if axis not in self.batch]
+        # An einsum multiplies the operand whose axes come first in its output from the left.
+        is_right = bool(own) and own[0] not in self.left_axes
+        matrix = [axis for axis in self.left_axes if axis not in self.batch + self.summed]
+        matrix = [self.summed, *matrix] if is_right else [*matrix, self.summed]
+        order = [*batch, *map(self.left_axes.index, matrix)]
+        back = [order.index(place) for place in range(len(order))]
+        return scaled.permute(order).contiguous().permute(back)
+
     def tokens(self, axis: Axis, heads: int) -> tuple[Tensor, Tensor]:
         """Both operands, detached, as `[1, heads, tokens, d]`; one head where an operand has no axis of heads."""
         letter = self.left_axes[axis] if isinstance(axis, int) else None
@@ -102,6 +123,12 @@ class Contraction:
             return tensor.movedim(place, 0).flatten(1, -2)[None]
 
         return arrange(self.left, self.left_axes), arrange(self.right, self.right_axes)
+
+
+def _are_one(tensor: Tensor, axes: Sequence[int]) -> bool:
+    """True if some axes of a tensor can be viewed as one."""
+    long = [axis for axis in axes if tensor.shape[axis] > 1]
+    return all(tensor.stride(a) == tensor.shape[b] * tensor.stride(b) for a, b in itertools.pairwise(long))
 
 
 def read(call: Call) -> Contraction | None:
@@ -193,7 +220,7 @@ def on_heads(tensor: Tensor, axis: Axis, heads: int, function: Callable[[Tensor,
     """`function(tensor, axis)`, where heads without an axis of their own get one meanwhile."""
     output = function(*_apart(tensor, axis, heads))
     if axis == "single":
-        return output[0]
+        return output.squeeze(0)  # the gradient keeps its layout in memory, which `output[0]` changes
     return output if isinstance(axis, int) else output.flatten(0, 1)
 
 

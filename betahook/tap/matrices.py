@@ -121,6 +121,7 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
     query = contraction.on_heads(
         product.left, axis, layer.heads, lambda left, axis: scale_query(layer, left, others, known.default, axis, known)
     )
+    query = product.laid_out(query)
     output = product.run(query)
     with torch.no_grad():  # a checkpointed forward must save as much for its backward as its recomputation
         if forward.recording:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from torch import nn
 
 import betahook
 from support.attention import (
@@ -205,3 +206,62 @@ def test_changes_in_place_under_inference_mode(change, x):
     with betahook.attach(model, controller="monitor", when="always") as hook, torch.inference_mode():
         assert torch.equal(model(x), expected)
         assert hook.layers["1"].refusal is None
+
+
+class ChannelsFirstAttention(nn.Module):
+    """One convolution makes q, k and v, so that gaps part the samples of each in memory, and components lie apart."""
+
+    def __init__(self, scores):
+        super().__init__()
+        self.num_heads, self.head_dim, self.scores = 3, 5, scores
+        self.qkv = nn.Conv1d(15, 45, 1)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(1, (3, 5)).mT for part in self.qkv(x.mT).chunk(3, 1))
+        return (self.scores(q, k) * 5**-0.5).softmax(-1) @ v
+
+
+class SingleHeadAttention(nn.Module):
+    """A head that needs no axis; its gradient comes transposed."""
+
+    def __init__(self, scores):
+        super().__init__()
+        self.num_heads, self.head_dim, self.scores = 1, 15, scores
+        self.q, self.k, self.layouts = nn.Linear(15, 15), nn.Linear(15, 15), []
+
+    def forward(self, x):
+        q, k = self.q(x), self.k(x)
+        for part in (q, k):
+            part.register_hook(lambda gradient: self.layouts.append(gradient.stride()))
+        return (self.scores(q[:, None], k[:, None]) * 0.3).softmax(-1) @ x[:, None]
+
+
+@pytest.mark.parametrize("kind", [ChannelsFirstAttention, SingleHeadAttention])
+@pytest.mark.parametrize(
+    "scores",
+    [
+        lambda q, k: (k @ q.mT).mT,
+        lambda q, k: torch.einsum("bhjd,bhid->bhij", k, q),
+        lambda q, k: torch.einsum("bjhd,bihd->bhij", k.transpose(1, 2), q.transpose(1, 2)),
+    ],
+)
+def test_operands_and_gradients_keep_their_layout_in_memory(kind, scores):
+    """By which products round."""
+    torch.manual_seed(0)
+    module, x = kind(scores).double(), torch.randn(2, 16, 15, dtype=torch.float64)
+
+    def outcome():
+        module.zero_grad()
+        output = module(x)
+        output.square().sum().backward()
+        return [output, *(parameter.grad for parameter in module.parameters())]
+
+    alone, layouts = outcome(), getattr(module, "layouts", [])
+    unhooked = list(layouts)
+    with betahook.attach(module, controller="monitor", interval=1) as hook:
+        for _ in range(3):
+            for hooked, plain in zip(outcome(), alone, strict=True):
+                assert torch.equal(hooked, plain)
+            hook.step()
+        assert layouts == 4 * unhooked
+        assert hook.layers[""].refusal is None
