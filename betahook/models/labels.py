@@ -22,6 +22,8 @@ from betahook.models.torch_calls import MOVING, Call, tensors_in
 
 PROJECTIONS = {"linear": -1, "addmm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
 """Functions that make features, to the axis along which these lie."""
+REDUCING = {"max", "min", "amax", "amin", "mean", "sum"}
+"""Functions whose results keep a label that all of their entries have in common."""
 FAR = 2**31
 """Offset between the labels of two projections, above any number of features."""
 UNKNOWN = -1
@@ -104,6 +106,8 @@ class Labels:
 
     def _follow(self, call: Call, output: Any) -> None:
         parts = list(tensors_in(output))
+        if call.name in REDUCING and len(call.tensors) == 1:
+            return self._reduce(call, parts[0])
         if call.name in MOVING:
             same = Call(ON_LABELS.get(call.name, call.function), call.args, call.kwargs)
             try:
@@ -119,7 +123,16 @@ class Labels:
         for part in parts:
             alike = next((found for found in labelled if found.shape == part.shape), None)
             if alike is not None and (part.is_floating_point() or part.is_complex()):
-                self.put(part, self._of_unknown_weight(alike) if mixed else alike)
+                kept = self._of_unknown_weight(alike) if mixed else alike
+                # In the layout of the tensor, by which `as_strided` goes.
+                self.put(part, kept.contiguous() if part.is_contiguous() else kept)
+
+    def _reduce(self, call: Call, output: Tensor) -> None:
+        labels, (dim, keepdim) = self.get(call.operands[0]), _reduced(call)
+        if labels is not None and dim is not None:
+            least = labels.amin(dim, keepdim)
+            if torch.equal(least, labels.amax(dim, keepdim)):
+                self.put(output, least)
 
     def _of_unknown_weight(self, labels: Tensor) -> Tensor:
         """The same features, as if another projection had made them."""
@@ -134,6 +147,12 @@ class Labels:
 def _device_of(tensor: Tensor) -> torch.device:
     """The device for the labels of a tensor: its own, but for the meta device, on which nothing could be read."""
     return torch.device("cpu") if tensor.is_meta else tensor.device
+
+
+def _reduced(call: Call) -> tuple[int | tuple[int, ...] | None, bool]:
+    """The dimensions that a function reduces, None where it is given none, and if it keeps them."""
+    dim, keepdim, *_ = *call.args[1:3], None, False
+    return call.kwargs.get("dim", dim), bool(call.kwargs.get("keepdim", keepdim))
 
 
 def features_of_heads(labels: Tensor, heads: int, head_dim: int, batch: int) -> Features | None:

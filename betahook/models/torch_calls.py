@@ -84,7 +84,7 @@ class Call:
         def replace(tensor: Tensor) -> Tensor:
             other = replacement(tensor)
             # A mask may have been broadcast, whose memory has no such view.
-            return other.contiguous() if self.name == "view" else other
+            return other.contiguous() if self.name == "view" and other.stride() != tensor.stride() else other
 
         return self.function(*_replaced(self.args, replace), **_replaced(dict(self.kwargs), replace))
 

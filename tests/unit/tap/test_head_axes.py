@@ -206,3 +206,57 @@ def test_the_axis_of_the_heads_is_found_behind_a_complex_rotation():
         largest = (q.norm(dim=-1).amax((0, 2)) * k.norm(dim=-1).amax((0, 2))).detach()
         assert (layer.head_statistics.max_score <= 1.001 * largest).all()
         assert layer.head_statistics.entropy[0] > layer.head_statistics.entropy[1:].max()
+
+
+def by_strides(t):
+    """Overlapping chunks of a sequence, two axes of which share memory: as in Longformer, tokens first."""
+    t = t.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3).flatten(0, 1)
+    batch, token, component = t.stride()
+    return t.as_strided((len(t), LENGTH // 2 - 1, 4, t.shape[-1]), (batch, 2 * token, token, component))
+
+
+def test_the_axis_of_the_heads_is_found_in_chunks_that_overlap():
+    weights = []
+
+    def mix(module, q, k, v):
+        q, k = by_strides(q), by_strides(k)
+        weights.append((torch.einsum("bcid,bcjd->bcij", q, k) * ROOT).softmax(-1))
+        return v
+
+    x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = make(mix)
+    with betahook.attach(model, controller="monitor", per_head=True) as hook:
+        model(x)
+        assert hook.layers["1"].refusal is None
+        beta = torch.tensor([0.1, 0.3, 0.9, 2.7])
+        hook.layers["1"].head_beta = beta
+        model(x)
+    q, k = (by_strides(model[1].split(p(model[0](x)))) for p in (model[1].q_proj, model[1].k_proj))
+    expected = (beta.repeat(2).view(-1, 1, 1, 1) * (q @ k.mT)).softmax(-1)
+    torch.testing.assert_close(weights[-1], expected, rtol=1e-4, atol=1e-5)
+
+
+POOLS = {
+    "max": lambda q: q.max(dim=2).values,
+    "amax": lambda q: q.amax(2),
+    "mean": lambda q: torch.mean(q, 2, keepdim=True).squeeze(2),
+    "max of two": lambda q: torch.max(q[:, :, 0], q[:, :, 1]),
+}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_the_axis_of_the_heads_is_found_in_a_pooled_query(pool):
+    """Batch and heads are as many."""
+    x = torch.randn(HEADS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def pooled(q):
+        return POOLS[pool](q.unflatten(2, (2, -1)))
+
+    model = make(lambda module, q, k, v: ((pooled(q) @ k.mT * ROOT).softmax(-1) @ v).repeat(1, 1, 2, 1))
+    check_doubled(model, x)
+    with betahook.attach(model, controller="monitor", per_head=True) as hook:
+        model(x)
+        measured = hook.layers["1"].head_statistics.std.double()
+    q, k = (model[1].split(p(model[0](x))).double() for p in (model[1].q_proj, model[1].k_proj))
+    expected = (pooled(q) @ k.mT).transpose(0, 1).flatten(1).std(1, correction=0).detach()
+    torch.testing.assert_close(measured, expected, rtol=1e-4, atol=0)
