@@ -6,12 +6,11 @@ the modules that they found. Classes are known by name, since importing them wou
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from betahook.models import layouts
 from betahook.models.layouts import Layout, Select, Selections
@@ -52,7 +51,7 @@ QUERY_CLIPS = ("clip_qkv",)
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about one class; from `skipped_products` on they are about scores that are computed by hand.
+    """Facts about one class.
 
     Attributes:
         not_attention: the reason why a class that looks like attention with scores `q . k` is none.
@@ -61,12 +60,6 @@ class Facts:
         remark: what betahook does not measure as one would think, in words.
         heads: how many, where the module does not say.
         fused: how the rows of a fused projection are laid out.
-        skipped_products: products before the first one that makes scores.
-        every_product: the scores are put together from several products, which are scaled alike.
-        product_axis: where the heads lie in the operands of the product, among the axes before the last two.
-        folded: the einsum in whose operands batch and heads share an axis.
-        score_axis: the place of the heads in what the softmax gets.
-        temperature: the factor that the module learns, `[heads]` or to be broadcast to that.
     """
 
     not_attention: str | None = None
@@ -75,12 +68,6 @@ class Facts:
     remark: str | None = None
     heads: int | None = None
     fused: Layout = layouts.usual
-    skipped_products: int = 0
-    every_product: bool = False
-    product_axis: int | None = None
-    folded: str | None = None
-    score_axis: int | None = None
-    temperature: Callable[[Any], Tensor] | None = None
 
 
 def facts(module: nn.Module) -> Facts:
@@ -113,24 +100,13 @@ def _falcon(module: Any, *sizes: int) -> Selections | None:
     return layouts.grouped(module.num_kv_heads, *sizes) if grouped else _multi_query(module, *sizes)
 
 
-def _logit_scale(module: Any) -> Tensor:
-    """Swin v2: a temperature for each head, at most 100."""
-    scale: Tensor = module.logit_scale.detach().clamp(max=math.log(100)).exp().flatten()
-    return scale
-
-
-_SUM = Facts(every_product=True)
-_CHUNKED = Facts(every_product=True, folded="bcxd,bcyd->bcxy", score_axis=2)
-
 _PRESCALED = Facts(prescale=lambda module: module.scaling)
 _NOT_BETA = ", a part of the scores and not of beta"
 _ROTATED = Facts(remark="the factor of its rotary embedding (YaRN) is in q and k" + _NOT_BETA)
 _NORMED = Facts(remark="q carries a constant factor behind its norm" + _NOT_BETA)
 _POSITIONAL = Facts(remark="q carries a factor that grows with the position" + _NOT_BETA)
 _LEARNED = Facts(remark="q carries a learned factor for each component" + _NOT_BETA)
-_SPARSE = Facts(
-    every_product=True, remark="short inputs make the model replace it by full attention, which is not hooked"
-)
+_SPARSE = Facts(remark="short inputs make the model replace it by full attention, which is not hooked")
 _INTERLEAVED = Facts(fused=layouts.interleaved)
 _UPCAST = Facts(bypasses_interface=lambda module: getattr(module, "reorder_and_upcast_attn", False))  # in eager
 _MAP = Facts(not_attention="it makes a map for segmentation, not weights for values")
@@ -144,21 +120,18 @@ FACTS = {
     "BigBirdBlockSparseAttention": _SPARSE,
     "BigBirdPegasusBlockSparseAttention": _SPARSE,
     "BloomAttention": _INTERLEAVED,
-    "BrosSelfAttention": _SUM,
     "CodeGenAttention": Facts(fused=_codegen),
     "ConditionalDetrMHAttentionMap": _MAP,
     "DabDetrMHAttentionMap": _MAP,
     "DecisionTransformerGPT2Attention": _UPCAST,
     "DetrMHAttentionMap": _MAP,
-    "DisentangledSelfAttention": Facts(every_product=True, fused=layouts.interleaved),
+    "DisentangledSelfAttention": _INTERLEAVED,
     "DogeCDMoE": Facts(not_attention="it routes tokens to experts"),
     "EsmFold2RowAttentionPooling": Facts(not_attention="it pools with learned weights, without queries"),
     "EsmSelfAttention": Facts(prescale=lambda module: module.attention_head_size**-0.5),
     "FalconAttention": Facts(fused=_falcon),
-    "FastSpeech2ConformerAttention": _SUM,
-    "FunnelRelMultiheadAttention": _SUM,
-    "Gemma3nAudioAttention": Facts(every_product=True, remark=_LEARNED.remark),
-    "Gemma4AudioAttention": Facts(every_product=True, remark=_LEARNED.remark),
+    "Gemma3nAudioAttention": _LEARNED,
+    "Gemma4AudioAttention": _LEARNED,
     "GPT2Attention": _UPCAST,
     "GPTBigCodeAttention": Facts(fused=_multi_query),
     "GPTNeoXAttention": _INTERLEAVED,
@@ -166,7 +139,6 @@ FACTS = {
     "GptOssAttention": _ROTATED,
     "GroupViTAssignAttention": Facts(heads=1),
     "ImageGPTAttention": _UPCAST,
-    "InformerProbSparseAttention": Facts(skipped_products=1),
     "Inkling2BlockAttentionResidual": _OF_LAYERS,
     "Inkling2FullAttention": _POSITIONAL,
     "Inkling2LoopBlockAttentionResidual": _OF_LAYERS,
@@ -174,16 +146,11 @@ FACTS = {
     "Inkling2LoopMessageAttentionResidual": _OF_LAYERS,
     "InklingAttention": _POSITIONAL,
     "Kosmos2_5TextAttention": _PRESCALED,
-    "LEDEncoderSelfAttention": _CHUNKED,
     "LiltSelfAttention": Facts(
-        every_product=True, remark="text and layout scale their common scores differently, beta is that of one of them"
+        remark="text and layout scale their common scores differently, beta is that of one of them"
     ),
     "Llama4TextAttention": _POSITIONAL,
     "LongcatFlashMLA": _NORMED,
-    "LongformerSelfAttention": _CHUNKED,
-    "LongT5LocalAttention": Facts(product_axis=2, score_axis=2),
-    "LongT5TransientGlobalAttention": Facts(product_axis=2, score_axis=2),
-    "LukeSelfAttention": _SUM,
     "MaskFormerDetrMHAttentionMap": _MAP,
     "MgpstrA3Module": Facts(not_attention="it pools tokens with learned weights, without queries"),
     "Ministral3Attention": _POSITIONAL,
@@ -194,21 +161,16 @@ FACTS = {
     "NystromformerSelfAttention": Facts(not_attention="it approximates the softmax by landmarks"),
     "OpenAIPrivacyFilterAttention": Facts(prescale=lambda module: module.scaling**2, remark=_ROTATED.remark),
     "OPTAttention": _PRESCALED,
-    "PegasusXGlobalLocalAttention": Facts(every_product=True, product_axis=1, score_axis=1),
     "PersimmonAttention": _INTERLEAVED,
     "Qwen2AudioAttention": _PRESCALED,
     "SLANetAttentionGRUCell": _ADDITIVE,
     "SLANeXtAttentionGRUCell": _ADDITIVE,
     "SwiftFormerEfficientAdditiveAttention": _ADDITIVE,
-    "Swin2SRSelfAttention": Facts(temperature=_logit_scale),
-    "Swinv2SelfAttention": Facts(temperature=_logit_scale),
     "TimesFm2_5Attention": _LEARNED,
     "TimesFmAttention": _LEARNED,
     "VideoPrismMultiheadAttentionPoolingHead": _LEARNED,
     "VoxtralAttention": _PRESCALED,
     "WavTokenizerVocosAttention": Facts(heads=1),
     "WhisperAttention": _PRESCALED,
-    "XLNetRelativeAttention": _SUM,
 }
-"""Class name to facts. A class that is not here carries no factor in q, stacks its fused projection and has, if it
-computes its scores by hand, one product and its heads where most have them."""
+"""Class name to facts. A class that is not here carries no factor in q, and stacks its fused projection."""

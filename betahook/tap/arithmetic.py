@@ -33,7 +33,7 @@ def _scale(situation: Situation, left: Any, right: Any, *, divide: bool) -> Deri
     if first is None and (factor is None or number(left) is not None):
         return None
     if isinstance(first, Scores):
-        if first.axis is None and factor is None and situation.strict and _may_be_by_head(right):
+        if first.axis is None and factor is None and _may_be_by_head(right):
             first = first._replace(axis=situation.axis_of(left))
         return _scale_scores(situation, first, right, factor, divide=divide)
     trace = Operand() if first is None else first
@@ -49,16 +49,16 @@ def _activation(situation: Situation, tensor: Any) -> Trace | None:
 
 
 def _scale_scores(situation: Situation, scores: Scores, by: Any, factor: Factor | None, *, divide: bool) -> Derived:
-    if factor is None and _may_be_by_head(by) and (not situation.strict or _is_by_head(by, scores.axis)):
+    if factor is None and _may_be_by_head(by) and _is_by_head(by, scores.axis):
         factor = by.detach()
-    if situation.strict and isinstance(by, Tensor):
+    if isinstance(by, Tensor):
         is_beta = situation.at_first(factor is not None)
         if is_beta and factor is None:
             return situation.lose(scores, "by a factor that was one for each head")
         factor = factor if is_beta else None
     if factor is not None:
         return scores._replace(factor=scores.factor / factor if divide else scores.factor * factor)
-    if not isinstance(by, Tensor) or not situation.strict:
+    if not isinstance(by, Tensor):
         return scores  # a mask
     if by.requires_grad and not scores.pure:
         return situation.lose(scores, "by a tensor, behind a bias,")
@@ -159,7 +159,7 @@ def _biased(situation: Situation, scores: Scores, addend: Any, sign: float) -> D
         # The softmax sees no number that is the same for a row.
         if addend.numel() == 1 or addend.shape[-1] == 1:
             return scores._replace(shifted=scores.shifted or addend.numel() > 1)
-        return situation.lose(scores, "of what was made of scores") or scores._replace(pure=False)
+        return situation.lose(scores, "of what was made of scores")
     if (lost := beside_unread(situation, scores, trace)) is not None:
         return lost
     if not isinstance(addend, Tensor) or scores.value is None:

@@ -1,7 +1,6 @@
 """The products of torch that can make a score matrix, read as `left [..., n, d]` times `right [..., m, d]`.
 
-Also where their heads lie: along an axis of their own, mostly the second, or folded into the first, one axis being
-batch and heads then ("flat") or heads and batch ("heads first"); a single head needs no axis ("single").
+Also where their heads lie: along an axis of their own, mostly the second, or along one that they share with the batch.
 """
 
 from __future__ import annotations
@@ -9,21 +8,29 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from betahook.models.torch_calls import Call
 
-Axis = int | Literal["flat", "heads first", "single"]
+
+class Shared(NamedTuple):
+    """An axis of heads and of the batch, or of tokens.
+
+    Attributes:
+        place: of the axis.
+        heads_first: all of the first head come before all of the second; else the heads of the first sequence before
+            those of the second.
+    """
+
+    place: int
+    heads_first: bool = False
 
 
-class UnknownHeadsError(ValueError):
-    """No axis of an operand can be that of the heads, of those before the last two with these `sizes`."""
-
-    def __init__(self, sizes: Sequence[int], heads: int) -> None:
-        super().__init__(f"expected an axis of {heads} heads before the last two, got axes of {list(sizes)}")
+Axis = int | Shared | Literal["single"]
+"""The axis of the heads: one of their own, or one that they share; a single head needs none."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,6 @@ class Contraction:
         output_axes: a letter for each axis of the product.
         summed: the letter of the axis that is summed over, of size d.
         alpha: factor that the call itself puts on the product.
-        equation: of an einsum.
     """
 
     left: Tensor
@@ -52,7 +58,6 @@ class Contraction:
     output_axes: str
     summed: str
     alpha: float = 1.0
-    equation: str | None = None
 
     @property
     def size(self) -> int:
@@ -69,28 +74,9 @@ class Contraction:
         """True if the call adds something to the product."""
         return self.run is not self.alone
 
-    def head_axis(self, heads: int, known: Axis | None) -> Axis:
-        """The axis of `left` that the heads lie along.
-
-        Raises:
-            UnknownHeadsError: there is none.
-        """
-        sizes = [self.left.shape[self.left_axes.index(axis)] for axis in self.batch]
-        if heads not in sizes and self.equation is not None and known is None:
-            # Not common to both operands, as where k has no heads of its own.
-            own = [place for place, axis in enumerate(self.left_axes) if axis not in self.batch + self.summed]
-            fitting = [place for place in own if self.left.shape[place] == heads]
-            if fitting:
-                return fitting[0]
-        place = axis_by_size(sizes, heads, known)
-        return self.left_axes.index(self.batch[place]) if isinstance(place, int) else place
-
     def output_axis(self, axis: Axis) -> Axis | None:
         """The axis of the heads in the product, from that in `left`; None if it has none."""
-        letters = self.output_axes
-        if not isinstance(axis, int):
-            return axis
-        return letters.index(self.left_axes[axis]) if self.left_axes[axis] in letters else None
+        return _moved(axis, self.left_axes, self.output_axes)
 
     def laid_out(self, scaled: Tensor) -> Tensor:
         """The scaled left operand as the product lays out the unscaled one.
@@ -114,12 +100,13 @@ class Contraction:
 
     def tokens(self, axis: Axis, heads: int) -> tuple[Tensor, Tensor]:
         """Both operands, detached, as `[1, heads, tokens, d]`; one head where an operand has no axis of heads."""
-        letter = self.left_axes[axis] if isinstance(axis, int) else None
 
         def arrange(tensor: Tensor, axes: str) -> Tensor:
             tensor = tensor.detach().movedim(axes.index(self.summed), -1)
-            here = axes.replace(self.summed, "").find(letter) if letter else axis
-            tensor, place = _apart(tensor, "single" if here == -1 else here, heads)
+            here = _moved(axis, self.left_axes, axes.replace(self.summed, ""))
+            if here is None or (isinstance(here, Shared) and tensor.shape[here.place] == 1):  # the same for all heads
+                here = "single"
+            tensor, place = _apart(tensor, here, heads)
             return tensor.movedim(place, 0).flatten(1, -2)[None]
 
         return arrange(self.left, self.left_axes), arrange(self.right, self.right_axes)
@@ -129,6 +116,16 @@ def _are_one(tensor: Tensor, axes: Sequence[int]) -> bool:
     """True if some axes of a tensor can be viewed as one."""
     long = [axis for axis in axes if tensor.shape[axis] > 1]
     return all(tensor.stride(a) == tensor.shape[b] * tensor.stride(b) for a, b in itertools.pairwise(long))
+
+
+def _moved(axis: Axis, before: str, after: str) -> Axis | None:
+    """The axis of the heads among other letters; None if it is not there."""
+    if axis == "single":
+        return axis
+    place = after.find(before[axis.place if isinstance(axis, Shared) else axis])
+    if place == -1:
+        return None
+    return axis._replace(place=place) if isinstance(axis, Shared) else place
 
 
 def read(call: Call) -> Contraction | None:
@@ -188,32 +185,23 @@ def _read_einsum(equation: str, *operands: Any) -> Contraction | None:
         return torch.einsum(equation, x, right)
 
     batch = "".join(axis for axis in output if axis in left_axes and axis in right_axes)
-    return Contraction(left, right, run, run, left_axes, right_axes, batch, output, summed.pop(), equation=equation)
-
-
-def axis_by_size(sizes: Sequence[int], heads: int, known: Axis | None) -> Axis:
-    """The axis of the heads among those before the last two, by their `sizes`; `known` goes before.
-
-    Raises:
-        UnknownHeadsError: none of them does.
-    """
-    if known is not None and len(sizes) > 1:
-        return known
-    fitting = [axis for axis, size in enumerate(sizes) if size == heads]
-    if fitting:
-        return 1 if 1 in fitting else fitting[-1]
-    if len(sizes) == 1 and sizes[0] % heads == 0:
-        return "flat"
-    raise UnknownHeadsError(sizes, heads)
+    return Contraction(left, right, run, run, left_axes, right_axes, batch, output, summed.pop())
 
 
 def _apart(tensor: Tensor, axis: Axis, heads: int) -> tuple[Tensor, int]:
     """A view in which the heads have an axis of their own, and that axis."""
-    if axis == "flat":
-        return tensor.unflatten(0, (-1, heads)), 1
-    if axis == "heads first":
-        return tensor.unflatten(0, (heads, -1)), 0
-    return (tensor[None], 0) if axis == "single" else (tensor, axis)
+    if axis == "single":
+        return tensor[None], 0
+    if not isinstance(axis, Shared):
+        return tensor, axis
+    if axis.heads_first:
+        return tensor.unflatten(axis.place, (heads, -1)), axis.place
+    return tensor.unflatten(axis.place, (-1, heads)), axis.place + 1
+
+
+def misfit(sizes: Sequence[int], heads: int) -> str:
+    """Say that none of the axes before the last two, of these `sizes`, can be that of the heads."""
+    return f"expected an axis of {heads} heads before the last two, got axes of {list(sizes)}"
 
 
 def on_heads(tensor: Tensor, axis: Axis, heads: int, function: Callable[[Tensor, int], Tensor]) -> Tensor:
@@ -221,7 +209,7 @@ def on_heads(tensor: Tensor, axis: Axis, heads: int, function: Callable[[Tensor,
     output = function(*_apart(tensor, axis, heads))
     if axis == "single":
         return output.squeeze(0)  # the gradient keeps its layout in memory, which `output[0]` changes
-    return output if isinstance(axis, int) else output.flatten(0, 1)
+    return output.flatten(axis.place, axis.place + 1) if isinstance(axis, Shared) else output
 
 
 def batched(tensor: Tensor, axis: Axis, heads: int) -> Tensor:

@@ -18,15 +18,10 @@ from betahook.tap.traces import Scores, Trace
 
 
 class Followed(ByTensor[Trace]):
-    """Traces by tensor.
+    """Traces by tensor. Scores are lost where the memory that they share with others is changed."""
 
-    Args:
-        strict: scores are lost where the memory that they share with others is changed.
-    """
-
-    def __init__(self, strict: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._strict = strict
         self._before = ByTensor[tuple[Tensor, Scores]]()  # what was lost by a change of a view, and this
 
     def note(self, output: Any, derived: Derived) -> None:
@@ -44,7 +39,7 @@ class Followed(ByTensor[Trace]):
         """Lose the scores that share the memory of a tensor that was changed in place."""
         # Tensors of an export or a transform show no memory, and no layer is left alone for what happens there.
         passing = compat.is_exporting() or compat.is_transformed()
-        if passing or not self._strict or not isinstance(tensor, Tensor):
+        if passing or not isinstance(tensor, Tensor):
             return
         trace, base = self.get(tensor), compat.owner(tensor)
         if not isinstance(trace, Scores) and base is tensor:

@@ -23,7 +23,7 @@ from betahook.tap.traces import Factor, Scores, Trace, Weights, number, same_fac
 def follow(forward: Forward, call: Call, handler: Handler) -> Any:
     """Run a function and note what it makes of the tensors that are followed."""
     first: Any = call.operands[0] if call.operands else None
-    if handler is other and not any(tensor in forward.traces for tensor in call.tensors):
+    if handler is other and not (forward.is_learned(first) or any(tensor in forward.traces for tensor in call.tensors)):
         output = call.run()
         if call.in_place:
             forward.traces.pop(first)
@@ -49,7 +49,7 @@ def _rescaled(forward: Forward, call: Call, output: Tensor, scores: Scores) -> t
     """Undo what the scale of this call has more than that of the last, by which the gain went."""
     operands = call.operands[:2]
     before = next(trace for x in operands if isinstance(trace := forward.traces.get(x), Scores))
-    if not forward.strict or before.factor is scores.factor or scores.lost is not None:
+    if before.factor is scores.factor or scores.lost is not None:
         return output, scores
     by = next(x for x in operands if not isinstance(forward.traces.get(x), Scores))
     factor = _factor(call, by)

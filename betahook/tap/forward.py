@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from betahook import compat
 from betahook.models.labels import Labels
@@ -22,7 +22,7 @@ from betahook.tap.recorder import Recorder, leave_alone
 from betahook.tap.shadows import Shadows
 from betahook.tap.sites import Site, find_line, find_site
 from betahook.tap.situation import Situation
-from betahook.tap.traces import Factor, Operand, Product, Scores
+from betahook.tap.traces import Factor, Operand, Product, Scores, is_learned
 
 ALIKE = 1e-4
 """Relative difference up to which two numbers count as the same, but for rounding."""
@@ -38,8 +38,6 @@ class Forward:
         layer: the recorder of the module.
         plan: what earlier forwards showed.
         rehearsal: True if it runs for what it shows alone: beta does not act, and nothing is measured.
-        strict: True if scores that are not understood make the module be left alone. Modules of transformers are
-            verified by the zoo: what is not understood there does no harm.
         recording: True if scores are measured.
         form: of the inputs.
         is_empty: True where the first of them has no entries, as in a batch without samples: it shows nothing.
@@ -49,7 +47,6 @@ class Forward:
         shadows: what another beta would do, in the first forward that is measured.
         traces: of the tensors that are followed.
         products: those that may make scores, so far.
-        counted: products since the last softmax.
         attended: None before any softmax, then True if one was over scores.
         default: the model's own beta at the first softmax.
         fused_only: all attention so far was `F.scaled_dot_product_attention`, as `tap.compiled` takes it.
@@ -62,22 +59,20 @@ class Forward:
         self.layer = layer
         self.plan = plan
         self.rehearsal = rehearsal
-        self.strict = is_strict(layer.module)
         self.recording = layer.is_recording and layer.refusal is None and not rehearsal
-        self.form = form_of(inputs) if self.strict else ()
+        self.form = form_of(inputs)
         self.axes = plan.axes.get(self.form, {})
         given = next(tensors_in(inputs), None)
         self.is_empty = given is not None and given.numel() == 0
-        is_first = self.strict and self.form not in plan.axes and layer.refusal is None
+        is_first = self.form not in plan.axes and layer.refusal is None
         if is_first and (compat.is_exporting() or (rehearsal and compat.is_transformed())):
             raise RuntimeError(
                 f"{layer.name or 'the model'}: no forward has shown yet how this attention computes its scores. Run a "
                 "forward of the model outside of torch.export, torch.func and torch.jit.trace first"
             )
         self.labels = Labels() if is_first and not compat.is_without_data() else None
-        self.shadows = Shadows() if self.strict and self.recording and not plan.checked else None
+        self.shadows = Shadows() if self.recording and not plan.checked else None
         self.products: list[Product] = []
-        self.counted = 0
         self.attended: bool | None = None
         self.default: Factor | None = None
         self.fused_only = True
@@ -85,7 +80,7 @@ class Forward:
         self.unread: str | None = None
         self.without_heads: str | None = None
         self.is_settled = self.labels is None and self.shadows is None
-        self.traces = Followed(self.strict)
+        self.traces = Followed()
         self._refusal: str | None = None
 
     def trace_of_values(self) -> Operand | None:
@@ -109,12 +104,11 @@ class Forward:
 
     def is_learned(self, tensor: Tensor) -> bool:
         """Return True for a parameter or a view of one."""
-        trace = self.traces.get(tensor)
-        return isinstance(tensor, nn.Parameter) or (isinstance(trace, Operand) and trace.learned)
+        return is_learned(tensor, self.traces.get(tensor))
 
     def situation(self, call: Call) -> Situation:
         """A call as a handler gets it."""
-        return Situation(call, self.traces.get, self.strict, self.plan.at_first, self._axis_of)
+        return Situation(call, self.traces.get, self.plan.at_first, self._axis_of)
 
     def score_axis(self, scores: Tensor, operation: str, dim: int = -1) -> Axis | None:
         """The axis of the heads in scores that come to an operation, with their rows moved along the last axis."""
@@ -143,7 +137,7 @@ class Forward:
             return "single"
         if site in self.axes:
             axis = self.axes[site]
-            return axis if isinstance(axis, str) or tensor.shape[axis : axis + 1] == (count,) else None
+            return axis if not isinstance(axis, int) or tensor.shape[axis : axis + 1] == (count,) else None
         if labels is None:
             fitting = [axis for axis in shared if tensor.shape[axis] == count]
             return fitting[0] if len(fitting) == 1 and tensor.dim() > 3 else None
@@ -162,7 +156,7 @@ class Forward:
             self.layer.note_default(default)
         if self.default is None:
             self.default = default
-        elif self.strict and not self._is_alike(self.default, default):
+        elif not self._is_alike(self.default, default):
             self.refuse(f"its softmax at {find_line()} and one before it get scores that are scaled differently")
 
     def _is_alike(self, one: Factor, other: Factor) -> bool:
@@ -181,23 +175,20 @@ class Forward:
         # The tensors of an export or a transform mean nothing outside of it, those of an empty batch nothing at all.
         passing = compat.is_exporting() or compat.is_transformed() or self.is_empty
         undecided = layer.refusal is None and not passing
-        learns = self.strict and undecided
         reason = self._verdict() if undecided else None
         if not passing:
-            fits = learns and reason is None and self.attended is True and self.fused_only
+            fits = undecided and reason is None and self.attended is True and self.fused_only
             self.plan.fused_only = fits and self.plan.fused_only is not False
             if self.plan.fused_only and self.plan.breaks_graphs:
                 layer.state.has_broken_graphs, self.plan.breaks_graphs = True, False
-        if reason is None and learns and self.labels is not None and self.made_of is not None:
+        if reason is None and undecided and self.labels is not None and self.made_of is not None:
             layer.attention.correct(self.made_of, self.labels.weights)
         elif reason is not None:
             leave_alone(layer, reason, "Attention by F.scaled_dot_product_attention is followed; ")
         for product in self.products:
-            product.counts = product.acts and (not self.strict or (layer.refusal is None and product.reached))
+            product.counts = product.acts and layer.refusal is None and product.reached
 
     def _verdict(self) -> str | None:
-        if not self.strict:
-            return self._refusal
         self.plan.checked |= self.shadows is not None
         self.plan.axes[self.form] = self.axes
         # What a rehearsal shows, the steps before a resume did: so the first step after it computes as they.
@@ -218,8 +209,3 @@ class Forward:
             f"the product at {self.without_heads} is of two matrices, in which its {heads} heads have no axis: compute "
             "all of them at once, with q and k as [batch, heads, tokens, d_k]"
         )
-
-
-def is_strict(module: nn.Module) -> bool:
-    """Return True for a module that transformers does not bring along."""
-    return not type(module).__module__.startswith("transformers.models.")

@@ -23,7 +23,7 @@ def bend(situation: Situation) -> Derived:
     trace = situation.first_trace
     if isinstance(trace, Scores):
         return trace._replace(linear=False, pure=False)
-    return trace if not situation.strict else other(situation)
+    return other(situation)
 
 
 def drop(situation: Situation) -> Derived:
@@ -31,7 +31,7 @@ def drop(situation: Situation) -> Derived:
     call, trace = situation.call, situation.first_trace
     share, training, *_ = *call.operands[1:], 0.5, True
     share, training = call.kwargs.get("p", share), call.kwargs.get("training", training)
-    if isinstance(trace, Scores) and training and share and situation.strict:
+    if isinstance(trace, Scores) and training and share:
         return situation.lose(trace)
     return trace
 
@@ -72,7 +72,7 @@ HANDLERS: Mapping[str, Handler] = {
         (bend, "clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ clip clip_ tanh tanh_ nan_to_num"),
         (bend, "nan_to_num_ maximum minimum hardtanh softsign fmin fmax"),
         (largest, "max min"),
-        (reduce, "amax amin mean logsumexp median"),
+        (reduce, "amax amin mean sum logsumexp median"),
         (drop, "dropout dropout_"),
         (where, "where"),
         (fill, "masked_fill masked_fill_"),

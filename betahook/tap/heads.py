@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from betahook.models.labels import FAR, UNKNOWN, Features, Labels, features_of_heads
-from betahook.tap.contraction import Axis, on_heads
+from betahook.tap.contraction import Axis, Shared, on_heads
 from betahook.tap.recorder import Recorder
 
 REMEDY = "make q and k [batch, heads, tokens, d_k]"
@@ -66,11 +66,11 @@ def find(labels: Tensor, summed: int | None, heads: int) -> Axis | None:
     axis, size = found[0], labels.shape[found[0]]
     if size == heads:
         return axis
-    if size % heads or axis != 0:
+    if size % heads:
         return None
     along = labels.movedim(axis, 0).flatten(1).amax(1)
     if torch.equal(along, along[:heads].repeat(size // heads)):
-        return "flat"
+        return Shared(axis)
     if torch.equal(along, along[:: size // heads].repeat_interleave(size // heads)):
-        return "heads first"
+        return Shared(axis, heads_first=True)
     return None

@@ -9,15 +9,13 @@ import itertools
 from typing import Any
 
 import torch
-from torch import nn
 
 from betahook.measure.masks import masked_by
 from betahook.models.torch_calls import Call
 from betahook.tap import contraction, heads
-from betahook.tap.contraction import Axis, Contraction, UnknownHeadsError
+from betahook.tap.contraction import Axis, Contraction
 from betahook.tap.forward import Forward
 from betahook.tap.gain import scale_query
-from betahook.tap.rearranging import linear
 from betahook.tap.shadows import GAIN
 from betahook.tap.sites import find_line, find_site
 from betahook.tap.situation import Derived, other
@@ -41,8 +39,7 @@ def follow_other(forward: Forward, call: Call, *, is_read: bool = False) -> Any:
     output = call.run()
     with torch.no_grad():
         derived = _of_other_product(forward, call)
-        is_first = forward.strict and forward.labels is not None
-        if derived is None and is_first and not is_read and _multiplies_activations(forward, call):
+        if derived is None and forward.labels is not None and not is_read and _multiplies_activations(forward, call):
             derived = Operand(unread=f"{call.name} at {find_line()}")
         forward.traces.note(output, derived)
     return output
@@ -59,28 +56,16 @@ UNREAD = frozenset(["linear", "bilinear", "tensordot", "inner", "vecdot", "linal
 
 def _may_make_scores(forward: Forward, product: Contraction) -> bool:
     """Return True for a product of activations that may make scores."""
-    known, layer, operands = forward.layer.facts, forward.layer, (product.left, product.right)
-    traces = [forward.traces.get(operand) for operand in operands]
+    layer, traces = forward.layer, [forward.traces.get(operand) for operand in (product.left, product.right)]
     # Where torch takes the softmax, products before it make its bias.
     if layer.route == "torch" or product.size == 1 or any(isinstance(trace, Weights | Shift) for trace in traces):
         return False
-    if forward.strict:
-        if not product.left.is_floating_point() or forward.is_learned(product.right):
-            return False
-        if not product.has_batch and layer.heads > 1:
-            forward.without_heads = forward.without_heads or find_line()
-            return False
-        forward.counted += 1
-        return forward.counted > known.skipped_products
-    if not product.has_batch or any(isinstance(trace, Scores) for trace in traces):
+    if not product.left.is_floating_point() or forward.is_learned(product.right):
         return False
-    learned = any(isinstance(operand, nn.Parameter) for operand in operands)
-    if known.every_product:
-        return not learned or product.size == layer.head_dim
-    if learned:
+    if not product.has_batch and layer.heads > 1:
+        forward.without_heads = forward.without_heads or find_line()
         return False
-    forward.counted += 1
-    return forward.counted == known.skipped_products + 1
+    return True
 
 
 def _of_other_product(forward: Forward, call: Call) -> Derived:
@@ -92,10 +77,7 @@ def _of_other_product(forward: Forward, call: Call) -> Derived:
         return Weights(projected=True) if forward.is_learned(others[0]) else forward.trace_of_values()
     if len(weights) > 1:
         return Weights(projected=True)
-    if weights or forward.strict:
-        return other(situation)
-    # A linear map of scores, as of those against segment embeddings in XLNet.
-    return linear(situation, heads_stay=False) if any(isinstance(trace, Scores) for trace in situation.traces) else None
+    return other(situation)
 
 
 def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
@@ -107,7 +89,7 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
     trace = Scores(product.alpha, prescale=factors[0] * factors[1], products=(known,), pure=pure)
     if product.alpha != 1:
         known.scalings.append(product.alpha)
-    if product.biased and isinstance(forward.traces.get(call.operands[0]), Scores) and forward.strict:
+    if product.biased and isinstance(forward.traces.get(call.operands[0]), Scores):
         axis, trouble = None, f"{call.name} at {known.site.line} on scores"
     if axis is None:
         output = call.run()
@@ -151,9 +133,9 @@ def _new_product(forward: Forward, product: Contraction) -> Product:
         index=len(forward.products),
         assured=assured and not forward.is_learned(product.left) and all(maker.assured for maker in makers),
         makers=makers,
-        acts=not forward.rehearsal and (not forward.strict or forward.plan.makes_scores.get(site, True)),
+        acts=not forward.rehearsal and forward.plan.makes_scores.get(site, True),
         made_of=heads.made_of(forward.labels, product.left, product.right, forward.layer),
-        settled=forward.strict and forward.plan.is_settled(site, forward.layer.state.steps),
+        settled=forward.plan.is_settled(site, forward.layer.state.steps),
     )
 
 
@@ -164,30 +146,21 @@ def _default_of(forward: Forward, product: Product, trace: Scores) -> Factor | N
         found = next((known.default for known in forward.products if known.site == leader), None)
         if found is not None:
             return found
-    after = forward.plan.after(product) if forward.strict else None
+    after = forward.plan.after(product)
     return None if after is None else trace.prescale * trace.factor * after
 
 
 def _head_axis(forward: Forward, product: Contraction, known: Product) -> tuple[Axis | None, str]:
     """The axis of the heads in the left operand, or None and what is wrong."""
-    layer, facts = forward.layer, forward.layer.facts
-    if not forward.strict:
-        folded = product.equation is not None and product.equation == facts.folded
-        try:
-            return product.head_axis(layer.heads, "flat" if folded else facts.product_axis), ""
-        except UnknownHeadsError as error:
-            return None, f"a product at {known.site.line} ({error})"
     if known.site.obstacle is not None:
         return None, known.site.obstacle
-    summed = product.left_axes.index(product.summed)
+    count, summed = forward.layer.heads, product.left_axes.index(product.summed)
     labels = forward.labels_of(product.left)
     shared = [place for place, axis in enumerate(product.left_axes) if axis in product.batch]
     axis = forward.head_axis(product.left, labels, summed, shared, known.site)
     if axis is not None:
         return axis, ""
-    if labels is not None and len(heads.varying(labels, summed)) == 1:
-        try:
-            product.head_axis(layer.heads, None)
-        except UnknownHeadsError as error:
-            return None, f"a product at {known.site.line} ({error})"
+    sizes = [product.left.shape[place] for place in shared]
+    if labels is not None and len(heads.varying(labels, summed)) == 1 and all(size % count for size in sizes):
+        return None, f"a product at {known.site.line} ({contraction.misfit(sizes, count)})"
     return None, f"a product at {known.site.line} whose heads are not told apart from the batch ({heads.REMEDY})"

@@ -9,7 +9,7 @@ module whose scores come to an operation that is not understood is left alone, b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from betahook.models.torch_calls import Call, is_in_place
 from betahook.tap import following, handlers, kernels, matrices, nested, softmaxes
 from betahook.tap.arithmetic import divide, multiply
 from betahook.tap.compiled import FusedAttention
-from betahook.tap.forward import Forward, is_strict
+from betahook.tap.forward import Forward
 from betahook.tap.override import Override
 from betahook.tap.plan import Plan
 from betahook.tap.recorder import Recorder
@@ -63,7 +63,7 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
             left_alone.refuse("its input is a nested tensor, whose scores are not followed: pad it")
             left_alone.finish()
             return forward(*args, **kwargs)
-        unknown = not plan.axes and is_strict(layer.module) and layer.refusal is None
+        unknown = not plan.axes and layer.refusal is None
         if unknown and not (compat.is_exporting() or compat.is_without_data()) and bool(layer.is_set):
             _rehearse(layer, plan, forward, args, kwargs)
         known = Forward(layer, plan, (args, kwargs))
@@ -138,9 +138,6 @@ class ScoreProducts(TorchFunctionMode):
     def __init__(self, forward: Forward) -> None:
         super().__init__()
         self._forward = forward
-        layer = forward.layer
-        if layer.facts.temperature is not None:
-            layer.note_default(layer.facts.temperature(layer.module))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -175,9 +172,9 @@ STARTING = {*PRODUCTS, *SOFTMAXES, *kernels.KERNELS, "multi_head_attention_forwa
 """Functions of which something may follow though nothing that is followed goes into them."""
 
 
-def _concerns(forward: Forward, name: str, args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+def _concerns(forward: Forward, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return False for a call that can be run as it is, without a further look at it: most calls are such."""
-    if name in STARTING:
+    if name in STARTING or _is_any_followed(forward, args[:1], or_learned=True):
         return True
     learned = name in handlers.HANDLERS
     return _is_any_followed(forward, args, learned) or _is_any_followed(forward, kwargs.values(), learned)

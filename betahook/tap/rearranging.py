@@ -88,7 +88,7 @@ def fill(situation: Situation) -> Derived:
     """Follow a mask that replaces scores."""
     trace = situation.first_trace
     if not isinstance(trace, Scores):
-        return trace if not situation.strict else unless_unread(situation)
+        return unless_unread(situation)
     return trace.without(situation.call.operands[1].bool())
 
 
@@ -118,7 +118,7 @@ def linear(situation: Situation, *, heads_stay: bool = True) -> Derived:
     def value(tensor: Tensor) -> Tensor:
         trace = trace_of(tensor)
         if not isinstance(trace, Scores) or trace.value is None:
-            return torch.zeros_like(tensor) if situation.strict else tensor.detach()
+            return torch.zeros_like(tensor)
         return trace.value if alone else trace.folded().value  # type: ignore[return-value]
 
     def pairs(tensor: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def linear(situation: Situation, *, heads_stay: bool = True) -> Derived:
     parts = [moved] if isinstance(moved, Tensor) else list(moved)
     masks: list[Any] = [None] * len(parts)
     others = any(x.is_floating_point() and not isinstance(trace_of(x), Scores) for x in situation.call.tensors)
-    if (situation.strict and others) or any(trace.allowed is not None for trace in scores):
+    if others or any(trace.allowed is not None for trace in scores):
         allowed = situation.call.run_on(pairs)
         masks = [allowed] if isinstance(allowed, Tensor) else list(allowed)
     if not heads_stay or any(part.dim() != first.value.dim() for part in parts):
@@ -142,8 +142,6 @@ def _linear_in_operands(situation: Situation) -> Derived:
     operands = [trace for trace in traces if isinstance(trace, Operand)]
     if len(operands) < len(traces) or not all(same_factor(each.factor, operands[0].factor) for each in operands):
         return other(situation)
-    if not situation.strict:
-        return operands[0]
     unread = unread_in(operands)
     if len(operands) == sum(x.is_floating_point() for x in situation.call.tensors):
         return operands[0]._replace(unread=unread)

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from betahook.models.labels import PROJECTIONS
 from betahook.models.torch_calls import Call
 from betahook.tap.sites import find_line
-from betahook.tap.traces import Operand, Scores, Shift, Trace, Weights
+from betahook.tap.traces import Operand, Scores, Shift, Trace, Weights, is_learned
 
 Derived = Trace | list[Trace] | None
 """The trace of all that a function returns, of each of its parts, or of nothing."""
@@ -24,7 +25,6 @@ class Situation(NamedTuple):
     Attributes:
         call: the call.
         trace_of: looks up the trace of an argument; None if it is not a followed tensor.
-        strict: what is not understood makes scores lost; else, in modules that the zoo verifies, it is passed over.
         at_first: returns what held at this place in the first forward, given what holds now. With a single query, a
             factor of each query looks like a number.
         axis_of: looks up the axis of the heads in scores, counted from the last; None if it is not known.
@@ -32,7 +32,6 @@ class Situation(NamedTuple):
 
     call: Call
     trace_of: Callable[[Any], Trace | None]
-    strict: bool
     at_first: Callable[[bool], bool]
     axis_of: Callable[[Tensor], int | None]
 
@@ -46,10 +45,8 @@ class Situation(NamedTuple):
         """The trace of the first operand; None if it is not followed."""
         return self.trace_of(self.call.operands[0])
 
-    def lose(self, scores: Scores, why: str = "") -> Scores | None:
+    def lose(self, scores: Scores, why: str = "") -> Scores:
         """The trace of what an operation that is not understood makes of scores."""
-        if not self.strict:
-            return None
         return scores.losing(f"{self.call.name}{why and ' ' + why} at {find_line()}")
 
 
@@ -59,20 +56,29 @@ Handler = Callable[[Situation], Derived]
 def other(situation: Situation) -> Derived:
     """Derive what any function makes of followed tensors.
 
-    What comes of weights is weights, and what comes of scores is lost; of q and k something else may come.
+    Weights stay weights, parameters alone stay parameters, and scores are lost; of q and k anything may come.
     """
     traces = situation.traces
     weights = [trace for trace in traces if isinstance(trace, Weights)]
     if weights:
         return Weights(any(trace.projected for trace in weights))
-    if not situation.strict:
-        return None
     scores = next((trace for trace in traces if isinstance(trace, Scores)), None)
     if scores is not None:
         return situation.lose(scores)
     if any(isinstance(trace, Shift) for trace in traces):
         return Shift()
-    return Operand(mixed=True) if any(isinstance(trace, Operand) and trace.mixed for trace in traces) else None
+    if any(isinstance(trace, Operand) and trace.mixed for trace in traces):
+        return Operand(mixed=True)
+    return Operand(learned=True) if _is_of_parameters(situation) else None
+
+
+def _is_of_parameters(situation: Situation) -> bool:
+    """Return True for a function of parameters alone, such as an interpolation, that is not a projection of them."""
+    call, first = situation.call, situation.call.operands[0]
+    numbers = [x for x in call.tensors if x.is_floating_point()]
+    if call.name in PROJECTIONS or not any(x is first for x in numbers):  # as an embedding, whose first are indices
+        return False
+    return all(is_learned(x, situation.trace_of(x)) for x in numbers)
 
 
 def unread_in(traces: Iterable[Trace | None]) -> str | None:

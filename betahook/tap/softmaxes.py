@@ -30,12 +30,11 @@ def softmax(forward: Forward, call: Call) -> Tensor:
     if isinstance(trace, Operand):
         forward.plan.mixes |= trace.mixed
         forward.unread = forward.unread or trace.unread
-    if forward.strict and _may_be_missed(trace):
+    if _may_be_missed(trace):
         forward.refuse(f"its softmax at {find_line()} takes what was made of weights, and may be that of an attention")
     forward.fused_only = False
     forward.attended = bool(forward.attended) or isinstance(trace, Scores | Weights)
     if isinstance(trace, Scores):
-        forward.counted = 0
         _end(forward, trace, input, call.dim)
     return output
 
@@ -47,26 +46,24 @@ def _may_be_missed(trace: Trace | None) -> bool:
 
 def _end(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     """End the way of scores at their softmax."""
-    layer, total = forward.layer, trace.factor * trace.prescale
+    total = trace.factor * trace.prescale
     for product in trace.products:
         product.reach()
     if trace.shifted and dim not in (-1, input.dim() - 1):
         trace = trace.losing(f"a softmax at {find_line()} along another axis than their rows were shifted")
-    if forward.strict and isinstance(total, float) and total <= 0:
+    if isinstance(total, float) and total <= 0:
         trace = trace.losing(f"a negative factor before {find_line()}")
     if trace.lost is not None:
         forward.refuse(f"its scores come to {trace.lost}, which is not followed")
         return
     if forward.shadows is not None and forward.shadows.contradict(trace, input, dim):
         forward.refuse(f"the logits at {find_line()} do not follow beta as its operations say")
-    if layer.facts.temperature is None:
-        forward.note_default(total)
-    if forward.strict:
-        leader = min(trace.products, key=lambda product: product.index)
-        forward.plan.leaders.update({product.site: leader.site for product in trace.products})
-        if forward.labels is not None:  # a later forward, which has none, may be the first that is recorded
-            forward.score_axis(input, "softmax", dim)
-            forward.made_of = forward.made_of or leader.made_of
+    forward.note_default(total)
+    leader = min(trace.products, key=lambda product: product.index)
+    forward.plan.leaders.update({product.site: leader.site for product in trace.products})
+    if forward.labels is not None:  # a later forward, which has none, may be the first that is recorded
+        forward.score_axis(input, "softmax", dim)
+        forward.made_of = forward.made_of or leader.made_of
     if trace.value is not None and forward.recording and input.numel():
         _record(forward, trace, input, dim)
 
@@ -76,22 +73,14 @@ def _record(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     layer = forward.layer
     assert trace.value is not None
     assert trace.operands is not None
-    axis: Axis | None
-    acting: Tensor | None
     scores, logits, allowed = (x.detach().movedim(dim, -1) for x in (trace.value, input, trace.pairs))
     prescale = trace.prescale
-    if not forward.strict:
-        axis = contraction.axis_by_size(scores.shape[:-2], layer.heads, layer.facts.score_axis)
-        acting = layer.current_gain.to(scores.device)
-    else:
-        axis = forward.score_axis(input, "softmax", dim)
-        acting = trace.products[0].acting  # on this product, not by the model's own beta of this call
-        if axis is None or acting is None:
-            forward.refuse(
-                f"its heads are not told apart from the batch in the softmax at {find_line()}: {heads.REMEDY}"
-            )
-            return
-        prescale = prescale.view(-1, 1, 1) if isinstance(prescale, Tensor) else prescale
+    axis = forward.score_axis(input, "softmax", dim)
+    acting = trace.products[0].acting  # on this product, not by the model's own beta of this call
+    if axis is None or acting is None:
+        forward.refuse(f"its heads are not told apart from the batch in the softmax at {find_line()}: {heads.REMEDY}")
+        return
+    prescale = prescale.view(-1, 1, 1) if isinstance(prescale, Tensor) else prescale
     scores, logits, allowed = (contraction.batched(x, axis, layer.heads) for x in (scores, logits, allowed))
     layer.record_pairs(scores, logits, allowed, trace.operands, prescale * acting.view(-1, 1, 1))
 
@@ -124,8 +113,7 @@ def fused(forward: Forward, call: Call) -> Any:
             query, axis, layer.heads, lambda query, axis: scale_query(layer, query, (key, value), default, axis)
         )
     output = kernel.run(call, kernel.heads_before_tokens(query))
-    if forward.strict:
-        forward.traces.note(output, forward.trace_of_values())
+    forward.traces.note(output, forward.trace_of_values())
     return output
 
 
@@ -133,15 +121,13 @@ def _fused_axis(forward: Forward, call: Call, kernel: Kernel, given: Arguments, 
     """The axis of the heads in the query of a kernel, with these before its tokens, or None and what is wrong."""
     layer, query = forward.layer, given[kernel.names[0]]
     sizes = kernel.heads_before_tokens(query).shape[:-2]
-    if not forward.strict:
-        return contraction.axis_by_size(sizes, layer.heads, layer.facts.product_axis), ""
     if site.obstacle is not None:
         return None, f"its attention lies in {site.obstacle}"
     if (obstacle := kernel.obstacle(given)) is not None:
         return None, f"{call.name} at {site.line} gets {obstacle}"
     if kernel.states_heads(query):
         if sizes[-1] != layer.heads:
-            return None, f"{call.name} at {site.line}: {contraction.UnknownHeadsError(sizes, layer.heads)}"
+            return None, f"{call.name} at {site.line}: {contraction.misfit(sizes, layer.heads)}"
         return len(sizes) - 1, ""
     axis = forward.head_axis(query, forward.labels_of(query), query.dim() - 1, range(len(sizes)), site)
     return axis, f"its heads are not told apart from the batch at {site.line}: {heads.REMEDY}"

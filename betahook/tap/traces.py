@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from betahook.models.labels import Features
 from betahook.tap.sites import Site
@@ -68,7 +68,7 @@ class Operand(NamedTuple):
 
     Attributes:
         factor: the factor.
-        learned: the tensor is a parameter, or a view of one.
+        learned: the tensor is a parameter, see `is_learned`.
         mixed: weighted values went into it.
         unread: a product of activations in it that is not understood, and so no scores; None for none.
     """
@@ -164,6 +164,11 @@ Trace = Operand | Scores | Shift | Weights
 def same_factor(a: Factor, b: Factor) -> bool:
     """Return True if two factors are known to be equal, without reading a tensor."""
     return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
+
+
+def is_learned(tensor: Any, trace: Trace | None) -> bool:
+    """Return True for a parameter, a view of one, or what was made of parameters alone."""
+    return isinstance(tensor, nn.Parameter) or (isinstance(trace, Operand) and trace.learned)
 
 
 def number(factor: Any) -> Factor | None:

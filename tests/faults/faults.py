@@ -39,6 +39,8 @@ CLIPPING = ("tests/unit/step/test_clipping.py", "tests/unit/models/test_scaling.
 PLACES = ("tests/unit/models/test_places.py",)
 TRIAL = ("tests/unit/models/test_trial.py",)
 HANDLERS = ("tests/unit/tap/test_handlers.py",)
+AXES = ("tests/unit/tap/test_head_axes.py",)
+POSITIONS = ("tests/unit/tap/test_positions.py",)
 ADAPTERS = ("tests/models/test_adapters.py",)
 RULES = ("tests/unit/control/test_rules.py",)
 PENDING = ("tests/unit/state/test_pending.py",)
@@ -310,8 +312,8 @@ FAULTS = [
     Fault("betahook/tap/products.py", "for names in (vars(part), part._buffers)", "for names in (vars(part),)", RIGHT),
     Fault(
         "betahook/tap/forward.py",
-        "elif self.strict and not self._is_alike",
-        "elif not self.strict and self._is_alike",
+        "elif not self._is_alike",
+        "elif self._is_alike",
         RIGHT,
     ),
     Fault("betahook/tap/forward.py", "if self.labels is None and (isinstance", "if (isinstance", RIGHT),
@@ -422,7 +424,14 @@ FAULTS = [
     Fault("betahook/tap/interface.py", "last = keys - queries", "last = 0"),
     Fault("betahook/tap/interface.py", "Band(-window - 1, window)", "Band(-window, window)"),
     Fault("betahook/tap/interface.py", "default = scaling * prescale", "default = scaling"),
-    Fault("betahook/tap/contraction.py", "return 1 if 1 in fitting else fitting[-1]", "return fitting[-1]"),
+    Fault("betahook/tap/contraction.py", "and tensor.shape[here.place] == 1", "and False"),
+    Fault("betahook/tap/contraction.py", "return axis._replace(place=place) if", "return axis if"),
+    Fault("betahook/models/labels.py", "kept.contiguous() if", "kept if", AXES),
+    Fault("betahook/models/labels.py", 'REDUCING = {"max", ', "REDUCING = {", AXES),
+    Fault("betahook/models/torch_calls.py", " and other.stride() != tensor.stride()", "", AXES),
+    Fault("betahook/tap/situation.py", "return Operand(learned=True) if", "return Operand() if", POSITIONS),
+    Fault("betahook/tap/situation.py", "if call.name in PROJECTIONS or", "if", POSITIONS),
+    Fault("betahook/tap/products.py", " or _is_any_followed(forward, args[:1], or_learned=True)", "", POSITIONS),
     Fault("betahook/tap/contraction.py", "return torch.bmm(x, batch2)", "return alpha * torch.bmm(x, batch2)"),
     Fault("betahook/tap/contraction.py", "set(right_axes) - set(output)", "set(right_axes)"),
     Fault("betahook/tap/recorder.py", "raw / factor", "raw"),

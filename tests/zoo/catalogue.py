@@ -111,6 +111,15 @@ KNOWN = {
 }
 """Where betahook and the truth differ, and why."""
 
+SUMS = {
+    *("BigBirdBlockSparseAttention", "BigBirdPegasusBlockSparseAttention", "BrosSelfAttention"),
+    *("DisentangledSelfAttention", "FastSpeech2ConformerAttention", "FunnelRelMultiheadAttention"),
+    *("Gemma3nAudioAttention", "Gemma4AudioAttention", "LEDEncoderSelfAttention", "LiltSelfAttention"),
+    *("LongformerSelfAttention", "LukeSelfAttention", "PegasusXGlobalLocalAttention", "SpeechT5Attention"),
+    "XLNetRelativeAttention",
+}
+"""Classes whose scores are a sum of products of activations; a product of q with a parameter, as in SAM, is a bias."""
+
 REPRESENTATIVE = {
     "llama": "rotary, grouped keys, causal",
     "bert": "bidirectional, padded",

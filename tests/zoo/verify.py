@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import betahook
 from betahook import Hook
 from betahook.measure.pairs import is_short
-from betahook.models.families import facts
 from support.matrices import overall_std
-from zoo import build, truth
+from zoo import build, catalogue, truth
 from zoo.truth import Attention
 
 
@@ -228,7 +227,7 @@ def wrong_rows(name: str, seen: betahook.Statistics, attention: Attention, large
 
 def is_whole(hook: Hook, name: str, attention: Attention) -> bool:
     """Whether beta scales all products of a sum, and the statistics are of the sum."""
-    return attention.is_sum and facts(hook.layers[name].module).every_product
+    return attention.is_sum and type(hook.layers[name].module).__name__ in catalogue.SUMS
 
 
 def wrong_beta(hook: Hook, name: str, before: Attention, halved: Attention) -> Iterator[str]:

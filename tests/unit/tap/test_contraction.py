@@ -5,7 +5,7 @@ import torch
 
 from betahook.models.torch_calls import Call
 from betahook.tap import contraction
-from betahook.tap.contraction import UnknownHeadsError
+from betahook.tap.contraction import Shared
 
 HEADS = 4
 
@@ -27,18 +27,19 @@ PRODUCTS = {
     "einsum of a list": (torch.einsum, ("bhid,bhjd->bhij", [Q, K]), {}, 1),
     "einsum with dots": (torch.einsum, ("...id, ...jd -> ...ij", Q, K), {}, 1),
     "einsum, heads behind": (torch.einsum, ("bihd,bjhd->bhij", Q.transpose(1, 2), K.transpose(1, 2)), {}, 2),
-    "bmm": (torch.bmm, (Q.flatten(0, 1), K.flatten(0, 1).mT), {}, "flat"),
+    "bmm": (torch.bmm, (Q.flatten(0, 1), K.flatten(0, 1).mT), {}, Shared(0)),
     "keys without heads": (torch.einsum, ("bhid,bjd->bhij", Q, K[:, 0]), {}, 1),
+    "one key for all": (torch.matmul, (Q.flatten(0, 1), K[:1, 0].mT), {}, Shared(0)),
+    "heads in the rows": (torch.matmul, (Q.permute(2, 0, 1, 3).flatten(1, 2), K[:1, 0].mT), {}, Shared(1)),
 }
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_runs_again_with_another_left_operand(name):
-    function, args, kwargs, axis = PRODUCTS[name]
+    function, args, kwargs, _ = PRODUCTS[name]
     product = read(function, *args, **kwargs)
     expected = function(*args, **kwargs)
     assert product.size == 8
-    assert product.head_axis(HEADS, None) == axis
     assert not product.biased
     torch.testing.assert_close(product.run(product.left), expected)
     torch.testing.assert_close(product.run(2 * product.left), 2 * expected)
@@ -49,11 +50,11 @@ def test_the_tokens_of_a_product_lie_by_head(name):
     function, args, kwargs, axis = PRODUCTS[name]
     product = read(function, *args, **kwargs)
     left, right = product.tokens(axis, HEADS)
-    torch.testing.assert_close(left, Q.transpose(0, 1).flatten(1, 2)[None])
-    if name == "keys without heads":
-        torch.testing.assert_close(right, K[:, 0].flatten(0, 1)[None, None])
-    else:
-        torch.testing.assert_close(right, K.transpose(0, 1).flatten(1, 2)[None])
+    queries = Q.permute(1, 2, 0, 3) if name == "heads in the rows" else Q.transpose(0, 1)
+    torch.testing.assert_close(left, queries.flatten(1, 2)[None])
+    without_heads = {"keys without heads": K[:, 0], "one key for all": K[:1, 0], "heads in the rows": K[:1, 0]}
+    expected = without_heads[name][None] if name in without_heads else K.transpose(0, 1)
+    torch.testing.assert_close(right, expected.flatten(1, 2)[None])
 
 
 def test_baddbmm_has_an_addend_and_a_factor():
@@ -80,28 +81,6 @@ def test_other_products_can_be_no_scores(name):
     assert read(function, *args) is None
 
 
-@pytest.mark.parametrize(
-    ("sizes", "known", "axis"),
-    [
-        ([2, 4], None, 1),
-        ([4, 2], None, 0),
-        ([4, 4], None, 1),
-        ([4, 4, 4], None, 1),
-        ([4, 2, 4], None, 2),
-        ([8], None, "flat"),
-        ([3, 4, 2], 0, 0),
-        ([4], 2, 0),
-    ],
-)
-def test_the_axis_of_the_heads_by_size(sizes, known, axis):
-    assert contraction.axis_by_size(sizes, HEADS, known) == axis
-
-
-def test_no_axis_of_the_heads_is_an_error():
-    with pytest.raises(UnknownHeadsError, match=r"an axis of 4 heads before the last two, got axes of \[2, 3\]"):
-        contraction.axis_by_size([2, 3], HEADS, None)
-
-
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_a_function_on_heads_gets_their_axis(axis):
     tensor, gain = normal(4, 4, 4, 3, 2), torch.arange(1.0, 5)
@@ -114,12 +93,19 @@ def test_a_function_on_heads_gets_their_axis(axis):
 
 def test_heads_that_share_an_axis_with_the_batch_get_one_of_their_own():
     tensor, gain = normal(8, 3, 2), torch.arange(1.0, 5)
-    scaled = contraction.on_heads(tensor, "flat", HEADS, lambda x, axis: x * gain.view(4, 1, 1))
+    scaled = contraction.on_heads(tensor, Shared(0), HEADS, lambda x, axis: x * gain.view(4, 1, 1))
     torch.testing.assert_close(scaled, tensor * gain.repeat(2).view(8, 1, 1))
-    torch.testing.assert_close(contraction.batched(tensor, "flat", HEADS), tensor.view(2, 4, 3, 2))
+    torch.testing.assert_close(contraction.batched(tensor, Shared(0), HEADS), tensor.view(2, 4, 3, 2))
 
 
 def test_scores_by_head_may_have_no_batch():
     scores = normal(4, 3, 2)
-    axis = contraction.axis_by_size(scores.shape[:-2], HEADS, None)
-    assert contraction.batched(scores, axis, HEADS).shape == (1, 4, 3, 2)
+    assert contraction.batched(scores, 0, HEADS).shape == (1, 4, 3, 2)
+
+
+def test_heads_move_with_their_axis():
+    product = read(torch.einsum, "nbd,bmd->bnm", Q.flatten(0, 1).transpose(0, 1), K.flatten(0, 1))
+    assert product.output_axis(Shared(1, heads_first=True)) == Shared(0, heads_first=True)
+    product = read(torch.einsum, "nhd,hmd->nmh", Q[0].transpose(0, 1), K[0])
+    assert product.output_axis(1) == 2
+    assert product.output_axis("single") == "single"

@@ -260,3 +260,22 @@ def test_the_axis_of_the_heads_is_found_in_a_pooled_query(pool):
     q, k = (model[1].split(p(model[0](x))).double() for p in (model[1].q_proj, model[1].k_proj))
     expected = (pooled(q) @ k.mT).transpose(0, 1).flatten(1).std(1, correction=0).detach()
     torch.testing.assert_close(measured, expected, rtol=1e-4, atol=0)
+
+
+def test_heads_in_the_rows_of_a_query_are_found():
+    """As in multi-query attention that puts its heads behind the tokens, all with one key."""
+    x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def mix(module, q, k, v):
+        q = q.transpose(1, 2).flatten(1, 2)
+        weights = (q @ k[:, 0].mT * ROOT).softmax(-1)
+        return (weights @ v[:, 0]).unflatten(1, (-1, HEADS)).transpose(1, 2)
+
+    model = make(mix)
+    check_doubled(model, x)
+    with betahook.attach(model, controller="monitor", per_head=True) as hook:
+        model(x)
+        measured = hook.layers["1"].head_statistics.std.double()
+    q, k = (model[1].split(p(model[0](x))).double() for p in (model[1].q_proj, model[1].k_proj))
+    expected = (q @ k[:, :1].mT).transpose(0, 1).flatten(1).std(1, correction=0).detach()
+    torch.testing.assert_close(measured, expected, rtol=1e-4, atol=0)

@@ -1,0 +1,91 @@
+"""Products of q with relative positions: with a table of the module they are a bias, with activations scores."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import betahook
+from support.attention import HEADS, LENGTH, WIDTH
+from support.mixing import ROOT, check_doubled, make, raw_scores
+
+OFFSETS = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH) + LENGTH - 1
+"""`[queries, keys]`, of a key from a query, from 0."""
+
+
+@pytest.fixture
+def x():
+    return torch.randn(3, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def resized(table):
+    """A table `[rows, d_k]` with a row for each offset, as where a picture is larger than those of the pretraining."""
+    return F.interpolate(table.T[None], size=2 * LENGTH - 1, mode="linear")[0].T
+
+
+def smooth(table):
+    """Another function of nothing but the table."""
+    table = F.layer_norm(table, table.shape[-1:]) + table
+    return torch.cat([table, table.flip(0)])[: 2 * LENGTH - 1]
+
+
+@pytest.mark.parametrize("made", [resized, smooth])
+def test_positions_out_of_a_table_are_a_bias(x, made):
+    """As in SAM, whose heads share an axis with the batch, and whose table has none."""
+    logits = []
+
+    def mix(module, q, k, v):
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        positions = made(module.rows)[OFFSETS]
+        logits.append((q * ROOT) @ k.mT + torch.einsum("bqc,qkc->bqk", q, positions))
+        return (logits[-1].softmax(-1) @ v).unflatten(0, (-1, HEADS))
+
+    model = make(mix)
+    model[1].rows = torch.nn.Parameter(torch.randn(LENGTH + 1, WIDTH // HEADS))
+    model(x)
+    scores = raw_scores(model, x)
+    bias = logits[-1].detach().double().unflatten(0, (-1, HEADS)) - ROOT * scores
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        model(x)
+        layer = hook.layers["1"]
+        assert layer.beta_default == pytest.approx(ROOT)
+        found = layer.statistics
+        layer.beta = 0.7
+        model(x)
+        assert layer.refusal is None
+    assert found.std == pytest.approx(scores.var((0, 2, 3), correction=0).mean().sqrt().item(), rel=1e-5)
+    expected = (0.7 * scores + bias).flatten(0, 1).softmax(-1).float()
+    torch.testing.assert_close(logits[-1].softmax(-1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_positions_that_are_activations_are_scores(x):
+    """As in SpeechT5: the query comes as `[tokens, batch * heads, d_k]`, and a key for each of its tokens."""
+
+    def mix(module, q, k, v):
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        positions = module.further_k(torch.eye(2 * LENGTH - 1, WIDTH))[..., : WIDTH // HEADS][OFFSETS]
+        scores = q @ k.mT + (q.transpose(0, 1) @ positions.mT).transpose(0, 1)
+        return ((ROOT * scores).softmax(-1) @ v).unflatten(0, (-1, HEADS))
+
+    model = make(mix)
+    check_doubled(model, x)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        model(x)
+        found = hook.layers["1"].statistics
+    attention = model[1]
+    positions = attention.further_k(torch.eye(2 * LENGTH - 1, WIDTH))[..., : WIDTH // HEADS][OFFSETS].double()
+    q = attention.split(attention.q_proj(model[0](x))).double()
+    scores = raw_scores(model, x) + torch.einsum("bhqc,qkc->bhqk", q, positions).detach()
+    assert found.std == pytest.approx(scores.var((0, 2, 3), correction=0).mean().sqrt().item(), rel=1e-5)
+    assert found.count == scores.numel()
+
+
+def test_keys_that_are_projected_from_a_table_are_keys(x):
+    """As in a Perceiver."""
+
+    def mix(module, q, k, v):
+        k, v = (module.split(projection(module.latents)) for projection in (module.further_k, module.v_proj))
+        return (ROOT * (q @ k.mT)).softmax(-1) @ v
+
+    model = make(mix)
+    model[1].latents = torch.nn.Parameter(torch.randn(1, 5, WIDTH))
+    check_doubled(model, x)
