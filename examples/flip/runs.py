@@ -89,15 +89,16 @@ def best_fixed(
     start: float = 1.0,
     decades: int = 2,
     resolution: float = 0.2,
+    noise: float = 0.0,
 ) -> Result:
     """Run the paper's search (decades, then bisection, a training run per trial); the best result, with the total cost.
 
     Args:
         trial: trains with a beta; its result has the entry `score`, and `seconds` to add up the cost.
         score: name of the entry that judges a run.
-        mode, start, decades, resolution: as for `betahook.BetaSearch`.
+        mode, start, decades, resolution, noise: as for `betahook.BetaSearch`.
     """
-    search = betahook.BetaSearch(start, mode=mode, decades=decades, resolution=resolution)
+    search = betahook.BetaSearch(start, mode=mode, decades=decades, resolution=resolution, noise=noise)
     best: Result = {}
     seconds = 0.0
     while (beta := search.ask()) is not None:

@@ -109,6 +109,20 @@ def test_the_procedure_searches_by_validation_accuracy(flip, monkeypatch, tmp_pa
     assert betas[len(result["trials"]) :] == betas[3 : len(result["trials"])]
 
 
+def test_the_procedure_does_not_go_where_chance_was_kinder(flip, monkeypatch, tmp_path):
+    """As on 100/200/19300: neither beta = 1 nor 10 learns anything, and 10 guesses better."""
+    scores = {1.0: 0.010095, 10.0: 0.010335, 0.1: 1.0}
+
+    def train(run, **options):
+        validation = next((score for beta, score in scores.items() if math.isclose(beta, run.beta)), 0.01)
+        return {"accuracy": validation, "validation_accuracy": validation, "beta": run.beta, "seconds": 1.0}
+
+    monkeypatch.setattr(flip["run"], "train", train)
+    options = {"output": str(tmp_path)}
+    result = flip["run"].measure("procedure", flip["task"].TABLE_1[1], 7, options)
+    assert result["beta"] == pytest.approx(0.1)
+
+
 def test_scaled_initialisation_starts_with_the_logits_of_the_paper_beta(flip):
     run = flip["run"].COLUMNS["scaled-init"][1](flip["task"].TABLE_1[0], 0)
     assert run.init_scale**2 / math.sqrt(20) == pytest.approx(5.0)
