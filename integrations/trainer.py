@@ -218,7 +218,7 @@ class BetaHookCallback(TrainerCallback):
 def watch(trainer: Trainer, callback: BetaHookCallback | None = None) -> BetaHookCallback:
     """Add betahook to a Trainer, and its numbers to the logs of every tracker that the Trainer reports to.
 
-        callback = watch(trainer)  # or watch(trainer, BetaHookCallback("monitor", interval=10))
+        callback = watch(trainer)  # or watch(trainer, BetaHookCallback("monitor", interval=50))
         trainer.train()
 
     The reporters of `report_to`, and those added as callbacks, log them in the row of the training loss, from

@@ -170,8 +170,9 @@ def _check_state(folder: str) -> None:
         raise FileNotFoundError(f"{folder} is not a folder; give a checkpoint of a run with betahook")
     if (path / checkpoint.FILE).is_file():
         return
-    names = (found.parent.name for found in path.glob(f"*/{checkpoint.FILE}"))
-    inside = sorted(name for name in names if not name.startswith(checkpoint.UNFINISHED))
+    found = (file.parent.name for file in path.glob(f"*/{checkpoint.FILE}"))
+    names = [name for name in found if not name.startswith(checkpoint.UNFINISHED)]
+    inside = sorted(names, key=lambda name: (len(name), name))  # checkpoint-10 behind checkpoint-9
     there = f"; name one of its checkpoints: {', '.join(inside)}" if inside else ""
     raise FileNotFoundError(
         f"{folder} has no {checkpoint.FILE}{there or ': beta is in the weights already, or was never changed'}"

@@ -152,11 +152,11 @@ def test_fold_overwrites_nothing(saved, tmp_path, capsys):
 @pytest.mark.parametrize("command", [["show"], ["fold", "out"]])
 def test_what_is_no_checkpoint(saved, run, tmp_path, capsys, command):
     name, *rest = command
-    for inside in ("checkpoint-3", f"{checkpoint.UNFINISHED}checkpoint-6.1"):
+    for inside in ("checkpoint-3", "checkpoint-12", f"{checkpoint.UNFINISHED}checkpoint-6.1"):
         (tmp_path / "killed" / inside).mkdir(parents=True)
         (tmp_path / "killed" / inside / checkpoint.FILE).touch()
     for folder, message in [
-        (tmp_path / "killed", f"has no {checkpoint.FILE}; name one of its checkpoints: checkpoint-3"),
+        (tmp_path / "killed", f"has no {checkpoint.FILE}; name one of its checkpoints: checkpoint-3, checkpoint-12"),
         (tmp_path / "gone", "is not a folder; give a checkpoint of a run with betahook"),
         (saved / "plain", f"has no {checkpoint.FILE}: beta is in the weights already, or was never changed"),
         (run, f"has no {checkpoint.FILE}; name one of its checkpoints: checkpoint-3, checkpoint-6"),
