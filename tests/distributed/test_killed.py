@@ -28,10 +28,10 @@ def test_killed_at_twenty_random_moments():
 
 @pytest.mark.slow
 def test_a_folder_never_holds_beta_and_weights_of_two_saves_silently():
-    outcomes = overwritten.main(30)
-    assert outcomes.keys() <= {"one save", "two saves, refused", "refused by transformers"}
+    outcomes = overwritten.main(30, refused=6)
+    assert outcomes.keys() <= {"one save", overwritten.REFUSED, "refused by transformers"}
     assert outcomes["one save"] > 0
-    assert outcomes["two saves, refused"] > 5
+    assert outcomes[overwritten.REFUSED] >= 6
 
 
 def test_a_run_that_differs_is_seen(expected):

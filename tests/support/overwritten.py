@@ -20,6 +20,7 @@ from betahook.checkpoint import FILE
 from betahook.cli import main as command
 from support.processes import processes
 
+REFUSED = "two saves, refused"
 SIZE = dict(hidden_size=128, num_attention_heads=4, num_hidden_layers=6, intermediate_size=512, vocab_size=4096)
 
 
@@ -65,13 +66,19 @@ def outcome(folder: Path) -> str:
     except ValueError as error:
         said = "its beta belongs to other weights" in str(error) and not inspected
         numbers.add(float(betahook.checkpoint.read(folder)["beta"][0]))
-        return "two saves, refused" if said and len(numbers) > 1 else f"UNCLEAR: {sorted(numbers)} refused, {error}"
+        return REFUSED if said and len(numbers) > 1 else f"UNCLEAR: {sorted(numbers)} refused, {error}"
 
 
-def main(points: int = 30, seed: int = 0) -> Counter[str]:
-    """Kill that many processes while they save; how often each outcome came."""
+def main(points: int = 30, seed: int = 0, refused: int = 0) -> Counter[str]:
+    """Kill that many processes while they save; how often each outcome came.
+
+    How many are hit between two files depends on the machine: up to three times as many are killed, until `refused` of
+    them were.
+    """
     moments, outcomes = random.Random(seed), Counter[str]()
-    for point in range(points):
+    for point in range(3 * points):
+        if point >= points and outcomes[REFUSED] >= refused:
+            break
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name, "model")
             kill_a_save(folder, moments.uniform(0, 1))
