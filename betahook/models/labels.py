@@ -128,7 +128,7 @@ class Labels:
                 self.put(part, kept.contiguous() if part.is_contiguous() else kept)
 
     def _reduce(self, call: Call, output: Tensor) -> None:
-        labels, (dim, keepdim) = self.get(call.operands[0]), _reduced(call)
+        labels, (dim, keepdim) = self.get(call.operands[0]), call.reduced
         if labels is not None and dim is not None:
             least = labels.amin(dim, keepdim)
             if torch.equal(least, labels.amax(dim, keepdim)):
@@ -147,12 +147,6 @@ class Labels:
 def _device_of(tensor: Tensor) -> torch.device:
     """The device for the labels of a tensor: its own, but for the meta device, on which nothing could be read."""
     return torch.device("cpu") if tensor.is_meta else tensor.device
-
-
-def _reduced(call: Call) -> tuple[int | tuple[int, ...] | None, bool]:
-    """The dimensions that a function reduces, None where it is given none, and if it keeps them."""
-    dim, keepdim, *_ = *call.args[1:3], None, False
-    return call.kwargs.get("dim", dim), bool(call.kwargs.get("keepdim", keepdim))
 
 
 def features_of_heads(labels: Tensor, heads: int, head_dim: int, batch: int) -> Features | None:

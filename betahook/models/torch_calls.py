@@ -70,6 +70,12 @@ class Call:
         return given if isinstance(given, int) else int(input.dim() not in (0, 1, 3))
 
     @property
+    def reduced(self) -> tuple[int | tuple[int, ...] | None, bool]:
+        """The dimensions that a reduction takes together, None for all, and if it keeps them."""
+        dim, keepdim, *_ = *self.args[1:3], None, False
+        return self.kwargs.get("dim", dim), bool(self.kwargs.get("keepdim", keepdim))
+
+    @property
     def in_place(self) -> bool:
         """True if the call changes its first operand."""
         return is_in_place(self.name)

@@ -44,8 +44,14 @@ def largest(situation: Situation) -> Derived:
 
 
 def reduce(situation: Situation) -> Derived:
-    """Follow what is the same for many scores, as the largest of a row."""
-    return Shift() if isinstance(situation.first_trace, Scores) else other(situation)
+    """Follow what is the same for whole rows of scores, as the largest of a row; anything else mixes rows."""
+    trace, (dim, _) = situation.first_trace, situation.call.reduced
+    if not isinstance(trace, Scores):
+        return other(situation)
+    dims, last = (dim,) if isinstance(dim, int) else dim, situation.call.operands[0].dim() - 1
+    if dims is None or -1 in dims or last in dims:
+        return Shift()
+    return situation.lose(trace, "over another axis than that of the rows")
 
 
 def ignore(situation: Situation) -> Derived:

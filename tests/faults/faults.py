@@ -429,6 +429,7 @@ FAULTS = [
     Fault("betahook/models/labels.py", "kept.contiguous() if", "kept if", AXES),
     Fault("betahook/models/labels.py", 'REDUCING = {"max", ', "REDUCING = {", AXES),
     Fault("betahook/models/torch_calls.py", " and other.stride() != tensor.stride()", "", AXES),
+    Fault("betahook/tap/handlers.py", "if dims is None or -1 in dims or last in dims:", "if True:", HANDLERS),
     Fault("betahook/tap/situation.py", "return Operand(learned=True) if", "return Operand() if", POSITIONS),
     Fault("betahook/tap/situation.py", "if call.name in PROJECTIONS or", "if", POSITIONS),
     Fault("betahook/tap/products.py", " or _is_any_followed(forward, args[:1], or_learned=True)", "", POSITIONS),

@@ -197,6 +197,7 @@ REDUCED = {
     "amax": (torch.amax, -1, True),
     "mean": (torch.mean, -1, True),
     "logsumexp": (torch.logsumexp, -1, True),
+    "sum": (torch.sum, (2, 3), True),
 }
 
 
@@ -213,6 +214,12 @@ def test_a_shift_of_rows_keeps_scores(name):
     assert lost.lost == "sub of what was made of scores at model.py:2"
     turned, _ = derive(torch.transpose, 0.5 * S, -1, -2, traces=[shifted])
     assert turned.lost == "transpose after a shift of rows at model.py:2"
+
+
+@pytest.mark.parametrize("dim", [0, 1, -2, (0, 1)])
+def test_a_mean_of_rows_is_no_score(dim):
+    derived, _ = derive(torch.mean, 0.5 * S, dim, traces=[scores()])
+    assert derived.lost == "mean over another axis than that of the rows at model.py:2"
 
 
 MOVED = {

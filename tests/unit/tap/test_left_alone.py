@@ -133,6 +133,10 @@ REFUSED = {
         ),
         "baddbmm at test_left_alone.py:",
     ),
+    "summed along an axis of products": (
+        lambda module, q, k, v: attend(q, k, v) + torch.stack([q @ k.mT, q @ v.mT]).sum(0).softmax(-1) @ v,
+        "sum over another axis than that of the rows at test_left_alone.py:",
+    ),
     "no softmax": (lambda module, q, k, v: F.relu(q @ k.mT) @ v, "relu at test_left_alone.py:"),
 }
 
