@@ -606,7 +606,7 @@ FAULTS = [
     Fault("betahook/tap/arithmetic.py", "(lost := beside_unread(situation, scores, trace))", "(lost := None)", RIGHT),
     Fault("betahook/tap/arithmetic.py", "return unless_unread(situation)", "return other(situation)", RIGHT),
     Fault("betahook/tap/contraction.py", "or output == per_query", "", RIGHT),
-    Fault("betahook/tap/matrices.py", "and not is_read and", "and", ("tests/unit/models/test_families.py",)),
+    Fault("betahook/tap/matrices.py", "and not is_read and", "and", POSITIONS),
     Fault("betahook/compat.py", "if has_compiled() else nullcontext()", "if False else nullcontext()", TRIAL),
     Fault("betahook/models/discovery.py", "for part in child.modules())", "for part in [child])", DISCOVERED),
     Fault("betahook/models/discovery.py", "is nn.Module.__call__ else NO_ATTENTION", "is None else None", DISCOVERED),

@@ -211,8 +211,9 @@ def test_the_axis_of_the_heads_is_found_behind_a_complex_rotation():
 def by_strides(t):
     """Overlapping chunks of a sequence, two axes of which share memory: as in Longformer, tokens first."""
     t = t.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3).flatten(0, 1)
-    batch, token, component = t.stride()
-    return t.as_strided((len(t), LENGTH // 2 - 1, 4, t.shape[-1]), (batch, 2 * token, token, component))
+    t = t.view(len(t), 2, LENGTH // 2, -1)
+    batch, chunk, token, component = t.stride()
+    return t.as_strided((len(t), 3, *t.shape[2:]), (batch, chunk // 2, token, component))
 
 
 def test_the_axis_of_the_heads_is_found_in_chunks_that_overlap():

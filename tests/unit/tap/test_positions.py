@@ -89,3 +89,26 @@ def test_keys_that_are_projected_from_a_table_are_keys(x):
     model = make(mix)
     model[1].latents = torch.nn.Parameter(torch.randn(1, 5, WIDTH))
     check_doubled(model, x)
+
+
+def test_an_outer_product_is_a_bias(x):
+    """A slope for each query, which its positions are multiplied by."""
+    ramp = torch.linspace(-1, 1, LENGTH).expand(len(x), HEADS, 1, LENGTH)
+    logits = []
+
+    def mix(module, q, k, v):
+        logits.append(ROOT * (q @ k.mT) + q[..., :1] @ ramp)
+        return logits[-1].softmax(-1) @ v
+
+    model = make(mix)
+    model(x)
+    scores = raw_scores(model, x)
+    bias = logits[-1].detach() - ROOT * scores
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        model(x)
+        layer = hook.layers["1"]
+        assert layer.statistics.std == pytest.approx(scores.var((0, 2, 3), correction=0).mean().sqrt().item(), rel=1e-5)
+        layer.beta = 0.7
+        model(x)
+        assert layer.refusal is None
+    torch.testing.assert_close(logits[-1], (0.7 * scores + bias).float(), rtol=1e-4, atol=1e-4)
