@@ -26,6 +26,8 @@ SPLITTING = (
 )
 MOVING = frozenset(f"{PERMUTING} {REGROUPING} {PICKING} {SPLITTING} pad".split())
 """Functions that only move entries, or leave some out or add some."""
+NUMPY = {"axis": "dim", "keepdims": "keepdim"}
+"""Names of numpy that torch takes for its own."""
 ORDER = {"condition": -1, "input": 0, "tensors": 0, "other": 1, "mask": 1, "pad": 1}
 """Position of keyword arguments in torch's signatures."""
 
@@ -73,7 +75,8 @@ class Call:
     def reduced(self) -> tuple[int | tuple[int, ...] | None, bool]:
         """The dimensions that a reduction takes together, None for all, and if it keeps them."""
         dim, keepdim, *_ = *self.args[1:3], None, False
-        return self.kwargs.get("dim", dim), bool(self.kwargs.get("keepdim", keepdim))
+        given = {NUMPY.get(name, name): value for name, value in self.kwargs.items()}
+        return given.get("dim", dim), bool(given.get("keepdim", keepdim))
 
     @property
     def in_place(self) -> bool:

@@ -103,7 +103,7 @@ class Forward:
         return trace.factor if isinstance(trace, Operand) else 1.0
 
     def is_learned(self, tensor: Tensor) -> bool:
-        """Return True for a parameter or a view of one."""
+        """Return True for a parameter, a view of one, or what was made of parameters alone."""
         return is_learned(tensor, self.traces.get(tensor))
 
     def situation(self, call: Call) -> Situation:

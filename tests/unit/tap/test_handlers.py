@@ -216,9 +216,12 @@ def test_a_shift_of_rows_keeps_scores(name):
     assert turned.lost == "transpose after a shift of rows at model.py:2"
 
 
+@pytest.mark.parametrize("name", ["dim", "axis"])
 @pytest.mark.parametrize("dim", [0, 1, -2, (0, 1)])
-def test_a_mean_of_rows_is_no_score(dim):
-    derived, _ = derive(torch.mean, 0.5 * S, dim, traces=[scores()])
+def test_a_mean_of_rows_is_no_score(dim, name):
+    derived, _ = derive(torch.mean, 0.5 * S, traces=[scores()], **{name: dim})
+    same, _ = derive(torch.mean, 0.5 * S, dim, traces=[scores()])
+    assert derived.lost == same.lost
     assert derived.lost == "mean over another axis than that of the rows at model.py:2"
 
 

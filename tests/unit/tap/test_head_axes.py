@@ -241,6 +241,7 @@ POOLS = {
     "max": lambda q: q.max(dim=2).values,
     "amax": lambda q: q.amax(2),
     "mean": lambda q: torch.mean(q, 2, keepdim=True).squeeze(2),
+    "mean as in numpy": lambda q: torch.mean(q, axis=2, keepdims=True).squeeze(2),
     "max of two": lambda q: torch.max(q[:, :, 0], q[:, :, 1]),
 }
 
