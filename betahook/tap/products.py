@@ -177,7 +177,7 @@ def _concerns(forward: Forward, name: str, args: Sequence[Any], kwargs: Mapping[
     if name in STARTING or _is_any_followed(forward, args[:1], or_learned=True):
         return True
     learned = name in handlers.HANDLERS
-    return _is_any_followed(forward, args, learned) or _is_any_followed(forward, kwargs.values(), learned)
+    return _is_any_followed(forward, args[1:], learned) or _is_any_followed(forward, kwargs.values(), learned)
 
 
 def _is_any_followed(forward: Forward, arguments: Iterable[Any], or_learned: bool) -> bool:
