@@ -133,8 +133,14 @@ def examine(name: str, text: str, *, length: int, batch: int, batches: int, pict
 
 def _windows(name: str, text: str, length: int, count: int) -> torch.Tensor:
     """Return up to `count` windows, `[windows, length]` tokens, of a text that may be larger than the memory."""
-    with models.quiet():
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    try:
+        with models.quiet():
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name} has no tokenizer that can be loaded; save it there with tokenizer.save_pretrained(), or in Python "
+            f"give betahook.examine(model, batches) tokens of your own. transformers says: {error}"
+        ) from error
     # More than any tokenizer makes a token of, so that the windows fill up.
     with Path(text).open(encoding="utf-8", errors="replace") as file:
         content = file.read(16 * length * count)

@@ -196,7 +196,7 @@ def test_examine_says_why_it_cannot(saved, tmp_path, capsys):
         (saved / "plain", empty, f"{empty} gives 0 tokens of 0 characters; give a longer text"),
         (made_up, saved / "text.txt", f"characters; does {made_up} have the files of a tokenizer?"),
         (tmp_path / "gone", empty, f"{tmp_path / 'gone'} does not exist; give the folder of a model"),
-        (without, empty, "tokenizer"),
+        (without, empty, f"{without} has no tokenizer that can be loaded; save it there with"),
     ]:
         assert main(["examine", str(folder), "--text", str(text)]) == 1
         said = capsys.readouterr().err
