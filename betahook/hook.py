@@ -63,8 +63,9 @@ def attach(
         per_head: one beta for each head instead of one for each layer.
         interval: measure the scores of each layer once in so many steps, the layers in turn, and pool the sums at least
             as often; 1 does both in every step. All are measured in the first step and in every one of a controller's
-            opening; the sensitivity always is. Default 10, or 1 for what goes by the scores of every step: `Variance`,
-            `Cap`, `Clip` and `Alerts(max_logit=...)`.
+            opening; the sensitivity always is, but where no beta was set and no controller moves one: there a layer out
+            of its turn runs as if there were no hook. Default 10, or 1 for what goes by the scores of every step:
+            `Variance`, `Cap`, `Clip` and `Alerts(max_logit=...)`.
         when: "training" measures forwards in training mode that run with gradients, frozen layers included; "always"
             also those in evaluation mode and under `torch.no_grad`, such as the generation of a GRPO step.
         exact_max_logit: measure the largest logit of all pairs instead of 32 query rows of a sequence, adding
@@ -149,7 +150,7 @@ class Hook:
         self.not_reached = survey.not_reached
         self.trained_by: list[str] = []
         self._alerts = alerts
-        self._state = _new_state(survey, settings, len(controllers))
+        self._state = _new_state(survey, settings, controllers)
         named = zip(survey.found.items(), self._state.ranges, strict=True)
         placed = [(name, found, self._state, place) for (name, found), place in named]
         self.layers = Layers([AttentionLayer(*each) for each in placed])
@@ -326,16 +327,17 @@ class Hook:
         own.turn = stages.turn(own, self.controllers, self.settings.interval)
 
 
-def _new_state(survey: Survey, settings: Settings, controllers: int) -> State:
+def _new_state(survey: Survey, settings: Settings, controllers: Sequence[Controller]) -> State:
     """Make the state of a hook on the device of its model."""
     # Weights that are offloaded, or not there yet, are on the meta device, where nothing can be computed.
     devices = (parameter.device for parameter in survey.model.parameters() if not parameter.is_meta)
     state = State(
         [size_of(attention) for attention in survey.found.values()],
         per_head=settings.per_head,
-        controllers=controllers,
+        controllers=len(controllers),
         device=next(devices, torch.device("cpu")),
         dtype=next((parameter.dtype for parameter in survey.model.parameters()), torch.float32),
     )
     state.exact_max_logit = settings.exact_max_logit
+    state.beta_acts = any(controller.moves_beta for controller in controllers)
     return state

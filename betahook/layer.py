@@ -98,6 +98,7 @@ class AttentionLayer:
     def _set_beta(self, new: Tensor, given: object) -> None:
         _check_new(self, new, given)
         self._state.beta[self._place.heads] = new.detach().to(self._state.device)
+        self._state.beta_acts = True
 
     @property
     def statistics(self) -> Statistics:
@@ -173,12 +174,14 @@ class AttentionLayer:
     def acting(self, gain: Tensor) -> Iterator[None]:
         """Let `gain [heads]` act for a while in place of `beta / beta_default`; 1 is the model's own beta."""
         beta, default = (values[self._place.heads] for values in (self._state.beta, self._state.beta_default))
-        kept = beta.clone()
+        kept, acts = beta.clone(), self._state.beta_acts
         beta.copy_(torch.where(gain == 1, torch.nan, gain * default))
+        self._state.beta_acts = True
         try:
             yield
         finally:
             beta.copy_(kept)
+            self._state.beta_acts = acts
 
     @torch.no_grad()
     def read_weights(self, *, sharded: bool = False) -> None:

@@ -221,6 +221,7 @@ def restore(state: State, given: dict[str, Any]) -> None:
         getattr(state, name).copy_(given[name])
     for name in COUNTERS:
         setattr(state, name, given[name])
+    state.beta_acts |= not bool(state.beta.isnan().all())
     state.factors.forget()
     state.factors.set_sensitivity(state.table[statistics.ROW["sensitivity"]])
     state.memories = [

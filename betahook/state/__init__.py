@@ -1,7 +1,7 @@
 """Everything that changes while a model trains: one `State` for each hook."""
 
 from betahook.state.factors import gain_of
-from betahook.state.ranges import HeadRange, head_ranges
+from betahook.state.ranges import HeadRange, head_ranges, heads_of
 from betahook.state.state import (
     LARGEST_BETA,
     SMALLEST_BETA,
@@ -24,6 +24,7 @@ __all__ = [
     "forget_refused",
     "gain_of",
     "head_ranges",
+    "heads_of",
     "is_beta",
     "is_pooled",
     "refusal_anywhere",

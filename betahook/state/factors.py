@@ -119,16 +119,20 @@ class Factors:
             return torch.zeros_like(self.own) if of_probes is None else of_probes
         return of_leaves * self._known if of_probes is None else torch.addcmul(of_probes, of_leaves, self._known)
 
-    def gradients(self) -> tuple[Sequence[Tensor], Tensor | None]:
+    def gradients(self, layers: range, heads: slice) -> tuple[Sequence[Tensor], Tensor | None]:
         """Return what gives the sensitivity when it is joined and multiplied: gradients and gains, nothing launched.
 
         The gradients are `[heads, 1, 1]`, of a layer or of several; the gains `[heads]`, None for 1.
+
+        Args:
+            layers: those whose sensitivity is asked for.
+            heads: of these layers.
         """
-        found = self._of_leaves()
+        found = [self._of_leaves()[layer] for layer in layers]
         ready = [gradient for gradient in found if gradient is not None and not gradient.requires_grad]
-        if len(ready) == len(found) and all(probe.grad is None for probe in self.probes):
-            return ready, self._known
-        return [self.sensitivity()[:, None, None]], None
+        if len(ready) == len(found) and all(self.probes[layer].grad is None for layer in layers):
+            return ready, self._known if len(layers) == len(self.probes) else self._known[heads]
+        return [self.sensitivity()[heads, None, None]], None
 
     def drop(self, layer: int) -> None:
         """Drop the sensitivity of a layer since the last step, and what backwards yet bring to its leaf."""

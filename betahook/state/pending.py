@@ -22,12 +22,14 @@ class Step(NamedTuple):
 
     Attributes:
         number: of the step, from 1 on.
+        heads: those that it watched.
         gradients, gain: what gives its sensitivity, see `factors.Factors.gradients`.
         loss_scale: factor on the gradients.
-        sums: `[heads]`, not finite where anything that was measured since the last pooling is not.
+        sums: of these heads, not finite where anything that was measured since the last pooling is not.
     """
 
     number: int
+    heads: slice
     gradients: Sequence[Tensor]
     gain: Tensor | None
     loss_scale: float
@@ -45,7 +47,7 @@ def sensitivities(steps: Sequence[Step], like: Tensor) -> Tensor:
 
 
 def add_steps(window: Tensor, nonfinite_since: Tensor, steps: Sequence[Step]) -> None:
-    """Add steps that follow one another, in place.
+    """Add steps that follow one another and watched the same heads, in place.
 
     A cumulative sum, one step after the other: so a run that is saved while some wait has the same bits.
 
@@ -54,6 +56,7 @@ def add_steps(window: Tensor, nonfinite_since: Tensor, steps: Sequence[Step]) ->
         nonfinite_since: int64 `[heads]`, the first step in which the head was not finite, 0 for none.
         steps: at least one.
     """
+    window, nonfinite_since = window[:, steps[0].heads], nonfinite_since[steps[0].heads]
     sensitivity = sensitivities(steps, window)
     broken = (torch.stack([step.sums for step in steps]) + sensitivity) * 0 != 0  # NaN where anything is not finite
     total, batches = window

@@ -45,5 +45,10 @@ def head_ranges(layers: Sequence[LayerSize]) -> list[HeadRange]:
     return ranges
 
 
+def heads_of(ranges: Sequence[HeadRange], layers: range) -> slice:
+    """The heads of layers that follow one another."""
+    return slice(ranges[layers[0]].heads.start, ranges[layers[-1]].heads.stop) if layers else slice(0, 0)
+
+
 def _part(whole: slice, first: int, count: int) -> slice:
     return slice(whole.start + first, whole.start + first + count)

@@ -65,6 +65,7 @@ class State:
         overflow: the largest logit whose exponential is finite, see `measure.dtypes.overflow_logit`.
         beta: float32 `[heads]`, the inverse temperature; NaN stands for the model's own.
         beta_default: float32 `[heads]`, the model's own; NaN until the first forward.
+        beta_acts: False while no beta was set and no controller moves one: what is not measured then runs unhooked.
         factors, parts: gain and probe of each layer, and its tensors alone, as its forward gets them.
         table: sums over the steps since the last pooling, `[quantities, heads]`, see `measure.statistics`.
         moments: sums of q and k over the same steps, `[4, components]`, see `measure.components`.
@@ -86,8 +87,7 @@ class State:
         has_broken_graphs: True if what was compiled leaves out attention that the compiler can take by now.
         refused: the layers left alone, by their heads, with the reason.
         alone: boolean `[heads]`, those that this rank leaves alone, or at the last pooling any rank.
-        is_local: True if nothing is pooled over ranks, as this one measures alone.
-        is_detached: True once the hook is detached, so that no beta acts any more.
+        is_local, is_detached: True if nothing is pooled over ranks, as this one measures alone; once the hook is off.
         knows_refusals: True while `refused` says all that `alone` does.
         waiting, pending: calls that are not in the table yet, and steps that are not in the window: see `settle`.
     """
@@ -130,15 +130,15 @@ class State:
         self.condition = torch.zeros(len(layers), dtype=torch.int64, device=device)
         self.condition_since = self.condition.clone()
         self.memories: list[dict[str, Tensor]] = [{} for _ in range(controllers)]
-        self.batches = self.steps = self.skipped_steps = 0
+        self.batches = self.steps = self.skipped_steps = self.alerts_step = self.findings_step = 0
         self.loss_scale = 0.0
-        self.alerts_step = self.findings_step = 0
         self.warned_of_nonfinite = self.warned_of_unreached = False
         self.asked: set[str] = set()
         self.warned_of_missing_steps = self.exact_max_logit = self.paused = self.is_detached = False
         self.seen = self.recorded = self.has_loss = self.has_broken_graphs = self.is_local = False
         self.refused: dict[tuple[int, int], str] = {}
         self.alone, self.knows_refusals = self.beta > 0, True  # none: beta is NaN
+        self.beta_acts = True
         self.waiting = Together()
         self.pending: list[Step] = []
         self.parts = _parts(self)

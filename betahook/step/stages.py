@@ -18,7 +18,7 @@ from betahook.control.base import DECADES, Controller, Observation
 from betahook.control.notes import Note, checked, joined, pooled
 from betahook.layer import Layers
 from betahook.measure import statistics
-from betahook.state import State, is_pooled, pending, release_refused
+from betahook.state import State, heads_of, is_pooled, pending, release_refused
 from betahook.step import training_loss
 from betahook.step.loss_scale import LossScale
 from betahook.tap import interface
@@ -55,9 +55,16 @@ def add(state: State, layers: Layers, loss_scale: LossScale) -> None:
         state.settle()  # the steps that wait follow one another
         _forget_nonfinite(state)
         return
-    gradients, gain = state.factors.gradients()
-    state.pending.append(pending.Step(state.steps + 1, gradients, gain, loss_scale.of_step, state.table.sum(0)))
     state.batches += 1
+    watched = range(len(state.ranges)) if state.beta_acts else state.turn
+    if not watched:
+        return
+    heads, last = heads_of(state.ranges, watched), state.pending[-1:]
+    if last and (last[0].heads, last[0].number) != (heads, state.steps):
+        state.settle()
+    gradients, gain = state.factors.gradients(watched, heads)
+    sums = state.table[:, heads].sum(0)
+    state.pending.append(pending.Step(state.steps + 1, heads, gradients, gain, loss_scale.of_step, sums))
     if len(state.pending) == pending.MOST:
         state.settle()
 
@@ -97,7 +104,11 @@ def pool(state: State, *, skipped: bool = False) -> Tensor:
         since.copy_(torch.where(age > 0, state.steps + 2 - age, 0))  # that of the rank that saw it first
         _leave_alone(state, table, summed, alone)
     state.recent, state.recent_moments, measured = state.latest(table, moments)
-    torch.div(*summed, out=state.recent[statistics.ROW["sensitivity"]])  # NaN where none was finite
+    sensitivity = state.recent[statistics.ROW["sensitivity"]]
+    if state.beta_acts:
+        torch.div(*summed, out=sensitivity)  # NaN where none was finite
+    else:  # a layer that had no turn keeps the last one
+        torch.where(measured, torch.div(*summed), sensitivity, out=sensitivity)
     return measured
 
 

@@ -89,7 +89,8 @@ def _hooked(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if _passes_by(layer, query):
+    # A graph, which is run in every step, asks the recorder when it runs.
+    if (not torch.compiler.is_compiling() and layer.is_idle) or _passes_by(layer, query):
         return function(module, query, key, value, *args, **kwargs)
     scaling = kwargs.get("scaling")
     if scaling is None:

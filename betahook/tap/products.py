@@ -56,6 +56,9 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
     def watched(*args: Any, **kwargs: Any) -> Any:
         if not override.active:  # a wrapper that came later, such as that of Accelerate, goes on calling this
             return forward(*args, **kwargs)
+        unknown = not plan.axes and layer.refusal is None
+        if layer.is_idle and not unknown:
+            return forward(*args, **kwargs)
         if nested.has_nested(args, kwargs):
             if isinstance(layer.module, nn.MultiheadAttention):
                 return nested.run_each(forward, watched, args, kwargs)
@@ -63,7 +66,6 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
             left_alone.refuse("its input is a nested tensor, whose scores are not followed: pad it")
             left_alone.finish()
             return forward(*args, **kwargs)
-        unknown = not plan.axes and layer.refusal is None
         if unknown and not (compat.is_exporting() or compat.is_without_data()) and bool(layer.is_set):
             _rehearse(layer, plan, forward, args, kwargs)
         known = Forward(layer, plan, (args, kwargs))

@@ -163,6 +163,16 @@ class Recorder:
         return compat.is_captured(self.state.device) or self._place.layer in self.state.turn
 
     @property
+    def is_idle(self) -> bool:
+        """True if a forward in training is neither measured nor scaled, and may run as if there were no hook.
+
+        Asked about its recomputation in the backward, which must save as much, it says the same. In evaluation torch's
+        own attention would take its fast path, with another rounding than in a forward that is measured.
+        """
+        state = self.state
+        return not state.beta_acts and state.steps > 0 and self.module.training and not self.is_due()
+
+    @property
     def is_set(self) -> Tensor:
         """True if a beta was set, boolean `[1]`: all heads have one then."""
         return ~self.state.beta[self._place.heads][:1].isnan()

@@ -279,8 +279,9 @@ def test_a_step_takes_as_many_operations_for_any_number_of_layers(layers):
 
 
 def test_a_step_that_moves_no_beta_computes_none():
-    *between, due = counted("monitor", 2, range(10, 20))
-    assert between == [1] * 9
+    turn, *between, due = counted("monitor", 2, range(10, 20))
+    assert turn == 1
+    assert between == [0] * 8
     assert due <= 32
 
 

@@ -209,7 +209,7 @@ def test_a_move_multiplies_all_heads_of_a_layer_alike():
 def test_a_beta_that_nobody_moved_stays_the_models_own():
     """Also where the model changes its scale while it trains, after steps of a controller that left beta alone."""
     model = build("llama")
-    with betahook.attach(model, controller="monitor") as hook:
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
         train(model, hook, 2)
         layer = hook.layers[LAYER]
         layer.module.scaling *= 2

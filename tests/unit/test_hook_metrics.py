@@ -93,7 +93,7 @@ def test_audit_of_a_fresh_model_follows_the_weights():
 
 def test_the_first_of_several_bad_steps_is_named(caplog):
     model = build("llama")
-    with betahook.attach(model, controller="monitor") as hook:
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
         train(model, hook, 1)
         for _ in range(2):
             (model(**inputs("llama")).loss * torch.nan).backward()

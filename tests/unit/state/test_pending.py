@@ -8,7 +8,7 @@ import torch
 import betahook
 from betahook.state import pending
 from support.models import build
-from support.training import train
+from support.training import LAYER, train
 
 STEPS, HEADS = 12, 40
 
@@ -28,7 +28,7 @@ def drawn(broken=0.1):
     of_layers = [step[:, None, None].split([8, 32]) for step in gradients]
     gain = [gains[(step >= 3) + (step >= STEPS - 2)] for step in range(STEPS)]
     scales = [3.0 if step < 5 else 1.0 for step in range(STEPS)]
-    parts = zip(range(7, 7 + STEPS), of_layers, gain, scales, sums, strict=True)
+    parts = zip(range(7, 7 + STEPS), [slice(0, HEADS)] * STEPS, of_layers, gain, scales, sums, strict=True)
     return [pending.Step(*each) for each in parts]
 
 
@@ -68,6 +68,7 @@ def test_the_bits_do_not_depend_on_how_many_wait(runs):
 def test_no_more_wait_than_the_most():
     model = build("llama")
     with betahook.attach(model, controller="monitor", interval=1000) as hook:
+        hook.layers[LAYER].beta = 0.5  # else a layer is watched in its turn alone
         train(model, hook, 1)
         numbers = []
         for _ in range(pending.MOST + 1):
@@ -79,6 +80,7 @@ def test_no_more_wait_than_the_most():
 def test_a_loaded_state_forgets_them():
     model = build("llama")
     with betahook.attach(model, controller="monitor") as hook:
+        hook.layers[LAYER].beta = 0.5
         train(model, hook, 3)
         saved = hook.state_dict()
         assert set(saved["window"][1].tolist()) == {2}  # the first one was pooled

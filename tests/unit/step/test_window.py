@@ -91,6 +91,7 @@ def test_metrics_between_two_poolings_are_of_all_steps_since_the_last():
     for interval in (1, 10):
         model, batch = build("llama"), inputs("llama")
         with betahook.attach(model, controller="monitor", interval=interval) as hook:
+            hook.layers[LAYER].beta = 0.5
             for step in range(4):
                 (2**step * model(**batch).loss).backward()
                 hook.step()
@@ -98,6 +99,20 @@ def test_metrics_between_two_poolings_are_of_all_steps_since_the_last():
     of_step, of_window = torch.tensor(said, dtype=torch.float64).unflatten(0, (2, 4)).unbind()
     after_first = of_step[1:].cumsum(0) / torch.tensor([[1.0], [2.0], [3.0]])
     torch.testing.assert_close(of_window, torch.cat([of_step[:1], after_first]))
+
+
+def test_where_no_beta_acts_the_sensitivity_is_that_of_the_turn_of_a_layer():
+    said = {}
+    for interval in (1, 2):
+        model, batch = build("llama"), inputs("llama")
+        with betahook.attach(model, controller="monitor", interval=interval) as hook:
+            for step in range(5):
+                (2**step * model(**batch).loss).backward()
+                hook.step()
+                said[interval, step] = hook.metrics()[f"sensitivity/{LAYER}"]
+    # The only group of layers has its turn in every other step.
+    for step, measured in enumerate((0, 0, 2, 2, 4)):
+        assert said[2, step] == pytest.approx(said[1, measured], rel=1e-6)
 
 
 @pytest.mark.parametrize(("controller", "expected"), [("monitor", [0, 9]), (search(), [0, 1, 2, 3, 7, 9, 11])], ids=str)
