@@ -129,8 +129,7 @@ def survey(model: nn.Module) -> Survey:
     names: Callable[[type], frozenset[str]] = functools.cache(names_used)
     verdicts = {module: classify(module, names) for module in model.modules()}
     tried = functools.cache(trial.run)
-    _leave_parts_to_their_owners(verdicts)
-    _decide_unnamed(verdicts, tried)
+    _decide(verdicts, tried)
     able = {module for module, verdict in verdicts.items() if verdict.route is not None}
     found: dict[str, AttentionModule] = {}
     refused: dict[str, tuple[nn.Module, Verdict]] = {}
@@ -178,28 +177,30 @@ def _measured(module: nn.Module, route: Route, tried: Try) -> AttentionModule | 
     return AttentionModule(module, *size, route, facts(module), shown.places if size == shown.size else None)
 
 
-def _leave_parts_to_their_owners(verdicts: dict[nn.Module, Verdict]) -> None:
-    """Leave parts without matrices and sizes of their own to their owner, where that can be an attention."""
-    for owner, verdict in verdicts.items():
-        for part in owner.children() if verdict.route is not None and is_own(type(owner)) else ():
-            has_own = _has_matrix(part) or count_heads(part) is not None
-            if verdicts[part].route is not None and not has_own:
-                verdicts[part] = NO_ATTENTION
-
-
-def _decide_unnamed(verdicts: dict[nn.Module, Verdict], tried: Try) -> None:
-    """Decide on the modules that only their code makes look like an attention, those inside of others first."""
+def _decide(verdicts: dict[nn.Module, Verdict], tried: Try) -> None:
+    """Decide on modules around others, and on those that look like an attention by half: inner ones first."""
     for module, verdict in reversed(list(verdicts.items())):
-        if not verdict.unnamed:
+        if not is_own(type(module)) or (verdict.route is None and verdict != UNKNOWN_CODE):
             continue
-        if any(verdicts[part].route is not None for part in module.modules() if part is not module):
-            verdicts[module] = NO_ATTENTION if count_heads(module) is None else verdicts[module]
-            continue
-        result = tried(module)
-        if result is not None and not result.attends:
+        inner = {part for part in module.modules() if part is not module and verdicts[part].route is not None}
+        whole = {part for part in inner if _has_matrix(part) or count_heads(part) is not None}
+        if verdict.unnamed and whole and count_heads(module) is None:
             verdicts[module] = NO_ATTENTION
-        elif (result is None or result.size is None) and count_heads(module) is None:
-            verdicts[module] = UNKNOWN_UNNAMED
+            continue
+        if (verdict.unnamed and not whole) or (verdict == UNKNOWN_CODE and not inner):
+            verdicts[module] = _by_trial(module, verdict, tried(module))
+        # Parts without matrices and sizes of their own belong to it.
+        verdicts.update(dict.fromkeys(inner - whole, NO_ATTENTION))
+
+
+def _by_trial(module: nn.Module, verdict: Verdict, result: trial.Outcome | None) -> Verdict:
+    """The verdict on a module that only its code or only its name makes look like an attention."""
+    if verdict == UNKNOWN_CODE:
+        return Verdict("by hand") if result is not None and result.attends else verdict
+    if result is not None and not result.attends:
+        return NO_ATTENTION
+    is_unknown = (result is None or result.size is None) and count_heads(module) is None
+    return UNKNOWN_UNNAMED if is_unknown else verdict
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

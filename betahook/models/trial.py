@@ -72,18 +72,21 @@ def run(module: nn.Module) -> Outcome | None:
     """Run the forward of a module for what it shows; None if it does not run on a made-up input.
 
     Each required argument is `[batch, length, width]`, or what a convolution in the module takes: `[batch, channels,
-    length]` or `[batch, channels, height, width]`. Masks and biases are None, height and width of a picture numbers.
+    length]` or `[batch, channels, height, width]`. Masks and biases are None, height and width of a picture numbers;
+    where that does not run, masks are `[batch, length, length]`.
     """
     with compat.without_data() as copied, torch.no_grad():
         try:
-            names = [name for name, each in inspect.signature(module.forward).parameters.items() if _is_required(each)]
+            parameters = inspect.signature(module.forward).parameters
             module = copied(module)
             _drop_adapters(module)
         except Exception:  # code of others: whatever it raises, there is no trial
             return None
-        fixed = _fixed(names)
-        shapes = _shapes(module, is_picture=SIDE in fixed.values())
-        watch = _first(_try(module, names, fixed, *shape) for shape in shapes)
+        names = [name for name, each in parameters.items() if _is_required(each)]
+        fixed, masks = _fixed(names), [name for name in parameters if "mask" in name]
+        shapes = [*_shapes(module, is_picture=SIDE in fixed.values())]
+        masked = [[], masks] if masks else [[]]
+        watch = _first(_try(module, names, fixed, masks, *shape) for masks in masked for shape in shapes)
     if watch is None:
         return None
     if watch.found is None:
@@ -109,14 +112,18 @@ def _drop_adapters(module: nn.Module) -> None:
                 setattr(part, name, child.base_layer)
 
 
-def _try(module: nn.Module, names: list[str], fixed: Fixed, shape: tuple[int, ...], tokens: int) -> _Watch | None:
-    """Run the forward on an input of a shape; None if it does not take one."""
+def _try(
+    module: nn.Module, names: list[str], fixed: Fixed, masks: list[str], shape: tuple[int, ...], tokens: int
+) -> _Watch | None:
+    """Run the forward on an input of a shape, and a mask as each of `masks`; None if it does not take one."""
     like, watch = next(module.parameters()), _Watch(BATCH * tokens)
     try:
         x = torch.zeros(shape, dtype=like.dtype, device=like.device)
         watch.activations[x] = _Activation()
+        mask = torch.ones(BATCH, tokens, tokens, dtype=torch.bool, device=like.device)
+        given = fixed | dict.fromkeys(masks, mask)
         with watch:
-            module.forward(*(fixed.get(name, x) for name in names))
+            module.forward(*[given.pop(name, x) for name in names], **given)
     except Exception:  # another shape may fit
         return None if watch.found is None else watch
     return watch

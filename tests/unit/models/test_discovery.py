@@ -338,6 +338,29 @@ def test_attention_around_other_attention_is_named(outer, named):
         assert "its own attention is not reached beside that of the modules in it" in seen.not_reached["0"]
 
 
+class BasicAttention(nn.Module):
+    def forward(self, q, k):
+        return (q @ k.mT).softmax(-1) @ k
+
+
+class Reader(nn.Module):
+    """It holds an encoder, and an attention without weights beside that."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.pool = nn.MultiheadAttention(32, 4, batch_first=True), BasicAttention()
+
+    def forward(self, x):
+        x, _ = self.encoder(x, x, x)
+        return self.pool(x[:, :1], x)
+
+
+def test_attention_without_weights_beside_other_attention_is_named():
+    seen = survey(nn.Sequential(Reader()))
+    assert list(seen.found) == ["0.encoder"]
+    assert list(seen.not_reached) == ["0.pool"]
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("compiled", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 2))])
 def test_attention_that_torch_jit_compiled_is_named(compiled):

@@ -22,6 +22,7 @@ from support.undeclared import (
     Model,
     MultiQuery,
     OneHead,
+    attend,
     split,
 )
 
@@ -191,6 +192,46 @@ def test_a_part_with_no_parameters_but_a_scale_belongs_to_the_module_around_it()
         hook.model(torch.randn(2, LENGTH, WIDTH))
         assert layer.head_beta_default.tolist() == [0.5] * HEADS
         assert layer.remarks == []
+
+
+class MadeInForwardAttention(Mixer):
+    """Its product is in the code of a module that its forward makes, and a mask is required."""
+
+    def forward(self, x, attn_mask):
+        mask = attn_mask.unsqueeze(1).repeat(1, HEADS, 1, 1)
+        q, k, v = (split(part) for part in self.projection(x).chunk(3, -1))
+        return MaskedProduct()(q, k, v, mask).transpose(1, 2).flatten(2)
+
+
+class MaskedProduct(nn.Module):
+    def forward(self, q, k, v, mask):
+        return (q @ k.mT / math.sqrt(HEAD_DIM)).masked_fill(mask, -1e9).softmax(-1) @ v
+
+
+class OptionalMask(Mixer):
+    """It has a default, and is required all the same."""
+
+    def forward(self, x, mask=None):
+        q, k, v = (split(part).flatten(0, 1) for part in self.projection(x).chunk(3, -1))
+        weights = MaskedProduct()(q, k, v, mask.repeat_interleave(HEADS, 0))
+        return weights.unflatten(0, (-1, HEADS)).transpose(1, 2).flatten(2)
+
+    mix = attend  # the product that its code shows
+
+
+@pytest.mark.parametrize("kind", [MadeInForwardAttention, OptionalMask])
+def test_a_mask_may_be_required_and_a_product_out_of_sight(kind):
+    layer, x = kind(), torch.randn(BATCH, LENGTH, WIDTH)
+    mask = CAUSAL.expand(BATCH, -1, -1)
+    with betahook.attach(layer, controller="monitor", when="always") as hook:
+        found = hook.layers[""]
+        assert (found.heads, found.head_dim) == (HEADS, HEAD_DIM)
+        query = layer.projection.weight[:WIDTH].unflatten(0, (HEADS, HEAD_DIM))
+        assert torch.equal(found.projections[0].entries, query)
+        layer(x, mask)
+        q, k, _ = (split(part) for part in layer.projection(x).chunk(3, -1))
+        scores = (q @ k.mT)[~mask[:, None].expand(-1, HEADS, -1, -1)]
+        assert float(found.statistics.mean) == pytest.approx(float(scores.mean().detach()), rel=1e-4)
 
 
 def test_weights_that_have_no_shape_yet_are_no_scale():
