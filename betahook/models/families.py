@@ -22,7 +22,8 @@ HEADS = (
 """Attributes that hold the number of query heads."""
 HEAD_DIM = (
     *("qk_head_dim", "head_dim", "attention_head_size", "attention_head_dim", "key_value_proj_dim", "head_size"),
-    *("key_dim", "dim_head", "d_head", "d_k", "dim_per_head", "hidden_size_per_attention_head"),
+    *("key_dim", "dim_head", "d_head", "d_k", "d_qk", "dim_per_head", "query_head_dim"),
+    "hidden_size_per_attention_head",
 )
 """Attributes that hold d_k."""
 SEPARATE = (

@@ -50,10 +50,11 @@ def config_only(module: nn.Module) -> Size:
 
 def shared_width(module: nn.Module) -> Size:
     """The module's heads share the width of its query, of a third of what is fused, of its keys or of its embedding."""
-    fused, heads = _width(module, FUSED), _heads(module)
+    heads, query, fused = _heads(module), _width(module, QUERIES), _width(module, FUSED)
     # A pooling head has a learned query, and a projection of the keys only.
-    width = _width(module, QUERIES) or (fused and fused // 3) or _width(module, KEYS) or _first(module, ["embed_dim"])
-    return heads, width and heads and width // heads
+    width = query or fused or _width(module, KEYS) or _first(module, ["embed_dim"])
+    shares = 3 * heads if heads and fused and not query else heads
+    return heads, width // shares if width and shares and width % shares == 0 else None
 
 
 def from_scale(module: nn.Module) -> tuple[int, int] | None:

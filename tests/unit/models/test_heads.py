@@ -46,6 +46,9 @@ STRATEGIES = [
     (heads.config_only, dict(), (None, None)),
     (heads.shared_width, dict(num_heads=4, q_proj=linear(24)), (4, 6)),
     (heads.shared_width, dict(num_heads=4, qkv=linear(72)), (4, 6)),
+    (heads.shared_width, dict(num_heads=4, qkv=linear(48), embed_dim=32), (4, 4)),
+    (heads.shared_width, dict(num_heads=4, qkv=linear(40), embed_dim=16), (4, None)),  # more than q, k and v of a size
+    (heads.shared_width, dict(num_heads=4, q_proj=linear(18)), (4, None)),
     (heads.shared_width, dict(num_heads=4, k_proj=linear(24)), (4, 6)),
     (heads.shared_width, dict(num_heads=4, embed_dim=24), (4, 6)),
     (heads.shared_width, dict(num_heads=4, q_proj=linear(24), qkv=linear(12), embed_dim=8), (4, 6)),
