@@ -169,8 +169,7 @@ class Recorder:
         Asked about its recomputation in the backward, which must save as much, it says the same. In evaluation torch's
         own attention would take its fast path, with another rounding than in a forward that is measured.
         """
-        state = self.state
-        return not state.beta_acts and state.steps > 0 and self.module.training and not self.is_due()
+        return not self.state.beta_acts and self.module.training and not self.is_due()
 
     @property
     def is_set(self) -> Tensor:

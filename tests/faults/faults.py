@@ -43,6 +43,7 @@ AXES = ("tests/unit/tap/test_head_axes.py",)
 POSITIONS = ("tests/unit/tap/test_positions.py",)
 ADAPTERS = ("tests/models/test_adapters.py",)
 RULES = ("tests/unit/control/test_rules.py",)
+IDLE = ("tests/unit/tap/test_idle.py",)
 PENDING = ("tests/unit/state/test_pending.py",)
 STAGES = ("tests/unit/step/test_stages.py",)
 WINDOW = ("tests/unit/step/test_window.py",)
@@ -243,6 +244,22 @@ FAULTS = [
     Fault("betahook/measure/components.py", "torch.where(known, with_averages, table)", "with_averages"),
     Fault("betahook/state/state.py", "return self.steps - self.skipped_steps", "return self.steps", WINDOW),
     Fault("betahook/state/pending.py", "sensitivity.masked_fill(broken, 0)", "sensitivity"),
+    Fault("betahook/tap/recorder.py", "not self.state.beta_acts and", "True and", IDLE),
+    Fault(
+        "betahook/tap/recorder.py", " and self.module.training and not self.is_due()", " and not self.is_due()", IDLE
+    ),
+    Fault("betahook/checkpoint/schema.py", "    state.beta_acts |= not bool(state.beta.isnan().all())\n", "", IDLE),
+    Fault("betahook/layer.py", "        self._state.beta_acts = True\n        try:", "        try:", IDLE),
+    Fault("betahook/step/stages.py", "if state.beta_acts else state.turn", "", WINDOW),
+    Fault(
+        "betahook/step/stages.py", "torch.where(measured, torch.div(*summed), sensitivity", "torch.div(*summed", WINDOW
+    ),
+    Fault(
+        "betahook/step/stages.py",
+        "if last and (last[0].heads, last[0].number) != (heads, state.steps)",
+        "if False",
+        WINDOW,
+    ),
     Fault("betahook/state/pending.py", "(first + steps[0].number)", "steps[0].number"),
     Fault(
         "betahook/step/stages.py",
@@ -521,7 +538,7 @@ FAULTS = [
     Fault("betahook/models/discovery.py", "if result is not None and not result.attends:", "if False:", TRIAL),
     Fault("betahook/models/code.py", "reachable(kind) if is_own(kind) else methods(kind)", "methods(kind)", TRIAL),
     Fault("betahook/compat.py", "hooks.clear()", "len(hooks)", TRIAL),
-    Fault("betahook/models/heads.py", "fused and fused // 3", "fused"),
+    Fault("betahook/models/heads.py", "3 * heads if heads and fused and not query else heads", "heads or 0"),
     Fault("betahook/models/heads.py", "return None if misfit else heads, head_dim", "return heads, head_dim"),
     Fault("betahook/models/materialise.py", "* scale[:, None] / 127", "* scale[:, None] / 128"),
     Fault("betahook/models/materialise.py", "weight.untyped_storage().nbytes() < weight.nbytes", "False"),

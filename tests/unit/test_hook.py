@@ -118,7 +118,8 @@ def test_the_last_batch_holds_no_graph():
 def test_what_is_done_in_inference_mode_can_go_on_outside_of_it():
     model, batch = build("llama"), inputs("llama")
     with torch.inference_mode():
-        hook = betahook.attach(model, controller="monitor", when="always", interval=1)
+        hook = betahook.attach(model, controller="monitor", when="always")
+        hook.layers[LAYER].beta = 0.5  # so that each step is watched
         model(**batch)
         hook.step()
         hook.load_state_dict(hook.state_dict())

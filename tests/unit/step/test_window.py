@@ -102,17 +102,19 @@ def test_metrics_between_two_poolings_are_of_all_steps_since_the_last():
 
 
 def test_where_no_beta_acts_the_sensitivity_is_that_of_the_turn_of_a_layer():
+    """Here of one pair of layers in even steps, and of the other in odd ones, but for the first."""
     said = {}
     for interval in (1, 2):
-        model, batch = build("llama"), inputs("llama")
-        with betahook.attach(model, controller="monitor", interval=interval) as hook:
-            for step in range(5):
-                (2**step * model(**batch).loss).backward()
-                hook.step()
-                said[interval, step] = hook.metrics()[f"sensitivity/{LAYER}"]
-    # The only group of layers has its turn in every other step.
-    for step, measured in enumerate((0, 0, 2, 2, 4)):
-        assert said[2, step] == pytest.approx(said[1, measured], rel=1e-6)
+        for last in range(5):
+            model, batch = build("llama", num_hidden_layers=4), inputs("llama")
+            with betahook.attach(model, controller="monitor", interval=interval) as hook:
+                for step in range(last + 1):
+                    (2**step * model(**batch).loss).backward()
+                    hook.step()
+                metrics = hook.metrics()
+                said[interval, last] = [metrics[f"sensitivity/{name}"] for name in hook.layers]
+    for last, (even, odd) in enumerate([(0, 0), (0, 1), (2, 1), (2, 3), (4, 3)]):
+        assert said[2, last] == pytest.approx(said[1, even][:2] + said[1, odd][2:], rel=1e-6)
 
 
 @pytest.mark.parametrize(("controller", "expected"), [("monitor", [0, 9]), (search(), [0, 1, 2, 3, 7, 9, 11])], ids=str)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import betahook
 from support.attention import LENGTH, WIDTH, ByHandAttention, FusedAttention, make
@@ -97,6 +98,38 @@ def test_a_beta_acts_at_once(setting):
         scaled = model(**batch).logits
     assert torch.equal(scaled, expected)
     assert not torch.equal(scaled, plain)
+
+
+def test_a_gain_acts_for_a_while():
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        train(model, hook, 2)
+        plain = model(**batch).logits
+        layer = hook.layers[LAYER]
+        with layer.acting(torch.full((layer.heads,), 2.0)):
+            assert not torch.equal(model(**batch).logits, plain)
+        assert torch.equal(model(**batch).logits, plain)
+
+
+def test_evaluation_goes_on_as_before_the_first_step():
+    """Torch's fast path makes a row without any key NaN, which is 0 with gradients."""
+    attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+    x, padding = torch.randn(2, LENGTH, WIDTH), torch.tensor([[False], [True]]).expand(2, LENGTH)
+
+    @torch.no_grad()
+    def evaluated():
+        attention.eval()
+        output = attention(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+        attention.train()
+        return output
+
+    with betahook.attach(attention, controller="monitor") as hook:
+        before = evaluated()
+        for _ in range(2):
+            attention(x, x, x)[0].sum().backward()
+            hook.step()
+        assert torch.equal(evaluated(), before)
+    assert evaluated().isnan().any()
 
 
 def test_a_layer_is_seen_again_in_its_turn():
