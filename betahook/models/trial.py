@@ -51,21 +51,17 @@ class Outcome:
     places: tuple[Place, Place] | None = None
 
 
-Operands: TypeAlias = tuple[Tensor | None, Tensor | None]
-"""The labels of q and k; None where they have none."""
-
-
 @dataclass(frozen=True)
 class Attention:
     """The product that makes scores.
 
     Attributes:
         size: the query heads and d_k; None where the number of scores does not tell.
-        operands: of the product.
+        labels: those of q and k; None where they have none.
     """
 
     size: tuple[int, int] | None
-    operands: Operands
+    labels: tuple[Tensor | None, ...]
 
 
 def run(module: nn.Module) -> Outcome | None:
@@ -143,7 +139,7 @@ def _places(module: nn.Module, attention: Attention, labels: Labels) -> tuple[Pl
     if attention.size is None:
         return None
     places = []
-    for operand in attention.operands:
+    for operand in attention.labels:
         features = None if operand is None else features_of_heads(operand, *attention.size, BATCH)
         name = None if features is None else _name(module, labels.weights[features.projection])
         if features is None or name is None:
@@ -211,12 +207,10 @@ class _Activation:
     """Knowledge of an activation.
 
     Attributes:
-        query: the entries of the query that it was made of, where it is a product of two activations, or made of one.
-        operands: those of that product.
+        factors: the two activations that it is the product of, or was made of by a product.
     """
 
-    query: int = 0
-    operands: Operands = (None, None)
+    factors: tuple[Tensor, ...] = ()
 
 
 class _Watch(TorchFunctionMode):
@@ -267,26 +261,35 @@ class _Watch(TorchFunctionMode):
 
     def _made(self, call: Call, moving: list[Tensor]) -> _Activation:
         """Knowledge of what a function makes of activations."""
-        if call.name not in PRODUCTS:
-            return max((self.activations[x] for x in moving), key=lambda known: known.query, default=_Activation())
-        if len(moving) < 2:
-            return _Activation()
-        left, right = call.tensors[-2:]
-        return _Activation(max(x.numel() for x in call.tensors), (self.labels.get(left), self.labels.get(right)))
+        if call.name in PRODUCTS:
+            return _Activation(tuple(call.tensors[-2:]) if len(moving) > 1 else ())
+        return max((self.activations[x] for x in moving), key=_entries, default=_Activation())
 
     def _weigh(self, call: Call, output: Tensor) -> None:
         """Note what a softmax of scores makes."""
         scores = call.operands[0]
         self.activations[output] = _Activation()
-        known = self.activations.get(scores, _Activation())
+        factors = self.activations.get(scores, _Activation()).factors
         rows, left = divmod(scores.numel(), scores.shape[call.dim])
-        if known.query and not left:
-            tells = rows % self.tokens == 0 and known.query % rows == 0
-            size = (rows // self.tokens, known.query // rows) if tells else None
-            self.weights[output] = Attention(size, known.operands)
+        if factors and not left:
+            self.weights[output] = Attention(self._size(rows, *factors), tuple(map(self.labels.get, factors)))
+
+    def _size(self, rows: int, left: Tensor, right: Tensor) -> tuple[int, int] | None:
+        """The query heads and d_k, by the rows of all scores; None where their number does not tell."""
+        widths = [x.numel() // rows for x in (left, right) if x.numel() % rows == 0]
+        if rows % self.tokens or not widths:
+            return None
+        # More keys than queries have more entries, but d_k is a size of both.
+        shared = (width for width in widths if width in left.shape and width in right.shape)
+        return rows // self.tokens, next(shared, max(widths))
 
     def _settle(self, query: Tensor, key: Tensor) -> None:
         """Note the size of an attention that takes its softmax itself."""
         heads, left = divmod(query.numel(), self.tokens * query.shape[-1])
         if left == 0 and self.found is None:
             self.found = Attention((heads, query.shape[-1]), (self.labels.get(query), self.labels.get(key)))
+
+
+def _entries(known: _Activation) -> int:
+    """The entries of the larger factor."""
+    return max((x.numel() for x in known.factors), default=0)

@@ -122,6 +122,14 @@ class OneKey(SharedKeys):
         return super().rows()[0], (self.answer, torch.arange(D)[None])
 
 
+class MoreKeys(InAList):
+    """Latents as queries, which look at tokens and at themselves, as in the resampler of Flamingo."""
+
+    def project(self, x):
+        tokens = torch.cat([x, x], dim=1)
+        return [by_head(linear(part)) for linear, part in zip(self.linears, (x, tokens, tokens), strict=True)]
+
+
 class Folded(InAList):
     """Batch and heads in one axis."""
 
@@ -182,7 +190,8 @@ class Picture(OwnAttention):
         return (self.make, every[0]), (self.make, every[1])
 
 
-LOCATED = [Stacked, HeadByHead, ByComponent, KeysFirst, InAList, SharedKeys, OneKey, Folded, FoldedByHead, Picture]
+LOCATED = [Stacked, HeadByHead, ByComponent, KeysFirst, InAList, SharedKeys, OneKey, MoreKeys, Folded, FoldedByHead]
+LOCATED += [Picture]
 
 
 class Model(nn.Module):
