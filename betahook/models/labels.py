@@ -85,13 +85,25 @@ class Labels:
         self.put(tensor, numbers.view(shape).expand(tensor.shape).contiguous())
         self.weights.append(weight)
 
+    def _tell_heads_apart(self, tensor: Tensor, source: Tensor) -> None:
+        """Label the features of a projection of several heads, which lie in the batch, as those of each head."""
+        labels, of = self.get(tensor), self.get(source)
+        if labels is None or of is None or of.numel() == 0 or len(of) != len(labels):
+            return
+        _, heads = (of.flatten(1).amin(1) % FAR).unique(return_inverse=True)
+        if heads.any():
+            self.weights[-1] = None  # which all of them share
+            apart = heads * int(labels.max() - labels.min() + 1)
+            self.put(tensor, labels + apart.view(-1, *(1 for _ in labels.shape[1:])))
+
     def note(self, call: Call, output: Any) -> None:
         """Label what a call returned."""
         name = call.name
         with self._apart():
             if name in PROJECTIONS or (name in ("matmul", "__matmul__") and call.operands[1].dim() == 2):
-                weight = call.operands[2 if name == "addmm" else 1]
+                source, weight = call.operands[1:3] if name == "addmm" else call.operands[:2]
                 self.put_features(output, [PROJECTIONS.get(name, -1) % output.dim()], weight)
+                self._tell_heads_apart(output, source)
             elif name == "__setitem__":
                 self._assign(*call.args)
             elif name not in PRODUCTS and any(self.get(tensor) is not None for tensor in call.tensors):

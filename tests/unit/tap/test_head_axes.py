@@ -281,3 +281,51 @@ def test_heads_in_the_rows_of_a_query_are_found():
     q, k = (model[1].split(p(model[0](x))).double() for p in (model[1].q_proj, model[1].k_proj))
     expected = (q @ k[:, :1].mT).transpose(0, 1).flatten(1).std(1, correction=0).detach()
     torch.testing.assert_close(measured, expected, rtol=1e-4, atol=0)
+
+
+TURN = torch.randn(WIDTH // HEADS, WIDTH // HEADS, generator=torch.Generator().manual_seed(1))
+SHARED = {
+    "by hand": lambda q, k, v: (torch.einsum("bhnd,bhmd->bhnm", q, k) * ROOT).softmax(-1) @ v,
+    "by torch": F.scaled_dot_product_attention,
+}
+
+
+@pytest.mark.parametrize("attend", SHARED)
+def test_the_axis_of_the_heads_is_found_where_one_projection_serves_each_head(attend):
+    """What it makes does not tell the heads apart; a later batch may have as many sequences as heads."""
+    model = make(lambda module, q, k, v: SHARED[attend](F.linear(q, TURN), F.linear(k, TURN), v))
+    x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    check_doubled(model, x)
+    with betahook.attach(model, controller="monitor", per_head=True) as hook:
+        for inputs in (x, x.repeat(HEADS // 2, 1, 1)):
+            model(inputs)
+            assert hook.layers["1"].refusal is None
+        measured = hook.layers["1"].head_statistics.std.double()
+    q, k = (F.linear(model[1].split(p(model[0](x))), TURN).double() for p in (model[1].q_proj, model[1].k_proj))
+    expected = (q @ k.mT).transpose(0, 1).flatten(1).std(1, correction=0).detach()
+    torch.testing.assert_close(measured, expected, rtol=1e-4, atol=0)
+
+
+def pooled_by_a_convolution(q):
+    """All but the first token, the heads in the batch, as in MViT."""
+    first, others = q[:, :, :1], q[:, :, 1:].flatten(0, 1).mT
+    others = F.conv1d(others, TURN[:, None, :3], stride=2, groups=len(TURN)).mT
+    return torch.cat([first, others.unflatten(0, (-1, HEADS))], 2)
+
+
+def test_the_axis_of_the_heads_is_found_behind_a_convolution_of_each_head():
+    """Batch and heads are as many."""
+    x = torch.randn(HEADS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def mix(module, q, k, v):
+        out = (pooled_by_a_convolution(q) @ k.mT * ROOT).softmax(-1) @ v
+        return F.pad(out, (0, 0, 0, LENGTH - out.shape[2]))
+
+    model = make(mix)
+    check_doubled(model, x)
+    with betahook.attach(model, controller="monitor", per_head=True) as hook:
+        model(x)
+        measured = hook.layers["1"].head_statistics.std.double()
+    q, k = (model[1].split(p(model[0](x))) for p in (model[1].q_proj, model[1].k_proj))
+    expected = (pooled_by_a_convolution(q).double() @ k.double().mT).transpose(0, 1).flatten(1).std(1, correction=0)
+    torch.testing.assert_close(measured, expected.detach(), rtol=1e-4, atol=0)
