@@ -31,8 +31,10 @@ BATCH, LENGTH = 3, 7
 
 SIDE, SIDES = 9, ({"H", "W"}, {"h", "w"}, {"height", "width"})
 """Of a picture whose tokens come as a sequence, and pairs of arguments for it; a convolution may take strides of 8."""
+BOTH_SIDES = {"size", "feat_size", "hw_shape"}
+"""Arguments for both at once."""
 
-Fixed: TypeAlias = dict[str, int | None]
+Fixed: TypeAlias = dict[str, int | tuple[int, int] | None]
 """The values of arguments in each trial, by their names."""
 
 
@@ -80,7 +82,7 @@ def run(module: nn.Module) -> Outcome | None:
             return None
         names = [name for name, each in parameters.items() if _is_required(each)]
         fixed, masks = _fixed(names), [name for name in parameters if "mask" in name]
-        shapes = [*_shapes(module, is_picture=SIDE in fixed.values())]
+        shapes = [*_shapes(module, is_picture=any(fixed.values()))]
         masked = [[], masks] if masks else [[]]
         watch = _first(_try(module, names, fixed, masks, *shape) for masks in masked for shape in shapes)
     if watch is None:
@@ -131,7 +133,7 @@ def _fixed(names: list[str]) -> Fixed:
     for pair in SIDES:
         if pair.issubset(names):
             fixed |= dict.fromkeys(pair, SIDE)
-    return fixed
+    return fixed | dict.fromkeys(BOTH_SIDES.intersection(names), (SIDE, SIDE))
 
 
 def _places(module: nn.Module, attention: Attention, labels: Labels) -> tuple[Place, Place] | None:

@@ -322,6 +322,13 @@ class OnAGrid(nn.Module):
         return (split(self.a(x)) @ k.mT * self.scale).softmax(-1) @ v
 
 
+class OnASizedGrid(OnAGrid):
+    """Both sides in one argument, as in timm and mmsegmentation."""
+
+    def forward(self, x, size):
+        return super().forward(x, *size)
+
+
 class OfHiddenStates(Mixer):
     """An argument that has the name of a side alone, and is none."""
 
@@ -329,14 +336,15 @@ class OfHiddenStates(Mixer):
         return super().forward(h)
 
 
-def test_height_and_width_of_a_picture_are_numbers():
-    layer = OnAGrid()
+@pytest.mark.parametrize(("kind", "sides"), [(OnAGrid, (16, 8)), (OnASizedGrid, ((16, 8),))])
+def test_height_and_width_of_a_picture_are_numbers(kind, sides):
+    layer = kind()
     with betahook.attach(layer, controller="monitor", when="always") as hook:
         found = hook.layers[""]
         assert (found.heads, found.head_dim) == (HEADS, HEAD_DIM)
         for projection, part in zip(found.projections, (layer.a, layer.b), strict=True):
             assert torch.equal(projection.entries, part.weight[:WIDTH].unflatten(0, (HEADS, HEAD_DIM)))
-        layer(torch.randn(BATCH, 16 * 8, WIDTH), 16, 8)
+        layer(torch.randn(BATCH, 16 * 8, WIDTH), *sides)
         assert int(found.statistics.count) == BATCH * HEADS * 16 * 8 * 2
     with betahook.attach(Model(OfHiddenStates)) as hook:
         assert hook.layers["layer"].head_dim == HEAD_DIM
