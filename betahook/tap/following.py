@@ -101,13 +101,16 @@ def assign(forward: Forward, call: Call) -> None:
     before_change = forward.traces.before_change(target, source)
     if before_change is not None and _is_same(target[index], source):
         into = before_change
-    call.run()
+    derived: Derived = None
     if isinstance(into, Weights) or isinstance(trace, Weights):
         before = into.before if isinstance(into, Weights) else into
-        forward.traces.note(target, Weights(before=before if isinstance(before, Scores) else None))
+        derived = Weights(before=before if isinstance(before, Scores) else None)
     elif isinstance(trace, Scores) or isinstance(into, Scores):
-        with torch.no_grad():
-            forward.traces.note(target, _assigned(forward, call, into, trace))
+        with torch.no_grad():  # before the change, since values may share the memory
+            derived = _assigned(forward, call, into, trace)
+    call.run()
+    forward.traces.note(target, derived)
+    if isinstance(derived, Scores):
         forward.traces.changed(target)
 
 

@@ -80,9 +80,18 @@ def two_biases_on_parts(scores):
     return scores
 
 
-@pytest.mark.parametrize("way", [bias_on_a_part, two_biases_on_parts])
+def biased_in_another_shape(scores):
+    """All of them, as MViT adds relative positions."""
+    biased = scores[:, :, 0:, 0:].unflatten(-1, (2, -1)) + torch.tensor([[-2.0], [2.0]])
+    scores[:, :, 0:, 0:] = biased.flatten(-2)
+    return scores
+
+
+@pytest.mark.parametrize("way", [bias_on_a_part, two_biases_on_parts, biased_in_another_shape])
 def test_a_part_of_the_scores_that_is_changed_in_its_place(x, way):
-    check_doubled(make(lambda module, q, k, v: way(q @ k.mT * ROOT).softmax(-1) @ v), x)
+    model = make(lambda module, q, k, v: way(q * ROOT @ k.mT).softmax(-1) @ v)
+    check_doubled(model, x)
+    check_measured(model, x)
 
 
 def test_a_later_product_of_activations_is_none_of_scores(x):
