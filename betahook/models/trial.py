@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -70,7 +69,7 @@ def run(module: nn.Module) -> Outcome | None:
     """Run the forward of a module for what it shows; None if it does not run on a made-up input.
 
     Each required argument is `[batch, length, width]`, or what a convolution in the module takes: `[batch, channels,
-    length]` or `[batch, channels, height, width]`. Masks and biases are None, height and width of a picture numbers;
+    length]`, a picture or a video. Masks and biases are None, height and width of a picture numbers;
     where that does not run, masks are `[batch, length, length]`.
     """
     with compat.without_data() as copied, torch.no_grad():
@@ -176,9 +175,9 @@ def _shapes(module: nn.Module, *, is_picture: bool) -> Iterator[tuple[tuple[int,
     widths = _widths(module)
     for width in widths:
         yield (BATCH, length, width), length
-    for kind, sizes in ((nn.Conv1d, (LENGTH,)), (nn.Conv2d, (LENGTH, LENGTH))):
+    for axes, kind in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1):
         for width in widths if any(isinstance(part, kind) for part in module.modules()) else ():
-            yield (BATCH, width, *sizes), math.prod(sizes)
+            yield (BATCH, width, *(LENGTH for _ in range(axes))), LENGTH**axes
     for length, width in itertools.product(others, widths):
         yield (BATCH, length, width), length
 

@@ -307,6 +307,28 @@ def test_channels_may_come_before_tokens_and_a_bias_may_be_required():
         assert float(found.statistics.mean) == pytest.approx(float((q @ k.mT).mean().detach()), rel=1e-4)
 
 
+class OfVideo(nn.Module):
+    """One head over all places and times, as in a non-local block."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Conv3d(WIDTH, WIDTH, 1) for _ in range(3))
+
+    def forward(self, x):
+        q, k, v = (part(x).flatten(2).mT for part in (self.a, self.b, self.c))
+        return ((q @ k.mT * WIDTH**-0.5).softmax(-1) @ v).mT.reshape(x.shape)
+
+
+def test_an_input_may_be_a_video():
+    layer = OfVideo()
+    with betahook.attach(layer, controller="monitor") as hook:
+        found = hook.layers[""]
+        assert (found.heads, found.head_dim) == (1, WIDTH)
+        assert [projection.module for projection in found.projections] == [layer.a, layer.b]
+        layer(torch.randn(BATCH, WIDTH, 2, 3, 4))
+        assert int(found.statistics.count) == BATCH * (2 * 3 * 4) ** 2
+
+
 class OnAGrid(nn.Module):
     """The tokens of a picture, whose sides come with them; keys are those of its squares."""
 
