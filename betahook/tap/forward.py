@@ -127,7 +127,7 @@ class Forward:
 
         Args:
             tensor: an operand or scores.
-            labels: its labels, if any.
+            labels: its labels, if any; what they tell is remembered.
             summed: the axis of the components in an operand.
             shared: the axes that may be of heads.
             site: where the tensor is used.
@@ -138,12 +138,10 @@ class Forward:
         if site in self.axes:
             axis = self.axes[site]
             return axis if not isinstance(axis, int) or tensor.shape[axis : axis + 1] == (count,) else None
-        found: Axis | None = None
-        if labels is not None and heads.varying(labels, summed):
-            found = heads.find(labels, summed, count)
-        elif tensor.dim() > 3:  # as where one projection serves every head
+        if labels is None:
             fitting = [axis for axis in shared if tensor.shape[axis] == count]
-            found = fitting[0] if len(fitting) == 1 else None
+            return fitting[0] if len(fitting) == 1 and tensor.dim() > 3 else None
+        found = heads.find(labels, summed, count)
         if found is not None:
             self.axes[site] = found
         return found
