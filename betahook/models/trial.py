@@ -69,8 +69,8 @@ def run(module: nn.Module) -> Outcome | None:
     """Run the forward of a module for what it shows; None if it does not run on a made-up input.
 
     Each required argument is `[batch, length, width]`, or what a convolution in the module takes: `[batch, channels,
-    length]`, a picture or a video. Masks and biases are None, height and width of a picture numbers;
-    where that does not run, masks are `[batch, length, length]`.
+    length]`, a picture or a video. Masks and biases are None, or, where that does not run, masks `[batch, length,
+    length]`; height and width of a picture are numbers.
     """
     with compat.without_data() as copied, torch.no_grad():
         try:

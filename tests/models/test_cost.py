@@ -278,10 +278,13 @@ def test_a_step_takes_as_many_operations_for_any_number_of_layers(layers):
     assert opening <= 159
 
 
-def test_a_step_that_moves_no_beta_computes_none():
-    turn, *between, due = counted("monitor", 2, range(10, 20))
-    assert turn == 1
-    assert between == [0] * 8
+@pytest.mark.parametrize(("layers", "turns"), [(2, 1), (8, 4)])
+def test_a_step_that_moves_no_beta_computes_none(layers, turns):
+    """It adds up what the last turn of a pair of layers has brought, when the next one begins."""
+    first, *between, due = counted("monitor", layers, range(10, 20))
+    assert first == 1
+    assert sorted(between)[: 9 - turns] == [0] * (9 - turns)
+    assert max(between) <= 22
     assert due <= 32
 
 
