@@ -507,11 +507,11 @@ FAULTS = [
     Fault("betahook/tap/kernels.py", "and getattr(self.namespace.get(self.name), _SHOWN, None) is self:", ":"),
     Fault("betahook/tap/kernels.py", " or shown.namespace is not namespace", ""),
     # models, state, checkpoint
-    Fault("betahook/models/trial.py", "rows % self.tokens == 0 and", "", TRIAL),
+    Fault("betahook/models/trial.py", "if rows % self.tokens or not widths", "if not widths", TRIAL),
     Fault("betahook/models/trial.py", "watch.found is None or watch.found.size is not None", "True", TRIAL),
     Fault("betahook/models/discovery.py", "sum(size > 1 for size in parameter.shape) > 1", "True", TRIAL),
     Fault("betahook/models/discovery.py", "is_lazy(parameter) or", "", TRIAL),
-    Fault("betahook/models/trial.py", "if len(moving) < 2:", "if not moving:"),
+    Fault("betahook/models/trial.py", "if len(moving) > 1 else ()", ""),
     Fault("betahook/models/trial.py", 'call.name != "batch_norm"', "True", PLACES),
     Fault("betahook/models/trial.py", "if compat.is_adapter(child):", "if False:", PLACES),
     Fault("betahook/models/trial.py", 'plain and getattr(part, "groups", 1) == 1', "plain", PLACES),
