@@ -166,7 +166,7 @@ def _places(layer: betahook.AttentionLayer) -> list[str]:
         return ["", ""]
     names = {module: name for name, module in layer.module.named_modules()}
     # nn.MultiheadAttention holds them itself.
-    return [names[projection.module] or f"{projection.prefix}weight" for projection in layer.projections]
+    return [names[projection.module] or projection.weight for projection in layer.projections]
 
 
 def _check_state(folder: str) -> None:

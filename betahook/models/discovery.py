@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from betahook import compat
@@ -20,8 +20,9 @@ from betahook.models import trial
 from betahook.models.code import PRODUCTS, is_own, names_held, names_used
 from betahook.models.families import Facts, facts
 from betahook.models.heads import count_heads, from_scale, missing, stated
-from betahook.models.labels import Features
-from betahook.models.projections import Pair, Place, at_places, locate, place_of
+from betahook.models.labels import Features, Linear
+from betahook.models.places import Place, place_of
+from betahook.models.projections import Pair, at_places, locate
 
 Route = Literal["interface", "torch", "by hand"]
 """The source of scores: transformers' attention "interface", "torch" or another
@@ -61,16 +62,21 @@ class AttentionModule:
         pair = None if self.places is None else at_places(self.module, self.places)
         return pair or locate(self.module, self.heads, self.head_dim)
 
-    def correct(self, made_of: Sequence[Features | None], weights: Sequence[Tensor | None]) -> None:
+    def correct(self, made_of: tuple[Features | None, Features | None], linears: Sequence[Linear | None]) -> None:
         """Take the rows of W_q and W_k from the first forward, where no trial showed them.
 
         Args:
             made_of: the features that q and k were made of.
-            weights: of the projections that made them, by number.
+            linears: the projections, by number.
         """
-        if self.places is None and (pair := self.projections) is not None:
-            query, key = (place_of(self.module, *each, weights) for each in zip(pair, made_of, strict=True))
-            self.places = None if query is None or key is None else (query, key)
+        if self.places is not None or (pair := self.projections) is None:
+            return
+        query, key = (place_of(self.module, features, linears, {}) for features in made_of)
+        if query is None or key is None:
+            return
+        shown = at_places(self.module, (query, key))
+        if shown is not None and all(one.stored is other.stored for one, other in zip(pair, shown, strict=True)):
+            self.places = query, key
 
 
 @dataclass(frozen=True)

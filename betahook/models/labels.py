@@ -6,10 +6,11 @@ may coincide, do not: `tap.heads` finds the axis of the heads by them, `models.t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from betahook.models.torch_calls import MOVING, Call, tensors_in
 
 PROJECTIONS = {"linear": -1, "addmm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
 """Functions that make features, to the axis along which these lie."""
+ADDING = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 REDUCING = {"max", "min", "amax", "amin", "mean", "sum"}
 """Functions whose results keep a label that all of their entries have in common."""
 FAR = 2**31
@@ -56,16 +58,35 @@ class Features:
     rows: Tensor
 
 
+@dataclass(frozen=True)
+class Linear:
+    """The linear map of a projection.
+
+    Attributes:
+        source: its input.
+        weight: the matrix, or the kernel of a convolution.
+        axis: along which the rows of the weight lie, one for each feature.
+        bias: what was added to the features at once, None for nothing.
+        output: the features, with the bias.
+    """
+
+    source: Tensor
+    weight: Tensor
+    axis: int
+    bias: Tensor | None
+    output: Tensor
+
+
 class Labels:
     """The labels of the tensors in one forward.
 
     Attributes:
-        weights: weight of each projection, at index `label // FAR`; None for one that is not known.
+        linears: that of each projection, at index `label // FAR`; None where it is not known.
     """
 
     def __init__(self, apart: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Begin without labels; they are computed in the context `apart`."""
-        self.weights: list[Tensor | None] = []
+        self.linears: list[Linear | None] = []
         self._of = ByTensor[Tensor]()
         self._apart = apart
 
@@ -78,12 +99,12 @@ class Labels:
         if type(labels) is Tensor:
             self._of[tensor] = labels
 
-    def put_features(self, tensor: Tensor, axes: list[int], weight: Tensor | None = None) -> None:
+    def put_features(self, tensor: Tensor, axes: list[int], linear: Linear | None = None) -> None:
         """Label a tensor that a projection made, whose features lie along some of its axes."""
         shape = [size if axis in axes else 1 for axis, size in enumerate(tensor.shape)]
-        numbers = torch.arange(math.prod(shape), device=_device_of(tensor)) + FAR * len(self.weights)
+        numbers = torch.arange(math.prod(shape), device=_device_of(tensor)) + FAR * len(self.linears)
         self.put(tensor, numbers.view(shape).expand(tensor.shape).contiguous())
-        self.weights.append(weight)
+        self.linears.append(linear)
 
     def _tell_heads_apart(self, tensor: Tensor, source: Tensor) -> None:
         """Label the features of a projection of several heads, which lie in the batch, as those of each head."""
@@ -92,7 +113,7 @@ class Labels:
             return
         _, heads = (of.flatten(1).amin(1) % FAR).unique(return_inverse=True)
         if heads.any():
-            self.weights[-1] = None  # which all of them share
+            self.linears[-1] = None  # which all of them share
             apart = heads * int(labels.max() - labels.min() + 1)
             self.put(tensor, labels + apart.view(-1, *(1 for _ in labels.shape[1:])))
 
@@ -101,13 +122,26 @@ class Labels:
         name = call.name
         with self._apart():
             if name in PROJECTIONS or (name in ("matmul", "__matmul__") and call.operands[1].dim() == 2):
-                source, weight = call.operands[1:3] if name == "addmm" else call.operands[:2]
-                self.put_features(output, [PROJECTIONS.get(name, -1) % output.dim()], weight)
-                self._tell_heads_apart(output, source)
+                linear = _linear_of(call, output)
+                self.put_features(output, [PROJECTIONS.get(name, -1) % output.dim()], linear)
+                self._tell_heads_apart(output, linear.source)
             elif name == "__setitem__":
                 self._assign(*call.args)
             elif name not in PRODUCTS and any(self.get(tensor) is not None for tensor in call.tensors):
+                if name in ADDING:
+                    self._note_bias(call.tensors, output)
                 self._follow(call, output)
+
+    def _note_bias(self, added: list[Tensor], output: Tensor) -> None:
+        """Note the bias of a projection that multiplies only: a vector that is added to its features."""
+        for one, other in itertools.permutations(added, 2):
+            labels = self.get(one)
+            if labels is None or labels.numel() == 0 or other.shape != labels.shape[-1:]:
+                continue
+            number = int(labels.max()) // FAR
+            linear = self.linears[number] if number >= 0 else None
+            if linear is not None and linear.bias is None:
+                self.linears[number] = replace(linear, bias=other, output=output)
 
     def _assign(self, target: Tensor, index: Any, source: Any) -> None:
         labels = self.get(source) if isinstance(source, Tensor) else None
@@ -148,12 +182,23 @@ class Labels:
 
     def _of_unknown_weight(self, labels: Tensor) -> Tensor:
         """The same features, as if another projection had made them."""
-        self.weights.append(None)
-        return labels.where(labels == UNKNOWN, labels % FAR + FAR * (len(self.weights) - 1))
+        self.linears.append(None)
+        return labels.where(labels == UNKNOWN, labels % FAR + FAR * (len(self.linears) - 1))
 
     def _labels_or_none(self, tensor: Tensor) -> Tensor:
         labels = self.get(tensor)
         return torch.full(tensor.shape, UNKNOWN, device=_device_of(tensor)) if labels is None else labels
+
+
+def _linear_of(call: Call, output: Tensor) -> Linear:
+    """The linear map that a call is."""
+    if call.name == "addmm":
+        bias, source, weight = call.operands[:3]
+        return Linear(source, weight, 1, bias, output)
+    source, weight, *rest = call.operands
+    if call.name not in PROJECTIONS:
+        return Linear(source, weight, 1, None, output)
+    return Linear(source, weight, 0, rest[0] if rest and isinstance(rest[0], Tensor) else None, output)
 
 
 def _device_of(tensor: Tensor) -> torch.device:

@@ -8,7 +8,7 @@ the names and the layouts of known classes, `materialise` reads a weight however
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from betahook import compat
 from betahook.models import families, layouts, materialise
 from betahook.models.code import is_own
-from betahook.models.labels import Features
 from betahook.models.layouts import Select
+from betahook.models.places import Place
 
 
 @dataclass(frozen=True)
@@ -25,25 +25,34 @@ class Projection:
     """The part of a linear map that makes q, or k.
 
     Attributes:
-        module: the module that owns the weight and sees the input.
+        module: the module that owns the weight.
         select: takes the rows that belong to q or k out of the weight `[out, d_x]`, as `[heads, d_k, d_x]`.
         adapter: the layer around `module` that adds to what it returns, such as LoRA's; None without one.
-        prefix: of the names "weight" and "bias" in the module.
-        argument: which of the module's positional arguments is the input.
+        weight: its name in the module.
+        bias: that of the bias; None where none is known.
+        in_by_out: True for a weight that the module stores as `[d_x, out]`.
+        argument: which of the module's positional arguments is the input; None where none is.
     """
 
     module: nn.Module
     select: Select
     adapter: nn.Module | None = None
-    prefix: str = ""
-    argument: int = 0
+    weight: str = "weight"
+    bias: str | None = "bias"
+    in_by_out: bool = False
+    argument: int | None = 0
 
     @property
     def stored(self) -> Tensor:
         """The weight that holds W_q or W_k, as the module stores it."""
-        stored = materialise.stored(self.module, f"{self.prefix}weight")
+        stored = materialise.stored(self.module, self.weight)
         assert isinstance(stored, Tensor)
         return stored
+
+    @property
+    def axis(self) -> int:
+        """The axis of the stored weight along which its rows lie, one for each feature."""
+        return int(self.in_by_out or type(self.module).__name__ in families.TRANSPOSED)
 
     @property
     def owners(self) -> list[nn.Module]:
@@ -54,12 +63,12 @@ class Projection:
     def width(self) -> int:
         """d_x."""
         width = getattr(self.module, "in_features", None)  # what is quantised may be stored in another shape
-        return width if isinstance(width, int) else self.matrix.shape[1]
+        return width if isinstance(width, int) and self.weight == "weight" else self.matrix.shape[1]
 
     @property
     def matrix(self) -> Tensor:
         """The stored weight as `[out, in]`."""
-        return _out_by_in(self.module, self.stored)
+        return _out_by_in(self.stored, self.axis)
 
     @property
     def obstacle(self) -> str | None:
@@ -74,38 +83,7 @@ class Projection:
     @property
     def entries(self) -> Tensor:
         """W_q or W_k as it acts, `[heads, d_k, d_x]` in floating point: gathered, dequantised, with its adapter."""
-        return self.select(_out_by_in(self.module, materialise.read(self.stored, self.module, self.adapter)))
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of W_q or W_k in an attention module, as a forward shows it.
-
-    Attributes:
-        name: of the linear map in the module, without what wraps it.
-        rows: int64 `[heads, d_k]`, of its weight.
-    """
-
-    name: str
-    rows: Tensor
-
-    def select(self, weight: Tensor) -> Tensor:
-        """Take the rows out of a weight `[out, d_x]`, as `[heads, d_k, d_x]`."""
-        return weight[self.rows.to(weight.device)]
-
-
-def place_of(
-    module: nn.Module, projection: Projection, features: Features | None, weights: Sequence[Tensor | None]
-) -> Place | None:
-    """The place of a projection that has its own name, with the rows of it that a query or a key was made of.
-
-    None where it was made of another weight, or of one that an adapter adds to.
-    """
-    if features is None or weights[features.projection] is not projection.stored or projection.prefix:
-        return None
-    if projection.adapter is not None:
-        return None
-    return Place(next(name for name, part in module.named_modules() if part is projection.module), features.rows)
+        return self.select(_out_by_in(materialise.read(self.stored, self.module, self.adapter), self.axis))
 
 
 KNOWN_FORMS = "Known are linear modules called q_proj and k_proj, or qkv; betahook/models/families.py has more names"
@@ -121,11 +99,13 @@ def at_places(module: nn.Module, places: tuple[Place, Place]) -> Pair | None:
 
 
 def _at_place(module: nn.Module, place: Place) -> Projection | None:
-    child = operator.attrgetter(place.name)(module)
-    if isinstance(child, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return Projection(child, place.select)
-    linear = _linear(child)
-    return None if linear is None else Projection(linear, place.select, child if compat.is_adapter(child) else None)
+    owner = operator.attrgetter(place.owner)(module) if place.owner else module
+    adapter = owner if compat.is_adapter(owner) else None
+    if place.owner and place.weight == "weight" and not isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        owner = _linear(owner)  # which may be wrapped by now
+    if owner is None or not isinstance(materialise.stored(owner, place.weight), Tensor):
+        return None
+    return Projection(owner, place.select, adapter, place.weight, place.bias, place.axis == 1, place.argument)
 
 
 def locate(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
@@ -145,7 +125,8 @@ def torch_attention(module: nn.Module, heads: int, head_dim: int) -> Pair | None
     if not isinstance(module, nn.MultiheadAttention) or materialise.stored(module, "in_proj_weight") is None:
         return None
     query, key = (layouts.run(start, heads, head_dim) for start in (0, heads * head_dim))
-    return Projection(module, query, prefix="in_proj_"), Projection(module, key, prefix="in_proj_", argument=1)
+    whole = Projection(module, query, weight="in_proj_weight", bias="in_proj_bias")
+    return whole, replace(whole, select=key, argument=1)
 
 
 def separate(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
@@ -236,11 +217,11 @@ def matrix(module: nn.Module) -> Tensor:
     """The weight of a linear module as `[out, in]`."""
     weight = materialise.stored(module)
     assert isinstance(weight, Tensor)
-    return _out_by_in(module, weight)
+    return _out_by_in(weight, int(type(module).__name__ in families.TRANSPOSED))
 
 
-def _out_by_in(module: nn.Module, weight: Tensor) -> Tensor:
-    """A weight as `[out, in]`, that of a convolution with all that one of its patches holds."""
+def _out_by_in(weight: Tensor, axis: int) -> Tensor:
+    """A weight as `[out, in]`, where its rows lie along an axis; that of a convolution with all of one patch."""
     if weight.dim() > 2:
         return weight.flatten(1)
-    return weight.mT if type(module).__name__ in families.TRANSPOSED else weight
+    return weight.mT if axis == 1 else weight

@@ -215,18 +215,17 @@ def _rows(projection: Projection) -> Tensor:
 
 def of_linear(projection: Projection, exponent: Tensor | float) -> Iterator[Weight]:
     """The weight and the bias of a projection, and what its adapters make its output from."""
-    module, prefix = projection.module, projection.prefix
     rows = Rows.of(_rows(projection), exponent, len(projection.matrix))
-    owners = [(module, f"{prefix}bias")]
+    owners = [(projection.module, projection.bias)]
     if magnitudes := compat.magnitudes(projection.adapter):  # of DoRA, where the norms of the weight cancel
         yield from (Weight(magnitude, "weight", rows) for magnitude in magnitudes)
     else:
-        yield Weight(module, f"{prefix}weight", rows, axis=int(type(module).__name__ in families.TRANSPOSED))
+        yield Weight(projection.module, projection.weight, rows, axis=projection.axis)
         for up in compat.adapter_outputs(projection.adapter):
             yield Weight(up, "weight", rows)
             owners.append((up, "bias"))
     for owner, name in owners:
-        if isinstance(getattr(owner, name, None), Tensor):
+        if name is not None and isinstance(getattr(owner, name, None), Tensor):
             yield Weight(owner, name, rows)
 
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from betahook import compat
 from betahook.models.by_tensor import ByTensor
 from betahook.models.code import PRODUCTS, SOFTMAXES
-from betahook.models.families import TRANSPOSED
 from betahook.models.labels import Labels, features_of_heads
-from betahook.models.projections import Place
+from betahook.models.places import Place, place_of
 from betahook.models.torch_calls import Call, tensors_in
 
 BATCH, LENGTH = 3, 7
@@ -88,7 +88,7 @@ def run(module: nn.Module) -> Outcome | None:
         return None
     if watch.found is None:
         return Outcome()
-    return Outcome(True, watch.found.size, _places(module, watch.found, watch.labels))
+    return Outcome(True, watch.found.size, _places(module, watch))
 
 
 def _first(watches: Iterable[_Watch | None]) -> _Watch | None:
@@ -115,12 +115,12 @@ def _try(
     """Run the forward on an input of a shape, and a mask as each of `masks`; None if it does not take one."""
     like, watch = next(module.parameters()), _Watch(BATCH * tokens)
     try:
-        x = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        watch.activations[x] = _Activation()
         mask = torch.ones(BATCH, tokens, tokens, dtype=torch.bool, device=like.device)
         given = fixed | dict.fromkeys(masks, mask)
-        with watch:
-            module.forward(*[given.pop(name, x) for name in names], **given)
+        inputs = [given.pop(name) if name in given else watch.an_input(shape, like) for name in names]
+        watch.note_call(module, inputs)
+        with watch, register_module_forward_hook(watch.note_call):
+            module.forward(*inputs, **given)
     except Exception:  # another shape may fit
         return None if watch.found is None else watch
     return watch
@@ -135,33 +135,16 @@ def _fixed(names: list[str]) -> Fixed:
     return fixed | dict.fromkeys(BOTH_SIDES.intersection(names), (SIDE, SIDE))
 
 
-def _places(module: nn.Module, attention: Attention, labels: Labels) -> tuple[Place, Place] | None:
-    """The places of W_q and W_k in the projections whose features the operands are made of."""
-    if attention.size is None:
+def _places(module: nn.Module, watch: _Watch) -> tuple[Place, Place] | None:
+    """The places of W_q and W_k, of whose features the operands are made."""
+    if watch.found is None or watch.found.size is None:
         return None
     places = []
-    for operand in attention.labels:
-        features = None if operand is None else features_of_heads(operand, *attention.size, BATCH)
-        name = None if features is None else _name(module, labels.weights[features.projection])
-        if features is None or name is None:
-            return None
-        places.append(Place(name, features.rows))
+    for operand in watch.found.labels:
+        features = None if operand is None else features_of_heads(operand, *watch.found.size, BATCH)
+        places.append(place_of(module, features, watch.labels.linears, watch.calls))
     query, key = places
-    return (query, key) if len(query.rows) == attention.size[0] else None
-
-
-def _name(module: nn.Module, weight: Tensor | None) -> str | None:
-    """The name of the part of a module that owns a weight and does nothing but multiply by it."""
-    parts = module.named_modules() if weight is not None else ()
-    owners = (name for name, part in parts if getattr(part, "weight", None) is weight and _is_linear(part))
-    owner: str | None = next(owners, None)
-    return owner
-
-
-def _is_linear(part: nn.Module) -> bool:
-    """True for a linear map, or a convolution that is one of each patch, and not a class made of it."""
-    plain = any(type(part).forward is kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
-    return (plain and getattr(part, "groups", 1) == 1) or type(part).__name__ in TRANSPOSED
+    return (query, key) if query and key and len(query.rows) == watch.found.size[0] else None
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
@@ -220,16 +203,28 @@ class _Watch(TorchFunctionMode):
     Attributes:
         tokens: of all sequences in the module's input.
         labels: the features that entries are made of.
+        calls: of the module and of its parts.
         found: the first attention.
     """
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
         self.tokens = tokens
+        self.calls: dict[nn.Module, list[tuple[Sequence[Any], Any]]] = {}
         self.labels = Labels(compat.untransformed)
         self.found: Attention | None = None
         self.activations = ByTensor[_Activation]()
         self.weights = ByTensor[Attention]()  # that made them
+
+    def an_input(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Make an input of the module, of its own for each argument."""
+        x = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self.activations[x] = _Activation()
+        return x
+
+    def note_call(self, module: nn.Module, args: Sequence[Any], output: Any = None) -> None:
+        """Note what a module was called with, and what it returned."""
+        self.calls.setdefault(module, []).append((args, output))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -182,7 +182,7 @@ class Forward:
             if self.plan.fused_only and self.plan.breaks_graphs:
                 layer.state.has_broken_graphs, self.plan.breaks_graphs = True, False
         if reason is None and undecided and self.labels is not None and self.made_of is not None:
-            layer.attention.correct(self.made_of, self.labels.weights)
+            layer.attention.correct(self.made_of, self.labels.linears)
         elif reason is not None:
             leave_alone(layer, reason, "Attention by F.scaled_dot_product_attention is followed; ")
         for product in self.products:

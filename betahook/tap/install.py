@@ -37,7 +37,8 @@ def _watch_inputs(recorder: Recorder, undo: ExitStack) -> None:
     """Record what enters the projections of q and k, once where both share a module and its argument."""
     sides: dict[tuple[nn.Module, int], list[str]] = {}
     for side, projection in zip(SIDES, recorder.attention.projections or (), strict=False):
-        sides.setdefault((projection.module, projection.argument), []).append(side)
+        if projection.argument is not None:
+            sides.setdefault((projection.module, projection.argument), []).append(side)
     for (module, argument), names in sides.items():
         record = functools.partial(_record_input, recorder, names, argument, _name_of(argument, module))
         undo.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)

@@ -38,6 +38,7 @@ VERIFICATION = ("tests/unit/keep/test_verification.py",)
 CLIPPING = ("tests/unit/step/test_clipping.py", "tests/unit/models/test_scaling.py")
 PLACES = ("tests/unit/models/test_places.py",)
 TRIAL = ("tests/unit/models/test_trial.py",)
+PARAMETERS = ("tests/unit/models/test_parameters.py",)
 HANDLERS = ("tests/unit/tap/test_handlers.py",)
 AXES = ("tests/unit/tap/test_head_axes.py",)
 POSITIONS = ("tests/unit/tap/test_positions.py",)
@@ -514,8 +515,29 @@ FAULTS = [
     Fault("betahook/models/trial.py", "if len(moving) > 1 else ()", ""),
     Fault("betahook/models/trial.py", 'call.name != "batch_norm"', "True", PLACES),
     Fault("betahook/models/trial.py", "if compat.is_adapter(child):", "if False:", PLACES),
-    Fault("betahook/models/trial.py", 'plain and getattr(part, "groups", 1) == 1', "plain", PLACES),
-    Fault("betahook/models/trial.py", "plain = any(type(part)", "plain = True or any(type(part)", PLACES),
+    Fault("betahook/models/places.py", 'or getattr(owner, "groups", 1) != 1', "", PLACES),
+    Fault("betahook/models/places.py", "not any(_is_all_of(linear.output", "any(_is_all_of(linear.output", PLACES),
+    Fault("betahook/models/places.py", "if path and own_calls and", "if path and", PARAMETERS),
+    Fault("betahook/models/places.py", "(*part._parameters, ", "(", PARAMETERS),
+    Fault("betahook/models/places.py", "return own, first + step * numbers", "return own, step * numbers", PARAMETERS),
+    Fault(
+        "betahook/models/places.py",
+        "if entries == (whole.shape[1 - own], whole",
+        "if entries[1:] == (whole",
+        PARAMETERS,
+    ),
+    Fault("betahook/models/places.py", '("bias" if path else None)', '"bias"', PARAMETERS),
+    Fault("betahook/models/places.py", " and whole.shape == (rows,)", "", PARAMETERS),
+    Fault("betahook/models/places.py", " and tensor.numel() == other.numel()", "", PARAMETERS),
+    Fault("betahook/models/labels.py", "self._note_bias(call.tensors, output)", "pass", PARAMETERS),
+    Fault("betahook/models/projections.py", "self.in_by_out or type", "type", PARAMETERS),
+    Fault(
+        "betahook/models/projections.py",
+        'isinstance(width, int) and self.weight == "weight"',
+        "isinstance(width, int)",
+        PARAMETERS,
+    ),
+    Fault("betahook/tap/install.py", "if projection.argument is not None:", "if True:", PARAMETERS),
     Fault("betahook/models/labels.py", "if mixed else alike", "if False else alike", PLACES),
     Fault("betahook/models/labels.py", "len(rows) != head_dim for", "len(rows) == 0 for", PLACES),
     Fault("betahook/models/labels.py", "every[::shared]", "every[:own]", PLACES),
@@ -523,7 +545,7 @@ FAULTS = [
     Fault("betahook/models/labels.py", "labels[head::count] for head", "labels[:head] for head", PLACES),
     Fault("betahook/models/labels.py", "if len(projections) != 1 or", "if", PLACES),
     Fault("betahook/models/projections.py", "return weight.flatten(1)", "return weight", PLACES),
-    Fault("betahook/models/projections.py", "is not projection.stored or", "is None or", PLACES),
+    Fault("betahook/models/discovery.py", "all(one.stored is other.stored for", "all(True for", PLACES),
     Fault("betahook/tap/softmaxes.py", "forward.made_of or leader.made_of", "forward.made_of", PLACES),
     Fault(
         "betahook/tap/softmaxes.py",

@@ -287,6 +287,23 @@ def test_the_first_forward_shows_the_rows_where_a_trial_does_not_run(fused):
     torch.testing.assert_close(module(x, {"scale": 1}), output, rtol=1e-10, atol=1e-12)
 
 
+def test_an_adapter_that_is_off_in_the_first_forward_stays_a_part_of_the_weight():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    module, x = AskingForOptions(False), torch.randn(2, 9, WIDTH)
+    config = peft.LoraConfig(r=2, target_modules=["query_key_value"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, module)
+    linear = module.query_key_value
+    with betahook.attach(module, controller="monitor", when="always") as hook:
+        (layer,) = hook.layers.values()
+        linear.enable_adapters(False)
+        module(x, {"scale": 1})
+        linear.enable_adapters(True)
+        acting = linear.base_layer.weight + linear.get_delta_weight("default")
+        expected = layer.projections[0].select(acting).std(correction=0).item()
+        assert layer.weight_std_q == pytest.approx(expected, rel=1e-5)
+
+
 def test_clip_scales_the_rows_that_the_first_forward_showed():
     torch.manual_seed(0)
     module, x = AskingForOptions(False), torch.randn(2, 9, WIDTH)

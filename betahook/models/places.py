@@ -1,0 +1,130 @@
+"""Places of W_q and W_k in an attention module, as a forward shows them: the rows of a parameter that made q, or k.
+
+`trial` and the first forward of a layer ask for them with what `labels` tell; `projections` finds the weight at a place
+again. Nothing here reads an entry of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from betahook import compat
+from betahook.models import materialise
+from betahook.models.labels import Features, Linear
+
+Calls = Mapping[nn.Module, Sequence[tuple[Sequence[Any], Any]]]
+"""The positional arguments that modules were called with, and what they returned."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of W_q or W_k in an attention module.
+
+    Attributes:
+        owner: the name of the module that owns the parameter, without what wraps it; empty for the attention itself.
+        weight: the name of the parameter in its owner.
+        rows: int64 `[heads, d_k]`, of the features in the parameter.
+        axis: of the parameter, along which they lie.
+        bias: the name of the bias beside it; None where none is known.
+        argument: which positional argument of the owner is the input; None where that is not to be seen.
+    """
+
+    owner: str
+    weight: str
+    rows: Tensor
+    axis: int = 0
+    bias: str | None = "bias"
+    argument: int | None = 0
+
+    def select(self, weight: Tensor) -> Tensor:
+        """Take the rows out of a weight `[out, d_x]`, as `[heads, d_k, d_x]`."""
+        return weight[self.rows.to(weight.device)]
+
+
+def place_of(
+    module: nn.Module, features: Features | None, linears: Sequence[Linear | None], calls: Calls
+) -> Place | None:
+    """The place of the parameter that made the features of a query or a key.
+
+    None where they were made by what is no parameter of the module, or by one that is not all of what acts.
+
+    Args:
+        module: the attention.
+        features: those of the query or the key, as far as they are known.
+        linears: the linear maps of the projections, by number.
+        calls: those of the parts of the module, and of itself, as far as they are known.
+    """
+    linear = None if features is None else linears[features.projection]
+    if features is None or linear is None:
+        return None
+    found = _find(module, linear.weight)
+    if found is None:
+        return None
+    path, name, whole = found
+    owner = module.get_submodule(path)
+    own_calls, rows_of = calls.get(owner, ()), _rows_in(whole, linear.weight, linear.axis)
+    if rows_of is None or getattr(owner, "groups", 1) != 1:
+        return None
+    if path and own_calls and not any(_is_all_of(linear.output, output) for _, output in own_calls):
+        return None  # the owner does more than to multiply
+    axis, rows = rows_of
+    # A causal mask may be called the bias of an attention.
+    bias = _bias(owner, linear.bias, whole.shape[axis]) or ("bias" if path else None)
+    return Place(path, name, rows[features.rows], axis, bias, _argument(linear.source, own_calls))
+
+
+def _find(module: nn.Module, weight: Tensor) -> tuple[str, str, Tensor] | None:
+    """The owner, the name and the whole of a parameter, a part of which is `weight`."""
+    for path, part in module.named_modules():
+        for name in (*part._parameters, "weight"):  # no parameter where a hook of torch makes it of others
+            whole = materialise.stored(part, name)
+            if isinstance(whole, Tensor) and (whole is weight or whole is compat.owner(weight)):
+                return path, name, whole
+    return None
+
+
+def _rows_in(whole: Tensor, part: Tensor, axis: int) -> tuple[int, Tensor] | None:
+    """The axis of a parameter along which the rows of a part of it lie, and their numbers; None if they are not rows.
+
+    Args:
+        whole: the parameter.
+        part: a view of it.
+        axis: of the part, along which its rows lie.
+    """
+    numbers = torch.arange(part.shape[axis], device="cpu")
+    if part is whole:
+        return axis, numbers
+    if (whole.dim(), part.dim()) != (2, 2):
+        return None
+    offset = int(part.storage_offset() - whole.storage_offset())
+    entries = part.shape[1 - axis], part.stride(1 - axis)
+    for own in (0, 1):
+        if entries == (whole.shape[1 - own], whole.stride(1 - own)):
+            first, step = (places // whole.stride(own) for places in (offset, int(part.stride(axis))))
+            return own, first + step * numbers
+    return None
+
+
+def _bias(owner: nn.Module, bias: Tensor | None, rows: int) -> str | None:
+    """The name of the parameter, of an entry for each row, a part of which is a bias; None if there is none."""
+    if bias is None:
+        return None
+    own = ((name, whole) for name, whole in owner._parameters.items() if whole is not None and whole.shape == (rows,))
+    return next((name for name, whole in own if whole is compat.owner(bias)), None)
+
+
+def _argument(source: Tensor, calls: Sequence[tuple[Sequence[Any], Any]]) -> int | None:
+    """Which argument of a module a projection got; None where it is none of them."""
+    return next((index for args, _ in calls for index, x in enumerate(args) if _is_all_of(source, x)), None)
+
+
+def _is_all_of(tensor: Tensor, other: Any) -> bool:
+    """True if a tensor is another one, in whatever shape."""
+    if not isinstance(other, Tensor):
+        return False
+    return compat.owner(tensor) is compat.owner(other) and tensor.numel() == other.numel()

@@ -1,0 +1,340 @@
+"""W_q and W_k that are parameters of an attention itself, or of a linear module that a user wrote."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import betahook
+
+HEADS, D, WIDTH = 4, 6, 24
+
+
+def parameter(*shape):
+    return nn.Parameter(torch.randn(shape) * 0.2)
+
+
+def by_head(x):
+    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+class OwnAttention(nn.Module):
+    def forward(self, x):
+        return self.attend(*self.project(x))
+
+    def attend(self, q, k, v):
+        q, k, v = by_head(q), by_head(k), by_head(v)
+        return ((q @ k.mT * D**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+class Fused(OwnAttention):
+    """One weight and one bias, as in open_clip."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_proj_weight, self.in_proj_bias = parameter(3 * WIDTH, WIDTH), parameter(3 * WIDTH)
+
+    def project(self, x):
+        return F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+
+    def weights(self):
+        return self.in_proj_weight.chunk(3)[:2]
+
+
+class Stating(Fused):
+    """The same in a module with a number that is that of a linear one."""
+
+    in_features = 3 * WIDTH
+
+
+class InParts(Fused):
+    """The same weight part by part on inputs of their own, as in copies of `nn.MultiheadAttention`."""
+
+    def forward(self, query, key, value):
+        weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.split(WIDTH)
+        return self.attend(*map(F.linear, (query, key, value), weights, biases))
+
+
+class InByOut(OwnAttention):
+    """Matrices that an input is multiplied by, as in attention written from scratch."""
+
+    def __init__(self):
+        super().__init__()
+        self.W_query, self.W_key, self.W_value = (parameter(WIDTH, WIDTH) for _ in range(3))
+
+    def project(self, x):
+        return x @ self.W_query, torch.matmul(x, self.W_key), x @ self.W_value
+
+    def weights(self):
+        return self.W_query.T, self.W_key.T
+
+
+class WithBiases(InByOut):
+    def __init__(self):
+        super().__init__()
+        self.b_query, self.b_key = parameter(WIDTH), parameter(WIDTH)
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        k += self.b_key
+        return q + self.b_query, k, v
+
+
+class Turned(InByOut):
+    """Matrices `[in, out]` that a linear map gets turned, in one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        del self.W_query, self.W_key
+        self.register_buffer("bias", torch.ones(9, 9).tril())  # a mask, as GPT-2 calls it
+        self.mixed = parameter(WIDTH, 2 * WIDTH)
+
+    def project(self, x):
+        q, k = (F.linear(x, part.t()) for part in self.mixed.split(WIDTH, 1))
+        return q, k, x @ self.W_value
+
+    def weights(self):
+        return self.mixed.T.chunk(2)
+
+
+class Multiply(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = parameter(WIDTH, WIDTH), parameter(WIDTH)
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class OwnLinear(OwnAttention):
+    """Linear modules of a user's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.ask, self.answer, self.tell = (Multiply() for _ in range(3))
+
+    def project(self, x):
+        x = F.layer_norm(x, (WIDTH,))
+        return self.ask(x), self.answer(2 * x), self.tell(x)
+
+    def weights(self):
+        return self.ask.weight.T, self.answer.weight.T
+
+
+class Calling(OwnAttention):
+    """Linear modules that are not called: their weights are passed on."""
+
+    def __init__(self):
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def project(self, x):
+        return [F.linear(x, linear.weight, linear.bias) for linear in self.maps]
+
+    def weights(self):
+        return self.maps[0].weight, self.maps[1].weight
+
+
+class Model(nn.Module):
+    """An attention behind a norm, in a model."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(WIDTH), kind()
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.layer(x, x.cos(), x) if isinstance(self.layer, InParts) else self.layer(x)
+
+
+KINDS = [Fused, Stating, InParts, InByOut, WithBiases, Turned, OwnLinear, Calling]
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(1)
+    return 3 * torch.randn(2, 9, WIDTH)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weights_are_found(kind, x):
+    torch.manual_seed(0)
+    model = Model(kind)
+    plain = model(x)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        assert torch.equal(model(x), plain)
+        (layer,) = hook.layers.values()
+        assert layer.remarks == []
+        for projection, weight in zip(layer.projections, model.layer.weights(), strict=True):
+            assert torch.equal(projection.entries, weight.detach().unflatten(0, (HEADS, D)))
+            assert projection.width == WIDTH
+        expected = [weight.std(correction=0).item() for weight in model.layer.weights()]
+        assert [layer.weight_std_q, layer.weight_std_k] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_beta_folds_into_them(kind, x):
+    torch.manual_seed(0)
+    model, x = Model(kind).double(), x.double()
+    with betahook.attach(model, controller="monitor", per_head=True, when="always") as hook:
+        model(x)
+        (layer,) = hook.layers.values()
+        layer.head_beta = layer.head_beta * torch.tensor([0.5, 1.3, 2, 3])
+        expected = model(x)
+        betahook.fold(model)
+    torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clip_scales_them(kind, x):
+    torch.manual_seed(0)
+    model = Model(kind)
+    with betahook.attach(model, betahook.Clip(1.0), when="always", exact_max_logit=True) as hook:
+        (layer,) = hook.layers.values()
+        for _ in range(2):
+            model(x)
+            largest = (layer.head_statistics.max_score * layer.head_beta).amax().item()
+            hook.step()
+    assert largest == pytest.approx(1, rel=1e-4)
+
+
+INPUTS = {
+    Fused: lambda x: (x, x),
+    InParts: lambda x: (x, x.cos()),
+    InByOut: lambda x: (x, x),
+    WithBiases: lambda x: (x, x),
+    Turned: lambda x: (x, x),
+    OwnLinear: lambda x: (F.layer_norm(x, (WIDTH,)), 2 * F.layer_norm(x, (WIDTH,))),
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_their_inputs_are_measured_where_they_are_arguments(kind, x):
+    torch.manual_seed(0)
+    model = Model(kind)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        model(x)
+        (layer,) = hook.layers.values()
+        measured = layer.statistics.input_std_q.item(), layer.statistics.input_std_k.item()
+    expected = [each.std(correction=0).item() for each in INPUTS[kind](model.norm(x))]
+    assert measured == pytest.approx(expected, rel=1e-5)
+
+
+class Normed(InByOut):
+    """Projections of what is no argument."""
+
+    def project(self, x):
+        return super().project(F.layer_norm(x, (WIDTH,)))
+
+
+class OfAHalf(InByOut):
+    """Projections of a part of the argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.W_query, self.W_key = (parameter(WIDTH // 2, WIDTH) for _ in range(2))
+
+    def project(self, x):
+        half = x[..., : WIDTH // 2]
+        return half @ self.W_query, half @ self.W_key, x @ self.W_value
+
+
+@pytest.mark.parametrize("kind", [Normed, OfAHalf])
+def test_inputs_that_are_no_argument_are_not_measured(kind, x):
+    torch.manual_seed(0)
+    model = Model(kind)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        model(x)
+        (layer,) = hook.layers.values()
+        assert layer.weight_std_q == pytest.approx(model.layer.W_query.std(correction=0).item(), rel=1e-5)
+        assert layer.statistics.input_std_q.isnan()
+
+
+class Computed(InByOut):
+    """A weight that is made of a parameter in each forward."""
+
+    def project(self, x):
+        return x @ (2 * self.W_query), *super().project(x)[1:]
+
+
+class Columns(InByOut):
+    """A weight that is a part of each row of a parameter."""
+
+    def project(self, x):
+        return x[..., : WIDTH // 2] @ self.W_query[: WIDTH // 2], *super().project(x)[1:]
+
+
+class Doubled(Multiply):
+    """A linear module that does more than to multiply."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class OfDoubled(OwnLinear):
+    def __init__(self):
+        super().__init__()
+        self.ask = Doubled()
+
+
+@pytest.mark.parametrize("kind", [Computed, Columns, OfDoubled])
+def test_what_no_parameter_alone_makes_is_not_taken_for_one(kind):
+    torch.manual_seed(0)
+    with betahook.attach(Model(kind), controller="monitor") as hook:
+        (layer,) = hook.layers.values()
+        assert layer.projections is None
+        assert "W_q and W_k have no known form" in layer.remarks[0]
+
+
+class OneBias(InByOut):
+    """One bias of two weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.biases = parameter(2 * WIDTH)
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        return q + self.biases[:WIDTH], k + self.biases[WIDTH:], v
+
+
+class OtherOrder(Fused):
+    """A bias in which the part of the key comes first."""
+
+    def project(self, x):
+        key, query, value = self.in_proj_bias.chunk(3)
+        return map(F.linear, (x, x, x), self.in_proj_weight.chunk(3), (query, key, value))
+
+
+@pytest.mark.parametrize("kind", [OneBias, OtherOrder])
+def test_a_bias_laid_out_otherwise_does_not_fold(kind, x):
+    torch.manual_seed(0)
+    model = Model(kind)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        model(x)
+        (layer,) = hook.layers.values()
+        layer.beta = 0.7
+        expected = model(x)
+        with pytest.raises(betahook.FoldError, match="the query has a bias apart from its projection"):
+            betahook.fold(model)
+        assert torch.equal(model(x), expected)
+
+
+class Spectral(Calling):
+    """Weights that a hook of torch makes of parameters before each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.maps = nn.ModuleList(map(nn.utils.spectral_norm, self.maps))
+
+    def project(self, x):
+        return [linear(x) for linear in self.maps]
+
+
+def test_weights_that_a_hook_makes_of_parameters_are_read_as_they_act(x):
+    torch.manual_seed(0)
+    model = Model(Spectral).eval()
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        model(x)
+        (layer,) = hook.layers.values()
+        assert layer.weight_std_q == pytest.approx(model.layer.maps[0].weight.std(correction=0).item(), rel=1e-5)
