@@ -173,11 +173,13 @@ Try = Callable[[nn.Module], trial.Outcome | None]
 
 def _measured(module: nn.Module, route: Route, tried: Try) -> AttentionModule | None:
     """The attention with its size, by what the module states or a trial shows; None if neither tells."""
-    is_users = is_own(type(module))  # transformers' own classes state their size
-    shown = (tried(module) if is_users else None) or NOTHING_SHOWN
+    size, is_users = count_heads(module), is_own(type(module))
+    # transformers' own classes state their size, and most have projections of known names.
+    is_known = not is_users and (size is None or locate(module, *size) is not None)
+    shown = (None if is_known else tried(module)) or NOTHING_SHOWN
     # A size that contradicts the module is of some of the queries only, as in ProbSparse attention.
     fits = shown.size is not None and stated(module)[0] in (None, shown.size[0])
-    size = count_heads(module) or (shown.size if fits else None) or (from_scale(module) if is_users else None)
+    size = size or (shown.size if fits else None) or (from_scale(module) if is_users else None)
     if size is None:
         return None
     return AttentionModule(module, *size, route, facts(module), shown.places if size == shown.size else None)

@@ -24,6 +24,7 @@ from betahook.models.torch_calls import MOVING, Call, tensors_in
 PROJECTIONS = {"linear": -1, "addmm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
 """Functions that make features, to the axis along which these lie."""
 ADDING = {"add", "add_", "__add__", "__radd__", "__iadd__"}
+"""Functions by which a bias is added."""
 REDUCING = {"max", "min", "amax", "amin", "mean", "sum"}
 """Functions whose results keep a label that all of their entries have in common."""
 FAR = 2**31

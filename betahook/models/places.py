@@ -37,9 +37,9 @@ class Place:
     owner: str
     weight: str
     rows: Tensor
-    axis: int = 0
-    bias: str | None = "bias"
-    argument: int | None = 0
+    axis: int
+    bias: str | None
+    argument: int | None
 
     def select(self, weight: Tensor) -> Tensor:
         """Take the rows out of a weight `[out, d_x]`, as `[heads, d_k, d_x]`."""
@@ -75,7 +75,7 @@ def place_of(
     axis, rows = rows_of
     # A causal mask may be called the bias of an attention.
     bias = _bias(owner, linear.bias, whole.shape[axis]) or ("bias" if path else None)
-    return Place(path, name, rows[features.rows], axis, bias, _argument(linear.source, own_calls))
+    return Place(path, name, rows[features.rows.cpu()], axis, bias, _argument(linear.source, own_calls))
 
 
 def _find(module: nn.Module, weight: Tensor) -> tuple[str, str, Tensor] | None:
