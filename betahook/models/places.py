@@ -119,8 +119,12 @@ def _bias(owner: nn.Module, bias: Tensor | None, rows: int) -> str | None:
 
 
 def _argument(source: Tensor, calls: Sequence[tuple[Sequence[Any], Any]]) -> int | None:
-    """Which argument of a module a projection got; None where it is none of them."""
-    return next((index for args, _ in calls for index, x in enumerate(args) if _is_all_of(source, x)), None)
+    """Which argument of a module a projection got; None where it is not one of them alone."""
+    for args, _ in calls:
+        alike = [index for index, x in enumerate(args) if _is_all_of(source, x)]
+        if len(alike) == 1:
+            return alike[0]
+    return None
 
 
 def _is_all_of(tensor: Tensor, other: Any) -> bool:

@@ -115,9 +115,11 @@ def _try(
     """Run the forward on an input of a shape, and a mask as each of `masks`; None if it does not take one."""
     like, watch = next(module.parameters()), _Watch(BATCH * tokens)
     try:
+        x = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        watch.activations[x] = _Activation()
         mask = torch.ones(BATCH, tokens, tokens, dtype=torch.bool, device=like.device)
         given = fixed | dict.fromkeys(masks, mask)
-        inputs = [given.pop(name) if name in given else watch.an_input(shape, like) for name in names]
+        inputs = [given.pop(name, x) for name in names]
         watch.note_call(module, inputs)
         with watch, register_module_forward_hook(watch.note_call):
             module.forward(*inputs, **given)
@@ -215,12 +217,6 @@ class _Watch(TorchFunctionMode):
         self.found: Attention | None = None
         self.activations = ByTensor[_Activation]()
         self.weights = ByTensor[Attention]()  # that made them
-
-    def an_input(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Make an input of the module, of its own for each argument."""
-        x = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        self.activations[x] = _Activation()
-        return x
 
     def note_call(self, module: nn.Module, args: Sequence[Any], output: Any = None) -> None:
         """Note what a module was called with, and what it returned."""
