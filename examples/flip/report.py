@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from operator import itemgetter
 from pathlib import Path
 
@@ -96,18 +96,6 @@ def markdown(results: Iterable[Result]) -> list[str]:
     return lines
 
 
-def missing(results: Sequence[Result]) -> list[str]:
-    """A line for each row of the paper's table with the columns that no run has."""
-    columns = dict.fromkeys(result["column"] for result in results)
-    run = {(result["row"], result["column"]) for result in results}
-    lines = []
-    for row in dict.fromkeys(row.name for row in TABLE_1):
-        left = [f"`{column}`" for column in columns if (row, column) not in run]
-        if left:
-            lines.append(f"| {row} | {'every column' if len(left) == len(columns) else ', '.join(left)} |")
-    return lines
-
-
 def percent(share: float | None) -> str:
     return "no number" if share is None else f"{100 * share:.2f} %"
 
@@ -144,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--picture", type=Path, help="file for the picture of 100/20/15000, of the seeds of its table")
     options = parser.parse_args(arguments)
     results = published(Path(__file__).parent)
-    print("\n".join([*markdown(results), "", "| row | not run |", "|---|---|", *missing(results)]))
+    print("\n".join(markdown(results)))
     if options.picture is not None:
         shown = [result for result in results if result["column"] in PLOTTED and result["seed"] in SEEDS]
         draw(TABLE_1[0], shown, options.picture)

@@ -72,11 +72,11 @@ def remembered(trial: Callable[[float], Result], path: Path) -> Callable[[float]
     results = Results(path)
 
     def run(beta: float) -> Result:
-        result = next((known for known in results if known["trial"] == beta), None)
-        if result is None:
-            result = {"trial": beta, **trial(beta)}
-            results.add(result)
-        return result
+        line = next((line for line in results if line["trial"] == beta), None)
+        if line is None:
+            line = {"trial": beta, **trial(beta)}
+            results.add(line)
+        return {name: value for name, value in line.items() if name != "trial"}
 
     return run
 
