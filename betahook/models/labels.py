@@ -68,14 +68,14 @@ class Linear:
         weight: the matrix, or the kernel of a convolution.
         axis: along which the rows of the weight lie, one for each feature.
         bias: what was added to the features at once, None for nothing.
-        output: the features, with the bias.
+        outputs: the features, and with a bias that was added by a call of its own.
     """
 
     source: Tensor
     weight: Tensor
     axis: int
     bias: Tensor | None
-    output: Tensor
+    outputs: tuple[Tensor, ...]
 
 
 class Labels:
@@ -142,7 +142,7 @@ class Labels:
             number = int(labels.max()) // FAR
             linear = self.linears[number] if number >= 0 else None
             if linear is not None and linear.bias is None:
-                self.linears[number] = replace(linear, bias=other, output=output)
+                self.linears[number] = replace(linear, bias=other, outputs=(*linear.outputs, output))
 
     def _assign(self, target: Tensor, index: Any, source: Any) -> None:
         labels = self.get(source) if isinstance(source, Tensor) else None
@@ -195,11 +195,11 @@ def _linear_of(call: Call, output: Tensor) -> Linear:
     """The linear map that a call is."""
     if call.name == "addmm":
         bias, source, weight = call.operands[:3]
-        return Linear(source, weight, 1, bias, output)
+        return Linear(source, weight, 1, bias, (output,))
     source, weight, *rest = call.operands
     if call.name not in PROJECTIONS:
-        return Linear(source, weight, 1, None, output)
-    return Linear(source, weight, 0, rest[0] if rest and isinstance(rest[0], Tensor) else None, output)
+        return Linear(source, weight, 1, None, (output,))
+    return Linear(source, weight, 0, rest[0] if rest and isinstance(rest[0], Tensor) else None, (output,))
 
 
 def _device_of(tensor: Tensor) -> torch.device:

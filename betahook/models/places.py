@@ -70,7 +70,8 @@ def place_of(
     own_calls, rows_of = calls.get(owner, ()), _rows_in(whole, linear.weight, linear.axis)
     if rows_of is None or getattr(owner, "groups", 1) != 1:
         return None
-    if path and own_calls and not any(_is_all_of(linear.output, output) for _, output in own_calls):
+    returned = (_is_all_of(made, output) for made in linear.outputs for _, output in own_calls)
+    if path and own_calls and not any(returned):
         return None  # the owner does more than to multiply
     axis, rows = rows_of
     # A causal mask may be called the bias of an attention.

@@ -516,7 +516,7 @@ FAULTS = [
     Fault("betahook/models/trial.py", 'call.name != "batch_norm"', "True", PLACES),
     Fault("betahook/models/trial.py", "if compat.is_adapter(child):", "if False:", PLACES),
     Fault("betahook/models/places.py", 'or getattr(owner, "groups", 1) != 1', "", PLACES),
-    Fault("betahook/models/places.py", "not any(_is_all_of(linear.output", "any(_is_all_of(linear.output", PLACES),
+    Fault("betahook/models/places.py", "not any(returned)", "any(returned)", PLACES),
     Fault("betahook/models/places.py", "if path and own_calls and", "if path and", PARAMETERS),
     Fault("betahook/models/places.py", "(*part._parameters, ", "(", PARAMETERS),
     Fault("betahook/models/places.py", "return own, first + step * numbers", "return own, step * numbers", PARAMETERS),
@@ -530,6 +530,7 @@ FAULTS = [
     Fault("betahook/models/places.py", " and whole.shape == (rows,)", "", PARAMETERS),
     Fault("betahook/models/places.py", "if len(alike) == 1:", "if alike:", PARAMETERS),
     Fault("betahook/models/places.py", " and tensor.numel() == other.numel()", "", PARAMETERS),
+    Fault("betahook/models/labels.py", "(*linear.outputs, output)", "(output,)", PARAMETERS),
     Fault("betahook/models/labels.py", "self._note_bias(call.tensors, output)", "pass", PARAMETERS),
     Fault("betahook/models/projections.py", "self.in_by_out or type", "type", PARAMETERS),
     Fault(
