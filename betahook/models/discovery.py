@@ -21,7 +21,7 @@ from betahook.models.code import PRODUCTS, is_own, names_held, names_used
 from betahook.models.families import Facts, facts
 from betahook.models.heads import count_heads, from_scale, missing, stated
 from betahook.models.labels import Features, Linear
-from betahook.models.places import Place, place_of
+from betahook.models.places import Place, places_of
 from betahook.models.projections import Pair, at_places, locate
 
 Route = Literal["interface", "torch", "by hand"]
@@ -71,12 +71,10 @@ class AttentionModule:
         """
         if self.places is not None or (pair := self.projections) is None:
             return
-        query, key = (place_of(self.module, features, linears, {}) for features in made_of)
-        if query is None or key is None:
-            return
-        shown = at_places(self.module, (query, key))
+        places = places_of(self.module, made_of, linears, {})
+        shown = None if places is None else at_places(self.module, places)
         if shown is not None and all(one.stored is other.stored for one, other in zip(pair, shown, strict=True)):
-            self.places = query, key
+            self.places = places
 
 
 @dataclass(frozen=True)

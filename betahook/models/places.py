@@ -6,6 +6,7 @@ again. Nothing here reads an entry of a weight.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,19 +47,29 @@ class Place:
         return weight[self.rows.to(weight.device)]
 
 
-def place_of(
-    module: nn.Module, features: Features | None, linears: Sequence[Linear | None], calls: Calls
-) -> Place | None:
-    """The place of the parameter that made the features of a query or a key.
+def places_of(
+    module: nn.Module, made_of: Sequence[Features | None], linears: Sequence[Linear | None], calls: Calls
+) -> tuple[Place, Place] | None:
+    """The places of the parameters that made the features of a query and of a key.
 
     None where they were made by what is no parameter of the module, or by one that is not all of what acts.
 
     Args:
         module: the attention.
-        features: those of the query or the key, as far as they are known.
+        made_of: the features of the query and of the key, as far as they are known.
         linears: the linear maps of the projections, by number.
         calls: those of the parts of the module, and of itself, as far as they are known.
     """
+    query, key = (
+        _place_of(module, side, features, linears, calls)
+        for side, features in zip(("query", "key"), made_of, strict=True)
+    )
+    return None if query is None or key is None else (query, key)
+
+
+def _place_of(
+    module: nn.Module, side: str, features: Features | None, linears: Sequence[Linear | None], calls: Calls
+) -> Place | None:
     linear = None if features is None else linears[features.projection]
     if features is None or linear is None:
         return None
@@ -76,7 +87,7 @@ def place_of(
     axis, rows = rows_of
     # A causal mask may be called the bias of an attention.
     bias = _bias(owner, linear.bias, whole.shape[axis]) or ("bias" if path else None)
-    return Place(path, name, rows[features.rows.cpu()], axis, bias, _argument(linear.source, own_calls))
+    return Place(path, name, rows[features.rows.cpu()], axis, bias, _argument(side, linear.source, owner, own_calls))
 
 
 def _find(module: nn.Module, weight: Tensor) -> tuple[str, str, Tensor] | None:
@@ -119,11 +130,14 @@ def _bias(owner: nn.Module, bias: Tensor | None, rows: int) -> str | None:
     return next((name for name, whole in own if whole is compat.owner(bias)), None)
 
 
-def _argument(source: Tensor, calls: Sequence[tuple[Sequence[Any], Any]]) -> int | None:
-    """Which argument of a module a projection got; None where it is not one of them alone."""
+def _argument(side: str, source: Tensor, owner: nn.Module, calls: Sequence[tuple[Sequence[Any], Any]]) -> int | None:
+    """Which argument of its owner a projection got; of several that are the same, the one called "query" or "key"."""
+    names = list(inspect.signature(owner.forward).parameters)
     for args, _ in calls:
         alike = [index for index, x in enumerate(args) if _is_all_of(source, x)]
-        if len(alike) == 1:
+        if len(alike) > 1:
+            alike = [index for index in alike if names[index : index + 1] == [side]]
+        if alike:
             return alike[0]
     return None
 

@@ -22,7 +22,7 @@ from betahook import compat
 from betahook.models.by_tensor import ByTensor
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.labels import Labels, features_of_heads
-from betahook.models.places import Place, place_of
+from betahook.models.places import Place, places_of
 from betahook.models.torch_calls import Call, tensors_in
 
 BATCH, LENGTH = 3, 7
@@ -141,12 +141,10 @@ def _places(module: nn.Module, watch: _Watch) -> tuple[Place, Place] | None:
     """The places of W_q and W_k, of whose features the operands are made."""
     if watch.found is None or watch.found.size is None:
         return None
-    places = []
-    for operand in watch.found.labels:
-        features = None if operand is None else features_of_heads(operand, *watch.found.size, BATCH)
-        places.append(place_of(module, features, watch.labels.linears, watch.calls))
-    query, key = places
-    return (query, key) if query and key and len(query.rows) == watch.found.size[0] else None
+    size = *watch.found.size, BATCH
+    made_of = [None if labels is None else features_of_heads(labels, *size) for labels in watch.found.labels]
+    places = places_of(module, made_of, watch.labels.linears, watch.calls)
+    return places if places is not None and len(places[0].rows) == watch.found.size[0] else None
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

@@ -528,7 +528,7 @@ FAULTS = [
     ),
     Fault("betahook/models/places.py", '("bias" if path else None)', '"bias"', PARAMETERS),
     Fault("betahook/models/places.py", " and whole.shape == (rows,)", "", PARAMETERS),
-    Fault("betahook/models/places.py", "if len(alike) == 1:", "if alike:", PARAMETERS),
+    Fault("betahook/models/places.py", "if len(alike) > 1:", "if False:", PARAMETERS),
     Fault("betahook/models/places.py", " and tensor.numel() == other.numel()", "", PARAMETERS),
     Fault("betahook/models/labels.py", "(*linear.outputs, output)", "(output,)", PARAMETERS),
     Fault("betahook/models/labels.py", "self._note_bias(call.tensors, output)", "pass", PARAMETERS),

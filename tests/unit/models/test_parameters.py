@@ -160,7 +160,8 @@ class Model(nn.Module):
 
     def forward(self, x):
         x = self.norm(x)
-        return self.layer(x, x.cos(), x) if isinstance(self.layer, InParts) else self.layer(x)
+        several = isinstance(self.layer, InParts | nn.MultiheadAttention)
+        return self.layer(x, x.cos(), x) if several else self.layer(x)
 
 
 KINDS = [Fused, Stating, InParts, InByOut, WithBiases, Turned, OwnLinear, Calling, BiasApart]
@@ -214,8 +215,27 @@ def test_clip_scales_them(kind, x):
     assert largest == pytest.approx(1, rel=1e-4)
 
 
+class Inherited(nn.MultiheadAttention):
+    """A class made of torch's."""
+
+    def __init__(self):
+        super().__init__(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, query, key, value):
+        return super().forward(query, key, value, need_weights=False)[0]
+
+
+class InAnotherOrder(InParts):
+    """Arguments that are called otherwise."""
+
+    def forward(self, values, keys, queries):
+        return super().forward(queries, keys, values)
+
+
 INPUTS = {
     Fused: lambda x: (x, x),
+    InParts: lambda x: (x, x.cos()),
+    Inherited: lambda x: (x, x.cos()),
     InByOut: lambda x: (x, x),
     WithBiases: lambda x: (x, x),
     Turned: lambda x: (x, x),
@@ -255,7 +275,7 @@ class OfAHalf(InByOut):
         return half @ self.W_query, half @ self.W_key, x @ self.W_value
 
 
-@pytest.mark.parametrize("kind", [Normed, OfAHalf, InParts])
+@pytest.mark.parametrize("kind", [Normed, OfAHalf, InAnotherOrder])
 def test_inputs_that_are_not_one_argument_alone_are_not_measured(kind, x):
     torch.manual_seed(0)
     model = Model(kind)
