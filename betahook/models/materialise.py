@@ -39,7 +39,7 @@ def obstacle(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> st
         return "offloaded, on the meta device outside the forward"
     if not weight.is_floating_point() and _dequantised(weight, module) is None:
         return f"quantised in an unknown way, a {type(weight).__name__} of {weight.dtype}"
-    if weight.is_floating_point() and (weight.numel() != _entries(weight, module) or _is_freed(weight)):
+    if weight.is_floating_point() and (weight.dim() < 2 or not _is_whole(weight, module) or _is_freed(weight)):
         return "sharded outside the forward"
     if adapter is not None and compat.is_active_adapter(adapter) and not compat.is_known_adapter(adapter):
         return f"under an adapter of an unknown kind, {type(adapter).__name__}"
@@ -96,10 +96,12 @@ def read(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> Tensor
     return weight
 
 
-def _entries(weight: Tensor, module: nn.Module) -> int:
-    """Entries of the whole weight; FSDP 1 and ZeRO-3 leave fewer, or none, outside the forward."""
+def _is_whole(weight: Tensor, module: nn.Module) -> bool:
+    """False for the weight of a linear module with fewer entries than it states, as FSDP 1 and ZeRO-3 leave it."""
     out, width = getattr(module, "out_features", None), getattr(module, "in_features", None)
-    return int(weight.numel() if out is None or width is None else out * width)
+    # A parameter of an attention is no weight of that size, whatever the attention states.
+    is_of_linear = module._parameters.get("weight", vars(module).get("weight")) is weight
+    return not is_of_linear or out is None or width is None or weight.numel() == out * width
 
 
 def _is_freed(weight: Tensor) -> bool:

@@ -45,7 +45,8 @@ def test_a_weight_on_the_meta_device_is_offloaded():
 def test_a_part_of_a_weight_is_sharded(left):
     """As FSDP 1 leaves its own, and ZeRO-3 an empty one."""
     module = linear()
-    assert materialise.obstacle(left, module, None) == "sharded outside the forward"
+    module.weight = nn.Parameter(left)
+    assert materialise.obstacle(module.weight, module, None) == "sharded outside the forward"
 
 
 def test_a_weight_whose_memory_is_freed_is_sharded():

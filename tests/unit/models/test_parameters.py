@@ -42,9 +42,9 @@ class Fused(OwnAttention):
 
 
 class Stating(Fused):
-    """The same in a module with a number that is that of a linear one."""
+    """The same in a module with numbers that linear ones have."""
 
-    in_features = 3 * WIDTH
+    in_features, out_features = 3 * WIDTH, WIDTH // 2
 
 
 class InParts(Fused):
@@ -374,3 +374,14 @@ def test_weights_that_a_hook_makes_of_parameters_are_read_as_they_act(x):
         model(x)
         (layer,) = hook.layers.values()
         assert layer.weight_std_q == pytest.approx(model.layer.maps[0].weight.std(correction=0).item(), rel=1e-5)
+
+
+def test_a_parameter_that_is_sharded_outside_the_forward_is_not_read(x):
+    torch.manual_seed(0)
+    model = Model(Fused)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        model(x)
+        (layer,) = hook.layers.values()
+        model.layer.in_proj_weight.data = torch.zeros(0)  # as ZeRO-3 leaves it
+        assert torch.tensor(layer.weight_std_q).isnan()
+        assert layer.obstacles[0] == "the std of W_q is not measured, it is sharded outside the forward"
