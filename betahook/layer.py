@@ -154,6 +154,11 @@ class AttentionLayer:
             remarks.append(f"left alone, {self.refusal}")
         if self.projections is None:
             remarks.append(f"W_q and W_k have no known form, their std is not measured. {KNOWN_FORMS}")
+        elif any(projection.argument is None for projection in self.projections):
+            remarks.append(
+                "the input of W_q and W_k is not measured, so that the score std that it predicts is not known: no "
+                "module gets it as an argument"
+            )
         return remarks
 
     @property

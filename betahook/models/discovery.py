@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -73,8 +73,11 @@ class AttentionModule:
             return
         places = places_of(self.module, made_of, linears, {})
         shown = None if places is None else at_places(self.module, places)
-        if shown is not None and all(one.stored is other.stored for one, other in zip(pair, shown, strict=True)):
-            self.places = places
+        if places is None or shown is None:
+            return
+        if all(one.stored is other.stored for one, other in zip(pair, shown, strict=True)):
+            query, key = (replace(place, argument=one.argument) for place, one in zip(places, pair, strict=True))
+            self.places = query, key
 
 
 @dataclass(frozen=True)

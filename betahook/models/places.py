@@ -131,7 +131,7 @@ def _bias(owner: nn.Module, bias: Tensor | None, rows: int) -> str | None:
 
 
 def _argument(side: str, source: Tensor, owner: nn.Module, calls: Sequence[tuple[Sequence[Any], Any]]) -> int | None:
-    """Which argument of its owner a projection got; of several that are the same, the one called "query" or "key"."""
+    """The argument of its owner that a projection got; of several that are the same, that called "query" or "key"."""
     names = list(inspect.signature(owner.forward).parameters)
     for args, _ in calls:
         alike = [index for index, x in enumerate(args) if _is_all_of(source, x)]

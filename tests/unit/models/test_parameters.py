@@ -181,7 +181,6 @@ def test_the_weights_are_found(kind, x):
     with betahook.attach(model, controller="monitor", when="always") as hook:
         assert torch.equal(model(x), plain)
         (layer,) = hook.layers.values()
-        assert layer.remarks == []
         for projection, weight in zip(layer.projections, model.layer.weights(), strict=True):
             assert torch.equal(projection.entries, weight.detach().unflatten(0, (HEADS, D)))
             assert projection.width == WIDTH
@@ -251,6 +250,7 @@ def test_their_inputs_are_measured_where_they_are_arguments(kind, x):
     with betahook.attach(model, controller="monitor", when="always") as hook:
         model(x)
         (layer,) = hook.layers.values()
+        assert layer.remarks == []
         measured = layer.statistics.input_std_q.item(), layer.statistics.input_std_k.item()
     expected = [each.std(correction=0).item() for each in INPUTS[kind](model.norm(x))]
     assert measured == pytest.approx(expected, rel=1e-5)
@@ -275,7 +275,7 @@ class OfAHalf(InByOut):
         return half @ self.W_query, half @ self.W_key, x @ self.W_value
 
 
-@pytest.mark.parametrize("kind", [Normed, OfAHalf, InAnotherOrder])
+@pytest.mark.parametrize("kind", [Normed, OfAHalf, InAnotherOrder, Calling])
 def test_inputs_that_are_not_one_argument_alone_are_not_measured(kind, x):
     torch.manual_seed(0)
     model = Model(kind)
@@ -284,6 +284,7 @@ def test_inputs_that_are_not_one_argument_alone_are_not_measured(kind, x):
         (layer,) = hook.layers.values()
         assert layer.weight_std_q == pytest.approx(model.layer.weights()[0].std(correction=0).item(), rel=1e-5)
         assert layer.statistics.input_std_q.isnan()
+        assert layer.remarks[0].startswith("the input of W_q and W_k is not measured")
 
 
 class Computed(InByOut):

@@ -281,6 +281,7 @@ def test_the_first_forward_shows_the_rows_where_a_trial_does_not_run(fused):
         (layer,) = hook.layers.values()
         expected = [module.query_key_value.weight[rows].std(correction=0).item() for rows in module.rows()]
         assert [layer.weight_std_q, layer.weight_std_k] == pytest.approx(expected, rel=1e-5)
+        assert layer.remarks == []
         layer.head_beta = layer.head_beta * torch.tensor([0.5, 1.3, 2, 3])
         output = module(x, {"scale": 1})
         betahook.fold(module)
