@@ -46,7 +46,7 @@ class AttentionModule:
         head_dim: d_k.
         route: the source of its scores.
         facts: about its class.
-        places: those of W_q and W_k, as far as a forward showed them: a trial, or else the first one.
+        places: those of W_q and W_k, as far as a forward showed them: the first one, or before it a trial.
     """
 
     module: nn.Module
@@ -63,13 +63,13 @@ class AttentionModule:
         return pair or locate(self.module, self.heads, self.head_dim)
 
     def correct(self, made_of: tuple[Features | None, Features | None], linears: Sequence[Linear | None]) -> None:
-        """Take the rows of W_q and W_k from the first forward, where no trial showed them.
+        """Take the rows of W_q and W_k from the first forward: there is no trial, or it went another way.
 
         Args:
             made_of: the features that q and k were made of.
             linears: the projections, by number.
         """
-        if self.places is not None or (pair := self.projections) is None:
+        if (pair := self.projections) is None:
             return
         places = places_of(self.module, made_of, linears, {})
         shown = None if places is None else at_places(self.module, places)

@@ -539,6 +539,12 @@ FAULTS = [
         "isinstance(width, int)",
         PARAMETERS,
     ),
+    Fault(
+        "betahook/models/discovery.py",
+        "if (pair := self.projections) is None:",
+        "if self.places is not None or (pair := self.projections) is None:",
+        PARAMETERS,
+    ),
     Fault("betahook/models/discovery.py", "replace(place, argument=one.argument) for", "place for", PLACES),
     Fault("betahook/models/materialise.py", "weight.dim() < 2 or", "", PARAMETERS),
     Fault("betahook/models/materialise.py", "return not is_of_linear or out", "return out", PARAMETERS),

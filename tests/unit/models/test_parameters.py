@@ -377,6 +377,31 @@ def test_weights_that_a_hook_makes_of_parameters_are_read_as_they_act(x):
         assert layer.weight_std_q == pytest.approx(model.layer.maps[0].weight.std(correction=0).item(), rel=1e-5)
 
 
+class OtherRows(Fused):
+    """Other rows of the weight where queries and keys are other tokens, as in speechbrain."""
+
+    def forward(self, query, key):
+        if query is key:
+            q, k, v = F.linear(query, self.in_proj_weight).unflatten(-1, (HEADS, 3 * D)).chunk(3, -1)
+            return self.attend(q.flatten(2), k.flatten(2), v.flatten(2))
+        return self.attend(*map(F.linear, (query, key, key), self.in_proj_weight.chunk(3)))
+
+
+def test_the_first_forward_shows_the_rows_where_it_goes_another_way_than_the_trial(x):
+    torch.manual_seed(0)
+    module, y = OtherRows().double(), x.double()
+    with torch.no_grad():
+        module.in_proj_weight[:WIDTH] *= 3
+    with betahook.attach(module, controller="monitor", per_head=True, when="always") as hook:
+        module(y, y.cos())
+        (layer,) = hook.layers.values()
+        assert layer.weight_std_q == pytest.approx(module.in_proj_weight[:WIDTH].std(correction=0).item(), rel=1e-5)
+        layer.head_beta = layer.head_beta * torch.tensor([0.5, 1.3, 2, 3])
+        expected = module(y, y.cos())
+        betahook.fold(module)
+    torch.testing.assert_close(module(y, y.cos()), expected, rtol=1e-10, atol=1e-12)
+
+
 def test_a_parameter_that_is_sharded_outside_the_forward_is_not_read(x):
     torch.manual_seed(0)
     model = Model(Fused)
