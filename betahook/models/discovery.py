@@ -63,7 +63,7 @@ class AttentionModule:
         return pair or locate(self.module, self.heads, self.head_dim)
 
     def correct(self, made_of: tuple[Features | None, Features | None], linears: Sequence[Linear | None]) -> None:
-        """Take the rows of W_q and W_k from the first forward: there is no trial, or it went another way.
+        """Take the rows of W_q and W_k from the first forward: no trial may have run, or one went another way.
 
         Args:
             made_of: the features that q and k were made of.

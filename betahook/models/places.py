@@ -18,8 +18,10 @@ from betahook import compat
 from betahook.models import materialise
 from betahook.models.labels import Features, Linear
 
-Calls = Mapping[nn.Module, Sequence[tuple[Sequence[Any], Any]]]
-"""The positional arguments that modules were called with, and what they returned."""
+ModuleCall = tuple[Sequence[Any], Any]
+"""The positional arguments that a module was called with, and what it returned."""
+Calls = Mapping[nn.Module, Sequence[ModuleCall]]
+"""The calls of each module."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def _bias(owner: nn.Module, bias: Tensor | None, rows: int) -> str | None:
     return next((name for name, whole in own if whole is compat.owner(bias)), None)
 
 
-def _argument(side: str, source: Tensor, owner: nn.Module, calls: Sequence[tuple[Sequence[Any], Any]]) -> int | None:
+def _argument(side: str, source: Tensor, owner: nn.Module, calls: Sequence[ModuleCall]) -> int | None:
     """The argument of its owner that a projection got; of several that are the same, that called "query" or "key"."""
     names = list(inspect.signature(owner.forward).parameters)
     for args, _ in calls:

@@ -1,4 +1,4 @@
-"""A trial of an attention module of a user's own: its forward, on tensors that hold no data.
+"""A trial of an attention module whose code does not tell enough: its forward, on tensors that hold no data.
 
 `discovery` calls `run`. The module is copied without its weights' data, so nothing is computed, no random number is
 drawn, and the module stays as it is. How many scores come to the softmax, and how wide the query is, tells the number
@@ -22,7 +22,7 @@ from betahook import compat
 from betahook.models.by_tensor import ByTensor
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.labels import Labels, features_of_heads
-from betahook.models.places import Place, places_of
+from betahook.models.places import ModuleCall, Place, places_of
 from betahook.models.torch_calls import Call, tensors_in
 
 BATCH, LENGTH = 3, 7
@@ -210,7 +210,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, tokens: int) -> None:
         super().__init__()
         self.tokens = tokens
-        self.calls: dict[nn.Module, list[tuple[Sequence[Any], Any]]] = {}
+        self.calls: dict[nn.Module, list[ModuleCall]] = {}
         self.labels = Labels(compat.untransformed)
         self.found: Attention | None = None
         self.activations = ByTensor[_Activation]()

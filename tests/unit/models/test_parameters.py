@@ -135,7 +135,7 @@ class Calling(OwnAttention):
         return self.maps[0].weight, self.maps[1].weight
 
 
-class BiasApart(OwnAttention):
+class BiasApart(Calling):
     """A linear module without a bias, and a bias that is the attention's."""
 
     def __init__(self):
@@ -146,9 +146,6 @@ class BiasApart(OwnAttention):
     def project(self, x):
         q, k, v = (linear(x) for linear in self.maps)
         return q + self.q_bias, k, v
-
-    def weights(self):
-        return self.maps[0].weight, self.maps[1].weight
 
 
 class Model(nn.Module):
