@@ -49,7 +49,7 @@ def _query_biases(layer: AttentionLayer) -> list[Weight]:
         bias = getattr(layer.module, name, None)
         if isinstance(bias, nn.Parameter) and bias.shape[-1:] == (size,) and bias.numel() == size:
             rows = Rows.of(torch.arange(size, device="cpu").view(layer.heads, -1), 1.0, size)
-            found.append(Weight(layer.module, name, rows, axis=bias.dim() - 1))
+            found.append(Weight(layer.module, name, rows, axes=(bias.dim() - 1,)))
     return found
 
 

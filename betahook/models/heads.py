@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from betahook.models import materialise
 from betahook.models.families import FUSED, HEAD_DIM, HEADS, SEPARATE, facts
-from betahook.models.projections import matrix
+from betahook.models.projections import features_of
 
 QUERIES, KEYS = zip(*SEPARATE, strict=True)
 
@@ -101,5 +101,5 @@ def _width(module: nn.Module, names: Iterable[str]) -> int | None:
     """Width of what the first of these projections returns."""
     for projection in (getattr(module, name, None) for name in names):
         if isinstance(projection, nn.Module) and isinstance(materialise.stored(projection), Tensor):
-            return matrix(projection).shape[0]
+            return features_of(projection)
     return None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from betahook.models.by_tensor import ByTensor
 from betahook.models.code import PRODUCTS
-from betahook.models.torch_calls import MOVING, Call, tensors_in
+from betahook.models.torch_calls import MOVING, Call, axes_of, tensors_in
 
 PROJECTIONS = {"linear": -1, "addmm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
 """Functions that make features, to the axis along which these lie."""
@@ -66,14 +66,14 @@ class Linear:
     Attributes:
         source: its input.
         weight: the matrix, or the kernel of a convolution.
-        axis: along which the rows of the weight lie, one for each feature.
+        axes: of the weight, along which its features lie; numbered in this order.
         bias: what was added to the features at once, None for nothing.
         outputs: the features, and with a bias that was added by a call of its own.
     """
 
     source: Tensor
     weight: Tensor
-    axis: int
+    axes: tuple[int, ...]
     bias: Tensor | None
     outputs: tuple[Tensor, ...]
 
@@ -85,11 +85,18 @@ class Labels:
         linears: that of each projection, at index `label // FAR`; None where it is not known.
     """
 
-    def __init__(self, apart: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Begin without labels; they are computed in the context `apart`."""
+    def __init__(
+        self, is_learned: Callable[[Tensor], bool], apart: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """Begin without labels.
+
+        Args:
+            is_learned: tells if a tensor holds weights: what a product with it makes is labelled.
+            apart: the context in which labels are computed.
+        """
         self.linears: list[Linear | None] = []
         self._of = ByTensor[Tensor]()
-        self._apart = apart
+        self._is_learned, self._apart = is_learned, apart
 
     def get(self, tensor: Tensor) -> Tensor | None:
         """The labels of a tensor, of the same shape, or None."""
@@ -100,11 +107,14 @@ class Labels:
         if type(labels) is Tensor:
             self._of[tensor] = labels
 
-    def put_features(self, tensor: Tensor, axes: list[int], linear: Linear | None = None) -> None:
-        """Label a tensor that a projection made, whose features lie along some of its axes."""
-        shape = [size if axis in axes else 1 for axis, size in enumerate(tensor.shape)]
-        numbers = torch.arange(math.prod(shape), device=_device_of(tensor)) + FAR * len(self.linears)
-        self.put(tensor, numbers.view(shape).expand(tensor.shape).contiguous())
+    def _put_features(self, tensor: Tensor, axes: Sequence[int], linear: Linear | None) -> None:
+        """Label a tensor that a projection made, whose features lie along some of its axes, numbered in that order."""
+        sizes = [tensor.shape[axis] for axis in axes]
+        numbers = torch.arange(math.prod(sizes), device=_device_of(tensor)) + FAR * len(self.linears)
+        others = [axis for axis in range(tensor.dim()) if axis not in axes]
+        order = [*axes, *others]
+        numbers = numbers.view(*sizes, *(1 for _ in others)).permute([order.index(axis) for axis in range(len(order))])
+        self.put(tensor, numbers.expand(tensor.shape).contiguous())
         self.linears.append(linear)
 
     def _tell_heads_apart(self, tensor: Tensor, source: Tensor) -> None:
@@ -122,26 +132,45 @@ class Labels:
         """Label what a call returned."""
         name = call.name
         with self._apart():
-            if name in PROJECTIONS or (name in ("matmul", "__matmul__") and call.operands[1].dim() == 2):
+            if name in PROJECTIONS:
                 linear = _linear_of(call, output)
-                self.put_features(output, [PROJECTIONS.get(name, -1) % output.dim()], linear)
+                self._put_features(output, [PROJECTIONS[name] % output.dim()], linear)
                 self._tell_heads_apart(output, linear.source)
+            elif name in PRODUCTS:
+                self._note_product(call, output)
             elif name == "__setitem__":
                 self._assign(*call.args)
-            elif name not in PRODUCTS and any(self.get(tensor) is not None for tensor in call.tensors):
+            elif any(self.get(tensor) is not None for tensor in call.tensors):
                 if name in ADDING:
                     self._note_bias(call.tensors, output)
                 self._follow(call, output)
 
+    def _note_product(self, call: Call, output: Tensor) -> None:
+        """Label what a product with something learned, or with a matrix, makes of its left operand."""
+        axes = axes_of(call)
+        if axes is None:
+            return
+        source, weight = itertools.islice(tensors_in(call.operands), 2)
+        is_matrix = call.name != "einsum" and weight.dim() == 2 < source.dim()
+        if is_matrix or self._is_learned(weight):
+            of_source, of_weight, of_output = axes
+            sizes = dict(zip(of_source, source.shape, strict=True))
+            made = [axis for axis in of_weight if axis in of_output and sizes.get(axis, 1) == 1]
+            linear = Linear(source, weight, tuple(map(of_weight.index, made)), None, (output,))
+            is_linear = _sums_all_but(made, weight, *axes)
+            self._put_features(output, [*map(of_output.index, made)], linear if is_linear else None)
+            if of_source[:1] == of_output[:1]:
+                self._tell_heads_apart(output, source)
+
     def _note_bias(self, added: list[Tensor], output: Tensor) -> None:
-        """Note the bias of a projection that multiplies only: a vector that is added to its features."""
+        """Note the bias of a projection that multiplies only: what is added to its features, a number for each."""
         for one, other in itertools.permutations(added, 2):
             labels = self.get(one)
-            if labels is None or labels.numel() == 0 or other.shape != labels.shape[-1:]:
+            if labels is None or labels.numel() == 0 or other.dim() > labels.dim():
                 continue
             number = int(labels.max()) // FAR
             linear = self.linears[number] if number >= 0 else None
-            if linear is not None and linear.bias is None:
+            if linear is not None and linear.bias is None and _has_one_for_each(other, labels):
                 self.linears[number] = replace(linear, bias=other, outputs=(*linear.outputs, output))
 
     def _assign(self, target: Tensor, index: Any, source: Any) -> None:
@@ -192,14 +221,25 @@ class Labels:
 
 
 def _linear_of(call: Call, output: Tensor) -> Linear:
-    """The linear map that a call is."""
+    """The linear map that a call of a function in `PROJECTIONS` is."""
     if call.name == "addmm":
         bias, source, weight = call.operands[:3]
-        return Linear(source, weight, 1, bias, (output,))
+        return Linear(source, weight, (1,), bias, (output,))
     source, weight, *rest = call.operands
-    if call.name not in PROJECTIONS:
-        return Linear(source, weight, 1, None, (output,))
-    return Linear(source, weight, 0, rest[0] if rest and isinstance(rest[0], Tensor) else None, (output,))
+    return Linear(source, weight, (0,), rest[0] if rest and isinstance(rest[0], Tensor) else None, (output,))
+
+
+def _sums_all_but(made: Sequence[str], weight: Tensor, of_source: str, of_weight: str, of_output: str) -> bool:
+    """True if a product meets each axis of the weight but those of the features with one of the source, and sums."""
+    others = (axis for axis, size in zip(of_weight, weight.shape, strict=True) if axis not in made and size > 1)
+    return all(axis in of_source and axis not in of_output for axis in others)
+
+
+def _has_one_for_each(bias: Tensor, labels: Tensor) -> bool:
+    """True if a tensor that is added to features has one entry for each, in the order of their numbers."""
+    sizes = [1] * (labels.dim() - bias.dim()) + list(bias.shape)
+    along = labels[tuple(slice(None if n > 1 else 1) for n in sizes)].flatten() % FAR
+    return torch.equal(along, torch.arange(bias.numel(), device=along.device))
 
 
 def _device_of(tensor: Tensor) -> torch.device:

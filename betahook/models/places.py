@@ -7,6 +7,7 @@ again. Nothing here reads an entry of a weight.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ class Place:
         owner: the name of the module that owns the parameter, without what wraps it; empty for the attention itself.
         weight: the name of the parameter in its owner.
         rows: int64 `[heads, d_k]`, of the features in the parameter.
-        axis: of the parameter, along which they lie.
+        axes: of the parameter, along which they lie.
         bias: the name of the bias beside it; None where none is known.
         argument: which positional argument of the owner is the input; None where that is not to be seen.
     """
@@ -40,7 +41,7 @@ class Place:
     owner: str
     weight: str
     rows: Tensor
-    axis: int
+    axes: tuple[int, ...]
     bias: str | None
     argument: int | None
 
@@ -80,16 +81,16 @@ def _place_of(
         return None
     path, name, whole = found
     owner = module.get_submodule(path)
-    own_calls, rows_of = calls.get(owner, ()), _rows_in(whole, linear.weight, linear.axis)
+    own_calls, rows_of = calls.get(owner, ()), _rows_in(whole, linear.weight, linear.axes)
     if rows_of is None or getattr(owner, "groups", 1) != 1:
         return None
     returned = (_is_all_of(made, output) for made in linear.outputs for _, output in own_calls)
     if path and own_calls and not any(returned):
         return None  # the owner does more than to multiply
-    axis, rows = rows_of
+    axes, rows = rows_of
     # A causal mask may be called the bias of an attention.
-    bias = _bias(owner, linear.bias, whole.shape[axis]) or ("bias" if path else None)
-    return Place(path, name, rows[features.rows.cpu()], axis, bias, _argument(side, linear.source, owner, own_calls))
+    bias = _bias(owner, linear.bias, math.prod(whole.shape[axis] for axis in axes)) or ("bias" if path else None)
+    return Place(path, name, rows[features.rows.cpu()], axes, bias, _argument(side, linear.source, owner, own_calls))
 
 
 def _find(module: nn.Module, weight: Tensor) -> tuple[str, str, Tensor] | None:
@@ -102,33 +103,34 @@ def _find(module: nn.Module, weight: Tensor) -> tuple[str, str, Tensor] | None:
     return None
 
 
-def _rows_in(whole: Tensor, part: Tensor, axis: int) -> tuple[int, Tensor] | None:
-    """The axis of a parameter along which the rows of a part of it lie, and their numbers; None if they are not rows.
+def _rows_in(whole: Tensor, part: Tensor, axes: tuple[int, ...]) -> tuple[tuple[int, ...], Tensor] | None:
+    """The axes of a parameter along which the rows of a part of it lie, and their numbers; None if they are not rows.
 
     Args:
         whole: the parameter.
         part: a view of it.
-        axis: of the part, along which its rows lie.
+        axes: of the part, along which its rows lie.
     """
-    numbers = torch.arange(part.shape[axis], device="cpu")
+    numbers = torch.arange(math.prod(part.shape[axis] for axis in axes), device="cpu")
     if part is whole:
-        return axis, numbers
-    if (whole.dim(), part.dim()) != (2, 2):
+        return axes, numbers
+    if (whole.dim(), part.dim(), len(axes)) != (2, 2, 1):
         return None
+    (axis,) = axes
     offset = int(part.storage_offset() - whole.storage_offset())
     entries = part.shape[1 - axis], part.stride(1 - axis)
     for own in (0, 1):
         if entries == (whole.shape[1 - own], whole.stride(1 - own)):
             first, step = (places // whole.stride(own) for places in (offset, int(part.stride(axis))))
-            return own, first + step * numbers
+            return (own,), first + step * numbers
     return None
 
 
 def _bias(owner: nn.Module, bias: Tensor | None, rows: int) -> str | None:
     """The name of the parameter, of an entry for each row, a part of which is a bias; None if there is none."""
-    if bias is None:
+    if bias is None or not bias.is_contiguous():  # else its entries are in another order than those of the parameter
         return None
-    own = ((name, whole) for name, whole in owner._parameters.items() if whole is not None and whole.shape == (rows,))
+    own = ((name, whole) for name, whole in owner._parameters.items() if whole is not None and whole.numel() == rows)
     return next((name for name, whole in own if whole is compat.owner(bias)), None)
 
 

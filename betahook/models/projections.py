@@ -7,6 +7,7 @@ the names and the layouts of known classes, `materialise` reads a weight however
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -30,7 +31,8 @@ class Projection:
         adapter: the layer around `module` that adds to what it returns, such as LoRA's; None without one.
         weight: its name in the module.
         bias: that of the bias; None where none is known.
-        in_by_out: True for a weight that the module stores as `[d_x, out]`.
+        axes: of the weight as the module stores it, along which its features lie, numbered in this order: 0 in
+            `[out, d_x]`, 1 in `[d_x, out]`, 0 and 2 in `[heads, d_x, d_k]`.
         argument: which of the module's positional arguments is the input; None where none is.
     """
 
@@ -39,7 +41,7 @@ class Projection:
     adapter: nn.Module | None = None
     weight: str = "weight"
     bias: str | None = "bias"
-    in_by_out: bool = False
+    axes: tuple[int, ...] = (0,)
     argument: int | None = 0
 
     @property
@@ -50,11 +52,6 @@ class Projection:
         return stored
 
     @property
-    def axis(self) -> int:
-        """The axis of the stored weight along which its rows lie, one for each feature."""
-        return int(self.in_by_out or type(self.module).__name__ in families.TRANSPOSED)
-
-    @property
     def owners(self) -> list[nn.Module]:
         """The modules whose weights make q or k now: others where adapters came or went."""
         return [self.module, *compat.adapter_outputs(self.adapter), *compat.magnitudes(self.adapter)]
@@ -63,12 +60,14 @@ class Projection:
     def width(self) -> int:
         """d_x."""
         width = getattr(self.module, "in_features", None)  # what is quantised may be stored in another shape
-        return width if isinstance(width, int) and self.weight == "weight" else self.matrix.shape[1]
+        if isinstance(width, int) and self.weight == "weight":
+            return width
+        return math.prod(size for axis, size in enumerate(self.stored.shape) if axis not in self.axes)
 
     @property
-    def matrix(self) -> Tensor:
-        """The stored weight as `[out, in]`."""
-        return _out_by_in(self.stored, self.axis)
+    def features(self) -> int:
+        """The number of features that the whole weight makes, as far as it is stored in its shape."""
+        return math.prod(self.stored.shape[axis] for axis in self.axes)
 
     @property
     def obstacle(self) -> str | None:
@@ -83,7 +82,7 @@ class Projection:
     @property
     def entries(self) -> Tensor:
         """W_q or W_k as it acts, `[heads, d_k, d_x]` in floating point: gathered, dequantised, with its adapter."""
-        return self.select(_out_by_in(materialise.read(self.stored, self.module, self.adapter), self.axis))
+        return self.select(_out_by_in(materialise.read(self.stored, self.module, self.adapter), self.axes))
 
 
 KNOWN_FORMS = "Known are linear modules called q_proj and k_proj, or qkv; betahook/models/families.py has more names"
@@ -105,7 +104,7 @@ def _at_place(module: nn.Module, place: Place) -> Projection | None:
         owner = _linear(owner)  # which may be wrapped by now
     if owner is None or not isinstance(materialise.stored(owner, place.weight), Tensor):
         return None
-    return Projection(owner, place.select, adapter, place.weight, place.bias, place.axis == 1, place.argument)
+    return Projection(owner, place.select, adapter, place.weight, place.bias, place.axes, place.argument)
 
 
 def locate(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
@@ -141,7 +140,7 @@ def separate(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
 
 def _fit(module: nn.Module, query: Projection, key: Projection, heads: int, head_dim: int) -> bool:
     """True if two projections make as many features as the heads have; only known classes gate a query with more."""
-    of_query, of_key = (_rows(projection.module) for projection in (query, key))
+    of_query, of_key = (features_of(projection.module) for projection in (query, key))
     key_heads, left = divmod(of_key, head_dim)
     if left or not key_heads or heads % key_heads:
         return False
@@ -173,7 +172,7 @@ def fused(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
     whole = _projection(module, families.FUSED, layouts.run(0, heads, head_dim))
     if whole is None:
         return None
-    selections = families.facts(module).fused(module, heads, head_dim, _rows(whole.module))
+    selections = families.facts(module).fused(module, heads, head_dim, features_of(whole.module))
     return None if selections is None else (replace(whole, select=selections[0]), replace(whole, select=selections[1]))
 
 
@@ -181,16 +180,21 @@ STRATEGIES = (torch_attention, separate, latent, cross_attention, fused)
 """In the order in which they are asked."""
 
 
-def _rows(linear: nn.Module) -> int:
+def features_of(linear: nn.Module) -> int:
     """The number of features that a linear module makes; what is quantised may be stored in another shape."""
-    return getattr(linear, "out_features", None) or matrix(linear).shape[0]
+    return getattr(linear, "out_features", None) or int(materialise.stored(linear).shape[_axis(linear)])
+
+
+def _axis(linear: nn.Module) -> int:
+    """The axis of the weight of a linear module along which its features lie."""
+    return int(type(linear).__name__ in families.TRANSPOSED)
 
 
 def _projection(module: nn.Module, names: Iterable[str], select: Select) -> Projection | None:
     """A part of the first linear map that a module keeps under one of these names; None where it keeps none."""
     for child in (getattr(module, name, None) for name in names):
         if (linear := _linear(child)) is not None:
-            return Projection(linear, select, child if compat.is_adapter(child) else None)
+            return Projection(linear, select, child if compat.is_adapter(child) else None, axes=(_axis(linear),))
     return None
 
 
@@ -213,15 +217,6 @@ def _only_wraps(wrapper: nn.Module, inside: nn.Module) -> bool:
     return not (normed or added)
 
 
-def matrix(module: nn.Module) -> Tensor:
-    """The weight of a linear module as `[out, in]`."""
-    weight = materialise.stored(module)
-    assert isinstance(weight, Tensor)
-    return _out_by_in(weight, int(type(module).__name__ in families.TRANSPOSED))
-
-
-def _out_by_in(weight: Tensor, axis: int) -> Tensor:
-    """A weight as `[out, in]`, where its rows lie along an axis; that of a convolution with all of one patch."""
-    if weight.dim() > 2:
-        return weight.flatten(1)
-    return weight.mT if axis == 1 else weight
+def _out_by_in(weight: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """A weight as `[out, in]`, whose features lie along these axes; that of a convolution with all of one patch."""
+    return weight.movedim(axes, tuple(range(len(axes)))).flatten(0, len(axes) - 1).flatten(1)

@@ -9,6 +9,7 @@ rows. Nothing here reads a value back to the host.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,15 +64,15 @@ class Weight:
     Attributes:
         module: the module that owns it.
         name: in that module.
-        rows: what its entries along `axis` belong to.
-        axis: of its rows, 1 where the module stores it as `[in, out]`.
+        rows: what its entries along `axes` belong to.
+        axes: those of its rows, in order: 1 where the module stores it as `[in, out]`.
         offset: what the module adds to its entries, 1 in norms whose factor is `1 + w`.
     """
 
     module: nn.Module
     name: str
     rows: Rows
-    axis: int = 0
+    axes: tuple[int, ...] = (0,)
     offset: float = 0.0
 
     @property
@@ -88,7 +89,7 @@ class Weight:
             raise NoScalingError("its weight is elsewhere outside the forward, offloaded or sharded by ZeRO-3")
         if not parameter.is_floating_point() or not materialise.is_plain(parameter):
             raise NoScalingError(f"its weight is quantised, a {type(parameter.data).__name__} of {parameter.dtype}")
-        if parameter.dim() <= self.axis or parameter.shape[self.axis] != len(self.rows.head):
+        if parameter.dim() <= self.axes[-1] or math.prod(self._sizes(parameter)) != len(self.rows.head):
             raise NoScalingError("its weight has another shape outside the forward, as FSDP 1 leaves it")
         return parameter
 
@@ -112,9 +113,11 @@ class Weight:
 
     def _by_row(self, values: Tensor, weight: Tensor) -> Tensor:
         """Values of rows, in a shape and on a device in which they meet these rows of the weight."""
-        shape = [1] * weight.dim()
-        shape[self.axis] = -1
-        return values.view(shape).to(weight.device)
+        return values.view(self._sizes(weight)).to(weight.device)
+
+    def _sizes(self, weight: Tensor) -> list[int]:
+        """The shape of the rows of the weight: 1 along all other axes."""
+        return [size if axis in self.axes else 1 for axis, size in enumerate(weight.shape)]
 
     def _multiply(self, weight: Tensor, factors: Tensor) -> None:
         factors = materialise.replicated_like(factors, weight)
@@ -209,24 +212,23 @@ def _rows(projection: Projection) -> Tensor:
     """The rows of q, or of k, in their weight, `[heads, rows of one head]`."""
     if projection.obstacle is not None:
         raise NoScalingError(f"its weight is {projection.obstacle}")
-    total = len(projection.matrix)
-    return projection.select(torch.arange(total, device="cpu")[:, None]).squeeze(-1)
+    return projection.select(torch.arange(projection.features, device="cpu")[:, None]).squeeze(-1)
 
 
 def of_linear(projection: Projection, exponent: Tensor | float) -> Iterator[Weight]:
     """The weight and the bias of a projection, and what its adapters make its output from."""
-    rows = Rows.of(_rows(projection), exponent, len(projection.matrix))
+    rows = Rows.of(_rows(projection), exponent, projection.features)
     owners = [(projection.module, projection.bias)]
     if magnitudes := compat.magnitudes(projection.adapter):  # of DoRA, where the norms of the weight cancel
         yield from (Weight(magnitude, "weight", rows) for magnitude in magnitudes)
     else:
-        yield Weight(projection.module, projection.weight, rows, axis=projection.axis)
+        yield Weight(projection.module, projection.weight, rows, axes=projection.axes)
         for up in compat.adapter_outputs(projection.adapter):
             yield Weight(up, "weight", rows)
             owners.append((up, "bias"))
     for owner, name in owners:
-        if name is not None and isinstance(getattr(owner, name, None), Tensor):
-            yield Weight(owner, name, rows)
+        if name is not None and isinstance(bias := getattr(owner, name, None), Tensor):
+            yield Weight(owner, name, rows, axes=tuple(range(bias.dim())))
 
 
 @dataclass(frozen=True)

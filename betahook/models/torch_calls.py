@@ -98,6 +98,38 @@ class Call:
         return self.function(*_replaced(self.args, replace), **_replaced(dict(self.kwargs), replace))
 
 
+def axes_of(call: Call) -> tuple[str, str, str] | None:
+    """A letter for each axis of both operands of a product and of what it returns; axes that meet have the same.
+
+    None for a product of other than two tensors, and for one of vectors.
+    """
+    if call.name == "einsum":
+        return _axes_of_einsum(*call.args)
+    if call.name == "baddbmm":
+        return None
+    left, right = (x.dim() for x in call.operands[:2])
+    if min(left, right) < 2:
+        return None
+    batch = "abcdefgh"[: max(left, right) - 2]
+    return f"{batch[len(batch) - left + 2 :]}xz", f"{batch[len(batch) - right + 2 :]}zy", f"{batch}xy"
+
+
+def _axes_of_einsum(equation: str, *operands: Any) -> tuple[str, str, str] | None:
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    specs = inputs.split(",")
+    if len(specs) != 2 or len(operands) != 2 or not all(isinstance(x, Tensor) for x in operands):
+        return None
+    dots = "ABCDEFGH"[: operands[0].dim() - len(specs[0].replace("...", ""))]
+    left, right, output = (spec.replace("...", dots) for spec in (*specs, output))
+    if not output and "->" not in equation:
+        letters = left + right
+        output = "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
+    fits = all(len(axes) == x.dim() for axes, x in zip((left, right), operands, strict=True))
+    return (left, right, output) if fits else None
+
+
 def is_in_place(name: str) -> bool:
     """True for a function that changes its first operand."""
     return name in IN_PLACE or (name.endswith("_") and name[0] != "_")

@@ -211,9 +211,9 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.tokens = tokens
         self.calls: dict[nn.Module, list[ModuleCall]] = {}
-        self.labels = Labels(compat.untransformed)
         self.found: Attention | None = None
         self.activations = ByTensor[_Activation]()
+        self.labels = Labels(lambda tensor: tensor not in self.activations, compat.untransformed)
         self.weights = ByTensor[Attention]()  # that made them
 
     def note_call(self, module: nn.Module, args: Sequence[Any], output: Any = None) -> None:

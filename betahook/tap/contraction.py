@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from betahook.models.torch_calls import Call
+from betahook.models.torch_calls import Call, axes_of
 
 
 class Shared(NamedTuple):
@@ -130,12 +130,15 @@ def _moved(axis: Axis, before: str, after: str) -> Axis | None:
 
 def read(call: Call) -> Contraction | None:
     """The product that a call of a function in `PRODUCTS` computes; None if it cannot be a score matrix."""
-    if call.name == "einsum":
-        return _read_einsum(*call.args)
     if call.name == "baddbmm":
         return _read_baddbmm(*call.args, **call.kwargs)
+    axes = axes_of(call)
+    if axes is None:
+        return None
+    if call.name == "einsum":
+        return _read_einsum(call, *axes)
     left, right = call.operands[:2]
-    if min(left.dim(), right.dim()) < 2 or (left.dim() == 2) != (right.dim() == 2):
+    if (left.dim() == 2) != (right.dim() == 2):
         return None
     options = {name: value for name, value in call.kwargs.items() if value is not left and value is not right}
 
@@ -143,9 +146,8 @@ def read(call: Call) -> Contraction | None:
         product: Tensor = call.function(x, right, **options)
         return product
 
-    batch = "abcdefgh"[: max(left.dim(), right.dim()) - 2]
-    left_batch, right_batch = batch[len(batch) - left.dim() + 2 :], batch[len(batch) - right.dim() + 2 :]
-    return Contraction(left, right, run, run, f"{left_batch}xz", f"{right_batch}zy", left_batch, f"{batch}xy", "z")
+    left_axes, right_axes, output = axes
+    return Contraction(left, right, run, run, left_axes, right_axes, left_axes[:-2], output, "z")
 
 
 def _read_baddbmm(
@@ -160,26 +162,14 @@ def _read_baddbmm(
     return Contraction(batch1, batch2, run, alone, "axz", "azy", "a", "axy", "z", alpha)
 
 
-def _read_einsum(equation: str, *operands: Any) -> Contraction | None:
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = tuple(operands[0])
-    inputs, _, output = equation.replace(" ", "").partition("->")
-    specs = inputs.split(",")
-    if len(specs) != 2 or len(operands) != 2 or not all(isinstance(x, Tensor) for x in operands):
-        return None
-    dots = "ABCDEFGH"[: operands[0].dim() - len(specs[0].replace("...", ""))]
-    left_axes, right_axes, output = (spec.replace("...", dots) for spec in (*specs, output))
+def _read_einsum(call: Call, left_axes: str, right_axes: str, output: str) -> Contraction | None:
+    equation, (left, right) = call.args[0], call.tensors
     summed = set(left_axes) & set(right_axes) - set(output)
     rows, columns = set(left_axes) - set(right_axes), set(right_axes) - set(left_axes)
-    if not output and "->" not in equation:
-        letters = left_axes + right_axes
-        output = "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
-    fits = all(len(axes) == x.dim() for axes, x in zip((left_axes, right_axes), operands, strict=True))
     # With keys of its own for each query, a query is not a row of a matrix: its axis is one more of the batch.
     per_query = left_axes[:-1] + "".join(columns) if not rows and len(columns) == 1 else None
-    if len(summed) != 1 or not (rows or output == per_query) or not columns or not fits:
+    if len(summed) != 1 or not (rows or output == per_query) or not columns:
         return None
-    left, right = operands
 
     def run(x: Tensor) -> Tensor:
         return torch.einsum(equation, x, right)

@@ -70,7 +70,7 @@ class Forward:
                 f"{layer.name or 'the model'}: no forward has shown yet how this attention computes its scores. Run a "
                 "forward of the model outside of torch.export, torch.func and torch.jit.trace first"
             )
-        self.labels = Labels() if is_first and not compat.is_without_data() else None
+        self.labels = Labels(self.is_learned) if is_first and not compat.is_without_data() else None
         self.shadows = Shadows() if self.recording and not plan.checked else None
         self.products: list[Product] = []
         self.attended: bool | None = None

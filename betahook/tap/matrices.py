@@ -27,11 +27,7 @@ def multiply(forward: Forward, call: Call) -> Any:
     product = contraction.read(call)
     if product is not None and _may_make_scores(forward, product):
         return _score_product(forward, call, product)
-    output = follow_other(forward, call, is_read=product is not None and product.has_batch)
-    if forward.labels is not None and product is not None and forward.is_learned(product.right):
-        made = [place for place, axis in enumerate(product.output_axes) if axis not in product.left_axes]
-        forward.labels.put_features(output, made)
-    return output
+    return follow_other(forward, call, is_read=product is not None and product.has_batch)
 
 
 def follow_other(forward: Forward, call: Call, *, is_read: bool = False) -> Any:

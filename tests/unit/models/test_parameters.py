@@ -148,6 +148,67 @@ class BiasApart(Calling):
         return q + self.q_bias, k, v
 
 
+class MatrixPerHead(OwnAttention):
+    """A matrix for each head, `[heads, d_x, d_k]`, and biases `[heads, d_k]`, as in attention by einsum."""
+
+    def __init__(self):
+        super().__init__()
+        self.W_Q, self.W_K, self.W_V = (parameter(HEADS, WIDTH, D) for _ in range(3))
+        self.b_Q, self.b_K = parameter(HEADS, D), parameter(HEADS, D)
+
+    def project(self, x):
+        q, k, v = (torch.einsum("bsd,ndh->bsnh", x, weight).flatten(2) for weight in (self.W_Q, self.W_K, self.W_V))
+        return q + self.b_Q.flatten(), k + self.b_K.flatten(), v
+
+    def weights(self):
+        return (weight.mT.flatten(0, 1) for weight in (self.W_Q, self.W_K))
+
+
+class HeadsInTheMiddle(MatrixPerHead):
+    """One parameter `[d_x, heads, d_k]`, as in ports from JAX, and scores by einsum."""
+
+    def __init__(self):
+        super().__init__()
+        self.W_Q, self.W_K, self.W_V = (parameter(WIDTH, HEADS, D) for _ in range(3))
+
+    def forward(self, x):
+        q = torch.einsum("...d,dnh->...nh", x, self.W_Q) + self.b_Q
+        k = torch.einsum("...d,dnh->...nh", (x, self.W_K)) + self.b_K
+        v = torch.einsum("...d,dnh->...nh", x, self.W_V)
+        scores = torch.einsum("bqnh,bknh->bnqk", q, k) / D**0.5
+        return torch.einsum("bnqk,bknh->bqnh", scores.softmax(-1), v).flatten(2)
+
+    def weights(self):
+        return (weight.flatten(1).T for weight in (self.W_Q, self.W_K))
+
+
+class HeadsLast(MatrixPerHead):
+    """The same with the heads behind their components."""
+
+    def __init__(self):
+        super().__init__()
+        self.W_Q, self.W_K, self.W_V = (parameter(WIDTH, D, HEADS) for _ in range(3))
+
+    def project(self, x):
+        return (torch.einsum("bsd,dhn->bsnh", x, weight).flatten(2) for weight in (self.W_Q, self.W_K, self.W_V))
+
+    def weights(self):
+        return (weight.permute(2, 1, 0).flatten(0, 1) for weight in (self.W_Q, self.W_K))
+
+
+class MatrixPerHeadTimes(MatrixPerHead):
+    """A matrix for each head, with which the input is multiplied head by head."""
+
+    def __init__(self):
+        super().__init__()
+        self.b_Q, self.b_K = parameter(HEADS, 1, D), parameter(1, HEADS, 1, D)
+
+    def forward(self, x):
+        x = x[:, None]
+        q, k, v = x @ self.W_Q + self.b_Q, torch.matmul(x, self.W_K) + self.b_K, x @ self.W_V
+        return ((q @ k.mT * D**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
 class Model(nn.Module):
     """An attention behind a norm, in a model."""
 
@@ -161,7 +222,8 @@ class Model(nn.Module):
         return self.layer(x, x.cos(), x) if several else self.layer(x)
 
 
-KINDS = [Fused, Stating, InParts, InByOut, WithBiases, Turned, OwnLinear, Calling, BiasApart]
+BY_HEAD = [MatrixPerHead, HeadsInTheMiddle, HeadsLast, MatrixPerHeadTimes]
+KINDS = [Fused, Stating, InParts, InByOut, WithBiases, Turned, OwnLinear, Calling, BiasApart, *BY_HEAD]
 
 
 @pytest.fixture
@@ -234,6 +296,7 @@ INPUTS = {
     Inherited: lambda x: (x, x.cos()),
     InByOut: lambda x: (x, x),
     WithBiases: lambda x: (x, x),
+    **dict.fromkeys(BY_HEAD, lambda x: (x, x)),
     Turned: lambda x: (x, x),
     BiasApart: lambda x: (x, x),
     OwnLinear: lambda x: (F.layer_norm(x, (WIDTH,)), 2 * F.layer_norm(x, (WIDTH,))),
@@ -311,7 +374,18 @@ class OfDoubled(OwnLinear):
         self.ask = Doubled()
 
 
-@pytest.mark.parametrize("kind", [Computed, Columns, OfDoubled])
+class SummedAlone(InByOut):
+    """A weight with an axis that no input has."""
+
+    def __init__(self):
+        super().__init__()
+        self.W_query = parameter(WIDTH, WIDTH, 2)
+
+    def project(self, x):
+        return torch.einsum("bsd,dhi->bsh", x, self.W_query), x @ self.W_key, x @ self.W_value
+
+
+@pytest.mark.parametrize("kind", [Computed, Columns, OfDoubled, SummedAlone])
 def test_what_no_parameter_alone_makes_is_not_taken_for_one(kind):
     torch.manual_seed(0)
     with betahook.attach(Model(kind), controller="monitor") as hook:
@@ -340,7 +414,28 @@ class OtherOrder(Fused):
         return map(F.linear, (x, x, x), self.in_proj_weight.chunk(3), (query, key, value))
 
 
-@pytest.mark.parametrize("kind", [OneBias, OtherOrder])
+class ComponentsFirst(MatrixPerHead):
+    """A bias `[d_k, heads]` beside weights `[heads, d_x, d_k]`."""
+
+    def __init__(self):
+        super().__init__()
+        self.b_Q, self.b_K = parameter(D, HEADS), parameter(D, HEADS)
+
+    def forward(self, x):
+        q, k, v = (torch.einsum("bsd,ndh->bnsh", x, weight) for weight in (self.W_Q, self.W_K, self.W_V))
+        q, k = q + self.b_Q.mT[:, None], k + self.b_K.mT[:, None]
+        return ((q @ k.mT * D**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+class HeadsFirst(HeadsLast):
+    """A bias `[heads, d_k]` beside weights `[d_x, d_k, heads]`."""
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        return q + self.b_Q.flatten(), k + self.b_K.flatten(), v
+
+
+@pytest.mark.parametrize("kind", [OneBias, OtherOrder, ComponentsFirst, HeadsFirst])
 def test_a_bias_laid_out_otherwise_does_not_fold(kind, x):
     torch.manual_seed(0)
     model = Model(kind)

@@ -216,10 +216,14 @@ def test_the_first_strategy_that_knows_a_module_locates_its_projections():
     assert projections.locate(module, HEADS, HEAD_DIM) is None
 
 
-@pytest.mark.parametrize("module", [nn.Linear(5, 3, bias=False), Conv1D(3, 5)], ids=["Linear", "Conv1D"])
-def test_the_matrix_is_out_by_in(module):
-    inputs = torch.randn(2, 5, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(inputs @ projections.matrix(module).T, module(inputs))
+@pytest.mark.parametrize("kind", [nn.Linear, lambda width, out: Conv1D(out, width)], ids=["Linear", "Conv1D"])
+def test_the_entries_are_out_by_in(kind):
+    module = Holder(q_proj=kind(6, 8), k_proj=kind(6, 8))
+    query, _ = projections.locate(module, 2, 4)
+    inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
+    made = inputs @ query.entries.flatten(0, 1).T + query.module.bias
+    torch.testing.assert_close(made, query.module(inputs))
+    assert (query.width, query.features) == (6, 8)
 
 
 def tiny_falcon(**options):

@@ -103,8 +103,8 @@ def test_the_key_of_a_fused_projection_that_heads_share():
 
 def test_transposed_weights_are_scaled_along_their_columns():
     module = build("gpt2").transformer.h[0].attn
-    axes = {weight.name: weight.axis for weight in next(scalings_of(module, 4, 8)).weights}
-    assert axes == {"weight": 1, "bias": 0}
+    axes = {weight.name: weight.axes for weight in next(scalings_of(module, 4, 8)).weights}
+    assert axes == {"weight": (1,), "bias": (0,)}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
