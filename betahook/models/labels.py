@@ -111,10 +111,9 @@ class Labels:
         """Label a tensor that a projection made, whose features lie along some of its axes, numbered in that order."""
         sizes = [tensor.shape[axis] for axis in axes]
         numbers = torch.arange(math.prod(sizes), device=_device_of(tensor)) + FAR * len(self.linears)
-        others = [axis for axis in range(tensor.dim()) if axis not in axes]
-        order = [*axes, *others]
-        numbers = numbers.view(*sizes, *(1 for _ in others)).permute([order.index(axis) for axis in range(len(order))])
-        self.put(tensor, numbers.expand(tensor.shape).contiguous())
+        labels = torch.empty(tensor.shape, dtype=numbers.dtype, device=numbers.device)
+        labels.movedim(tuple(axes), tuple(range(-len(axes), 0))).copy_(numbers.view(sizes))
+        self.put(tensor, labels)
         self.linears.append(linear)
 
     def _tell_heads_apart(self, tensor: Tensor, source: Tensor) -> None:

@@ -81,8 +81,13 @@ class Projection:
 
     @property
     def entries(self) -> Tensor:
-        """W_q or W_k as it acts, `[heads, d_k, d_x]` in floating point: gathered, dequantised, with its adapter."""
-        return self.select(_out_by_in(materialise.read(self.stored, self.module, self.adapter), self.axes))
+        """W_q or W_k as it acts, `[heads, d_k, d_x]` in floating point: gathered, dequantised, with its adapter.
+
+        For a convolution, d_x is that of all of one patch.
+        """
+        weight = materialise.read(self.stored, self.module, self.adapter)
+        features_first = weight.movedim(self.axes, tuple(range(len(self.axes))))
+        return self.select(features_first.flatten(0, len(self.axes) - 1).flatten(1))
 
 
 KNOWN_FORMS = "Known are linear modules called q_proj and k_proj, or qkv; betahook/models/families.py has more names"
@@ -215,8 +220,3 @@ def _only_wraps(wrapper: nn.Module, inside: nn.Module) -> bool:
     normed = any("norm" in type(child).__name__.lower() for child in wrapper.children())
     added = len(list(wrapper.parameters())) > len(list(inside.parameters())) and not compat.is_adapter(wrapper)
     return not (normed or added)
-
-
-def _out_by_in(weight: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """A weight as `[out, in]`, whose features lie along these axes; that of a convolution with all of one patch."""
-    return weight.movedim(axes, tuple(range(len(axes)))).flatten(0, len(axes) - 1).flatten(1)

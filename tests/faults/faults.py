@@ -538,7 +538,7 @@ FAULTS = [
     Fault("betahook/models/labels.py", "(*linear.outputs, output)", "(output,)", PARAMETERS),
     Fault("betahook/models/labels.py", "linear if is_linear else None", "linear", PARAMETERS),
     Fault("betahook/models/labels.py", "sizes.get(axis, 1) == 1", "axis not in sizes", PARAMETERS),
-    Fault("betahook/models/labels.py", "order = [*axes, *others]", "order = [*sorted(axes), *others]", PARAMETERS),
+    Fault("betahook/models/labels.py", "movedim(tuple(axes), ", "movedim(tuple(sorted(axes)), ", PARAMETERS),
     Fault("betahook/models/labels.py", "return torch.equal(along, ", "return True or torch.equal(along, ", PARAMETERS),
     Fault("betahook/models/places.py", "or not bias.is_contiguous()", "", PARAMETERS),
     Fault("betahook/models/scaling.py", ", axes=tuple(range(bias.dim()))", "", PARAMETERS),
