@@ -111,19 +111,29 @@ def _rows_in(whole: Tensor, part: Tensor, axes: tuple[int, ...]) -> tuple[tuple[
         part: a view of it.
         axes: of the part, along which its rows lie.
     """
-    numbers = torch.arange(math.prod(part.shape[axis] for axis in axes), device="cpu")
     if part is whole:
-        return axes, numbers
-    if (whole.dim(), part.dim(), len(axes)) != (2, 2, 1):
+        return axes, torch.arange(math.prod(part.shape[axis] for axis in axes), device="cpu")
+    others = [axis for axis, size in enumerate(part.shape) if axis not in axes and size > 1]
+    summed = [_axes_along(whole, part.shape[axis], part.stride(axis)) for axis in others]
+    own = tuple(axis for axis, size in enumerate(whole.shape) if size > 1 and not any(axis in each for each in summed))
+    if not all(summed) or not own:
         return None
-    (axis,) = axes
-    offset = int(part.storage_offset() - whole.storage_offset())
-    entries = part.shape[1 - axis], part.stride(1 - axis)
-    for own in (0, 1):
-        if entries == (whole.shape[1 - own], whole.stride(1 - own)):
-            first, step = (places // whole.stride(own) for places in (offset, int(part.stride(axis))))
-            return (own,), first + step * numbers
-    return None
+    # Where each row begins in memory, from which the strides of the parameter tell its number.
+    starts = torch.tensor([part.storage_offset() - whole.storage_offset()], device="cpu")
+    for axis in axes:
+        steps = torch.arange(part.shape[axis], device="cpu") * part.stride(axis)
+        starts = (starts[:, None] + steps).flatten()
+    numbers, left = torch.zeros_like(starts), starts
+    for axis in own:
+        along = starts // whole.stride(axis) % whole.shape[axis]
+        numbers, left = numbers * whole.shape[axis] + along, left - along * whole.stride(axis)
+    return None if left.any() else (own, numbers)  # a row that begins within one of the parameter is none of it
+
+
+def _axes_along(whole: Tensor, size: int, step: int) -> list[int]:
+    """The axes of a tensor that an axis of a view runs through, by its size above 1 and its stride; none if in part."""
+    axes = [axis for axis, n in enumerate(whole.shape) if n > 1 and step <= whole.stride(axis) < size * step]
+    return axes if math.prod(whole.shape[axis] for axis in axes) == size else []
 
 
 def _bias(owner: nn.Module, bias: Tensor | None, rows: int) -> str | None:

@@ -97,6 +97,17 @@ class Turned(InByOut):
         return self.mixed.T.chunk(2)
 
 
+class TurnedInMemory(InByOut):
+    """A parameter that was a matrix the other way around."""
+
+    def __init__(self):
+        super().__init__()
+        self.W_query = nn.Parameter(self.W_query.detach().T)
+
+    def project(self, x):
+        return F.linear(x, self.W_query.T), *super().project(x)[1:]
+
+
 class Multiply(nn.Module):
     def __init__(self):
         super().__init__()
@@ -209,6 +220,36 @@ class MatrixPerHeadTimes(MatrixPerHead):
         return ((q @ k.mT * D**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
+class Stacked(MatrixPerHead):
+    """All matrices and biases in one parameter each, `[3, heads, d_x, d_k]` and `[3, heads, d_k]`."""
+
+    def __init__(self):
+        super().__init__()
+        self.W, self.b = parameter(3, HEADS, WIDTH, D), parameter(3, HEADS, D)
+
+    def project(self, x):
+        pairs = zip(self.W, self.b, strict=True)
+        return [torch.einsum("bsd,ndh->bsnh", x, weight).flatten(2) + bias.flatten() for weight, bias in pairs]
+
+    def weights(self):
+        return self.W[:2].mT.flatten(1, 2)
+
+
+class Flat(HeadsInTheMiddle):
+    """Parameters `[d_x, heads, d_k]` and `[heads, d_k, d_x]` that are multiplied as matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.W_K = parameter(HEADS, D, WIDTH)
+
+    def forward(self, x):
+        q = x @ self.W_Q.flatten(1) + self.b_Q.flatten()
+        return self.attend(q, F.linear(x, self.W_K.view(WIDTH, WIDTH)), x @ self.W_V.flatten(1))
+
+    def weights(self):
+        return self.W_Q.flatten(1).T, self.W_K.flatten(0, 1)
+
+
 class Model(nn.Module):
     """An attention behind a norm, in a model."""
 
@@ -222,8 +263,8 @@ class Model(nn.Module):
         return self.layer(x, x.cos(), x) if several else self.layer(x)
 
 
-BY_HEAD = [MatrixPerHead, HeadsInTheMiddle, HeadsLast, MatrixPerHeadTimes]
-KINDS = [Fused, Stating, InParts, InByOut, WithBiases, Turned, OwnLinear, Calling, BiasApart, *BY_HEAD]
+BY_HEAD = [MatrixPerHead, HeadsInTheMiddle, HeadsLast, MatrixPerHeadTimes, Stacked, Flat]
+KINDS = [Fused, Stating, InParts, InByOut, WithBiases, Turned, TurnedInMemory, OwnLinear, Calling, BiasApart, *BY_HEAD]
 
 
 @pytest.fixture
@@ -361,6 +402,18 @@ class Columns(InByOut):
         return x[..., : WIDTH // 2] @ self.W_query[: WIDTH // 2], *super().project(x)[1:]
 
 
+class Shifted(InByOut):
+    """A weight whose rows lie across those of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.W_query = parameter(WIDTH + 1, WIDTH)
+
+    def project(self, x):
+        weight = self.W_query.flatten()[WIDTH // 2 : -WIDTH // 2].view(WIDTH, WIDTH)
+        return F.linear(x, weight), x @ self.W_key, x @ self.W_value
+
+
 class Doubled(Multiply):
     """A linear module that does more than to multiply."""
 
@@ -385,7 +438,7 @@ class SummedAlone(InByOut):
         return torch.einsum("bsd,dhi->bsh", x, self.W_query), x @ self.W_key, x @ self.W_value
 
 
-@pytest.mark.parametrize("kind", [Computed, Columns, OfDoubled, SummedAlone])
+@pytest.mark.parametrize("kind", [Computed, Columns, Shifted, OfDoubled, SummedAlone])
 def test_what_no_parameter_alone_makes_is_not_taken_for_one(kind):
     torch.manual_seed(0)
     with betahook.attach(Model(kind), controller="monitor") as hook:
