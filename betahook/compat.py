@@ -167,12 +167,12 @@ def multi_head_attention_forward() -> Callable[..., Any]:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_subclasses/fake_tensor.py
 @contextmanager
 def without_data() -> Iterator[Callable[[nn.Module], nn.Module]]:
-    """Run code for the shapes that it makes; gives a function that copies a module without its data and hooks."""
+    """Run code for the shapes that it makes; gives a function that copies a module without data, hooks and shards."""
     mode, logger = FakeTensorMode(allow_non_fake_inputs=True), logging.getLogger(FakeTensorMode.__module__)
 
     def copied(module: nn.Module) -> nn.Module:
         with FakeCopyMode(mode):
-            made = copy.deepcopy(module)
+            made = copy.deepcopy(module, _unsharded(module))
         for part in made.modules():
             for hooks in (part._forward_pre_hooks, part._forward_hooks):
                 hooks.clear()
@@ -186,6 +186,31 @@ def without_data() -> Iterator[Callable[[nn.Module], nn.Module]]:
             yield copied
     finally:
         logger.disabled = disabled
+
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py
+def _unsharded(module: nn.Module) -> dict[int, Any]:
+    """A memo for `copy.deepcopy` that holds what is sharded in a module, made whole: FSDP 2 refuses to be copied."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        if hasattr(parameter, "full_tensor"):
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            memo[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
+    for part in reversed([*module.modules()]):  # those that are in others first
+        if is_fsdp2(part):
+            kind = class_of(part)
+            made = kind.__new__(kind)
+            nn.Module.__init__(made)
+            state = {name: value for name, value in vars(part).items() if not _is_of_fsdp2(name)}
+            vars(made).update(copy.deepcopy(state, memo))
+            memo[id(part)] = made
+    return memo
+
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/_composable/contract.py
+def _is_of_fsdp2(attribute: str) -> bool:
+    """True for attributes of a module in which FSDP 2 may keep references to itself."""
+    return attribute.endswith("_hooks") or attribute.startswith("__composable_api_state_key")
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
@@ -294,4 +319,11 @@ def parameters_of_adapters(model: nn.Module) -> set[int]:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py
 def is_fsdp2(module: nn.Module) -> bool:
     """True for a module that `fully_shard` was called for, by name: torch need not be built with distributed."""
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+    return class_of(module) is not type(module)
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as it was written, without that which `fully_shard` puts before it, by name as above."""
+    kinds = type(module).__mro__
+    names = [kind.__name__ for kind in kinds]
+    return kinds[names.index("FSDPModule") + 1] if "FSDPModule" in names else type(module)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from betahook import compat
+from betahook.compat import class_of
 from betahook.models import trial
 from betahook.models.code import PRODUCTS, is_own, names_held, names_used
 from betahook.models.families import Facts, facts
@@ -147,7 +148,7 @@ def survey(model: nn.Module) -> Survey:
             continue
         # Where one contains another, the inner one computes the scores, unless the outer one asks the interface.
         if verdict.route != "interface" and able & ({*module.modules()} - {module}):
-            if is_own(type(module)) and (names(type(module)) & ASKED or count_heads(module) is not None):
+            if is_own(class_of(module)) and (names(class_of(module)) & ASKED or count_heads(module) is not None):
                 holding[name] = module
             continue
         if verdict.route is None:
@@ -162,7 +163,7 @@ def survey(model: nn.Module) -> Survey:
     refused |= {name: (module, HOLDS_ATTENTION) for name, module in holding.items() if hooked & {*module.modules()}}
     reached = {part for one in found.values() for part in one.module.modules()}
     not_reached = {
-        name or "the model": f"{type(module).__name__}: {verdict.obstacle}"
+        name or "the model": f"{class_of(module).__name__}: {verdict.obstacle}"
         for name, (module, verdict) in refused.items()
         if not (verdict.by_name_only and module in reached)
     }
@@ -174,7 +175,7 @@ Try = Callable[[nn.Module], trial.Outcome | None]
 
 def _measured(module: nn.Module, route: Route, tried: Try) -> AttentionModule | None:
     """The attention with its size, by what the module states or a trial shows; None if neither tells."""
-    size, is_users = count_heads(module), is_own(type(module))
+    size, is_users = count_heads(module), is_own(class_of(module))
     # transformers' own classes state their size, and most have projections of known names.
     is_known = not is_users and (size is None or locate(module, *size) is not None)
     shown = (None if is_known else tried(module)) or NOTHING_SHOWN
@@ -189,7 +190,7 @@ def _measured(module: nn.Module, route: Route, tried: Try) -> AttentionModule | 
 def _decide(verdicts: dict[nn.Module, Verdict], tried: Try) -> None:
     """Decide on modules around others, and on those that look like an attention by half: inner ones first."""
     for module, verdict in reversed(list(verdicts.items())):
-        if not is_own(type(module)) or (verdict.route is None and verdict != UNKNOWN_CODE):
+        if not is_own(class_of(module)) or (verdict.route is None and verdict != UNKNOWN_CODE):
             continue
         inner = {part for part in module.modules() if part is not module and verdicts[part].route is not None}
         whole = {part for part in inner if _has_matrix(part) or count_heads(part) is not None}
@@ -235,14 +236,14 @@ class Suspect:
 
 def classify(module: nn.Module, names: Callable[[type], frozenset[str]]) -> Verdict:
     """The verdict of the first classifier that comes to one; `names` are those that the code of a class uses."""
-    used = names(type(module))
+    used = names(class_of(module))
     if hasattr(module, "processor"):  # diffusers keeps the attention apart from the module that owns the weights
         used |= names(type(module.processor))
-    if is_own(type(module)):
+    if is_own(class_of(module)):
         used |= names_held(module)
     # A product or a softmax may be a module of its own, with a scale at most, and in another one.
     parts = (part for child in module.children() if not _has_matrix(child) for part in child.modules())
-    suspect = Suspect(module, used, used.union(*(names(type(part)) for part in parts)))
+    suspect = Suspect(module, used, used.union(*(names(class_of(part)) for part in parts)))
     verdicts = (classifier(suspect) for classifier in CLASSIFIERS)
     return next((verdict for verdict in verdicts if verdict is not None), NO_ATTENTION)
 
@@ -284,7 +285,7 @@ def asks_interface(suspect: Suspect) -> Verdict | None:
 def asks_torch(suspect: Suspect) -> Verdict | None:
     """Attention that torch computes, unless its code has a softmax of its own for other cases."""
     used, kernels = suspect.used, {"scaled_dot_product_attention"}
-    if is_own(type(suspect.module)):
+    if is_own(class_of(suspect.module)):
         used, kernels = suspect.used_below, kernels | KERNELS
     if not used & (TORCH_ATTENTION | kernels):
         return None
@@ -293,10 +294,10 @@ def asks_torch(suspect: Suspect) -> Verdict | None:
 
 def has_no_name(suspect: Suspect) -> Verdict | None:
     """Code that is not called attention, and asks nobody for one."""
-    if IN_NAME.search(type(suspect.module).__name__):
+    if IN_NAME.search(class_of(suspect.module).__name__):
         return None
     has_weights = _has_matrix(suspect.module)  # else it is a part of what calls it
-    computes = is_own(type(suspect.module)) and _multiplies(suspect)
+    computes = is_own(class_of(suspect.module)) and _multiplies(suspect)
     return Verdict("by hand", unnamed=True) if computes and has_weights else NO_ATTENTION
 
 
@@ -308,7 +309,7 @@ def multiplies(suspect: Suspect) -> Verdict | None:
 
 def has_name_only(suspect: Suspect) -> Verdict | None:
     """Code that is called an attention, and not a part of one, its output say."""
-    name = type(suspect.module).__name__
+    name = class_of(suspect.module).__name__
     return UNKNOWN_CODE if re.search("(attention|attn)[0-9]*$", name, re.IGNORECASE) else None
 
 

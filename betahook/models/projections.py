@@ -149,7 +149,7 @@ def _fit(module: nn.Module, query: Projection, key: Projection, heads: int, head
     key_heads, left = divmod(of_key, head_dim)
     if left or not key_heads or heads % key_heads:
         return False
-    return of_query == heads * head_dim or not is_own(type(module))
+    return of_query == heads * head_dim or not is_own(compat.class_of(module))
 
 
 def latent(module: nn.Module, heads: int, head_dim: int) -> Pair | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from betahook.compat import class_of
 from betahook.measure import masks
 from betahook.measure.masks import Band, Mask
 from betahook.models.code import functions_held, is_own, reachable
@@ -210,7 +211,9 @@ def _places(layer: Recorder) -> Iterator[tuple[dict[str, Any], str]]:
     parts = list(layer.module.modules())
     seen = [(vars(part), tuple(vars(part))) for part in parts]
     functions = [function for part in parts for function in functions_held(part)]
-    functions += [function for kind in {type(part) for part in parts} if is_own(kind) for function in reachable(kind)]
+    functions += [
+        function for kind in {class_of(part) for part in parts} if is_own(kind) for function in reachable(kind)
+    ]
     for function in functions:
         names, known = function.__code__.co_names, function.__globals__
         seen.append((known, names))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import betahook
@@ -85,6 +86,52 @@ def in_shards(rank, family, shard, per_head):
         return whole(model)
 
 
+class Users(nn.Module):
+    """Attention by hand that says neither its size nor what makes q and k: its forward shows it."""
+
+    def __init__(self):
+        super().__init__()
+        self.ask, self.tell = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.answer = nn.Parameter(0.2 * torch.randn(4, 24, 6))
+
+    def forward(self, x):
+        q, k = self.ask(x).unflatten(-1, (4, 6)), torch.einsum("bsd,ndh->bsnh", x, self.answer)
+        weights = torch.einsum("bqnh,bknh->bnqk", q, k).div(6**0.5).softmax(-1)
+        return (weights @ self.tell(x).unflatten(-1, (4, 6)).transpose(1, 2)).transpose(1, 2).flatten(2)
+
+
+def not_divided(model):
+    return model
+
+
+def by_layer(model):
+    fully_shard(model[1])
+    return fully_shard(model)
+
+
+def by_linear(model):
+    fully_shard(model[1].ask)
+    return by_layer(model)
+
+
+DIVIDED = (as_one, by_layer, by_linear)
+
+
+def of_a_user(shard):
+    """The std of W_q and W_k, and the folded weights; attached to what is divided already."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(24, 24), Users()), torch.randn(2, 9, 24)
+    shard(model)
+    with betahook.attach(model, controller="monitor", per_head=True) as hook:
+        model(x).sum().backward()
+        hook.step()
+        layer = hook.layers["1"]
+        std = layer.weight_std_q, layer.weight_std_k
+        layer.head_beta = layer.head_beta * torch.tensor([0.5, 1.3, 2, 3])
+        betahook.fold(hook)
+    return {"std": torch.tensor(std)} | whole(model)
+
+
 def refused(rank):
     """On one rank alone a layer is not linear, or there was no forward: all refuse, and nothing changes."""
     for message in (
@@ -109,7 +156,8 @@ def refused(rank):
 
 
 def run(rank, folder):
-    torch.save({name: in_shards(rank, *case) for name, case in CASES.items()}, f"{folder}/{rank}")
+    folded = {name: in_shards(rank, *case) for name, case in CASES.items()}
+    torch.save(folded | {shard: of_a_user(shard) for shard in DIVIDED}, f"{folder}/{rank}")
     refused(rank)
 
 
@@ -117,7 +165,7 @@ def run(rank, folder):
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(run, 2, str(folder), str(folder))
-    return [torch.load(folder / str(rank)) for rank in range(2)]
+    return [torch.load(folder / str(rank), weights_only=False) for rank in range(2)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -133,3 +181,11 @@ def test_ranks_fold_what_one_process_does(results, case):
     assert any(not torch.equal(value, before[name]) for name, value in expected.items())
     for result in results:
         assert all(torch.equal(value, expected[name]) for name, value in result[case].items())
+
+
+@pytest.mark.parametrize("shard", DIVIDED)
+def test_attention_of_a_user_is_found_in_what_is_divided_already(results, shard):
+    expected = of_a_user(not_divided)
+    assert (expected["std"] > 0).all()
+    for result in results:
+        assert all(torch.allclose(value, expected[name], rtol=1e-6) for name, value in result[shard].items())

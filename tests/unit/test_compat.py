@@ -9,10 +9,11 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama
@@ -400,6 +401,29 @@ def test_copies_without_data():
         assert logging.getLogger("torch._subclasses.fake_tensor").disabled
         warnings.warn("of a made-up input", stacklevel=1)
     assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.oldest_skips("FSDP 2 does not run on a CPU")
+def test_copies_what_fsdp_2_shards(mesh):
+    """As its class was written, and with whole weights."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh)
+        assert compat.is_fsdp2(module)
+    assert not compat.is_fsdp2(model[1])
+    assert [compat.class_of(module) for module in model.modules()] == [nn.Sequential, nn.Linear, nn.Linear]
+    with compat.without_data() as copied:
+        made = copied(model)
+        assert [type(module) for module in made.modules()] == [nn.Sequential, nn.Linear, nn.Linear]
+        assert made[0].weight.shape == (4, 6)
+        assert made(torch.zeros(3, 6)).shape == (3, 2)
 
 
 def test_a_graph_ends_at_what_stays_outside():
