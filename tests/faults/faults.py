@@ -538,6 +538,7 @@ FAULTS = [
     Fault("betahook/models/scaling.py", ", axes=tuple(range(bias.dim()))", "", PARAMETERS),
     Fault("betahook/models/scaling.py", "rows, axes=projection.axes)", "rows)", PARAMETERS),
     Fault("betahook/models/labels.py", "self._note_bias(call.tensors, output)", "pass", PARAMETERS),
+    Fault("betahook/models/projections.py", "compat.class_of(linear).__name__", "type(linear).__name__"),
     Fault("betahook/models/projections.py", "place.bias, place.axes,", "place.bias, (0,),", PARAMETERS),
     Fault(
         "betahook/models/projections.py",

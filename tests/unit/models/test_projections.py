@@ -216,7 +216,22 @@ def test_the_first_strategy_that_knows_a_module_locates_its_projections():
     assert projections.locate(module, HEADS, HEAD_DIM) is None
 
 
-@pytest.mark.parametrize("kind", [nn.Linear, lambda width, out: Conv1D(out, width)], ids=["Linear", "Conv1D"])
+class FSDPModule:
+    """That of torch, which `fully_shard` puts before a class."""
+
+
+class FSDPConv1D(FSDPModule, Conv1D):
+    pass
+
+
+KINDS = {
+    "Linear": nn.Linear,
+    "Conv1D": lambda width, out: Conv1D(out, width),
+    "divided": lambda width, out: FSDPConv1D(out, width),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_the_entries_are_out_by_in(kind):
     module = Holder(q_proj=kind(6, 8), k_proj=kind(6, 8))
     query, _ = projections.locate(module, 2, 4)
