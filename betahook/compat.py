@@ -23,6 +23,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode, unset_fake_temporarily
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import parametrize
 
 # Keyed by identity: a tensor compares by its entries. https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/weak.py
 from torch.utils.weak import WeakIdRef as WeakIdRef
@@ -198,7 +199,7 @@ def _unsharded(module: nn.Module) -> dict[int, Any]:
             memo[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
     for part in reversed([*module.modules()]):  # those that are in others first
         if is_fsdp2(part):
-            kind = class_of(part)
+            kind = _undivided(part)
             made = kind.__new__(kind)
             nn.Module.__init__(made)
             state = {name: value for name, value in vars(part).items() if not _is_of_fsdp2(name)}
@@ -319,11 +320,17 @@ def parameters_of_adapters(model: nn.Module) -> set[int]:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py
 def is_fsdp2(module: nn.Module) -> bool:
     """True for a module that `fully_shard` was called for, by name: torch need not be built with distributed."""
-    return class_of(module) is not type(module)
+    return _undivided(module) is not type(module)
 
 
-def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of a module as it was written, without that which `fully_shard` puts before it, by name as above."""
+def _undivided(module: nn.Module) -> type[nn.Module]:
+    """The class of a module without that which `fully_shard` puts before it."""
     kinds = type(module).__mro__
     names = [kind.__name__ for kind in kinds]
     return kinds[names.index("FSDPModule") + 1] if "FSDPModule" in names else type(module)
+
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/utils/parametrize.py
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as it was written, without those that `fully_shard` and parametrizations put before it."""
+    return next(kind for kind in _undivided(module).__mro__ if kind.__module__ != parametrize.__name__)

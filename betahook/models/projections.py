@@ -192,7 +192,7 @@ def features_of(linear: nn.Module) -> int:
 
 def _axis(linear: nn.Module) -> int:
     """The axis of the weight of a linear module along which its features lie."""
-    return int(compat.class_of(linear).__name__ in families.TRANSPOSED)
+    return int(any(kind.__name__ in families.TRANSPOSED for kind in type(linear).__mro__))
 
 
 def _projection(module: nn.Module, names: Iterable[str], select: Select) -> Projection | None:

@@ -440,6 +440,7 @@ FAULTS = [
     ),
     Fault("betahook/compat.py", "frame.f_globals is vars(torch.utils.checkpoint)", "False"),
     Fault("betahook/compat.py", 'kinds[names.index("FSDPModule") + 1]', "kinds[0]"),
+    Fault("betahook/compat.py", "if kind.__module__ != parametrize.__name__)", ")"),
     Fault("betahook/compat.py", 'if hasattr(parameter, "full_tensor"):', "if False:"),
     Fault("betahook/compat.py", ' or attribute.startswith("__composable_api_state_key")', ""),
     Fault("betahook/tap/interface.py", "last = keys - queries", "last = 0"),
@@ -538,7 +539,7 @@ FAULTS = [
     Fault("betahook/models/scaling.py", ", axes=tuple(range(bias.dim()))", "", PARAMETERS),
     Fault("betahook/models/scaling.py", "rows, axes=projection.axes)", "rows)", PARAMETERS),
     Fault("betahook/models/labels.py", "self._note_bias(call.tensors, output)", "pass", PARAMETERS),
-    Fault("betahook/models/projections.py", "compat.class_of(linear).__name__", "type(linear).__name__"),
+    Fault("betahook/models/projections.py", "in type(linear).__mro__))", "in [type(linear)]))"),
     Fault("betahook/models/projections.py", "place.bias, place.axes,", "place.bias, (0,),", PARAMETERS),
     Fault(
         "betahook/models/projections.py",

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama
@@ -401,6 +402,14 @@ def test_copies_without_data():
         assert logging.getLogger("torch._subclasses.fake_tensor").disabled
         warnings.warn("of a made-up input", stacklevel=1)
     assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
+
+
+def test_a_class_is_as_it_was_written():
+    linear = nn.Linear(3, 2)
+    parametrize.register_parametrization(linear, "weight", nn.Tanh())
+    assert type(linear) is not nn.Linear
+    assert compat.class_of(linear) is nn.Linear
+    assert not compat.is_fsdp2(linear)
 
 
 @pytest.fixture

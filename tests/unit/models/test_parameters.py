@@ -522,6 +522,19 @@ def test_weights_that_a_hook_makes_of_parameters_are_read_as_they_act(x):
         assert layer.weight_std_q == pytest.approx(model.layer.maps[0].weight.std(correction=0).item(), rel=1e-5)
 
 
+def test_attention_with_a_parametrised_weight_is_found(x):
+    """Its class is one of torch's then, and its W_q is made of others."""
+    torch.manual_seed(0)
+    model = Model(InByOut)
+    nn.utils.parametrize.register_parametrization(model.layer, "W_query", nn.Tanh())
+    plain = model(x)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        assert torch.equal(model(x), plain)
+        (layer,) = hook.layers.values()
+        assert layer.heads == HEADS
+        assert layer.projections is None
+
+
 class OtherRows(Fused):
     """Other rows of the weight where queries and keys are other tokens, as in speechbrain."""
 
