@@ -26,6 +26,7 @@ PRODUCTS = {
     "einsum": (torch.einsum, ("bhid,bhjd->bhij", Q, K), {}, 1),
     "einsum of a list": (torch.einsum, ("bhid,bhjd->bhij", [Q, K]), {}, 1),
     "einsum with dots": (torch.einsum, ("...id, ...jd -> ...ij", Q, K), {}, 1),
+    "einsum with dots and capitals": (torch.einsum, ("...AD,...BD->...AB", Q, K), {}, 1),
     "einsum, heads behind": (torch.einsum, ("bihd,bjhd->bhij", Q.transpose(1, 2), K.transpose(1, 2)), {}, 2),
     "bmm": (torch.bmm, (Q.flatten(0, 1), K.flatten(0, 1).mT), {}, Shared(0)),
     "keys without heads": (torch.einsum, ("bhid,bjd->bhij", Q, K[:, 0]), {}, 1),
