@@ -5,6 +5,7 @@ Used by `betahook.models.trial` and by the tap in `betahook.tap.products`; nothi
 
 from __future__ import annotations
 
+import itertools
 import string
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -122,8 +123,8 @@ def _axes_of_einsum(equation: str, *operands: Any) -> tuple[str, str, str] | Non
     specs = inputs.split(",")
     if len(specs) != 2 or len(operands) != 2 or not all(isinstance(x, Tensor) for x in operands):
         return None
-    unused = "".join(letter for letter in string.ascii_letters if letter not in equation)
-    dots = unused[: operands[0].dim() - len(specs[0].replace("...", ""))]
+    unused = (letter for letter in string.ascii_letters if letter not in equation)
+    dots = "".join(itertools.islice(unused, max(0, operands[0].dim() - len(specs[0].replace("...", "")))))
     left, right, output = (spec.replace("...", dots) for spec in (*specs, output))
     if not output and "->" not in equation:
         letters = left + right
