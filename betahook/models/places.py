@@ -35,6 +35,7 @@ class Place:
         rows: int64 `[heads, d_k]`, of the features in the parameter.
         axes: of the parameter, along which they lie.
         bias: the name of the bias beside it; None where none is known.
+        bias_offset: how many entries of the bias lie before that of the first row.
         argument: which positional argument of the owner is the input; None where that is not to be seen.
     """
 
@@ -43,6 +44,7 @@ class Place:
     rows: Tensor
     axes: tuple[int, ...]
     bias: str | None
+    bias_offset: int
     argument: int | None
 
     def select(self, weight: Tensor) -> Tensor:
@@ -89,8 +91,9 @@ def _place_of(
         return None  # the owner does more than to multiply
     axes, rows = rows_of
     # A causal mask may be called the bias of an attention.
-    bias = _bias(owner, linear.bias, math.prod(whole.shape[axis] for axis in axes)) or ("bias" if path else None)
-    return Place(path, name, rows[features.rows.cpu()], axes, bias, _argument(side, linear.source, owner, own_calls))
+    bias, offset = _bias(owner, linear.bias, rows) or ("bias" if path else None, 0)
+    argument = _argument(side, linear.source, owner, own_calls)
+    return Place(path, name, rows[features.rows.cpu()], axes, bias, offset, argument)
 
 
 def _find(module: nn.Module, weight: Tensor) -> tuple[str, str, Tensor] | None:
@@ -136,12 +139,19 @@ def _axes_along(whole: Tensor, size: int, step: int) -> list[int]:
     return axes if math.prod(whole.shape[axis] for axis in axes) == size else []
 
 
-def _bias(owner: nn.Module, bias: Tensor | None, rows: int) -> str | None:
-    """The name of the parameter, of an entry for each row, a part of which is a bias; None if there is none."""
-    if bias is None or not bias.is_contiguous():  # else its entries are in another order than those of the parameter
+def _bias(owner: nn.Module, bias: Tensor | None, rows: Tensor) -> tuple[str, int] | None:
+    """The name of the parameter that holds a bias, and how far behind the rows of the weight its entries lie.
+
+    None if no parameter of the owner does, or if they lie in another order.
+    """
+    if bias is None:
         return None
-    own = ((name, whole) for name, whole in owner._parameters.items() if whole is not None and whole.numel() == rows)
-    return next((name for name, whole in own if whole is compat.owner(bias)), None)
+    for name, whole in owner._parameters.items():
+        if whole is not None and whole is compat.owner(bias):
+            entries = _rows_in(whole, bias, tuple(range(bias.dim())))
+            offsets = [] if entries is None else (entries[1] - rows).unique().tolist()
+            return (name, offsets[0]) if len(offsets) == 1 else None
+    return None
 
 
 def _argument(side: str, source: Tensor, owner: nn.Module, calls: Sequence[ModuleCall]) -> int | None:

@@ -31,6 +31,7 @@ class Projection:
         adapter: the layer around `module` that adds to what it returns, such as LoRA's; None without one.
         weight: its name in the module.
         bias: that of the bias; None where none is known.
+        bias_offset: how many entries of the bias lie before that of the first row of the weight.
         axes: of the weight as the module stores it, along which its features lie, numbered in this order: 0 in
             `[out, d_x]`, 1 in `[d_x, out]`, 0 and 2 in `[heads, d_x, d_k]`.
         argument: which of the module's positional arguments is the input; None where none is.
@@ -41,6 +42,7 @@ class Projection:
     adapter: nn.Module | None = None
     weight: str = "weight"
     bias: str | None = "bias"
+    bias_offset: int = 0
     axes: tuple[int, ...] = (0,)
     argument: int | None = 0
 
@@ -109,7 +111,9 @@ def _at_place(module: nn.Module, place: Place) -> Projection | None:
         owner = _linear(owner)  # which may be wrapped by now
     if owner is None or not isinstance(materialise.stored(owner, place.weight), Tensor):
         return None
-    return Projection(owner, place.select, adapter, place.weight, place.bias, place.axes, place.argument)
+    return Projection(
+        owner, place.select, adapter, place.weight, place.bias, place.bias_offset, place.axes, place.argument
+    )
 
 
 def locate(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
@@ -125,12 +129,15 @@ def added_queries(module: nn.Module, query: Projection) -> list[Projection]:
 
 
 def torch_attention(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
-    """`nn.MultiheadAttention`, whose fused weight is its own; not where q, k and v have other widths, a weight each."""
-    if not isinstance(module, nn.MultiheadAttention) or materialise.stored(module, "in_proj_weight") is None:
+    """`nn.MultiheadAttention`, whose weights are its own: one for q, k and v, or one each where their widths differ."""
+    if not isinstance(module, nn.MultiheadAttention):
         return None
-    query, key = (layouts.run(start, heads, head_dim) for start in (0, heads * head_dim))
-    whole = Projection(module, query, weight="in_proj_weight", bias="in_proj_bias")
-    return whole, replace(whole, select=key, argument=1)
+    width, first = heads * head_dim, layouts.run(0, heads, head_dim)
+    if materialise.stored(module, "in_proj_weight") is None:
+        query = Projection(module, first, weight="q_proj_weight", bias="in_proj_bias")
+        return query, replace(query, weight="k_proj_weight", bias_offset=width, argument=1)
+    whole = Projection(module, first, weight="in_proj_weight", bias="in_proj_bias")
+    return whole, replace(whole, select=layouts.run(width, heads, head_dim), argument=1)
 
 
 def separate(module: nn.Module, heads: int, head_dim: int) -> Pair | None:

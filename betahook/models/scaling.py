@@ -217,18 +217,20 @@ def _rows(projection: Projection) -> Tensor:
 
 def of_linear(projection: Projection, exponent: Tensor | float) -> Iterator[Weight]:
     """The weight and the bias of a projection, and what its adapters make its output from."""
-    rows = Rows.of(_rows(projection), exponent, projection.features)
-    owners = [(projection.module, projection.bias)]
+    features = _rows(projection)
+    rows = Rows.of(features, exponent, projection.features)
+    biases = [(projection.module, projection.bias, projection.bias_offset)]
     if magnitudes := compat.magnitudes(projection.adapter):  # of DoRA, where the norms of the weight cancel
         yield from (Weight(magnitude, "weight", rows) for magnitude in magnitudes)
     else:
         yield Weight(projection.module, projection.weight, rows, axes=projection.axes)
         for up in compat.adapter_outputs(projection.adapter):
             yield Weight(up, "weight", rows)
-            owners.append((up, "bias"))
-    for owner, name in owners:
+            biases.append((up, "bias", 0))
+    for owner, name, offset in biases:
         if name is not None and isinstance(bias := getattr(owner, name, None), Tensor):
-            yield Weight(owner, name, rows, axes=tuple(range(bias.dim())))
+            total = max(bias.numel(), int(features.max()) + offset + 1)  # a shorter one is refused when it is read
+            yield Weight(owner, name, Rows.of(features + offset, exponent, total), axes=tuple(range(bias.dim())))
 
 
 @dataclass(frozen=True)

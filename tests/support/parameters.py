@@ -77,6 +77,26 @@ class WithBiases(InByOut):
         return q + self.b_query, k, v
 
 
+class OneBias(InByOut):
+    """One bias beside two weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.biases = parameter(2 * WIDTH)
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        return q + self.biases[:WIDTH], k + self.biases[WIDTH:], v
+
+
+class OtherOrder(Fused):
+    """A bias in which the part of the key comes first."""
+
+    def project(self, x):
+        key, query, value = self.in_proj_bias.chunk(3)
+        return map(F.linear, (x, x, x), self.in_proj_weight.chunk(3), (query, key, value))
+
+
 class Turned(InByOut):
     """Matrices `[in, out]` that a linear map gets turned, in one parameter."""
 

@@ -184,7 +184,11 @@ def latent_heads():
 
 STRATEGIES = {
     "torch": (projections.torch_attention, nn.MultiheadAttention(WIDTH, HEADS), ("in_proj", "in_proj")),
-    "torch, three weights": (projections.torch_attention, nn.MultiheadAttention(WIDTH, HEADS, kdim=5), None),
+    "torch, a weight each": (
+        projections.torch_attention,
+        nn.MultiheadAttention(WIDTH, HEADS, kdim=5),
+        ("in_proj", "in_proj"),
+    ),
     "not torch's": (projections.torch_attention, Holder(in_proj=linear(96)), None),
     "side by side": (projections.separate, Holder(to_q=linear(), to_k=linear()), ("to_q", "to_k")),
     "of two pairs": (projections.separate, Holder(q_proj=linear(), to_q=linear(), to_k=linear()), ("to_q", "to_k")),
@@ -206,6 +210,12 @@ def test_a_strategy_locates_what_it_knows(case):
         assert [x.module for x in found or ()] == ([] if names is None else [module] * 2)
     else:
         assert [x.module for x in found] == [getattr(module, name) for name in names]
+
+
+def test_the_weights_of_torch_attention_with_keys_of_another_width_share_one_bias():
+    query, key = projections.locate(nn.MultiheadAttention(WIDTH, HEADS, kdim=5), HEADS, HEAD_DIM)
+    assert (query.weight, query.width, query.bias, query.bias_offset) == ("q_proj_weight", WIDTH, "in_proj_bias", 0)
+    assert (key.weight, key.width, key.bias, key.bias_offset) == ("k_proj_weight", 5, "in_proj_bias", WIDTH)
 
 
 def test_the_first_strategy_that_knows_a_module_locates_its_projections():

@@ -388,17 +388,21 @@ def test_what_has_no_weight_to_clip_is_refused_by_name_when_attached(change, rea
     betahook.attach(model, controller=betahook.Clip(), layers="*.0.*").detach()
 
 
-def test_the_heads_of_torch_attention_are_clipped():
+@pytest.mark.parametrize("key_width", [WIDTH, 8])
+def test_the_heads_of_torch_attention_are_clipped(key_width):
     torch.manual_seed(0)
-    model = nn.TransformerEncoderLayer(WIDTH, HEADS, WIDTH, dropout=0.0, batch_first=True)
+    model = nn.MultiheadAttention(WIDTH, HEADS, kdim=key_width, batch_first=True)
+    nn.init.normal_(model.in_proj_bias)
+    before = model.in_proj_bias.detach().clone()
     x = 5 * torch.randn(3, LENGTH, WIDTH)
     with betahook.attach(model, controller=betahook.Clip(0.5)) as hook:
         (layer,) = hook.layers.values()
-        model(x)
+        model(x, x[..., :key_width], x)
         assert layer.statistics.max_logit > 0.5
         hook.step()
-        model(x)
+        model(x, x[..., :key_width], x)
         assert layer.statistics.max_logit <= 0.5
+    assert (model.in_proj_bias != before).unflatten(0, (3, WIDTH)).all(1).tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("options", [{"threshold": 0.0}, {"threshold": -1.0}])

@@ -154,16 +154,26 @@ def test_the_weights_and_inputs_of_multihead_attention(x):
         assert got == pytest.approx(entries.double().std(correction=0).item(), rel=1e-5)
 
 
-def test_multihead_attention_with_keys_of_another_width_has_no_known_weights(x):
-    model = nn.MultiheadAttention(WIDTH, HEADS, kdim=8, batch_first=True)
-    with betahook.attach(model, controller="monitor") as hook:
-        keys = x[..., :8]
+def test_the_weights_and_inputs_of_multihead_attention_with_keys_of_another_width(x):
+    """Query and key meet a weight each, and two thirds of one bias."""
+    torch.manual_seed(0)
+    model, x = nn.MultiheadAttention(WIDTH, HEADS, kdim=8, batch_first=True).double(), x.double()
+    nn.init.normal_(model.in_proj_bias)
+    keys = 3 * x[..., :8] + 1
+    with betahook.attach(model, controller="monitor", per_head=True) as hook:
         model(x, keys, x)
-        statistics = hook.layers[""].statistics
-    assert statistics.count == 3 * HEADS * LENGTH**2
-    assert math.isnan(hook.layers[""].weight_std_q)
-    (remark,) = hook.layers[""].remarks
-    assert remark.startswith("W_q and W_k have no known form, their std is not measured. Known are linear modules")
+        layer, measured = hook.layers[""], hook.layers[""].statistics
+        for got, entries in (
+            (layer.weight_std_q, model.q_proj_weight),
+            (layer.weight_std_k, model.k_proj_weight),
+            (float(measured.input_std_q), x),
+            (float(measured.input_std_k), keys),
+        ):
+            assert got == pytest.approx(entries.std(correction=0).item(), rel=1e-10)
+        layer.head_beta = torch.linspace(0.1, 1, HEADS)
+        expected = model(x, keys, x)[0]
+        betahook.fold(model)
+    torch.testing.assert_close(model(x, keys, x)[0], expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("training", [True, False])
