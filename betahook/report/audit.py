@@ -139,20 +139,19 @@ class Audit(tuple[LayerAudit, ...]):
         rows = [["layer", "measured", *PREDICTIONS.values(), "closest"]]
         for layer in self:
             stds = [layer.score_std, *(layer.predicted[formula] for formula in PREDICTIONS)]
-            rows.append([layer.name, *(_listed([std]) for std in stds), PREDICTIONS.get(layer.follows, layer.follows)])
+            closest = PREDICTIONS.get(layer.follows, layer.follows)
+            rows.append([layer.name or "model", *(_listed([std]) for std in stds), closest])
         return rows
 
     def assumptions(self) -> list[list[str]]:
         """Return a table for people: a header, the numbers assumed, then one row a layer; only what was measured."""
         numbers = {name: [of(layer) for layer in self] for name, (_, of) in ASSUMPTIONS.items()}
         known = [name for name, rows in numbers.items() if any(value == value for row in rows for value in row)]
-        header = ["layer", "d_x, d_k", *known]
-        assumed = ["assumed", "", *(ASSUMPTIONS[name][0] for name in known)]
-        layers = [
-            [layer.name, f"{layer.query_width or '?'}, {layer.head_dim}", *(_listed(numbers[x][index]) for x in known)]
-            for index, layer in enumerate(self)
-        ]
-        return [header, assumed, *layers]
+        rows = [["layer", "d_x, d_k", *known], ["assumed", "", *(ASSUMPTIONS[name][0] for name in known)]]
+        for index, layer in enumerate(self):
+            widths = f"{layer.query_width or '?'}, {layer.head_dim}"
+            rows.append([layer.name or "model", widths, *(_listed(numbers[name][index]) for name in known)])
+        return rows
 
     def __str__(self) -> str:
         return "\n\n".join(map(aligned, (self.predictions(), self.assumptions())))

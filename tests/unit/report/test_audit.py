@@ -122,3 +122,12 @@ def test_what_was_not_measured_of_one_layer_is_a_question_mark():
     column = audit.assumptions()[0].index("(iii) mean q, k")
     assert audit.assumptions()[3][column] == f"?, {layer.component_mean_k:.3g}"
     assert "nan" not in str(audit)
+
+
+def test_a_model_that_is_the_attention_itself_has_a_name_in_the_tables():
+    torch.manual_seed(0)
+    model, x = torch.nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), torch.randn(2, LENGTH, WIDTH)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x, x, x)
+        audit = hook.audit()
+    assert [rows[-1][0] for rows in (audit.predictions(), audit.assumptions())] == ["model", "model"]
