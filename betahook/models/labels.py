@@ -246,11 +246,14 @@ def _device_of(tensor: Tensor) -> torch.device:
     return torch.device("cpu") if tensor.is_meta else tensor.device
 
 
-def features_of_heads(labels: Tensor, heads: int, head_dim: int, batch: int) -> Features | None:
+def features_of_heads(
+    labels: Tensor, components: Sequence[int], heads: int, head_dim: int, batch: int
+) -> Features | None:
     """Tell which features the heads of a query or a key are made of.
 
     Args:
         labels: of the query or the key.
+        components: the axes along which its components lie, over which the product with the other sums.
         heads: of the query.
         head_dim: d_k.
         batch: the number of sequences, which may share an axis with the heads.
@@ -258,6 +261,8 @@ def features_of_heads(labels: Tensor, heads: int, head_dim: int, batch: int) -> 
     Returns:
         None where the entries come from several projections, or where it is not to be seen which make which head.
     """
+    last = range(-len(components), 0)
+    labels = labels.movedim(tuple(components), tuple(last)).flatten(last[0])
     known = labels[labels != UNKNOWN].unique()
     projections = (known // FAR).unique().tolist()
     own, left = divmod(len(known), head_dim)
@@ -275,10 +280,10 @@ def features_of_heads(labels: Tensor, heads: int, head_dim: int, batch: int) -> 
 
 
 def _by_head(labels: Tensor, counts: set[int], batch: int) -> Iterator[Sequence[Tensor]]:
-    """Divide a tensor into heads, in each way that its sizes allow: a single one, along an axis, or in its first."""
+    """Divide a tensor `[..., d_k]` into heads, as its sizes allow: a single one, along an axis, or in its first."""
     if 1 in counts:
         yield [labels]
-    for axis, size in enumerate(labels.shape):
+    for axis, size in enumerate(labels.shape[:-1]):
         if size in counts:
             yield labels.unbind(axis)
     for count in counts:

@@ -116,6 +116,21 @@ def axes_of(call: Call) -> tuple[str, str, str] | None:
     return f"{batch[len(batch) - left + 2 :]}xz", f"{batch[len(batch) - right + 2 :]}zy", f"{batch}xy"
 
 
+def summed_axes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The axes of both operands that a product sums over, those that meet at the same place.
+
+    None where `axes_of` is, and where it sums over none.
+    """
+    if call.name == "baddbmm":
+        return (2,), (1,)
+    axes = axes_of(call)
+    if axes is None:
+        return None
+    left, right, output = axes
+    summed = [axis for axis in left if axis in right and axis not in output]
+    return (tuple(map(left.index, summed)), tuple(map(right.index, summed))) if summed else None
+
+
 def _axes_of_einsum(equation: str, *operands: Any) -> tuple[str, str, str] | None:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])

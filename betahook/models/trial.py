@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -23,7 +24,7 @@ from betahook.models.by_tensor import ByTensor
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.labels import Labels, features_of_heads
 from betahook.models.places import ModuleCall, Place, places_of
-from betahook.models.torch_calls import Call, tensors_in
+from betahook.models.torch_calls import Call, summed_axes, tensors_in
 
 BATCH, LENGTH = 3, 7
 """Of the trial's input, where any length does; no size of a model is likely to be a multiple of both."""
@@ -57,12 +58,14 @@ class Attention:
     """The product that makes scores.
 
     Attributes:
-        size: the query heads and d_k; None where the number of scores does not tell.
-        labels: those of q and k; None where they have none.
+        size: the query heads and d_k; None where the product does not tell.
+        labels: those of q and k, each None where it has none.
+        components: the axes of q, and of k, along which their components lie.
     """
 
     size: tuple[int, int] | None
-    labels: tuple[Tensor | None, ...]
+    labels: tuple[Tensor | None, ...] = (None, None)
+    components: tuple[tuple[int, ...], tuple[int, ...]] = ((-1,), (-1,))
 
 
 def run(module: nn.Module) -> Outcome | None:
@@ -139,12 +142,15 @@ def _fixed(names: list[str]) -> Fixed:
 
 def _places(module: nn.Module, watch: _Watch) -> tuple[Place, Place] | None:
     """The places of W_q and W_k, of whose features the operands are made."""
-    if watch.found is None or watch.found.size is None:
+    found = watch.found
+    if found is None or found.size is None:
         return None
-    size = *watch.found.size, BATCH
-    made_of = [None if labels is None else features_of_heads(labels, *size) for labels in watch.found.labels]
+    made_of = [
+        None if labels is None else features_of_heads(labels, components, *found.size, BATCH)
+        for labels, components in zip(found.labels, found.components, strict=True)
+    ]
     places = places_of(module, made_of, watch.labels.linears, watch.calls)
-    return places if places is not None and len(places[0].rows) == watch.found.size[0] else None
+    return places if places is not None and len(places[0].rows) == found.size[0] else None
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
@@ -192,9 +198,11 @@ class _Activation:
 
     Attributes:
         factors: the two activations that it is the product of, or was made of by a product.
+        summed: the axes of each that this product sums over; None where they are not known.
     """
 
     factors: tuple[Tensor, ...] = ()
+    summed: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
 class _Watch(TorchFunctionMode):
@@ -252,26 +260,20 @@ class _Watch(TorchFunctionMode):
     def _made(self, call: Call, moving: list[Tensor]) -> _Activation:
         """Knowledge of what a function makes of activations."""
         if call.name in PRODUCTS:
-            return _Activation(tuple(call.tensors[-2:]) if len(moving) > 1 else ())
+            return _Activation(tuple(call.tensors[-2:]), summed_axes(call)) if len(moving) > 1 else _Activation()
         return max((self.activations[x] for x in moving), key=_entries, default=_Activation())
 
     def _weigh(self, call: Call, output: Tensor) -> None:
         """Note what a softmax of scores makes."""
         scores = call.operands[0]
         self.activations[output] = _Activation()
-        factors = self.activations.get(scores, _Activation()).factors
-        rows, left = divmod(scores.numel(), scores.shape[call.dim])
-        if factors and not left:
-            self.weights[output] = Attention(self._size(rows, *factors), tuple(map(self.labels.get, factors)))
-
-    def _size(self, rows: int, left: Tensor, right: Tensor) -> tuple[int, int] | None:
-        """The query heads and d_k, by the rows of all scores; None where their number does not tell."""
-        widths = [x.numel() // rows for x in (left, right) if x.numel() % rows == 0]
-        if rows % self.tokens or not widths:
-            return None
-        # More keys than queries have more entries, but d_k is a size of both.
-        shared = (width for width in widths if width in left.shape and width in right.shape)
-        return rows // self.tokens, next(shared, max(widths))
+        made = self.activations.get(scores, _Activation())
+        heads, left = divmod(scores.numel(), scores.shape[call.dim] * self.tokens)
+        if made.factors and made.summed is not None and not left:
+            head_dim = math.prod(made.factors[0].shape[axis] for axis in made.summed[0])
+            self.weights[output] = Attention((heads, head_dim), tuple(map(self.labels.get, made.factors)), made.summed)
+        elif made.factors:
+            self.weights[output] = Attention(None)
 
     def _settle(self, query: Tensor, key: Tensor) -> None:
         """Note the size of an attention that takes its softmax itself."""

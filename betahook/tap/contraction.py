@@ -62,7 +62,12 @@ class Contraction:
     @property
     def size(self) -> int:
         """d, the number of terms of each sum."""
-        return self.left.shape[self.left_axes.index(self.summed)]
+        return self.left.shape[self.components[0]]
+
+    @property
+    def components(self) -> tuple[int, int]:
+        """The axis of either operand that is summed over."""
+        return self.left_axes.index(self.summed), self.right_axes.index(self.summed)
 
     @property
     def has_batch(self) -> bool:

@@ -20,13 +20,26 @@ MadeOf = tuple[Features | None, Features | None]
 """The features that q and k are made of, each None where labels do not show it."""
 
 
-def made_of(labels: Labels | None, query: Tensor, key: Tensor, layer: Recorder) -> MadeOf | None:
-    """The features that q and k of a layer are made of; None in a forward without labels."""
+def made_of(
+    labels: Labels | None, query: Tensor, key: Tensor, layer: Recorder, components: tuple[int, int] = (-1, -1)
+) -> MadeOf | None:
+    """The features that q and k of a layer are made of; None in a forward without labels.
+
+    Args:
+        labels: those of the forward.
+        query, key: q and k.
+        layer: the layer.
+        components: the axis of the components in each.
+    """
     if labels is None:
         return None
-    sizes = layer.heads, layer.head_dim, len(query) // layer.heads
-    one, other = (None if own is None else features_of_heads(own, *sizes) for own in map(labels.get, (query, key)))
-    return one, other
+
+    def features(tensor: Tensor, axis: int) -> Features | None:
+        own = labels.get(tensor)
+        sizes = layer.heads, layer.head_dim, len(query) // layer.heads
+        return None if own is None else features_of_heads(own, [axis], *sizes)
+
+    return features(query, components[0]), features(key, components[1])
 
 
 def put_heads(labels: Labels, scores: Tensor, axis: Axis, heads: int) -> None:

@@ -130,7 +130,7 @@ def _new_product(forward: Forward, product: Contraction) -> Product:
         assured=assured and not forward.is_learned(product.left) and all(maker.assured for maker in makers),
         makers=makers,
         acts=not forward.rehearsal and forward.plan.makes_scores.get(site, True),
-        made_of=heads.made_of(forward.labels, product.left, product.right, forward.layer),
+        made_of=heads.made_of(forward.labels, product.left, product.right, forward.layer, product.components),
         settled=forward.plan.is_settled(site, forward.layer.state.steps),
     )
 

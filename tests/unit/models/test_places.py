@@ -155,6 +155,18 @@ class FoldedByHead(Folded):
         return x.unflatten(0, (HEADS, batch)).transpose(0, 1)
 
 
+class AsManyHeadsAsComponents(Folded):
+    """Four heads of four, whose axis of components is as long as that of the heads would be."""
+
+    def __init__(self):
+        super().__init__()
+        self.linears[0], self.linears[1] = (nn.Linear(WIDTH, HEADS**2) for _ in range(2))
+
+    def rows(self):
+        every = torch.arange(HEADS**2).view(HEADS, HEADS)
+        return (self.linears[0], every), (self.linears[1], every)
+
+
 class AsManyHeadsAsTokens(OwnAttention):
     """Twelve heads of two behind the tokens, which are as many in the trial."""
 
@@ -191,7 +203,7 @@ class Picture(OwnAttention):
 
 
 LOCATED = [Stacked, HeadByHead, ByComponent, KeysFirst, InAList, SharedKeys, OneKey, MoreKeys, Folded, FoldedByHead]
-LOCATED += [Picture]
+LOCATED += [AsManyHeadsAsComponents, Picture]
 
 
 class Model(nn.Module):

@@ -114,6 +114,19 @@ class Padded(Mixer):
         return super().forward(F.pad(x, (0, 0, 0, -x.shape[1] % 4)))[:, : x.shape[1]]
 
 
+class OfChannels(nn.Module):
+    """Weights between the channels of one vector for each sequence: a product that sums over nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.ask, self.answer = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        mean = x.mean(1)
+        weights = torch.einsum("bi,bj->bij", self.ask(mean), self.answer(mean)).softmax(-1)
+        return x @ weights
+
+
 class NeedsAttention(Window):
     """The same, by its name an attention."""
 
@@ -150,6 +163,7 @@ def test_a_trial_does_not_overrule_the_heads_that_are_stated():
             Window,
             "layer, Window: it takes a softmax and multiplies; if that is an attention, set its attributes num",
         ),
+        (OfChannels, "layer, OfChannels: it takes a softmax and multiplies; if that is an attention, set its attr"),
         (InPlace, "layer, InPlace: it takes a softmax and multiplies; if that is an attention, set its attributes num"),
         (Padded, "layer, Padded: it takes a softmax and multiplies; if that is an attention, set its attributes num"),
         (NeedsAttention, "says neither how many heads it has nor how wide they are: set its attributes num_heads and"),
