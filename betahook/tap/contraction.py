@@ -207,6 +207,17 @@ def on_heads(tensor: Tensor, axis: Axis, heads: int, function: Callable[[Tensor,
     return output.flatten(axis.place, axis.place + 1) if isinstance(axis, Shared) else output
 
 
+def along(numbers: Tensor, axis: Axis, tensor: Tensor) -> Tensor:
+    """Numbers `[heads]`, in a shape that broadcasts to a tensor whose heads lie along an axis."""
+    if axis == "single":
+        return numbers
+    place = axis
+    if isinstance(axis, Shared):
+        place, others = axis.place, tensor.shape[axis.place] // len(numbers)
+        numbers = numbers.repeat_interleave(others) if axis.heads_first else numbers.repeat(others)
+    return numbers.view([-1 if each == place else 1 for each in range(tensor.dim())])
+
+
 def batched(tensor: Tensor, axis: Axis, heads: int) -> Tensor:
     """`[..., n, x]` with its heads anywhere among the dots, as `[batch, heads, n, x]`."""
     apart, place = _apart(tensor, axis, heads)

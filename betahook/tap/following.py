@@ -13,6 +13,7 @@ from torch import Tensor
 from betahook.models.torch_calls import Call
 from betahook.tap import handlers
 from betahook.tap.arithmetic import divide, multiply, united
+from betahook.tap.contraction import along
 from betahook.tap.forward import Forward
 from betahook.tap.rearranging import keep
 from betahook.tap.sites import find_line
@@ -48,7 +49,9 @@ def follow(forward: Forward, call: Call, handler: Handler) -> Any:
 def _rescaled(forward: Forward, call: Call, output: Tensor, scores: Scores) -> tuple[Tensor, Scores]:
     """Undo what the scale of this call has more than that of the last, by which the gain went."""
     operands = call.operands[:2]
-    before = next(trace for x in operands if isinstance(trace := forward.traces.get(x), Scores))
+    scaled, before = next((x, trace) for x in operands if isinstance(trace := forward.traces.get(x), Scores))
+    if forward.labels is not None:
+        forward.score_axis(scaled, "rescale")  # no later forward can find it, but remembers it by the place
     if before.factor is scores.factor or scores.lost is not None:
         return output, scores
     by = next(x for x in operands if not isinstance(forward.traces.get(x), Scores))
@@ -61,8 +64,12 @@ def _rescaled(forward: Forward, call: Call, output: Tensor, scores: Scores) -> t
         return output, scores.losing(f"a scale behind a bias at {find_line()} that changes")
     if expected[0] is None or same_factor(expected[0], factor):
         return output, scores
+    axis = forward.score_axis(scaled, "rescale")
+    if axis is None:
+        return output, scores.losing(f"a scale at {find_line()} that changes, where the heads are not told apart")
     ratio = torch.as_tensor(expected[0] / factor, device=output.device)
-    ratio = torch.where(forward.layer.is_set.to(output.device), ratio, 1.0).to(output.dtype)
+    is_set = along(forward.layer.is_set.to(output.device), axis, scaled)
+    ratio = torch.where(is_set, ratio, 1.0).to(output.dtype)
     return (output.mul_(ratio) if call.in_place else output * ratio), scores
 
 

@@ -66,7 +66,7 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
             left_alone.refuse("its input is a nested tensor, whose scores are not followed: pad it")
             left_alone.finish()
             return forward(*args, **kwargs)
-        if unknown and not (compat.is_exporting() or compat.is_without_data()) and bool(layer.is_set):
+        if unknown and not (compat.is_exporting() or compat.is_without_data()) and bool(layer.is_set.any()):
             _rehearse(layer, plan, forward, args, kwargs)
         known = Forward(layer, plan, (args, kwargs))
         with ScoreProducts(known):

@@ -173,8 +173,8 @@ class Recorder:
 
     @property
     def is_set(self) -> Tensor:
-        """True if a beta was set, boolean `[1]`: all heads have one then."""
-        return ~self.state.beta[self._place.heads][:1].isnan()
+        """True for heads whose beta was set, boolean `[heads]`; the others have the model's own."""
+        return ~self.state.beta[self._place.heads].isnan()
 
     @property
     def refusal(self) -> str | None:

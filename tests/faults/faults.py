@@ -41,6 +41,7 @@ TRIAL = ("tests/unit/models/test_trial.py",)
 PARAMETERS = ("tests/unit/models/test_parameters.py",)
 HANDLERS = ("tests/unit/tap/test_handlers.py",)
 AXES = ("tests/unit/tap/test_head_axes.py",)
+SCALES = ("tests/unit/tap/test_scales.py",)
 POSITIONS = ("tests/unit/tap/test_positions.py",)
 ADAPTERS = ("tests/models/test_adapters.py",)
 RULES = ("tests/unit/control/test_rules.py",)
@@ -618,6 +619,9 @@ FAULTS = [
     Fault("betahook/tap/sites.py", '"torch.autograd.function": "', '"": "', RIGHT),
     Fault("betahook/tap/forward.py", "self.plan.key_factors.get(site, of_key)", "of_key", FORMS),
     Fault("betahook/tap/rearranging.py", "return operands[0]._replace(mixed", "return Operand(mixed", FORMS),
+    Fault("betahook/tap/products.py", "bool(layer.is_set.any())", "bool(layer.is_set[0])", SCALES),
+    Fault("betahook/tap/following.py", "forward.layer.is_set.to", "forward.layer.is_set[:1].to", SCALES),
+    Fault("betahook/tap/contraction.py", "if axis.heads_first else numbers.repeat(others)", "", SCALES),
     Fault("betahook/tap/following.py", " and _is_same(target[index], source)", "", RIGHT),
     Fault("betahook/models/discovery.py", " and stated(module)[0] in (None, shown.size[0])", "", TRIAL),
     Fault(

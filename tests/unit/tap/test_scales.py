@@ -111,6 +111,48 @@ def test_beta_is_that_which_acts_when_the_scale_of_the_model_changes(x, scale):
             )
 
 
+LAYOUTS = {
+    "by head": lambda q, k, scale: q @ k.mT * scale,
+    "einsum": lambda q, k, scale: torch.einsum("bhqd,bhkd->bqhk", q, k).transpose(1, 2) * scale,
+    "heads in the batch": lambda q, k, scale: (q.flatten(0, 1) @ k.flatten(0, 1).mT * scale).unflatten(0, (-1, HEADS)),
+    "batch in the heads": lambda q, k, scale: (
+        (q.transpose(0, 1).flatten(0, 1) @ k.transpose(0, 1).flatten(0, 1).mT * scale)
+        .unflatten(0, (HEADS, -1))
+        .transpose(0, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_heads_without_a_beta_of_their_own_keep_the_scale_that_the_model_changes(x, layout):
+    """Of one head the controller has set beta, which stays; that of the others goes with the model."""
+    model = make(lambda module, q, k, v: LAYOUTS[layout](q, k, ROOT * math.log(q.shape[-2])).softmax(-1) @ v)
+    scores = raw_scores(model, x) * ROOT * math.log(LENGTH)
+    *_, second, largest = scores.abs().amax((0, 2, 3)).sort().values.tolist()
+    rule = betahook.Cap((second + largest) / 2)
+
+    def check(hook, part):
+        layer, own = hook.layers["1"], ROOT * math.log(part.shape[1])
+        got, beta = model(part), torch.where(capped, bound, own)
+        torch.testing.assert_close(layer.head_beta.double(), beta)
+        v = model[1].split(model[1].v_proj(model[0](part)))
+        weights = (beta.view(-1, 1, 1) * raw_scores(model, part)).softmax(-1).float()
+        torch.testing.assert_close(got, (weights @ v).transpose(1, 2).flatten(2), rtol=1e-4, atol=1e-4)
+
+    with betahook.attach(model, rule, per_head=True) as hook:
+        model(x).sum().backward()
+        hook.step()
+        bound = hook.layers["1"].head_beta.double()
+        capped = bound < ROOT * math.log(LENGTH) * 0.999
+        assert capped.sum() == 1
+        assert not capped[0]
+        check(hook, x[:, :7])
+        state = hook.state_dict()
+    with betahook.attach(model, rule, per_head=True) as hook:
+        hook.load_state_dict(state)
+        check(hook, x)
+
+
 SECOND_SCALES = {
     "a number": lambda module: 0.1,
     "a learned one": lambda module: module.temperature.abs() + 1,
