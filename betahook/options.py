@@ -134,7 +134,8 @@ def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
         raise UnsupportedModelError(f"cannot attach to {name}: " + (reasons or NO_ATTENTION))
     chosen = {path: found for path, found in seen.found.items() if is_chosen(path, found.module)}
     given = [choice] if choice is None or isinstance(choice, str) or callable(choice) else choice
-    unmatched = [each for each in given if isinstance(each, str) and not fnmatch.filter(seen.found, each)]
+    globs = [each for each in given if isinstance(each, str)]
+    unmatched = [each for each in globs if not any(fnmatch.fnmatchcase(path, each) for path in seen.found)]
     if unmatched or not chosen:
         wrong = ", ".join(map(repr, unmatched)) if chosen else repr(choice)
         raise ValueError(f"layers={wrong} matches none of the attention layers of {name}: {', '.join(seen.found)}")

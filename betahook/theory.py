@@ -59,13 +59,14 @@ def spectral_ratio(weight: Tensor) -> Tensor:
 
     Independent entries with mean 0 and standard deviation sigma give `sigma (sqrt(m) + sqrt(n))` in the limit of large
     matrices (Bai and Yin, 1993). Found by power iteration, hence from below: 0.85 to 1.05 for random entries, soon 2
-    and more for weights that have learned something, whose first singular values stand out.
+    and more for weights that have learned something, whose first singular values stand out. 0 for a matrix of zeros.
     """
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     rows, columns = weight.shape
+    tiny = torch.finfo(weight.dtype).tiny
     vector = torch.arange(columns, device=weight.device, dtype=weight.dtype).cos()  # any vector without symmetry
     for _ in range(POWER_ITERATIONS):
-        vector = weight.mT @ (weight @ (vector / vector.norm()))
+        vector = weight.mT @ (weight @ (vector / vector.norm().clamp(min=tiny)))
     spread = weight.square().mean().sqrt()
-    ratio: Tensor = vector.norm().sqrt() / (spread * (math.sqrt(rows) + math.sqrt(columns)))
+    ratio: Tensor = vector.norm().sqrt() / (spread * (math.sqrt(rows) + math.sqrt(columns))).clamp(min=tiny)
     return ratio

@@ -45,12 +45,12 @@ class BetaHookCallback(TrainerCallback):
     through `watch(trainer)`. Only the main process logs.
 
     Every checkpoint gets the state of the hook, and `trainer.train(resume_from_checkpoint=...)` continues from it,
-    wherever the folder is; from one that was saved without betahook, with the model's own beta and a warning. The hook
-    of a training that was broken off is replaced by that of the next one. When the Trainer is made, a checkpoint in its
-    `output_dir` that was never finished, since its process was killed while it saved, is renamed to
-    `unfinished-checkpoint-N.1` with a warning: `resume_from_checkpoint=True` takes the newest one by its name. A
-    checkpoint in the middle of a run holds the weights without beta: use it with this callback, or with
-    `betahook.restore`, not alone.
+    wherever the folder is; from one that was saved without betahook, with the model's own beta and a warning. A
+    training that was broken off leaves its hook on the model: the same callback goes on with it, another one takes it
+    off with a warning and begins with the model's own beta. When the Trainer is made, a checkpoint in its `output_dir`
+    that was never finished, since its process was killed while it saved, is renamed to `unfinished-checkpoint-N.1` with
+    a warning: `resume_from_checkpoint=True` takes the newest one by its name. A checkpoint in the middle of a run holds
+    the weights without beta: use it with this callback, or with `betahook.restore`, not alone.
 
     At the end of training beta is folded into the weights: the model is plain again and `trainer.save_model()` cannot
     lose it. With `load_best_model_at_end`, it is the beta that stood when the best checkpoint was saved.
@@ -206,13 +206,15 @@ class BetaHookCallback(TrainerCallback):
             unfinished = "keep" if unfinished == "better" else unfinished
         elif hasattr(kwargs.get("optimizer"), "eval"):
             kwargs["optimizer"].eval()  # a schedule-free one trains other weights than those that it ends with
-        if self._on_end == "fold" and self.hook.attached:
-            fold_or_warn(self.hook, unfinished)
-        if not self.hook.attached:
-            checkpoints.forget(state)
-        if self._reports is not None:
-            self._reports.close()
-            self._reports = None
+        try:
+            if self._on_end == "fold" and self.hook.attached:
+                fold_or_warn(self.hook, unfinished)
+            if not self.hook.attached:
+                checkpoints.forget(state)
+        finally:
+            if self._reports is not None:
+                self._reports.close()
+                self._reports = None
 
 
 def watch(trainer: Trainer, callback: BetaHookCallback | None = None) -> BetaHookCallback:

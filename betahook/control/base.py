@@ -312,7 +312,7 @@ def require(owner: object, option: str, accepts: Callable[[Any], bool], expected
 
 def at_least(least: int) -> Callable[[Any], bool]:
     """Accept whole numbers from `least` on."""
-    return lambda value: isinstance(value, int) and value >= least
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _as_list(value: object) -> object:

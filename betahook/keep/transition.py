@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from betahook import rerun
+from betahook.control.search import Search
 from betahook.hook import Hook
 from betahook.measure.statistics import is_distributed
 
@@ -43,12 +44,12 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack) -> None:
         _let_own_act(hook, undo)
     compared = f" (last-batch loss {losses[int(own)]:.4g} with it, {losses[int(not own)]:.4g} with the other)"
     logger.warning(
-        "fold() after %d steps, before %s has brought beta to where it settles: it folds %s%s. Train for some hundred "
-        "steps more, or without a rise, Search(rise=False)",
+        "fold() after %d steps, while %s was still moving beta: it folds %s%s. Train a few hundred steps longer%s",
         hook.steps,
         hook.controllers,
         "the model's own beta, which leaves the weights as they are" if own else "the beta in force",
         "" if math.isnan(losses[0]) and math.isnan(losses[1]) else compared,
+        ", or without a rise, Search(rise=False)" if any(isinstance(x, Search) for x in hook.controllers) else "",
     )
 
 

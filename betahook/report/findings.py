@@ -199,7 +199,8 @@ def observe(state: State, layers: Layers, notes: Sequence[Note], unreached: Mapp
         if name in unreached:  # what was measured of it before is not of the model as it is
             numbers, of_heads = Numbers(), (Numbers(),) * len(of_heads)
             note, beta, of_gains = Note(reason=f"not reached, {unreached[name]}"), math.nan, (math.nan,) * len(of_gains)
-        condition = classify(numbers, Condition(before[index]))
+        was = Condition(before[index])
+        condition = classify(numbers, was)
         if condition != before[index]:
             before[index], since[index] = int(condition), state.steps
         findings.append(
@@ -208,7 +209,7 @@ def observe(state: State, layers: Layers, notes: Sequence[Note], unreached: Mapp
                 condition=condition,
                 since=since[index],
                 numbers=numbers,
-                heads=_differing([classify(each) for each in of_heads], condition),
+                heads=_differing([classify(each, was) for each in of_heads], condition),
                 beta=beta,
                 beta_default=own[index],
                 note=note,

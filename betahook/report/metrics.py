@@ -118,8 +118,8 @@ def columns(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
         "beta": beta,
         "score_mean": observed.mean,
         "score_std": observed.std,
-        # Zero beside another std stands for not measured: states of version 2 have no sums within rows.
-        "logit_std": beta * observed.row_std.masked_fill((observed.row_std == 0) & (observed.std > 0), torch.nan),
+        # Zero beside a sink of zero: a state from before either was measured.
+        "logit_std": beta * observed.row_std.masked_fill((observed.row_std == 0) & (observed.sink == 0), torch.nan),
         "predicted_std": groups.predicted_std(observed, weight_std),
         "independent_std": observed.independent_std,
         "classic_std": theory.classic_std(groups.head_dim),

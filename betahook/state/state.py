@@ -246,12 +246,12 @@ class State:
 
     def latest_of(self, place: HeadRange) -> tuple[Tensor, Tensor]:
         """Return copies of table and moments of a layer: since the last pooling, or as pooled if it was idle since."""
-        heads, components = place.heads, place.components
-        table, row = self.collect(heads), statistics.ROW["sensitivity"]
-        sensitivity = torch.where(table[row].any(), table[row], self.recent[row, heads])
+        components, row = place.components, statistics.ROW["sensitivity"]
+        table, recent = self.collect(place.heads), self.recent[:, place.heads]
+        sensitivity = table[row] / (self.loss_scale or 1.0)
         idle = ~(table[statistics.ROW["pairs"]] > 0).any()
-        table = torch.where(idle, self.recent[:, heads], table)
-        table[row] = sensitivity
+        table = torch.where(idle, recent, table)
+        table[row] = torch.where(sensitivity.any(), sensitivity, recent[row])
         return table, torch.where(idle, self.recent_moments[:, components], self.moments[:, components])
 
 

@@ -56,12 +56,13 @@ class Clipping:
         state, beta = self._state, self._state.current_beta
         observed = state.layers.by_head().observe(state.recent, state.recent_moments, state.widths)
         healthy = measured & observed.finite
-        factors = torch.ones_like(beta)
+        factors, exceeding = torch.ones_like(beta), torch.zeros_like(healthy)
         for rule in self._rules:
             clipped = torch.where(healthy, rule.factor(beta, observed), 1.0)
-            state.clips += clipped < 1
+            exceeding |= clipped < 1
             if not rule.log_only:
                 factors = torch.minimum(factors, clipped)
+        state.clips += exceeding
         if self._scaling is not None:
             self._scaling.scale(hook, factors)
 
@@ -119,9 +120,8 @@ class WeightScaling:
             return
         with self._raising_together():
             for layer in layers:
-                del self._found[layer]  # of before the first forward, which may have shown other rows of W_q and W_k
-                with _refusing(layer):
-                    self._find(layer).check()
+                self._found.pop(layer, None)  # of before the first forward, which may have shown other W_q and W_k
+                self._find(layer)
         with rerun.without_side_effects(hook):
             if self._differs(hook, layers):
                 wrong = [layer for layer in layers if not self._settle(hook, layer)]

@@ -212,7 +212,10 @@ def turn(state: State, controllers: Sequence[Controller], interval: int) -> rang
 def explain(state: State, layers: Layers, controllers: Sequence[Controller]) -> list[Note]:
     """Ask the controllers about their last update: one note a layer. Reads the device back."""
     beta, observation = observe(state, layers, state.current_beta)
-    held = torch.stack([observation.statistics.finite, base.at_bound(beta, observation.beta_default)]).T.tolist()
+    moves = any(controller.moves_beta for controller in controllers)
+    at_bound = base.at_bound(beta, observation.beta_default) & moves
+    is_above = beta > observation.beta_default
+    held = torch.stack([observation.statistics.finite, at_bound, is_above]).T.tolist()
     notes = [[Note(reason=_held(*each))] for each in held]
     for controller, memory in zip(controllers, state.memories, strict=True):
         if memory or not controller.start(beta):  # it has run, or needs no memory
@@ -225,8 +228,9 @@ def explain(state: State, layers: Layers, controllers: Sequence[Controller]) -> 
     return [alone if layer.refusal else note for layer, note in zip(layers.values(), of_layers, strict=True)]
 
 
-def _held(finite: bool, at_bound: bool) -> str:
+def _held(finite: bool, at_bound: bool, is_above: bool) -> str:
     """Reasons for which no controller moves beta, in words."""
     if not finite:
         return "held by a NaN, an infinity or a skipped optimizer step"
-    return f"held at its bound, {10**DECADES:g} times the model's own or a thousandth of it" if at_bound else ""
+    bound = f"upper bound, {10**DECADES:g} times" if is_above else f"lower bound, {10**-DECADES:g} times"
+    return f"held at its {bound} the model's own" if at_bound else ""

@@ -44,7 +44,7 @@ def take(state: State, controllers: Sequence[Controller], given: Tensor | float 
     if given is not None:
         if not isinstance(given, Tensor | Real):
             raise TypeError(f"step(loss=...) takes the loss, a tensor or a number; got {type(given).__name__}")
-        loss = torch.as_tensor(given, device=state.device).detach().mean().to(state.table)
+        loss = torch.as_tensor(given, dtype=state.table.dtype, device=state.device).detach().mean()
         state.table[OF_STEP] = torch.stack([torch.ones_like(loss), loss])[:, None]
         state.has_loss = True
     judged = [controller for controller in controllers if controller.uses_loss]

@@ -577,7 +577,7 @@ FAULTS = [
         "forward.made_of",
         PLACES,
     ),
-    Fault("betahook/step/clipping.py", "del self._found[layer]", "pass", PLACES),
+    Fault("betahook/step/clipping.py", "self._found.pop(layer, None)", "pass", PLACES),
     Fault("betahook/models/discovery.py", "if size == shown.size else None", "if True else None", PLACES),
     Fault("betahook/models/heads.py", "math.isclose(head_dim**-0.5, scale, rel_tol=1e-6)", "True", PLACES),
     Fault("betahook/models/heads.py", "head_dim > 1 and", "", PLACES),

@@ -53,6 +53,17 @@ def scaled_step(model, optimizer, scaler, hook, batch):
     hook.step(scaler)
 
 
+def test_the_loss_scale_is_divided_out_before_the_step_too():
+    model, batch, scaler = build("llama"), inputs("llama"), make_scaler()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        layer = hook.layers[LAYER]
+        scaled_step(model, optimizer, scaler, hook, batch)
+        of_step = layer.statistics.sensitivity.item()
+        scaler.scale(model(**batch).loss).backward()
+        assert layer.statistics.sensitivity.item() == pytest.approx(of_step, rel=1e-6)
+
+
 def test_the_loss_scale_is_divided_out():
     """A power of two, so that the scaled run has the bits of the plain one."""
     said = []

@@ -107,5 +107,7 @@ def test_spectral_ratio_is_exact_where_one_singular_value_stands_out(normal):
     assert theory.spectral_ratio(weight.bfloat16()).item() == pytest.approx(exact.item(), rel=1e-2)
 
 
-def test_spectral_ratio_of_zeros_is_unknown():
-    assert theory.spectral_ratio(torch.zeros(4, 4)).isnan()
+def test_spectral_ratio_of_zeros_is_zero():
+    """A fresh query projection may be zero, and is then no sign of training."""
+    assert theory.spectral_ratio(torch.zeros(4, 4)) == 0
+    assert theory.spectral_ratio(torch.full((4, 4), torch.nan)).isnan()

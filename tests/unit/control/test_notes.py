@@ -115,4 +115,10 @@ def test_a_bound_is_a_reason():
     with betahook.attach(model, controller=Gradient()) as hook:
         train(model, hook, 1)
         hook.layers[LAYER].beta = 1e3 * hook.layers[LAYER].beta_default
-        assert hook.findings()[0].note.reason.startswith("held at its bound, 1000 times")
+        assert hook.findings()[0].note.reason.startswith("held at its upper bound, 1000 times the")
+        hook.layers[LAYER].beta = 1e-3 * hook.layers[LAYER].beta_default
+        assert hook.findings()[0].note.reason.startswith("held at its lower bound, 0.001 times the")
+    with betahook.attach(model, controller="monitor") as hook:
+        train(model, hook, 1)
+        hook.layers[LAYER].beta = 1e3 * hook.layers[LAYER].beta_default
+        assert hook.findings()[0].note.reason == ""

@@ -17,6 +17,7 @@ NAN = math.nan
     ("changes", "message"),
     [
         ({"window": 0}, r"Search\(window=\.\.\.\) must be a whole number, 1 or more; got 0"),
+        ({"window": True}, r"Search\(window=\.\.\.\) must be a whole number, 1 or more; got True"),
         ({"window": 1.5}, r"Search\(window=\.\.\.\)"),
         ({"warmup": 2.5}, r"Search\(warmup=\.\.\.\) must be a whole number, 0 or more; got 2.5"),
         ({"warmup": -1}, r"Search\(warmup=\.\.\.\) must be a whole number, 0 or more; got -1"),

@@ -170,6 +170,19 @@ def test_what_cannot_be_folded_stays_hooked_and_says_so(tmp_path, caplog):
     callback.hook.detach()
 
 
+def test_an_error_while_beta_is_folded_leaves_the_trackers_as_they_were(tmp_path, monkeypatch):
+    def fail(hook, unfinished):
+        raise MemoryError("while it folds")
+
+    callback = BetaHookCallback("monitor")
+    monkeypatch.setattr("betahook.integrations.trainer.fold_or_warn", fail)
+    trainer = make_trainer(tmp_path, callback, report_to="tensorboard")
+    with pytest.raises(MemoryError, match="while it folds"):
+        trainer.train()
+    assert callback._reports is None
+    callback.hook.detach()
+
+
 def test_other_ranks_log_nothing(tmp_path):
     callback = BetaHookCallback()
     model = build("llama", "sdpa")

@@ -141,7 +141,8 @@ def test_a_fold_before_the_search_says_so(rise, caplog):
             hook.step()
         betahook.fold(model)
     messages = [record.message for record in caplog.records]
-    assert ["fold() after 2 steps, before [Search(" in message for message in messages] == [True] * rise
+    assert ["fold() after 2 steps, while [Search(" in message for message in messages] == [True] * rise
+    assert all(message.endswith(", or without a rise, Search(rise=False)") for message in messages)
 
 
 def opening(worse):

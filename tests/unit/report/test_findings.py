@@ -89,6 +89,38 @@ def test_a_layer_and_its_heads(monitored):
     assert "(layer 1, head 1)" in found.summary
 
 
+def test_a_layer_without_keys_is_dead_and_not_flat_at_any_length():
+    """Its scores differ from row to row alone, which no softmax sees."""
+    torch.manual_seed(0)
+    attention, x = torch.nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 200, 16)
+    with torch.no_grad():
+        attention.in_proj_weight[16:32] = 0
+        attention.in_proj_bias[16:32] = 1
+    with betahook.attach(attention, controller="monitor") as hook:
+        attention(x, x, x)[0].sum().backward()
+        hook.step()
+        (found,) = hook.findings()
+        assert hook.metrics()["score_std/"] > 0.1
+    assert found.condition is Condition.DEAD
+
+
+def test_single_heads_stay_in_a_condition_as_long_as_their_layer(monitored):
+    """The layer is one that exploded, with a largest logit that has come down a little."""
+    model, hook = monitored
+    largest = model.get_submodule(LAYER).q_proj.weight
+    forward_and_step(model, hook)
+    with torch.no_grad():
+        largest[:8] *= 105 / hook.findings()[0].head_numbers[0].max_logit
+        largest[8:] *= 1e-3
+    exploding = forward_and_step(model, hook)[0]
+    with torch.no_grad():
+        largest[:8] *= 95 / 105
+    less = forward_and_step(model, hook)[0]
+    assert (exploding.condition, less.condition) == (Condition.EXPLODING,) * 2
+    assert less.numbers.max_logit == pytest.approx(95, rel=0.01)
+    assert [0 in heads for heads in less.heads.values()] == [False] * len(less.heads)
+
+
 def test_one_line_a_step_and_only_of_what_began(monitored, caplog):
     model, hook = monitored
     forward_and_step(model, hook)

@@ -405,6 +405,27 @@ def test_the_heads_of_torch_attention_are_clipped(key_width):
     assert (model.in_proj_bias != before).unflatten(0, (3, WIDTH)).all(1).tolist() == [True, True, False]
 
 
+def test_weights_that_take_no_factor_any_more_are_refused_in_every_step():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), FusedAttention()), torch.randn(3, LENGTH, WIDTH)
+    with betahook.attach(model, controller=betahook.Clip(1e-3)) as hook:
+        nn.utils.parametrizations.weight_norm(hook.layers["1"].projections[0].module)
+        for _ in range(2):
+            model(x).sum().backward()
+            with pytest.raises(betahook.UnsupportedModelError, match=r"cannot clip 1 \(.*made of others"):
+                hook.step()
+
+
+def test_a_step_in_which_several_clips_find_a_head_too_large_counts_once():
+    model, batch = build("llama"), inputs("llama")
+    rules = [betahook.Clip(threshold, log_only=True) for threshold in (1e-3, 1e-2)]
+    with betahook.attach(model, controller=rules, when="always") as hook:
+        for _ in range(2):
+            model(**batch)
+            hook.step()
+        assert hook.metrics()[f"clips/{LAYER}"] == 2 * hook.layers[LAYER].heads
+
+
 @pytest.mark.parametrize("options", [{"threshold": 0.0}, {"threshold": -1.0}])
 def test_thresholds_that_make_no_sense(options):
     with pytest.raises(ValueError, match=r"Clip\(threshold=...\) must be a positive number"):

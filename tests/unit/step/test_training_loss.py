@@ -42,13 +42,17 @@ def test_the_loss_is_that_of_the_outputs_of_the_step_and_of_no_other():
         assert pooled(hook) == pytest.approx(last.item())
 
 
-@pytest.mark.parametrize("loss", [0.25, torch.tensor([0.0, 0.5], requires_grad=True)], ids=["number", "tensor"])
-def test_a_loss_that_is_given_takes_the_place_of_that_of_the_outputs(loss):
+@pytest.mark.parametrize(
+    ("loss", "mean"),
+    [(0.25, 0.25), (2, 2.0), (torch.tensor([0.0, 0.5], requires_grad=True), 0.25), (torch.tensor([1, 2]), 1.5)],
+    ids=["number", "whole number", "tensor", "whole numbers"],
+)
+def test_a_loss_that_is_given_takes_the_place_of_that_of_the_outputs(loss, mean):
     model = build("llama")
     with betahook.attach(model, controller=DECADES) as hook:
         model(**inputs("llama")).loss.backward()
         hook.step(loss=loss)
-        assert pooled(hook) == 0.25
+        assert pooled(hook) == mean
 
 
 def test_what_is_no_loss_is_refused_and_the_step_can_be_repeated():
