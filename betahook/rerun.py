@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from betahook.models import materialise
 from betahook.models.modes import evaluating
-from betahook.tap.last_call import LastCall
+from betahook.tap.last_call import LastCall, rebuilt
 
 CHUNK = 2**24
 """How many entries of an output are compared at once: logits may be large, and their differences take float64."""
@@ -79,9 +79,16 @@ def _output(hook: Hooked) -> Any:
     kwargs = {**kwargs, "use_cache": False} if "use_cache" in kwargs else kwargs
     with random_state_kept(hook), ExitStack() as afterwards:
         afterwards.callback(materialise.reshard, hook.model)  # which the caller may write to
-        # Copies, since a forward may write to them; of one that is given twice, as query and key say, a single one.
-        fresh = {id(x): x.clone() if isinstance(x, Tensor) else x for x in (*args, *kwargs.values())}
-        return module(*(fresh[id(x)] for x in args), **{name: fresh[id(x)] for name, x in kwargs.items()})
+        copies: dict[int, Tensor] = {}
+
+        def copy(tensor: Tensor) -> Tensor:
+            # A forward may write to it. One that is given twice, as query and key say, has a single copy.
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.clone()
+            return copies[id(tensor)]
+
+        args, kwargs = rebuilt((args, kwargs), copy)
+        return module(*args, **kwargs)
 
 
 def tensors(output: Any, depth: int = 8) -> Iterator[Tensor]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -38,7 +38,7 @@ class LastCall:
 
     def release_graph(self) -> None:
         """Keep the arguments without the graphs of their tensors."""
-        self.input = _detached(self.input)
+        self.input = rebuilt(self.input, lambda tensor: tensor.detach() if tensor.requires_grad else tensor)
 
     def _remember(self, depth: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Not what the module calls in turn; and in a compiled graph, the depth would be a reason to compile again.
@@ -48,8 +48,10 @@ class LastCall:
         if module is not self.module:
             self.module, self.input = module, None
         # A cache has moved on when it is used again. A list, since torch 2.6 compiles no generator.
-        if not [name for name in CACHES if kwargs.get(name) is not None]:
-            self.input = args, kwargs
+        if [name for name in CACHES if kwargs.get(name) is not None]:
+            return
+        # The forward may take entries out of a dictionary, or put some in.
+        self.input = (args, kwargs) if torch.compiler.is_compiling() else rebuilt((args, kwargs), lambda tensor: tensor)
 
 
 def _around(model: nn.Module, layers: Collection[nn.Module]) -> Iterator[nn.Module]:
@@ -64,10 +66,11 @@ def _around(model: nn.Module, layers: Collection[nn.Module]) -> Iterator[nn.Modu
         yield model
 
 
-def _detached(nested: Any) -> Any:
-    """Return the same arguments without the graphs of their tensors."""
+def rebuilt(nested: Any, of_tensor: Callable[[Tensor], Tensor]) -> Any:
+    """Nested lists, tuples and dictionaries, built anew of what stands for each tensor; other objects are the same."""
     if isinstance(nested, Tensor):
-        return nested.detach() if nested.requires_grad else nested
-    if type(nested) is dict:
-        return {name: _detached(item) for name, item in nested.items()}
-    return tuple(_detached(item) for item in nested) if type(nested) is tuple else nested
+        return of_tensor(nested)
+    kind = type(nested)
+    if kind is dict:
+        return {name: rebuilt(item, of_tensor) for name, item in nested.items()}
+    return kind([rebuilt(item, of_tensor) for item in nested]) if kind is tuple or kind is list else nested

@@ -718,6 +718,13 @@ FAULTS = [
     ),
     Fault("betahook/checkpoint/fingerprint.py", "entries.to(got.dtype), got", "entries, got"),
     Fault("betahook/tap/last_call.py", " or depth > self._depth", ""),
+    Fault(
+        "betahook/tap/last_call.py",
+        "if torch.compiler.is_compiling() else rebuilt",
+        "if True else rebuilt",
+        VERIFICATION,
+    ),
+    Fault("betahook/rerun.py", "rebuilt((args, kwargs), copy)", "(args, kwargs)", VERIFICATION),
     Fault("betahook/tap/last_call.py", "if module is not self.module:", "if False:"),
     Fault(
         "betahook/tap/nested.py",

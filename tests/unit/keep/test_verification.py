@@ -55,22 +55,48 @@ def test_a_layer_without_an_exact_place_is_refused_and_nothing_changed(family, c
 
 
 def test_a_model_that_does_not_run_twice_on_one_input_is_not_folded():
-    class Taking(nn.Module):
+    class Reading(nn.Module):
         def __init__(self):
             super().__init__()
             self.model = build("llama").eval()
 
-        def forward(self, batch):
-            return self.model(batch.pop("input_ids"))
+        def forward(self, batches):
+            return self.model(next(batches))
 
-    model, batch = Taking(), inputs("llama")
+    model, batch = Reading(), inputs("llama")
     with betahook.attach(model, controller="monitor") as hook:
-        model({"input_ids": batch["input_ids"]})
+        model(iter([batch["input_ids"]]))
         move(hook, per_head=False)
-        message = r"Taking does not run again on the input of its last forward \(KeyError: 'input_ids'\)"
+        message = r"Reading does not run again on the input of its last forward \(StopIteration: \)"
         with pytest.raises(betahook.FoldError, match=message):
             betahook.fold(model)
         assert hook.attached
+
+
+class Taking(nn.Module):
+    """Takes entries out of one argument, and puts others into a second."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = build("llama").eval()
+
+    def forward(self, batch, seen):
+        seen.setdefault("batches", []).append(batch["inputs"].pop(0))
+        return self.model(torch.cat(seen["batches"]))
+
+
+def test_what_is_run_again_gets_its_arguments_as_they_were_and_leaves_them_as_they_are():
+    model = Taking()
+    ids, seen = inputs("llama")["input_ids"], {}
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        given = {"inputs": [ids]}
+        model(given, seen)
+        hook.audit()
+        move(hook, per_head=False)
+        moved = model.model(ids).logits
+        betahook.fold(model)
+    assert (given, list(seen), len(seen["batches"])) == ({"inputs": []}, ["batches"], 1)
+    torch.testing.assert_close(model.model(ids).logits, moved, rtol=1e-4, atol=1e-5)
 
 
 def test_one_token_does_not_tell_where_beta_belongs():
