@@ -33,7 +33,7 @@ TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward
 KERNELS = {"flex_attention", "flash_attn_func", "flash_attn_varlen_func", "memory_efficient_attention"}
 """Functions that take the softmax too, called by name in users' code; `tap.kernels` has their signatures."""
 ASKED = TORCH_ATTENTION | KERNELS
-SOFTMAX = {"softmax", "Softmax", "XSoftmax"}
+SOFTMAX = {"softmax", "Softmax", "log_softmax", "LogSoftmax", "XSoftmax"}
 IN_NAME = re.compile("attention|attn", re.IGNORECASE)
 
 
@@ -175,16 +175,17 @@ Try = Callable[[nn.Module], trial.Outcome | None]
 
 def _measured(module: nn.Module, route: Route, tried: Try) -> AttentionModule | None:
     """The attention with its size, by what the module states or a trial shows; None if neither tells."""
-    size, is_users = count_heads(module), is_own(class_of(module))
+    said, is_users = count_heads(module), is_own(class_of(module))
     # transformers' own classes state their size, and most have projections of known names.
-    is_known = not is_users and (size is None or locate(module, *size) is not None)
+    is_known = not is_users and (said is None or locate(module, *said) is not None)
     shown = (None if is_known else tried(module)) or NOTHING_SHOWN
     # A size that contradicts the module is of some of the queries only, as in ProbSparse attention.
     fits = shown.size is not None and stated(module)[0] in (None, shown.size[0])
-    size = size or (shown.size if fits else None) or (from_scale(module) if is_users else None)
-    if size is None:
-        return None
-    return AttentionModule(module, *size, route, facts(module), shown.places if size == shown.size else None)
+    size = said or (shown.size if fits else None) or (from_scale(module) if is_users else None)
+    if shown.places is not None:  # a differential attention may state the number of its pairs of heads
+        heads, head_dim = shown.places[0].rows.shape
+        size = heads, head_dim
+    return None if size is None else AttentionModule(module, *size, route, facts(module), shown.places)
 
 
 def _decide(verdicts: dict[nn.Module, Verdict], tried: Try) -> None:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from betahook import compat
 from betahook.models.by_tensor import ByTensor
 from betahook.models.code import PRODUCTS, SOFTMAXES
+from betahook.models.heads import count_heads
 from betahook.models.labels import Labels, features_of_heads
 from betahook.models.places import ModuleCall, Place, places_of
 from betahook.models.torch_calls import Call, summed_axes, tensors_in
@@ -45,7 +46,8 @@ class Outcome:
     Attributes:
         attends: True if there was an attention.
         size: the query heads and d_k of the first one; None if it does not show them.
-        places: those of W_q and W_k of that attention; None where q or k is not what one projection returned.
+        places: those of W_q and W_k of that attention, with as many heads as the module states, or, where these are not
+            those of the query, of that size; None where q or k is not what one projection returned.
     """
 
     attends: bool = False
@@ -91,7 +93,9 @@ def run(module: nn.Module) -> Outcome | None:
         return None
     if watch.found is None:
         return Outcome()
-    return Outcome(True, watch.found.size, _places(module, watch))
+    sizes = (size for size in (count_heads(module), watch.found.size) if size is not None)
+    places = (_places(module, watch, size) for size in sizes)
+    return Outcome(True, watch.found.size, next((found for found in places if found is not None), None))
 
 
 def _first(watches: Iterable[_Watch | None]) -> _Watch | None:
@@ -140,17 +144,16 @@ def _fixed(names: list[str]) -> Fixed:
     return fixed | dict.fromkeys(BOTH_SIDES.intersection(names), (SIDE, SIDE))
 
 
-def _places(module: nn.Module, watch: _Watch) -> tuple[Place, Place] | None:
-    """The places of W_q and W_k, of whose features the operands are made."""
+def _places(module: nn.Module, watch: _Watch, size: tuple[int, int]) -> tuple[Place, Place] | None:
+    """The places of W_q and W_k, of whose features the operands are made, for so many heads and such a d_k."""
     found = watch.found
-    if found is None or found.size is None:
-        return None
+    assert found is not None
     made_of = [
-        None if labels is None else features_of_heads(labels, components, *found.size, BATCH)
+        None if labels is None else features_of_heads(labels, components, *size, BATCH)
         for labels, components in zip(found.labels, found.components, strict=True)
     ]
     places = places_of(module, made_of, watch.labels.linears, watch.calls)
-    return places if places is not None and len(places[0].rows) == found.size[0] else None
+    return places if places is not None and len(places[0].rows) == size[0] else None
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
@@ -197,11 +200,14 @@ class _Activation:
     """Knowledge of an activation.
 
     Attributes:
-        factors: the two activations that it is the product of, or was made of by a product.
+        factors: the two activations that it is the product of, or was made of by a product. One of them may be a
+            projection of parameters, as of learned queries.
         summed: the axes of each that this product sums over; None where they are not known.
+        learned: one of the factors is such a projection.
     """
 
     factors: tuple[Tensor, ...] = ()
+    learned: bool = False
     summed: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
@@ -253,15 +259,18 @@ class _Watch(TorchFunctionMode):
                 self.activations[part] = made
             if weights is not None:
                 self.weights[part] = weights
-        if moving and call.name != "batch_norm":  # behind which the weight alone is not what acts
+        if call.name != "batch_norm":  # behind which the weight alone is not what acts
             self.labels.note(call, output)
         return output
 
     def _made(self, call: Call, moving: list[Tensor]) -> _Activation:
         """Knowledge of what a function makes of activations."""
         if call.name in PRODUCTS:
-            return _Activation(tuple(call.tensors[-2:]), summed_axes(call)) if len(moving) > 1 else _Activation()
-        return max((self.activations[x] for x in moving), key=_entries, default=_Activation())
+            factors = tuple(call.tensors[-2:])
+            if all(x in self.activations or self.labels.get(x) is not None for x in factors):
+                return _Activation(factors, len(moving) < 2, summed_axes(call))
+            return _Activation()
+        return max((self.activations[x] for x in moving), key=_rank, default=_Activation())
 
     def _weigh(self, call: Call, output: Tensor) -> None:
         """Note what a softmax of scores makes."""
@@ -269,19 +278,21 @@ class _Watch(TorchFunctionMode):
         self.activations[output] = _Activation()
         made = self.activations.get(scores, _Activation())
         heads, left = divmod(scores.numel(), scores.shape[call.dim] * self.tokens)
-        if made.factors and made.summed is not None and not left:
+        if made.factors and made.summed is not None:
             head_dim = math.prod(made.factors[0].shape[axis] for axis in made.summed[0])
-            self.weights[output] = Attention((heads, head_dim), tuple(map(self.labels.get, made.factors)), made.summed)
+            size = None if left else (heads, head_dim)  # with more or fewer queries than tokens
+            self.weights[output] = Attention(size, tuple(map(self.labels.get, made.factors)), made.summed)
         elif made.factors:
             self.weights[output] = Attention(None)
 
     def _settle(self, query: Tensor, key: Tensor) -> None:
         """Note the size of an attention that takes its softmax itself."""
         heads, left = divmod(query.numel(), self.tokens * query.shape[-1])
-        if left == 0 and self.found is None:
-            self.found = Attention((heads, query.shape[-1]), (self.labels.get(query), self.labels.get(key)))
+        if self.found is None:
+            size = None if left else (heads, query.shape[-1])
+            self.found = Attention(size, (self.labels.get(query), self.labels.get(key)))
 
 
-def _entries(known: _Activation) -> int:
-    """The entries of the larger factor."""
-    return max((x.numel() for x in known.factors), default=0)
+def _rank(known: _Activation) -> tuple[bool, bool, int]:
+    """Products before all else, those with learned positions last; then by the entries of the larger factor."""
+    return bool(known.factors), not known.learned, max((x.numel() for x in known.factors), default=0)

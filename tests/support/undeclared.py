@@ -68,6 +68,11 @@ class Mixer(Fused):
         return (q @ k.mT / math.sqrt(HEAD_DIM)).softmax(-1) @ v
 
 
+class LogSoftmaxMixer(Fused):
+    def mix(self, q, k, v):
+        return F.log_softmax(q @ k.mT / math.sqrt(HEAD_DIM), -1).exp() @ v
+
+
 class CallsAFunction(Fused):
     def mix(self, q, k, v):
         return attend(q, k, v)
@@ -121,6 +126,7 @@ CLASSES = [
     CausalByHandAttention,
     Einsum,
     Mixer,
+    LogSoftmaxMixer,
     CallsAFunction,
     OwnsAttend,
     OneHead,

@@ -37,6 +37,12 @@ class Stacked(OwnAttention):
         return (self.mixed, every[0]), (self.mixed, every[1])
 
 
+class InPairs(Stacked):
+    """Twice as many heads as it states, as differential attention, which counts pairs of them."""
+
+    num_heads, head_dim = HEADS // 2, D
+
+
 class HeadByHead(Stacked):
     """All of one head, then all of the next, under a name that stands for another layout."""
 
@@ -130,6 +136,33 @@ class MoreKeys(InAList):
         return [by_head(linear(part)) for linear, part in zip(self.linears, (x, tokens, tokens), strict=True)]
 
 
+class Latents(InAList):
+    """Learned queries, which are no input, as in attention pooling."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, D
+        self.latents = nn.Parameter(torch.randn(5, WIDTH))
+
+    def project(self, x):
+        latents = self.latents.expand(len(x), -1, -1)
+        return [by_head(linear(part)) for linear, part in zip(self.linears, (latents, x, x), strict=True)]
+
+
+class PositionsFirst(InAList):
+    """Scores of learned positions, which no projection of the input made, before those of the keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions, self.relate = nn.Parameter(torch.randn(12, WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.project(x)
+        r = by_head(self.relate(self.positions[: x.shape[1]].expand(len(x), -1, -1)))
+        weights = ((q @ r.mT + q @ k.mT) * D**-0.5).softmax(-1)
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+
 class Folded(InAList):
     """Batch and heads in one axis."""
 
@@ -203,7 +236,7 @@ class Picture(OwnAttention):
 
 
 LOCATED = [Stacked, HeadByHead, ByComponent, KeysFirst, InAList, SharedKeys, OneKey, MoreKeys, Folded, FoldedByHead]
-LOCATED += [AsManyHeadsAsComponents, Picture]
+LOCATED += [InPairs, Latents, PositionsFirst, AsManyHeadsAsComponents, Picture]
 
 
 class Model(nn.Module):
@@ -417,12 +450,6 @@ class OfGroups(Picture):
         self.make = nn.Conv2d(WIDTH, 3 * WIDTH, 1, groups=2)
 
 
-class StatingAnotherSize(Stacked):
-    """Heads of which the forward makes others."""
-
-    num_heads, head_dim = 2 * HEADS, D // 2
-
-
 @pytest.mark.parametrize("kind", [LowRank, Gated, BatchNormed, Tiled, OfASubclass, Halved, OfGroups])
 def test_what_no_weight_alone_makes_is_not_taken_for_its_rows(kind):
     torch.manual_seed(0)
@@ -431,13 +458,6 @@ def test_what_no_weight_alone_makes_is_not_taken_for_its_rows(kind):
         assert (layer.heads, layer.head_dim) == (HEADS, D)
         assert layer.projections is None
         assert "W_q and W_k have no known form" in layer.remarks[0]
-
-
-def test_rows_of_other_heads_than_a_module_states_are_not_taken():
-    with betahook.attach(Model(StatingAnotherSize), controller="monitor") as hook:
-        (layer,) = hook.layers.values()
-        assert (layer.heads, layer.head_dim) == (2 * HEADS, D // 2)
-        assert layer.projections is None
 
 
 def test_adapters_that_are_there_already_are_part_of_the_weight():

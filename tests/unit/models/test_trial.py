@@ -1,4 +1,4 @@
-"""Ten attentions that do not say how many heads they have; attach finds out, and what is measured is right."""
+"""Attentions that do not say how many heads they have; attach finds out, and what is measured is right."""
 
 import math
 
