@@ -29,9 +29,10 @@ OF_TORCH = compat.multi_head_attention_forward()
 class FusedAttention(TorchFunctionMode):
     """Scales and records the fused attention in one forward of one module, as it is compiled."""
 
-    def __init__(self, layer: Recorder, unfollowed: list[str]) -> None:
+    def __init__(self, layer: Recorder, band: Band, unfollowed: list[str]) -> None:
         super().__init__()
         self._layer = layer
+        self._band = band
         self._unfollowed = unfollowed
 
     def __torch_function__(
@@ -39,7 +40,7 @@ class FusedAttention(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and fits(self._layer, *args, **kwargs):
-            return _attend(self._layer, *args, **kwargs)
+            return _attend(self._layer, self._band, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:
                 return OF_TORCH(*args, **kwargs)
@@ -57,6 +58,7 @@ def fits(layer: Recorder, query: Tensor, *args: Any, **kwargs: Any) -> bool:
 
 def _attend(
     layer: Recorder,
+    band: Band,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -69,14 +71,14 @@ def _attend(
     """`F.scaled_dot_product_attention` with the beta of a layer."""
     default = query.shape[-1] ** -0.5 if scale is None else scale
     if layer.is_recording:
-        opaque.record_call(layer, query, key, _pairs(attn_mask, is_causal), default)
+        opaque.record_call(layer, query, key, _pairs(attn_mask, is_causal, band), default)
     else:
         opaque.note_default(layer, default)
     query = scale_query(layer, query, (key, value), default)
     return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
 
 
-def _pairs(mask: Tensor | None, is_causal: bool) -> Given:
+def _pairs(mask: Tensor | None, is_causal: bool, expected: Band) -> Given:
     if mask is None:
         return Given("none", band=Band(None, 0 if is_causal else None))
-    return Given("pairs", mask[(None,) * (4 - mask.dim())], Band())
+    return Given("pairs", mask[(None,) * (4 - mask.dim())], expected)

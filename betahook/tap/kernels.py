@@ -37,7 +37,8 @@ class Kernel:
         names: of its arguments, in order; the first three are q, k and v.
         scale: the argument that is the model's own beta; None given stands for `1/sqrt(d_k)`.
         heads: the axis of the heads in a query; None where labels have to show it.
-        describe: the pairs that a call uses, from its arguments, q and k `[..., heads, tokens, d_k]`.
+        describe: the pairs that a call uses, from its arguments, q and k `[..., heads, tokens, d_k]`, and the band that
+            a mask tensor is expected to have.
         package: where it comes from.
         unknown: arguments whose effect on the logits is not followed.
         dims: dimensions of a query with `heads`; labels show the axis in one of fewer.
@@ -46,7 +47,7 @@ class Kernel:
     names: tuple[str, ...]
     scale: str
     heads: int | None
-    describe: Callable[[Arguments, Tensor, Tensor, Batched], Mask]
+    describe: Callable[[Arguments, Tensor, Tensor, Batched, Band], Mask]
     package: str
     unknown: tuple[str, ...] = ()
     dims: int = 4
@@ -79,22 +80,22 @@ class Kernel:
         return self.heads is not None and tensor.dim() >= self.dims
 
 
-def _of_torch(given: Arguments, query: Tensor, key: Tensor, batched: Batched) -> Mask:
+def _of_torch(given: Arguments, query: Tensor, key: Tensor, batched: Batched, expected: Band) -> Mask:
     mask = given.get("attn_mask")
     if mask is None:
         return Mask(Band(None, 0 if given.get("is_causal") else None))
     pairs = mask.detach().expand(max(len(query), len(key)), *query.shape[1:-1], key.shape[-2])
-    return masks.from_tensor(batched(pairs), Band())
+    return masks.from_tensor(batched(pairs), expected)
 
 
-def _of_flex(given: Arguments, query: Tensor, key: Tensor, batched: Batched) -> Mask:
+def _of_flex(given: Arguments, query: Tensor, key: Tensor, batched: Batched, expected: Band) -> Mask:
     mask = given.get("block_mask")
     if mask is None:
         return Mask(Band())
-    return masks.from_tensor(dense(mask, query.shape[-2], key.shape[-2], query.device), Band(None, 0))
+    return masks.from_tensor(dense(mask, query.shape[-2], key.shape[-2], query.device), expected)
 
 
-def _of_flash(given: Arguments, query: Tensor, key: Tensor, batched: Batched) -> Mask:
+def _of_flash(given: Arguments, query: Tensor, key: Tensor, batched: Batched, expected: Band) -> Mask:
     """Masks count positions from the end of the keys; a window has -1 for an open side."""
     left, right = given.get("window_size") or (-1, -1)
     last, right = key.shape[-2] - query.shape[-2], 0 if given.get("causal") else right
@@ -105,7 +106,7 @@ def _of_flash(given: Arguments, query: Tensor, key: Tensor, batched: Batched) ->
     return masks.from_documents(documents(ends, query.shape[-2]), band)
 
 
-def _of_xformers(given: Arguments, query: Tensor, key: Tensor, batched: Batched) -> Mask:
+def _of_xformers(given: Arguments, query: Tensor, key: Tensor, batched: Batched, expected: Band) -> Mask:
     bias = given.get("attn_bias")
     if bias is None:
         return Mask(Band())
@@ -113,7 +114,19 @@ def _of_xformers(given: Arguments, query: Tensor, key: Tensor, batched: Batched)
         return Mask(Band(None, 0))
     if not isinstance(bias, Tensor):
         bias = bias.materialize((*query.shape[:-1], key.shape[-2]), device=query.device)
-    return masks.from_tensor(batched(bias.detach().expand(*query.shape[:-1], key.shape[-2])), Band())
+    return masks.from_tensor(batched(bias.detach().expand(*query.shape[:-1], key.shape[-2])), expected)
+
+
+def find_band(mask: Mask) -> Band:
+    """The band of a mask tensor: that of a full, a causal or a windowed one. Reads it back, once for a layer."""
+    assert mask.pairs is not None
+    queries, keys = mask.pairs.shape[-2:]
+    positions = [torch.arange(size, device=mask.pairs.device) for size in (queries, keys)]
+    distances = (positions[1] - positions[0][:, None])[mask.pairs.flatten(0, 1).any(0)]
+    low, high = (int(distances.min()) - 1, int(distances.max())) if distances.numel() else (0, 0)
+    window = Band(low if low > -queries else None, high if high < keys - 1 else None)
+    bands = (Band(), Band(None, 0), Band(None, keys - queries), window)
+    return next((band for band in bands if masks.from_tensor(mask.pairs, band).structured), Band())
 
 
 def documents(ends: Tensor, tokens: int) -> Tensor:

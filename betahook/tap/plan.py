@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from betahook.measure.masks import Band
 from betahook.models.torch_calls import tensors_in
 from betahook.tap.contraction import Axis
 from betahook.tap.sites import Site, find_site
@@ -36,6 +37,7 @@ class Plan:
         key_factors: the factor that a key carried in the last forward in which that showed.
         since: the step in which a product was first seen to reach a softmax.
         firsts: what held at other places in the first forward, see `at_first`.
+        band: the one that mask tensors of a kernel are expected to have, as the first one has it; None before any.
         mixes: a product or a softmax got what weights had made of values.
         checked: what beta does was checked by numbers, see `tap.shadows`.
         fused_only: a graph of the compiler can hold its forwards, see `tap.compiled`; None before any.
@@ -49,6 +51,7 @@ class Plan:
     key_factors: dict[Site, Factor] = field(default_factory=dict)
     since: dict[Site, int] = field(default_factory=dict)
     firsts: dict[Site, bool] = field(default_factory=dict)
+    band: Band | None = None
     mixes: bool = False
     checked: bool = False
     fused_only: bool | None = None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from betahook import compat
+from betahook.measure.masks import Band
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.torch_calls import Call, is_in_place
 from betahook.tap import following, handlers, kernels, matrices, nested, softmaxes
@@ -81,7 +82,7 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
         if torch.compiler.is_compiling() and not compat.is_exporting() and override.active:
             if plan.fused_only and not nested.has_nested(args, kwargs):
                 unfollowed: list[str] = []
-                with FusedAttention(layer, unfollowed):
+                with FusedAttention(layer, plan.band or Band(), unfollowed):
                     output = forward(*args, **kwargs)
                 if not unfollowed:
                     return output

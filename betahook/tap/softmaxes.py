@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from betahook import compat
+from betahook.measure.masks import Band, Mask
 from betahook.measure.rows import ScoreMod
 from betahook.models.torch_calls import Call
 from betahook.tap import compiled, contraction, heads
 from betahook.tap.contraction import Axis
 from betahook.tap.forward import Forward
 from betahook.tap.gain import scale_query
-from betahook.tap.kernels import KERNELS, Arguments, Kernel
+from betahook.tap.kernels import KERNELS, Arguments, Kernel, find_band
 from betahook.tap.sites import Site, find_line, find_site
 from betahook.tap.traces import Operand, Scores, Trace, Weights, divided
 
@@ -107,7 +109,7 @@ def fused(forward: Forward, call: Call) -> Any:
             raw = divided(query.detach(), factors[0]), divided(key.detach(), factors[1])
             q, k = (contraction.batched(x, axis, layer.heads) for x in raw)
             q, k = (x.expand(max(len(q), len(k)), *x.shape[1:]) for x in (q, k))  # one may be the same for all
-            mask = kernel.describe(given, query, key, lambda pairs: contraction.batched(pairs, axis, layer.heads))
+            mask = _describe(forward, kernel, given, query, key, axis)
             layer.record(q, k, mask, ScoreMod(softcap=given.get("softcap") or None))
         query = contraction.on_heads(
             query, axis, layer.heads, lambda query, axis: scale_query(layer, query, (key, value), default, axis)
@@ -115,6 +117,20 @@ def fused(forward: Forward, call: Call) -> Any:
     output = kernel.run(call, kernel.heads_before_tokens(query))
     forward.traces.note(output, forward.trace_of_values())
     return output
+
+
+def _describe(forward: Forward, kernel: Kernel, given: Arguments, query: Tensor, key: Tensor, axis: Axis) -> Mask:
+    """The pairs that a kernel uses; the first mask tensor shows the band that later ones are expected to have."""
+    plan = forward.plan
+
+    def batched(pairs: Tensor) -> Tensor:
+        return contraction.batched(pairs, axis, forward.layer.heads)
+
+    mask = kernel.describe(given, query, key, batched, plan.band or Band())
+    if mask.pairs is None or plan.band is not None or compat.is_captured(query.device):
+        return mask
+    plan.band = find_band(mask)
+    return kernel.describe(given, query, key, batched, plan.band)
 
 
 def _fused_axis(forward: Forward, call: Call, kernel: Kernel, given: Arguments, site: Site) -> tuple[Axis | None, str]:

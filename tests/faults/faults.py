@@ -41,6 +41,7 @@ TRIAL = ("tests/unit/models/test_trial.py",)
 PARAMETERS = ("tests/unit/models/test_parameters.py",)
 HANDLERS = ("tests/unit/tap/test_handlers.py",)
 AXES = ("tests/unit/tap/test_head_axes.py",)
+BANDS = ("tests/unit/tap/test_bands.py",)
 SCALES = ("tests/unit/tap/test_scales.py",)
 POSITIONS = ("tests/unit/tap/test_positions.py",)
 ADAPTERS = ("tests/models/test_adapters.py",)
@@ -620,6 +621,10 @@ FAULTS = [
     Fault("betahook/tap/sites.py", '"torch.autograd.function": "', '"": "', RIGHT),
     Fault("betahook/tap/forward.py", "self.plan.key_factors.get(site, of_key)", "of_key", FORMS),
     Fault("betahook/tap/rearranging.py", "return operands[0]._replace(mixed", "return Operand(mixed", FORMS),
+    Fault("betahook/tap/kernels.py", "if low > -queries else None", "", BANDS),
+    Fault("betahook/tap/kernels.py", "if high < keys - 1 else None", "", BANDS),
+    Fault("betahook/tap/kernels.py", "int(distances.min()) - 1", "int(distances.min())", BANDS),
+    Fault("betahook/tap/softmaxes.py", "mask.pairs is None or plan.band is not None", "mask.pairs is None", BANDS),
     Fault("betahook/tap/products.py", "bool(layer.is_set.any())", "bool(layer.is_set[0])", SCALES),
     Fault("betahook/tap/following.py", "forward.layer.is_set.to", "forward.layer.is_set[:1].to", SCALES),
     Fault("betahook/tap/contraction.py", "if axis.heads_first else numbers.repeat(others)", "", SCALES),

@@ -1,0 +1,96 @@
+"""Mask tensors that a user gives to `F.scaled_dot_product_attention`: those with a structure are measured in full."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import betahook
+from betahook.measure.masks import Band, Mask
+from betahook.tap.kernels import find_band
+from support.attention import HEADS, WIDTH, Block
+
+LENGTH = 160
+"""Longer than the sequences of which every row is looked at in any case."""
+EVERY = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+CAUSAL = EVERY.tril()
+PADDED = torch.arange(LENGTH) < torch.tensor([LENGTH, LENGTH - 30])[:, None, None, None]
+MASKS = {
+    "causal": (CAUSAL, Band(None, 0)),
+    "causal, to be added": (torch.zeros(LENGTH, LENGTH).masked_fill(~CAUSAL, float("-inf")), Band(None, 0)),
+    "the other way": (EVERY.triu(), Band(-1, None)),
+    "a few keys ahead": (EVERY.tril(9), Band(None, 9)),
+    "a window": (CAUSAL & ~CAUSAL.tril(-30), Band(-30, 0)),
+    "on both sides": (EVERY.tril(9) & EVERY.triu(-5), Band(-6, 9)),
+    "padding": (PADDED, Band()),
+    "causal and padding": (CAUSAL & PADDED, Band(None, 0)),
+    "a window and padding": (CAUSAL & ~CAUSAL.tril(-30) & PADDED, Band(-30, 0)),
+}
+
+
+class Masked(Block):
+    mask = CAUSAL
+
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, self.mask)
+
+
+def scores_of(model, x, mask):
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    q, k = (model.split(part(x)) for part in (model.q_proj, model.k_proj))
+    scores = (q @ k.mT).double()
+    return [scores[:, head][allowed.expand_as(scores)[:, head]] for head in range(HEADS)]
+
+
+def measured(model, hook, x):
+    model(x)
+    (layer,) = hook.layers.values()
+    statistics = layer.head_statistics
+    hook.step()
+    return statistics
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_scores_under_a_mask_with_a_structure_are_measured_in_full(kind):
+    torch.manual_seed(0)
+    model, x = Masked().double(), torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+    model.mask, band = MASKS[kind]
+    with betahook.attach(model, controller="monitor", when="always", interval=1) as hook:
+        statistics = measured(model, hook, x)
+    assert statistics.exact.all()
+    scores = scores_of(model, x, model.mask)
+    assert statistics.count.tolist() == [len(each) for each in scores]
+    assert statistics.mean.tolist() == pytest.approx([each.mean().item() for each in scores], rel=1e-6)
+    assert statistics.std.tolist() == pytest.approx([each.std(correction=0).item() for each in scores], rel=1e-6)
+    pairs = (model.mask if model.mask.dtype == torch.bool else model.mask == 0).expand(2, 1, -1, -1)
+    assert find_band(Mask(Band(), pairs=pairs)) == band
+
+
+def test_other_masks_are_looked_at_row_by_row():
+    """As are those that differ from the first one."""
+    torch.manual_seed(0)
+    model, x = Masked(), torch.randn(2, LENGTH, WIDTH)
+    others = {"any": torch.rand(LENGTH, LENGTH) < 0.5, "none": ~EVERY, "later": MASKS["a window"][0]}
+    with betahook.attach(model, controller="monitor", when="always", interval=1) as hook:
+        assert measured(model, hook, x).exact.all()
+        for mask in others.values():
+            model.mask = mask
+            assert not measured(model, hook, x).exact.any() or mask is others["none"]
+        model.mask = CAUSAL
+        assert measured(model, hook, x).exact.all()
+    model.mask = others["any"]
+    with betahook.attach(model, controller="monitor", when="always", interval=1) as hook:
+        assert not measured(model, hook, x).exact.any()
+
+
+def test_the_causal_mask_of_torch_is_measured_in_full_at_every_length():
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    with betahook.attach(model, controller="monitor", when="always", interval=1) as hook:
+        (layer,) = hook.layers.values()
+        for length in (LENGTH, LENGTH + 40):
+            x, mask = torch.randn(2, length, WIDTH), nn.Transformer.generate_square_subsequent_mask(length)
+            model(x, x, x, attn_mask=mask, need_weights=False)
+            assert layer.statistics.exact
+            assert int(layer.statistics.count) == 2 * HEADS * length * (length + 1) // 2
+            hook.step()
