@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from betahook import compat
 from betahook.models import families, layouts, materialise
@@ -219,7 +220,8 @@ def _linear(module: object) -> nn.Module | None:
     wrapped = (_linear(child) for child in children if isinstance(child, nn.Module) and _only_wraps(module, child))
     inner = next((inner for inner in wrapped if inner is not None), None)
     weight = materialise.stored(module)
-    return module if inner is None and isinstance(weight, Tensor) and weight.dim() == 2 else inner
+    is_matrix = isinstance(weight, Tensor) and not isinstance(weight, UninitializedParameter) and weight.dim() == 2
+    return module if inner is None and is_matrix else inner
 
 
 def _only_wraps(wrapper: nn.Module, inside: nn.Module) -> bool:

@@ -174,6 +174,8 @@ class Forward:
         layer = self.layer
         # The tensors of an export or a transform mean nothing outside of it, those of an empty batch nothing at all.
         passing = compat.is_exporting() or compat.is_transformed() or self.is_empty
+        if self.is_empty:
+            layer.state.seen = layer.state.recorded = True
         undecided = layer.refusal is None and not passing
         reason = self._verdict() if undecided else None
         if not passing:

@@ -167,6 +167,7 @@ UNKNOWN = {
     "no room for keys": {"qkv": linear(HEADS * HEAD_DIM)},
     "a fused projection of an odd size": {"qkv": linear(3 * HEADS * HEAD_DIM + 1)},
     "no linear": {"qkv": nn.ReLU()},
+    "a weight without a shape yet": {"q_proj": nn.LazyLinear(WIDTH), "k_proj": nn.LazyLinear(WIDTH)},
 }
 
 

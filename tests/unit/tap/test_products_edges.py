@@ -187,6 +187,32 @@ def test_an_empty_batch_that_comes_first_shows_nothing(kind, x):
     assert measured[1] == measured[0]
 
 
+@pytest.mark.parametrize("kind", [ByHandAttention, FusedAttention])
+def test_a_step_may_come_after_an_empty_batch_alone(kind, x, caplog):
+    with betahook.attach(make(kind), controller="monitor", interval=1) as hook:
+        hook.model(x[:0]).sum().backward()
+        hook.step()
+        hook.model(x).sum().backward()
+        hook.step()
+        assert hook.metrics()["score_std/1"] > 0
+    assert caplog.records == []
+
+
+def test_projections_that_get_their_shape_in_the_first_forward(x):
+    model = make(FusedAttention)
+    model[1].q_proj, model[1].k_proj = (nn.LazyLinear(WIDTH) for _ in range(2))
+    with betahook.attach(model, controller="monitor") as hook:
+        assert hook.layers["1"].weight_std_q != hook.layers["1"].weight_std_q
+        model(x).sum().backward()
+        hook.step()
+        expected = model[1].q_proj.weight.std(correction=0).item()
+        assert hook.layers["1"].weight_std_q == pytest.approx(expected, rel=1e-5)
+        hook.layers["1"].beta = 0.5
+        output = model(x)
+        betahook.fold(model)
+    torch.testing.assert_close(model(x), output, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("change", ["masked_fill_", "__iadd__", "part by part"])
 def test_changes_in_place_under_inference_mode(change, x):
     """Tensors made there count no changes."""
