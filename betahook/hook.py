@@ -61,11 +61,11 @@ def attach(
         layers: which attention layers: a glob over module names, a list of globs, or a predicate `(name, module) ->
             bool`; None for all.
         per_head: one beta for each head instead of one for each layer.
-        interval: measure the scores of each layer once in so many steps, the layers in turn, and pool the sums at least
-            as often; 1 does both in every step. All are measured in the first step and in every one of a controller's
-            opening; the sensitivity always is, but where no beta was set and no controller moves one: there a layer out
-            of its turn runs as if there were no hook. Default 10, or 1 for what goes by the scores of every step:
-            `Variance`, `Cap`, `Clip` and `Alerts(max_logit=...)`.
+        interval: measure the scores of each layer once every `interval` steps, the layers in turn, and pool the sums at
+            least as often; 1 does both in every step. All layers are measured in the first step and during a
+            controller's opening. The sensitivity is measured in every step, unless no beta was set and no controller
+            moves one: a layer whose turn it is not then runs as if there were no hook. Default 10, or 1 for `Variance`,
+            `Cap`, `Clip` and `Alerts(max_logit=...)`, which go by the scores of every step.
         when: "training" measures forwards in training mode that run with gradients, frozen layers included; "always"
             also those in evaluation mode and under `torch.no_grad`, such as the generation of a GRPO step.
         exact_max_logit: measure the largest logit of all pairs instead of 32 query rows of a sequence, adding
@@ -134,10 +134,10 @@ class Hook:
         layers: the hooked attention layers by module name.
         controllers: the rules that adapt beta, in order.
         settings: `per_head`, `interval`, `when` and `exact_max_logit`, see `attach`.
-        last_call: the last call of the model, or of the part of it that is called, on which `fold` checks itself. So
-            that batch stays in memory; set `hook.last_call.input` to None to let it go. `detach` does.
+        last_call: the last call of the model, or of the part of it that is called, on which `fold` checks itself. It
+            keeps that batch in memory; set `hook.last_call.input` to None to free it. `detach` frees it, too.
         not_reached: names of the modules that look like attention but are not reached, with the reason.
-        trained_by: after `betahook.restore`, the controllers that brought beta to where it is, in words; else empty.
+        trained_by: after `betahook.restore`, the controllers that made this beta, in words; else empty.
     """
 
     @torch.inference_mode(False)  # tensors made in it could never be written to outside of it
@@ -179,9 +179,9 @@ class Hook:
     def pause(self) -> AbstractContextManager[None]:
         """Measure no forward that runs in it, nor its backward; beta acts as before.
 
-        For a loss whose gradients are thrown away, as those of a generator in its discriminator: the sensitivity of a
-        step is that of all its backwards, and `zero_grad` takes nothing from it. Reentrant gradient checkpointing runs
-        the forward that counts in the backward, which then must be in the pause too.
+        For losses whose gradients you discard, as those of a generator's loss in its discriminator: the sensitivity
+        adds up over all backward passes of a step, and `zero_grad` does not reset it. Reentrant gradient checkpointing
+        runs the forward that counts in the backward, which then must be in the pause too.
         """
         return self._state.pause()
 
@@ -261,7 +261,7 @@ class Hook:
 
         `MetricName` in `betahook/report/metrics.py` lists and explains the quantities. What was not measured is left
         out. Reads the device back, so call it when you log, not in every step. The first call after a NaN or an
-        infinity logs a warning, the only one, with the layers and their steps.
+        infinity logs a single warning, which names the layers and the steps.
         """
         state = stages.refreshed(self._state)
         self.layers.read_weights()

@@ -57,7 +57,7 @@ class AttentionLayer:
         """The inverse temperature; the geometric mean where the heads differ. Assign a number to set it.
 
         A number is that of all heads, even if the model's own differ. NaN before the first forward if none was set: the
-        model's own is known only then. In force until `detach`; after it, what it was.
+        model's own is known only then. After `detach` it keeps its last value, without effect.
 
         Raises:
             ValueError: on setting: it is not positive and finite, or not a single number.
@@ -148,7 +148,7 @@ class AttentionLayer:
 
     @property
     def remarks(self) -> list[str]:
-        """Notes in words on what of this layer is not measured, or differs from what one would think."""
+        """Remarks on what is not measured in this layer, or may surprise."""
         remarks = [self._attention.facts.remark] if self._attention.facts.remark else []
         if self.refusal is not None:
             remarks.append(f"left alone, {self.refusal}")
@@ -156,8 +156,8 @@ class AttentionLayer:
             remarks.append(f"W_q and W_k have no known form, their std is not measured. {KNOWN_FORMS}")
         elif any(projection.argument is None for projection in self.projections):
             remarks.append(
-                "the input of W_q and W_k is not measured, so that the score std that it predicts is not known: no "
-                "module gets it as an argument"
+                "the input of W_q and W_k is not measured, since no module gets it as an argument, and the score std "
+                "that it predicts is not known"
             )
         return remarks
 

@@ -44,7 +44,7 @@ def check_model(model: nn.Module) -> None:
     if is_marked(model):
         raise ValueError(
             f"{name} was saved with its beta beside the weights: betahook.restore(model, folder) attaches with that "
-            "and returns the hook, BetaHookCallback(hook=...) trains on with it"
+            "beta and returns the hook; BetaHookCallback(hook=...) trains on with it"
         )
     hooked = [path or name for path, module in model.named_modules() if hasattr(module, ATTRIBUTE)]
     if hooked:
@@ -56,7 +56,7 @@ def check_model(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of `attach` that stay as they are while a model trains; a state of a hook names them.
+    """Options of `attach` that stay fixed in training, and are saved with the state of the hook.
 
     Raises:
         ValueError: an option has a value that makes no sense.
@@ -141,9 +141,8 @@ def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
         raise ValueError(f"layers={wrong} matches none of the attention layers of {name}: {', '.join(seen.found)}")
     if (getattr(model, "tp_size", None) or 1) > 1 and any(found.route != "interface" for found in chosen.values()):
         raise UnsupportedModelError(
-            f"cannot attach to {name}: it is tensor-parallel, and of attention that does not go through the attention "
-            "interface of transformers it is unknown which heads a rank computes; use data parallelism or FSDP "
-            "(fully_shard)"
+            f"cannot attach to {name}: it is tensor-parallel, and outside of the attention interface of transformers "
+            "betahook cannot tell which heads a rank computes; use data parallelism or FSDP (fully_shard)"
         )
     return replace(seen, found=chosen)
 

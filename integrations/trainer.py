@@ -104,7 +104,7 @@ class BetaHookCallback(TrainerCallback):
                 f"{type(hook).__name__}"
             )
         if hook is not None and self._options != check_options():
-            raise ValueError("BetaHookCallback(hook=...) takes no other option: they belong to attach(), which made it")
+            raise ValueError("BetaHookCallback(hook=...) takes no other option: options belong to attach()")
         check_end(on_end, unfinished)
         self.hook = hook
         self._given = hook
@@ -131,8 +131,8 @@ class BetaHookCallback(TrainerCallback):
         if self.hook is None or not self.hook.attached:
             for left in hooks_of(model) & set(_training):
                 left.detach()
-                begins = "is replaced" if resumed else "is taken off, and beta begins as the model's own again"
-                logger.warning("the last training of this model was broken off: its hook %s", begins)
+                begins = "is replaced" if resumed else "is removed, and beta begins as the model's own again"
+                logger.warning("the last training of this model was interrupted: its hook %s", begins)
             with checkpoint.unmarked(model) if resumed else nullcontext():
                 self.hook = attach(model, **{**self._options, "alerts": with_trackers(self._options["alerts"], args)})
         if self.hook is not self._given:
@@ -287,9 +287,7 @@ def _check_given(hook: Hook, model: nn.Module) -> None:
             "give that hook to a new callback"
         )
     if not _is_on(hook, model):
-        raise ValueError(
-            "BetaHookCallback(hook=...) got the hook of another model than the one that the Trainer trains"
-        )
+        raise ValueError("BetaHookCallback(hook=...) got a hook of another model than that of the Trainer")
 
 
 def _is_on(hook: Hook, model: nn.Module) -> bool:

@@ -33,9 +33,8 @@ class Observation:
 
     Attributes:
         beta_default: the model's own inverse temperature, `[units]`, float32.
-        statistics: of the batches since the last update, a single one where every batch is due; of the last measured
-            ones where none of these was. The sensitivity is the mean over those of them in which it was finite. The
-            std of W_q and W_k is not in it.
+        statistics: of the batches since the last update, or of the last measured ones if none of these was measured.
+            The sensitivity is the mean over the batches in which it was finite. The std of W_q and W_k is not in it.
         predicted_std: returns the standard deviation of the scores that W_q and W_k predict, `[units]`, NaN where they
             were not found. A function, since it reads them all.
         overflow: the largest logit whose exponential is finite in the dtype of the softmax.

@@ -27,7 +27,7 @@ def check_started(owner: object, memory: Mapping[str, Tensor], beta: Tensor) -> 
         if not isinstance(name, str) or not name or SEPARATOR in name:
             raise ValueError(
                 f"start() of {owner} made a memory called {name!r}; expected a name without a {SEPARATOR}, which "
-                "stands between names in a checkpoint. Rename it"
+                "separates names in a checkpoint. Rename it"
             )
         if value.shape != beta.shape or value.dtype not in DTYPES:
             raise TypeError(

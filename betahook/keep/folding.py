@@ -36,9 +36,9 @@ def fold(model: nn.Module | Hook, *, unfinished: Unfinished = "keep") -> None:
     Checks itself before anything is written for good: the model runs again, at least twice, on the input of its last
     forward, in evaluation mode. Up to rounding, each layer alone must give the same output from its folded weights, and
     so must the model, in every floating-point tensor that it returns; where only a part of it was ever called, that is
-    `hook.last_call.module`. A use of a query weight that this does not run, as in a loss outside of it, is not seen.
+    `hook.last_call.module`. Uses of a query weight outside of that forward, as in a loss of your own, are not seen.
 
-    Of a model that FSDP 2 or tensor parallelism divides over ranks, every rank must call.
+    If FSDP 2 or tensor parallelism divides the model over ranks, every rank must call this.
 
     The config of a model of transformers then says what was folded, under `betahook_folded`, and its card on the Hub
     has the tag "betahook". Nothing reads either: delete them as you like.

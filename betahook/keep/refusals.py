@@ -151,8 +151,8 @@ def weights_are_sharded(plan: FoldPlan) -> str | None:
     if not any(compat.is_zero3(parameter) or compat.is_flattened(parameter) for parameter in parameters):
         return None
     return (
-        "its weights are sharded over ranks. Save the whole model, beta goes beside the weights, and in one process "
-        "load it, betahook.restore(model, folder), run a forward and fold"
+        "its weights are sharded over ranks. Save the whole model, which saves beta beside the weights; then, in a "
+        "single process, load it, call betahook.restore(model, folder), run a forward and fold"
     )
 
 
@@ -196,8 +196,8 @@ def projection_is_unknown(plan: FoldPlan, layer: AttentionLayer) -> str | None:
 def weight_is_computed(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """A parametrisation overwrites the weight in every forward."""
     computed = not all(isinstance(tensor, nn.Parameter) for tensor in carriers(layer))
-    remedy = "remove its parametrization or pruning first; of a sharded model fold the whole, plain one"
-    return f"its query weight is made of others in every forward; {remedy}" if computed else None
+    remedy = "remove the parametrization or pruning first, or fold the unsharded model"
+    return f"its query weight is computed anew in every forward; {remedy}" if computed else None
 
 
 def weight_is_elsewhere(plan: FoldPlan, layer: AttentionLayer) -> str | None:
@@ -241,7 +241,7 @@ def weight_would_overflow(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     weights = [weight for place in plan.places[layer] for weight in place.weights]
     overflows = torch.tensor([float(not weight.stays_finite(plan.gains[layer])) for weight in weights])
     overflow = bool(plan.pooled(overflows).any())
-    reason = "a folded weight would be NaN or infinite; look at its weight, and set hook.layers[name].beta"
+    reason = "a folded weight would be NaN or infinite; look at the weight, or lower hook.layers[name].beta"
     return reason if overflow else None
 
 

@@ -108,7 +108,7 @@ def _read(model: nn.Module, path: Path) -> dict[str, Any]:
         )
     if marked and not path.exists():
         raise FileNotFoundError(
-            f"{path} does not exist, but beta of this model is in that file: the folder is a copy that left it behind. "
+            f"{path} does not exist, but the beta of this model is in that file: the folder was copied without it. "
             "Name the folder that the hooked model was saved to"
         )
     return checkpoint.read(path.parent)

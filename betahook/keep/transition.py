@@ -42,7 +42,7 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack) -> None:
     own = choice == "own" or (losses[1] == losses[1] and not losses[0] <= losses[1])
     if own:
         _let_own_act(hook, undo)
-    compared = f" (last-batch loss {losses[int(own)]:.4g} with it, {losses[int(not own)]:.4g} with the other)"
+    compared = f" (loss of the last batch: {losses[int(own)]:.4g} with it, {losses[int(not own)]:.4g} with the other)"
     logger.warning(
         "fold() after %d steps, while %s was still moving beta: it folds %s%s. Train a few hundred steps longer%s",
         hook.steps,

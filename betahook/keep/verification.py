@@ -39,8 +39,8 @@ def exact_places(plan: FoldPlan) -> dict[AttentionLayer, Scaling]:
     """
     if _pooled(plan, float(plan.hook.last_call.input is None)):
         raise FoldError(
-            "fold() checks itself on the input of the model's last forward, and there was none; run one, without a "
-            f"cache, of {type(plan.hook.model).__name__} or of the part of it that holds all hooked layers"
+            "fold() checks itself on the input of the model's last forward, and there was none. Run "
+            f"{type(plan.hook.model).__name__}, or the part of it that holds all hooked layers, once without a cache"
         )
     with rerun.without_side_effects(plan.hook):
         places, expected, precision = _check_layers(plan)
@@ -96,7 +96,7 @@ def _check_model(
     if not expected:
         raise plan.error(f"the output of {name} holds no floating-point tensor that would show a difference")
     if [tensor.shape for tensor in actual] != [tensor.shape for tensor in expected]:
-        raise plan.error(f"the output of {name} has another form each time")
+        raise plan.error(f"the output of {name} has another shape each time")
     errors = plan.pooled(rerun.distances(actual, expected))
     norms = plan.pooled(rerun.norms(expected))
     limits = max(1e-5, precision / 4) * norms
@@ -104,8 +104,9 @@ def _check_model(
         if bool((errors <= limits).all()):
             return
         limits = limits.maximum(4 * plan.pooled(rerun.distances(actual, run_folded(precision, seed))))
-    if not bool((errors <= limits).all()):
-        worst = float((errors / norms)[~(errors <= limits)].max())
+    beyond = ~(errors <= limits)
+    if bool(beyond.any()):
+        worst = float((errors / norms)[beyond].max())
         reason = (
             f"the output of {name} would be off by {worst:.2g} of its norm, although each layer alone gives what it "
             "did. Probably a query weight is used outside of its attention too, by a module around it or a function"
@@ -150,7 +151,7 @@ def _check_layer(plan: FoldPlan, layer: AttentionLayer, places: list[Scaling], r
     if exact:
         return exact
     if _is_random(plan, gain, run):
-        reason = "its output is another one each time, though it is in evaluation mode; make that deterministic"
+        reason = "its output differs each time it runs, even in evaluation mode; make it deterministic"
     elif _has_effect(plan, gain, run):
         reason = (
             "its output is not that of a scaled query projection or norm. Probably a norm without a weight comes "

@@ -23,7 +23,7 @@ class Condition(IntEnum):
     non-finite: a NaN, an infinity or a skipped optimizer step since the last pooling.
     exploding: the largest absolute logit is above 100.
     dead: the std of the logits within rows is below 0.00195; every key gets the same weight, as bfloat16 rounds.
-    sink: the first key gets above 0.5 of the attention that flat attention would not give it.
+    sink: the first key gets above 0.5 of the attention that flat attention would give to others.
     one key: the entropy of the rows is below 0.1 of that of flat attention.
     sharp: it is below 0.25 of that, or the std of the logits within rows is above 10.
     flat: exp of the mean entropy, the keys looked at, is above 0.95 of that of flat attention.
@@ -135,7 +135,7 @@ ADVICE = {
     Condition.SHARP: "watch whether the largest logit grows",
     Condition.ONE_KEY: f"lower the learning rate or beta, or {_HOLD}",
     Condition.SINK: "usual in causal models; the entropy says little here",
-    Condition.DEAD: "q and k make no difference; if it stays, see that W_q and W_k are trained and are not zero",
+    Condition.DEAD: "scores do not depend on q and k; if it stays, check that W_q and W_k are trained and not zero",
     Condition.EXPLODING: f"lower the learning rate, or {_HOLD}",
     Condition.NONFINITE: "look for the first NaN or infinity in inputs, loss and weights; beta stays where it was",
 }

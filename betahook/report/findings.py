@@ -25,7 +25,7 @@ logger = logging.getLogger("betahook")
 SPREAD = 0.75
 """A head that looks at more of its keys than this share has logits that differ little, however large they are."""
 
-OFFSET = "flat all the same, or nearly: the keys of a row share an offset, which softmax subtracts"
+OFFSET = "still flat, or nearly: the logits of a row share a large offset, which cancels in the softmax"
 """Said of the softmax of layers that explode so."""
 
 NAMED = 4

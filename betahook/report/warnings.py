@@ -26,7 +26,7 @@ def find_unreached(state: State, layers: Layers, model: nn.Module) -> dict[str, 
         if layer.module not in modules:
             unreached[name] = "it is no longer part of the model: detach, and attach again"
         elif is_unused and layer.refusal is None:
-            unreached[name] = "no forward has come to its attention yet"
+            unreached[name] = "no forward has reached it yet"
     return unreached
 
 

@@ -100,7 +100,7 @@ class Factors:
         return self._leaves[layer]
 
     def _retire(self, layer: int) -> None:
-        """Let the probe have what the leaf of a gain that has changed was given, and what graphs yet bring it."""
+        """Move the gradient of an outdated leaf to the probe: now, and when graphs that still hold it run backward."""
         leaf, probe = self._leaves[layer], self.probes[layer]
 
         def move(leaf: Tensor) -> None:

@@ -27,7 +27,7 @@ from betahook.state.ranges import HeadRange, head_ranges
 SMALLEST_BETA, LARGEST_BETA = 1e-10, 1e10
 """Any beta outside of these is a mistake: the scaled query would vanish or overflow in half precision."""
 
-ELSEWHERE = "as another rank leaves it alone, whose log says why"
+ELSEWHERE = "as another rank does, whose log says why"
 """Reason to leave a layer alone that this rank could follow."""
 
 
@@ -84,7 +84,7 @@ class State:
         asked, warned_of_missing_steps: reports requested before the first `step`, and whether the warning was logged.
         exact_max_logit, paused: True if the largest score is to be that of all pairs, and while nothing is measured.
         seen, recorded, has_loss: True once attention has passed the tap, was measured, and a training loss recorded.
-        has_broken_graphs: True if what was compiled leaves out attention that the compiler can take by now.
+        has_broken_graphs: True if compiled code breaks its graph at attention that could be in it by now.
         refused: the layers left alone, by their heads, with the reason.
         alone: boolean `[heads]`, those that this rank leaves alone, or at the last pooling any rank.
         is_local, is_detached: True if nothing is pooled over ranks, as this one measures alone; once the hook is off.

@@ -98,8 +98,8 @@ class WeightScaling:
             self._is_sharded = any(compat.is_fsdp2(module) for module in hook.model.modules())
             if any(compat.is_adapter(module) for module in hook.model.modules()):
                 logger.warning(
-                    "clipping scales the weights below an adapter too, which a saved adapter leaves out: merge it "
-                    "before you save, model.merge_and_unload()"
+                    "Clip scales the weights below an adapter too, which a saved adapter does not contain: call "
+                    "model.merge_and_unload() before you save"
                 )
         self._check(hook)
         if self._is_sharded:

@@ -43,8 +43,8 @@ class Forward:
         is_empty: True where the first of them has no entries, as in a batch without samples: it shows nothing.
         axes: the axes of the heads with inputs of this form, as far as they are known.
         labels: the features that entries come from, in the first forward with inputs of this form.
-        is_settled: True if neither is needed.
         shadows: what another beta would do, in the first forward that is measured.
+        is_settled: True if neither labels nor shadows are needed.
         traces: of the tensors that are followed.
         products: those that may make scores, so far.
         attended: None before any softmax, then True if one was over scores.
@@ -84,7 +84,7 @@ class Forward:
         self._refusal: str | None = None
 
     def trace_of_values(self) -> Operand | None:
-        """The trace of what weights make of values; None where the forwards of before did nothing that asks for it."""
+        """The trace of what weights make of values; None if nothing in earlier forwards asks for it."""
         return Operand(mixed=True) if self.plan.mixes or not self.is_settled else None
 
     def factors_of(self, site: Site, query: Tensor, key: Tensor) -> tuple[Factor, Factor]:

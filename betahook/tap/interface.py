@@ -26,11 +26,11 @@ from betahook.tap.recorder import ATTRIBUTE, Recorder, leave_alone
 
 if len(inspect.signature(getattr(AttentionInterface, "get_interface", lambda: None)).parameters) != 3:
     raise ImportError(
-        f"betahook needs transformers 5.1 or later, whose AttentionInterface has get_interface(name, default). That of "
-        f"transformers {transformers.__version__} has not: upgrade transformers, or betahook"
+        f"betahook needs transformers 5.1 or later, whose AttentionInterface has get_interface(name, default); found "
+        f"transformers {transformers.__version__}, which lacks it: upgrade transformers, or betahook"
     )
 UNKNOWN = (
-    f"this version of betahook does not know how transformers {transformers.__version__} comes to its attention "
+    f"this version of betahook does not know how transformers {transformers.__version__} looks up its attention "
     "functions: upgrade one of the two"
 )
 """Message for attention that bypasses the tap."""

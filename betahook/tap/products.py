@@ -172,7 +172,7 @@ class ScoreProducts(TorchFunctionMode):
 STARTING = {*PRODUCTS, *SOFTMAXES, *kernels.KERNELS, "multi_head_attention_forward"} | {
     name for name, handler in handlers.HANDLERS.items() if handler in (multiply, divide) or is_in_place(name)
 }
-"""Functions of which something may follow though nothing that is followed goes into them."""
+"""Functions that may begin a trace, even if nothing that is followed goes into them."""
 
 
 def _concerns(forward: Forward, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -97,8 +97,8 @@ def leave_alone(layer: Recorder, reason: str, advice: str = "") -> None:
     """Leave a layer alone from now on, with a warning; `advice` stands before what can always be done."""
     layer.refuse(reason)
     logger.warning(
-        "%s is left alone: %s. Its beta stays the model's own, and its scores are not measured. %sattach(layers=...) "
-        "leaves the module out",
+        "%s is left alone: %s. Its beta stays the model's own, and its scores are not measured. %sTo silence this, "
+        "leave the module out with attach(layers=...)",
         layer.name or "the model",
         reason,
         advice,

@@ -177,6 +177,6 @@ def test_layers_that_no_forward_reaches_say_so(caplog):
     model[1](**inputs("llama")).loss.backward()
     hook.step()
     hook.metrics()
-    assert f"0.{LAYER}, no forward has come to its attention yet" in caplog.records[-1].message
+    assert f"0.{LAYER}, no forward has reached it yet" in caplog.records[-1].message
     assert f"  not reached: 0.{LAYER}, no forward" in repr(hook)
     hook.detach()

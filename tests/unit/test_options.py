@@ -76,8 +76,8 @@ def test_a_model_whose_beta_is_in_a_file():
     options.check_model(model)
     setattr(model.config, MARK, True)
     assert refused(ValueError, options.check_model, model) == (
-        "Model was saved with its beta beside the weights: betahook.restore(model, folder) attaches with that and "
-        "returns the hook, BetaHookCallback(hook=...) trains on with it"
+        "Model was saved with its beta beside the weights: betahook.restore(model, folder) attaches with that beta "
+        "and returns the hook; BetaHookCallback(hook=...) trains on with it"
     )
 
 
@@ -221,9 +221,8 @@ def test_a_tensor_parallel_model_with_attention_of_torch():
     options.find_layers(model, None)
     model.tp_size = 2
     assert refused(betahook.UnsupportedModelError, options.find_layers, model, None) == (
-        "cannot attach to Model: it is tensor-parallel, and of attention that does not go through the attention "
-        "interface of transformers it is unknown which heads a rank computes; use data parallelism or FSDP "
-        "(fully_shard)"
+        "cannot attach to Model: it is tensor-parallel, and outside of the attention interface of transformers "
+        "betahook cannot tell which heads a rank computes; use data parallelism or FSDP (fully_shard)"
     )
 
 

@@ -290,7 +290,7 @@ def test_what_cannot_be_restored_leaves_the_model_as_it_was(tmp_path):
         assert fingerprint(other) == before
         assert hasattr(other.config, "betahook")
     (tmp_path / "elsewhere").mkdir()
-    with pytest.raises(FileNotFoundError, match="a copy that left it behind"):
+    with pytest.raises(FileNotFoundError, match="copied without it"):
         betahook.restore(same, tmp_path / "elsewhere")
 
 

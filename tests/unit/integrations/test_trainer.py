@@ -254,7 +254,7 @@ def test_the_hook_of_a_training_that_was_broken_off_is_replaced(tmp_path, caplog
     second.model = second.model_wrapped = first.model
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4") if resumed else None)
     assert callback.hook.model is first.model
-    assert "the last training of this model was broken off: its hook is " in caplog.text
+    assert "the last training of this model was interrupted: its hook is " in caplog.text
     assert ("beta begins as the model's own again" in caplog.text) is not resumed
     third = make_trainer(tmp_path, BetaHookCallback())
     third.model = third.model_wrapped = first.model
@@ -336,7 +336,7 @@ def test_the_weights_that_a_schedule_free_optimizer_ends_with_are_folded(tmp_pat
 def test_the_hook_of_another_model_is_refused(tmp_path):
     with betahook.attach(build("llama")) as hook:
         trainer = make_trainer(tmp_path, BetaHookCallback(hook=hook))
-        with pytest.raises(ValueError, match="got the hook of another model than the one that the Trainer trains"):
+        with pytest.raises(ValueError, match="got a hook of another model than that of the Trainer"):
             trainer.train()
 
 

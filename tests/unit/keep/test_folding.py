@@ -178,7 +178,7 @@ def test_an_unfinished_beta_is_folded_by_choice(unfinished, worse, caplog):
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items()) is takes_own
     assert ("it folds the model's own beta" in caplog.text) is takes_own
     assert ("it folds the beta in force" in caplog.text) is not takes_own
-    assert ("last-batch loss" in caplog.text) is (unfinished == "better")
+    assert ("loss of the last batch:" in caplog.text) is (unfinished == "better")
 
 
 def test_the_beta_in_force_is_folded_where_both_do_as_well(monkeypatch, caplog):
@@ -207,7 +207,7 @@ def test_a_beta_with_which_the_loss_is_nan_is_the_worse_one(caplog):
     assert model(**batch).loss.isnan()
     betahook.fold(model, unfinished="better")
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-    assert "it folds the model's own beta, which leaves the weights as they are (last-batch loss " in caplog.text
+    assert "it folds the model's own beta, which leaves the weights as they are (loss of the last" in caplog.text
     assert ", nan with the other)" in caplog.text
 
 

@@ -73,7 +73,7 @@ def partition(model):
             "llama",
             parametrise,
             False,
-            "made of others in every forward; remove its parametrization or pruning first; of a",
+            "computed anew in every forward; remove the parametrization or pruning first",
         ),
         ("llama", partition, False, "its weights are sharded over ranks. Save the whole model"),
         (

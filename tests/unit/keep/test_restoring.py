@@ -52,7 +52,7 @@ def test_with_controllers_beta_goes_on(folder):
 
 def test_a_folder_whose_beta_was_left_behind(folder, tmp_path):
     (tmp_path / "elsewhere").mkdir()
-    with pytest.raises(FileNotFoundError, match="the folder is a copy that left it behind"):
+    with pytest.raises(FileNotFoundError, match="the folder was copied without it"):
         betahook.restore(load(folder), tmp_path / "elsewhere")
 
 

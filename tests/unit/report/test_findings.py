@@ -198,7 +198,7 @@ def test_an_offset_that_all_keys_share_is_named_beside_the_explosion(offset):
         first, second = found = hook.findings()
     assert (first.condition, first.shares_offset) == (Condition.FLAT, False)
     assert (second.condition, second.shares_offset) == (Condition.EXPLODING, offset)
-    said = "flat all the same, or nearly: the keys of a row share an offset, which softmax subtracts"
+    said = "still flat, or nearly: the logits of a row share a large offset, which cancels in the softmax"
     assert (f"\nsoftmax of layer 1: {said}\n" in str(found)) is offset
 
 

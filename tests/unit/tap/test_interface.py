@@ -260,7 +260,7 @@ def test_a_transformers_that_asks_elsewhere_is_named(monkeypatch, original):
     """As if the functions were kept by another class, on which the wrapped method has no effect."""
     elsewhere = type("Elsewhere", (), {"get_interface": lambda self, name, default: default})()
     monkeypatch.setattr(interface, "ALL_ATTENTION_FUNCTIONS", elsewhere)
-    with pytest.raises(RuntimeError, match=r"does not know how transformers \S+ comes to its attention functions"):
+    with pytest.raises(RuntimeError, match=r"does not know how transformers \S+ looks up its attention functions"):
         betahook.attach(build("llama"))
     assert AttentionInterface.get_interface is original
 
