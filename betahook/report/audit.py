@@ -140,7 +140,7 @@ class Audit(tuple[LayerAudit, ...]):
         for layer in self:
             stds = [layer.score_std, *(layer.predicted[formula] for formula in PREDICTIONS)]
             closest = PREDICTIONS.get(layer.follows, layer.follows)
-            rows.append([layer.name or "model", *(_listed([std]) for std in stds), closest])
+            rows.append([layer.name or "model", *(_written([std]) for std in stds), closest])
         return rows
 
     def assumptions(self) -> list[list[str]]:
@@ -150,7 +150,7 @@ class Audit(tuple[LayerAudit, ...]):
         rows = [["layer", "d_x, d_k", *known], ["assumed", "", *(ASSUMPTIONS[name][0] for name in known)]]
         for index, layer in enumerate(self):
             widths = f"{layer.query_width or '?'}, {layer.head_dim}"
-            rows.append([layer.name or "model", widths, *(_listed(numbers[name][index]) for name in known)])
+            rows.append([layer.name or "model", widths, *(_written(numbers[name][index]) for name in known)])
         return rows
 
     def __str__(self) -> str:
@@ -195,7 +195,7 @@ def _measured(layers: Layers, state: State) -> tuple[Tensor, Tensor]:
     return table, moments
 
 
-def _listed(values: Sequence[float]) -> str:
+def _written(values: Sequence[float]) -> str:
     """Write numbers; what was not measured is a question mark."""
     return ", ".join("?" if value != value else f"{value:.3g}" for value in values)
 

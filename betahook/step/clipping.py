@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -144,7 +145,7 @@ class WeightScaling:
 
     def _settle(self, hook: Hooked, layer: AttentionLayer) -> bool:
         """Take the first weights of a layer that do what beta does; False if none do."""
-        for choice in range(-self._largest(-len(self._found[layer][1]))):
+        for choice in range(self._reduced(len(self._found[layer][1]), "MIN")):
             self._choice[layer] = choice
             if not self._differs(hook, [layer]):
                 return True
@@ -182,14 +183,14 @@ class WeightScaling:
             raise error or UnsupportedModelError("cannot clip on another rank, whose error says why")
 
     def _on_any_rank(self, here: bool) -> bool:
-        return self._largest(int(here)) > 0
+        return self._reduced(int(here), "MAX") > 0
 
-    def _largest(self, here: int) -> int:
-        """Return the largest number of all ranks."""
+    def _reduced(self, here: int, operation: Literal["MIN", "MAX"]) -> int:
+        """Return the smallest or the largest number of all ranks."""
         if not statistics.is_distributed():
             return here
         number = torch.tensor(float(here), device=next(iter(self._heads)).current_gain.device)
-        torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
+        torch.distributed.all_reduce(number, getattr(torch.distributed.ReduceOp, operation))
         return int(number)
 
 

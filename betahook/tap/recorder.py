@@ -220,19 +220,14 @@ class Recorder:
         self._local, self._local_heads = self._place.part(mesh.get_local_rank(mesh.ndim - 1) * heads, heads), heads
         return True
 
-    @property
-    def current_gain(self) -> Tensor:
-        """`beta / beta_default`, `[heads]`: 1 where beta is the model's own, NaN where that is not known yet."""
-        return self.state.gain(self._place.heads)
-
     def local_gain(self, default: float | Tensor | None) -> Tensor:
-        """`current_gain` of the heads that this rank computes, by the `default` of this call where it is given."""
+        """`State.gain` of the heads that this rank computes, by the `default` of this call where it is given."""
         if isinstance(default, float) and self._local_heads == self.heads and not self.state.refused:
             return gain_of(self.tensors.beta, default)
         return self.state.gain(self._local.heads, default)
 
     def ready_gain(self, *, as_leaf: bool) -> Tensor | None:
-        """`current_gain` by the number that was last noted, `[heads, 1, 1]`; None if another rank computes some heads.
+        """The gain by the number that was last noted, `[heads, 1, 1]`; None if another rank computes some heads.
 
         As a leaf it requires grad, and its gradient gives the sensitivity; in a pause, or for a layer that is left
         alone, its gradient is dropped.
