@@ -162,9 +162,17 @@ def from_tensor(mask: Tensor, band: Band, *, shared: bool = True) -> Mask:
     see `masked_by` for the pairs that it masks. `band` is the expected structure; `Mask.structured` says if it is that
     of the mask. `shared` is False to look at the tensor anew, though it was looked at for another layer.
     """
+    mask = _once(mask)
     structure = _shared_structure(mask, band) if shared else _structure(mask, band)
     mask = mask.detach()
     return replace(structure, pairs=_pairs(mask), bias=None if mask.dtype == torch.bool else mask)
+
+
+def _once(mask: Tensor) -> Tensor:
+    """A mask that was expanded over batch or heads, without the repetitions."""
+    for dim in (0, 1):
+        mask = mask.narrow(dim, 0, 1) if mask.stride(dim) == 0 and len(mask) else mask
+    return mask
 
 
 def masked_by(addend: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Bands and masks against nested loops over positions."""
 
+import itertools
 import weakref
 from unittest import mock
 
@@ -166,6 +167,18 @@ def structures():
     """The calls of the function that looks at every pair of a mask."""
     with mock.patch.object(masks, "_structure", wraps=masks._structure) as calls:
         yield calls
+
+
+def test_a_mask_that_was_expanded_is_looked_at_without_its_repetitions():
+    pairs = torch.rand(3, 2, 5, 6, generator=torch.Generator().manual_seed(0)) < 0.5
+    for heads, batch in itertools.product((1, 2), (1, 3)):
+        mask = pairs[:batch, :heads].expand(3, 2, -1, -1)
+        found = masks.from_tensor(mask, Band())
+        assert found.pairs.shape[:2] == (batch, heads)
+        assert torch.equal(found.pairs.expand_as(mask), mask)
+        added = masks.from_tensor(mask.float().log(), Band()).pairs
+        assert torch.equal(added.expand_as(mask), mask)
+    assert masks.from_tensor(torch.ones(5, 6).tril().bool().expand(3, 2, -1, -1), Band(None, 0)).structured
 
 
 def test_layers_share_what_is_known_of_their_mask(structures, padding):
