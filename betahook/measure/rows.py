@@ -226,20 +226,23 @@ def pair_sums(scores: Tensor, logits: Tensor, allowed: Tensor) -> tuple[Tensor, 
         The first four of `pairs.COUNTS`, `[4, heads]`, and the sums of `scores.pool_rows`, `[5, heads]`, in float64;
         and the `scores.extremes` of the scores.
     """
-    wide = sum_dtype(scores.device)
-    used = at_least_float32(scores).masked_fill(~allowed, 0)
-    # Centred: a large mean score would cancel the digits of the variance.
-    count = allowed.sum(-1)
-    mean = used.sum(-1, dtype=wide) / count.clamp(min=1)
-    rest = (used - mean.to(used.dtype)[..., None]).masked_fill_(~allowed, 0)
+    wide, masked = sum_dtype(scores.device), ~allowed
+    used = at_least_float32(scores).masked_fill(masked, 0)
+    largest = extremes(used)
+    # Centred: a large mean score would cancel the digits of the variance. In place: a new matrix costs more than a sum.
+    count = allowed.sum(-1, dtype=torch.int32)  # with int64 each pair is copied into one
+    mean = used.sum(-1) / count.clamp(min=1)
+    rest = used.sub_(mean[..., None]).masked_fill_(masked, 0)
+    mean = mean.to(wide) + rest.sum(-1) / count.clamp(min=1)  # what it was rounded by
+    square = torch.linalg.vector_norm(rest, dim=-1).square_()
 
-    log_weights = at_least_float32(logits).log_softmax(-1)
-    # A masked pair would give 0 * inf.
+    log_weights = at_least_float32(logits).log_softmax(-1).clamp_(min=LOWEST)
     weights = log_weights.exp()
-    entropy = -(weights * log_weights.masked_fill(~allowed, 0)).sum(-1)
     sink = weights.gather(-1, allowed.byte().argmax(-1, keepdim=True)).squeeze(-1)
+    # A masked pair would give 0 * inf.
+    entropy = -weights.mul_(log_weights.masked_fill_(masked, 0)).sum(-1)
     seen = count > 0
     of_rows = (x.masked_fill(~seen, 0) for x in (entropy, sink))
-    sums = pool_rows(count, mean, rest.square().sum(-1, dtype=wide), *of_rows)
+    sums = pool_rows(count, mean, square, *of_rows)
     pairs, rows, flat = (x.sum((0, 2), dtype=wide) for x in (count, seen, count.clamp(min=1).log()))
-    return torch.stack([pairs, pairs, rows, flat]), sums, extremes(used)
+    return torch.stack([pairs, pairs, rows, flat]), sums, largest

@@ -196,8 +196,9 @@ FAULTS = [
         "update, turn=range(0), paused=state.paused",
         ["tests/unit/report/test_audit.py"],
     ),
+    Fault("betahook/measure/rows.py", " + rest.sum(-1) / count.clamp(min=1)", "", MATRIX),
     Fault("betahook/measure/rows.py", "masked_fill(~seen, 0)", "masked_fill(seen, 0)", MATRIX),
-    Fault("betahook/measure/rows.py", "allowed.sum(-1)", "allowed[..., :1].sum(-1)", MATRIX),
+    Fault("betahook/measure/rows.py", "allowed.sum(-1, dtype", "allowed[..., :1].sum(-1, dtype", MATRIX),
     Fault(
         "betahook/measure/groups.py",
         'statistics.by_segment(values, "max", self.lengths)',
