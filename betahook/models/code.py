@@ -10,6 +10,8 @@ from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 
 from torch import nn
 
+from betahook.compat import class_of
+
 LIBRARIES = {"torch", "transformers", "einops", "numpy", "betahook"}
 """Packages whose functions are known by their names, or compute no attention."""
 
@@ -61,6 +63,11 @@ def _real_names(function: FunctionType) -> set[str]:
 def is_own(kind: type) -> bool:
     """True for a class that neither transformers nor torch brings along."""
     return not kind.__module__.startswith(("transformers.", "torch."))
+
+
+def is_users(module: nn.Module) -> bool:
+    """True for a module of such a class."""
+    return is_own(class_of(module))
 
 
 def methods(kind: type) -> list[FunctionType]:

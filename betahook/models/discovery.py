@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from betahook import compat
 from betahook.compat import class_of
 from betahook.models import trial
-from betahook.models.code import PRODUCTS, is_own, names_held, names_used
+from betahook.models.code import PRODUCTS, is_users, names_held, names_used
 from betahook.models.families import Facts, facts
 from betahook.models.heads import count_heads, from_scale, missing, stated
 from betahook.models.labels import Features, Linear
@@ -148,7 +148,7 @@ def survey(model: nn.Module) -> Survey:
             continue
         # Where one contains another, the inner one computes the scores, unless the outer one asks the interface.
         if verdict.route != "interface" and able & ({*module.modules()} - {module}):
-            if is_own(class_of(module)) and (names(class_of(module)) & ASKED or count_heads(module) is not None):
+            if is_users(module) and (names(class_of(module)) & ASKED or count_heads(module) is not None):
                 holding[name] = module
             continue
         if verdict.route is None:
@@ -175,13 +175,13 @@ Try = Callable[[nn.Module], trial.Outcome | None]
 
 def _measured(module: nn.Module, route: Route, tried: Try) -> AttentionModule | None:
     """The attention with its size, by what the module states or a trial shows; None if neither tells."""
-    said, is_users = count_heads(module), is_own(class_of(module))
+    said = count_heads(module)
     # transformers' own classes state their size, and most have projections of known names.
-    is_known = not is_users and (said is None or locate(module, *said) is not None)
+    is_known = not is_users(module) and (said is None or locate(module, *said) is not None)
     shown = (None if is_known else tried(module)) or NOTHING_SHOWN
     # A size that contradicts the module is of some of the queries only, as in ProbSparse attention.
     fits = shown.size is not None and stated(module)[0] in (None, shown.size[0])
-    size = said or (shown.size if fits else None) or (from_scale(module) if is_users else None)
+    size = said or (shown.size if fits else None) or (from_scale(module) if is_users(module) else None)
     if shown.places is not None:  # a differential attention may state the number of its pairs of heads
         heads, head_dim = shown.places[0].rows.shape
         size = heads, head_dim
@@ -191,7 +191,7 @@ def _measured(module: nn.Module, route: Route, tried: Try) -> AttentionModule | 
 def _decide(verdicts: dict[nn.Module, Verdict], tried: Try) -> None:
     """Decide on modules around others, and on those that look like an attention by half: inner ones first."""
     for module, verdict in reversed(list(verdicts.items())):
-        if not is_own(class_of(module)) or (verdict.route is None and verdict != UNKNOWN_CODE):
+        if not is_users(module) or (verdict.route is None and verdict != UNKNOWN_CODE):
             continue
         inner = {part for part in module.modules() if part is not module and verdicts[part].route is not None}
         whole = {part for part in inner if _has_matrix(part) or count_heads(part) is not None}
@@ -240,7 +240,7 @@ def classify(module: nn.Module, names: Callable[[type], frozenset[str]]) -> Verd
     used = names(class_of(module))
     if hasattr(module, "processor"):  # diffusers keeps the attention apart from the module that owns the weights
         used |= names(type(module.processor))
-    if is_own(class_of(module)):
+    if is_users(module):
         used |= names_held(module)
     # A product or a softmax may be a module of its own, with a scale at most, and in another one.
     parts = (part for child in module.children() if not _has_matrix(child) for part in child.modules())
@@ -286,7 +286,7 @@ def asks_interface(suspect: Suspect) -> Verdict | None:
 def asks_torch(suspect: Suspect) -> Verdict | None:
     """Attention that torch computes, unless its code has a softmax of its own for other cases."""
     used, kernels = suspect.used, {"scaled_dot_product_attention"}
-    if is_own(class_of(suspect.module)):
+    if is_users(suspect.module):
         used, kernels = suspect.used_below, kernels | KERNELS
     if not used & (TORCH_ATTENTION | kernels):
         return None
@@ -298,7 +298,7 @@ def has_no_name(suspect: Suspect) -> Verdict | None:
     if IN_NAME.search(class_of(suspect.module).__name__):
         return None
     has_weights = _has_matrix(suspect.module)  # else it is a part of what calls it
-    computes = is_own(class_of(suspect.module)) and _multiplies(suspect)
+    computes = is_users(suspect.module) and _multiplies(suspect)
     return Verdict("by hand", unnamed=True) if computes and has_weights else NO_ATTENTION
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from betahook.models.labels import FAR, UNKNOWN, Features, Labels, features_of_heads
-from betahook.tap.contraction import Axis, Shared, on_heads
+from betahook.tap.contraction import Axis, Shared, along
 from betahook.tap.recorder import Recorder
 
 REMEDY = "make q and k [batch, heads, tokens, d_k]"
@@ -44,13 +44,9 @@ def made_of(
 
 def put_heads(labels: Labels, scores: Tensor, axis: Axis, heads: int) -> None:
     """Label scores by the numbers of their heads."""
-
-    def numbers(tensor: Tensor, axis: int) -> Tensor:
-        shape = [-1 if place == axis else 1 for place in range(tensor.dim())]
-        return torch.arange(heads, device=tensor.device).view(shape).expand(tensor.shape).contiguous()
-
     if axis != "single":
-        labels.put(scores, on_heads(scores, axis, heads, numbers))
+        numbers = along(torch.arange(heads, device=scores.device), axis, scores)
+        labels.put(scores, numbers.expand(scores.shape).contiguous())
 
 
 def varying(labels: Tensor, summed: int | None) -> list[int]:

@@ -117,16 +117,15 @@ def _of_xformers(given: Arguments, query: Tensor, key: Tensor, batched: Batched,
     return masks.from_tensor(batched(bias.detach().expand(*query.shape[:-1], key.shape[-2])), expected)
 
 
-def find_band(mask: Mask) -> Band:
-    """The band of a mask tensor: that of a full, a causal or a windowed one. Reads it back, once for a layer."""
-    assert mask.pairs is not None
-    queries, keys = mask.pairs.shape[-2:]
-    positions = [torch.arange(size, device=mask.pairs.device) for size in (queries, keys)]
-    distances = (positions[1] - positions[0][:, None])[mask.pairs.flatten(0, 1).any(0)]
+def find_band(pairs: Tensor) -> Band:
+    """The band of a boolean mask, see `Mask.pairs`: full, causal or a window. Reads it back to the host."""
+    queries, keys = pairs.shape[-2:]
+    positions = [torch.arange(size, device=pairs.device) for size in (queries, keys)]
+    distances = (positions[1] - positions[0][:, None])[pairs.flatten(0, 1).any(0)]
     low, high = (int(distances.min()) - 1, int(distances.max())) if distances.numel() else (0, 0)
     window = Band(low if low > -queries else None, high if high < keys - 1 else None)
     bands = (Band(), Band(None, 0), Band(None, keys - queries), window)
-    return next((band for band in bands if masks.from_tensor(mask.pairs, band).structured), Band())
+    return next((band for band in bands if masks.from_tensor(pairs, band).structured), Band())
 
 
 def documents(ends: Tensor, tokens: int) -> Tensor:

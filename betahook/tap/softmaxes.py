@@ -129,7 +129,7 @@ def _describe(forward: Forward, kernel: Kernel, given: Arguments, query: Tensor,
     mask = kernel.describe(given, query, key, batched, plan.band or Band())
     if mask.pairs is None or plan.band is not None or compat.is_captured(query.device):
         return mask
-    plan.band = find_band(mask)
+    plan.band = find_band(mask.pairs)
     return kernel.describe(given, query, key, batched, plan.band)
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import betahook
-from betahook.measure.masks import Band, Mask
+from betahook.measure.masks import Band
 from betahook.tap.kernels import find_band
 from support.attention import HEADS, WIDTH, Block
 
@@ -63,7 +63,7 @@ def test_scores_under_a_mask_with_a_structure_are_measured_in_full(kind):
     assert statistics.mean.tolist() == pytest.approx([each.mean().item() for each in scores], rel=1e-6)
     assert statistics.std.tolist() == pytest.approx([each.std(correction=0).item() for each in scores], rel=1e-6)
     pairs = (model.mask if model.mask.dtype == torch.bool else model.mask == 0).expand(2, 1, -1, -1)
-    assert find_band(Mask(Band(), pairs=pairs)) == band
+    assert find_band(pairs) == band
 
 
 def test_other_masks_are_looked_at_row_by_row():
