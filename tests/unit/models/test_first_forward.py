@@ -1,0 +1,132 @@
+"""W_q, W_k and the heads of attention in which no trial runs, as its first forward or its attributes show them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import betahook
+from betahook.models import heads
+from support.projections import (
+    HEADS,
+    WIDTH,
+    D,
+    InAList,
+)
+
+
+class AskingForOptions(nn.Module):
+    """A forward that a made-up input does not get through, over a projection whose name stands for another layout."""
+
+    num_attention_heads, head_dim = HEADS, D
+
+    def __init__(self, fused):
+        super().__init__()
+        self.query_key_value, self.fused = nn.Linear(WIDTH, 3 * WIDTH), fused
+
+    def forward(self, x, options):
+        x = x * options["scale"]
+        q, k, v = self.query_key_value(x).unflatten(-1, (HEADS, 3, D)).permute(3, 0, 2, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT * D**-0.5).softmax(-1) @ v
+        return out.transpose(1, 2).flatten(2)
+
+    def rows(self):
+        every = torch.arange(3 * WIDTH).view(HEADS, 3, D)
+        return every[:, 0], every[:, 1]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_first_forward_shows_the_rows_where_a_trial_does_not_run(fused):
+    torch.manual_seed(0)
+    module, x = AskingForOptions(fused).double(), torch.randn(2, 9, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        module.query_key_value.weight[module.rows()[0].flatten()] *= 3  # else all rows are alike
+    with betahook.attach(module, controller="monitor", per_head=True, when="always") as hook:
+        module(x, {"scale": 1})
+        (layer,) = hook.layers.values()
+        expected = [module.query_key_value.weight[rows].std(correction=0).item() for rows in module.rows()]
+        assert [layer.weight_std_q, layer.weight_std_k] == pytest.approx(expected, rel=1e-5)
+        assert layer.remarks == []
+        layer.head_beta = layer.head_beta * torch.tensor([0.5, 1.3, 2, 3])
+        output = module(x, {"scale": 1})
+        betahook.fold(module)
+    torch.testing.assert_close(module(x, {"scale": 1}), output, rtol=1e-10, atol=1e-12)
+
+
+def test_an_adapter_that_is_off_in_the_first_forward_stays_a_part_of_the_weight():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    module, x = AskingForOptions(False), torch.randn(2, 9, WIDTH)
+    config = peft.LoraConfig(r=2, target_modules=["query_key_value"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, module)
+    linear = module.query_key_value
+    with betahook.attach(module, controller="monitor", when="always") as hook:
+        (layer,) = hook.layers.values()
+        linear.enable_adapters(False)
+        module(x, {"scale": 1})
+        linear.enable_adapters(True)
+        acting = linear.base_layer.weight + linear.get_delta_weight("default")
+        expected = layer.projections[0].select(acting).std(correction=0).item()
+        assert layer.weight_std_q == pytest.approx(expected, rel=1e-5)
+
+
+def test_clip_scales_the_rows_that_the_first_forward_showed():
+    torch.manual_seed(0)
+    module, x = AskingForOptions(False), torch.randn(2, 9, WIDTH)
+    with betahook.attach(module, betahook.Clip(0.5), when="always") as hook:
+        (layer,) = hook.layers.values()
+        module(x, {"scale": 1})
+        hook.step()
+        module(x, {"scale": 1})
+        assert (layer.head_statistics.max_score * layer.head_beta).amax().item() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_first_forward_that_shows_another_weight_changes_nothing():
+    class Renamed(AskingForOptions):
+        def __init__(self):
+            super().__init__(False)
+            self.query_key_value, self.mixed = nn.Linear(WIDTH, 3 * WIDTH), self.query_key_value
+
+        def forward(self, x, options):
+            kept = self._modules["query_key_value"]
+            self._modules["query_key_value"] = self.mixed
+            try:
+                return super().forward(x, options)
+            finally:
+                self._modules["query_key_value"] = kept
+
+    module = Renamed()
+    with betahook.attach(module, controller="monitor", when="always") as hook:
+        (layer,) = hook.layers.values()
+        before = layer.weight_std_q
+        module(torch.randn(2, 9, WIDTH), {"scale": 1})
+        assert layer.weight_std_q == before
+
+
+class TwoInputs(InAList):
+    """A forward that no made-up input suits, with heads and a scale."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.heads, self.scale = HEADS, scale
+
+    def forward(self, pair):
+        x, factor = pair
+        return super().forward(factor * x)
+
+
+@pytest.mark.parametrize("scale", [D**-0.5, 0.3, -1.0, 1.0])
+def test_heads_and_a_scale_tell_the_width_of_a_head(scale):
+    module = TwoInputs(scale)
+    attention = type("OwnAttention", (TwoInputs,), {})(scale)
+    assert heads.from_scale(module) == ((HEADS, D) if scale == D**-0.5 else None)
+    if scale == D**-0.5:
+        with betahook.attach(attention, controller="monitor", when="always") as hook:
+            attention((torch.randn(2, 9, WIDTH), 2.0))
+            (layer,) = hook.layers.values()
+            assert (layer.heads, layer.head_dim, int(layer.statistics.count)) == (HEADS, D, 2 * HEADS * 81)
+    else:
+        with pytest.raises(
+            betahook.UnsupportedModelError, match="does not say how wide its 4 heads are: set its attribute head_dim"
+        ):
+            betahook.attach(attention)
