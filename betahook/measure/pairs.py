@@ -31,13 +31,18 @@ def is_short(queries: int, keys: int) -> bool:
 
 
 def sampled_rows(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Positions of the query rows that are looked at: all of a short sequence, else evenly spaced with both ends."""
+    """Positions of the query rows that are looked at: all of a short sequence, else the middles of `ROWS` runs."""
     return row_at(torch.arange(queries if is_short(queries, keys) else ROWS, device=device), queries, keys)
 
 
 def row_at(index: Position, queries: int, keys: int) -> Position:
     """Position of the row with this index among those that are looked at."""
-    return index if is_short(queries, keys) else index * (queries - 1) // (ROWS - 1)
+    return index if is_short(queries, keys) else (2 * index + 1) * queries // (2 * ROWS)
+
+
+def rows_each(queries: int, keys: int) -> float:
+    """Number of rows that each one looked at stands for."""
+    return 1.0 if is_short(queries, keys) else queries / ROWS
 
 
 @dataclass(frozen=True)
@@ -126,15 +131,16 @@ def keys_per_query(mask: Mask, like: Tensor, queries: int, keys: int) -> Tensor:
 
 
 COUNTS = ("pairs", "exact_pairs", "rows", "flat_entropy", "queries", "keys")
-"""Numbers of pairs, and of those whose moments are exact; number of rows whose entropy is known, and the sum of what it
+"""Numbers of pairs, and of those whose moments are exact; number of rows with a key, and the sum of what their entropy
 would be under flat attention, over all keys that a row may use; numbers of query and of key tokens."""
 
 
 def call_counts(mask: Mask, like: Tensor, batch: int, heads: int, queries: int, keys: int) -> Tensor:
-    """The `COUNTS` of one attention call, `[6, heads]`, float64."""
+    """The `COUNTS` of one attention call, `[6, heads]`, float64: estimates where some rows stand for the others."""
     count, wide = derive(row_pairs, mask, like, queries, keys).count, sum_dtype(like.device)
     of_rows = (count, count > 0, count.clamp(min=1).log())
-    pairs, rows, flat = (x.expand(batch, heads, -1).sum((0, 2), dtype=wide) for x in of_rows)
+    each = rows_each(queries, keys)
+    pairs, rows, flat = (each * x.expand(batch, heads, -1).sum((0, 2), dtype=wide) for x in of_rows)
     exact = pairs
     if not is_short(queries, keys):
         exact = derive(keys_per_query, mask, like, queries, keys).expand(batch, -1).sum().to(pairs).expand(heads)

@@ -1,8 +1,8 @@
 """Statistics that need whole rows of scores: the largest one, the entropy, and moments under an unstructured mask.
 
 A short sequence is looked at as a whole, which is quicker than any other form and exact whatever the mask is. Of a
-longer one it is a fixed, evenly spaced subset of query rows against all keys, and `betahook.measure.calls` takes the
-moments of a structured mask from elsewhere. A matrix of scores that the model itself made is summed up whole. Nothing
+longer one it is a fixed, evenly spaced subset of query rows against all keys. `betahook.measure.calls` weights them by
+the rows that they stand for, and takes the moments of a structured mask from elsewhere. A matrix of scores that the model itself made is summed up whole. Nothing
 here may draw random numbers, read a value back to the host, or need autograd; everything is computed in float32 or
 better.
 """

@@ -151,7 +151,7 @@ class Statistics:
     `count` is then 0.
 
     Attributes:
-        count: number of query-key pairs.
+        count: number of query-key pairs; estimated where not `exact`.
         mean: mean of the raw scores `q . k`.
         std: standard deviation of the raw scores, not of the logits. Of several heads it is the root of the mean of
             their variances, each about its own mean and weighted by its pairs.
@@ -164,7 +164,7 @@ class Statistics:
         max_logit: largest absolute score times the beta of its forward pass, in the same rows.
         max_positive_logit: the same without the absolute value; 0 where no score is positive.
         max_logit_bound: no absolute score times beta was above it; equal to `max_logit` where that is of all rows.
-        entropy: mean entropy of the attention rows, in nats, over the same rows.
+        entropy: mean entropy of the attention rows, in nats, over the same rows, each for the rows that it stands for.
         sink: mean share of the attention that a row gives to the first key that it may use, over the same rows.
         flat_entropy: the entropy that flat attention would have in these rows: the mean logarithm of the number of keys
             that a row may use. It is 0 where each row has but one.

@@ -63,6 +63,7 @@ RIGHT = tuple(
     for name in ("followed", "scales", "masks_or_biases", "head_axes", "left_alone", "loaded_beta")
 )
 ROWS = ("tests/unit/measure/test_rows.py",)
+CALLS = ("tests/unit/measure/test_calls.py",)
 MATRIX = ("tests/unit/measure/test_rows_of_a_matrix.py",)
 TOGETHER = ("tests/unit/measure/test_together.py",)
 SCORES = ("tests/unit/measure/test_scores.py",)
@@ -213,7 +214,9 @@ FAULTS = [
     Fault("betahook/measure/masks.py", "queries[:, :, None] & keys[:, None, :]", "keys[:, None, :]"),
     Fault("betahook/measure/pairs.py", "ROWS = 32", "ROWS = 24", ROWS),
     Fault("betahook/measure/rows.py", "LOWEST = -80.0", "LOWEST = -8.0"),
-    Fault("betahook/measure/pairs.py", "(queries - 1) // (ROWS - 1)", "queries // ROWS", ROWS),
+    Fault("betahook/measure/pairs.py", "(2 * index + 1) * queries // (2 * ROWS)", "index * queries // ROWS", ROWS),
+    Fault("betahook/measure/pairs.py", "else queries / ROWS", "else 1.0", CALLS),
+    Fault("betahook/measure/calls.py", "each * sums for sums", "sums for sums", CALLS),
     Fault("betahook/measure/rows.py", "mask.band.low + 1, 0)", "mask.band.low + 2, 0)"),
     Fault("betahook/measure/rows.py", "mask.band.high + 1, low + 1)", "mask.band.high, low + 1)"),
     Fault(

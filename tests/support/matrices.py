@@ -122,9 +122,12 @@ def recorded(query, key, mask, beta=1.0, *, exact_max_logit=False, inputs=(), **
     return SimpleNamespace(**{name: table[row] for name, row in statistics.ROW.items()})
 
 
-def assert_sums(sums, expected, rel=1e-5):
-    """Compare number, mean and standard deviation; the sums themselves would hide a wrong spread under a large mean."""
-    assert sums.pairs.tolist() == [len(x) for x in expected]
+def assert_sums(sums, expected, rel=1e-5, *, weight=1.0):
+    """Compare number, mean and standard deviation; the sums themselves would hide a wrong spread under a large mean.
+
+    Each of the expected scores stands for `weight` of those that were counted.
+    """
+    assert sums.pairs.tolist() == [weight * len(x) for x in expected]
     for head, x in enumerate(expected):
         count = sums.pairs[head].item()
         if count == 0:

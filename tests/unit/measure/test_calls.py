@@ -7,7 +7,7 @@ from betahook.measure import calls, components, masks, pairs, rows, statistics
 from betahook.measure.largest import norm_bound
 from betahook.measure.masks import Band, Mask
 from betahook.measure.statistics import ROW
-from support.matrices import BANDS, assert_row_std, assert_sums, make, pairs_of, recorded, row_std, used
+from support.matrices import BANDS, assert_row_std, assert_sums, full, make, pairs_of, recorded, row_std, used
 
 
 @pytest.mark.parametrize("name", BANDS)
@@ -21,7 +21,7 @@ def test_every_form_measures_the_same(name, monkeypatch):
     masks._of_band.cache_clear()
     assert_sums(whole, used(query, key, pairs_of(band, 60, 60 + more)))
     assert_row_std(whole, row_std(query, key, pairs_of(band, 60, 60 + more)))
-    assert (blocks.rows < whole.rows).all()
+    assert (blocks.max_score_bound > whole.max_score_bound).all()  # it looked at some rows only
     of_rows = {"rows", "entropy", "sink", "flat_entropy", *statistics.MAXIMA}
     for row in ROW.keys() - of_rows - {"score_square"}:
         torch.testing.assert_close(getattr(blocks, row), getattr(whole, row), rtol=1e-5, atol=1e-2, msg=row)
@@ -62,6 +62,29 @@ def test_half_precision_is_measured_in_single():
     with torch.autocast("cpu", torch.bfloat16):
         sums = recorded(query, key, Mask(Band(None, 0)))
     assert_sums(sums, used(query, key, pairs_of(Band(None, 0), 20, 20)))
+
+
+@pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(-99, 0)], ids=["full", "causal", "window"])
+def test_sequences_weigh_by_their_rows_whichever_form_measures_them(band):
+    """One of 1,000 tokens, of which some rows are looked at, and four of 60, of which all are."""
+    table, moments = statistics.empty(2, torch.device("cpu")), components.empty(16, torch.device("cpu"))
+    of_rows = {"rows": [], "entropy": [], "sink": [], "flat_entropy": []}
+    for length in (1000, 60, 60, 60, 60):
+        query, key = make(length, length)
+        calls.add_scores(table, moments, query, key, Mask(band), torch.ones(2, 2), rows.PLAIN, exact_max_logit=False)
+        allowed = pairs_of(band, length, length)
+        weights = full(query, key).masked_fill(~allowed, -torch.inf).softmax(-1)
+        first = allowed.byte().argmax(-1)[:, None].expand(*weights.shape[:-1], 1)
+        of_rows["rows"].append(torch.full((2,), 2.0 * length).double())
+        of_rows["entropy"].append(torch.special.entr(weights).sum((0, 2, 3)))
+        of_rows["sink"].append(weights.gather(-1, first).sum((0, 2, 3)))
+        of_rows["flat_entropy"].append(2 * allowed.sum(-1).double().log().sum().expand(2))
+    expected = {name: torch.stack(parts).sum(0) for name, parts in of_rows.items()}
+    torch.testing.assert_close(table[ROW["rows"]], expected["rows"], rtol=1e-12, atol=0)
+    mean = {name: (table[ROW[name]] / table[ROW["rows"]], expected[name] / expected["rows"]) for name in of_rows}
+    torch.testing.assert_close(*mean["flat_entropy"], rtol=0.01, atol=0)
+    torch.testing.assert_close(*mean["entropy"], rtol=0.1, atol=0)
+    torch.testing.assert_close(*mean["sink"], rtol=0, atol=0.02)
 
 
 def test_long_calls_whose_mask_has_no_structure_go_by_their_sampled_rows():

@@ -8,7 +8,7 @@ import torch
 
 from betahook.measure import masks, rows
 from betahook.measure.masks import Band, Mask
-from betahook.measure.pairs import ROWS, SHORT, is_short, sampled_rows
+from betahook.measure.pairs import ROWS, SHORT, is_short, rows_each, sampled_rows
 from support.matrices import (
     assert_row_std,
     assert_sums,
@@ -34,7 +34,7 @@ def test_masks_without_structure_are_sampled(queries, heads):
     assert not mask.structured
     picked = sampled_rows(queries, keys, query.device)
     sums = recorded(query, key, mask)
-    assert_sums(sums, used(query[:, :, picked], key, pairs[:, :, picked]))
+    assert_sums(sums, used(query[:, :, picked], key, pairs[:, :, picked]), weight=rows_each(queries, keys))
     assert_row_std(sums, row_std(query[:, :, picked], key, pairs[:, :, picked]))
     assert is_short(queries, keys) == (queries <= 126)
     assert sums.exact_pairs.tolist() == (sums.pairs if queries <= 126 else 0 * sums.pairs).tolist()
@@ -52,10 +52,12 @@ def test_masks_with_structure_are_exact(queries):
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (32, 9000), (128, 128), (33, 9000), (129, 128), (1000, 1000)])
-def test_sampled_rows_are_evenly_spaced_with_both_ends(queries, keys):
+def test_sampled_rows_are_the_middles_of_equal_runs(queries, keys):
     rows = sampled_rows(queries, keys, torch.device("cpu")).tolist()
     assert len(rows) == (queries if queries <= ROWS or queries * keys <= SHORT**2 else ROWS)
-    assert (rows[0], rows[-1]) == (0, queries - 1)
+    half = (queries / len(rows) - 1) / 2
+    assert rows[0] == pytest.approx(half, abs=1)
+    assert queries - 1 - rows[-1] == pytest.approx(half, abs=1)
     gaps = {b - a for a, b in itertools.pairwise(rows)}
     assert min(gaps, default=1) >= 1
     assert max(gaps, default=1) - min(gaps, default=1) <= 1
@@ -242,7 +244,6 @@ def test_thirty_two_rows_are_sampled():
     for queries, expected in ((5, 5), (32, 32), (128, 128), (129, 32), (1000, 32)):
         picked = sampled_rows(queries, queries, torch.device("cpu"))
         assert len(set(picked.tolist())) == expected
-        assert picked[[0, -1]].tolist() == [0, queries - 1]
 
 
 def first_shares(logits, allowed):
