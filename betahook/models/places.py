@@ -47,6 +47,10 @@ class Place:
     bias_offset: int
     argument: int | None
 
+    def is_that(self, other: Place) -> bool:
+        """True for the same rows of the same parameter."""
+        return (self.owner, self.weight) == (other.owner, other.weight) and torch.equal(self.rows, other.rows)
+
     def select(self, weight: Tensor) -> Tensor:
         """Take the rows out of a weight `[out, d_x]`, as `[heads, d_k, d_x]`."""
         return weight[self.rows.to(weight.device)]

@@ -47,7 +47,8 @@ class Outcome:
         attends: True if there was an attention.
         size: the query heads and d_k of the first one; None if it does not show them.
         places: those of W_q and W_k of that attention, with as many heads as the module states, or, where these are not
-            those of the query, of that size; None where q or k is not what one projection returned.
+            those of the query, of that size; None where q or k is not what one projection returned, or where another
+            attention in the forward, as that of the next head in a loop, has other ones.
     """
 
     attends: bool = False
@@ -94,8 +95,13 @@ def run(module: nn.Module) -> Outcome | None:
     if watch.found is None:
         return Outcome()
     sizes = (size for size in (count_heads(module), watch.found.size) if size is not None)
-    places = (_places(module, watch, size) for size in sizes)
-    return Outcome(True, watch.found.size, next((found for found in places if found is not None), None))
+    places = (_places(module, watch, watch.found, size) for size in sizes)
+    shown = next((found for found in places if found is not None), None)
+    if shown is not None:
+        size = shown[0].rows.shape[0], shown[0].rows.shape[1]
+        others = (_places(module, watch, other, size) for other in watch.attentions[1:])
+        shown = shown if all(other is not None and all(map(Place.is_that, shown, other)) for other in others) else None
+    return Outcome(True, watch.found.size, shown)
 
 
 def _first(watches: Iterable[_Watch | None]) -> _Watch | None:
@@ -144,10 +150,8 @@ def _fixed(names: list[str]) -> Fixed:
     return fixed | dict.fromkeys(BOTH_SIDES.intersection(names), (SIDE, SIDE))
 
 
-def _places(module: nn.Module, watch: _Watch, size: tuple[int, int]) -> tuple[Place, Place] | None:
+def _places(module: nn.Module, watch: _Watch, found: Attention, size: tuple[int, int]) -> tuple[Place, Place] | None:
     """The places of W_q and W_k, of whose features the operands are made, for so many heads and such a d_k."""
-    found = watch.found
-    assert found is not None
     made_of = [
         None if labels is None else features_of_heads(labels, components, *size, BATCH)
         for labels, components in zip(found.labels, found.components, strict=True)
@@ -218,17 +222,22 @@ class _Watch(TorchFunctionMode):
         tokens: of all sequences in the module's input.
         labels: the features that entries are made of.
         calls: of the module and of its parts.
-        found: the first attention.
+        attentions: in their order, one for each product with weights.
     """
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
         self.tokens = tokens
         self.calls: dict[nn.Module, list[ModuleCall]] = {}
-        self.found: Attention | None = None
+        self.attentions: list[Attention] = []
         self.activations = ByTensor[_Activation]()
         self.labels = Labels(lambda tensor: tensor not in self.activations, compat.untransformed)
         self.weights = ByTensor[Attention]()  # that made them
+
+    @property
+    def found(self) -> Attention | None:
+        """The first attention."""
+        return self.attentions[0] if self.attentions else None
 
     def note_call(self, module: nn.Module, args: Sequence[Any], output: Any = None) -> None:
         """Note what a module was called with, and what it returned."""
@@ -250,7 +259,8 @@ class _Watch(TorchFunctionMode):
             return output
         weights = next((self.weights[x] for x in call.tensors if x in self.weights), None)
         if call.name in PRODUCTS and weights is not None:
-            self.found, weights = self.found or weights, None
+            self.attentions.append(weights)
+            weights = None
         made = self._made(call, moving)
         if call.name == "__setitem__" and weights is not None:
             self.weights[call.args[0]] = replace(weights, size=None)  # perhaps those of some heads only
@@ -288,9 +298,8 @@ class _Watch(TorchFunctionMode):
     def _settle(self, query: Tensor, key: Tensor) -> None:
         """Note the size of an attention that takes its softmax itself."""
         heads, left = divmod(query.numel(), self.tokens * query.shape[-1])
-        if self.found is None:
-            size = None if left else (heads, query.shape[-1])
-            self.found = Attention(size, (self.labels.get(query), self.labels.get(key)))
+        size = None if left else (heads, query.shape[-1])
+        self.attentions.append(Attention(size, (self.labels.get(query), self.labels.get(key))))
 
 
 def _rank(known: _Activation) -> tuple[bool, bool, int]:

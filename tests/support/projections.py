@@ -300,6 +300,34 @@ class Halved(InAList):
         return torch.cat([q[:, :2], v[:, 2:]], 1), k, v
 
 
+class HeadAfterHead(nn.Module):
+    """A loop over the heads, with projections of each."""
+
+    num_heads, head_dim = HEADS, D
+
+    def __init__(self):
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, 3 * D) for _ in range(HEADS))
+
+    def forward(self, x):
+        parts = (linear(x).chunk(3, -1) for linear in self.linears)
+        return torch.cat([(q @ k.mT * D**-0.5).softmax(-1) @ v for q, k, v in parts], -1)
+
+
+class OneAfterTheOther(nn.Module):
+    """Two attentions in one module, with projections of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        for linear in self.linears:
+            q, k, v = (by_head(part) for part in linear(x).chunk(3, -1))
+            x = ((q @ k.mT * D**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return x
+
+
 class OfGroups(Picture):
     """Convolutions that see a part of their input each."""
 

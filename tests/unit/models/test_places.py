@@ -16,6 +16,7 @@ from support.projections import (
     FoldedByHead,
     Gated,
     Halved,
+    HeadAfterHead,
     HeadByHead,
     InAList,
     InPairs,
@@ -26,6 +27,7 @@ from support.projections import (
     MoreKeys,
     OfASubclass,
     OfGroups,
+    OneAfterTheOther,
     OneKey,
     Picture,
     PositionsFirst,
@@ -83,7 +85,10 @@ def test_clip_scales_the_rows_that_were_found(kind):
         assert (layer.head_statistics.max_score * layer.head_beta).amax().item() == pytest.approx(threshold, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", [LowRank, Gated, BatchNormed, Tiled, OfASubclass, Halved, OfGroups])
+@pytest.mark.parametrize(
+    "kind",
+    [LowRank, Gated, BatchNormed, Tiled, OfASubclass, Halved, OfGroups, HeadAfterHead, OneAfterTheOther],
+)
 def test_what_no_weight_alone_makes_is_not_taken_for_its_rows(kind):
     torch.manual_seed(0)
     with betahook.attach(Model(kind), controller="monitor") as hook:
