@@ -63,6 +63,7 @@ class AttentionModule:
         pair = None if self.places is None else at_places(self.module, self.places)
         return pair or locate(self.module, self.heads, self.head_dim)
 
+    @torch.no_grad()  # a checkpoint counts what is saved for the backward, where a weight is made of others
     def correct(self, made_of: tuple[Features | None, Features | None], linears: Sequence[Linear | None]) -> None:
         """Take the rows of W_q and W_k from the first forward: no trial may have run, or one went another way.
 

@@ -62,12 +62,13 @@ def _rescaled(forward: Forward, call: Call, output: Tensor, scores: Scores) -> t
     differs = [was for was in expected if was is not None and not same_factor(was, factor)]
     if not before.pure and (differs or (isinstance(by, Tensor) and by.requires_grad)):
         return output, scores.losing(f"a scale behind a bias at {find_line()} that changes")
-    if expected[0] is None or same_factor(expected[0], factor):
+    own = factor if expected[0] is None else expected[0]
+    if not forward.plan.varies(own, factor):
         return output, scores
     axis = forward.score_axis(scaled, "rescale")
     if axis is None:
         return output, scores.losing(f"a scale at {find_line()} that changes, where the heads are not told apart")
-    ratio = torch.as_tensor(expected[0] / factor, device=output.device)
+    ratio = torch.as_tensor(own / factor, device=output.device)
     is_set = along(forward.layer.is_set.to(output.device), axis, scaled)
     ratio = torch.where(is_set, ratio, 1.0).to(output.dtype)
     return (output.mul_(ratio) if call.in_place else output * ratio), scores

@@ -141,10 +141,9 @@ class Forward:
         if labels is None:
             fitting = [axis for axis in shared if tensor.shape[axis] == count]
             return fitting[0] if len(fitting) == 1 and tensor.dim() > 3 else None
-        found = heads.find(labels, summed, count)
-        if found is not None:
-            self.axes[site] = found
-        return found
+        # Also that they do not tell: a recomputation, which has no labels, must not go by sizes instead.
+        self.axes[site] = heads.find(labels, summed, count)
+        return self.axes[site]
 
     def _axis_of(self, scores: Tensor) -> int | None:
         axis = self.score_axis(scores, "scale")

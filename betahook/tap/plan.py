@@ -10,11 +10,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from betahook.measure.masks import Band
 from betahook.models.torch_calls import tensors_in
 from betahook.tap.contraction import Axis
 from betahook.tap.sites import Site, find_site
-from betahook.tap.traces import Factor, Product
+from betahook.tap.traces import Factor, Product, same_factor
 
 Form = tuple[tuple[bool, ...], ...]
 """The places of sizes of 1 in some inputs: there an axis of heads and batch, say, looks like one of heads."""
@@ -32,10 +34,12 @@ class Plan:
     Attributes:
         makes_scores: True for products that reach a softmax.
         leaders: the first product before the same softmax, whose scale is the model's own beta.
-        axes: the axis of the heads in a left operand, or in what a softmax gets, for inputs of each form.
+        axes: the axis of the heads in a left operand, or in what a softmax gets, for inputs of each form; None where
+            the first forward did not tell.
         scalings: the factors that followed on a product, see `Product.scalings`.
         key_factors: the factor that a key carried in the last forward in which that showed.
         since: the step in which a product was first seen to reach a softmax.
+        varying: the places of scales that changed from one forward to another.
         firsts: what held at other places in the first forward, see `at_first`.
         band: the one that mask tensors of a kernel are expected to have, as the first one has it; None before any.
         mixes: a product or a softmax got what weights had made of values.
@@ -46,10 +50,11 @@ class Plan:
 
     makes_scores: dict[Site, bool] = field(default_factory=dict)
     leaders: dict[Site, Site] = field(default_factory=dict)
-    axes: dict[Form, dict[Site, Axis]] = field(default_factory=dict)
+    axes: dict[Form, dict[Site, Axis | None]] = field(default_factory=dict)
     scalings: dict[Site, list[Factor]] = field(default_factory=dict)
     key_factors: dict[Site, Factor] = field(default_factory=dict)
     since: dict[Site, int] = field(default_factory=dict)
+    varying: set[Site] = field(default_factory=set)
     firsts: dict[Site, bool] = field(default_factory=dict)
     band: Band | None = None
     mixes: bool = False
@@ -77,6 +82,16 @@ class Plan:
         is then kept for the backward must be the same.
         """
         return self.since.get(site, step) < step
+
+    def varies(self, before: Factor, now: Factor) -> bool:
+        """Tell if the scale at the place that runs has ever changed; a tensor, which nobody reads, always has.
+
+        A recomputation finds the scale of its forward, and must run the same operations.
+        """
+        site = find_site("varies")
+        if isinstance(now, Tensor) or not same_factor(before, now):
+            self.varying.add(site)
+        return site in self.varying
 
     def at_first(self, now: bool) -> bool:
         """Return what held at the place that runs in the first forward, given what holds now."""

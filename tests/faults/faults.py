@@ -58,6 +58,7 @@ RECORDER = ("tests/unit/tap/test_recorder.py",)
 DISCOVERED = ("tests/unit/models/test_discovery.py",)
 FORMS = ("tests/unit/tap/test_products_forms.py",)
 SETTLED = ("tests/unit/tap/test_settled.py",)
+CHECKPOINTED = ("tests/unit/tap/test_checkpointing.py",)
 RIGHT = tuple(
     f"tests/unit/tap/test_{name}.py"
     for name in ("followed", "scales", "masks_or_biases", "head_axes", "left_alone", "loaded_beta")
@@ -647,6 +648,7 @@ FAULTS = [
     ),
     Fault("betahook/tap/followed.py", "compat.is_exporting() or compat.is_transformed()", "False", TRANSFORMED),
     Fault("betahook/tap/plan.py", "return self.since.get(site, step) < step", "return site in self.since", SETTLED),
+    Fault("betahook/tap/plan.py", "return site in self.varying", "return not same_factor(before, now)", CHECKPOINTED),
     Fault("betahook/tap/matrices.py", "layer.note_default(known.default)", "pass", SETTLED),
     Fault("betahook/tap/matrices.py", "forward.plan.mixes |= any(", "any(", SETTLED),
     Fault("betahook/tap/gain.py", " or (product is not None and not product.settled)", "", SETTLED),
