@@ -123,15 +123,21 @@ def _sum(situation: Situation, sign: float) -> Derived:
 
 
 def _sum_of_scores(situation: Situation, first: Scores, second: Scores) -> Derived:
+    operands = situation.call.operands[:2]
     if first.products and second.products and second.products[0].index < first.products[0].index:
-        first, second = second, first
+        first, second, operands = second, first, operands[::-1]
     first, second = first.folded(), second.folded()
     if first.value is None or second.value is None:
         return united(first, second)
     total = first.value + second.value
-    first, second = first.expanded(total.shape), second.expanded(total.shape)
-    trace = united(first, second)._replace(value=total)
-    return trace if second.allowed is None else trace.without(~second.allowed)
+    trace = united(first, second)._replace(value=total, allowed=None)
+    if first.allowed is None and second.allowed is None:
+        return trace
+    # What hides a pair in one of them may be a zero, as of a padded shift, to which the score of the other is added.
+    hidden = first.pairs.logical_or(second.pairs).logical_not()
+    for tensor, scores in zip(operands, (first, second), strict=True):
+        hidden = hidden | (masked_by(tensor) & ~scores.pairs)
+    return trace.without(hidden)
 
 
 def united(first: Scores, second: Scores) -> Scores:

@@ -648,6 +648,7 @@ FAULTS = [
     ),
     Fault("betahook/tap/followed.py", "compat.is_exporting() or compat.is_transformed()", "False", TRANSFORMED),
     Fault("betahook/tap/plan.py", "return self.since.get(site, step) < step", "return site in self.since", SETTLED),
+    Fault("betahook/tap/arithmetic.py", "hidden | (masked_by(tensor) & ~scores.pairs)", "hidden", POSITIONS),
     Fault("betahook/tap/plan.py", "return site in self.varying", "return not same_factor(before, now)", CHECKPOINTED),
     Fault("betahook/tap/matrices.py", "layer.note_default(known.default)", "pass", SETTLED),
     Fault("betahook/tap/matrices.py", "forward.plan.mixes |= any(", "any(", SETTLED),

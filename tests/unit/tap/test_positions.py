@@ -112,3 +112,38 @@ def test_an_outer_product_is_a_bias(x):
         model(x)
         assert layer.refusal is None
     torch.testing.assert_close(logits[-1], (0.7 * scores + bias).float(), rtol=1e-4, atol=1e-4)
+
+
+def shifted(scores, fill):
+    """The relative shift of Transformer-XL: a column in front, then each row one entry later than the row above."""
+    batch, heads, queries, keys = scores.shape
+    padded = torch.cat([scores.new_full((batch, heads, queries, 1), fill), scores], -1)
+    return padded.view(batch, heads, keys + 1, queries)[:, :, 1:].reshape(batch, heads, queries, keys)
+
+
+@pytest.mark.parametrize("fill", [0.0, -torch.inf])
+@pytest.mark.parametrize("content_first", [True, False])
+@pytest.mark.parametrize("size", [1, 1e-3], ids=["", "small scores"])
+def test_a_score_beside_what_a_shift_pads_is_a_score(x, fill, content_first, size):
+    """A pair is hidden where minus infinity is added to its score, not where a zero is."""
+    logits = []
+
+    def mix(module, q, k, v):
+        positions = module.split(module.further_k(torch.linspace(-1, 1, LENGTH * WIDTH).view(1, LENGTH, WIDTH)))
+        position = shifted(q @ positions.mT, fill)
+        logits.append(q @ k.mT + position if content_first else position + q @ k.mT)
+        return (logits[-1] * ROOT).softmax(-1) @ v
+
+    model = make(mix)
+    model[1].q_proj.weight.data *= size
+    model(x)
+    scores = logits[-1].detach().double()
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        model(x)
+        layer = hook.layers["1"]
+        assert layer.refusal is None
+        found = layer.statistics
+    pairs = scores.isfinite()
+    assert found.count == pairs.sum()
+    variances = [head[seen].var(correction=0) for head, seen in zip(scores.unbind(1), pairs.unbind(1), strict=True)]
+    assert found.std == pytest.approx(torch.stack(variances).mean().sqrt().item(), rel=1e-4)
