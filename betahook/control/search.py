@@ -177,7 +177,7 @@ class Search(Controller):
             reason = f"holds the std of the logits at {self.rise_logit_std:g}" if limited else words
             return Note(phase, reason=f"{reason}, {left:.0f} batches left")
         if not direction and without_gradient:
-            return Note(phase, reason="no gradient reaches beta: is backward() called before hook.step()?")
+            return Note(phase, reason="no gradient reaches beta: rows of one key, or no backward() before hook.step()")
         if not direction:
             return Note(phase, reason="waits for the end of its first window")
         if direction > 0 and at_bound:

@@ -7,11 +7,15 @@ words, and `docs/FINDINGS.md` gives the reason for each.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
 HELP = "Conditions and their limits: help(betahook.Condition)"
 """Said below every table of findings."""
+
+FLAT = 0.95
+"""Share of the keys above which attention that looks at them is flat."""
 
 SLACK = 0.1
 """A condition ends when its number is back by this share of the limit: one that hovers at a limit is no news."""
@@ -27,7 +31,7 @@ class Condition(IntEnum):
     one key: the entropy of the rows is below 0.1 of that of flat attention.
     sharp: it is below 0.25 of that, or the std of the logits within rows is above 10.
     flat: exp of the mean entropy, the keys looked at, is above 0.95 of that of flat attention.
-    healthy: none of these.
+    healthy: none of these; also where no row may use more than one key, and so has no choice.
     not measured: no forward was measured yet.
 
     A condition ends only once its number is a tenth of the limit back inside it.
@@ -59,7 +63,7 @@ class Numbers:
         max_logit: the largest absolute logit.
         logit_std: std of the logits within rows.
         entropy: mean entropy of the attention rows, in nats.
-        flat_entropy: what it would be if attention were flat.
+        flat_entropy: what it would be if attention were flat; NaN where each row may use one key only.
         sink: mean share of the attention that goes to the first key.
     """
 
@@ -69,6 +73,11 @@ class Numbers:
     entropy: float = math.nan
     flat_entropy: float = math.nan
     sink: float = math.nan
+
+    @property
+    def spread(self) -> float:
+        """The std of the logits within rows; NaN where each row has but one key, whatever its logit."""
+        return math.nan if math.isnan(self.flat_entropy) else self.logit_std
 
     @property
     def keys(self) -> float:
@@ -88,6 +97,8 @@ class Numbers:
     @property
     def sink_excess(self) -> float:
         """Share of the first key in what flat attention would not give it: 0 if it is flat, 1 if it gets all."""
+        if self.keys_share > FLAT:  # where many rows have but one key, that gets nearly all of flat attention, too
+            return 0.0
         flat = math.exp(-self.flat_entropy)  # a little less, where rows differ in their number of keys
         return (self.sink - flat) / (1 - flat) if self.flat_entropy else math.nan
 
@@ -118,12 +129,12 @@ class Rule:
 RULES = (
     Rule(Condition.NONFINITE, "nonfinite", 0.0, above=True),
     Rule(Condition.EXPLODING, "max_logit", 100.0, above=True),
-    Rule(Condition.DEAD, "logit_std", 2.0**-9, above=False),
+    Rule(Condition.DEAD, "spread", 2.0**-9, above=False),
     Rule(Condition.SINK, "sink_excess", 0.5, above=True),
     Rule(Condition.ONE_KEY, "relative_entropy", 0.1, above=False),
     Rule(Condition.SHARP, "relative_entropy", 0.25, above=False),
     Rule(Condition.SHARP, "logit_std", 10.0, above=True),
-    Rule(Condition.FLAT, "keys_share", 0.95, above=True),
+    Rule(Condition.FLAT, "keys_share", FLAT, above=True),
 )
 """In the order in which they are asked: the first that holds is the condition, none of them is healthy."""
 
@@ -143,6 +154,16 @@ ADVICE = {
 
 WORRYING = (Condition.SHARP, Condition.ONE_KEY, Condition.EXPLODING, Condition.NONFINITE)
 """Conditions that are logged as a warning when they begin; the others are information."""
+
+
+def advise(condition: Condition, gains: Iterable[float]) -> str:
+    """Return the remedy for a condition, in a few words, given beta over the model's own in the layers that have it."""
+    sizes = {(gain > 1 + SLACK) - (gain < 1 - SLACK) for gain in gains}
+    if condition in (Condition.FLAT, Condition.DEAD) and sizes == {-1}:
+        return "beta is below the model's own, which flattens attention"
+    if condition is Condition.FLAT and sizes == {1}:
+        return "usual in the first steps; beta is above the model's own already"
+    return ADVICE[condition]
 
 
 def classify(numbers: Numbers, before: Condition = Condition.UNMEASURED) -> Condition:

@@ -16,7 +16,7 @@ import torch
 from betahook.control.notes import Note
 from betahook.layer import Layers
 from betahook.report import metrics
-from betahook.report.conditions import ADVICE, HELP, WORRYING, Condition, Numbers, classify
+from betahook.report.conditions import HELP, WORRYING, Condition, Numbers, advise, classify
 from betahook.report.names import aligned, plain, short_names
 from betahook.state import State
 
@@ -79,7 +79,7 @@ class Finding:
     @property
     def advice(self) -> str:
         """Advice in a few words; empty for a healthy layer."""
-        return ADVICE[self.condition]
+        return advise(self.condition, [self.gain])
 
 
 class Findings(tuple[Finding, ...]):
@@ -140,7 +140,8 @@ class Findings(tuple[Finding, ...]):
             return ""
         gravest = max(began)
         parts = [f"{condition} in {_layers(began[condition], len(self))}" for condition in sorted(began, reverse=True)]
-        advice = f" ({ADVICE[gravest]})" if ADVICE[gravest] else ""
+        advice = self._advice(gravest)
+        advice = f" ({advice})" if advice else ""
         return f"step {self.step}: attention is now {_listed(parts)}{advice}"
 
     @property
@@ -161,10 +162,13 @@ class Findings(tuple[Finding, ...]):
         for finding, label in zip(self, self.labels, strict=True):
             notes.setdefault(str(finding.note), []).append(label)
         notes.pop("", None)
-        advice = {str(condition): ADVICE[condition] for condition in self.counts if ADVICE[condition]}
+        advice = {str(condition): words for condition in self.counts if (words := self._advice(condition))}
         if shared := [label for finding, label in zip(self, self.labels, strict=True) if finding.shares_offset]:
             advice[f"softmax of {_layers(shared, len(self))}"] = OFFSET
         return {**advice, **{f"beta of {_layers(labels, len(self))}": note for note, labels in notes.items()}}
+
+    def _advice(self, condition: Condition) -> str:
+        return advise(condition, [finding.gain for finding in self if finding.condition is condition])
 
     def markdown(self) -> str:
         """The same as a page in Markdown."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from betahook.report.conditions import ADVICE, RULES, SLACK, Condition, Numbers, classify
+from betahook.report.conditions import ADVICE, RULES, SLACK, Condition, Numbers, advise, classify
 
 HEALTHY = dict(nonfinite=0.0, max_logit=8.0, logit_std=2.0, entropy=3.0, flat_entropy=5.0, sink=0.01)
 
@@ -102,6 +102,33 @@ def test_the_limits_belong_to_the_same_std_at_every_length(keys, std, condition)
     logits = std * torch.randn(400, keys, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     entropy = torch.special.entr(logits.softmax(-1)).sum(-1).mean().item()
     assert judge(entropy=entropy, flat_entropy=math.log(keys)) is condition
+
+
+def test_rows_of_one_key_are_neither_dead_nor_a_sink():
+    """Their softmax is 1 whatever their logits; beside them, flat attention gives most to the first key."""
+    assert classify(Numbers(0, max_logit=5, logit_std=0, entropy=0, sink=1)) is Condition.HEALTHY
+    mostly = dict(entropy=0.25 * math.log(20), flat_entropy=0.25 * math.log(20), sink=0.75 + 0.25 / 20)
+    assert classify(Numbers(0, max_logit=5, logit_std=0.1, **mostly)) is Condition.FLAT
+
+
+LOWERED, RAISED = "beta is below the model's own", "beta is above the model's own already"
+
+
+@pytest.mark.parametrize(
+    ("condition", "gains", "said"),
+    [
+        (Condition.DEAD, [0.01, 0.3], LOWERED),
+        (Condition.FLAT, [0.01, 0.3], LOWERED),
+        (Condition.FLAT, [2.0, 19.0], RAISED),
+        (Condition.FLAT, [0.3, 2.0], ADVICE[Condition.FLAT]),
+        (Condition.FLAT, [1.0], ADVICE[Condition.FLAT]),
+        (Condition.DEAD, [19.0], ADVICE[Condition.DEAD]),
+        (Condition.DEAD, [math.nan], ADVICE[Condition.DEAD]),
+        (Condition.EXPLODING, [0.1], ADVICE[Condition.EXPLODING]),
+    ],
+)
+def test_the_advice_goes_by_what_beta_is_already(condition, gains, said):
+    assert said in advise(condition, gains)
 
 
 def test_the_keys_looked_at():
