@@ -222,7 +222,7 @@ def restore(state: State, given: dict[str, Any]) -> None:
     for name in COUNTERS:
         setattr(state, name, given[name])
     state.beta_acts |= not bool(state.beta.isnan().all())
-    state.factors.forget()
+    state.factors.recall(state.beta_default)
     state.factors.set_sensitivity(state.table[statistics.ROW["sensitivity"]])
     state.memories = [
         {name: value.to(state.device, copy=True) for name, value in entry["state"].items()}

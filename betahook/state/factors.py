@@ -56,14 +56,23 @@ class Factors:
         """
         if self._noted[layer] == beta:
             return False
+        is_new = beta is None or self._noted[layer] != torch.tensor(beta, dtype=torch.float32, device="cpu").item()
         self._noted[layer] = beta
+        if not is_new:  # after a resume, which knows it in single precision
+            return False
         self.own[heads] = math.nan if beta is None else beta
         self._made_of = None  # what a graph of the compiler writes counts as no version
         return True
 
-    def forget(self) -> None:
-        """Take every inverse temperature for new when it is next noted."""
-        self._noted = [math.nan] * len(self._noted)
+    def recall(self, own: Tensor) -> None:
+        """Take the inverse temperatures `[heads]` for those of the last forward: that of a layer if it is one number.
+
+        So the first forward after a resume computes as it would have without. Reads the device back.
+        """
+        layers = [values.tolist() for values in own.split(self._lengths)]
+        self._noted = [values[0] if len({*values}) == 1 else math.nan for values in layers]
+        known = [value for value, heads in zip(self._noted, self._lengths, strict=True) for _ in range(heads)]
+        self.own.copy_(torch.tensor(known, dtype=torch.float32))
 
     def gain(self, layer: int, beta: Tensor) -> Tensor:
         """Return `beta / own` of a layer, `[heads of the layer, 1, 1]`: 1 where beta is NaN.

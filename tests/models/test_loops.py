@@ -135,6 +135,32 @@ def test_growth_right_after_a_resume_counts():
         assert betas(hook) != before
 
 
+def test_micro_batches_after_a_resume_sum_up_to_the_same_bits():
+    """The first of them must not go another way than the others, as where the model's own beta is noted anew."""
+
+    def step(model, hook, number):
+        for part in range(7):
+            generator = torch.Generator().manual_seed(7 * number + part)
+            ids = torch.randint(3, 64, (2, 12), generator=generator)
+            (model(input_ids=ids, labels=ids).loss * 10).backward()
+        hook.step()
+
+    model, found, state = build("llama"), [], None
+    for _ in range(2):
+        with betahook.attach(model, controller=betahook.Gradient(0.2), per_head=True) as hook:
+            if state is None:
+                for number in range(3):
+                    step(model, hook, number)
+                state = hook.state_dict()
+            else:
+                hook.load_state_dict(state)
+            step(model, hook, 3)
+            found.append((memory(hook)["mean"], hook.metrics()))
+    (mean, metrics), (mean_of_resumed, metrics_of_resumed) = found
+    assert torch.equal(mean, mean_of_resumed)
+    assert metrics == metrics_of_resumed
+
+
 def test_controllers_do_not_count_skipped_steps():
     """Scalers begin too high, so that the first steps are skipped."""
     seen = []

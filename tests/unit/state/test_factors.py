@@ -84,8 +84,17 @@ def test_a_number_is_written_when_it_is_another_one(factors):
     assert not operations.calls
     assert factors.note(0, FIRST, 2.0)
     assert factors.own.tolist() == [2.0, 2.0, 0.25, 0.25, 0.25]
-    factors.forget()
-    assert factors.note(0, FIRST, 2.0)
+
+
+def test_a_resume_knows_the_numbers_in_single_precision(factors):
+    factors.recall(torch.tensor([0.1, 0.1, 0.3, 0.4, 0.4]))
+    assert factors.own[:2].tolist() == [torch.tensor(0.1).item()] * 2
+    assert factors.own[2:].isnan().all()  # no single number
+    with Operations() as operations:
+        assert not factors.note(0, FIRST, 0.1)
+        assert not factors.note(0, FIRST, 0.1)
+    assert "fill_" not in str(operations.calls)
+    assert factors.note(0, FIRST, 0.1 + 1e-7)
 
 
 def test_the_sensitivity_is_that_of_all_probes(factors):
