@@ -35,6 +35,12 @@ SIDE, SIDES = 9, ({"H", "W"}, {"h", "w"}, {"height", "width"})
 BOTH_SIDES = {"size", "feat_size", "hw_shape"}
 """Arguments for both at once."""
 
+CONTEXTS = {
+    *("context", "cond", "encoder_hidden_states", "memory", "y"),
+    *("key_value_states", "kv", "key", "value"),
+}
+"""Arguments for what queries look at, which may be of another width than they."""
+
 Fixed: TypeAlias = dict[str, int | tuple[int, int] | None]
 """The values of arguments in each trial, by their names."""
 
@@ -76,7 +82,8 @@ def run(module: nn.Module) -> Outcome | None:
 
     Each required argument is `[batch, length, width]`, or what a convolution in the module takes: `[batch, channels,
     length]`, a picture or a video. Masks and biases are None, or, where that does not run, masks `[batch, length,
-    length]`; height and width of a picture are numbers.
+    length]`; height and width of a picture are numbers. Where none of that runs, what queries look at is of another
+    width.
     """
     with compat.without_data() as copied, torch.no_grad():
         try:
@@ -89,7 +96,10 @@ def run(module: nn.Module) -> Outcome | None:
         fixed, masks = _fixed(names), [name for name in parameters if "mask" in name]
         shapes = [*_shapes(module, is_picture=any(fixed.values()))]
         masked = [[], masks] if masks else [[]]
-        watch = _first(_try(module, names, fixed, masks, *shape) for masks in masked for shape in shapes)
+        contexts = [name for name in parameters if name in CONTEXTS]
+        looked_at = [{}, *(dict.fromkeys(contexts, width) for width in _widths(module) if contexts)]
+        forms = itertools.product(looked_at, masked, shapes)
+        watch = _first(_try(module, names, fixed, contexts, masks, *shape) for contexts, masks, shape in forms)
     if watch is None:
         return None
     if watch.found is None:
@@ -123,15 +133,26 @@ def _drop_adapters(module: nn.Module) -> None:
 
 
 def _try(
-    module: nn.Module, names: list[str], fixed: Fixed, masks: list[str], shape: tuple[int, ...], tokens: int
+    module: nn.Module,
+    names: list[str],
+    fixed: Fixed,
+    contexts: Mapping[str, int],
+    masks: list[str],
+    shape: tuple[int, ...],
+    tokens: int,
 ) -> _Watch | None:
-    """Run the forward on an input of a shape, and a mask as each of `masks`; None if it does not take one."""
+    """Run the forward on an input of a shape; None if it does not take one.
+
+    A mask is given as each of `masks`, and `[batch, tokens, width]` as each of `contexts`, names to widths.
+    """
     like, watch = next(module.parameters()), _Watch(BATCH * tokens)
     try:
         x = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        watch.activations[x] = _Activation()
+        others = {name: x.new_zeros(BATCH, tokens, width) for name, width in contexts.items()}
+        for each in (x, *others.values()):
+            watch.activations[each] = _Activation()
         mask = torch.ones(BATCH, tokens, tokens, dtype=torch.bool, device=like.device)
-        given = fixed | dict.fromkeys(masks, mask)
+        given = fixed | others | dict.fromkeys(masks, mask)
         inputs = [given.pop(name, x) for name in names]
         watch.note_call(module, inputs)
         with watch, register_module_forward_hook(watch.note_call):

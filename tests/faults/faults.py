@@ -528,6 +528,7 @@ FAULTS = [
     Fault("betahook/models/discovery.py", "is_lazy(parameter) or", "", TRIAL),
     Fault("betahook/models/trial.py", "len(moving) < 2, summed", "False, summed", PLACES),
     Fault("betahook/models/trial.py", "watch.attentions[1:]", "()", PLACES),
+    Fault("betahook/models/trial.py", "for width in _widths(module) if contexts", "for width in ()", PLACES),
     Fault("betahook/models/trial.py", 'call.name != "batch_norm"', "True", PLACES),
     Fault("betahook/models/trial.py", "if compat.is_adapter(child):", "if False:", PLACES),
     Fault("betahook/models/places.py", 'or getattr(owner, "groups", 1) != 1', "", PLACES),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import betahook
 from support.projections import (
@@ -34,6 +35,7 @@ from support.projections import (
     SharedKeys,
     Stacked,
     Tiled,
+    by_head,
 )
 
 LOCATED = [Stacked, HeadByHead, ByComponent, KeysFirst, InAList, SharedKeys, OneKey, MoreKeys, Folded, FoldedByHead]
@@ -108,6 +110,42 @@ def test_adapters_that_are_there_already_are_part_of_the_weight():
         for projection, linear in zip(layer.projections, model.layer.linears, strict=False):
             acting = linear.base_layer.weight + linear.get_delta_weight("default")
             torch.testing.assert_close(projection.entries.flatten(0, 1), acting.detach())
+
+
+class Looking(nn.Module):
+    """Cross-attention, whose queries look at themselves without a context, as in imagen and Perceiver."""
+
+    heads, head_dim = HEADS, D
+
+    def __init__(self):
+        super().__init__()
+        self.ask, self.answer = nn.Linear(WIDTH, WIDTH), nn.Linear(10, 2 * WIDTH)
+
+    def forward(self, x, context=None):
+        k, v = (by_head(part) for part in self.answer(x if context is None else context).chunk(2, -1))
+        return ((by_head(self.ask(x)) @ k.mT * D**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+class LookingOnly(Looking):
+    def forward(self, x, memory):
+        return super().forward(x, memory)
+
+
+@pytest.mark.parametrize("kind", [Looking, LookingOnly])
+def test_what_queries_look_at_may_be_of_another_width(kind):
+    torch.manual_seed(0)
+    module = kind().double()
+    x, context = (torch.randn(2, 5, width, dtype=torch.float64) for width in (WIDTH, 10))
+    with betahook.attach(module, controller="monitor", when="always") as hook:
+        module(x, context)
+        (layer,) = hook.layers.values()
+        weights = module.ask.weight, module.answer.weight[:WIDTH]
+        expected = [weight.std(correction=0).item() for weight in weights]
+        assert [layer.weight_std_q, layer.weight_std_k] == pytest.approx(expected, rel=1e-6)
+        layer.beta = 2 * layer.beta_default
+        output = module(x, context)
+        betahook.fold(module)
+    torch.testing.assert_close(module(x, context), output, rtol=1e-10, atol=1e-12)
 
 
 def test_the_default_controller_sees_that_a_model_with_names_of_its_own_is_fresh():
