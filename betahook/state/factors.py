@@ -122,7 +122,7 @@ class Factors:
 
     def sensitivity(self) -> Tensor:
         """Return the derivative of the loss with respect to log beta, `[heads]`, zero where there was no backward."""
-        of_leaves = self._joined(self._of_leaves())
+        of_leaves = self._joined(self._of_leaves(range(len(self.probes))))
         of_probes = self._joined([probe.grad for probe in self.probes])
         if of_leaves is None:
             return torch.zeros_like(self.own) if of_probes is None else of_probes
@@ -137,7 +137,7 @@ class Factors:
             layers: those whose sensitivity is asked for.
             heads: of these layers.
         """
-        found = [self._of_leaves()[layer] for layer in layers]
+        found = self._of_leaves(layers)
         ready = [gradient for gradient in found if gradient is not None and not gradient.requires_grad]
         if len(ready) == len(found) and all(self.probes[layer].grad is None for layer in layers):
             return ready, self._known if len(layers) == len(self.probes) else self._known[heads]
@@ -148,9 +148,9 @@ class Factors:
         self.probes[layer].grad = None
         self._leaves.pop(layer, None)
 
-    def _of_leaves(self) -> list[Tensor | None]:
-        """The gradients of the gains, one for each layer."""
-        return [getattr(self._leaves.get(layer), "grad", None) for layer in range(len(self.probes))]
+    def _of_leaves(self, layers: range) -> list[Tensor | None]:
+        """The gradients of the gains, one for each of these layers."""
+        return [getattr(self._leaves.get(layer), "grad", None) for layer in layers]
 
     def _joined(self, gradients: list[Tensor | None]) -> Tensor | None:
         """Return the gradients of all layers, `[heads]`, zero for a layer without one; None if there is none at all."""
