@@ -131,7 +131,7 @@ class Search(Controller):
 
     def _searches_alone(self, step: int) -> bool:
         """Tell if the opening of all units is over: what was not finite or not used may delay it, but not for ever."""
-        return step >= 2 * self._opening.batches
+        return step >= 2 * max(self.opening_batches, self.warmup)
 
     def _ends_window(self, step: int) -> bool:
         """Tell if a batch is the last one of a window of all units."""

@@ -388,7 +388,7 @@ FAULTS = [
         "torch.where(direction != 0, direction,",
         "torch.where(agreement == 0, direction,",
     ),
-    Fault("betahook/control/search.py", "2 * self._opening.batches", "self._opening.batches // 2"),
+    Fault("betahook/control/search.py", "2 * max(self.opening_batches, self.warmup)", "2 * self._opening.batches"),
     Fault("betahook/control/search.py", "rise_batches: int = 100", "rise_batches: int = 140", SEARCH),
     Fault("betahook/control/search.py", "rise_logit_std: float = 3.0", "rise_logit_std: float = 4.5", SEARCH),
     Fault("betahook/control/search.py", "growth: float = 1.5", "growth: float = 1.2", SEARCH),

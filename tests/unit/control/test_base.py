@@ -46,7 +46,8 @@ RULES = {
     "variance": Variance,
     "variance from weights": lambda: Variance(source="weights"),
     "search": search,
-    "search with a window": lambda: search(window=3),
+    # Of trained weights, whose units have windows of their own.
+    "search with a window": lambda: search(window=3, rise=True, fresh_ratio=1.0),
     "search with a rise": lambda: search(window=2, rise=True, plateau_batches=3, rise_batches=10),
     "gradient": Gradient,
     "cap": lambda: Cap(5.0),

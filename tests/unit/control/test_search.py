@@ -47,8 +47,14 @@ def test_search_moves_once_a_window_by_the_sign_of_the_sum():
 
 def test_search_warms_up_before_its_first_window():
     """Neither does beta move, nor do the batches of the warm-up count in the first window."""
-    history = run(search(warmup=3, window=2), sensitivities(-9, -9, -9, 1, 1, 1, 1))
-    assert decades(history) == approx([0, 0, 0, 0, -0.5, -0.5, -1.25])
+    history = run(search(warmup=4, window=2), sensitivities(-9, -9, -9, -9, 1, 1, 1, 1))
+    assert decades(history) == approx([0, 0, 0, 0, 0, -0.5, -0.5, -1.25])
+
+
+@pytest.mark.parametrize(("rise", "waits"), [(False, 60), (True, 400)])
+def test_search_is_due_at_the_ends_of_windows_after_twice_the_longest_way_to_it(rise, waits):
+    due = [step for step in range(440) if Search(rise=rise).is_due(step)]
+    assert due == [*range(waits), *range(waits + 9, 440, 10)]
 
 
 FRESH, LEARNED = 1.1, 1.2
