@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -40,6 +40,9 @@ class Rows:
     head: Tensor
     exponent: Tensor
     heads: int
+    _copies: dict[torch.device, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def of(cls, rows: Tensor, exponent: Tensor | float, total: int) -> Rows:
@@ -53,7 +56,9 @@ class Rows:
 
     def spread(self, factors: Tensor) -> Tensor:
         """Return the factor of each row, `[heads] -> [rows]`: exactly 1 for rows of no head, and where it is 1."""
-        head, exponent = self.head.to(factors.device), self.exponent.to(factors)
+        if (device := factors.device) not in self._copies:  # once: the host waits for a copy, and `Clip` always asks
+            self._copies[device] = self.head.to(device), self.exponent.to(device)
+        head, exponent = self._copies[device]
         return torch.cat([factors, factors.new_ones(1)])[head] ** exponent
 
 

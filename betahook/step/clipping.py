@@ -6,6 +6,7 @@ Nothing here reads a value back to the host but the check of each layer, in the 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Literal
@@ -116,7 +117,7 @@ class WeightScaling:
         another, so each must come to all questions: beta and what is left alone are those of all ranks since pooling.
         """
         self._unchecked = [layer for layer in self._unchecked if layer.refusal is None]
-        layers = [layer for layer in self._unchecked if layer.beta_default == layer.beta_default]
+        layers = [layer for layer in self._unchecked if not math.isnan(layer.beta_default)]
         if not (layers and self._on_any_rank(hook.last_call.input is not None)):
             return
         with self._raising_together():

@@ -10,6 +10,7 @@ from betahook.models import projections
 from betahook.models.scaling import NoScalingError, Rows, Scaling, Weight, find_scalings, of_linear
 from support.attention import HEADS, WIDTH, ByHandAttention
 from support.models import build
+from support.operations import Operations
 
 D = WIDTH // HEADS
 
@@ -26,6 +27,15 @@ def test_rows_of_no_head_and_of_a_head_with_1_keep_every_bit():
     before = weight.weight.detach().clone()
     Weight(weight, "weight", rows).scale(torch.tensor([4.0, 1.0]))
     assert torch.equal(weight.weight, before * torch.tensor([2.0, 1, 1, 1, 4, 1])[:, None])
+
+
+def test_rows_go_to_a_device_once():
+    rows = Rows.of(torch.tensor([[0, 4], [2, 3]]), 0.5, total=6)
+    with Operations() as first:
+        rows.spread(torch.ones(2, device="meta"))
+    with Operations() as later:
+        rows.spread(torch.ones(2, device="meta"))
+    assert (first.calls["_to_copy"], later.calls["_to_copy"]) == (2, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
