@@ -18,7 +18,7 @@ from betahook.checkpoint.migrations import MIGRATIONS
 from betahook.control.base import Controller, defaults, is_json, options, written
 from betahook.control.memory import DTYPES, is_of_kind
 from betahook.measure import components, statistics, weights
-from betahook.state import LARGEST_BETA, SMALLEST_BETA, State, forget_after, forget_refused, is_beta
+from betahook.state import LARGEST_BETA, SMALLEST_BETA, State, forget_refused, is_beta
 
 VERSION = 3
 ROWS = {
@@ -228,7 +228,6 @@ def restore(state: State, given: dict[str, Any]) -> None:
         {name: value.to(state.device, copy=True) for name, value in entry["state"].items()}
         for entry in given["controllers"]
     ]
-    forget_after(state, state.steps)
     forget_refused(state)
 
 

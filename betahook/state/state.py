@@ -315,15 +315,6 @@ def forget_refused(state: State) -> None:
     release_refused(state)
 
 
-def forget_after(state: State, step: int) -> None:
-    """Forget warnings and alerts about steps after the restored one."""
-    forgotten = state.nonfinite_since > step
-    state.nonfinite_since.masked_fill_(forgotten, 0)
-    state.warned_of_nonfinite = state.warned_of_nonfinite and not bool(forgotten.any())
-    state.alerts_step = min(state.alerts_step, step)
-    state.findings_step = min(state.findings_step, step)
-
-
 def is_beta(values: Tensor) -> Tensor:
     """Tell which values can be an inverse temperature: boolean, of the shape of `values`."""
     return (values >= SMALLEST_BETA) & (values <= LARGEST_BETA)  # False for NaN

@@ -606,7 +606,6 @@ FAULTS = [
         "SMALLEST_BETA, LARGEST_BETA = 0.0, 1e30",
         SCHEMA,
     ),
-    Fault("betahook/state/state.py", "state.nonfinite_since > step", "state.nonfinite_since >= step", STATE),
     Fault("betahook/state/factors.py", "if self._noted[layer] == beta", "if not math.isnan(self._noted[layer])"),
     Fault(
         "betahook/state/factors.py",

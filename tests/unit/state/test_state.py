@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from betahook.measure.groups import HeadGroups, LayerSize
-from betahook.state import HeadRange, forget_after, head_ranges, is_beta
+from betahook.state import HeadRange, head_ranges, is_beta
 from support.layers import attention, make
 
 
@@ -49,17 +49,6 @@ def test_the_own_beta_is_that_of_the_last_call_where_numbers_and_tensors_take_tu
         recorder.note_default(default)
         assert layer.head_beta_default.tolist() == expected
         assert state.factors.own.isnan().all() == isinstance(default, torch.Tensor)  # else another rank got the number
-
-
-def test_warnings_of_later_steps_are_forgotten():
-    state, *_ = make(attention(nn.Module(), 3, 8))
-    state.nonfinite_since.copy_(torch.tensor([0, 3, 7]))
-    state.warned_of_nonfinite, state.alerts_step = True, 8
-    forget_after(state, 7)
-    assert (state.warned_of_nonfinite, state.alerts_step) == (True, 7)
-    forget_after(state, 5)
-    assert state.nonfinite_since.tolist() == [0, 3, 0]
-    assert (state.warned_of_nonfinite, state.alerts_step) == (False, 5)
 
 
 @pytest.mark.parametrize(
