@@ -6,7 +6,6 @@ Stands above `betahook.hook`; the command `betahook examine` calls it. The model
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +81,7 @@ def examine(
             "call findings() on its hook, or remove the hook: betahook.fold(model) keeps beta, "
             "betahook.detach(model) drops it"
         )
-    with ExitStack() as undo:
-        hook = undo.enter_context(attach(model, controller="monitor", layers=layers, when="always"))
+    with attach(model, controller="monitor", layers=layers, when="always") as hook:
         return examine_hooked(hook, batches)
 
 
