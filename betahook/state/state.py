@@ -214,8 +214,6 @@ class State:
         the layers after this one have written theirs into the tensor of all defaults.
         """
         beta, own = self.beta[heads], self.beta_default[heads]
-        if (heads.start, heads.stop) in self.refused:
-            return torch.ones_like(beta)
         if isinstance(default, Tensor):
             own = default.to(beta).flatten().expand_as(beta)
         elif default is not None:

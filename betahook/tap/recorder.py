@@ -222,7 +222,7 @@ class Recorder:
 
     def local_gain(self, default: float | Tensor | None) -> Tensor:
         """`State.gain` of the heads that this rank computes, by the `default` of this call where it is given."""
-        if isinstance(default, float) and self._local_heads == self.heads and not self.state.refused:
+        if isinstance(default, float) and self._local_heads == self.heads:
             return gain_of(self.tensors.beta, default)
         return self.state.gain(self._local.heads, default)
 

@@ -160,8 +160,8 @@ FAULTS = [
     ),
     Fault(
         "betahook/tap/recorder.py",
-        "and self._local_heads == self.heads and",
-        "and self._local_heads < self.heads and",
+        "and self._local_heads == self.heads:",
+        "and self._local_heads < self.heads:",
         ["tests/models/test_backends.py::test_layers_that_are_compiled_one_by_one_share_their_code"],
     ),
     Fault(
