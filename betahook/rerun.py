@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from betahook.models import materialise
 from betahook.models.modes import evaluating
-from betahook.tap.last_call import LastCall, rebuilt
+from betahook.models.torch_calls import rebuilt
+from betahook.tap.last_call import LastCall
 
 CHUNK = 2**24
 """How many entries of an output are compared at once: logits may be large, and their differences take float64."""

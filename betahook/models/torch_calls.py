@@ -93,11 +93,13 @@ class Call:
         """Call the function with another tensor in the place of each floating-point or complex one."""
 
         def replace(tensor: Tensor) -> Tensor:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                return tensor
             other = replacement(tensor)
             # A mask may have been broadcast, whose memory has no such view.
             return other.contiguous() if self.name == "view" and other.stride() != tensor.stride() else other
 
-        return self.function(*_replaced(self.args, replace), **_replaced(dict(self.kwargs), replace))
+        return self.function(*rebuilt(self.args, replace), **rebuilt(dict(self.kwargs), replace))
 
 
 def axes_of(call: Call) -> tuple[str, str, str] | None:
@@ -163,11 +165,11 @@ def tensors_in(nested: Any) -> Iterator[Tensor]:
                 yield from tensors_in(item)
 
 
-def _replaced(nested: Any, replacement: Callable[[Tensor], Tensor]) -> Any:
+def rebuilt(nested: Any, of_tensor: Callable[[Tensor], Tensor]) -> Any:
+    """Nested lists, tuples and dictionaries, built anew of what stands for each tensor; other objects are the same."""
     if isinstance(nested, Tensor):
-        return replacement(nested) if nested.is_floating_point() or nested.is_complex() else nested
-    if isinstance(nested, (list, tuple)) and any(True for _ in tensors_in(nested)):
-        return type(nested)(_replaced(item, replacement) for item in nested)
-    if isinstance(nested, dict):
-        return {name: _replaced(item, replacement) for name, item in nested.items()}
-    return nested
+        return of_tensor(nested)
+    kind = type(nested)
+    if kind is dict:
+        return {name: rebuilt(item, of_tensor) for name, item in nested.items()}
+    return kind([rebuilt(item, of_tensor) for item in nested]) if kind is tuple or kind is list else nested

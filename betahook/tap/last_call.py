@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from betahook.models.torch_calls import rebuilt
 
 CACHES = "cache", "past_key_values"
 """Arguments by which models of transformers get a cache: as of 5.24, and before."""
@@ -64,13 +66,3 @@ def _around(model: nn.Module, layers: Collection[nn.Module]) -> Iterator[nn.Modu
             return
         model = model.get_submodule(names[0])
         yield model
-
-
-def rebuilt(nested: Any, of_tensor: Callable[[Tensor], Tensor]) -> Any:
-    """Nested lists, tuples and dictionaries, built anew of what stands for each tensor; other objects are the same."""
-    if isinstance(nested, Tensor):
-        return of_tensor(nested)
-    kind = type(nested)
-    if kind is dict:
-        return {name: rebuilt(item, of_tensor) for name, item in nested.items()}
-    return kind([rebuilt(item, of_tensor) for item in nested]) if kind is tuple or kind is list else nested
