@@ -50,8 +50,7 @@ def _record(layer: Recorder, query: Tensor, key: Tensor, mask: Mask | Given, sco
     """Add a call to the tables, or let it wait until the last layer's call: all that wait are then measured at once."""
     state, place = layer.state, layer._local
     exact, entries = state.exact_max_logit, state.waiting.inputs.take(place.heads)
-    waits = layer._default is not None and score_mod.position_bias is score_mod.sinks is None
-    if isinstance(mask, Given) and waits and _may_wait(state, place, query, key, mask):
+    if isinstance(mask, Given) and _may_wait(layer, query, key, mask, score_mod):
         scales, columns = state.factors.scales(state.beta), (place.heads, place.components)
         call = AttentionCall(*columns, query.detach(), key.detach(), mask, scales, score_mod, exact, entries)
         state.waiting.note(state.table, state.moments, call)
@@ -64,8 +63,11 @@ def _record(layer: Recorder, query: Tensor, key: Tensor, mask: Mask | Given, sco
     calls.add_scores(*_tables(layer), query, key, mask, scales, score_mod, exact_max_logit=exact, inputs=entries)
 
 
-def _may_wait(state: State, place: HeadRange, query: Tensor, key: Tensor, given: Given) -> bool:
+def _may_wait(layer: Recorder, query: Tensor, key: Tensor, given: Given, score_mod: ScoreMod) -> bool:
     """Tell if a call is small, its pairs are the same for all heads, and autograd keeps its q and k as they are."""
+    state, place = layer.state, layer._local
+    if layer._default is None or score_mod.position_bias is not None or score_mod.sinks is not None:
+        return False
     kept = query.requires_grad and key.requires_grad and type(query) is type(key) is Tensor
     # On another device another thread may be at work; and a graph that is captured must measure within itself.
     if not kept or len(state.turn) < 2 or query.device != state.device or compat.is_captured(query.device):
