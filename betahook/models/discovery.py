@@ -299,13 +299,13 @@ def has_no_name(suspect: Suspect) -> Verdict | None:
     if IN_NAME.search(class_of(suspect.module).__name__):
         return None
     has_weights = _has_matrix(suspect.module)  # else it is a part of what calls it
-    computes = is_users(suspect.module) and _multiplies(suspect)
+    computes = is_users(suspect.module) and _has_product_and_softmax(suspect)
     return Verdict("by hand", unnamed=True) if computes and has_weights else NO_ATTENTION
 
 
-def multiplies(suspect: Suspect) -> Verdict | None:
+def is_by_hand(suspect: Suspect) -> Verdict | None:
     """Attention with a product and a softmax in its code, or past `get_interface` in the registry of transformers."""
-    by_hand = _multiplies(suspect) or "ALL_ATTENTION_FUNCTIONS" in suspect.used
+    by_hand = _has_product_and_softmax(suspect) or "ALL_ATTENTION_FUNCTIONS" in suspect.used
     return Verdict("by hand") if by_hand else None
 
 
@@ -315,13 +315,13 @@ def has_name_only(suspect: Suspect) -> Verdict | None:
     return UNKNOWN_CODE if re.search("(attention|attn)[0-9]*$", name, re.IGNORECASE) else None
 
 
-def _multiplies(suspect: Suspect) -> bool:
+def _has_product_and_softmax(suspect: Suspect) -> bool:
     """True for code with a product and a softmax."""
     return bool(suspect.used_below & SOFTMAX and suspect.used_below & {"@", *PRODUCTS})
 
 
 CLASSIFIERS = (
-    *(known_otherwise, is_scripted, is_called_otherwise, asks_interface, asks_torch, has_no_name, multiplies),
+    *(known_otherwise, is_scripted, is_called_otherwise, asks_interface, asks_torch, has_no_name, is_by_hand),
     has_name_only,
 )
 """In the order in which they are asked."""
