@@ -39,7 +39,8 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack) -> None:
         return
     losses = _losses(hook) if choice == "better" else (torch.nan, torch.nan)
     # A loss that is NaN beside one that is not is the worse one; two of them, or two alike, say nothing.
-    own = choice == "own" or (losses[1] == losses[1] and not losses[0] <= losses[1])
+    own_is_better = not math.isnan(losses[1]) and not losses[0] <= losses[1]
+    own = choice == "own" or own_is_better
     if own:
         _let_own_act(hook, undo)
     compared = f" (loss of the last batch: {losses[int(own)]:.4g} with it, {losses[int(not own)]:.4g} with the other)"

@@ -49,7 +49,7 @@ class Factors:
         self.set_sensitivity(sensitivity)
 
     def note(self, layer: int, heads: slice, beta: float | None) -> bool:
-        """Remember the inverse temperature that a layer itself applies; return False if it is that of the last call.
+        """Remember the inverse temperature that a layer itself applies; return True unless it is that of the last call.
 
         None stands for one that is not a number. Compared on the host, where it nearly always is the same number:
         nothing is then launched.
