@@ -133,8 +133,7 @@ def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
         reasons = "; ".join(f"{path}, {reason}" for path, reason in list(seen.not_reached.items())[:3])
         raise UnsupportedModelError(f"cannot attach to {name}: " + (reasons or NO_ATTENTION))
     chosen = {path: found for path, found in seen.found.items() if is_chosen(path, found.module)}
-    given = [choice] if choice is None or isinstance(choice, str) or callable(choice) else choice
-    globs = [each for each in given if isinstance(each, str)]
+    globs = [] if choice is None or callable(choice) else [choice] if isinstance(choice, str) else choice
     unmatched = [each for each in globs if not any(fnmatch.fnmatchcase(path, each) for path in seen.found)]
     if unmatched or not chosen:
         wrong = ", ".join(map(repr, unmatched)) if chosen else repr(choice)
