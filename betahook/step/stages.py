@@ -95,13 +95,13 @@ def pool(state: State, *, skipped: bool = False) -> Tensor:
         summed.fill_(torch.nan)
     if is_pooled(state):
         own = torch.where(state.factors.own.isnan(), state.beta_default, state.factors.own)
-        since = state.nonfinite_since
-        age = torch.where(since > 0, state.steps + 2 - since, 0)
+        since, now = state.nonfinite_since, state.steps + 2  # one beyond this step: an age of 0 stands for none
+        age = torch.where(since > 0, now - since, 0)
         table, summed, moments, pooled, age, alone = statistics.all_reduce(
             table, summed, moments, own, age, state.alone
         )
         state.beta_default.copy_(pooled)
-        since.copy_(torch.where(age > 0, state.steps + 2 - age, 0))  # that of the rank that saw it first
+        since.copy_(torch.where(age > 0, now - age, 0))  # that of the rank that saw it first
         _leave_alone(state, table, summed, alone)
     state.recent, state.recent_moments, measured = state.latest(table, moments)
     sensitivity = state.recent[statistics.ROW["sensitivity"]]
@@ -204,9 +204,14 @@ def turn(state: State, controllers: Sequence[Controller], interval: int) -> rang
     layers, batch = len(state.ranges), state.batch
     if batch < max(1, *(controller.opening_batches for controller in controllers)):
         return range(layers)
-    groups = min(interval, -(-layers // 2))
-    first, last = (-(-part * groups // interval) for part in (batch % interval, batch % interval + 1))
-    return range(-(-first * layers // groups), -(-last * layers // groups))
+    groups = min(interval, _ceil_div(layers, 2))
+    first, last = (_ceil_div(part * groups, interval) for part in (batch % interval, batch % interval + 1))
+    return range(_ceil_div(first * layers, groups), _ceil_div(last * layers, groups))
+
+
+def _ceil_div(dividend: int, divisor: int) -> int:
+    """Divide and round up."""
+    return -(-dividend // divisor)
 
 
 def explain(state: State, layers: Layers, controllers: Sequence[Controller]) -> list[Note]:
