@@ -171,23 +171,25 @@ class Forward:
     def finish(self) -> None:
         """Take stock of a forward that has ended: learn from it, or leave the module alone from now on."""
         layer = self.layer
-        # The tensors of an export or a transform mean nothing outside of it, those of an empty batch nothing at all.
-        passing = compat.is_exporting() or compat.is_transformed() or self.is_empty
         if self.is_empty:
             layer.state.seen = layer.state.recorded = True
-        undecided = layer.refusal is None and not passing
-        reason = self._verdict() if undecided else None
-        if not passing:
-            fits = undecided and reason is None and self.attended is True and self.fused_only
-            self.plan.fused_only = fits and self.plan.fused_only is not False
-            if self.plan.fused_only and self.plan.breaks_graphs:
-                layer.state.has_broken_graphs, self.plan.breaks_graphs = True, False
-        if reason is None and undecided and self.labels is not None and self.made_of is not None:
-            layer.attention.correct(self.made_of, self.labels.linears)
-        elif reason is not None:
-            leave_alone(layer, reason, "Attention by F.scaled_dot_product_attention is followed; ")
+        # The tensors of an export or a transform mean nothing outside of it, those of an empty batch nothing at all.
+        if not (compat.is_exporting() or compat.is_transformed() or self.is_empty):
+            self._learn()
         for product in self.products:
             product.counts = product.acts and layer.refusal is None and product.reached
+
+    def _learn(self) -> None:
+        """Learn from a forward whose tensors mean something, or leave the module alone."""
+        layer, plan = self.layer, self.plan
+        reason = self._verdict() if layer.refusal is None else layer.refusal
+        plan.fused_only = reason is None and self.attended is True and self.fused_only and plan.fused_only is not False
+        if plan.fused_only and plan.breaks_graphs:
+            layer.state.has_broken_graphs, plan.breaks_graphs = True, False
+        if layer.refusal is None and reason is not None:
+            leave_alone(layer, reason, "Attention by F.scaled_dot_product_attention is followed; ")
+        elif reason is None and self.labels is not None and self.made_of is not None:
+            layer.attention.correct(self.made_of, self.labels.linears)
 
     def _verdict(self) -> str | None:
         self.plan.checked |= self.shadows is not None

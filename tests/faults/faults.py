@@ -707,7 +707,7 @@ FAULTS = [
         ":\n        return _times",
         TRANSFORMED,
     ),
-    Fault("betahook/tap/forward.py", " and not passing", "", TRANSFORMED),
+    Fault("betahook/tap/forward.py", " or compat.is_transformed() or self", " or self", TRANSFORMED),
     Fault("betahook/tap/following.py", "into.before if isinstance(into, Weights) else into", "into", RIGHT),
     Fault("betahook/tap/rearranging.py", "trace_of=lambda _: before", "trace_of=lambda _: trace", RIGHT),
     Fault("betahook/tap/forward.py", "(rehearsal and compat.is_transformed())", "False", TRANSFORMED),
