@@ -28,7 +28,7 @@ from betahook.report.alerts import Alerts
 from betahook.report.audit import Audit
 from betahook.report.findings import Findings
 from betahook.report.warnings import find_unreached, warn_of_missing_steps, warn_of_nonfinite, warn_of_unreached
-from betahook.state import State
+from betahook.state.state import State
 from betahook.step import stages, training_loss
 from betahook.step.clipping import Clipping
 from betahook.step.loss_scale import LossScale

@@ -15,7 +15,8 @@ from betahook.measure.groups import LayerSize
 from betahook.measure.statistics import Statistics
 from betahook.models.discovery import AttentionModule
 from betahook.models.projections import KNOWN_FORMS, Pair
-from betahook.state import LARGEST_BETA, SMALLEST_BETA, HeadRange, State, is_beta, refusal_anywhere
+from betahook.state.ranges import HeadRange
+from betahook.state.state import LARGEST_BETA, SMALLEST_BETA, State, is_beta, refusal_anywhere
 
 
 class AttentionLayer:

@@ -18,7 +18,7 @@ from betahook.checkpoint.migrations import MIGRATIONS
 from betahook.control.base import Controller, defaults, is_json, options, written
 from betahook.control.memory import DTYPES, is_of_kind
 from betahook.measure import components, statistics, weights
-from betahook.state import LARGEST_BETA, SMALLEST_BETA, State, forget_refused, is_beta
+from betahook.state.state import LARGEST_BETA, SMALLEST_BETA, State, forget_refused, is_beta
 
 VERSION = 3
 ROWS = {

@@ -20,7 +20,7 @@ from betahook.layer import Layers
 from betahook.measure.correlations import Correlations
 from betahook.measure.statistics import ROW, is_distributed
 from betahook.report.names import aligned
-from betahook.state import State
+from betahook.state.state import State
 from betahook.tap.listening import listening
 from betahook.tap.recorder import ATTRIBUTE
 

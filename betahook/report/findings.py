@@ -18,7 +18,7 @@ from betahook.layer import Layers
 from betahook.report import metrics
 from betahook.report.conditions import HELP, WORRYING, Condition, Numbers, advise, classify
 from betahook.report.names import aligned, plain, short_names
-from betahook.state import State
+from betahook.state.state import State
 
 logger = logging.getLogger("betahook")
 

@@ -13,7 +13,7 @@ from betahook.control.base import at_bound
 from betahook.control.notes import Note
 from betahook.layer import Layers
 from betahook.measure.groups import HeadGroups
-from betahook.state import State
+from betahook.state.state import State
 
 MetricName = Literal[
     "beta",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from betahook.layer import Layers
-from betahook.state import State
+from betahook.state.state import State
 
 logger = logging.getLogger("betahook")
 

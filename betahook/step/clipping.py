@@ -23,7 +23,8 @@ from betahook.models import materialise
 from betahook.models.scaling import NoScalingError, Scaling, find_scalings
 from betahook.options import UnsupportedModelError
 from betahook.rerun import Hooked
-from betahook.state import HeadRange, State
+from betahook.state.ranges import HeadRange
+from betahook.state.state import State
 
 logger = logging.getLogger(__name__)
 NOT_PROPORTIONAL = (

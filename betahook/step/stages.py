@@ -18,7 +18,9 @@ from betahook.control.base import DECADES, Controller, Observation
 from betahook.control.notes import Note, checked, joined, pooled
 from betahook.layer import Layers
 from betahook.measure import statistics
-from betahook.state import State, heads_of, is_pooled, pending, release_refused
+from betahook.state import pending
+from betahook.state.ranges import heads_of
+from betahook.state.state import State, is_pooled, release_refused
 from betahook.step import training_loss
 from betahook.step.loss_scale import LossScale
 from betahook.tap import interface

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from betahook import rerun
 from betahook.control.base import Controller
 from betahook.measure.statistics import OF_STEP, is_distributed
-from betahook.state import State
+from betahook.state.state import State
 
 
 def connect(model: nn.Module, state: State, controllers: Sequence[Controller], undo: ExitStack) -> None:

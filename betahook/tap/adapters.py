@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from betahook import compat
-from betahook.state import State
+from betahook.state.state import State
 from betahook.tap.override import Override
 
 

@@ -19,7 +19,7 @@ from betahook import compat
 from betahook.measure.masks import Band, Given, Kind
 from betahook.measure.rows import PLAIN, ScoreMod
 from betahook.models import materialise
-from betahook.state import writing_to
+from betahook.state.state import writing_to
 from betahook.tap.recorder import Recorder
 
 _recorders: WeakSet[Recorder] = WeakSet()

@@ -20,7 +20,9 @@ from betahook.measure.rows import PLAIN, ScoreMod
 from betahook.measure.together import AttentionCall, room
 from betahook.models import materialise
 from betahook.models.discovery import AttentionModule
-from betahook.state import HeadRange, State, gain_of
+from betahook.state.factors import gain_of
+from betahook.state.ranges import HeadRange
+from betahook.state.state import State
 
 logger = logging.getLogger(__name__)
 ATTRIBUTE = "_betahook"

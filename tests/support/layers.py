@@ -6,7 +6,7 @@ from torch import nn
 from betahook.layer import AttentionLayer, size_of
 from betahook.models.discovery import AttentionModule
 from betahook.models.families import Facts
-from betahook.state import State
+from betahook.state.state import State
 from betahook.tap.recorder import Recorder
 
 CPU = torch.device("cpu")

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from betahook.measure.groups import HeadGroups, LayerSize
-from betahook.state import HeadRange, head_ranges, is_beta
+from betahook.state.ranges import HeadRange, head_ranges
+from betahook.state.state import is_beta
 from support.layers import attention, make
 
 
