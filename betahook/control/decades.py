@@ -115,7 +115,7 @@ class Decades(Controller):
         for name in ("relative", "together"):
             require(self, name, lambda value: isinstance(value, bool), "True or False")
         whole = f"a whole number from 1 to {DECADES:g}"
-        require(self, "decades", lambda decades: isinstance(decades, int) and 1 <= decades <= DECADES, whole)
+        require(self, "decades", lambda decades: at_least(1)(decades) and decades <= DECADES, whole)
         require(self, "resolution", lambda decades: 0 < decades <= 1, "above 0, at most 1")
         require(self, "drift", lambda drift: drift > 0, "a positive number")
 
