@@ -248,7 +248,7 @@ def extremes(scores: Tensor) -> tuple[Tensor, Tensor]:
     over = 0, 2, 3
     positive = scores.amax(over)
     if devices.is_cpu(scores.device):  # whose norm takes each score by itself
-        return torch.maximum(positive, -scores.amin(over)), positive
+        return torch.maximum(positive, 0 - scores.amin(over)), positive  # no -0 where all are 0
     return torch.linalg.vector_norm(scores, torch.inf, over), positive
 
 

@@ -25,7 +25,7 @@ def zero_padded(names: Sequence[str]) -> list[str]:
 
 def plain(number: float, digits: int = 3) -> str:
     """Write a number in so many significant digits, without an exponent where a reader needs none: `11,300`."""
-    return f"{float(f'{number:.{digits}g}'):,.12g}"
+    return f"{float(f'{number:.{digits}g}') + 0.0:,.12g}"  # -0.0 + 0.0 is 0.0
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

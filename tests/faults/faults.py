@@ -316,7 +316,7 @@ FAULTS = [
     Fault("betahook/measure/largest.py", "min(max(stop + band.high, 0), keys)", "min(max(start + band.high, 0), keys)"),
     Fault("betahook/measure/largest.py", "lowest <= band.low", "lowest < band.low"),
     Fault("betahook/measure/largest.py", "mask.pairs.shape[1] == 1", "mask.pairs.shape[1] > 0"),
-    Fault("betahook/measure/scores.py", "torch.maximum(positive, -scores.amin(over))", "positive"),
+    Fault("betahook/measure/scores.py", "torch.maximum(positive, 0 - scores.amin(over))", "positive"),
     Fault("betahook/measure/masks.py", "(addend <= too_low)", "(addend <= MASKED)"),
     Fault("betahook/measure/masks.py", "| (addend == least_half)", ""),
     Fault("betahook/measure/masks.py", "masked |= has_gap & low", "masked |= False"),

@@ -205,3 +205,8 @@ def test_the_overflow_bound_is_where_the_exponential_overflows(dtype):
     softmax = torch.promote_types(dtype, torch.float32)
     assert torch.tensor(bound * (1 - 1e-6), dtype=softmax).exp().isfinite()
     assert torch.tensor(bound * (1 + 1e-6), dtype=softmax).exp().isinf()
+
+
+def test_the_largest_of_scores_that_are_all_zero_has_no_sign():
+    largest, _ = scores.extremes(torch.zeros(1, 16, 3, 4))
+    assert not largest.signbit().any()

@@ -38,3 +38,4 @@ def test_numbers_that_are_read_at_a_glance():
     written = [plain(number) for number in (11252.9, 0.00195312, 8.0, 99.96, 1e30, float("nan"), float("inf"))]
     assert written == ["11,300", "0.00195", "8", "100", "1e+30", "nan", "inf"]
     assert plain(720.4, 2) == "720"
+    assert plain(-0.0) == "0"
