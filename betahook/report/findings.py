@@ -29,7 +29,7 @@ OFFSET = "still flat, or nearly: the logits of a row share a large offset, which
 """Said of the softmax of layers that explode so."""
 
 NAMED = 4
-"""Most layers that a sentence names; it counts the others."""
+"""Most layers, or runs of heads, that a sentence or a cell names; it counts the others."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def _layers(labels: Sequence[str], total: int) -> str:
         return f"all {total} layers"
     named = list(labels[:NAMED])
     if len(labels) > NAMED:
-        named.append(f"{len(labels) - NAMED} others")
+        named.append(_others(len(labels) - NAMED))
     return f"layer{'s' * (len(labels) > 1)} {_listed(named)}"
 
 
@@ -267,11 +267,17 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Write sorted numbers with their runs drawn together: `0-3, 7`."""
+    """Write sorted numbers with their runs drawn together: `0-3, 7`, or `0-3, 7, 9, 11 and 20 others`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    named = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:NAMED])
+    left_out = sum(map(len, runs[NAMED:]))
+    return f"{named} and {_others(left_out)}" if left_out else named
+
+
+def _others(count: int) -> str:
+    return f"{count} other{'s' * (count > 1)}"

@@ -67,5 +67,6 @@ def warn_of_nonfinite(state: State, layers: Layers) -> None:
 
 
 def _listed(places: Sequence[str], separator: str) -> str:
-    others = f" and {len(places) - NAMED} other layers" if len(places) > NAMED else ""
+    left_out = len(places) - NAMED
+    others = f" and {left_out} other layer{'s' * (left_out > 1)}" if left_out > 0 else ""
     return separator.join(places[:NAMED]) + others

@@ -40,13 +40,14 @@ def test_one_warning_names_layer_and_step(where, caplog):
         assert "beta stays where it was" in record.message
 
 
-def test_many_layers_are_not_all_named(caplog):
-    model = build("llama", num_hidden_layers=6)
+@pytest.mark.parametrize(("layers", "others"), [(6, "3 other layers"), (4, "1 other layer")])
+def test_many_layers_are_not_all_named(caplog, layers, others):
+    model = build("llama", num_hidden_layers=layers)
     with betahook.attach(model) as hook:
         (model(**inputs("llama")).loss * torch.nan).backward()
         hook.step()
         hook.metrics()
-    assert "model.layers.2.self_attn in step 1 and 3 other layers: beta stays" in caplog.text
+    assert f"model.layers.2.self_attn in step 1 and {others}: beta stays" in caplog.text
 
 
 def test_alerts_come_once_a_step_with_the_metrics():

@@ -239,6 +239,24 @@ def test_words():
     assert found.summary.endswith("Beta is 2 times the model's own.")
 
 
+@pytest.mark.parametrize(
+    ("heads", "cell"),
+    [
+        ((0, 2, 4, 6), "0, 2, 4, 6"),
+        ((0, 2, 4, 6, 8), "0, 2, 4, 6 and 1 other"),
+        (tuple(range(1, 64, 2)), "1, 3, 5, 7 and 28 others"),
+        ((*range(4), 7, 9, 11, *range(20, 40)), "0-3, 7, 9, 11 and 20 others"),
+    ],
+)
+def test_of_many_heads_the_first_are_named(heads, cell):
+    assert Findings.at(1, [finding(0, heads={Condition.SHARP: heads})]).rows()[1][-1] == f"sharp: {cell}"
+
+
+def test_one_layer_more_than_are_named():
+    found = Findings.at(1, [finding(layer, Condition.SHARP) for layer in range(5)] + [finding(5, since=0)])
+    assert "sharp in layers 0, 1, 2, 3 and 1 other (" in found.news
+
+
 def test_the_table():
     climbs = Note(Phase.CLIMB, 0.1, "on its way")
     found = Findings.at(
