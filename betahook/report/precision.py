@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from betahook.report.names import plain
+
 FORMATS = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 NEAR = 0.25
 """Share of a format's range from which on a score counts as near the overflow: another batch may have four times it."""
@@ -65,7 +67,7 @@ class Precision:
         if share > NEAR:
             return "overflows" if share > 1 else f"near overflow ({share:.0%} of the range)"
         if error > COARSE:
-            return f"weights off by {error:.0%}" if error < 1 else f"weights off {1 + error:.2g}-fold"
+            return f"weights off by {error:.0%}" if error < 1 else f"weights off {plain(1 + error, 2)}-fold"
         return "fine"
 
 

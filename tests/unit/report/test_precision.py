@@ -35,6 +35,7 @@ def test_the_range_is_that_of_the_scores_before_beta():
         (60.0, torch.bfloat16, "weights off by 26%"),
         (8.0, torch.float8_e4m3fn, "weights off by 65%"),
         (20.0, torch.float8_e4m3fn, "weights off 3.5-fold"),
+        (1_792.0, torch.bfloat16, "weights off 1,100-fold"),
         (224.0, torch.float8_e4m3fn, "near overflow (50% of the range)"),
         (float("nan"), torch.float16, "not measured"),
     ],
