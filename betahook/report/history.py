@@ -5,6 +5,7 @@ A writer keeps one and adds the findings of every log. No checkpoint holds it: t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from betahook.report.conditions import Numbers
@@ -12,6 +13,9 @@ from betahook.report.findings import Findings
 
 COLUMNS = 64
 """Most columns that are kept; beyond it, neighbours are merged."""
+
+LARGER = ("nonfinite", "max_logit", "logit_std")
+"""Numbers of which a merged column has the largest; the others are those at the lowest entropy."""
 
 TURN = 0.75
 """A move smaller than this share of the one before shows that beta turned back, perhaps twice, between two logs."""
@@ -66,7 +70,13 @@ class History:
         self._moves: list[float] = []
 
     def add(self, findings: Findings, step: int) -> None:
-        """Add the findings of a log at `step`, the step of the run that its other charts use."""
+        """Add the findings of a log at `step`, the step of the run that its other charts use.
+
+        A second log of a step becomes a part of the first; one of an earlier step begins the history anew.
+        """
+        last = self.columns[-1].last if self.columns else step
+        if step < last:
+            self.columns, self._logs, self._moves = [], 1, []
         column = Column(
             step,
             step,
@@ -77,6 +87,9 @@ class History:
             self._turns(findings),
         )
         self.latest = findings
+        if self.columns and step == last:
+            self.columns[-1] = replace(self.columns[-1].merge(column), logs=self.columns[-1].logs)
+            return
         if self.columns and self.columns[-1].logs < self._logs:
             self.columns[-1] = self.columns[-1].merge(column)
             return
@@ -101,7 +114,11 @@ def _turned(before: float, move: float) -> int:
 
 
 def _sharper(one: Numbers, other: Numbers) -> Numbers:
-    """The numbers with the lower entropy, and the larger of the logits; those measured, if the others were not."""
+    """The numbers with the lower entropy, and of the others the larger; those measured, if the others were not."""
     kept = one if one.relative_entropy < other.relative_entropy or other.entropy != other.entropy else other
-    largest = max((each.max_logit for each in (one, other) if each.max_logit == each.max_logit), default=kept.max_logit)
-    return replace(kept, max_logit=largest)
+    larger = {name: _larger(getattr(one, name), getattr(other, name)) for name in LARGER}
+    return replace(kept, **larger)
+
+
+def _larger(one: float, other: float) -> float:
+    return other if math.isnan(one) or other > one else one

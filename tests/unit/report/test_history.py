@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -54,13 +55,14 @@ def test_it_is_bounded_and_covers_all_steps(logs):
 
 def test_merging_keeps_the_sharpest_and_the_largest_and_every_turn():
     history = History(limit=1)
-    sharp, large = [numbers(ratio=0.1)], [numbers(max_logit=90.0)]
+    sharp, large = [numbers(ratio=0.1, logit_std=1.0)], [numbers(max_logit=90.0)]
     history.add(findings(1, layer_1=finding(1, sharp, note=Note(move=0.1))), 1)
     history.add(findings(2, layer_1=finding(1, large, gain=3.0, note=Note(Phase.SEARCH, move=-0.1))), 2)
     history.add(findings(3, layer_1=finding(1, [numbers()], gain=2.0, note=Note(Phase.SEARCH, -0.1))), 3)
     (column,) = history.columns
     assert column.numbers[1].relative_entropy == pytest.approx(0.1)
     assert column.numbers[1].max_logit == 90
+    assert column.numbers[1].logit_std == 2
     assert (column.gains[1], column.phases[1], column.turns) == (2.0, "search", (0, -1, 0))
 
 
@@ -70,3 +72,28 @@ def test_what_was_not_measured_gives_way():
     for step, layer in enumerate([nothing, finding(1, [numbers()]), nothing]):
         history.add(findings(step, layer_1=layer), step)
     assert history.columns[0].numbers[1] == pytest.approx(numbers())
+
+
+def test_what_was_not_finite_in_one_of_several_logs_stays():
+    history = History(limit=1)
+    lost = replace(numbers(math.nan, math.nan, math.nan), nonfinite=1.0)
+    for step, layer in enumerate([numbers(), lost, numbers(ratio=0.2)]):
+        history.add(findings(step, layer_1=replace(finding(1, [layer]), numbers=layer)), step)
+    assert history.columns[0].numbers[1].nonfinite == 1
+    assert history.columns[0].numbers[1].relative_entropy == pytest.approx(0.2)
+
+
+def test_a_second_log_of_a_step_becomes_a_part_of_the_first():
+    history = History(limit=4)
+    for step, large in [(1, 5.0), (2, 9.0), (2, 7.0), (2, math.nan), (3, 5.0)]:
+        history.add(findings(step, layer_1=finding(1, [numbers(max_logit=large)], gain=large)), step)
+    assert [(column.first, column.last, column.logs) for column in history.columns] == [(1, 1, 1), (2, 2, 1), (3, 3, 1)]
+    assert history.columns[1].numbers[1].max_logit == 9
+
+
+def test_a_log_of_an_earlier_step_begins_the_history_anew():
+    history = History(limit=2)
+    for step in (*range(10, 100, 10), 30, 40):
+        history.add(findings(step), step)
+    assert [(column.first, column.last, column.logs) for column in history.columns] == [(30, 30, 1), (40, 40, 1)]
+    assert history.latest.step == 40
