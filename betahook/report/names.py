@@ -16,6 +16,27 @@ def short_names(layers: Iterable[str]) -> list[str]:
     return [".".join(name[first : len(name) - last]) or ".".join(name) for name in parts]
 
 
+def fitting(names: Sequence[str], length: int) -> list[str]:
+    """Shorten names to `length` characters, or to as few as tell them apart.
+
+    Words that all of them share go first, then the middle: `encoder.block.0.layer.0.SelfAttention` becomes
+    `encoder.0.0.SelfAttention`, or `encoder.0.…fAttention`.
+    """
+    parts, distinct = [name.split(".") for name in names], len(set(names))
+    for word in dict.fromkeys(parts[0] if len(names) > 1 else []):
+        fewer = [[part for part in name if part != word] for name in parts]
+        is_shared = not word.isdecimal() and all(word in name for name in parts)
+        if is_shared and all(fewer) and len(set(map(tuple, fewer))) == distinct and _longest(parts) > length:
+            parts = fewer
+    names = [".".join(name) for name in parts]
+    for room in range(length, _longest(parts)):
+        for head in (*range(room // 2, 0, -1), *range(room // 2 + 1, room)):
+            cut = [_elided(name, head, room) for name in names]
+            if len(set(cut)) == distinct:
+                return cut
+    return names
+
+
 def zero_padded(names: Sequence[str]) -> list[str]:
     """Pad the numbers in names to one width, so that 2 stands before 10 wherever text is sorted."""
     numbers = [part for name in names for part in name.split(".") if part.isdecimal()]
@@ -38,3 +59,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 def _common(names: Sequence[Sequence[str]]) -> int:
     """Number of parts that all names begin with."""
     return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False)))
+
+
+def _longest(names: Sequence[Sequence[str]]) -> int:
+    return max(len(".".join(parts)) for parts in names)
+
+
+def _elided(name: str, head: int, length: int) -> str:
+    """A name of that length at most: its first `head` characters, and its last ones."""
+    return name if len(name) <= length else f"{name[:head]}…{name[len(name) - (length - head - 1) :]}"

@@ -100,7 +100,12 @@ FAULTS = [
     Fault("betahook/report/history.py", "turned = before * move < 0 or", "turned = before * move < 0 and"),
     Fault("betahook/report/history.py", "            self._logs *= 2", "            self._logs += 2"),
     Fault("betahook/report/history.py", "if one.relative_entropy < other", "if one.relative_entropy > other"),
-    Fault("betahook/report/pictures.py", "places = ((flat, FLAT), (", "places = ((1.0, FLAT), ("),
+    Fault(
+        "betahook/report/panels.py",
+        "places = ((flat, FLAT), (",
+        "places = ((1.0, FLAT), (",
+        ("tests/unit/report/test_pictures.py",),
+    ),
     Fault("betahook/report/summary.py", "{**self._seen, **summarise(findings)}", "summarise(findings)"),
     Fault("betahook/report/pictures.py", "if classify(numbers) is condition", "if numbers.sink > 0.5"),
     Fault("integrations/reports.py", "**chosen(self._metrics, self._quantities)}", "**self._metrics}"),

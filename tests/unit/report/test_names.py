@@ -2,7 +2,7 @@
 
 import pytest
 
-from betahook.report.names import plain, short_names, zero_padded
+from betahook.report.names import fitting, plain, short_names, zero_padded
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,38 @@ from betahook.report.names import plain, short_names, zero_padded
 def test_short_names(names, short):
     assert short_names(names) == short
     assert len(set(short)) == len(names)
+
+
+T5 = [f"encoder.block.{block}.layer.0.SelfAttention" for block in (0, 11)]
+T5 += [
+    f"decoder.block.{block}.layer.{place}" for block in (0, 11) for place in ("0.SelfAttention", "1.EncDecAttention")
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "length", "shown"),
+    [
+        (["0", "11"], 4, ["0", "11"]),
+        (["transformer.h.0.attn"], 28, ["transformer.h.0.attn"]),
+        (["transformer.h.0.attn"], 9, ["tran…attn"]),
+        (T5[::2], 28, ["encoder.0.0.SelfAttention", "decoder.0.0.SelfAttention", "decoder.11.0.SelfAttention"]),
+        (T5[:2], 12, ["0.0", "11.0"]),
+        (["a.x.1", "b.x.2"], 4, ["a.1", "b.2"]),
+        (["x.a.a", "x.a"], 4, ["a.a", "a"]),
+        (["x.a.a", "x.a"], 5, ["x.a.a", "x.a"]),
+        (["aaaa1zzzzzz", "aaaa2zzzzzz"], 7, ["aaaa1…z", "aaaa2…z"]),  # beyond the middle, where they differ
+    ],
+)
+def test_names_that_fit(names, length, shown):
+    assert fitting(names, length) == shown
+
+
+@pytest.mark.parametrize("length", range(1, 45))
+def test_names_that_fit_are_still_apart(length):
+    names = [*T5, "decoder.block.1.layer.1.EncDecAttention"]
+    shown = fitting(names, length)
+    assert len(set(shown)) == len(names)
+    assert length < 15 or max(map(len, shown)) <= length
 
 
 def test_padded_names_sort_as_numbers_do():

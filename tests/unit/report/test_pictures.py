@@ -1,6 +1,7 @@
 """The picture at a glance: its size, and that colours mean what they say, read back from the file."""
 
 import io
+import itertools
 import math
 from dataclasses import replace
 
@@ -8,14 +9,17 @@ import pytest
 
 from betahook.control.notes import Note
 from betahook.control.opening import Phase
-from betahook.report import pictures
-from betahook.report.conditions import Condition, classify
+from betahook.report import panels, pictures
+from betahook.report.conditions import Condition, Numbers, classify
 from betahook.report.history import History
-from betahook.report.pictures import FLAT, HEALTHY, PIXELS, SHARP, draw
+from betahook.report.panels import FLAT, HEALTHY, SHARP
+from betahook.report.pictures import PIXELS, draw
 from support.made_up_findings import finding, findings, numbers
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("matplotlib")
+FigureCanvasAgg = pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg
+Figure = pytest.importorskip("matplotlib.figure").Figure
 
 
 def drawn(logs, layers, heads, at=None):
@@ -75,12 +79,12 @@ def test_the_size_of_the_file(logs, layers, heads, kilobytes):
     [(1.0, 0.0), (1 + math.log(0.95) / math.log(100), FLAT), (0.25, HEALTHY), (0.1, SHARP), (0, 1.0)],
 )
 def test_the_limits_of_the_conditions_are_steps_of_the_scale(ratio, place):
-    assert pictures._place_of_entropy(numbers(ratio)) == pytest.approx(place, abs=1e-6)
+    assert panels.place_of_entropy(numbers(ratio)) == pytest.approx(place, abs=1e-6)
 
 
 def test_the_scale_has_no_gap_where_flat_ends():
     beyond = numbers(1 + math.log(0.9499) / math.log(100))
-    assert pictures._place_of_entropy(beyond) == pytest.approx(FLAT, abs=1e-3)
+    assert panels.place_of_entropy(beyond) == pytest.approx(FLAT, abs=1e-3)
 
 
 def test_the_scale_agrees_with_the_conditions():
@@ -89,12 +93,12 @@ def test_the_scale_agrees_with_the_conditions():
     for thousandths in range(1, 1000):
         each = numbers(thousandths / 1000)
         low, high = names[classify(each)]
-        assert low - 1e-9 <= pictures._place_of_entropy(each) <= high + 1e-9
+        assert low - 1e-9 <= panels.place_of_entropy(each) <= high + 1e-9
 
 
 def test_what_was_not_measured_has_no_colour():
-    assert math.isnan(pictures._place_of_entropy(numbers(math.nan)))
-    assert math.isnan(pictures._place_of_gain(math.nan))
+    assert math.isnan(panels.place_of_entropy(numbers(math.nan)))
+    assert math.isnan(panels.place_of_gain(math.nan))
     nothing = finding(0, [numbers(math.nan, math.nan, math.nan)], gain=math.nan)
     history = History()
     history.add(findings(0, 1, layer_0=nothing), 0)
@@ -118,3 +122,115 @@ def test_heads_that_are_sinks_or_dead_are_marked():
     assert len(shades(numbers())) == len(shades(flat)) == 1
     assert min(map(max, shades(replace(numbers(), sink=0.9)))) < 50
     assert max(map(min, shades(dead))) > 200
+
+
+def history_of(*steps, **change):
+    history = History()
+    for step in steps:
+        history.add(findings(step, **change), step)
+    return history
+
+
+def axes_of(pixels):
+    """Axes of a map of layers by step, as wide as that, in a figure of the resolution of the pictures."""
+    figure = FigureCanvasAgg(Figure(figsize=(4, 4), dpi=pictures.DPI)).figure
+    return figure.add_axes((0.1, 0.1, pixels / 400, 0.8))
+
+
+def test_long_labels_stay_on_the_page_and_off_the_maps():
+    history = history_of(1, layers=4)
+    labels = [f"decoder.block.{index}.layer.1.EncDecAttention" for index in range(4)]
+    image = colours(draw(history, labels))
+    for left, right in ((0, 15), (580, 618)):  # before the labels of the left maps, and of the right ones
+        assert image.crop((left, 96, right, 340)).getcolors() == [((right - left) * 244, (255, 255, 255))]
+
+
+@pytest.mark.parametrize(("layers", "lines"), [(1, 1), (12, 2)])
+def test_the_header_takes_two_lines_where_one_is_too_short(layers, lines):
+    kinds = [numbers(), numbers(0.05), numbers(0.2), numbers(0.999), numbers(max_logit=200.0), numbers(logit_std=1e-3)]
+    alike = {f"layer_{index}": finding(index, [kinds[index % 6]]) for index in range(layers)}
+    history = History()
+    history.add(findings(1, 0, **alike), 1)
+    second = colours(draw(history, history.latest.labels)).crop((0, 34, 1200, 52))
+    assert (len(second.getcolors()) > 1) is (lines == 2)
+
+
+def test_the_header_names_the_step_of_the_axis():
+    def header(step_of_hook):
+        history = History()
+        history.add(findings(step_of_hook), 4000)
+        return colours(draw(history, history.latest.labels)).crop((0, 0, 1200, 50)).tobytes()
+
+    assert header(7) == header(4000)
+
+
+@pytest.mark.parametrize(
+    ("steps", "edges"),
+    [
+        ((1,), [0, 1]),
+        ((0,), [0, 1]),
+        ((1, 50, 100), [0, 1, 50, 100]),  # as with logging_first_step
+        ((310, 320, 330), [300, 310, 320, 330]),
+        ((0, 10, 20), [0, 10, 20, 30]),
+    ],
+)
+def test_no_column_begins_before_the_run(steps, edges):
+    assert pictures._edges(history_of(*steps).columns) == edges
+
+
+def test_rows_of_one_key_have_no_ticks():
+    one_key = Numbers(0.0, 8.0, 0.0, math.nan, math.nan)
+    history = history_of(1, layers=1, layer_0=replace(finding(0, [one_key]), numbers=one_key))
+    panel = panels.panels(history)[1]
+    assert (panel.hint, panel.ticks) == ("one key a row", [])
+    nothing = replace(one_key, logit_std=math.nan)
+    history = history_of(1, layers=1, layer_0=replace(finding(0, [nothing]), numbers=nothing))
+    assert panels.panels(history)[1].hint == "exp(entropy)"
+    assert panels.panels(history_of(1))[1].hint == "exp(entropy), of 100"
+
+
+@pytest.mark.parametrize("share", range(1, 10))
+def test_the_words_of_phases_do_not_overlap(share):
+    history, axes = History(), axes_of(280)
+    for step in range(1, 31):
+        note = Note(Phase.WARM_UP if step <= share else Phase.CLIMB, 0.1)
+        history.add(findings(step, 1, layer_0=finding(0, [numbers()], note=note)), step)
+    axes.set_xlim(0, 30)
+    pictures._draw_phases(axes, history.columns, range(31))
+    boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.x0)
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+    assert [text.get_text() for text in axes.texts][-1] == "climb"
+
+
+@pytest.mark.parametrize("logs", [10, 64])
+def test_turns_do_not_merge_into_a_bar(logs):
+    history, axes = History(), axes_of(280)
+    for step in range(logs):
+        note = Note(Phase.SEARCH, 0.1 * (-1) ** step)
+        history.add(findings(step, 1, layer_0=finding(0, [numbers()], note=note)), step)
+    axes.set_xlim(0, logs)
+    assert pictures._draw_turns(axes, history.columns, range(logs + 1), 1)
+    size = axes.collections[0].get_sizes()[0] ** 0.5 * pictures.DPI / 72
+    places = sorted(axes.transData.transform(each)[0] for every in axes.collections for each in every.get_offsets())
+    assert min(right - left for left, right in itertools.pairwise(places)) > size
+    assert len(places) == logs - 1 if logs == 10 else 15 < len(places) < 40
+
+
+@pytest.mark.parametrize(("heads", "layers", "are_marked"), [(32, 32, True), (64, 48, False), (8, 100, False)])
+def test_marks_too_small_to_read_are_left_out(heads, layers, are_marked):
+    alike = {f"layer_{index}": finding(index, [numbers(1.0, logit_std=0.001)] * heads) for index in range(layers)}
+    history = History()
+    history.add(findings(1, 0, **alike), 1)
+    image = colours(draw(history, history.latest.labels))
+    assert (len(image.crop((970, 100, 1085, 340)).getcolors()) > 1) is are_marked
+
+
+def test_what_was_not_finite_is_neither_grey_nor_on_the_scale():
+    lost = Numbers(1.0, math.nan, math.nan, math.nan, math.nan)
+    history = history_of(1, layers=2, layer_0=replace(finding(0, [lost, numbers()]), numbers=lost))
+    image = colours(draw(history, ["0", "1"]))
+    for y in (150, 520):
+        assert image.getpixel((200, y)) == (255, 225, 25)
+    assert image.getpixel((990, 150)) == (255, 225, 25)  # its first head
+    assert image.getpixel((1060, 150)) == image.getpixel((200 + 603, 280))  # its second, as the other layer
+    assert image.getpixel((800, 520)) != (255, 225, 25)  # beta was not lost

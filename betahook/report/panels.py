@@ -1,0 +1,180 @@
+"""The four quantities of the picture at a glance: their names, colours and scales.
+
+`report.pictures` draws them. Colours are fixed by meaning, not by the data: blue is flat, pale is healthy, orange is
+sharp, dark red looks at one key, with the limits of `report.conditions`. Beta has another scale, purple to green. Both
+can be told apart by the colour-blind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median_high
+from typing import TYPE_CHECKING
+
+import numpy
+
+from betahook.control.base import DECADES
+from betahook.report.conditions import RULES, Condition, Numbers
+from betahook.report.history import History
+
+if TYPE_CHECKING:
+    from matplotlib.colors import Colormap
+
+UNKNOWN, LOST = "#c4c4c4", "#ffe119"
+"""Colours of what was not measured, and of what was not finite: on no scale."""
+LEVELS, GREYS = 40, 24
+"""Colours of each scale, and of text. The file has no others, which makes it a third as large."""
+
+LIMITS = {rule.condition: rule.limit for rule in reversed(RULES)}
+FLAT, HEALTHY, SHARP = 0.2, 0.7, 0.85
+"""Ends of flat, healthy and sharp on the scale, from 0 to 1."""
+
+SCALE = (
+    (0.0, FLAT, ("#123e7c", "#5f9bd6")),
+    (FLAT, HEALTHY, ("#d3e4f3", "#f7f6f1", "#fbe3c0")),
+    (HEALTHY, SHARP, ("#f7a43c", "#e4671e")),
+    (SHARP, 1.0, ("#b3200f", "#40060c")),
+)
+"""Begin, end and colours of each part: the steps between them are the limits."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One quantity.
+
+    Attributes:
+        title: its name.
+        hint: how to read it.
+        of_numbers: numbers and beta over the model's own to a place on the scale, from 0 to 1.
+        ticks: places on the scale, with their labels.
+        words: places on the scale of the names of its parts.
+        scale: name of the scale.
+        lowest: place at which its legend begins.
+        marks: the meaning of its marks, said where they are legible; empty for none.
+    """
+
+    title: str
+    hint: str
+    of_numbers: Callable[[Numbers, float], float]
+    ticks: Sequence[tuple[float, str]]
+    words: Sequence[tuple[float, str]]
+    scale: str = "meaning"
+    lowest: float = 0.0
+    marks: str = ""
+
+    def place(self, numbers: Numbers, gain: float) -> float:
+        """The place on the scale: NaN for what was not measured, beyond the end for what was not finite."""
+        return 2.0 if self.scale == "meaning" and numbers.nonfinite > 0 else self.of_numbers(numbers, gain)
+
+
+def panels(history: History) -> list[Panel]:
+    """Return what to show of a history, the ticks being those of its number of keys."""
+    keys = _typical_keys(history)
+    counted = keys > 1
+    measured = any(numbers.logit_std == numbers.logit_std for numbers in history.columns[-1].numbers)
+    return [
+        Panel(
+            "Std of the logits",
+            "as softmax sees them, within rows",
+            lambda numbers, gain: _interpolate(numbers.logit_std, *STD_SCALE),
+            [(place, f"{value:g}") for value, place in zip(*STD_SCALE, strict=True) if value > 0.01],
+            ((0.1, "flat"), (0.45, "healthy"), (0.85, "sharp")),
+        ),
+        Panel(
+            "Keys looked at",
+            f"exp(entropy), of {keys:.0f}" if counted else "one key a row" if measured else "exp(entropy)",
+            lambda numbers, gain: place_of_entropy(numbers),
+            _ticks_of_keys(keys) if counted else [],
+            ((0.1, "flat"), (0.45, "healthy"), (0.775, "sharp"), (0.925, "1 key")),
+            marks="\u25cb sink, \u00d7 dead",
+        ),
+        Panel(
+            "Largest logit",
+            f"in size; exploding above {LIMITS[Condition.EXPLODING]:g}",
+            lambda numbers, gain: _interpolate(numbers.max_logit, *LOGIT_SCALE),
+            [(place, f"{value:g}") for value, place in zip(*LOGIT_SCALE, strict=True)],
+            ((0.52, "fine"), (0.775, "large"), (0.925, "too large")),
+            lowest=LOGIT_SCALE[1][0],
+        ),
+        Panel(
+            "Beta over the model's own",
+            "",
+            lambda numbers, gain: place_of_gain(gain),
+            [(place_of_gain(gain), f"{gain:g}") for gain in (1e-3, 1e-2, 0.1, 0.5, 1, 2, 10, 100, 1e3)],
+            ((0.12, "lowered"), (0.88, "raised")),
+            scale="gain",
+            marks="triangles: it turned back",
+        ),
+    ]
+
+
+STD_SCALE = ((0.01, 0.32, 1.0, 3.0, 10.0, 30.0, 100.0), (0.0, FLAT, 0.37, 0.53, HEALTHY, SHARP, 1.0))
+"""Stds of the logits, and their places."""
+LOGIT_SCALE = ((0.5, 10.0, 30.0, 50.0, 100.0, 1000.0), (0.3, 0.5, 0.6, HEALTHY, SHARP, 1.0))
+
+
+def _interpolate(value: float, values: Sequence[float], places: Sequence[float]) -> float:
+    """The place of a value, linear in its logarithm between those given; NaN for NaN."""
+    return float(numpy.interp(math.log(max(value, values[0])), numpy.log(values), places))
+
+
+def place_of_entropy(numbers: Numbers) -> float:
+    """The share of keys in the flat part, beyond it the entropy over that of flat attention."""
+    share, ratio, limit = numbers.keys_share, numbers.relative_entropy, LIMITS[Condition.FLAT]
+    if math.isnan(ratio):
+        return math.nan
+    if share > limit:
+        return FLAT * min(max((1 - share) / (1 - limit), 0.0), 1.0)
+    flat = 1 + math.log(limit) / numbers.flat_entropy
+    places = ((flat, FLAT), (LIMITS[Condition.SHARP], HEALTHY), (LIMITS[Condition.ONE_KEY], SHARP), (0.0, 1.0))
+    for (high, begin), (low, end) in pairwise(places):
+        if ratio >= low:
+            return begin + (high - ratio) / (high - low) * (end - begin) if high > low else end
+    return 1.0
+
+
+def place_of_gain(gain: float) -> float:
+    """Half at 1; the root spreads the small changes, the ends are the bounds of the controllers."""
+    if not gain > 0:
+        return math.nan
+    decades = math.log10(gain) / DECADES
+    return 0.5 + 0.5 * math.copysign(min(abs(decades), 1.0) ** 0.5, decades)
+
+
+def _typical_keys(history: History) -> float:
+    flat = [x.flat_entropy for x in history.columns[-1].numbers if x.flat_entropy == x.flat_entropy]
+    return math.exp(median_high(flat)) if flat else math.nan
+
+
+def _ticks_of_keys(keys: float) -> list[tuple[float, str]]:
+    places = [(place, keys**ratio) for place, ratio in ((HEALTHY, 0.25), (SHARP, 0.1), (0.45, 0.62))]
+    return [(place, _count(count)) for place, count in [*places, (1.0, 1), (FLAT, 0.95 * keys), (0.0, keys)]]
+
+
+def _count(keys: float) -> str:
+    return f"{keys:.0f}" if keys >= 10 else f"{keys:.2g}"
+
+
+def colormap(scale: str) -> Colormap:
+    """Return the colours of a scale."""
+    from matplotlib import colormaps
+    from matplotlib.colors import LinearSegmentedColormap
+
+    if scale == "gain":
+        return colormaps["PRGn"].resampled(LEVELS).with_extremes(bad=UNKNOWN, over=LOST)
+    stops: list[tuple[float, str]] = []
+    for begin, end, part in SCALE:
+        stops += [(begin + (end - begin) * i / (len(part) - 1), colour) for i, colour in enumerate(part)]
+    return LinearSegmentedColormap.from_list("meaning", stops, N=LEVELS).with_extremes(bad=UNKNOWN, over=LOST)
+
+
+def palette() -> list[int]:
+    """Red, green and blue of every colour, from 0 to 255."""
+    from matplotlib.colors import to_rgb
+
+    scales = [colormap(scale)(level)[:3] for scale in ("meaning", "gain") for level in range(LEVELS)]
+    greys = [(shade / (GREYS - 1),) * 3 for shade in range(GREYS)]
+    return [round(255 * part) for colour in [*scales, *greys, to_rgb(UNKNOWN), to_rgb(LOST)] for part in colour]
