@@ -18,6 +18,7 @@ from betahook.examination import Examination
 from betahook.measure.statistics import geometric_mean
 from betahook.report import pictures
 from betahook.report.audit import Audit
+from betahook.report.charts import steps_of
 from betahook.report.conditions import HELP, Condition
 from betahook.report.document import Block, Chart, Document, Picture, Table, Text
 from betahook.report.findings import Findings
@@ -98,12 +99,12 @@ def run(folder: str, found: Run, judged: tuple[Findings, Audit] | None) -> Docum
     if found.picture is not None:
         note = "Blue is flat, orange sharp, dark red looks at one key; beta over the model's own at the lower right."
         blocks.append(Picture(found.picture, "layer by step, and layer by head", "At a glance", note))
-    blocks += [*(chart for chart in charts(found) if any(chart.lines.values())), *tables, footer(sources(found))]
+    blocks += [*charts(found), *tables, footer(sources(found))]
     return Document(f"Attention in {Path(folder).resolve().name}", blocks)
 
 
 def charts(found: Run) -> list[Chart]:
-    """Return the charts of a run; lines of which nothing was logged have no points."""
+    """Return the charts of a run of which something was logged, over the same steps."""
     loss = {"training": found.curve("train/loss", f"{GROUP}/loss"), "evaluation": found.curve("eval/loss")}
     shares = {
         tag.removeprefix(f"{GROUP}/layers_").replace("_", " "): points
@@ -112,7 +113,7 @@ def charts(found: Run) -> list[Chart]:
     }
     ends = {end: found.curve(f"{GROUP}/log10_beta_over_own_{end}") for end in ("lowest", "highest")}
     spread = {end: [(step, 10.0**value) for step, value in points] for end, points in ends.items()}
-    return [
+    made = [
         Chart("Loss", loss),
         Chart("Largest logit", {"largest logit": found.curve(f"{GROUP}/max_logit")}, logarithmic=True),
         Chart("Share of the layers in each condition", shares, colours=COLOURS, ends=(-0.05, 1.05)),
@@ -120,6 +121,8 @@ def charts(found: Run) -> list[Chart]:
         Chart("Beta over the model's own: range", spread, logarithmic=True),
         Chart("Beta over the model's own, by layer, at checkpoints", _gains(found), logarithmic=True),
     ]
+    logged = [chart for chart in made if any(chart.lines.values())]
+    return [replace(chart, steps=steps_of(logged)) for chart in logged]
 
 
 def betas(state: dict[str, Any]) -> Table:

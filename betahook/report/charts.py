@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from betahook.report.document import Chart
 
@@ -20,38 +20,57 @@ Point = tuple[float, float]
 
 
 def draw(chart: Chart) -> str:
-    """Draw a chart; values that are no finite numbers, or not positive on a logarithmic axis, are left out."""
+    """Draw a chart; a cross marks the steps of values that are not finite, and a logarithmic axis has positive ones."""
     lines = {name: [point for point in points if _is_drawn(point, chart)] for name, points in chart.lines.items()}
-    lines = {name: points for name, points in lines.items() if points}
-    if not lines:
-        return '<p class="note">nothing was logged</p>'
-    steps = [step for points in lines.values() for step, _ in points]
+    lost = {name: [step for step, value in points if not math.isfinite(value)] for name, points in chart.lines.items()}
+    names = [name for name in lines if lines[name] or lost[name]]
     values = [value for points in lines.values() for _, value in points]
+    if not values:
+        return f'<p class="note">{"not finite at any step" if names else "nothing was logged"}</p>'
     low, high = chart.ends or _range(values, chart.logarithmic)
-    first, last = min(steps), max(max(steps), min(steps) + 1)
+    first, last = chart.steps or steps_of([chart])
 
     def place(point: Point) -> str:
         return f"{_x(point[0], first, last):.1f},{_y(point[1], low, high, chart.logarithmic):.1f}"
 
-    colours = [chart.colours.get(name, colour) for name, colour in zip(lines, _colours(len(lines)), strict=True)]
+    colours = [chart.colours.get(name, colour) for name, colour in zip(names, _colours(len(names)), strict=True)]
     parts = [_axes(chart, (first, last), (low, high))]
-    for colour, (name, points) in zip(colours, lines.items(), strict=True):
-        tip = html.escape(
-            f"{name}: {points[0][1]:.4g} at step {points[0][0]:g}, {points[-1][1]:.4g} at {points[-1][0]:g}"
-        )
-        shape = f'<polyline stroke="{colour}" points="{" ".join(map(place, points))}"/>'
+    for colour, name in zip(colours, names, strict=True):
+        points = lines[name]
+        shape = f'<polyline stroke="{colour}" points="{" ".join(map(place, points))}"/>' if len(points) > 1 else ""
         if len(points) == 1:
             x, y = place(points[0]).split(",")
             shape = f'<circle fill="{colour}" cx="{x}" cy="{y}" r="3"/>'
-        parts.append(f"<g><title>{tip}</title>{shape}</g>")
+        crosses = (
+            f'<text style="fill:{colour}" x="{x}" y="{HEIGHT - BOTTOM + 4}" text-anchor="middle">\u00d7</text>'
+            for x in sorted({round(_x(step, first, last)) for step in lost[name]})
+        )
+        parts.append(f"<g><title>{html.escape(_tip(name, points, lost[name]))}</title>{shape}{''.join(crosses)}</g>")
     svg = (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(chart.title)}">{"".join(parts)}</svg>'
     )
-    return svg + (_legend(list(lines), colours) if len(lines) > 1 or chart.colours else "")
+    named = len(names) <= NAMED or bool(chart.colours)
+    return svg + (_legend(names, colours, named) if len(names) > 1 or chart.colours else "")
+
+
+def steps_of(charts: Iterable[Chart]) -> Point:
+    """Return the ends of an axis of steps that all points of some charts fit on."""
+    steps = [step for chart in charts for points in chart.lines.values() for step, _ in points]
+    return min(steps), max(max(steps), min(steps) + 1)
 
 
 def _is_drawn(point: Point, chart: Chart) -> bool:
     return math.isfinite(point[1]) and (point[1] > 0 or not chart.logarithmic)
+
+
+def _tip(name: str, points: Sequence[Point], lost: Sequence[float]) -> str:
+    said = []
+    if points:
+        (first, begin), (last, end) = points[0], points[-1]
+        said.append(f"{begin:.4g} at step {first:g}, {end:.4g} at {last:g}")
+    if lost:
+        said.append(f"not finite at step {lost[0]:g}" + f" and {len(lost) - 1} more" * (len(lost) > 1))
+    return f"{name}: {'; '.join(said)}"
 
 
 def _range(values: Sequence[float], logarithmic: bool) -> Point:
@@ -118,8 +137,8 @@ def _between(share: float) -> str:
     return f"rgb({mix[0]},{mix[1]},{mix[2]})"
 
 
-def _legend(names: Sequence[str], colours: Sequence[str]) -> str:
-    if len(names) <= NAMED:
+def _legend(names: Sequence[str], colours: Sequence[str], named: bool) -> str:
+    if named:
         entries = [
             f'<span><i style="background:{colour}"></i>{html.escape(name)}</span>'
             for name, colour in zip(names, colours, strict=True)

@@ -84,6 +84,7 @@ class Chart:
         note: below it, on how to read it.
         colours: of lines by name, where they have a meaning.
         ends: of the axis of values; None fits it to them.
+        steps: ends of the axis of steps; None fits it to them.
     """
 
     title: str
@@ -92,6 +93,7 @@ class Chart:
     note: str = ""
     colours: Mapping[str, str] = field(default_factory=dict)
     ends: tuple[float, float] | None = None
+    steps: tuple[float, float] | None = None
 
 
 Block = Text | Table | Picture | Chart

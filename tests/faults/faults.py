@@ -133,8 +133,8 @@ FAULTS = [
     Fault("betahook/report/charts.py", "chart.ends or _range", "_range", ("tests/unit/report/test_html.py",)),
     Fault(
         "betahook/report/charts.py",
-        "len(lines) > 1 or chart.colours",
-        "len(lines) > 1",
+        "len(names) > 1 or chart.colours",
+        "len(names) > 1",
         ("tests/unit/report/test_html.py",),
     ),
     Fault("integrations/tensorboard.py", "if tag not in PLACES:", "if tag:"),

@@ -323,6 +323,20 @@ def test_report_of_tensorboard_files_alone(tmp_path):
     assert "img" in shown.seen
 
 
+def test_all_charts_of_a_report_have_the_same_steps(tmp_path):
+    page = tmp_path / "page.html"
+    begins = {"train/loss": 0, "attention/max_logit": 500, "attention/lowest_entropy": 900}
+    with SummaryWriter(str(tmp_path)) as writer:
+        for tag, begin in begins.items():
+            for step in range(begin, 1001, 100):
+                writer.add_scalar(tag, float("nan") if step == 900 and tag == "train/loss" else 1.0, step)
+    assert main(["report", str(tmp_path), "--html", str(page)]) == 0
+    shown = Page(page)
+    lines = re.findall('polyline[^>]* points="([^"]+)"', shown.source)
+    assert [float(line.split(",")[0]) for line in lines] == [62, 62 + 484 * 0.5, 62 + 484 * 0.9]
+    assert "training: 1 at step 0, 1 at 1000; not finite at step 900" in shown.texts
+
+
 def test_report_says_why_it_cannot(tmp_path, capsys):
     page = str(tmp_path / "page.html")
     assert main(["report", str(tmp_path), "--html", page]) == 1

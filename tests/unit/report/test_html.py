@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from betahook.cli.pages import COLOURS
 from betahook.report import charts, html
 from betahook.report.document import Chart, Document, Picture, Table, Text
 
@@ -60,8 +61,34 @@ def test_what_cannot_be_drawn_is_left_out():
     nan, inf = float("nan"), float("inf")
     assert len(points(charts.draw(Chart("t", {"x": [(0, 1.0), (1, nan), (2, inf), (3, 2.0)]})))) == 2
     assert len(points(charts.draw(Chart("t", {"x": [(0, 1.0), (1, 0.0), (3, 2.0)]}, logarithmic=True)))) == 2
-    assert "nothing was logged" in charts.draw(Chart("t", {"x": [(0, nan)]}))
+    assert "nothing was logged" in charts.draw(Chart("t", {"x": []}))
     assert "<circle" in charts.draw(Chart("t", {"x": [(3, 2.0)]}))
+
+
+def test_what_is_not_finite_is_marked_at_its_step():
+    nan, inf = float("nan"), float("inf")
+    drawn = charts.draw(Chart("t", {"x": [(0, 1.0), (5, nan), (7, inf), (10, 2.0)], "y": [(5, nan)]}))
+    middle, later = (charts.LEFT + share * (charts.WIDTH - charts.LEFT - charts.RIGHT) for share in (0.5, 0.7))
+    crosses = re.findall(r'style="fill:(#\w+)" x="([\d.]+)" y="([\d.]+)"[^>]*>\u00d7', drawn)
+    assert [colour for colour, _, _ in crosses] == [*charts.DISTINCT[:1] * 2, charts.DISTINCT[1]]
+    assert [float(x) for _, x, _ in crosses] == pytest.approx([middle, later, middle], abs=0.5)
+    tips = re.findall("<title>(.*?)</title>", drawn)
+    assert tips == ["x: 1 at step 0, 2 at 10; not finite at step 5 and 1 more", "y: not finite at step 5"]
+    assert drawn.count("<span>") == 2
+    alone = charts.draw(Chart("t", {"x": [(0, nan), (1, inf)]}))
+    assert "not finite at any step" in alone
+    assert "svg" not in alone
+
+
+def test_thousands_of_crosses_are_no_more_than_there_are_pixels():
+    line = [(0, 1.0), *((step, float("nan")) for step in range(1, 10_000))]
+    assert charts.draw(Chart("t", {"x": line})).count("\u00d7") <= charts.WIDTH
+
+
+def test_the_legend_of_many_lines_has_the_colours_that_they_have():
+    lines = {name: [(1, 0.1), (2, 0.2)] for name in list(COLOURS)[:7]}
+    drawn = charts.draw(Chart("t", lines, colours=COLOURS))
+    assert re.findall('background:([^"]+)"', drawn) == re.findall('stroke="([^"]+)"', drawn)
 
 
 def test_few_lines_are_named_and_many_run_through_a_scale():
@@ -72,6 +99,11 @@ def test_few_lines_are_named_and_many_run_through_a_scale():
     many = charts.draw(Chart("t", {f"l{index}": line for index in range(64)}))
     assert many.count("<span>") == 1
     assert len(set(re.findall(r'stroke="(rgb[^"]+)"', many))) > 30
+
+
+def test_an_axis_of_given_steps():
+    drawn = points(charts.draw(Chart("t", {"x": [(50, 1.0), (100, 2.0)]}, steps=(0, 100))))
+    assert [x for x, _ in drawn] == [(charts.LEFT + charts.WIDTH - charts.RIGHT) / 2, charts.WIDTH - charts.RIGHT]
 
 
 def test_an_axis_of_given_ends():
