@@ -50,7 +50,7 @@ def inspect(name: str) -> Document:
                 layer.name,
                 str(layer.heads),
                 str(layer.head_dim),
-                pages.number(layer.beta_default),
+                pages.number(layer.beta_default) or "unknown",
                 *_places(layer),
                 foresee(hook, layer) or "possible",
             ]
@@ -153,7 +153,7 @@ def _windows(name: str, text: str, length: int, count: int) -> torch.Tensor:
 
 
 def _run_on_nothing(model: PreTrainedModel) -> None:
-    """Run a forward on the meta device, which shows each layer's own beta; a model that cannot shows none."""
+    """Run a forward on the meta device: it shows each layer's own beta, of those that it reaches before it fails."""
     # With a cache, transformers does not read positions back to look for packed sequences.
     cached = {"use_cache": True} if "use_cache" in signature(model.forward).parameters else {}
     with suppress(Exception), torch.no_grad():  # whatever code of the model raises there

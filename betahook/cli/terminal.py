@@ -8,9 +8,12 @@ from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
 from betahook.report.document import Document, Table, Text
+from betahook.report.names import fitting
 
 PIPED = 200
 """Width where the output is not a terminal, so that one row is one line."""
+BETWEEN, FOLDED, NAME = 3, 24, 12
+"""Widths: between columns, from which on a column may be folded, and below which no name is shortened."""
 
 
 def show(document: Document) -> None:
@@ -36,8 +39,16 @@ def _show_table(console: Console, table: Table) -> None:
         shown.add_column(
             RichText(name), justify="right" if numeric else "left", overflow="fold", no_wrap=numeric or column == 0
         )
-    for row in table.rows:
-        shown.add_row(*map(RichText, row))
+    for name, row in zip(_names(table, console.width), table.rows, strict=True):
+        shown.add_row(name, *map(RichText, row[1:]))
     console.print(shown)
     if table.note:
         console.print(RichText(table.note, style="dim"))
+
+
+def _names(table: Table, width: int) -> list[str]:
+    """Return the first column, shortened where the others leave it too little room."""
+    first, *others = zip(*table.rows, strict=True) if table.rows else [()]
+    widths = [max(map(len, (name, *cells))) for name, cells in zip(table.header[1:], others, strict=False)]
+    left = width - sum(min(each, FOLDED) + BETWEEN for each in widths)
+    return fitting(first, max(left, NAME))

@@ -62,7 +62,7 @@ def _common(names: Sequence[Sequence[str]]) -> int:
 
 
 def _longest(names: Sequence[Sequence[str]]) -> int:
-    return max(len(".".join(parts)) for parts in names)
+    return max((len(".".join(parts)) for parts in names), default=0)
 
 
 def _elided(name: str, head: int, length: int) -> str:

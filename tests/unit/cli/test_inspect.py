@@ -1,6 +1,7 @@
 """`betahook inspect`, called as the console script calls it."""
 
 import json
+import re
 
 import pytest
 from transformers import (
@@ -10,6 +11,7 @@ from transformers import (
     LlamaForCausalLM,
     RwkvConfig,
     SiglipVisionConfig,
+    T5Config,
     XLNetConfig,
 )
 
@@ -53,6 +55,36 @@ def test_inspect_says_where_the_weights_are(tmp_path, capsys, config, cells):
     config.save_pretrained(tmp_path)
     assert main(["inspect", str(tmp_path)]) == 0
     assert any(said.split()[: len(cells)] == cells for said in capsys.readouterr().out.splitlines())
+
+
+def terminal(monkeypatch, columns):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, for rich
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_inspect_keeps_a_layer_on_a_line_where_its_name_is_long(tmp_path, capsys, monkeypatch, columns):
+    sizes = dict(d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=32, vocab_size=64)
+    T5Config(**sizes, architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path)
+    terminal(monkeypatch, columns)
+    assert main(["inspect", str(tmp_path)]) == 0
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) <= columns
+    rows = [line.split() for line in lines if line.startswith(("encoder", "decoder"))]
+    assert len(rows) == 6
+    assert {row[-1] for row in rows} == {"possible"}
+    names = {80: "decoder.1.1.EncDecAttention", 120: "decoder.block.1.layer.1.EncDecAttention"}
+    assert rows[-1][0] == names[columns]
+
+
+def test_inspect_says_where_a_beta_is_unknown(tmp_path, capsys, monkeypatch):
+    """Of layers that no forward reaches, since the code of the model fails before."""
+    LlamaConfig(**SIZE).save_pretrained(tmp_path)
+    monkeypatch.setattr(models, "an_input", lambda model: {"nonsense": 1})
+    assert main(["inspect", str(tmp_path)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("layers.")]
+    assert [row[3] for row in rows] == ["unknown", "unknown"]
 
 
 def test_inspect_without_a_named_architecture(tmp_path, capsys):
