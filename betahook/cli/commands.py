@@ -32,6 +32,12 @@ KEPT = (
 )
 """Files beside the weights that a folded model needs too; optimizer and states of the training stay behind."""
 
+MERGE_FIRST = (
+    "in Python, load its base model and the adapter, then betahook.restore(model, folder), "
+    "merged = model.merge_and_unload(), one forward of it, betahook.fold(merged)"
+)
+"""The way to fold beta of a saved adapter."""
+
 
 def inspect(name: str) -> Document:
     """Say what `attach` finds in the model that a config describes, and what `fold` could do; no weights are read."""
@@ -85,7 +91,7 @@ def fold(folder: str, out: str) -> Document:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{out} exists already; give a new folder for the plain model")
     _check_state(folder)  # first: of the folder of a run it names the checkpoints
-    if (reason := models.obstacle(folder)) is not None:
+    if (reason := models.obstacle(folder, for_adapter=MERGE_FIRST)) is not None:
         raise FileNotFoundError(f"{folder} {reason}")
     model = models.with_weights(folder)
     hook = betahook.restore(model, folder)

@@ -79,8 +79,11 @@ def an_input(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tokens.to(model.device) % size for name, tokens in model.dummy_inputs.items()}
 
 
-def obstacle(name: str) -> str | None:
-    """Say why no config can be read from there, and what to do; None for a folder with one, or a name on the Hub."""
+def obstacle(name: str, *, for_adapter: str = "give the folder of its base model") -> str | None:
+    """Say why no config can be read from there, and what to do; None for a folder with one, or a name on the Hub.
+
+    What to do with an adapter depends on the command.
+    """
     folder = Path(name)
     if (folder / CONFIG_NAME).is_file():
         return None
@@ -92,7 +95,7 @@ def obstacle(name: str) -> str | None:
     if folder.is_file():
         return "is a file; give the folder of the model"
     if (folder / "adapter_config.json").is_file():
-        return "holds an adapter and no model; give the folder of its base model"
+        return f"holds an adapter and no model; {for_adapter}"
     return f"has no {CONFIG_NAME}; give the folder of a model saved by save_pretrained()"
 
 

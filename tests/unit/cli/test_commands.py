@@ -141,6 +141,33 @@ def test_fold_makes_the_plain_model_of_a_checkpoint(saved, tmp_path, capsys):
         assert torch.allclose(AutoModelForCausalLM.from_pretrained(out)(input_ids=ids).logits, expected, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:Unexpected keyword")  # both are of PEFT
+def test_fold_names_the_way_for_an_adapter(tmp_path, capsys):
+    peft = pytest.importorskip("peft")
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    build("llama").save_pretrained(base)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(build("llama"), config).eval()
+    with betahook.attach(adapted, controller="monitor", when="always") as hook, torch.no_grad():
+        adapted(**inputs("llama"))
+        for layer in hook.layers.values():
+            layer.beta = 2 * layer.beta_default
+        expected = adapted(**inputs("llama")).logits
+        adapted.save_pretrained(folder)
+    capsys.readouterr()
+    assert main(["fold", str(folder), str(tmp_path / "plain")]) == 1
+    assert capsys.readouterr().err == (
+        f"betahook fold: {folder} holds an adapter and no model; in Python, load its base model and the adapter, then "
+        "betahook.restore(model, folder), merged = model.merge_and_unload(), one forward of it, betahook.fold(merged)\n"
+    )
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+    betahook.restore(model, folder)
+    merged = model.merge_and_unload()
+    merged(**inputs("llama"))
+    betahook.fold(merged)
+    torch.testing.assert_close(merged(**inputs("llama")).logits, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_fold_overwrites_nothing(saved, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     assert main(["fold", str(saved / "hooked"), str(tmp_path)]) == 1
