@@ -142,11 +142,11 @@ _HOLD = "hold the logits with QK-norm, betahook.Clip or betahook.Cap"
 ADVICE = {
     Condition.UNMEASURED: "run forwards in training mode, then hook.step(); print(hook) names layers left alone",
     Condition.HEALTHY: "",
-    Condition.FLAT: "usual in the first steps; if it stays, raise beta, as the default controller does",
+    Condition.FLAT: "usual in the first steps; if it persists, raise beta, as the default controller does",
     Condition.SHARP: "watch whether the largest logit grows",
-    Condition.ONE_KEY: f"lower the learning rate or beta, or {_HOLD}",
+    Condition.ONE_KEY: f"some tasks ask for it; else lower the learning rate or beta, or {_HOLD}",
     Condition.SINK: "usual in causal models; the entropy says little here",
-    Condition.DEAD: "scores do not depend on q and k; if it stays, check that W_q and W_k are trained and not zero",
+    Condition.DEAD: "scores do not depend on q and k; if it persists, check that W_q and W_k are trained and not zero",
     Condition.EXPLODING: f"lower the learning rate, or {_HOLD}",
     Condition.NONFINITE: "look for the first NaN or infinity in inputs, loss and weights; beta stays where it was",
 }

@@ -138,11 +138,10 @@ class Findings(tuple[Finding, ...]):
                 began.setdefault(finding.condition, []).append(label)
         if not began:
             return ""
-        gravest = max(began)
         parts = [f"{condition} in {_layers(began[condition], len(self))}" for condition in sorted(began, reverse=True)]
-        advice = self._advice(gravest)
-        advice = f" ({advice})" if advice else ""
-        return f"step {self.step}: attention is now {_listed(parts)}{advice}"
+        if advice := self._advice(max(began)):  # beside the gravest, to which it belongs
+            parts[0] += f" ({advice})"
+        return f"step {self.step}: attention is now {_listed(parts)}"
 
     @property
     def is_worrying(self) -> bool:
