@@ -37,6 +37,14 @@ def test_the_page_has_every_name_that_is_known():
     assert sorted(name for name in names if f"`{name}`" not in PAGE) == []
 
 
+def test_a_clone_is_installed_editable():
+    """Else Python that starts in the clone finds `betahook/` there, and no `betahook.integrations`."""
+    pages = [DOCS.parent / "README.md", *DOCS.rglob("*.md"), *(DOCS.parent / "examples").rglob("*.md")]
+    commands = [line.strip() for page in pages for line in page.read_text().splitlines() if "pip install" in line]
+    assert commands
+    assert [command for command in commands if not command.startswith("pip install -e '.[trainer]'")] == []
+
+
 def test_the_pages_count_the_model_types_of_the_table():
     rows = [line.split(" | ") for line in (DOCS / "SUPPORT.md").read_text().splitlines() if line.startswith("| ")][2:]
     attached = [row for row in rows if "exact" in row[1] or "sampled" in row[1] or "exact" in row[2]]
