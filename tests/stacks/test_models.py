@@ -19,8 +19,12 @@ from support.pages import blocks, run
 from support.trainer import Tokens
 
 
-def page(heading, **names):
-    (code,) = blocks("docs/STACKS.md", heading)
+def page(heading, adapting=False, **names):
+    """Run the blocks below a heading; with beta adapting where they only watch, if asked."""
+    code = "".join(blocks("docs/STACKS.md", heading))
+    if adapting:
+        assert '"monitor"' in code
+        code = code.replace('"monitor"', '"default"')
     return run(code, torch=torch, **names)
 
 
@@ -42,14 +46,15 @@ def check_fold(model, hook, output, rtol=1e-4):
 # PEFT
 
 
-def test_lora_from_training_to_merge(tmp_path):
+@pytest.mark.parametrize("adapting", [False, True])
+def test_lora_from_training_to_merge(tmp_path, adapting):
     model = build("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = torch.utils.data.DataLoader(Tokens(), batch_size=16)
-    names = page("PEFT", model=model, optimizer=optimizer, batches=batches)
+    names = page("PEFT", adapting, model=model, optimizer=optimizer, batches=batches)
     again = type(model).from_pretrained(tmp_path / "plain").eval()
     torch.testing.assert_close(again(**inputs("llama")).logits, names["merged"].eval()(**inputs("llama")).logits)
-    assert again.config.betahook_folded["steps"] == 4
+    assert (again.config.betahook_folded["steps"] == 4) if adapting else not hasattr(again.config, "betahook_folded")
 
 
 # sentence-transformers
@@ -65,14 +70,16 @@ def sentences(tokenizer, tmp_path):
     return sentence_transformers.SentenceTransformer(modules=modules, device="cpu")
 
 
-def test_sentence_transformers(sentences, tmp_path):
+@pytest.mark.parametrize("adapting", [False, True])
+def test_sentence_transformers(sentences, tmp_path, adapting):
     pairs = Dataset.from_list([{"anchor": f"w{n} w{n + 1}", "positive": f"w{n} w{n + 2} w4"} for n in range(16)])
     loss = MultipleNegativesRankingLoss(sentences)
-    page("sentence-transformers", model=sentences, pairs=pairs, loss=loss)
+    page("sentence-transformers", adapting, model=sentences, pairs=pairs, loss=loss)
     again = sentence_transformers.SentenceTransformer(str(tmp_path / "plain"), device="cpu")
     text = ["w1 w2 w3"]
     assert (again.encode(text) == sentences.encode(text)).all()
-    assert again[0].auto_model.config.betahook_folded["steps"] == 2
+    config = again[0].auto_model.config
+    assert (config.betahook_folded["steps"] == 2) if adapting else not hasattr(config, "betahook_folded")
 
 
 def test_beta_of_a_sentence_transformer_is_restored(sentences, tmp_path):

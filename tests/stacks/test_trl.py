@@ -47,8 +47,14 @@ class Statistics(TrainerCallback):
         self.steps.append({name: layer.head_statistics for name, layer in self.callback.hook.layers.items()})
 
 
-def test_sft(tokenizer):
-    names = run(SFT, model=build("llama", "sdpa"), texts=TEXTS, tokenizer=tokenizer)
+# As on the page, where the callback watches, and without "monitor", where beta adapts.
+watching_or_adapting = pytest.mark.parametrize("controller", ['"monitor"', ""])
+
+
+@watching_or_adapting
+def test_sft(tokenizer, controller):
+    code = SFT.replace('"monitor"', controller)
+    names = run(code, model=build("llama", "sdpa"), texts=TEXTS, tokenizer=tokenizer)
     with pytest.raises(ValueError, match="not hooked"):
         betahook.fold(names["model"])
 
@@ -85,16 +91,21 @@ def test_packed_documents_count_one_by_one(tokenizer, tmp_path):
             torch.testing.assert_close(packed.mean, apart.mean, rtol=1e-5, atol=1e-5)
 
 
+@watching_or_adapting
 @pytest.mark.parametrize("given", [True, False])
-def test_dpo(tokenizer, saved, given):
+def test_dpo(tokenizer, saved, given, controller):
     model = AutoModelForCausalLM.from_pretrained(saved)
     reference = AutoModelForCausalLM.from_pretrained(saved) if given else None
-    names = run(DPO, model=model, reference=reference, preferences=PREFERENCES, tokenizer=tokenizer)
+    code = DPO.replace('"monitor"', controller)
+    names = run(code, model=model, reference=reference, preferences=PREFERENCES, tokenizer=tokenizer)
     reference = names["trainer"].ref_model
     before = AutoModelForCausalLM.from_pretrained(saved).state_dict()
     assert all(torch.equal(value, before[name]) for name, value in reference.state_dict().items())
     assert not hasattr(reference.config, "betahook_folded")
-    assert model.config.betahook_folded["steps"] == 2
+    if controller:
+        assert not hasattr(model.config, "betahook_folded")
+    else:
+        assert model.config.betahook_folded["steps"] == 2
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
@@ -127,9 +138,10 @@ def reward(completions, **kwargs):
     return [float(len(set(text.split()))) for text in completions]
 
 
-def test_grpo(tokenizer, saved):
+@watching_or_adapting
+def test_grpo(tokenizer, saved, controller):
     model = AutoModelForCausalLM.from_pretrained(saved)
-    run(GRPO, model=model, reward=reward, prompts=PROMPTS, tokenizer=tokenizer)
+    run(GRPO.replace('"monitor"', controller), model=model, reward=reward, prompts=PROMPTS, tokenizer=tokenizer)
     with pytest.raises(ValueError, match="not hooked"):
         betahook.fold(model)
 
