@@ -1,15 +1,18 @@
 """The Python in the README and in docs runs, block by block."""
 
 import copy
+import logging
 import re
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 
 import betahook
+from betahook.integrations.tensorboard import CALM
 from support.models import build, inputs
 from support.pages import blocks, run
 from support.trainer import Tokens
@@ -68,6 +71,46 @@ def test_the_blocks_of_the_page_of_findings(capsys):
     printed = capsys.readouterr().out
     assert "Step 1: of 2 layers" in printed
     assert re.search(r"^128 1 tensor\(0\.(89|90)", printed, re.MULTILINE)
+
+
+def test_the_blocks_of_the_page_of_metrics(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    logs, remarks = blocks("docs/METRICS.md")
+    lines = []
+    model, messages = build("llama").train(), logging.getLogger("betahook")
+    before = messages.level, list(messages.handlers)
+    try:
+        run(remarks)
+        with betahook.attach(model, controller="monitor") as hook:
+            model(**inputs("llama")).loss.backward()
+            hook.step()
+            hook.findings()
+            run(logs, hook=hook, step=10, run=SimpleNamespace(log=lambda numbers, step: lines.append((numbers, step))))
+    finally:
+        messages.level, (*_, handler) = before[0], messages.handlers
+        messages.removeHandler(handler)
+        handler.close()
+    assert messages.handlers == before[1]
+    assert "attention is now" in Path("betahook.log").read_text()
+    ((numbers, step),) = lines
+    assert step == 10
+    assert "attention/logit_std/model.layers.0.self_attn" in numbers
+
+
+def test_the_page_of_metrics_counts_the_charts_of_a_layer():
+    page = " ".join((ROOT / "docs/METRICS.md").read_text().split())
+    told = re.search(r"(\d+) for each layer under the default .*?, (\d+) under .*? draws (\d+) and (\d+) of", page)
+    counts = []
+    for controller in (betahook.Search(window=1, warmup=0, rise=False), "monitor"):
+        model = build("llama").train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with betahook.attach(model, controller=controller) as hook:
+            for _ in range(3):
+                model(**inputs("llama")).loss.backward()
+                optimizer.step()
+                hook.step()
+            counts.append(len({name.partition("/")[0] for name in hook.metrics()}))
+    assert [int(number) for number in told.groups()] == [*counts, *(count - len(CALM) for count in counts)]
 
 
 def test_a_fresh_model_at_a_high_rate():

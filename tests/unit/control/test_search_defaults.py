@@ -8,6 +8,8 @@ import pytest
 
 from betahook import Search
 from betahook.control.base import options
+from betahook.control.notes import Note
+from betahook.control.opening import Phase
 from support.observations import approx, decades, observe, run, sensitivities
 
 NAN = math.nan
@@ -111,6 +113,12 @@ def test_the_default_step_begins_at_a_tenth_of_a_decade_grows_by_half_to_a_fifth
     path = decades(run(Search(warmup=0, rise=False), sensitivities(*[sign for sign in signs for _ in range(10)])))
     taken = [after - before for before, after in zip([0, *path[9::10]], path[9::10], strict=False)]
     assert taken[: len(steps)] == approx(steps)
+
+
+def test_the_card_names_the_phases():
+    card = Path(__file__).parents[3].joinpath("docs/controllers/search.md").read_text()
+    rows = re.findall(r"^\| (\d) \| ([\w-]+) \|", card, re.MULTILINE)
+    assert rows == [(str(int(phase)), Note(phase).phase_name) for phase in Phase]
 
 
 def test_what_the_card_says_of_the_default():
