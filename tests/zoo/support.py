@@ -72,7 +72,8 @@ def read() -> dict[str, dict[str, str]]:
 
 
 def write(rows: list[dict[str, str]], seconds: list[float]) -> None:
-    """Write the page."""
+    """Write the page, its rows by the name of the model type."""
+    rows = sorted(rows, key=lambda row: row["model type"].casefold())
     attached = [row for row in rows if "exact" in row["eager"] or "sampled" in row["eager"]]
     table = [COLUMNS, ["---"] * len(COLUMNS), *(row.values() for row in rows)]
     lines = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
