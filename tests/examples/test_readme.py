@@ -14,7 +14,7 @@ import transformers
 import betahook
 from betahook.integrations.tensorboard import CALM
 from support.models import build, inputs
-from support.pages import blocks, run
+from support.pages import blocks, run, tables
 from support.trainer import Tokens
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +70,16 @@ def test_the_blocks_of_the_page_of_findings(capsys):
     run(makes_the_table)
     printed = capsys.readouterr().out
     assert "Step 1: of 2 layers" in printed
-    assert re.search(r"^128 1 tensor\(0\.(89|90)", printed, re.MULTILINE)
+    lines = re.findall(r"^(\d+) ([\d.]+) tensor\(([\d.]+)\) tensor\(([\d.]+)\)$", printed, re.MULTILINE)
+    ratios, shares = ({(int(line[0]), line[1]): float(line[at]) for line in lines} for at in (2, 3))
+    rows = {row[0]: row[1:] for row in tables("docs/FINDINGS.md")}
+    stds = rows["std of normal logits"]
+    assert len(lines) == 3 * len(stds)
+    for keys in (16, 128, 1024):
+        said = [float(number) for number in rows[f"entropy ratio, {keys:,} keys"]]
+        assert said == pytest.approx([ratios[keys, std] for std in stds], abs=0.006)
+    said = [float(number) for number in rows["keys looked at / all, 128 keys"]]
+    assert said == pytest.approx([shares[128, std] for std in stds], abs=0.006)
 
 
 def test_the_blocks_of_the_page_of_metrics(tmp_path, monkeypatch):

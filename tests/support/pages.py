@@ -15,6 +15,12 @@ def blocks(page, heading=None):
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
+def tables(page):
+    """The cells of each row of the tables on a page."""
+    lines = (ROOT / page).read_text().splitlines()
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| ")]
+
+
 def run(code, **names):
     """Run a block with what it takes as given; return all its names."""
     exec(compile(code, "page", "exec"), names)
