@@ -24,6 +24,7 @@ html_copy_source = False
 myst_heading_anchors = 4
 suppress_warnings = ["myst.header"]  # pages of a code host may skip a level of heading
 
+autodoc_mock_imports = ["lightning"]  # large; one page of the reference needs it
 autodoc_class_signature = "separated"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # napoleon writes them beside each argument

@@ -37,6 +37,19 @@ def test_the_page_has_every_name_that_is_known():
     assert sorted(name for name in names if f"`{name}`" not in PAGE) == []
 
 
+def test_the_reference_has_every_public_name():
+    reference = (DOCS / "site/reference.md").read_text()
+    documented = re.findall(r"^\.\. auto\w+:: (?:.*\.)?(\w+)$", reference, re.MULTILINE)
+    names = set(betahook.__all__) - {"__version__"}
+    for module in (DOCS.parent / "integrations").glob("*.py"):  # read, since not every framework is installed
+        names |= {
+            name
+            for line in re.findall(r"^__all__ = \[(.*)\]", module.read_text(), re.MULTILINE)
+            for name in re.findall(r"\w+", line)
+        }
+    assert sorted(names - set(documented)) == []
+
+
 def test_a_clone_is_installed_editable():
     """Else Python that starts in the clone finds `betahook/` there, and no `betahook.integrations`."""
     pages = [DOCS.parent / "README.md", *DOCS.rglob("*.md"), *(DOCS.parent / "examples").rglob("*.md")]
