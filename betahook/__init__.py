@@ -1,4 +1,4 @@
-"""betahook: measure the scale of attention scores while a model trains, and adapt the softmax inverse temperature."""
+"""betahook: measure the scale of attention scores while a model trains, and adapt beta, the factor on them."""
 
 from betahook.control import Cap, Clip, Controller, Decades, Gradient, Monitor, Observation, Search, Variance
 from betahook.control.beta_search import BetaSearch

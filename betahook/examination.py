@@ -51,7 +51,9 @@ class Examination:
             if (found := [each for each in self.precision if each.name == name and each.verdict != "fine"])
             and (worst := max(found, key=lambda each: float(each.weight_error.max())))
         ]
-        return "\n".join([str(self.findings), "", *(concerns or ["float16, bfloat16 and float8 would all do"])])
+        return "\n".join(
+            [str(self.findings), "", *(concerns or ["float16, bfloat16 and float8 would all be precise enough"])]
+        )
 
 
 def examine(

@@ -177,7 +177,7 @@ class Hook:
             self.last_call.input = None
 
     def pause(self) -> AbstractContextManager[None]:
-        """Measure no forward that runs in it, nor its backward; beta acts as before.
+        """Return a context manager in which no forward is measured, nor its backward; beta acts as before.
 
         For losses whose gradients you discard, as those of a generator's loss in its discriminator: the sensitivity
         adds up over all backward passes of a step, and `zero_grad` does not reset it. Reentrant gradient checkpointing

@@ -182,8 +182,8 @@ def _match_controllers(
         return ", ".join(written(entry["class"], entry["options"], kinds.get(entry["class"])) for entry in entries)
 
     other = (
-        f"the state belongs to other controllers: expected [{listed(own)}], got [{listed(given)}]. Go on with those, "
-        "or begin with others on the folded model: betahook.restore(model, folder), one forward, betahook.fold(model)"
+        f"the state belongs to other controllers: expected [{listed(own)}], got [{listed(given)}]. Use the saved "
+        "ones, or fold first and start new ones: betahook.restore(model, folder), one forward, betahook.fold(model)"
     )
     if [entry["class"] for entry in given] != [entry["class"] for entry in own]:
         raise ValueError(other)

@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
 
     report = _command(group, "report", "write what a run measured to one HTML file")
     report.add_argument("run", metavar="RUN", help="a folder with TensorBoard files, checkpoints or both")
-    report.add_argument("--html", type=Path, metavar="FILE", default=Path("betahook.html"), help="default: %(default)s")
+    page, where = Path("betahook.html"), "default: %(default)s in the current folder"
+    report.add_argument("--html", type=Path, metavar="FILE", default=page, help=where)
     report.set_defaults(act=lambda options: commands.report(options.run))
 
     show = _command(group, "show", "show the beta of each layer of a checkpoint")

@@ -36,8 +36,8 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
 
     Raises:
         FileNotFoundError: the folder has no state of betahook.
-        ValueError: the model's config does not say that it needs betahook; the file is damaged, of another model or
-            other controllers, or was saved with other weights than those of the model.
+        ValueError: the model was not loaded from a checkpoint that needs betahook; the file is damaged, of another
+            model or other controllers, or was saved with other weights than those of the model.
         RuntimeError: the model is hooked already.
     """
     if not isinstance(folder, str | os.PathLike):
@@ -101,10 +101,10 @@ def _read(model: nn.Module, path: Path) -> dict[str, Any]:
     # Only a config of transformers takes the mark, and not where the one beside the weights is an adapter's.
     takes = hasattr(getattr(model, "config", None), "to_json_file") and not hasattr(model, "peft_config")
     if takes and not marked:
-        load = f"; if it is a fresh one, load the weights of {path.parent} first, with from_pretrained"
+        load = f"; for a new model, load the weights of {path.parent} first, with from_pretrained"
         raise ValueError(
-            f"the config of this {type(model).__name__} does not say that it needs betahook: its beta is in the "
-            f"weights already, or is the default{load if path.exists() else f', and there is no {path}'}"
+            f"this {type(model).__name__} was not loaded from a checkpoint that needs betahook: its beta is in the "
+            f"weights already, or is the model's own{load if path.exists() else f', and there is no {path}'}"
         )
     if marked and not path.exists():
         raise FileNotFoundError(

@@ -43,14 +43,16 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack) -> None:
     own = choice == "own" or own_is_better
     if own:
         _let_own_act(hook, undo)
-    compared = f" (loss of the last batch: {losses[int(own)]:.4g} with it, {losses[int(not own)]:.4g} with the other)"
+    other = "the beta in force" if own else "the model's own"
+    compared = f" (loss of the last batch: {losses[int(own)]:.4g}; {losses[int(not own)]:.4g} with {other})"
     logger.warning(
-        "fold() after %d steps, while %s was still moving beta: it folds %s%s. Train a few hundred steps longer%s",
+        "fold() after %d steps, while %s was still moving beta: folding %s%s. Train a few hundred steps longer%s, or "
+        'choose the beta with unfinished="keep", "own" or "better"',
         hook.steps,
         hook.controllers,
         "the model's own beta, which leaves the weights as they are" if own else "the beta in force",
         "" if math.isnan(losses[0]) and math.isnan(losses[1]) else compared,
-        ", or without a rise, Search(rise=False)" if any(isinstance(x, Search) for x in hook.controllers) else "",
+        ", or use Search(rise=False)" if any(isinstance(x, Search) for x in hook.controllers) else "",
     )
 
 

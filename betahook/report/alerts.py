@@ -46,7 +46,7 @@ class Alerts:
         on_alert: called with each `Alert`; an exception from it ends the training.
         max_logit: alert above this largest absolute logit; None for no alert.
         entropy: alert below this mean entropy of the attention rows, in nats; None for no alert.
-        at_bound: True to alert when beta is at a bound of the controllers, see `control.base.DECADES`.
+        at_bound: True to alert when beta is 1,000 times the model's own, or a thousandth of it.
         logit_std: alert above this std of the logits within rows; None for no alert.
 
     Raises:

@@ -89,7 +89,7 @@ PREDICTIONS = {"classic": "sqrt(d_k)", "weights": "from W_q and W_k", "independe
 
 
 class Audit(tuple[LayerAudit, ...]):
-    """One `LayerAudit` a layer; prints as two tables."""
+    """One `LayerAudit` per layer; prints as two tables."""
 
     @classmethod
     def of(cls, hook: rerun.Hooked, layers: Layers, state: State) -> Audit:

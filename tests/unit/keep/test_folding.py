@@ -142,7 +142,8 @@ def test_a_fold_before_the_search_says_so(rise, caplog):
         betahook.fold(model)
     messages = [record.message for record in caplog.records]
     assert ["fold() after 2 steps, while [Search(" in message for message in messages] == [True] * rise
-    assert all(message.endswith(", or without a rise, Search(rise=False)") for message in messages)
+    way = ', or use Search(rise=False), or choose the beta with unfinished="keep", "own" or "better"'
+    assert all(message.endswith(way) for message in messages)
 
 
 def opening(worse):
@@ -176,8 +177,8 @@ def test_an_unfinished_beta_is_folded_by_choice(unfinished, worse, caplog):
     takes_own = unfinished == "own" or (unfinished == "better" and worse)
     assert model(**batch).loss.item() == pytest.approx(own if takes_own else in_force, rel=1e-5)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items()) is takes_own
-    assert ("it folds the model's own beta" in caplog.text) is takes_own
-    assert ("it folds the beta in force" in caplog.text) is not takes_own
+    assert ("folding the model's own beta" in caplog.text) is takes_own
+    assert ("folding the beta in force" in caplog.text) is not takes_own
     assert ("loss of the last batch:" in caplog.text) is (unfinished == "better")
 
 
@@ -186,7 +187,7 @@ def test_the_beta_in_force_is_folded_where_both_do_as_well(monkeypatch, caplog):
     monkeypatch.setattr("betahook.keep.transition._losses", lambda hook: (1.5, 1.5))
     betahook.fold(model, unfinished="better")
     assert model(**batch).loss.item() == pytest.approx(in_force, rel=1e-5)
-    assert "it folds the beta in force" in caplog.text
+    assert "folding the beta in force (loss of the last batch: 1.5; 1.5 with the model's own)" in caplog.text
 
 
 def test_without_a_loss_to_judge_by_the_beta_in_force_is_folded(caplog):
@@ -195,7 +196,7 @@ def test_without_a_loss_to_judge_by_the_beta_in_force_is_folded(caplog):
     expected = model(**batch).logits
     betahook.fold(model, unfinished="better")
     torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-5)
-    assert "it folds the beta in force. Train" in caplog.text
+    assert "folding the beta in force. Train" in caplog.text
 
 
 def test_a_beta_with_which_the_loss_is_nan_is_the_worse_one(caplog):
@@ -207,8 +208,8 @@ def test_a_beta_with_which_the_loss_is_nan_is_the_worse_one(caplog):
     assert model(**batch).loss.isnan()
     betahook.fold(model, unfinished="better")
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-    assert "it folds the model's own beta, which leaves the weights as they are (loss of the last" in caplog.text
-    assert ", nan with the other)" in caplog.text
+    assert "folding the model's own beta, which leaves the weights as they are (loss of the last" in caplog.text
+    assert "; nan with the beta in force)" in caplog.text
 
 
 def test_a_choice_that_is_none():

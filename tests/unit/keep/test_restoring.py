@@ -78,7 +78,7 @@ def test_options_of_another_version(folder, options, message):
 
 def test_a_model_that_needs_no_betahook(folder):
     with pytest.raises(
-        ValueError, match=r"its beta is in the weights already, or is the default; .* load the weights of"
+        ValueError, match=r"its beta is in the weights already, or is the model's own; .* load the weights of"
     ):
         betahook.restore(build("llama"), folder)
     (folder / "other").mkdir()
