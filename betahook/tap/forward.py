@@ -187,7 +187,7 @@ class Forward:
         if plan.fused_only and plan.breaks_graphs:
             layer.state.has_broken_graphs, plan.breaks_graphs = True, False
         if layer.refusal is None and reason is not None:
-            leave_alone(layer, reason, "Attention by F.scaled_dot_product_attention is followed; ")
+            leave_alone(layer, reason, "Attention by F.scaled_dot_product_attention is followed. ")
         elif reason is None and self.labels is not None and self.made_of is not None:
             layer.attention.correct(self.made_of, self.labels.linears)
 

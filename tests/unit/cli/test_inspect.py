@@ -73,6 +73,7 @@ def test_inspect_keeps_a_layer_on_a_line_where_its_name_is_long(tmp_path, capsys
     assert max(map(len, lines)) <= columns
     rows = [line.split() for line in lines if line.startswith(("encoder", "decoder"))]
     assert len(rows) == 6
+    assert {row[3] for row in rows} == {"1"}  # T5 has no scale
     assert {row[-1] for row in rows} == {"possible"}
     names = {80: "decoder.1.1.EncDecAttention", 120: "decoder.block.1.layer.1.EncDecAttention"}
     assert rows[-1][0] == names[columns]
