@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, KeysView, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -243,6 +243,10 @@ class Layers(Mapping[str, AttentionLayer]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layers)
+
+    def keys(self) -> KeysView[str]:
+        """Return the names, which are shown as such."""
+        return self._layers.keys()
 
     def __len__(self) -> int:
         return len(self._layers)

@@ -156,6 +156,8 @@ class Audit(tuple[LayerAudit, ...]):
     def __str__(self) -> str:
         return "\n\n".join(map(aligned, (self.predictions(), self.assumptions())))
 
+    __repr__ = __str__
+
 
 @torch.no_grad()
 def _correlations(hook: rerun.Hooked, layers: Layers, state: State) -> dict[str, Correlations]:

@@ -182,6 +182,9 @@ class Findings(tuple[Finding, ...]):
         lines = [self.summary, "", aligned(self.rows()), "", *remarks]
         return "\n".join([*lines, HELP])
 
+    __repr__ = __str__
+    _repr_markdown_ = markdown  # which notebooks show
+
 
 def observe(state: State, layers: Layers, notes: Sequence[Note], unreached: Mapping[str, str]) -> Findings:
     """Look at what the last step measured; remember in the state since when each layer is in its condition.

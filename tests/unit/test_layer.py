@@ -132,6 +132,7 @@ def test_layers_are_found_by_name(pair):
 def test_a_layer_shows_its_size(pair):
     assert repr(pair[1]) == "AttentionLayer('b', heads=2, head_dim=16)"
     assert repr(Layers(pair)).splitlines() == [repr(layer) for layer in pair]
+    assert repr(Layers(pair).keys()) == "dict_keys(['a', 'b'])"
 
 
 def test_statistics_are_of_one_layer_and_read_no_weight(monkeypatch):

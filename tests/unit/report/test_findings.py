@@ -269,7 +269,8 @@ def test_the_table():
     assert found.remarks() == {"sharp": "watch whether the largest logit grows", "beta of layer 1": "climb: on its way"}
     assert all(cell in str(found) for row in found.rows() for cell in row)
     assert "\nsharp: watch whether the largest logit grows\nbeta of layer 1: climb: on its way\n" in str(found)
-    assert "| 1 | sharp | 4 | 2 |" in found.markdown()
+    assert "| 1 | sharp | 4 | 2 |" in found.markdown() == found._repr_markdown_()
+    assert repr(found) == str(found)
     assert dict(pages.REMARK.findall(found.markdown())) == found.remarks()  # as a report reads them
     assert "* **sharp**: watch whether the largest logit grows\n* **beta of layer 1**: climb" in found.markdown()
     assert "| heads |" in found.markdown()
