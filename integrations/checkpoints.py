@@ -32,8 +32,8 @@ def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
     For `trainer.train(resume_from_checkpoint=...)`.
     """
-    folders = _checkpoints(Path(output_dir))
-    return next((str(folder) for folder in folders if checkpoint.is_begun(folder) and _is_whole(folder)), None)
+    begun = filter(checkpoint.is_begun, _checkpoints(Path(output_dir)))
+    return next((str(folder) for folder in begun if _is_whole(folder) and not _is_plain(folder)), None)
 
 
 def _checkpoints(run: Path) -> list[Path]:
@@ -48,7 +48,9 @@ def set_unfinished_aside(run: Path) -> None:
     folders = _checkpoints(run)
     if not any(checkpoint.is_begun(folder) or not any(folder.iterdir()) for folder in folders):
         return  # of a run without betahook nothing is known
-    for folder in itertools.takewhile(lambda folder: not _is_whole(folder), folders):
+    unfinished = list(itertools.takewhile(lambda folder: not _is_whole(folder), folders))
+    whole = next(iter(folders[len(unfinished) :]), "none")
+    for folder in unfinished:
         names = (f"{checkpoint.UNFINISHED}{folder.name}.{number}" for number in itertools.count(1))
         aside = next(run / name for name in names if not (run / name).exists())
         folder.rename(aside)
@@ -56,14 +58,15 @@ def set_unfinished_aside(run: Path) -> None:
             "%s was not finished, its process ended while it saved. It is called %s now; the newest whole one is %s",
             folder,
             aside.name,
-            last_checkpoint(run) or "none",
+            whole,
         )
 
 
 def _is_whole(folder: Path) -> bool:
     """Tell if the state of the Trainer, which it writes last, and that of the hook, if there was one, can be read."""
     try:
-        TrainerState.load_from_json(str(folder / compat.trainer_state_name()))
+        if _is_plain(folder):
+            return True
         config = json.loads((folder / CONFIG_NAME).read_text()) if (folder / CONFIG_NAME).exists() else None
         # A model of transformers that is hooked writes the state of its hook before its config.
         if config is None or checkpoint.MARK in config or checkpoint.is_begun(folder):
@@ -99,7 +102,7 @@ def export(hook: Hook, state: TrainerState, owner: TrainerCallback) -> None:
         state: of the training that has begun.
         owner: the callback whose hook it is.
     """
-    _exports(state)[_EXPORT] = _Export(hook, owner)
+    _exports(state)[_EXPORT] = _Export(hook, owner, state)
 
 
 def owner_in(state: TrainerState) -> TrainerCallback | None:
@@ -125,7 +128,7 @@ def resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
     # The Trainer does not tell callbacks where it is: the arguments may, or it is that of this step in `output_dir`.
     named, last = args.resume_from_checkpoint, of_step(args, state)
     places = [Path(named), last] if isinstance(named, str) else [last]
-    exported = _exports(state).get(_EXPORT)
+    exported = _exported(state)
     if (folder := next((place for place in places if _holds(place, state)), None)) is not None:
         if not _is_plain(folder):
             checkpoint.load(hook, folder)
@@ -152,10 +155,21 @@ def load_best(hook: Hook, folder: str) -> None:
 
 
 def _is_plain(folder: Path) -> bool:
-    """Tell if nothing in a checkpoint says that betahook had a part in it."""
-    if checkpoint.is_begun(folder) or checkpoint.is_marked_folder(folder):
+    """Tell if a checkpoint was saved without betahook; a file of beta in it is then left from an earlier one."""
+    state = TrainerState.load_from_json(str(folder / compat.trainer_state_name()))
+    if _exported(state) is not None or checkpoint.is_marked_folder(folder):
         return False
-    return _EXPORT not in _exports(TrainerState.load_from_json(str(folder / compat.trainer_state_name())))
+    # Version 0.1.0 put nothing into the state of the Trainer; but its file names no weights either.
+    return not checkpoint.is_begun(folder) or checkpoint.names_weights(folder)
+
+
+def _exported(state: TrainerState) -> Any:
+    """The hook's state in that of the Trainer; None without one.
+
+    A training without betahook hands on the one of the checkpoint that it resumed from, which is of an earlier step.
+    """
+    exported = _exports(state).get(_EXPORT)
+    return exported if exported is not None and exported.get("step", state.global_step) == state.global_step else None
 
 
 def _exports(state: TrainerState) -> dict[str, Any]:
@@ -168,10 +182,11 @@ def _exports(state: TrainerState) -> dict[str, Any]:
 class _Export:
     """Stands among the states of callbacks for that of a hook, as it is when the Trainer writes them."""
 
-    def __init__(self, hook: Hook, owner: TrainerCallback) -> None:
+    def __init__(self, hook: Hook, owner: TrainerCallback, state: TrainerState) -> None:
         self._hook = hook
+        self._state = state
         self.owner = owner
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, str]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         """Return the state, for `dataclasses.asdict`, by which the Trainer writes its own, copies what it holds."""
-        return checkpoint.export(self._hook)
+        return {**checkpoint.export(self._hook), "step": self._state.global_step}

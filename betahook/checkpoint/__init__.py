@@ -1,6 +1,17 @@
 """The state of a hook in a folder: its schema, its file, and what `save_pretrained` of a hooked model does."""
 
-from betahook.checkpoint.file import FILE, UNFINISHED, check, export, is_begun, load, load_exported, read, save
+from betahook.checkpoint.file import (
+    FILE,
+    UNFINISHED,
+    check,
+    export,
+    is_begun,
+    load,
+    load_exported,
+    names_weights,
+    read,
+    save,
+)
 from betahook.checkpoint.pretrained import MARK, is_marked, is_marked_folder, unmarked
 
 __all__ = [
@@ -14,6 +25,7 @@ __all__ = [
     "is_marked_folder",
     "load",
     "load_exported",
+    "names_weights",
     "read",
     "save",
     "unmarked",

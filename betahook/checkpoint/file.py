@@ -141,6 +141,15 @@ def is_begun(folder: str | os.PathLike[str]) -> bool:
     return any(Path(folder).glob(f"{Path(FILE).stem}.*"))
 
 
+def names_weights(folder: str | os.PathLike[str]) -> bool:
+    """Tell if the file in a folder says which weights its beta belongs to, as it does since version 0.2.0."""
+    try:
+        with safe_open(Path(folder, FILE), "pt") as file:
+            return any(name.startswith(FINGERPRINT) for name in file.keys())  # noqa: SIM118, it is not a dict
+    except (OSError, SafetensorError):
+        return False
+
+
 def _continue(hook: Stateful, content: Content, place: str) -> None:
     state, entries = content
     try:

@@ -146,6 +146,36 @@ def test_checkpoints_of_a_later_training_without_betahook_stay(copy_of_run, capl
     assert last_checkpoint(copy_of_run) == str(copy_of_run / "checkpoint-4")
 
 
+@pytest.mark.parametrize("resumed", [False, True], ids=["over it", "resumed from it"])
+@pytest.mark.parametrize("config", [True, False], ids=["of transformers", "without a config"])
+def test_a_later_training_without_betahook_is_that_of_its_checkpoints(copy_of_run, caplog, resumed, config):
+    """It leaves the files of beta where they were, and hands on the state that it resumed from."""
+    trainer = make_trainer(copy_of_run, Nothing(), save_strategy="steps", save_steps=2, learning_rate=1e-2)
+    trainer.train(resume_from_checkpoint=str(copy_of_run / "checkpoint-2") if resumed else None)
+    for step in (4, 6):
+        assert checkpoint.is_begun(copy_of_run / f"checkpoint-{step}")
+        if not config:
+            (copy_of_run / f"checkpoint-{step}/config.json").unlink()
+    expected = content(copy_of_run)
+    trainer = make_trainer(copy_of_run, BetaHookCallback(on_end="keep"), max_steps=8)
+    assert content(copy_of_run) == expected
+    assert not caplog.text
+    assert last_checkpoint(copy_of_run) == (str(copy_of_run / "checkpoint-2") if resumed else None)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 8
+    assert "checkpoint-6 was saved without betahook: beta begins as the model's own" in caplog.text
+
+
+def test_only_the_unfinished_checkpoint_of_a_run_without_betahook_is_set_aside(tmp_path, caplog):
+    make_trainer(tmp_path, Nothing(), save_strategy="steps", save_steps=2, max_steps=4).train()
+    for step in (2, 4):
+        (tmp_path / f"checkpoint-{step}/config.json").unlink()  # as an adapter, or a model that is not of transformers
+    (tmp_path / "checkpoint-6").mkdir()
+    make_trainer(tmp_path, BetaHookCallback())
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-4", "unfinished-checkpoint-6.1"}
+    assert f"the newest whole one is {tmp_path / 'checkpoint-4'}" in caplog.text
+
+
 def test_other_ranks_rename_nothing(copy_of_run):
     damage(copy_of_run / "checkpoint-6/trainer_state.json")
     expected = content(copy_of_run)
