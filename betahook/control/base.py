@@ -41,8 +41,9 @@ class Observation:
         step: number of batches before this one, skipped optimizer steps not counted.
         spectral_ratio: returns, as a scalar, the largest `theory.spectral_ratio` of all W_q and W_k, NaN where one was
             not found. A function, since it takes a score of products with each of them.
-        loss: returns, as a scalar, the training loss of this step, the mean over its forwards and all ranks; NaN where
-            there was none, or no controller has `uses_loss`.
+        loss: returns, as a scalar, the training loss of this step, the mean over its forwards and all ranks; the sum
+            over forwards that are told `num_items_in_batch`, each of which returns a share of it. NaN where there was
+            none, or no controller has `uses_loss`.
         batches: number of batches since the last update, this one included, skipped optimizer steps not counted.
     """
 

@@ -16,22 +16,28 @@ from torch import Tensor, nn
 
 from betahook import rerun
 from betahook.control.base import Controller
-from betahook.measure.statistics import OF_STEP, is_distributed
+from betahook.measure.statistics import OF_STEP, ROW, is_distributed
 from betahook.state.state import State
 
 
 def connect(model: nn.Module, state: State, controllers: Sequence[Controller], undo: ExitStack) -> None:
-    """Record the loss in every output of the model until `undo` is closed, if a controller is judged by it."""
+    """Record the loss in every output of the model until `undo` is closed, if a controller is judged by it.
 
-    def record(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    A forward that is told the number of items in the batch, as by the Trainer, returns its share of the loss of a step:
+    the shares add up to one loss.
+    """
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         loss = rerun.loss_in(output)
         # A loss without a graph is one of an evaluation.
         if isinstance(loss, Tensor) and loss.requires_grad and not state.paused:
             state.table[OF_STEP] += torch.stack([loss.new_ones(()), loss.detach().mean()]).to(state.table)[:, None]
+            if kwargs.get("num_items_in_batch") is not None:
+                state.table[ROW["losses"]] = 1
             state.has_loss = True
 
     if any(controller.uses_loss for controller in controllers):
-        undo.callback(model.register_forward_hook(record).remove)
+        undo.callback(model.register_forward_hook(record, with_kwargs=True).remove)
 
 
 def take(state: State, controllers: Sequence[Controller], given: Tensor | float | None) -> None:
@@ -57,7 +63,10 @@ def take(state: State, controllers: Sequence[Controller], given: Tensor | float 
 
 
 def pooled(state: State) -> Tensor:
-    """Return the mean loss of the last step over its forwards and all ranks, a scalar; NaN if there was none."""
+    """Return the loss of the last step, a scalar: the mean over its forwards, or the sum of shares, and over all ranks.
+
+    NaN if there was none.
+    """
     count, total = state.recent[OF_STEP].sum(1)
     mean: Tensor = total / count
     return mean

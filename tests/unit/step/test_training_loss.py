@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 from accelerate import Accelerator
+from transformers import TrainerCallback
 
 import betahook
 from betahook.control.decades import Phase
@@ -40,6 +41,23 @@ def test_the_loss_is_that_of_the_outputs_of_the_step_and_of_no_other():
         last = model(**inputs("llama", 12)).loss
         hook.step()
         assert pooled(hook) == pytest.approx(last.item())
+
+
+def test_shares_of_a_loss_add_up_to_that_of_the_step():
+    """As the Trainer accumulates gradients: whatever the number of forwards, it is the mean over all tokens."""
+    model, lengths = build("llama"), (24, 12, 20)
+    with betahook.attach(model, controller=DECADES) as hook:
+        for count in (3, 1, 2):  # the last steps of epochs that do not divide evenly
+            batches = [inputs("llama", length) for length in lengths[:count]]
+            items = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+            tokens = []
+            for batch in batches:
+                output = model(**batch, num_items_in_batch=items)
+                output.loss.backward()
+                scores, labels = output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+                tokens.append(torch.nn.functional.cross_entropy(scores, labels, reduction="none")[labels != -100])
+            hook.step()
+            assert pooled(hook) == pytest.approx(torch.cat(tokens).mean().item())
 
 
 @pytest.mark.parametrize(
@@ -143,6 +161,24 @@ def test_the_trainer_needs_no_further_line(tmp_path):
     layer = callback.hook.layers[LAYER]
     assert layer.beta != layer.beta_default
     callback.hook.detach()
+
+
+def test_accumulation_in_the_trainer_does_not_change_the_loss(tmp_path):
+    """16 batches by 3 leave one for the last step of each epoch."""
+    callback, seen = BetaHookCallback(DECADES, on_end="keep"), []
+
+    class Spy(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            seen.append(pooled(callback.hook))
+
+    options = dict(gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=2, logging_steps=1, learning_rate=1e-9)
+    trainer = make_trainer(tmp_path, callback, **options)
+    trainer.add_callback(Spy())
+    trainer.train()
+    callback.hook.detach()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 12
+    assert seen == pytest.approx(logged, rel=1e-3)
 
 
 def test_the_loop_of_accelerate_needs_no_further_line():
