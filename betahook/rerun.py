@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -62,8 +62,14 @@ def run_model(hook: Hooked) -> list[Tensor]:
 
 
 def loss(hook: Hooked) -> Tensor:
-    """The loss that the last call returns when it runs again, a scalar; NaN where it returns none, or had no input."""
-    found = None if hook.last_call.input is None else loss_in(_output(hook))
+    """The loss that the last call returns when it runs again, a scalar.
+
+    NaN where it returns none, had no input or does not run again: one rank alone must not leave the others waiting.
+    """
+    found = None
+    if hook.last_call.input is not None:
+        with suppress(Exception):  # whatever code of the model raises; `fold` says which
+            found = loss_in(_output(hook))
     device = next(hook.model.parameters()).device
     return found.detach().mean().float() if isinstance(found, Tensor) else torch.full((), math.nan, device=device)
 

@@ -62,7 +62,7 @@ def _let_own_act(hook: Hook, undo: ExitStack) -> None:
 
 
 def _losses(hook: Hook) -> tuple[float, float]:
-    """The loss with the beta in force and with the model's own, over all ranks; NaN where the model returns none."""
+    """The loss with the beta in force and with the model's own, over all ranks; NaN where there is none."""
     with rerun.without_side_effects(hook), ExitStack() as undo:
         in_force = rerun.loss(hook)
         _let_own_act(hook, undo)

@@ -1,6 +1,7 @@
 """Folding: the plain model afterwards gives the outputs of the hooked one before."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -210,6 +211,35 @@ def test_a_beta_with_which_the_loss_is_nan_is_the_worse_one(caplog):
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert "folding the model's own beta, which leaves the weights as they are (loss of the last" in caplog.text
     assert "; nan with the beta in force)" in caplog.text
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_model_that_does_not_run_again_to_compare_two_betas(factor, caplog):
+    """It has no fold, unless there is nothing to fold."""
+
+    class Fragile(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = build("llama")
+
+        def forward(self, **batch):
+            if not self.training:
+                raise RuntimeError("not in evaluation mode")
+            return self.inner(**batch)
+
+    model = Fragile().train()
+    hook = betahook.attach(model)
+    model(**inputs("llama")).loss.backward()
+    hook.step()
+    for layer in hook.layers.values():
+        layer.beta = factor * layer.beta_default
+    assert hook.in_transition
+    message = r"does not run again on the input .*not in evaluation mode"
+    with pytest.raises(betahook.FoldError, match=message) if factor != 1 else nullcontext():
+        betahook.fold(model, unfinished="better")
+    assert hook.attached is (factor != 1)
+    assert "it folds the beta in force. Train" in caplog.text
+    hook.detach()
 
 
 def test_a_choice_that_is_none():
