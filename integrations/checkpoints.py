@@ -144,14 +144,22 @@ def resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
         )
 
 
-def load_best(hook: Hook, folder: str) -> None:
-    """Bring back the beta of the best checkpoint, whose weights the Trainer has loaded."""
+def load_best(hook: Hook, folder: str) -> bool:
+    """Bring back the beta of the best checkpoint, whose weights the Trainer has loaded.
+
+    Returns:
+        False, with a warning, if the folder is gone: the Trainer then goes on with the weights of the last step.
+    """
+    if not Path(folder).is_dir():
+        logger.warning("the best checkpoint %s was deleted: beta stays that of the last step, as weights do", folder)
+        return False
     if not _is_plain(Path(folder)):
         checkpoint.load(hook, folder)
-        return
+        return True
     state = hook.state_dict()
     state["beta"].fill_(math.nan)  # stands for the model's own
     hook.load_state_dict(state)
+    return True
 
 
 def _is_plain(folder: Path) -> bool:

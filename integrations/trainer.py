@@ -200,8 +200,8 @@ class BetaHookCallback(TrainerCallback):
         assert self.hook is not None
         _training.discard(self.hook)
         unfinished = self._unfinished
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            checkpoints.load_best(self.hook, state.best_model_checkpoint)
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        if best is not None and checkpoints.load_best(self.hook, best):
             # The evaluation judged these weights with this beta; one batch is no reason to take another.
             unfinished = "keep" if unfinished == "better" else unfinished
         elif hasattr(kwargs.get("optimizer"), "eval"):

@@ -1,6 +1,7 @@
 """The Trainer callback: one line for the user, values beside the loss."""
 
 import json
+import shutil
 from unittest import mock
 
 import pytest
@@ -110,6 +111,25 @@ def test_the_model_is_plain_after_training_and_keeps_its_beta(tmp_path, best):
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert losses[-1] < max(losses) - 1e-3
     assert trainer.evaluate()["eval_loss"] == pytest.approx(max(losses) if best else losses[-1], rel=1e-5)
+
+
+def test_a_best_checkpoint_that_was_deleted_leaves_the_beta_of_the_last_step(tmp_path, caplog):
+    class Deleting(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                shutil.rmtree(state.best_model_checkpoint)
+
+    callback = BetaHookCallback(betahook.Search(window=1, warmup=0, rise=False, opening=1.0, largest=1.0))
+    steps = dict(eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, learning_rate=1.0)
+    best = dict(load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True)
+    trainer = make_trainer(tmp_path, callback, **steps, **best)
+    trainer.add_callback(Deleting())
+    trainer.train()
+    assert f"the best checkpoint {trainer.state.best_model_checkpoint} was deleted: beta stays" in caplog.text
+    assert not callback.hook.attached
+    last = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry][-1]
+    assert last < trainer.state.best_metric - 1e-3
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(last, rel=1e-5)
 
 
 @pytest.mark.parametrize("unfinished", ["better", "own"])
