@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -208,6 +208,7 @@ class BetaHookCallback(TrainerCallback):
             kwargs["optimizer"].eval()  # a schedule-free one trains other weights than those that it ends with
         try:
             if self._on_end == "fold" and self.hook.attached:
+                _provide_input(self.hook, kwargs.get("train_dataloader"))
                 fold_or_warn(self.hook, unfinished)
             if not self.hook.attached:
                 checkpoints.forget(state)
@@ -257,6 +258,15 @@ def watch(trainer: Trainer, callback: BetaHookCallback | None = None) -> BetaHoo
         chosen.on_init_end(trainer.args, trainer.state, trainer.control)
     chosen._handler = handler
     return chosen
+
+
+def _provide_input(hook: Hook, batches: Iterable[Any] | None) -> None:
+    """Let `fold` check itself on a batch where no step was left to train, as in a finished run that is resumed."""
+    if hook.last_call.input is not None or batches is None:
+        return
+    with suppress(Exception):  # of the user's data; `fold` says that it had no input
+        if isinstance(batch := next(iter(batches), None), Mapping):
+            hook.last_call.input = (), dict(batch)
 
 
 def _refuse_second(callback: BetaHookCallback, other: TrainerCallback | None) -> None:

@@ -13,7 +13,7 @@ import betahook
 from betahook import checkpoint
 from betahook.integrations.trainer import BetaHookCallback
 from support.models import build, inputs
-from support.trainer import make_trainer
+from support.trainer import Tokens, make_trainer
 from support.training import LAYER
 
 
@@ -130,6 +130,36 @@ def test_a_best_checkpoint_that_was_deleted_leaves_the_beta_of_the_last_step(tmp
     last = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry][-1]
     assert last < trainer.state.best_metric - 1e-3
     assert trainer.evaluate()["eval_loss"] == pytest.approx(last, rel=1e-5)
+
+
+def test_a_finished_run_that_is_resumed_ends_with_the_same_plain_model(tmp_path, caplog):
+    """No step is left, so that the model has no forward on which a fold could check itself."""
+    weights = []
+    for resumed in (False, True):
+        callback = BetaHookCallback(betahook.Search(window=1, warmup=0, rise=False, opening=1.0, largest=1.0))
+        trainer = make_trainer(tmp_path, callback, max_steps=-1, num_train_epochs=1, save_strategy="epoch")
+        trainer.train(resume_from_checkpoint=resumed)
+        assert trainer.state.global_step == callback.hook.steps == 16
+        assert not callback.hook.attached
+        weights.append(trainer.model.state_dict())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert "cannot fold" not in caplog.text
+
+
+def test_a_finished_run_whose_data_cannot_be_read_again_stays_hooked(tmp_path, caplog):
+    class Lost(Tokens):
+        def __getitem__(self, index):
+            raise OSError("the data are gone")
+
+    rule = betahook.Search(window=1, warmup=0, rise=False, opening=1.0, largest=1.0)
+    options = dict(max_steps=-1, num_train_epochs=1, save_strategy="epoch")
+    make_trainer(tmp_path, BetaHookCallback(rule), **options).train()
+    callback = BetaHookCallback(rule)
+    trainer = make_trainer(tmp_path, callback, **options)
+    trainer.train_dataset = Lost()
+    trainer.train(resume_from_checkpoint=True)
+    assert "on the input of the model's last forward, and there was none" in caplog.text
+    callback.hook.detach()
 
 
 @pytest.mark.parametrize("unfinished", ["better", "own"])
