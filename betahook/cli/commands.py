@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
 import betahook
 from betahook import checkpoint
@@ -75,6 +76,11 @@ def show(folder: str) -> Document:
     """Show the beta of each layer of a checkpoint, from the state of the hook alone."""
     _check_state(folder)
     state = checkpoint.read(folder)
+    if _is_left_over(Path(folder)):
+        raise ValueError(
+            f"{folder}: {checkpoint.FILE} is left from an earlier save, the model is plain: beta is in the weights "
+            "already, or was never changed"
+        )
     made = Text(f"From {pages.controllers(state)}")
     return Document(f"{folder}: beta after {state['steps']} steps", [pages.betas(state), made])
 
@@ -173,6 +179,17 @@ def _places(layer: betahook.AttentionLayer) -> list[str]:
     names = {module: name for name, module in layer.module.named_modules()}
     # nn.MultiheadAttention holds them itself.
     return [names[projection.module] or projection.weight for projection in layer.projections]
+
+
+def _is_left_over(folder: Path) -> bool:
+    """Tell if the state in a folder is not that of the model there: its config has no mark, its weights are others."""
+    if not (folder / CONFIG_NAME).is_file() or checkpoint.is_marked_folder(folder):
+        return False
+    try:
+        checkpoint.check(folder)
+    except ValueError:
+        return True
+    return False
 
 
 def _check_state(folder: str) -> None:

@@ -51,11 +51,18 @@ def with_weights(name: str) -> PreTrainedModel:
 
 
 def state(name: str) -> dict[str, Any] | None:
-    """Read the state of the hook that lies beside the weights of a folder; None without one."""
-    if not Path(name, checkpoint.FILE).exists():
+    """Read the state of the hook that lies beside the weights of a folder; None without one that acts on them.
+
+    A plain model that was saved over a hooked one leaves the file there, but its config has no mark.
+    """
+    folder = Path(name)
+    if not (folder / checkpoint.FILE).exists():
+        return None
+    found = checkpoint.read(name)
+    if not checkpoint.is_marked_folder(folder):
         return None
     checkpoint.check(name)  # with the weights beside it
-    return checkpoint.read(name)
+    return found
 
 
 def an_input(model: PreTrainedModel) -> dict[str, torch.Tensor]:

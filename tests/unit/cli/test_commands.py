@@ -192,6 +192,28 @@ def test_what_is_no_checkpoint(saved, run, tmp_path, capsys, command):
         assert capsys.readouterr().err == f"betahook {name}: {folder} {message}\n"
 
 
+def test_a_plain_model_that_was_saved_over_a_hooked_one_is_plain(saved, tmp_path, capsys):
+    """The file of beta stays where it was."""
+    folder = shutil.copytree(saved / "hooked", tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    hook = betahook.restore(model, folder)
+    model(**inputs("llama"))
+    betahook.fold(hook)
+    model.save_pretrained(folder)
+    assert (folder / checkpoint.FILE).exists()
+    capsys.readouterr()
+    assert main(["inspect", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("LlamaForCausalLM: betahook attaches to 2 attention layers")
+    assert "Saved with beta" not in said
+    arguments = ["--text", str(saved / "text.txt"), "--length", "32", "--batch", "2", "--batches", "3"]
+    assert main(["examine", str(folder), *arguments]) == 0
+    assert "Beta is the model's own." in capsys.readouterr().out
+    assert main(["show", str(folder)]) == 1
+    message = f"{folder}: {checkpoint.FILE} is left from an earlier save, the model is plain: beta is in the weights"
+    assert capsys.readouterr().err.startswith(f"betahook show: {message} already")
+
+
 def test_examine_looks_at_a_model_with_its_beta(saved, tmp_path, capsys):
     page = tmp_path / "page.html"
     arguments = ["--text", str(saved / "text.txt"), "--length", "32", "--batch", "2", "--batches", "3"]
