@@ -308,7 +308,7 @@ class Hook:
         A hook on the same architecture with the same controllers that loads it goes on bit-identically.
         """
         heads = {name: layer.heads for name, layer in self.layers.items()}
-        return schema.dump(self._state, heads, asdict(self.settings), self.controllers)
+        return schema.dump(self._state, heads, asdict(self.settings), self.controllers, self.trained_by)
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -321,9 +321,10 @@ class Hook:
         """
         if not self.attached:
             raise RuntimeError("load_state_dict() on a detached hook: attach to the model again")
-        own = self._state
+        own, parsed = self._state, schema.parse(state)
         beta = own.units.geometric_mean(own.current_beta)
-        schema.restore(own, schema.match(schema.parse(state), self.state_dict(), self.controllers, beta))
+        schema.restore(own, schema.match(parsed, self.state_dict(), self.controllers, beta))
+        self.trained_by = list(parsed["trained_by"])
         own.turn = stages.turn(own, self.controllers, self.settings.interval)
 
 

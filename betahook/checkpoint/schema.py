@@ -53,6 +53,7 @@ TYPES: dict[str, type] = {
     "layers": dict,
     "options": dict,
     "controllers": list,
+    "trained_by": list,
     "rows": dict,
     **COUNTERS,
     **dict.fromkeys(TENSORS, Tensor),
@@ -61,7 +62,11 @@ TYPES: dict[str, type] = {
 
 
 def dump(
-    state: State, layers: Mapping[str, int], settings: Mapping[str, Any], controllers: Sequence[Controller]
+    state: State,
+    layers: Mapping[str, int],
+    settings: Mapping[str, Any],
+    controllers: Sequence[Controller],
+    trained_by: Sequence[str],
 ) -> dict[str, Any]:
     """Return the state of a hook as tensors, numbers and strings.
 
@@ -70,12 +75,14 @@ def dump(
         layers: module name to number of heads.
         settings: `per_head`, `interval`, `when` and `exact_max_logit`, as given to `attach`.
         controllers: those whose memories are in the state.
+        trained_by: the controllers that made a restored beta, in words.
     """
     table = state.collect()  # first: it adds to the others what waits
     return {
         "version": VERSION,
         "layers": dict(layers),
         "options": dict(settings),
+        "trained_by": list(trained_by),
         **{name: getattr(state, name) for name in COUNTERS},
         **{name: getattr(state, name).clone() for name in TENSORS},
         "table": table,
@@ -129,6 +136,8 @@ def parse(given: object) -> dict[str, Any]:
             )
     for index, entry in enumerate(state["controllers"]):
         _check_controller(index, entry)
+    if not all(isinstance(words, str) for words in state["trained_by"]):
+        raise ValueError(f"the state is damaged: trained_by should be controllers in words, got {state['trained_by']}")
     return {**state, "version": VERSION, "rows": {name: list(rows) for name, rows in ROWS.items()}}
 
 
@@ -141,7 +150,8 @@ def _later_entries(state: dict[str, Any]) -> dict[str, Any]:
     clips = torch.zeros(since.shape if isinstance(since, Tensor) else 0, dtype=torch.int64, device="cpu")
     window = torch.zeros_like(table[: len(ROWS["window"])]) if isinstance(table, Tensor) else table
     by_layer = {name: zeros.clone() for name in BY_LAYER}
-    return {"findings_step": 0, "batches": 0, "clips": clips, "window": window, "recent_moments": kept, **by_layer}
+    counters = {"findings_step": 0, "batches": 0}
+    return {**counters, "trained_by": [], "clips": clips, "window": window, "recent_moments": kept, **by_layer}
 
 
 def match(

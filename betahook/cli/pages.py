@@ -234,8 +234,9 @@ def footer(*lines: str) -> Text:
 
 
 def controllers(state: dict[str, Any]) -> str:
-    """Write the controllers of a state, without the options that are their defaults."""
-    return ", ".join(written(entry["class"], entry["options"]) for entry in state["controllers"])
+    """Write the controllers that made the beta of a state, without the options that are their defaults."""
+    present = [written(entry["class"], entry["options"]) for entry in state["controllers"]]
+    return ", ".join(state["trained_by"] or present)
 
 
 def _with_heads(each: Precision) -> str:

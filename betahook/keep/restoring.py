@@ -58,7 +58,8 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
     with checkpoint.unmarked(model):
         hook = attach(model, controller=controller or "monitor", layers=lambda name, module: name in names, **chosen)
         if controller is None:
-            hook.trained_by = [written(entry["class"], entry["options"]) for entry in state["controllers"]]
+            made_by = [written(entry["class"], entry["options"]) for entry in state["controllers"]]
+            state["trained_by"] = state["trained_by"] or made_by
             state["controllers"] = hook.state_dict()["controllers"]
         with ExitStack() as undo:
             undo.callback(hook.detach)

@@ -166,6 +166,14 @@ def test_an_option_that_no_json_holds_is_damage():
         schema.parse(state)
 
 
+def test_a_state_of_before_the_controllers_that_made_a_beta_were_saved(trained):
+    hook, state = trained
+    older = {name: value for name, value in state.items() if name != "trained_by"}
+    assert schema.parse(older)["trained_by"] == []
+    with pytest.raises(ValueError, match=r"damaged: trained_by should be controllers in words, got \[3\]"):
+        hook.load_state_dict({**state, "trained_by": [3]})
+
+
 def test_a_controller_that_is_no_dataclass_is_refused_when_attached():
     class Plain(betahook.Monitor):
         pass

@@ -3,6 +3,7 @@
 import pytest
 
 import betahook
+from betahook.cli import main
 from betahook.hook import hooks_of
 from support.models import build, inputs
 from support.training import train
@@ -41,6 +42,24 @@ def test_the_note_of_a_fold_names_what_trained_the_beta(folder, controller):
     model(**inputs("llama"))
     betahook.fold(model)
     assert model.config.betahook_folded["controllers"] == [repr(betahook.Gradient(0.1))]
+
+
+def test_what_trained_the_beta_is_saved_again(folder, tmp_path, capsys):
+    model = load(folder)
+    with betahook.restore(model, folder) as hook:
+        model.save_pretrained(tmp_path / "again")
+        state = hook.state_dict()
+    assert main(["show", str(tmp_path / "again")]) == 0
+    assert f"From {betahook.Gradient(0.1)!r}" in capsys.readouterr().out
+    model = load(tmp_path / "again")
+    hook = betahook.restore(model, tmp_path / "again")
+    assert hook.trained_by == [repr(betahook.Gradient(0.1))]
+    model(**inputs("llama"))
+    betahook.fold(model)
+    assert model.config.betahook_folded["controllers"] == hook.trained_by
+    with betahook.attach(build("llama"), controller="monitor") as other:
+        other.load_state_dict(state)
+        assert other.trained_by == hook.trained_by
 
 
 def test_with_controllers_beta_goes_on(folder):
