@@ -41,5 +41,8 @@ class LossScale:
         if compat.steps_since_rescaling(state) > 0:
             return cls(scale, scale, skipped=False)
         # The scaler counts anew: its scale fell as it skipped a step, or grew as it skipped none for long.
-        expected = expected or compat.initial_scale(scaler)
+        if not expected:
+            # In the first step it had its initial scale, or if it is beyond that, grew to what it is; one that fell
+            # below it before the hook came counts as skipped: its scale is not known.
+            expected = max(compat.initial_scale(scaler), scale / scaler.get_growth_factor())
         return cls(expected, scale, skipped=scale < expected)

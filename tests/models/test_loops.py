@@ -64,6 +64,27 @@ def test_the_loss_scale_is_divided_out_before_the_step_too():
         assert layer.statistics.sensitivity.item() == pytest.approx(of_step, rel=1e-6)
 
 
+@pytest.mark.parametrize(("begun", "falls"), [(0, False), (4, False), (4, True)])
+def test_a_scaler_that_was_in_use_before_the_hook(begun, falls):
+    """A step after which its scale is another tells the scale of that step where this is beyond the first one."""
+    model, batch, scaler = build("llama"), inputs("llama"), make_scaler(growth_interval=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        model(**batch).loss.backward()
+        hook.step()
+        expected = sensitivities(hook)
+        for _ in range(begun):
+            handles = [model.lm_head.weight.register_post_accumulate_grad_hook(overflow)] if falls else []
+            scaled_step(model, optimizer, scaler, hook, batch)
+            for handle in handles:
+                handle.remove()
+        scaled_step(model, optimizer, scaler, hook, batch)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        scaled_step(model, optimizer, scaler, hook, batch)
+        assert scaler.state_dict()["_growth_tracker"] == 0
+        assert sensitivities(hook) == (pytest.approx(expected, rel=1e-4) if not falls else [])
+
+
 def test_the_loss_scale_is_divided_out():
     """A power of two, so that the scaled run has the bits of the plain one."""
     said = []
