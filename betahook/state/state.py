@@ -82,7 +82,7 @@ class State:
         alerts_step, findings_step: the last step whose metrics were held against the alerts, or findings logged.
         warned_of_nonfinite, warned_of_unreached: True once a NaN or an infinity, or layers out of reach were reported.
         asked, warned_of_missing_steps: reports requested before the first `step`, and whether the warning was logged.
-        exact_max_logit, paused: True if the largest score is to be that of all pairs, and while nothing is measured.
+        exact_max_logit, paused: True if the largest score is to be that of all pairs; how many pauses are in force.
         seen, recorded, has_loss: True once attention has passed the tap, was measured, and a training loss recorded.
         has_broken_graphs: True if compiled code breaks its graph at attention that could be in it by now.
         refused: the layers left alone, by their heads, with the reason.
@@ -130,11 +130,11 @@ class State:
         self.condition = torch.zeros(len(layers), dtype=torch.int64, device=device)
         self.condition_since = self.condition.clone()
         self.memories: list[dict[str, Tensor]] = [{} for _ in range(controllers)]
-        self.batches = self.steps = self.skipped_steps = self.alerts_step = self.findings_step = 0
+        self.batches = self.steps = self.skipped_steps = self.alerts_step = self.findings_step = self.paused = 0
         self.loss_scale = 0.0
         self.warned_of_nonfinite = self.warned_of_unreached = False
         self.asked: set[str] = set()
-        self.warned_of_missing_steps = self.exact_max_logit = self.paused = self.is_detached = False
+        self.warned_of_missing_steps = self.exact_max_logit = self.is_detached = False
         self.seen = self.recorded = self.has_loss = self.has_broken_graphs = self.is_local = False
         self.refused: dict[tuple[int, int], str] = {}
         self.alone, self.knows_refusals = self.beta > 0, True  # none: beta is NaN
@@ -177,11 +177,11 @@ class State:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Measure neither forwards nor their backwards for a while."""
-        paused, self.paused = self.paused, True
+        self.paused += 1
         try:
             yield
-        finally:
-            self.paused = paused
+        finally:  # a number, since the pause that began first need not end last
+            self.paused -= 1
 
     def note_default(self, place: HeadRange, default: float | Tensor) -> None:
         """Remember the inverse temperature that the model itself applies to heads of a layer: one, or one a head."""

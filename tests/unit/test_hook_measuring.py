@@ -224,6 +224,20 @@ def test_a_pause_goes_with_gradient_checkpointing(reentrant):
         assert hook.layers[LAYER].statistics.sensitivity != 0
 
 
+def test_pauses_may_cross():
+    model = build("llama")
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        first, second = hook.pause(), hook.pause()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        model(**inputs("llama"))
+        assert not hook._state.recorded
+        second.__exit__(None, None, None)
+        model(**inputs("llama"))
+        assert hook._state.recorded
+
+
 def test_a_step_does_not_end_a_pause():
     model, batch = build("llama"), inputs("llama")
     with betahook.attach(model, controller="monitor", interval=1) as hook:
