@@ -54,7 +54,7 @@ def warn_of_unreached(state: State, unreached: Mapping[str, str]) -> None:
 
 
 def warn_of_nonfinite(state: State, layers: Layers) -> None:
-    """Log a warning if scores or gradients were not finite in any step, unless one was logged before."""
+    """Log a warning if scores, gradients or a loss were not finite in any step, unless one was logged before."""
     if state.warned_of_nonfinite:
         return
     heads = state.nonfinite_since.cpu().split([layer.heads for layer in layers.values()])
@@ -63,6 +63,9 @@ def warn_of_nonfinite(state: State, layers: Layers) -> None:
         return
     state.warned_of_nonfinite = True
     places = [f"{name} in step {first[name]}" for name in sorted(first, key=first.__getitem__)]
+    if state.has_loss:  # to a controller that is judged by it, such a step is a bad trial
+        logger.warning("NaN or infinity in the loss, or in the scores or gradients of %s", _listed(places, ", "))
+        return
     logger.warning("NaN or infinity in the scores or gradients of %s: beta stays where it was", _listed(places, ", "))
 
 

@@ -58,7 +58,8 @@ def take(state: State, controllers: Sequence[Controller], given: Tensor | float 
     if judged and not (state.has_loss or state.steps > 0 or is_distributed()):
         raise RuntimeError(
             f"{judged[0]} is judged by the training loss, and the model returned none: give it the model's labels, so "
-            "that its output has a loss, or call step(loss=...)"
+            "that its output has a loss, or call step(loss=...). The Trainer keeps the labels from it with "
+            "label_smoothing_factor, or with compute_loss_func"
         )
 
 

@@ -105,7 +105,7 @@ def test_a_model_without_a_loss_is_refused_at_the_first_step():
     with betahook.attach(model, controller=DECADES) as hook:
         model(input_ids=inputs("llama")["input_ids"])
         message = r"Decades\(window=1\) is judged by the training loss, and the model returned none: .*step\(loss=...\)"
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(RuntimeError, match=rf"{message}\. .* label_smoothing_factor"):
             hook.step()
 
 
@@ -134,6 +134,25 @@ def test_a_loss_that_is_nan_is_a_failed_trial():
             hook.step(loss=loss)
             path.append(round(math.log10(hook.layers[LAYER].beta / hook.layers[LAYER].beta_default), 6))
         assert path == [0, 1, -1, 0, 0.5, -0.5]  # 10 fails and 0.1 is worse: on around 1
+
+
+@pytest.mark.parametrize(
+    ("controller", "message"),
+    [
+        (DECADES, "NaN or infinity in the loss, or in the scores or gradients of model.layers.0.self_attn in step 1"),
+        ("default", "NaN or infinity in the scores or gradients of model.layers.0.self_attn in step 1, "),
+    ],
+)
+def test_the_warning_of_a_nan_names_the_loss_where_it_is_judged(controller, message, caplog):
+    model = build("llama")
+    if controller == "default":
+        torch.nn.init.constant_(model.model.layers[0].self_attn.q_proj.weight, math.nan)
+    with betahook.attach(model, controller=controller) as hook:
+        model(**inputs("llama")).loss.backward()
+        hook.step(loss=math.nan if controller is DECADES else None)
+        hook.metrics()
+    assert message in caplog.text
+    assert ("beta stays" in caplog.text) is (controller == "default")
 
 
 def test_decades_goes_on_bit_identically():
