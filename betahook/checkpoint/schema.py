@@ -42,6 +42,8 @@ COUNTERS = {
 }
 BY_LAYER = ("condition", "condition_since")
 """Tensors with an entry for each layer instead of each head."""
+CONDITIONS = 9
+"""How many numbers a `condition` may be, from 0 on: those of `report.conditions.Condition`."""
 _FLOATS, _WHOLE = (torch.float32, torch.float64), (torch.int64,)
 TENSORS = {
     **dict.fromkeys(("beta", "beta_default"), _FLOATS),
@@ -134,10 +136,8 @@ def parse(given: object) -> dict[str, Any]:
                 f"the state is damaged: {name} has entries that are not positive and finite, between {SMALLEST_BETA:g} "
                 f"and {LARGEST_BETA:g}"
             )
-    for index, entry in enumerate(state["controllers"]):
-        _check_controller(index, entry)
-    if not all(isinstance(words, str) for words in state["trained_by"]):
-        raise ValueError(f"the state is damaged: trained_by should be controllers in words, got {state['trained_by']}")
+    _check_conditions(state["condition"])
+    _check_controllers(state["controllers"], state["trained_by"])
     return {**state, "version": VERSION, "rows": {name: list(rows) for name, rows in ROWS.items()}}
 
 
@@ -260,6 +260,18 @@ def _check_counters(state: dict[str, Any]) -> None:
         raise ValueError(
             f"the state is damaged: the loss scale should be a number, 0 or more, got {state['loss_scale']}"
         )
+
+
+def _check_conditions(conditions: Tensor) -> None:
+    if unknown := sorted(set(conditions.flatten().tolist()) - set(range(CONDITIONS))):
+        raise ValueError(f"the state is damaged: condition has entries that are unknown, {unknown}")
+
+
+def _check_controllers(entries: list[Any], trained_by: list[Any]) -> None:
+    for index, entry in enumerate(entries):
+        _check_controller(index, entry)
+    if not all(isinstance(words, str) for words in trained_by):
+        raise ValueError(f"the state is damaged: trained_by should be controllers in words, got {trained_by}")
 
 
 def _check_controller(index: int, entry: object) -> None:

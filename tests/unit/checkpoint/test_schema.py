@@ -16,6 +16,7 @@ from betahook.checkpoint import file, schema
 from betahook.cli import main
 from betahook.integrations.trainer import BetaHookCallback
 from betahook.measure.statistics import ROW
+from betahook.report.conditions import Condition
 from support.models import build
 from support.trainer import make_trainer
 from support.training import LAYER, train
@@ -172,6 +173,14 @@ def test_a_state_of_before_the_controllers_that_made_a_beta_were_saved(trained):
     assert schema.parse(older)["trained_by"] == []
     with pytest.raises(ValueError, match=r"damaged: trained_by should be controllers in words, got \[3\]"):
         hook.load_state_dict({**state, "trained_by": [3]})
+
+
+def test_conditions_that_are_unknown_are_damage(trained):
+    hook, state = trained
+    assert sorted(Condition) == list(range(schema.CONDITIONS))
+    for number in (-1, schema.CONDITIONS):
+        with pytest.raises(ValueError, match=rf"damaged: condition has entries that are unknown, \[{number}\]"):
+            hook.load_state_dict({**state, "condition": torch.full_like(state["condition"], number)})
 
 
 def test_a_controller_that_is_no_dataclass_is_refused_when_attached():
