@@ -99,6 +99,7 @@ def run(folder: str, found: Run, judged: tuple[Findings, Audit] | None) -> Docum
     if found.picture is not None:
         note = "Blue is flat, orange sharp, dark red looks at one key; beta over the model's own at the lower right."
         blocks.append(Picture(found.picture, "layer by step, and layer by head", "At a glance", note))
+    blocks += [Text("\n".join(found.remarks))] if found.remarks else []
     blocks += [*charts(found), *tables, footer(sources(found))]
     return Document(f"Attention in {Path(folder).resolve().name}", blocks)
 

@@ -33,6 +33,7 @@ class Run:
         words: the last findings in words, as Markdown; empty without any.
         states: step to the state of the hook in a checkpoint, in order.
         folders: step to the folder of that checkpoint.
+        remarks: on what could not be read.
     """
 
     scalars: dict[str, Points] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class Run:
     words: str = ""
     states: dict[int, dict[str, Any]] = field(default_factory=dict)
     folders: dict[int, Path] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
 
     def curve(self, *tags: str) -> Points:
         """Return the first of several tags that is there."""
@@ -60,7 +62,7 @@ def read(folder: str) -> Run:
     if any(root.rglob(FILES)):
         _read_events(root, run)
     _read_checkpoints(root, run)
-    if not run.states and not any(tag.startswith(f"{GROUP}/") for tag in run.scalars):
+    if not run.states and not run.remarks and not any(tag.startswith(f"{GROUP}/") for tag in run.scalars):
         raise FileNotFoundError(
             f"{folder} holds nothing of betahook: neither TensorBoard files with its numbers nor {checkpoint.FILE}"
         )
@@ -96,7 +98,13 @@ def _read_checkpoints(root: Path, run: Run) -> None:
     here = root / checkpoint.FILE
     below = [file.parent for file in root.glob(f"*/{checkpoint.FILE}")]
     for folder in [root] if here.is_file() else [x for x in below if not x.name.startswith(checkpoint.UNFINISHED)]:
-        state = checkpoint.read(folder)
+        try:
+            state = checkpoint.read(folder)
+        except ValueError as error:
+            if here.is_file():
+                raise
+            run.remarks.append(f"left out: {error}")
+            continue
         run.states[state["steps"]], run.folders[state["steps"]] = state, folder
     run.states = dict(sorted(run.states.items()))
     logs = root.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{compat.trainer_state_name()}")

@@ -214,6 +214,17 @@ def test_a_plain_model_that_was_saved_over_a_hooked_one_is_plain(saved, tmp_path
     assert capsys.readouterr().err.startswith(f"betahook show: {message} already")
 
 
+def test_report_leaves_out_a_checkpoint_that_is_damaged(run, tmp_path, capsys):
+    folder, page = shutil.copytree(run, tmp_path / "run"), tmp_path / "page.html"
+    (folder / "checkpoint-6" / checkpoint.FILE).write_bytes(b"damaged")
+    assert main(["report", str(folder), "--html", str(page)]) == 0
+    texts = " ".join(Page(page).texts)
+    assert f"left out: {folder / 'checkpoint-6' / checkpoint.FILE} is damaged" in texts
+    assert "Beta after 3 steps" in texts
+    assert main(["report", str(folder / "checkpoint-6")]) == 1
+    assert f"{folder / 'checkpoint-6' / checkpoint.FILE} is damaged" in capsys.readouterr().err
+
+
 def test_examine_looks_at_a_model_with_its_beta(saved, tmp_path, capsys):
     page = tmp_path / "page.html"
     arguments = ["--text", str(saved / "text.txt"), "--length", "32", "--batch", "2", "--batches", "3"]
