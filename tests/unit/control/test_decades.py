@@ -229,6 +229,7 @@ def test_it_says_what_it_does():
     ("options", "message"),
     [
         ({"window": 0}, r"Decades\(window=\.\.\.\) must be a whole number, 1 or more; got 0"),
+        ({"decades": True}, r"Decades\(decades=\.\.\.\) must be a whole number from 1 to 3; got True"),
         ({"relative": 1}, r"Decades\(relative=\.\.\.\) must be True or False; got 1"),
         ({"together": None}, r"Decades\(together=\.\.\.\) must be True or False; got None"),
         ({"decades": 4}, r"Decades\(decades=\.\.\.\) must be a whole number from 1 to 3; got 4"),
