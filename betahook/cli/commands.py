@@ -129,8 +129,7 @@ def examine(name: str, text: str, *, length: int, batch: int, batches: int, pict
             f"{type(model).__name__} reads {model.main_input_name} and no text; in Python, betahook.examine(model, "
             "batches) takes batches of any kind"
         )
-    limit = getattr(model.config, "max_position_embeddings", None) or length
-    windows = _windows(name, text, min(length, limit), batch * batches)
+    windows = _windows(name, text, min(length, models.longest(model) or length), batch * batches)
     with checkpoint.unmarked(model), betahook.attach(model, controller="monitor", when="always") as hook:
         if state is not None:
             if state["layers"].keys() != hook.layers.keys():

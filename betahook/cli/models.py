@@ -88,6 +88,15 @@ def an_input(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tokens.to(model.device) % size for name, tokens in inputs.items()}
 
 
+def longest(model: PreTrainedModel) -> int | None:
+    """Largest number of tokens that a model has positions for; None if it names no limit, or -1 as XLNet does."""
+    limit: int = getattr(model.config, "max_position_embeddings", None) or -1
+    tables = (table for path, table in model.named_modules() if path.endswith("position_embeddings"))
+    paddings = (table.padding_idx for table in tables if getattr(table, "padding_idx", None) is not None)
+    # RoBERTa and its kin count positions from the one after that of the padding.
+    return limit - next(paddings, -1) - 1 if limit > 0 else None
+
+
 def obstacle(name: str, *, for_adapter: str = "give the folder of its base model") -> str | None:
     """Say why no config can be read from there, and what to do; None for a folder with one, or a name on the Hub.
 

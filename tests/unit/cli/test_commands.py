@@ -16,7 +16,12 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaModel,
     PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaModel,
+    XLNetConfig,
+    XLNetModel,
 )
 
 import betahook
@@ -27,6 +32,7 @@ from support.models import build, inputs
 from support.trainer import make_trainer
 
 TEXT = betahook.attach.__doc__ + betahook.fold.__doc__
+TINY = dict(vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 NAME = "model.layers.0.self_attn"
 
 
@@ -239,6 +245,23 @@ def test_examine_looks_at_a_model_with_its_beta(saved, tmp_path, capsys):
     assert "img" in shown.seen
     assert main(["examine", str(saved / "plain"), *arguments]) == 0
     assert "Beta is the model's own." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "length"),
+    [
+        (lambda: RobertaModel(RobertaConfig(**TINY, max_position_embeddings=20)), 18),  # the first is after the padding
+        (lambda: XLNetModel(XLNetConfig(vocab_size=300, d_model=16, n_head=2, n_layer=1, d_inner=16)), 32),  # no limit
+        (lambda: LlamaModel(LlamaConfig(**TINY, max_position_embeddings=20)), 20),
+    ],
+    ids=["RoBERTa", "XLNet", "Llama"],
+)
+def test_examine_reads_no_more_tokens_than_a_model_has_positions_for(saved, tmp_path, capsys, model, length):
+    tokenizer().save_pretrained(tmp_path)
+    model().save_pretrained(tmp_path)
+    arguments = ["--text", str(saved / "text.txt"), "--length", "32", "--batch", "2", "--batches", "1"]
+    assert main(["examine", str(tmp_path), *arguments]) == 0
+    assert f"in 1 forwards of up to 2 x {length}" in capsys.readouterr().out
 
 
 @pytest.mark.oldest_skips("it makes up a tokenizer where there is none")
