@@ -48,8 +48,8 @@ class Examination:
         concerns = [
             f"{name}: {len(found)} of {len(self.findings)} layers, the worst {worst.verdict} ({worst.layer})"
             for name in formats
-            if (found := [each for each in self.precision if each.name == name and each.verdict != "fine"])
-            and (worst := max(found, key=lambda each: float(each.weight_error.max())))
+            if (found := [each for each in self.precision if each.name == name and each.is_concern])
+            and (worst := max(found, key=lambda each: each.gravity))
         ]
         return "\n".join(
             [str(self.findings), "", *(concerns or ["float16, bfloat16 and float8 would all be precise enough"])]

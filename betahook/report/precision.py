@@ -59,6 +59,17 @@ class Precision:
         return _where(self.weight_error > COARSE)
 
     @property
+    def is_concern(self) -> bool:
+        """True if a head overflows, is near it, or is coarse; False where nothing was measured."""
+        return bool(self.overflowing or self.near_overflow or self.coarse)
+
+    @property
+    def gravity(self) -> tuple[float, float]:
+        """Sort key, larger for the worse of two layers: by the range used where it is beyond `NEAR`, then the error."""
+        share = float(self.range_used.max())
+        return share if share > NEAR else 0.0, float(self.weight_error.max())
+
+    @property
     def verdict(self) -> str:
         """The worst of it in a few words."""
         share, error = float(self.range_used.max()), float(self.weight_error.max())

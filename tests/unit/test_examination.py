@@ -134,3 +134,23 @@ def test_flat_saturated_and_overflowing_heads_are_told():
     assert by_format["bfloat16"].overflowing == []
     assert math.isinf(by_format["bfloat16"].weight_error[1]) or by_format["bfloat16"].weight_error[1] > 1
     assert "float16: 1 of 2 layers, the worst overflows (model.layers.0.self_attn)" in str(found)
+
+
+class OneOfTwo(nn.Module):
+    """Two attentions, of which the first is idle."""
+
+    def __init__(self):
+        super().__init__()
+        self.idle, self.used = (nn.MultiheadAttention(16, 2, batch_first=True) for _ in range(2))
+
+    def forward(self, x):
+        return self.used(x, x, x)[0]
+
+
+def test_an_idle_layer_does_not_hide_one_that_overflows():
+    model = OneOfTwo()
+    with torch.no_grad():
+        model.used.in_proj_weight[:16] *= 1e6
+    said = str(betahook.examine(model, [torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))]))
+    assert "float16: 1 of 2 layers, the worst overflows (used)" in said
+    assert "not measured (idle)" not in said

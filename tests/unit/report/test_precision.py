@@ -1,5 +1,7 @@
 """Number formats against what torch itself rounds."""
 
+import math
+
 import pytest
 import torch
 
@@ -26,6 +28,15 @@ def test_the_range_is_that_of_the_scores_before_beta():
     assert (found.overflowing, found.near_overflow) == ([2], [1])
     assert found.verdict == "overflows"
     assert torch.tensor(80_000.0).to(torch.float16).isinf()
+
+
+def test_an_overflow_is_worse_than_any_rounding_and_what_was_not_measured_is_no_concern():
+    overflowing = judged([70_000.0, 1.0])[torch.float16]
+    coarse = judged([300.0, 1.0])[torch.bfloat16]
+    near = judged([20_000.0, 1.0], beta=1.0)[torch.float16]
+    fine, idle = judged([5.0, 1.0])[torch.float16], judged([math.nan, math.nan])[torch.float16]
+    assert [each.is_concern for each in (overflowing, near, coarse, fine, idle)] == [True, True, True, False, False]
+    assert sorted([coarse, overflowing, fine, near], key=lambda each: each.gravity) == [fine, coarse, near, overflowing]
 
 
 @pytest.mark.parametrize(
