@@ -238,7 +238,7 @@ def test_a_model_that_does_not_run_again_to_compare_two_betas(factor, caplog):
     with pytest.raises(betahook.FoldError, match=message) if factor != 1 else nullcontext():
         betahook.fold(model, unfinished="better")
     assert hook.attached is (factor != 1)
-    assert "it folds the beta in force. Train" in caplog.text
+    assert "folding the beta in force. Train" in caplog.text
     hook.detach()
 
 
