@@ -6,6 +6,7 @@ between two steps is made once for all layers. Nothing here reads a value back t
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 
@@ -56,7 +57,7 @@ class Factors:
         """
         if self._noted[layer] == beta:
             return False
-        is_new = beta is None or self._noted[layer] != torch.tensor(beta, dtype=torch.float32, device="cpu").item()
+        is_new = beta is None or self._noted[layer] != ctypes.c_float(beta).value
         self._noted[layer] = beta
         if not is_new:  # after a resume, which knows it in single precision
             return False
