@@ -64,6 +64,9 @@ CONTROLLERS = {
     "cap": Treatment(lambda: [Cap(30.0)]),
     "scaled-init": Treatment(init=3.0),
     "uniform": Treatment(beta=1e-6),  # shows what attention is worth
+    "x0.3": Treatment(beta=0.3),  # constants, which show what any other beta could gain
+    "x3": Treatment(beta=3.0),
+    "x10": Treatment(beta=10.0),
 }
 """Treatments that every task offers, besides `BEST_FIXED`."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from tasks import TASKS
 
 OTHERS = ("no-rise", "scaled-init", "variance-weights", "qk-norm")
 """Columns of the second table, beside `betahook`."""
+CONSTANTS = ("x0.3", "x3", "x10", "Search(plateau_decades=0.0, plateau_batches=0)")
+"""Columns of the third one: constants, and the default without its plateau."""
 DRAWN = ("plain", "betahook", "scaled-init")
 """Lines of the picture."""
 
@@ -82,15 +84,15 @@ def default_table(every: Iterable[Comparison]) -> list[str]:
     return table("task | rate | `plain` | `betahook` | difference | its standard error | seeds", rows)
 
 
-def others_table(every: Iterable[Comparison]) -> list[str]:
-    """Differences to plain of the other controllers, with their standard errors."""
+def others_table(every: Iterable[Comparison], names: Sequence[str]) -> list[str]:
+    """Differences to plain of other controllers beside the default, with their standard errors."""
     rows = []
     for each in every:
-        changes = [each.change(name) for name in ("betahook", *OTHERS)]
+        changes = [each.change(name) for name in ("betahook", *names)]
         if any(not math.isnan(change) for change, _ in changes[1:]):
             cells = ["" if math.isnan(mean) else f"{signed(mean, 1)} ± {error:.1f} %" for mean, error in changes]
             rows.append((f"`{each.task}`", power(each.rate), *cells))
-    return table(" | ".join(["task", "rate", *(f"`{name}`" for name in ("betahook", *OTHERS))]), rows)
+    return table(" | ".join(["task", "rate", *(f"`{name}`" for name in ("betahook", *names))]), rows)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -99,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     results = published(Path(__file__).parent)
     every = list(comparisons(results))
-    print("\n".join(default_table(every) + others_table(every)))
+    print("\n".join(default_table(every) + others_table(every, OTHERS) + others_table(every, CONSTANTS)))
     if options.picture is not None:
         lm = by_task(results)[f"lm, {TASKS['lm'].steps} steps"]
         lines = {cell: lm[cell] for name in DRAWN for cell in lm if cell[0] == name}
