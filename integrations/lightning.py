@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from betahook.hook import Hook, attach, check_options
-from betahook.keep.folding import check_end, fold_or_warn
+from betahook.keep.folding import check_end, fold_or_warn, warn_of_refusals
 from betahook.keep.transition import Unfinished
 from betahook.models.discovery import survey
 from betahook.report.metrics import MetricName, check_names, chosen
@@ -77,6 +77,8 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._load(pl_module)
         self._stepped = trainer.global_step
+        if self._on_end == "fold" and self.hook is not None and trainer.is_global_zero:
+            warn_of_refusals(self.hook)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._load(pl_module)

@@ -15,7 +15,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from betahook import checkpoint
 from betahook.hook import Hook, attach, check_options, hooks_of
-from betahook.keep.folding import check_end, fold_or_warn
+from betahook.keep.folding import check_end, fold_or_warn, warn_of_refusals
 from betahook.keep.transition import Unfinished
 from betahook.options import ControllerChoice, LayerChoice
 from betahook.report import metrics
@@ -140,6 +140,8 @@ class BetaHookCallback(TrainerCallback):
         if resumed:
             checkpoints.resume(self.hook, args, state)
         checkpoints.export(self.hook, state, self)
+        if self._on_end == "fold" and state.is_world_process_zero:
+            warn_of_refusals(self.hook)
         if self._reports is not None:  # of a training that was broken off
             self._reports.close()
         self._reports = (

@@ -59,7 +59,7 @@ def inspect(name: str) -> Document:
                 str(layer.head_dim),
                 pages.number(layer.beta_default) or "unknown",
                 *_places(layer),
-                foresee(hook, layer) or "possible",
+                foresee(hook, layer, from_weights=False) or "possible",
             ]
             for layer in layers
         ]

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from betahook.hook import Hook, hooks_of
 from betahook.keep import transition
-from betahook.keep.refusals import FoldError, FoldPlan, refuse
+from betahook.keep.refusals import FoldError, FoldPlan, foresee, refuse
 from betahook.keep.transition import Unfinished
 from betahook.keep.verification import exact_places
 from betahook.models import materialise
 from betahook.version import __version__
 
-__all__ = ["FoldError", "check_end", "fold", "fold_or_warn"]
+__all__ = ["FoldError", "check_end", "fold", "fold_or_warn", "warn_of_refusals"]
 
 logger = logging.getLogger(__name__)
 NOTE = "betahook_folded"
@@ -83,6 +83,22 @@ def check_end(on_end: str, unfinished: str) -> None:
     if on_end not in ("fold", "keep"):
         raise ValueError(f'on_end must be "fold" or "keep"; got {on_end!r}')
     transition.check(unfinished)
+
+
+def warn_of_refusals(hook: Hook) -> None:
+    """Log a warning before training if the beta that it makes cannot be folded, as far as the model shows it now."""
+    if not any(controller.moves_beta for controller in hook.controllers):
+        return
+    found = {name: reason for name, layer in hook.layers.items() if (reason := foresee(hook, layer, from_weights=True))}
+    for name, reason in list(found.items())[:1]:
+        logger.warning(
+            "beta of %d of %d layers cannot be folded at the end of training (%s: %s), and a model that is saved then "
+            'needs betahook. To watch only, use controller="monitor"',
+            len(found),
+            len(hook.layers),
+            name or "the model",
+            reason,
+        )
 
 
 def fold_or_warn(hook: Hook, unfinished: Unfinished) -> None:

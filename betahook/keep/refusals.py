@@ -134,14 +134,19 @@ def refuse(plan: FoldPlan) -> None:
                 raise plan.error(reason, layer)
 
 
-def foresee(hook: Hook, layer: AttentionLayer) -> str | None:
+def foresee(hook: Hook, layer: AttentionLayer, *, from_weights: bool) -> str | None:
     """Return what will speak against folding a layer whose heads share one beta, as far as the model shows it now.
 
-    Weights may be on the meta device. A model without a foreseen refusal may still have one when it is folded.
+    A model without a foreseen refusal may still have one when it is folded.
+
+    Args:
+        hook: the hook.
+        layer: one of its layers.
+        from_weights: True to look at the weights as well, False for a model on the meta device.
     """
     plan = FoldPlan(hook, hook.model, {layer: torch.full((layer.heads,), 2.0, dtype=torch.float64)})
     reasons = (of_model(plan) for of_model in MODEL_REFUSALS)
-    reasons_of_layer = (of_layer(plan, layer) for of_layer in FORESEEN)
+    reasons_of_layer = (of_layer(plan, layer) for of_layer in (STANDING if from_weights else FORESEEN))
     return next((reason for reason in chain(reasons, reasons_of_layer) if reason is not None), None)
 
 
@@ -158,7 +163,7 @@ def weights_are_sharded(plan: FoldPlan) -> str | None:
 
 def adapter_is_saved_alone(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """A saved adapter leaves out the weights below it."""
-    return None if plan.places[layer] else plan.adapters
+    return None if plan.adapters is None or plan.places[layer] else plan.adapters
 
 
 def prompts_are_saved_alone(plan: FoldPlan) -> str | None:
@@ -256,13 +261,12 @@ FORESEEN: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [
     weight_is_computed,
 ]
 """Refusals that need no numbers of the weights."""
+STANDING = [*FORESEEN, weight_is_elsewhere, weight_is_quantised, adapter_is_saved_alone]
+"""Those that hold whatever beta is, and before the first forward."""
 LAYER_REFUSALS: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [
     beta_is_unknown,
-    *FORESEEN,
-    weight_is_elsewhere,
-    weight_is_quantised,
-    adapter_is_saved_alone,  # from here on the weights can be read
-    weight_is_shared,
+    *STANDING,
+    weight_is_shared,  # from here on the weights can be read
     memory_is_shared,
     weight_would_overflow,
 ]

@@ -33,6 +33,22 @@ def test_a_run_in_bfloat16_ends_plain(tmp_path):
     assert not callback.hook.attached
 
 
+@pytest.mark.parametrize("on_end", ["fold", "keep"])
+def test_a_beta_that_will_not_fold_is_named_before_the_first_step(tmp_path, caplog, on_end):
+    peft = pytest.importorskip("peft")
+    trainer = make_trainer(tmp_path, BetaHookCallback(on_end=on_end), max_steps=1)
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), trainer.model)
+    before = []
+
+    class Begin(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            before.append("cannot be folded at the end of training" in caplog.text)
+
+    trainer.add_callback(Begin())
+    trainer.train()
+    assert before == [on_end == "fold"]
+
+
 def test_metrics_join_the_loss_in_tensorboard(tmp_path):
     said = []
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import betahook
+from betahook.keep.folding import warn_of_refusals
 from support.attention import LENGTH, WIDTH, FusedAttention
 from support.models import build, inputs
 from support.training import move
@@ -259,3 +260,20 @@ def test_memory_that_only_lies_near_is_no_obstacle(change):
         betahook.fold(model)
     torch.testing.assert_close(model(**batch).logits, adapted, rtol=1e-5, atol=1e-5)
     assert torch.equal(model.lm_head.weight, embeddings)
+
+
+@pytest.mark.parametrize(
+    ("controller", "targets", "is_said"),
+    [("default", ["q_proj"], True), ("monitor", ["q_proj"], False), ("default", None, False)],
+)
+def test_what_cannot_be_folded_is_said_before_the_training(controller, targets, is_said, caplog):
+    """And not at its end alone, when all of it has been spent."""
+    model = build("llama")
+    if targets is not None:
+        peft = pytest.importorskip("peft")
+        peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=targets), model)
+    with betahook.attach(model, controller=controller) as hook:
+        warn_of_refusals(hook)
+    said = "beta of 2 of 2 layers cannot be folded at the end of training (model.layers.0.self_attn: "
+    assert (said in caplog.text) is is_said
+    assert ("q_proj is wrapped by an adapter" in caplog.text) is is_said
