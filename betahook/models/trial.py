@@ -99,19 +99,14 @@ def run(module: nn.Module) -> Outcome | None:
         contexts = [name for name in parameters if name in CONTEXTS]
         looked_at = [{}, *(dict.fromkeys(contexts, width) for width in _widths(module) if contexts)]
         forms = itertools.product(looked_at, masked, shapes)
-        watch = _first(_try(module, names, fixed, contexts, masks, *shape) for contexts, masks, shape in forms)
+        watch = _first(_try(module, names, fixed, widths, given, *shape) for widths, given, shape in forms)
     if watch is None:
         return None
     if watch.found is None:
         return Outcome()
     sizes = (size for size in (count_heads(module), watch.found.size) if size is not None)
-    places = (_places(module, watch, watch.found, size) for size in sizes)
-    shown = next((found for found in places if found is not None), None)
-    if shown is not None:
-        size = shown[0].rows.shape[0], shown[0].rows.shape[1]
-        others = (_places(module, watch, other, size) for other in watch.attentions[1:])
-        shown = shown if all(other is not None and all(map(Place.is_that, shown, other)) for other in others) else None
-    return Outcome(True, watch.found.size, shown)
+    places = (_places_of_all(module, watch, size) for size in sizes)
+    return Outcome(True, watch.found.size, next((found for found in places if found is not None), None))
 
 
 def _first(watches: Iterable[_Watch | None]) -> _Watch | None:
@@ -169,6 +164,14 @@ def _fixed(names: list[str]) -> Fixed:
         if pair.issubset(names):
             fixed |= dict.fromkeys(pair, SIDE)
     return fixed | dict.fromkeys(BOTH_SIDES.intersection(names), (SIDE, SIDE))
+
+
+def _places_of_all(module: nn.Module, watch: _Watch, size: tuple[int, int]) -> tuple[Place, Place] | None:
+    """The places of W_q and W_k, for so many heads and such a d_k, if they are those of every attention."""
+    first, *others = (_places(module, watch, each, size) for each in watch.attentions)
+    if first is None or any(other is None or not all(map(Place.is_that, first, other)) for other in others):
+        return None
+    return first
 
 
 def _places(module: nn.Module, watch: _Watch, found: Attention, size: tuple[int, int]) -> tuple[Place, Place] | None:

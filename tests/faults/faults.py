@@ -533,7 +533,7 @@ FAULTS = [
     Fault("betahook/models/discovery.py", "sum(size > 1 for size in parameter.shape) > 1", "True", TRIAL),
     Fault("betahook/models/discovery.py", "is_lazy(parameter) or", "", TRIAL),
     Fault("betahook/models/trial.py", "len(moving) < 2, summed", "False, summed", PLACES),
-    Fault("betahook/models/trial.py", "watch.attentions[1:]", "()", PLACES),
+    Fault("betahook/models/trial.py", "for each in watch.attentions)", "for each in watch.attentions[:1])", PLACES),
     Fault("betahook/models/trial.py", "for width in _widths(module) if contexts", "for width in ()", PLACES),
     Fault("betahook/models/trial.py", 'call.name != "batch_norm"', "True", PLACES),
     Fault("betahook/models/trial.py", "if compat.is_adapter(child):", "if False:", PLACES),
