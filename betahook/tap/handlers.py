@@ -15,7 +15,7 @@ from betahook.models.torch_calls import PERMUTING, PICKING, REGROUPING, SPLITTIN
 from betahook.tap.arithmetic import add, divide, multiply, negate, subtract, subtract_from
 from betahook.tap.rearranging import fill, keep, move, pad, permute, pick, regroup, triangle, where
 from betahook.tap.situation import Derived, Handler, Situation, other
-from betahook.tap.traces import Scores, Shift
+from betahook.tap.traces import Operand, Scores, Shift
 
 
 def bend(situation: Situation) -> Derived:
@@ -44,8 +44,13 @@ def largest(situation: Situation) -> Derived:
 
 
 def reduce(situation: Situation) -> Derived:
-    """Follow what is the same for whole rows of scores, as the largest of a row; anything else mixes rows."""
+    """Follow what is the same for whole rows of scores, as the largest of a row; anything else mixes rows.
+
+    A factor on q is one on its mean or sum, as in a pooled query.
+    """
     trace, (dim, _) = situation.first_trace, situation.call.reduced
+    if isinstance(trace, Operand) and situation.call.name in ("mean", "sum"):
+        return trace
     if not isinstance(trace, Scores):
         return other(situation)
     dims, last = (dim,) if isinstance(dim, int) else dim, situation.call.operands[0].dim() - 1

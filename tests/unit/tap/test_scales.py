@@ -111,6 +111,25 @@ def test_beta_is_that_which_acts_when_the_scale_of_the_model_changes(x, scale):
             )
 
 
+@pytest.mark.parametrize("pool", [torch.mean, torch.sum])
+def test_a_scale_before_a_pooled_query_is_beta(x, pool):
+    """As in tied rows, and in Hiera, whose query is that of several tokens."""
+
+    def mix(module, q, k, v):
+        return (pool(q * 0.3, 2, keepdim=True) @ k.mT).softmax(-1) @ v
+
+    model = make(mix)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        model(x)
+        layer = hook.layers["1"]
+        hidden, attention = model[0](x), model[1]
+        q, k = (attention.split(part(hidden)).double() for part in (attention.q_proj, attention.k_proj))
+        scores = pool(q, 2, keepdim=True) @ k.mT
+        assert layer.beta_default == pytest.approx(0.3)
+        expected = scores.transpose(0, 1).flatten(1).std(1, correction=0)
+        torch.testing.assert_close(layer.head_statistics.std.double(), expected, rtol=1e-4, atol=0)
+
+
 LAYOUTS = {
     "by head": lambda q, k, scale: q @ k.mT * scale,
     "einsum": lambda q, k, scale: torch.einsum("bhqd,bhkd->bqhk", q, k).transpose(1, 2) * scale,
