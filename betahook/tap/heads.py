@@ -13,7 +13,7 @@ from betahook.models.labels import FAR, UNKNOWN, Features, Labels, features_of_h
 from betahook.tap.contraction import Axis, Shared, along
 from betahook.tap.recorder import Recorder
 
-REMEDY = "make q and k [batch, heads, tokens, d_k]"
+REMEDY = "make q and k [batch, num_heads, tokens, d_k], with num_heads as the module states it"
 """The remedy where the axis of the heads is not found."""
 
 MadeOf = tuple[Features | None, Features | None]
