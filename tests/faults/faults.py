@@ -496,8 +496,12 @@ FAULTS = [
         "betahook/models/scaling.py", ".isfinite().all()", ".isfinite().any()", ("tests/unit/keep/test_refusals.py",)
     ),
     Fault("betahook/keep/verification.py", "return gain / gain.max() / 2", "return gain"),
-    Fault("betahook/keep/verification.py", "limits = limits.maximum(4 *", "limits = limits.maximum(4000 *"),
-    Fault("betahook/keep/verification.py", "if not error <= 4 * rounding", "if not error <= 4000 * rounding"),
+    Fault(
+        "betahook/keep/verification.py", "limits = limits.maximum(4 *", "limits = limits.maximum(4000 *", VERIFICATION
+    ),
+    Fault(
+        "betahook/keep/verification.py", "if not error <= 4 * rounding", "if not error <= 4000 * rounding", VERIFICATION
+    ),
     Fault(
         "betahook/models/modes.py",
         '"training", part.training)',
