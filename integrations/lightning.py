@@ -77,7 +77,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._load(pl_module)
         self._stepped = trainer.global_step
-        if self._on_end == "fold" and self.hook is not None and trainer.is_global_zero:
+        if self._on_end == "fold" and self.hook is not None:
             warn_of_refusals(self.hook)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -140,7 +140,7 @@ class BetaHookCallback(TrainerCallback):
         if resumed:
             checkpoints.resume(self.hook, args, state)
         checkpoints.export(self.hook, state, self)
-        if self._on_end == "fold" and state.is_world_process_zero:
+        if self._on_end == "fold":
             warn_of_refusals(self.hook)
         if self._reports is not None:  # of a training that was broken off
             self._reports.close()

@@ -86,19 +86,24 @@ def check_end(on_end: str, unfinished: str) -> None:
 
 
 def warn_of_refusals(hook: Hook) -> None:
-    """Log a warning before training if the beta that it makes cannot be folded, as far as the model shows it now."""
+    """Log a warning before training if the beta that it makes cannot be folded, as far as the model shows it now.
+
+    Every rank must call this, as it must `fold`: weights may be sharded.
+    """
     if not any(controller.moves_beta for controller in hook.controllers):
         return
     found = {name: reason for name, layer in hook.layers.items() if (reason := foresee(hook, layer, from_weights=True))}
-    for name, reason in list(found.items())[:1]:
-        logger.warning(
-            "beta of %d of %d layers cannot be folded at the end of training (%s: %s), and a model that is saved then "
-            'needs betahook. To watch only, use controller="monitor"',
-            len(found),
-            len(hook.layers),
-            name or "the model",
-            reason,
-        )
+    if not found:
+        return
+    name, reason = next(iter(found.items()))
+    logger.warning(
+        "beta of %d of %d layers cannot be folded at the end of training (%s: %s), and a model that is saved then "
+        'needs betahook. To watch only, use controller="monitor"',
+        len(found),
+        len(hook.layers),
+        name or "the model",
+        reason,
+    )
 
 
 def fold_or_warn(hook: Hook, unfinished: Unfinished) -> None:
