@@ -47,7 +47,7 @@ def inspect(name: str) -> Document:
     with checkpoint.unmarked(model), betahook.attach(model, controller="monitor") as hook:
         with hook.pause():
             _run_on_nothing(model)
-        layers = list(hook.layers.values())
+        layers, obstacles = list(hook.layers.values()), foresee(hook, from_weights=False)
         count = "1 attention layer" if len(layers) == 1 else f"{len(layers)} attention layers"
         steps = f" after {state['steps']} steps" if state else ""
         saved = f"Saved with beta beside the weights{steps}: load it with betahook.restore(model, folder)"
@@ -59,7 +59,7 @@ def inspect(name: str) -> Document:
                 str(layer.head_dim),
                 pages.number(layer.beta_default) or "unknown",
                 *_places(layer),
-                foresee(hook, layer, from_weights=False) or "possible",
+                obstacles.get(layer, "possible"),
             ]
             for layer in layers
         ]

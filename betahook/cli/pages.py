@@ -123,7 +123,8 @@ def charts(found: Run) -> list[Chart]:
         Chart("Beta over the model's own, by layer, at checkpoints", _gains(found), logarithmic=True),
     ]
     logged = [chart for chart in made if any(chart.lines.values())]
-    return [replace(chart, steps=steps_of(logged)) for chart in logged]
+    steps = steps_of(logged) if logged else None
+    return [replace(chart, steps=steps) for chart in logged]
 
 
 def betas(state: dict[str, Any]) -> Table:

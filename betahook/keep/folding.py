@@ -92,16 +92,16 @@ def warn_of_refusals(hook: Hook) -> None:
     """
     if not any(controller.moves_beta for controller in hook.controllers):
         return
-    found = {name: reason for name, layer in hook.layers.items() if (reason := foresee(hook, layer, from_weights=True))}
+    found = foresee(hook, from_weights=True)
     if not found:
         return
-    name, reason = next(iter(found.items()))
+    layer, reason = next(iter(found.items()))
     logger.warning(
         "beta of %d of %d layers cannot be folded at the end of training (%s: %s), and a model that is saved then "
         'needs betahook. To watch only, use controller="monitor"',
         len(found),
         len(hook.layers),
-        name or "the model",
+        layer.name or "the model",
         reason,
     )
 

@@ -134,20 +134,27 @@ def refuse(plan: FoldPlan) -> None:
                 raise plan.error(reason, layer)
 
 
-def foresee(hook: Hook, layer: AttentionLayer, *, from_weights: bool) -> str | None:
-    """Return what will speak against folding a layer whose heads share one beta, as far as the model shows it now.
+def foresee(hook: Hook, *, from_weights: bool) -> dict[AttentionLayer, str]:
+    """Return what will speak against folding a beta that the heads of a layer share, for the layers that have a reason.
 
-    A model without a foreseen refusal may still have one when it is folded.
+    It goes by what the model shows now: there may be further reasons when it is folded.
 
     Args:
         hook: the hook.
-        layer: one of its layers.
         from_weights: True to look at the weights as well, False for a model on the meta device.
     """
-    plan = FoldPlan(hook, hook.model, {layer: torch.full((layer.heads,), 2.0, dtype=torch.float64)})
-    reasons = (of_model(plan) for of_model in MODEL_REFUSALS)
-    reasons_of_layer = (of_layer(plan, layer) for of_layer in (STANDING if from_weights else FORESEEN))
-    return next((reason for reason in chain(reasons, reasons_of_layer) if reason is not None), None)
+    layers = hook.layers.values()
+    plan = FoldPlan(hook, hook.model, {layer: torch.full((layer.heads,), 2.0, dtype=torch.float64) for layer in layers})
+    refusals = STANDING if from_weights else FORESEEN
+    of_model = next((reason for refusal in MODEL_REFUSALS if (reason := refusal(plan)) is not None), None)
+
+    def find(layer: AttentionLayer) -> str | None:
+        try:
+            return of_model or next((reason for each in refusals if (reason := each(plan, layer)) is not None), None)
+        except FoldError as error:  # a place that adapters leave, of any layer
+            return str(error)
+
+    return {layer: reason for layer in layers if (reason := find(layer)) is not None}
 
 
 def weights_are_sharded(plan: FoldPlan) -> str | None:

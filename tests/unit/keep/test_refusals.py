@@ -9,6 +9,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import betahook
 from betahook.keep.folding import warn_of_refusals
+from betahook.models.scaling import NoScalingError
 from support.attention import LENGTH, WIDTH, FusedAttention
 from support.models import build, inputs
 from support.training import move
@@ -277,3 +278,16 @@ def test_what_cannot_be_folded_is_said_before_the_training(controller, targets, 
     said = "beta of 2 of 2 layers cannot be folded at the end of training (model.layers.0.self_attn: "
     assert (said in caplog.text) is is_said
     assert ("q_proj is wrapped by an adapter" in caplog.text) is is_said
+
+
+def test_an_adapter_without_a_place_for_beta_does_not_keep_a_training_from_its_begin(caplog, monkeypatch):
+    def none(layer):
+        raise NoScalingError("its projections take no factor")
+
+    peft = pytest.importorskip("peft")
+    model = build("llama")
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), model)
+    monkeypatch.setattr("betahook.keep.refusals.find_places", none)
+    with betahook.attach(model) as hook:
+        warn_of_refusals(hook)
+    assert "its projections take no factor" in caplog.text
