@@ -43,7 +43,7 @@ class Observation:
             not found. A function, since it takes a score of products with each of them.
         loss: returns, as a scalar, the training loss of this step, the mean over its forwards and all ranks; the sum
             over forwards that are told `num_items_in_batch`, each of which returns a share of it. NaN where there was
-            none, or no controller has `uses_loss`.
+            none, and after the batches for which a controller wants it.
         batches: number of batches since the last update, this one included, skipped optimizer steps not counted.
     """
 
@@ -124,6 +124,14 @@ class Controller(ABC):
     @property
     def opening_batches(self) -> int:
         """Number of batches from the first one in which every layer is measured, whatever the `interval`."""
+        return 0
+
+    @property
+    def loss_batches(self) -> int:
+        """Number of batches from the first one in which the training loss is recorded where there is one.
+
+        For a controller that gets along without it, unlike one with `uses_loss`.
+        """
         return 0
 
     def is_in_transition(self, state: Memory) -> bool:

@@ -6,7 +6,7 @@
 | UNSEEN | WARM_UP | they looked random | `warmup_decades` down, in the warm-up | the rest of the warm-up |
 | WARM_UP | CLIMB | they learn early in the warm-up | that of `rise_logit_std` | `rise_batches` |
 | WARM_UP | WARM_UP | the warm-up ends | up again | as they are |
-| WARM_UP | PLATEAU | and they still look random | `plateau_decades` below the model's own | `plateau_batches` |
+| WARM_UP | PLATEAU | and training stands still | `plateau_decades` below the model's own | `plateau_batches` |
 | UNSEEN, WAIT, CLIMB | SEARCH | no batch is left | | |
 | WARM_UP, PLATEAU | CLIMB | no batch is left | | `rise_batches` |
 
@@ -14,10 +14,10 @@ Attention of a fresh model is flat, and while it is, the sensitivity is next to 
 not that W_q and W_k learn in proportion to beta. So beta climbs whatever the sensitivity, but not beyond a std of the
 logits: where the scores grow, it falls. Where W_q and W_k learn early, the learning rate is very high, and what they
 learn from flat attention decides how the run ends: the logits have that std at once. Where they still look random after
-the warm-up, training stands on a plateau. Gradients at a hundredth of beta are so small beside those that Adam
-remembers that W_q and W_k hold still while the rest of the model learns; at the end of the climb they are so large that
-W_q and W_k learn faster. For that Adam must not remember much, and it remembers a thousand batches: hence the low beta
-in the warm-up. Measurements are in docs/ABLATIONS.md.
+the warm-up, and the training loss, if it is known, has hardly fallen, training stands on a plateau. Gradients at a
+hundredth of beta are so small beside those that Adam remembers that W_q and W_k hold still while the rest of the model
+learns; at the end of the climb they are so large that W_q and W_k learn faster. For that Adam must not remember much,
+and it remembers a thousand batches: hence the low beta in the warm-up. Measurements are in docs/ABLATIONS.md.
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ class Course:
         phase: the `Phase`, as a number.
         left: batches left of it.
         fresh: 1 where W_q and W_k were random at the first look, else 0.
+        fall: of the training loss from the first window to the last of the warm-up, in means; NaN without a loss.
     """
 
     beta: Tensor
     phase: Tensor
     left: Tensor
     fresh: Tensor
+    fall: Tensor
 
     def move(self, source: Phase, target: Phase, where: Tensor, **changes: Tensor | float) -> Course:
         """Take the units of a phase to another, with new values of the attributes named."""
@@ -73,12 +75,14 @@ class Course:
 class Opening:
     """The phases of a model before its search. The options are those of `Search`."""
 
+    window: int
     warmup: int
     fresh_ratio: float
     early_share: float
     warmup_decades: float
     plateau_batches: int
     plateau_decades: float
+    plateau_fall: float
     rise_batches: int
     rise_decades: float
     rise_logit_std: float
@@ -94,6 +98,14 @@ class Opening:
             return None
         return observation.spectral_ratio() <= self.fresh_ratio  # False for NaN, of weights that were not found
 
+    def watch(self, course: Course, observation: Observation) -> Course:
+        """Take note of the training loss of a batch in the first window or the last of the warm-up."""
+        step = observation.step
+        sign = (step < self.window) - (step > self.warmup - self.window)
+        if step > self.warmup or sign == 0:
+            return course
+        return replace(course, fall=course.fall + observation.loss() * (sign / self.window))
+
     def decide(self, course: Course, observation: Observation) -> Course:
         """Make the moves that depend on W_q and W_k; units seen later do what the first ones did."""
         step, random = observation.step, self.look(observation)
@@ -108,9 +120,10 @@ class Opening:
         if random is None:
             return course
         if step == self.warmup:
+            learns = course.fall >= self.plateau_fall * observation.loss().abs()  # False where no loss is known
             below = observation.beta_default * 10**-self.plateau_decades
             course = course.move(Phase.WARM_UP, Phase.WARM_UP, seen, beta=course.beta / down)
-            return course.move(Phase.WARM_UP, Phase.PLATEAU, random, beta=below, left=self.plateau_batches)
+            return course.move(Phase.WARM_UP, Phase.PLATEAU, random & ~learns, beta=below, left=self.plateau_batches)
         held = self.rise_logit_std / observation.statistics.std
         return course.move(Phase.WARM_UP, Phase.CLIMB, ~random, beta=held, left=self.rise_batches)
 

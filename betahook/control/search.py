@@ -56,6 +56,8 @@ class Search(Controller):
         warmup_decades: how far below its own beta a fresh model is in the warm-up.
         plateau_decades: how far below on a plateau.
         plateau_batches: how long.
+        plateau_fall: on a plateau the training loss falls by less than this share of it in the warm-up. Known where
+            the model returns it or `Hook.step(loss=...)` gets it; without it every model that is random still waits.
         rise_decades: how far above its own beta the rise ends.
         rise_batches: how long it takes.
         rise_logit_std: standard deviation at which it holds the logits.
@@ -77,6 +79,7 @@ class Search(Controller):
     warmup_decades: float = 0.5
     plateau_decades: float = 2.0
     plateau_batches: int = 70
+    plateau_fall: float = 0.1
     rise_decades: float = 1.0
     rise_batches: int = 100
     rise_logit_std: float = 3.0
@@ -94,26 +97,27 @@ class Search(Controller):
         for name in ("warmup_decades", "plateau_decades", "rise_decades"):
             require(self, name, lambda decades: 0 <= decades <= DECADES, f"a number from 0 to {DECADES:g}")
         require(self, "early_share", lambda share: 0 <= share <= 1, "a number from 0 to 1")
-        require(self, "fresh_bound", lambda share: 0 < share <= 1, "above 0, at most 1")
+        for name in ("plateau_fall", "fresh_bound"):
+            require(self, name, lambda share: 0 < share <= 1, "above 0, at most 1")
 
     def start(self, beta: Tensor) -> Memory:
         zero = torch.zeros_like(beta)
-        opening = {"phase": zero + Phase.UNSEEN, "left": zero + self.warmup, "fresh": zero}
+        opening = {"phase": zero + Phase.UNSEEN, "left": zero + self.warmup, "fresh": zero, "fall": zero}
         return {**opening, **self._sign_search.start(beta)}
 
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
         if self._searches_alone(observation.step):
             return self._search(beta, observation, state)
         opening, sensitivity = self._opening, observation.statistics.sensitivity
-        course = Course(beta, state["phase"], state["left"], state["fresh"])
+        course = Course(beta, state["phase"], state["left"], state["fresh"], state["fall"])
         if self.rise:
-            course = opening.decide(course, observation)
+            course = opening.decide(opening.watch(course, observation), observation)
         course = opening.expire(course)
         found, search = self._sign_search.advance(course.phase == Phase.SEARCH, sensitivity, state)
         decades = torch.where(course.phase == Phase.CLIMB, opening.climb(course, observation), found)
         course = replace(course, left=(course.left - 1).clamp(min=0))
         new, bound = course.beta * 10**decades, self._bound(course.fresh, observation)
-        memory = {"phase": course.phase, "left": course.left, "fresh": course.fresh, **search}
+        memory = {"phase": course.phase, "left": course.left, "fresh": course.fresh, "fall": course.fall, **search}
         return limit_increase(new, beta, bound, observation), memory
 
     def _search(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
@@ -141,6 +145,11 @@ class Search(Controller):
     def opening_batches(self) -> int:
         """The longest way through the phases before the search; after it, the search needs the sensitivity alone."""
         return self._opening.batches if self.rise else 0
+
+    @property
+    def loss_batches(self) -> int:
+        """The warm-up of a fresh model, which tells by the loss if training stands on a plateau."""
+        return self.warmup + 1 if self.rise else 0
 
     def is_in_transition(self, state: Memory) -> bool:
         if not state:
@@ -191,21 +200,11 @@ class Search(Controller):
 
     @classmethod
     def migrate(cls, state: Memory) -> Memory:
-        """Convert the memory of version 2 of the state file, which had `wait` and `rise` instead of `phase` and `left`.
-
-        It did not tell the plateau from the warm-up: both are WARM_UP here, which after the warm-up waits as well.
-        """
-        if "wait" not in state:
-            return state
-        wait, rise, fresh = state["wait"], state["rise"], state["fresh"]
-        phase = torch.full_like(wait, Phase.SEARCH)
-        phase = torch.where(wait > 0, Phase.WAIT, phase)
-        phase = torch.where(fresh < 0, Phase.UNSEEN, phase)
-        phase = torch.where(rise > 0, Phase.CLIMB, phase)
-        phase = torch.where(rise == 100, Phase.WARM_UP, phase)  # all of the rise lies ahead
-        left = torch.where(phase == Phase.CLIMB, rise, wait)
-        search = {name: state[name] for name in ("batches", "total", "direction", "step")}
-        return {"phase": phase, "left": left, "fresh": fresh.clamp(min=0), **search}
+        """Convert the memory of an older version."""
+        state = _from_version_2(state) if "wait" in state else state
+        if "phase" in state and "fall" not in state:  # of version 0.4
+            return {**state, "fall": torch.full_like(state["phase"], torch.nan)}
+        return state
 
     @cached_property
     def _opening(self) -> Opening:
@@ -223,3 +222,19 @@ class Search(Controller):
 def limit_increase(new: Tensor, old: Tensor, logit: float | Tensor, observation: Observation) -> Tensor:
     """Keep a step up from taking the largest logit above `logit`; one that is there already does not lower beta."""
     return torch.minimum(new, torch.maximum(old, ceiling(logit, observation.statistics.max_score)))
+
+
+def _from_version_2(state: Memory) -> Memory:
+    """Convert the memory of version 2 of the state file, which had `wait` and `rise` instead of `phase` and `left`.
+
+    It did not tell the plateau from the warm-up: both are WARM_UP here, which after the warm-up waits as well.
+    """
+    wait, rise, fresh = state["wait"], state["rise"], state["fresh"]
+    phase = torch.full_like(wait, Phase.SEARCH)
+    phase = torch.where(wait > 0, Phase.WAIT, phase)
+    phase = torch.where(fresh < 0, Phase.UNSEEN, phase)
+    phase = torch.where(rise > 0, Phase.CLIMB, phase)
+    phase = torch.where(rise == 100, Phase.WARM_UP, phase)  # all of the rise lies ahead
+    left = torch.where(phase == Phase.CLIMB, rise, wait)
+    search = {name: state[name] for name in ("batches", "total", "direction", "step")}
+    return {"phase": phase, "left": left, "fresh": fresh.clamp(min=0), **search}

@@ -1,4 +1,4 @@
-"""The training loss of a step, for controllers that are judged by it; without one nothing of it is recorded.
+"""The training loss of a step, for controllers that look at it; without one nothing of it is recorded.
 
 `Hook` connects the model and hands over what the user gives to `Hook.step`; `betahook.step.stages` reads it. Like all
 sums the loss is kept on the device, in the table of `betahook.measure.statistics`, and read back by nobody.
@@ -6,6 +6,7 @@ sums the loss is kept on the device, in the table of `betahook.measure.statistic
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from numbers import Real
@@ -14,30 +15,52 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betahook import rerun
+from betahook import compat, rerun
 from betahook.control.base import Controller
 from betahook.measure.statistics import OF_STEP, ROW, is_distributed
 from betahook.state.state import State
 
 
 def connect(model: nn.Module, state: State, controllers: Sequence[Controller], undo: ExitStack) -> None:
-    """Record the loss in every output of the model until `undo` is closed, if a controller is judged by it.
+    """Record the loss in the outputs of the model until `undo` is closed, for controllers that look at it.
+
+    For those that get along without it, in their `loss_batches` only.
+    """
+    is_judged = any(controller.uses_loss for controller in controllers)
+    batches = max((controller.loss_batches for controller in controllers), default=0)
+    if is_judged or batches:
+        record = functools.partial(_record, state, is_judged, batches)
+        undo.callback(model.register_forward_hook(record, with_kwargs=True).remove)
+
+
+def _record(
+    state: State,
+    is_judged: bool,
+    batches: int,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    """Add the loss in an output to those of the step: the forward hook.
 
     A forward that is told the number of items in the batch, as by the Trainer, returns its share of the loss of a step:
     the shares add up to one loss.
     """
-
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        loss = rerun.loss_in(output)
-        # A loss without a graph is one of an evaluation.
-        if isinstance(loss, Tensor) and loss.requires_grad and not state.paused:
-            state.table[OF_STEP] += torch.stack([loss.new_ones(()), loss.detach().mean()]).to(state.table)[:, None]
-            if kwargs.get("num_items_in_batch") is not None:
-                state.table[ROW["losses"]] = 1
-            state.has_loss = True
-
-    if any(controller.uses_loss for controller in controllers):
-        undo.callback(model.register_forward_hook(record, with_kwargs=True).remove)
+    # In compiled code the number of the batch would be a reason to compile again.
+    if not (is_judged or torch.compiler.is_compiling() or state.batch < batches):
+        return
+    loss = rerun.loss_in(output)
+    # A loss without a graph is one of an evaluation.
+    if not (isinstance(loss, Tensor) and loss.requires_grad) or state.paused or compat.is_transformed():
+        return
+    found = torch.stack([loss.new_ones(()), loss.detach().mean()]).to(state.table)
+    if not is_judged:  # a loss that is not finite, and perhaps not that of the training, is none
+        found = torch.where(found.isfinite().all(), found, 0)
+    state.table[OF_STEP] += found[:, None]
+    if kwargs.get("num_items_in_batch") is not None:
+        state.table[ROW["losses"]] = 1
+    state.has_loss |= is_judged
 
 
 def take(state: State, controllers: Sequence[Controller], given: Tensor | float | None) -> None:

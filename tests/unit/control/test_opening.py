@@ -10,12 +10,14 @@ from betahook.control.opening import Course, Opening, Phase
 from support.observations import approx, observe
 
 RULE = Opening(
+    window=3,
     warmup=9,
     fresh_ratio=1.1,
     early_share=1 / 3,
     warmup_decades=0.5,
     plateau_batches=7,
     plateau_decades=2.0,
+    plateau_fall=0.1,
     rise_batches=10,
     rise_decades=1.0,
     rise_logit_std=4.0,
@@ -24,12 +26,13 @@ RANDOM, LEARNED = 1.1, 1.2
 OLD_BETA, OLD_LEFT = 0.8, 5.0
 
 
-def course(*phases, left=OLD_LEFT, fresh=None):
+def course(*phases, left=OLD_LEFT, fresh=None, fall=math.nan):
     """A course with a unit in each of the phases; the fresh ones are those that only fresh models have."""
     phase = torch.tensor(phases, dtype=torch.float64)
     known = (phase == Phase.WARM_UP) | (phase == Phase.PLATEAU) | (phase == Phase.CLIMB)
     fresh = known.double() if fresh is None else torch.full_like(phase, fresh)
-    return Course(torch.full_like(phase, OLD_BETA), phase, torch.full_like(phase, left), fresh)
+    beta, left, fall = (torch.full_like(phase, value) for value in (OLD_BETA, left, fall))
+    return Course(beta, phase, left, fresh, fall)
 
 
 def places(after):
@@ -125,6 +128,39 @@ def test_at_the_end_of_the_warmup_beta_goes_up_again_or_down_to_the_plateau():
     up, plateau = (decided(before, step=9, ratio=ratio, beta_default=0.25) for ratio in (LEARNED, RANDOM))
     assert up == [(Phase.WARM_UP, approx(OLD_BETA * 10**0.5), OLD_LEFT, 1), *others]
     assert plateau == [(Phase.PLATEAU, approx(0.0025), 7, 1), *others]
+
+
+@pytest.mark.parametrize(
+    ("fall", "loss", "stands"),
+    [(0.39, 4.0, True), (0.4, 4.0, False), (-0.4, 4.0, True), (0.4, -4.1, True), (0.4, -4.0, False)],
+)
+def test_weights_that_look_random_wait_on_a_plateau_only_where_the_loss_has_hardly_fallen(fall, loss, stands):
+    (place,) = decided(course(Phase.WARM_UP, fall=fall), step=9, ratio=RANDOM, loss=loss)
+    up, down = (Phase.WARM_UP, approx(OLD_BETA * 10**0.5), OLD_LEFT, 1), (Phase.PLATEAU, approx(0.01), 7, 1)
+    assert place == (down if stands else up)
+
+
+@pytest.mark.parametrize(("fall", "loss"), [(math.nan, 4.0), (0.4, math.nan)])
+def test_where_no_loss_is_known_they_wait(fall, loss):
+    (place,) = decided(course(Phase.WARM_UP, fall=fall), step=9, ratio=RANDOM, loss=loss)
+    assert place[0] == Phase.PLATEAU
+
+
+def test_the_fall_is_that_of_the_mean_loss_from_the_first_window_to_the_last_of_the_warmup():
+    """Of three batches each: the last ends with the batch after the warm-up, in which it is decided."""
+    losses = [6.0, 5.0, 4.0, 100.0, 100.0, 100.0, 100.0, 3.0, 2.0, 1.0, 100.0, 100.0]
+    after = course(Phase.WARM_UP, fall=0.0)
+    for step, loss in enumerate(losses):
+        after = RULE.watch(after, observe(step=step, loss=loss))
+    assert after.fall.tolist() == approx([5 - 2])
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 2])
+def test_windows_that_meet_show_no_fall(warmup):
+    rule, after = replace(RULE, warmup=warmup), course(Phase.WARM_UP, fall=0.0)
+    for step in range(6):
+        after = rule.watch(after, observe(step=step, loss=8.0 - step))
+    assert after.fall.tolist() == [0]
 
 
 def test_phases_that_have_no_batch_left_give_way():

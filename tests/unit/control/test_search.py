@@ -81,6 +81,14 @@ def test_search_begins_two_decades_below_where_weights_still_look_random_after_t
     assert decades(history) == approx([-0.5, -0.5, -2, -2, -2, *climb, 0.5, -0.25])
 
 
+def test_a_fresh_model_whose_loss_falls_does_not_wait_for_its_weights():
+    losses = [observe(loss=loss).loss for loss in (4.0, 3.0, 2.0)]
+    observations = rising([FRESH, FRESH], 13)
+    observations[:3] = [replace(one, loss=loss) for one, loss in zip(observations[:3], losses, strict=True)]
+    climb = [0.1 * index for index in range(1, 11)]
+    assert decades(run(search(warmup=2, rise=True), observations)) == approx([-0.5, -0.5, *climb, 0.5])
+
+
 def test_a_fresh_model_without_a_warmup_begins_below_at_once():
     assert decades(run(search(rise=True), rising([FRESH], 4))) == approx([-2, -2, -2, -1.7])
 
@@ -337,7 +345,10 @@ def test_a_memory_of_the_old_format_is_read(wait, rise, fresh, phase, left):
     search = {"batches": tensor(4), "total": tensor(-0.5), "direction": tensor(-1), "step": tensor(0.15)}
     old = {"wait": tensor(wait), "rise": tensor(rise), "fresh": tensor(fresh), **search}
     new = Search.migrate(old)
+    assert new.pop("fall").isnan()  # unknown
     assert new == {"phase": tensor(phase), "left": tensor(left), "fresh": tensor(max(fresh, 0)), **search}
+    new = Search.migrate(new)  # as version 0.4 wrote it
+    assert new["fall"].isnan()
     assert new.keys() == Search().start(tensor(1)).keys()
     assert {value.dtype for value in new.values()} == {torch.float64}
     assert Search.migrate(new) is new

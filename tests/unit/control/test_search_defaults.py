@@ -36,7 +36,7 @@ NAN = math.nan
                 (("fresh_ratio", "rise_logit_std"), "a positive number", (0, NAN)),
                 (("warmup_decades", "plateau_decades", "rise_decades"), "a number from 0 to 3", (-1, 3.5)),
                 (("early_share",), "a number from 0 to 1", (-0.1, 1.1)),
-                (("fresh_bound",), "above 0, at most 1", (0, 1.1)),
+                (("fresh_bound", "plateau_fall"), "above 0, at most 1", (0, 1.1)),
             ]
             for name in names
             for value in values
@@ -62,6 +62,7 @@ def test_the_defaults():
         "warmup_decades": 0.5,
         "plateau_decades": 2.0,
         "plateau_batches": 70,
+        "plateau_fall": 0.1,
         "rise_decades": 1.0,
         "rise_batches": 100,
         "rise_logit_std": 3.0,

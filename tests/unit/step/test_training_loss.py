@@ -87,10 +87,10 @@ def test_what_is_no_loss_is_refused_and_the_step_can_be_repeated():
         assert pooled(hook) == 0.25
 
 
-def test_without_a_controller_that_is_judged_by_it_nothing_is_recorded():
+def test_without_a_controller_that_looks_at_it_nothing_is_recorded():
     model = build("llama")
     before = len(model._forward_hooks)
-    with betahook.attach(model) as hook:
+    with betahook.attach(model, controller=betahook.Search(rise=False)) as hook:
         assert len(model._forward_hooks) == before
         model(**inputs("llama")).loss.backward()
         assert not hook._state.table[ROW["losses"]].any()
@@ -98,6 +98,42 @@ def test_without_a_controller_that_is_judged_by_it_nothing_is_recorded():
     with betahook.attach(model, controller=[betahook.Monitor(), DECADES]):
         assert len(model._forward_hooks) == before + 1
     assert len(model._forward_hooks) == before
+
+
+def test_the_default_records_it_in_the_warmup_of_a_fresh_model():
+    """And needs none: nothing is refused in a model without."""
+    model = build("llama")
+    with betahook.attach(model, controller=betahook.Search(warmup=2)) as hook:
+        for step in range(5):
+            loss = model(**inputs("llama")).loss
+            loss.backward()
+            hook.step()
+            assert pooled(hook) == pytest.approx(loss.item() if step <= 2 else math.nan, nan_ok=True)
+    with betahook.attach(model) as hook:
+        model(input_ids=inputs("llama")["input_ids"]).logits.sum().backward()
+        hook.step()
+        assert math.isnan(pooled(hook))
+
+
+def test_a_loss_that_is_not_finite_does_not_hold_beta_where_nothing_is_judged_by_it():
+    """Of a model that is trained by another loss, say."""
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = build("llama")
+
+        def forward(self, **batch):
+            output = self.inner(**batch)
+            return {"loss": output.loss * math.nan, "other": output.loss}
+
+    model = Wrapped()
+    with betahook.attach(model) as hook:
+        model(**inputs("llama"))["other"].backward()
+        hook.step()
+        layer = hook.layers[f"inner.{LAYER}"]
+        assert layer.beta == pytest.approx(layer.beta_default / 10**0.5)
+        assert math.isnan(pooled(hook))
 
 
 def test_a_model_without_a_loss_is_refused_at_the_first_step():
