@@ -5,11 +5,12 @@ Needs the package `lightning`; nothing else of betahook imports this file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 
 from betahook.hook import Hook, attach, check_options
 from betahook.keep.folding import check_end, fold_or_warn, warn_of_refusals
@@ -64,6 +65,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         self._unfinished = unfinished
         self._loaded: dict[str, Any] | None = None
         self._stepped = 0
+        self._losses: list[Tensor] = []
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.hook is None or not self.hook.attached else self.hook.state_dict()
@@ -89,10 +91,13 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self.hook is not None
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            self._losses.append(loss.detach())
         if trainer.global_step == self._stepped:
             return  # gradients are still being accumulated
         self._stepped = trainer.global_step
-        self.hook.step(getattr(trainer.precision_plugin, "scaler", None))
+        self.hook.step(getattr(trainer.precision_plugin, "scaler", None), loss=self._loss_of_step(trainer))
         if trainer.is_global_zero and trainer.global_step % trainer.log_every_n_steps == 0:
             details = chosen(self.hook.metrics(), self._quantities)
             logs = {**self._summarise(self.hook.findings()), **details}
@@ -102,6 +107,14 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._on_end == "fold" and self.hook is not None and self.hook.attached:
             fold_or_warn(self.hook, self._unfinished)
+
+    def _loss_of_step(self, trainer: Trainer) -> Tensor | None:
+        """Return the mean loss of `training_step` since the last step, None if it returned none, and begin anew.
+
+        Lightning divides each loss by the number of batches of a step, also in a step that has fewer.
+        """
+        losses, self._losses = self._losses, []
+        return torch.stack(losses).mean() * trainer.accumulate_grad_batches if losses else None
 
     def _attach(self, module: nn.Module) -> Hook:
         """Hook the model of a module, unless it is hooked by this callback already."""

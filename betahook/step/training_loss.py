@@ -26,11 +26,25 @@ def connect(model: nn.Module, state: State, controllers: Sequence[Controller], u
 
     For those that get along without it, in their `loss_batches` only.
     """
-    is_judged = any(controller.uses_loss for controller in controllers)
-    batches = max((controller.loss_batches for controller in controllers), default=0)
+    is_judged, batches = _demand(controllers)
     if is_judged or batches:
         record = functools.partial(_record, state, is_judged, batches)
         undo.callback(model.register_forward_hook(record, with_kwargs=True).remove)
+
+
+def _demand(controllers: Sequence[Controller]) -> tuple[bool, int]:
+    """Tell if a controller is judged by the loss, and in how many batches others look at it."""
+    is_judged = any(controller.uses_loss for controller in controllers)
+    return is_judged, max((controller.loss_batches for controller in controllers), default=0)
+
+
+def _sums(loss: Tensor, state: State, is_judged: bool) -> Tensor:
+    """Return the rows of a loss in the table, `[2, 1]`: one loss, and what it is.
+
+    To controllers that are not judged by it, a loss that is not finite, and perhaps not that of the training, is none.
+    """
+    sums = torch.stack([loss.new_ones(()), loss.mean()]).to(state.table)[:, None]
+    return sums if is_judged else torch.where(sums.isfinite().all(), sums, 0)
 
 
 def _record(
@@ -54,10 +68,7 @@ def _record(
     # A loss without a graph is one of an evaluation.
     if not (isinstance(loss, Tensor) and loss.requires_grad) or state.paused or compat.is_transformed():
         return
-    found = torch.stack([loss.new_ones(()), loss.detach().mean()]).to(state.table)
-    if not is_judged:  # a loss that is not finite, and perhaps not that of the training, is none
-        found = torch.where(found.isfinite().all(), found, 0)
-    state.table[OF_STEP] += found[:, None]
+    state.table[OF_STEP] += _sums(loss.detach(), state, is_judged)
     if kwargs.get("num_items_in_batch") is not None:
         state.table[ROW["losses"]] = 1
     state.has_loss |= is_judged
@@ -70,17 +81,20 @@ def take(state: State, controllers: Sequence[Controller], given: Tensor | float 
         RuntimeError: a controller is judged by the loss, and there is none.
         TypeError: what was given is no loss.
     """
-    if given is not None:
-        if not isinstance(given, Tensor | Real):
-            raise TypeError(f"step(loss=...) takes the loss, a tensor or a number; got {type(given).__name__}")
-        loss = torch.as_tensor(given, dtype=state.table.dtype, device=state.device).detach().mean()
-        state.table[OF_STEP] = torch.stack([torch.ones_like(loss), loss])[:, None]
-        state.has_loss = True
-    judged = [controller for controller in controllers if controller.uses_loss]
+    if given is None and state.steps > 0:
+        return
+    is_judged, batches = _demand(controllers)
+    if given is not None and not isinstance(given, Tensor | Real):
+        raise TypeError(f"step(loss=...) takes the loss, a tensor or a number; got {type(given).__name__}")
+    if given is not None and (is_judged or state.batch < batches):
+        loss = torch.as_tensor(given, dtype=state.table.dtype, device=state.device).detach()
+        state.table[OF_STEP] = _sums(loss, state, is_judged)
+        state.has_loss |= is_judged
     # A rank may be idle in the first step.
-    if judged and not (state.has_loss or state.steps > 0 or is_distributed()):
+    if is_judged and not (state.has_loss or state.steps > 0 or is_distributed()):
+        judge = next(controller for controller in controllers if controller.uses_loss)
         raise RuntimeError(
-            f"{judged[0]} is judged by the training loss, and the model returned none: give it the model's labels, so "
+            f"{judge} is judged by the training loss, and the model returned none: give it the model's labels, so "
             "that its output has a loss, or call step(loss=...). The Trainer keeps the labels from it with "
             "label_smoothing_factor, or with compute_loss_func"
         )

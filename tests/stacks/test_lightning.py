@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import betahook
 from betahook.integrations.lightning import BetaHook
+from betahook.step import training_loss
 from support.models import build
 from support.pages import blocks, run
 from support.trainer import Tokens
@@ -60,6 +61,37 @@ def test_the_block_of_the_page():
     names = run(*blocks("docs/STACKS.md", "Lightning"), module=Module(), batches=batches())
     assert names["callback"].hook.steps == names["trainer"].global_step == 8
     assert not names["callback"].hook.attached
+
+
+@pytest.mark.parametrize(("automatic", "size"), [(True, 3), (False, 2)])
+def test_the_loss_is_the_mean_of_what_the_training_steps_return(tmp_path, automatic, size):
+    """Also where the model itself returns none, and in the last step of an epoch, which has fewer batches."""
+    returned, seen = [], []
+
+    class Bare(Module):
+        def training_step(self, batch, index):
+            labels = batch.pop("labels")
+            scores = self.model(**batch).logits[:, :-1].flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(scores, labels[:, 1:].flatten())
+            returned.append(loss.item())
+            if not self.automatic_optimization:
+                self.manual_backward(loss)
+                if index % 2:
+                    self.optimizers().step()
+                    self.optimizers().zero_grad()
+            return {"loss": loss}
+
+    class Spy(lightning.Callback):
+        def on_train_batch_end(self, *args):
+            if callback.hook.steps > len(seen):
+                seen.append(training_loss.pooled(callback.hook._state).item())
+
+    callback = BetaHook(controller=betahook.Decades(window=1), on_end="keep")
+    trainer = make_trainer(tmp_path, callback, 1, Spy(), accumulate_grad_batches=3 if automatic else 1, logger=False)
+    trainer.fit(Bare(automatic), batches())
+    steps = [returned[start : start + size] for start in range(0, len(returned), size)]
+    assert seen == pytest.approx([sum(losses) / len(losses) for losses in steps])
+    callback.hook.detach()
 
 
 @pytest.mark.parametrize(("automatic", "steps"), [(True, 6), (False, 8)])

@@ -73,6 +73,16 @@ def test_a_loss_that_is_given_takes_the_place_of_that_of_the_outputs(loss, mean)
         assert pooled(hook) == mean
 
 
+def test_a_loss_that_is_given_is_recorded_for_the_default_in_its_warmup_where_it_is_finite():
+    model = build("llama")
+    with betahook.attach(model, controller=betahook.Search(warmup=2)) as hook:
+        for loss in (1.0, math.nan, 3.0, 4.0):
+            model(**inputs("llama")).loss.backward()
+            hook.step(loss=loss)
+            assert pooled(hook) == pytest.approx(math.nan if loss == 4 else loss, nan_ok=True)
+            assert hook._state.recent.isfinite().all()  # else beta would be held
+
+
 def test_what_is_no_loss_is_refused_and_the_step_can_be_repeated():
     model = build("llama")
     with betahook.attach(model, controller=DECADES) as hook:
