@@ -17,8 +17,8 @@ from betahook.tap.contraction import along
 from betahook.tap.forward import Forward
 from betahook.tap.rearranging import keep
 from betahook.tap.sites import find_line
-from betahook.tap.situation import Derived, Handler, other
-from betahook.tap.traces import Factor, Scores, Trace, Weights, number, same_factor
+from betahook.tap.situation import Handler, other
+from betahook.tap.traces import Derived, Factor, Scores, Trace, Weights, number, same_factor
 
 
 def follow(forward: Forward, call: Call, handler: Handler) -> Any:

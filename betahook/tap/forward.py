@@ -16,13 +16,12 @@ from betahook.models.labels import Labels
 from betahook.models.torch_calls import Call, tensors_in
 from betahook.tap import heads
 from betahook.tap.contraction import Axis
-from betahook.tap.followed import Followed
 from betahook.tap.plan import Plan, form_of
 from betahook.tap.recorder import Recorder, leave_alone
 from betahook.tap.shadows import Shadows
 from betahook.tap.sites import Site, find_line, find_site
 from betahook.tap.situation import Situation
-from betahook.tap.traces import Factor, Operand, Product, Scores, is_learned
+from betahook.tap.traces import Factor, Operand, Product, Scores, Traces, is_learned
 
 ALIKE = 1e-4
 """Relative difference up to which two numbers count as the same, but for rounding."""
@@ -80,7 +79,7 @@ class Forward:
         self.unread: str | None = None
         self.without_heads: str | None = None
         self.is_settled = self.labels is None and self.shadows is None
-        self.traces = Followed()
+        self.traces = Traces()
         self._refusal: str | None = None
 
     def trace_of_values(self) -> Operand | None:

@@ -18,8 +18,8 @@ from betahook.tap.forward import Forward
 from betahook.tap.gain import scale_query
 from betahook.tap.shadows import GAIN
 from betahook.tap.sites import find_line, find_site
-from betahook.tap.situation import Derived, other
-from betahook.tap.traces import Factor, Operand, Product, Scores, Shift, Weights, divided
+from betahook.tap.situation import other
+from betahook.tap.traces import Derived, Factor, Operand, Product, Scores, Shift, Weights, divided
 
 
 def multiply(forward: Forward, call: Call) -> Any:

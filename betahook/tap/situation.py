@@ -13,10 +13,7 @@ from torch import Tensor
 from betahook.models.labels import PROJECTIONS
 from betahook.models.torch_calls import Call
 from betahook.tap.sites import find_line
-from betahook.tap.traces import Operand, Scores, Shift, Trace, Weights, is_learned
-
-Derived = Trace | list[Trace] | None
-"""The trace of all that a function returns, of each of its parts, or of nothing."""
+from betahook.tap.traces import Derived, Operand, Scores, Shift, Trace, Weights, is_learned
 
 
 class Situation(NamedTuple):

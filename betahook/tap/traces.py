@@ -1,7 +1,7 @@
 """Traces of the tensors in an attention written by hand: a type each for operands, scores and weights.
 
-The tap in `products` keeps a trace for each tensor that it follows; `handlers` says what a function makes of one.
-Nothing here runs a function of the model.
+`Traces` holds those of one forward. `handlers` says what a function makes of a traced tensor; the functions of
+`matrices`, `softmaxes` and `following` write it down. Nothing here runs a function of the model.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from betahook import compat
+from betahook.models.by_tensor import ByTensor
 from betahook.models.labels import Features
-from betahook.tap.sites import Site
+from betahook.models.torch_calls import tensors_in
+from betahook.tap.sites import Site, find_line
 
 Factor = float | Tensor
 """A number, a 0-dim tensor, or one that broadcasts over heads."""
@@ -159,6 +162,54 @@ class Weights(NamedTuple):
 
 
 Trace = Operand | Scores | Shift | Weights
+Derived = Trace | list[Trace] | None
+"""The trace of all that a function returns, of each of its parts, or of nothing."""
+
+
+class Traces(ByTensor[Trace]):
+    """Traces by tensor. Scores are lost where the memory that they share with others is changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before = ByTensor[
+            tuple[Tensor, Scores]
+        ]()  # the view whose change lost scores, and their trace until then
+
+    def note(self, output: Any, derived: Derived) -> None:
+        """Remember the traces of what a function returned."""
+        if derived is None:
+            return
+        parts = list(tensors_in(output))
+        if not isinstance(derived, list):
+            parts = [part for part in parts if part.is_floating_point() or part.is_complex()]
+        traces = derived if isinstance(derived, list) else [derived] * len(parts)
+        for part, trace in zip(parts, traces, strict=True):
+            self[part] = trace.expanded(part.shape) if isinstance(trace, Scores) else trace
+
+    def changed(self, tensor: Any) -> None:
+        """Lose the scores that share the memory of a tensor that was changed in place."""
+        # Tensors of an export or a transform show no memory, and no layer is left alone for what happens there.
+        passing = compat.is_exporting() or compat.is_transformed()
+        if passing or not isinstance(tensor, Tensor):
+            return
+        trace, base = self.get(tensor), compat.owner(tensor)
+        if not isinstance(trace, Scores) and base is tensor:
+            return
+        memory = tensor.untyped_storage().data_ptr()
+        for other, of_other in self.items():
+            if not isinstance(of_other, Scores) or other is tensor:
+                continue
+            if other.untyped_storage().data_ptr() == memory:
+                if of_other.lost is None:
+                    self._before[other] = tensor, of_other
+                self[other] = of_other.losing(f"a change of a view of them at {find_line()}")
+        if isinstance(trace, Scores) and base not in self:
+            self[base] = trace.losing(f"a change of a view at {find_line()}")
+
+    def before_change(self, tensor: Tensor, view: Tensor) -> Scores | None:
+        """Look up the trace of scores before a change of this view of them."""
+        found = self._before.get(tensor)
+        return found[1] if found is not None and found[0] is view else None
 
 
 def same_factor(a: Factor, b: Factor) -> bool:

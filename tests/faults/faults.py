@@ -61,7 +61,7 @@ SETTLED = ("tests/unit/tap/test_settled.py",)
 CHECKPOINTED = ("tests/unit/tap/test_checkpointing.py",)
 RIGHT = tuple(
     f"tests/unit/tap/test_{name}.py"
-    for name in ("followed", "scales", "masks_or_biases", "head_axes", "left_alone", "loaded_beta")
+    for name in ("traces", "scales", "masks_or_biases", "head_axes", "left_alone", "loaded_beta")
 )
 ROWS = ("tests/unit/measure/test_rows.py",)
 CALLS = ("tests/unit/measure/test_calls.py",)
@@ -662,7 +662,7 @@ FAULTS = [
     Fault(
         "betahook/models/code.py", "value.func if isinstance(value, functools.partial) else value", "value", DISCOVERED
     ),
-    Fault("betahook/tap/followed.py", "compat.is_exporting() or compat.is_transformed()", "False", TRANSFORMED),
+    Fault("betahook/tap/traces.py", "compat.is_exporting() or compat.is_transformed()", "False", TRANSFORMED),
     Fault("betahook/tap/plan.py", "return self.since.get(site, step) < step", "return site in self.since", SETTLED),
     Fault("betahook/tap/arithmetic.py", "hidden | (masked_by(tensor) & ~scores.pairs)", "hidden", POSITIONS),
     Fault("betahook/tap/plan.py", "return site in self.varying", "return not same_factor(before, now)", CHECKPOINTED),
