@@ -14,7 +14,7 @@ from torch import Tensor
 from betahook import compat
 from betahook.models.labels import Labels
 from betahook.models.torch_calls import Call, tensors_in
-from betahook.tap import heads
+from betahook.tap import head_axes
 from betahook.tap.contraction import Axis
 from betahook.tap.plan import Plan, form_of
 from betahook.tap.recorder import Recorder, leave_alone
@@ -75,7 +75,7 @@ class Forward:
         self.attended: bool | None = None
         self.default: Factor | None = None
         self.fused_only = True
-        self.made_of: heads.MadeOf | None = None
+        self.made_of: head_axes.MadeOf | None = None
         self.unread: str | None = None
         self.without_heads: str | None = None
         self.is_settled = self.labels is None and self.shadows is None
@@ -141,7 +141,7 @@ class Forward:
             fitting = [axis for axis in shared if tensor.shape[axis] == count]
             return fitting[0] if len(fitting) == 1 and tensor.dim() > 3 else None
         # Also that they do not tell: a recomputation, which has no labels, must not go by sizes instead.
-        self.axes[site] = heads.find(labels, summed, count)
+        self.axes[site] = head_axes.find(labels, summed, count)
         return self.axes[site]
 
     def _axis_of(self, scores: Tensor) -> int | None:

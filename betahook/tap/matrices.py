@@ -12,10 +12,11 @@ import torch
 
 from betahook.measure.masks import masked_by
 from betahook.models.torch_calls import Call
-from betahook.tap import contraction, heads
+from betahook.tap import contraction
 from betahook.tap.contraction import Axis, Contraction
 from betahook.tap.forward import Forward
 from betahook.tap.gain import scale_query
+from betahook.tap.head_axes import REMEDY, made_of, put_heads, varying
 from betahook.tap.shadows import GAIN
 from betahook.tap.sites import find_line, find_site
 from betahook.tap.situation import other
@@ -114,7 +115,7 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
     place = product.output_axis(axis)
     forward.traces.note(output, trace._replace(axis=place - output.dim()) if isinstance(place, int) else trace)
     if forward.labels is not None and place is not None:
-        heads.put_heads(forward.labels, output, place, layer.heads)
+        put_heads(forward.labels, output, place, layer.heads)
     return output
 
 
@@ -130,7 +131,7 @@ def _new_product(forward: Forward, product: Contraction) -> Product:
         assured=assured and not forward.is_learned(product.left) and all(maker.assured for maker in makers),
         makers=makers,
         acts=not forward.rehearsal and forward.plan.makes_scores.get(site, True),
-        made_of=heads.made_of(forward.labels, product.left, product.right, forward.layer, product.components),
+        made_of=made_of(forward.labels, product.left, product.right, forward.layer, product.components),
         settled=forward.plan.is_settled(site, forward.layer.state.steps),
     )
 
@@ -157,6 +158,6 @@ def _head_axis(forward: Forward, product: Contraction, known: Product) -> tuple[
     if axis is not None:
         return axis, ""
     sizes = [product.left.shape[place] for place in shared]
-    if labels is not None and len(heads.varying(labels, summed)) == 1 and all(size % count for size in sizes):
+    if labels is not None and len(varying(labels, summed)) == 1 and all(size % count for size in sizes):
         return None, f"a product at {known.site.line} ({contraction.misfit(sizes, count)})"
-    return None, f"a product at {known.site.line} whose heads are not told apart from the batch ({heads.REMEDY})"
+    return None, f"a product at {known.site.line} whose heads are not told apart from the batch ({REMEDY})"

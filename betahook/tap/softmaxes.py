@@ -14,10 +14,11 @@ from betahook import compat
 from betahook.measure.masks import Band, Mask
 from betahook.measure.rows import ScoreMod
 from betahook.models.torch_calls import Call
-from betahook.tap import compiled, contraction, heads
+from betahook.tap import compiled, contraction
 from betahook.tap.contraction import Axis
 from betahook.tap.forward import Forward
 from betahook.tap.gain import scale_query
+from betahook.tap.head_axes import REMEDY, made_of
 from betahook.tap.kernels import KERNELS, Arguments, Kernel, find_band
 from betahook.tap.sites import Site, find_line, find_site
 from betahook.tap.traces import Operand, Scores, Trace, Weights, divided
@@ -80,7 +81,7 @@ def _record(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     axis = forward.score_axis(input, "softmax", dim)
     acting = trace.products[0].acting  # on this product, not by the model's own beta of this call
     if axis is None or acting is None:
-        forward.refuse(f"its heads are not told apart from the batch in the softmax at {find_line()}: {heads.REMEDY}")
+        forward.refuse(f"its heads are not told apart from the batch in the softmax at {find_line()}: {REMEDY}")
         return
     prescale = prescale.view(-1, 1, 1) if isinstance(prescale, Tensor) else prescale
     scores, logits, allowed = (contraction.batched(x, axis, layer.heads) for x in (scores, logits, allowed))
@@ -96,7 +97,7 @@ def fused(forward: Forward, call: Call) -> Any:
     factors = forward.factors_of(site, query, key)
     default = factors[0] * factors[1] * (query.shape[-1] ** -0.5 if scale is None else scale)
     axis, trouble = _fused_axis(forward, call, kernel, given, site)
-    forward.made_of = forward.made_of or heads.made_of(forward.labels, query, key, layer)
+    forward.made_of = forward.made_of or made_of(forward.labels, query, key, layer)
     is_plain = call.name == "scaled_dot_product_attention" and axis in (1, "single") and compiled.fits(layer, query)
     forward.fused_only &= is_plain and all(isinstance(factor, float) and factor == 1 for factor in factors)
     query, key = map(kernel.heads_before_tokens, (query, key))
@@ -146,4 +147,4 @@ def _fused_axis(forward: Forward, call: Call, kernel: Kernel, given: Arguments, 
             return None, f"{call.name} at {site.line}: {contraction.misfit(sizes, layer.heads)}"
         return len(sizes) - 1, ""
     axis = forward.head_axis(query, forward.labels_of(query), query.dim() - 1, range(len(sizes)), site)
-    return axis, f"its heads are not told apart from the batch at {site.line}: {heads.REMEDY}"
+    return axis, f"its heads are not told apart from the batch at {site.line}: {REMEDY}"

@@ -41,7 +41,7 @@ class Product:
         counts: its gradient is a part of the sensitivity.
         index: its place among the products of the forward.
         default: the model's own beta by which it is scaled; None for that of the last forward.
-        made_of: the features that its operands are made of, see `heads.made_of`.
+        made_of: the features that its operands are made of, see `head_axes.made_of`.
     """
 
     site: Site

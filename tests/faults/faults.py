@@ -598,7 +598,7 @@ FAULTS = [
     Fault("betahook/tap/softmaxes.py", "forward.made_of or leader.made_of", "forward.made_of", PLACES),
     Fault(
         "betahook/tap/softmaxes.py",
-        "forward.made_of or heads.made_of(forward.labels, query, key, layer)",
+        "forward.made_of or made_of(forward.labels, query, key, layer)",
         "forward.made_of",
         PLACES,
     ),
@@ -827,7 +827,7 @@ FAULTS = [
         of_trainer("a_first_batch_that_did_not_fit_leaves_nothing"),
     ),
     Fault(
-        "betahook/tap/heads.py",
+        "betahook/tap/head_axes.py",
         "torch.where(labels == UNKNOWN, labels, labels % FAR)",
         "labels",
         ("tests/unit/tap/test_products_forms.py",),
