@@ -17,6 +17,7 @@ from torch import nn
 from betahook import compat
 from betahook.measure.inputs import SIDES
 from betahook.tap import kernels, opaque, products
+from betahook.tap.override import Override
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 
 
@@ -30,7 +31,19 @@ def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) 
         if recorder.route != "interface":
             products.connect(recorder, undo)
     kernels.connect([each for each in recorders if each.route != "interface"], undo)
-    products.keep_padding(model, recorders, undo)
+    _keep_padding(model, recorders, undo)
+
+
+def _keep_padding(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) -> None:
+    """Let torch's encoders around the modules take a padded batch as it is, until `undo` is closed.
+
+    In evaluation they pack it into a nested tensor, which `nn.MultiheadAttention` takes on its fast path only, and that
+    no hook sees. At padded positions they now return what they do in training, instead of zeros.
+    """
+    attention = {recorder.module for recorder in recorders}
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and not attention.isdisjoint(encoder.modules()):
+            Override(encoder, compat.NESTED_TENSORS, False, undo)
 
 
 def _watch_inputs(recorder: Recorder, undo: ExitStack) -> None:

@@ -123,18 +123,6 @@ def _put_back(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(values)
 
 
-def keep_padding(model: nn.Module, layers: Iterable[Recorder], undo: ExitStack) -> None:
-    """Let torch's encoders around the layers take a padded batch as it is, until `undo` is closed.
-
-    In evaluation they pack it into a nested tensor, which `nn.MultiheadAttention` takes on its fast path only, and that
-    no hook sees. At padded positions they now return what they do in training, instead of zeros.
-    """
-    attention = {layer.module for layer in layers}
-    for encoder in model.modules():
-        if isinstance(encoder, nn.TransformerEncoder) and not attention.isdisjoint(encoder.modules()):
-            Override(encoder, compat.NESTED_TENSORS, False, undo)
-
-
 class ScoreProducts(TorchFunctionMode):
     """Scales and follows the score products in one forward of one attention module."""
 
