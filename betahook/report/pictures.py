@@ -66,7 +66,7 @@ def draw(history: History, labels: Sequence[str]) -> bytes:
         2, 2, left=margin / PIXELS[0], right=right / PIXELS[0], top=0.875, bottom=0.065, wspace=wspace, hspace=0.42
     )
     for index, panel in enumerate(panels(history)):
-        _draw_panel(figure, grid[divmod(index, 2)], panel, history, labels, margin)
+        _draw_panel(grid[divmod(index, 2)], panel, history, labels, margin)
     canvas.draw()  # type: ignore[no-untyped-call]
     image = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())).convert("RGB")  # type: ignore[no-untyped-call]
     file = io.BytesIO()
@@ -105,9 +105,7 @@ def _write_header(figure: Figure, history: History) -> None:
         figure.text(0.4, 0.013, "yellow: NaN or infinity; grey: not measured", fontsize=9, color=GREY, va="center")
 
 
-def _draw_panel(
-    figure: Figure, place: Any, panel: Panel, history: History, labels: Sequence[str], margin: float
-) -> None:
+def _draw_panel(place: Any, panel: Panel, history: History, labels: Sequence[str], margin: float) -> None:
     over_time, now, bar = place.subgridspec(1, 3, width_ratios=[3.3, 1.5, 0.2], wspace=0.1).subplots()
     colours = colormap(panel.scale)
     columns, latest = history.columns, history.latest

@@ -115,7 +115,7 @@ def assign(forward: Forward, call: Call) -> None:
         derived = Weights(before=before if isinstance(before, Scores) else None)
     elif isinstance(trace, Scores) or isinstance(into, Scores):
         with torch.no_grad():  # before the change, since values may share the memory
-            derived = _assigned(forward, call, into, trace)
+            derived = _assigned(call, into, trace)
     call.run()
     forward.traces.note(target, derived)
     if isinstance(derived, Scores):
@@ -127,7 +127,7 @@ def _is_same(view: Tensor, other: Tensor) -> bool:
     return view.data_ptr() == other.data_ptr() and (view.shape, view.stride()) == (other.shape, other.stride())
 
 
-def _assigned(forward: Forward, call: Call, into: Trace | None, trace: Trace | None) -> Derived:
+def _assigned(call: Call, into: Trace | None, trace: Trace | None) -> Derived:
     target, index, _ = call.args
     old = into if isinstance(into, Scores) else None
     if not isinstance(trace, Scores):
