@@ -137,13 +137,13 @@ class WeightScaling:
     def _find(self, layer: AttentionLayer) -> Scaling:
         """The weights of a layer, found again where adapters came or went."""
         owners = [owner for projection in layer.projections or () for owner in projection.owners]
-        found = self._found.get(layer)
-        if found is None or found[0] != owners:
+        known, scalings = self._found.get(layer, (None, []))
+        if known != owners:
             with _refusing(layer):
-                found = owners, list(find_scalings(layer.module, layer.projections, layer.heads, layer.head_dim))
-                found[1][self._choice[layer]].check()
-            self._found[layer] = found
-        return found[1][self._choice[layer]]
+                scalings = list(find_scalings(layer.module, layer.projections, layer.heads, layer.head_dim))
+                scalings[self._choice[layer]].check()
+            self._found[layer] = owners, scalings
+        return scalings[self._choice[layer]]
 
     def _settle(self, hook: Hooked, layer: AttentionLayer) -> bool:
         """Take the first weights of a layer that do what beta does; False if none do."""
