@@ -4,7 +4,8 @@ from betahook.control import Cap, Clip, Controller, Decades, Gradient, Monitor, 
 from betahook.control.beta_search import BetaSearch
 from betahook.examination import Examination, examine
 from betahook.hook import Hook, attach, detach
-from betahook.keep.folding import FoldError, fold
+from betahook.keep.folding import fold
+from betahook.keep.refusals import FoldError
 from betahook.keep.restoring import restore
 from betahook.layer import AttentionLayer
 from betahook.measure.statistics import Statistics

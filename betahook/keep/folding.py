@@ -21,8 +21,6 @@ from betahook.keep.verification import exact_places
 from betahook.models import materialise
 from betahook.version import __version__
 
-__all__ = ["FoldError", "check_end", "fold", "fold_or_warn", "warn_of_refusals"]
-
 logger = logging.getLogger(__name__)
 NOTE = "betahook_folded"
 """Key of the note in the config; another one than that of a model whose beta is not in its weights."""
