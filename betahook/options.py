@@ -133,7 +133,7 @@ def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
         reasons = "; ".join(f"{path}, {reason}" for path, reason in list(seen.not_reached.items())[:3])
         raise UnsupportedModelError(f"cannot attach to {name}: " + (reasons or NO_ATTENTION))
     chosen = {path: found for path, found in seen.found.items() if is_chosen(path, found.module)}
-    globs = [] if choice is None or callable(choice) else [choice] if isinstance(choice, str) else choice
+    globs = [] if callable(choice) else _globs(choice)
     unmatched = [each for each in globs if not any(fnmatch.fnmatchcase(path, each) for path in seen.found)]
     if unmatched or not chosen:
         wrong = ", ".join(map(repr, unmatched)) if chosen else repr(choice)
@@ -154,7 +154,12 @@ def predicate(choice: LayerChoice | None) -> Callable[[str, nn.Module], bool]:
     """
     if callable(choice):
         return choice
-    patterns = ["*"] if choice is None else [choice] if isinstance(choice, str) else choice
-    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+    globs = _globs(choice)
+    if not isinstance(globs, Sequence) or not all(isinstance(each, str) for each in globs):
         raise TypeError(f"layers must be a glob, a list of globs or a predicate (name, module) -> bool; got {choice!r}")
-    return lambda path, module: any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+    return lambda path, module: any(fnmatch.fnmatchcase(path, each) for each in globs)
+
+
+def _globs(choice: str | Sequence[str] | None) -> Sequence[str]:
+    """Return a choice of layers that is no predicate as globs."""
+    return ["*"] if choice is None else [choice] if isinstance(choice, str) else choice
