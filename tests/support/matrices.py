@@ -75,6 +75,12 @@ def assert_row_std(sums, expected, rel=1e-5):
     assert not sums.row_square[sums.pairs == 0].any()
 
 
+def assert_scores(sums, query, key, allowed, *, weight=1.0):
+    """Compare sums with those over the allowed pairs of the full score matrix, and their spread within rows."""
+    assert_sums(sums, used(query, key, allowed), weight=weight)
+    assert_row_std(sums, row_std(query, key, allowed))
+
+
 def named(pairs, sums, **others):
     """The sums of `scores.pool_rows`, the entropy mostly not among them, by name."""
     return SimpleNamespace(

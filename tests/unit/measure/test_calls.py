@@ -7,7 +7,7 @@ from betahook.measure import calls, components, masks, pairs, rows, statistics
 from betahook.measure.largest import norm_bound
 from betahook.measure.masks import Band, Mask
 from betahook.measure.statistics import ROW
-from support.matrices import BANDS, assert_row_std, assert_sums, full, make, pairs_of, recorded, row_std, used
+from support.matrices import BANDS, assert_scores, assert_sums, full, make, pairs_of, recorded, used
 
 
 @pytest.mark.parametrize("name", BANDS)
@@ -19,8 +19,7 @@ def test_every_form_measures_the_same(name, monkeypatch):
     masks._of_band.cache_clear()
     blocks = recorded(query, key, Mask(band), 0.3)
     masks._of_band.cache_clear()
-    assert_sums(whole, used(query, key, pairs_of(band, 60, 60 + more)))
-    assert_row_std(whole, row_std(query, key, pairs_of(band, 60, 60 + more)))
+    assert_scores(whole, query, key, pairs_of(band, 60, 60 + more))
     assert (blocks.max_score_bound > whole.max_score_bound).all()  # it looked at some rows only
     of_rows = {"rows", "entropy", "sink", "flat_entropy", *statistics.MAXIMA}
     for row in ROW.keys() - of_rows - {"score_square"}:

@@ -9,6 +9,7 @@ from support.largest import Largest
 from support.matrices import (
     BANDS,
     assert_row_std,
+    assert_scores,
     assert_sums,
     exact,
     full,
@@ -39,8 +40,7 @@ def test_sums_over_bands(name, length):
     band, more = BANDS[name]
     query, key = make(length, length + more, query_mean=0.3, key_mean=-0.5)
     allowed, sums = pairs_of(band, length, length + more), found(query, key, Mask(band))
-    assert_sums(sums, used(query, key, allowed))
-    assert_row_std(sums, row_std(query, key, allowed))
+    assert_scores(sums, query, key, allowed)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -55,8 +55,7 @@ def test_padding_takes_no_part(name, batch):
     for part, tokens in zip(valid, (query, key), strict=True):
         tokens.masked_fill_(~part[:, None, :, None], 1e3)
     sums = found(query, key, Mask(band, *valid))
-    assert_sums(sums, used(query, key, allowed))
-    assert_row_std(sums, row_std(query, key, allowed))
+    assert_scores(sums, query, key, allowed)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -67,8 +66,7 @@ def test_grouped_queries_share_their_key_head(name, key_heads):
     query, key = make(140, 140 + more, heads=4, key_heads=key_heads, query_mean=0.3, key_mean=-0.5)
     query *= torch.arange(1.0, 5).view(4, 1, 1)  # heads that cannot be taken for each other
     allowed, sums = pairs_of(band, 140, 140 + more), found(query, key, Mask(band))
-    assert_sums(sums, used(query, key, allowed))
-    assert_row_std(sums, row_std(query, key, allowed))
+    assert_scores(sums, query, key, allowed)
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "sliding window", "window in both directions"])

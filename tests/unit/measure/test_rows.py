@@ -11,6 +11,7 @@ from betahook.measure.masks import Band, Mask
 from betahook.measure.pairs import ROWS, SHORT, is_short, rows_each, sampled_rows
 from support.matrices import (
     assert_row_std,
+    assert_scores,
     assert_sums,
     exact,
     full,
@@ -34,8 +35,7 @@ def test_masks_without_structure_are_sampled(queries, heads):
     assert not mask.structured
     picked = sampled_rows(queries, keys, query.device)
     sums = recorded(query, key, mask)
-    assert_sums(sums, used(query[:, :, picked], key, pairs[:, :, picked]), weight=rows_each(queries, keys))
-    assert_row_std(sums, row_std(query[:, :, picked], key, pairs[:, :, picked]))
+    assert_scores(sums, query[:, :, picked], key, pairs[:, :, picked], weight=rows_each(queries, keys))
     assert is_short(queries, keys) == (queries <= 126)
     assert sums.exact_pairs.tolist() == (sums.pairs if queries <= 126 else 0 * sums.pairs).tolist()
 
@@ -46,8 +46,7 @@ def test_masks_with_structure_are_exact(queries):
     pairs = pairs_of(Band(None, 0), queries, queries)
     for mask in (masks.from_tensor(pairs.expand(2, 1, -1, -1), Band(None, 0)), Mask(Band(None, 0))):
         sums = recorded(query, key, mask)
-        assert_sums(sums, used(query, key, pairs))
-        assert_row_std(sums, row_std(query, key, pairs))
+        assert_scores(sums, query, key, pairs)
         assert sums.exact_pairs.tolist() == sums.pairs.tolist()
 
 
@@ -130,8 +129,7 @@ def test_rows_without_a_key_count_for_nothing(form):
     torch.testing.assert_close(rows.entropy, torch.special.entr(weights).sum((0, 2, 3)), rtol=1e-5, atol=1e-5)
     flat = 2 * [sum(math.log(n) for n in pairs.sum(-1).flatten().tolist() if n)]
     assert rows.flat_entropy.tolist() == pytest.approx(flat)
-    assert_sums(rows, used(query, key, pairs))
-    assert_row_std(rows, row_std(query, key, pairs))
+    assert_scores(rows, query, key, pairs)
 
 
 def test_a_mean_far_above_the_spread_costs_no_digits():

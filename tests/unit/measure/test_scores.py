@@ -11,6 +11,7 @@ from support.matrices import (
     BANDS,
     HEAD_DIM,
     assert_row_std,
+    assert_scores,
     assert_sums,
     exact,
     full,
@@ -53,8 +54,7 @@ def test_sums_over_bands(name, length):
     if is_short(length, keys):
         found.append(looked_at(query, key, Mask(band)))
     for sums in found:
-        assert_sums(sums, used(query, key, allowed))
-        assert_row_std(sums, row_std(query, key, allowed))
+        assert_scores(sums, query, key, allowed)
 
 
 @pytest.mark.parametrize("batch", [1, 2], ids=["one padding for all", "its own for each"])
@@ -77,8 +77,7 @@ def test_padding_takes_no_part(name, side, of, batch, length):
             tokens.masked_fill_(~part[:, None, :, None], 1e3)  # whatever padding holds, it must not be seen
     mask = Mask(band, *valid)
     found = exact(query, key, mask)
-    assert_sums(found, used(query, key, allowed))
-    assert_row_std(found, row_std(query, key, allowed))
+    assert_scores(found, query, key, allowed)
     picked = sampled_rows(queries, keys, query.device)
     sampled = looked_at(query, key, mask)
     expected = used(query[:, :, picked], key, allowed[:, :, picked])
@@ -95,8 +94,7 @@ def test_grouped_queries_share_their_key_head(name, key_heads):
     query *= torch.arange(1.0, 5).view(4, 1, 1)  # heads that cannot be taken for each other
     allowed = pairs_of(band, 65, 65 + more)
     found = exact(query, key, Mask(band))
-    assert_sums(found, used(query, key, allowed))
-    assert_row_std(found, row_std(query, key, allowed))
+    assert_scores(found, query, key, allowed)
     picked = sampled_rows(65, 65 + more, query.device)
     sampled = looked_at(query, key, Mask(band))
     assert_sums(sampled, used(query[:, :, picked], key, allowed[picked]))
