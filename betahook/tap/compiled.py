@@ -1,4 +1,4 @@
-"""The tap in a graph of the compiler, for attention of users that is `F.scaled_dot_product_attention` and no more.
+"""The tap in a compiled graph, for users' attention that is `F.scaled_dot_product_attention` and no more.
 
 A compiler cannot look into all that `products` does to follow scores, so that attention by hand runs outside of its
 graphs. Where forwards have shown that a module's only attention is that function, on a query

@@ -1,4 +1,4 @@
-"""Any other function in an attention module: it runs as it is, and what it makes of followed tensors is noted.
+"""Calls that are neither products nor softmaxes: each runs as it is, and the traces of its results are noted.
 
 The tap in `products` calls these functions in place of torch's.
 """

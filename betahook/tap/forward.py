@@ -1,4 +1,4 @@
-"""Knowledge of one forward of a hooked attention module while it runs: traces of its tensors, and its products.
+"""State of one forward of a hooked attention module: the traces of its tensors, and its products so far.
 
 Made by the tap in `products` for every forward; the functions of `matrices`, `softmaxes` and `following` work on it.
 """
@@ -36,7 +36,7 @@ class Forward:
     Attributes:
         layer: the recorder of the module.
         plan: what earlier forwards showed.
-        rehearsal: True if it runs for what it shows alone: beta does not act, and nothing is measured.
+        rehearsal: True for a dry run: beta does not act, and nothing is measured.
         recording: True if scores are measured.
         form: of the inputs.
         is_empty: True where the first of them has no entries, as in a batch without samples: it shows nothing.
@@ -83,7 +83,7 @@ class Forward:
         self._refusal: str | None = None
 
     def trace_of_values(self) -> Operand | None:
-        """The trace of what weights make of values; None if nothing in earlier forwards asks for it."""
+        """The trace of weighted values; None if nothing in earlier forwards asks for it."""
         return Operand(mixed=True) if self.plan.mixes or not self.is_settled else None
 
     def factors_of(self, site: Site, query: Tensor, key: Tensor) -> tuple[Factor, Factor]:

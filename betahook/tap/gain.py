@@ -1,4 +1,4 @@
-"""The factor on the query that sets beta, and whose backward gives the sensitivity; both taps use it."""
+"""The factor on the query by which beta acts, and whose gradient is the sensitivity; both taps call `scale_query`."""
 
 from __future__ import annotations
 

@@ -77,9 +77,9 @@ def find(labels: Tensor, summed: int | None, heads: int) -> Axis | None:
         return axis
     if size % heads:
         return None
-    along = labels.movedim(axis, 0).flatten(1).amax(1)
-    if torch.equal(along, along[:heads].repeat(size // heads)):
+    labels_along = labels.movedim(axis, 0).flatten(1).amax(1)
+    if torch.equal(labels_along, labels_along[:heads].repeat(size // heads)):
         return Shared(axis)
-    if torch.equal(along, along[:: size // heads].repeat_interleave(size // heads)):
+    if torch.equal(labels_along, labels_along[:: size // heads].repeat_interleave(size // heads)):
         return Shared(axis, heads_first=True)
     return None

@@ -1,4 +1,4 @@
-"""Kernels that take q, k and v, and the softmax themselves: what they are given, and how the tap gets to see them.
+"""Kernels that compute a whole attention from q, k and v: their signatures, and how the tap gets to see their calls.
 
 `softmaxes.fused` runs them. A torch function mode sees `scaled_dot_product_attention`. The others are called by name:
 `connect` puts a function in their place that shows itself to a mode, as functions of torch do.

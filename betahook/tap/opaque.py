@@ -1,8 +1,8 @@
-"""The recorder as the attention interface calls it: in a compiled forward, by operations that no compiler looks into.
+"""Calls of the recorder that a compiler does not look into: in a compiled forward, each is one operation.
 
 A compiler that saw what is measured would compile it into every layer, which takes many times as long as the model
-itself. In its graph each function of this file is one operation, which calls the recorder when the graph runs. Nothing
-here computes.
+itself. Such an operation calls the recorder when the graph runs; outside of a graph the functions of this file call it
+at once. Nothing here computes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An attribute of an object that has another value for a while."""
+"""`Override`: another value for an attribute of an object, until a stack is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of what the products in the forwards of one module turned out to be.
+"""Facts on the products of one module that its forwards show, and that later ones go by.
 
 The first forward of a module runs with its own beta, so nothing is at stake while it shows which products reach a
 softmax, where their heads lie and by what they are scaled. Later forwards go by that, and are held against it.

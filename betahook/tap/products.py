@@ -95,7 +95,7 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
 def _rehearse(
     layer: Recorder, plan: Plan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Run a forward for what it shows alone, before a beta that was loaded acts on its products for the first time."""
+    """Run a forward dry, to learn about its products before a beta that was loaded acts on them."""
     if not all(isinstance(x, Tensor | bool | int | float | str | None) for x in compat.leaves((args, kwargs))):
         return  # a cache, say, would be filled twice
     known = Forward(layer, plan, (args, kwargs), rehearsal=True)

@@ -1,6 +1,6 @@
-"""Handlers of functions that move scores, put them together and replace them, see `handlers`.
+"""Handlers of functions that move, join or replace scores, see `handlers`.
 
-What such a function does to the logits it does to the scores, and to the mask of the pairs in use.
+What such a function does to the logits is done to the scores, and to the mask of the pairs in use.
 """
 
 from __future__ import annotations

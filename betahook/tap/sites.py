@@ -1,4 +1,4 @@
-"""Places in the user's code, by which the products of an attention are known from one forward to the next."""
+"""Places in the user's code, which tell the products of an attention apart and stay the same in every forward."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A call in an attention module as a handler gets it, and what any function makes of followed tensors.
+"""`Situation`, the argument of every handler: a call with the traces of its tensors; and `other`, for what has none.
 
-The handlers of `arithmetic`, `rearranging` and `handlers` take a `Situation`; `handlers` has the table.
+The handlers are in `arithmetic`, `rearranging` and `handlers`, which has the table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The softmax of an attention module, by itself or in torch's fused attention: what came to it is recorded there.
+"""Softmaxes of an attention module, by themselves or in a fused kernel: the scores that reach one are recorded.
 
 The tap in `products` calls these functions in place of torch's.
 """
