@@ -1,7 +1,8 @@
 """`attach` and the `Hook` it returns, which ties the rooms together.
 
-Discovery, tap, state and controllers are made elsewhere, and so are the stages of a step, in `betahook.step.stages`:
-this file says in which order, and hands out the results.
+`attach` checks its arguments by `betahook.options`, which finds the attention modules by `betahook.models`. A `Hook`
+makes a `betahook.state`, puts the `betahook.tap` on the modules, and runs the stages of `betahook.step` in `Hook.step`.
+This file says in which order, and hands out the results.
 """
 
 from __future__ import annotations

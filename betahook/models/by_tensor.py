@@ -1,6 +1,6 @@
-"""A map from tensors to what is known of them.
+"""A map with tensors as its keys.
 
-Asked many times in each forward of attention that is written by hand: torch's own takes ten times as long to answer.
+Attention that is written by hand asks it many times in each forward: torch's own takes ten times as long to answer.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Labels:
         return self._of.get(tensor)
 
     def put(self, tensor: Tensor, labels: Tensor) -> None:
-        """Label a tensor; what was computed without data is no label."""
+        """Label a tensor, unless the labels were computed without data."""
         if type(labels) is Tensor:
             self._of[tensor] = labels
 
@@ -162,7 +162,7 @@ class Labels:
                 self._tell_heads_apart(output, source)
 
     def _note_bias(self, added: list[Tensor], output: Tensor) -> None:
-        """Note the bias of a projection that multiplies only: what is added to its features, a number for each."""
+        """Note the bias of a projection that multiplies only: what is added to its features, one number for each."""
         for one, other in itertools.permutations(added, 2):
             labels = self.get(one)
             if labels is None or labels.numel() == 0 or other.dim() > labels.dim():

@@ -13,7 +13,7 @@ from torch import Tensor
 Select = Callable[[Tensor], Tensor]
 """Takes the rows of q, or of k, out of a weight `[out, d_x]`, as `[heads, d_k, d_x]`."""
 Selections = tuple[Select, Select]
-"""That of q and that of k."""
+"""The selection of q, and that of k."""
 Layout = Callable[[Any, int, int, int], Selections | None]
 """From an attention module, its query heads, d_k and the rows of its fused weight to the selection of q and of k; None
 where the sizes do not fit."""

@@ -63,7 +63,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP 2 free the weights that a forward left whole, whose shards are what is to be written to."""
+    """Let FSDP 2 free the weights that a forward left whole: only their shards may be written to."""
     for module in model.modules():
         if compat.is_fsdp2(module):
             module.reshard()  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""W_q and W_k of an attention module, and the spread of their entries.
+"""W_q and W_k of an attention module: where it keeps them, and how to read them.
 
 `locate` finds them, one strategy after another: transformers has no convention, but few variations. `families` holds
 the names and the layouts of known classes, `materialise` reads a weight however it is kept. Layers and `fold` hold what

@@ -1,4 +1,4 @@
-"""Scaling of single heads' scores by their weights: which rows of which parameters take which power of a factor.
+"""Scaling of single heads by their weights: the rows of parameters that take a factor on the scores, and its power.
 
 For `betahook.step.clipping`, `find_scalings` reads it off a module, without a forward, so that a layer without such
 weights is refused when attached. Where scores `q . k` take a factor, q and k take its square root each, unless several
@@ -221,7 +221,7 @@ def _rows(projection: Projection) -> Tensor:
 
 
 def of_linear(projection: Projection, exponent: Tensor | float) -> Iterator[Weight]:
-    """The weight and the bias of a projection, and what its adapters make its output from."""
+    """The weight and the bias of a projection, and the weights by which its adapters add to its output."""
     features = _rows(projection)
     rows = Rows.of(features, exponent, projection.features)
     biases = [(projection.module, projection.bias, projection.bias_offset)]

@@ -1,4 +1,4 @@
-"""Calls of torch functions, as a torch function mode gets them.
+"""Calls of torch functions: their arguments in the order of torch's signatures, and the tensors among them.
 
 Used by `betahook.models.trial` and by the tap in `betahook.tap.products`; nothing here knows attention.
 """

@@ -1,4 +1,4 @@
-"""A trial of an attention module whose code does not tell enough: its forward, on tensors that hold no data.
+"""A trial run of an attention module whose code does not tell enough: its forward, on tensors that hold no data.
 
 `discovery` calls `run`. The module is copied without its weights' data, so nothing is computed, no random number is
 drawn, and the module stays as it is. How many scores come to the softmax, and how wide the query is, tells the number

@@ -1,7 +1,7 @@
-"""Factor on the query of every layer, and what its sensitivity is the gradient of: ready when a forward asks.
+"""The factors on the queries of all layers, and the tensors whose gradients are their sensitivities.
 
-A part of `betahook.state.State`; the tap asks for both in every forward of every layer, so that what does not change
-between two steps is made once for all layers. Nothing here reads a value back to the host.
+A part of `betahook.state.State`. The tap asks for both in every forward of every layer, so they are made for all layers
+at once, when beta has changed. Nothing here reads a value back to the host.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ class State:
         return table
 
     def latest(self, table: Tensor, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a table and moments with what was last measured of heads that are idle in them, and which are not."""
+        """Fill heads that are idle in a table and moments with what was last measured; also return which are not."""
         measured = table[statistics.ROW["pairs"]] > 0
         by_component = measured.repeat_interleave(self.widths, output_size=moments.shape[1])
         kept = torch.where(by_component, moments, self.recent_moments)

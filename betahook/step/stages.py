@@ -1,4 +1,4 @@
-"""The stages of `Hook.step`: check, add, and where something is due pool over ranks and control; finish, and `explain`.
+"""The stages of `Hook.step`: check, add, where something is due pool over ranks and control, finish; and `explain`.
 
 Between two poolings all sums go on adding up, as they do over the micro-batches of a step. Each stage reads and writes
 the `State`; nothing but `explain` reads a value back to the host.
@@ -127,9 +127,9 @@ def _leave_alone(state: State, table: Tensor, summed: Tensor, alone: Tensor) -> 
 @torch.inference_mode(False)  # its tensors could not be written to outside of it
 @torch.no_grad()
 def refreshed(state: State) -> State:
-    """Return the state with what came after the last pooling in its recent sums; with several ranks, as it is.
+    """Pool what was added since the last pooling, and return the state.
 
-    For metrics, which one rank may ask for alone.
+    With several ranks nothing is pooled: this is for metrics, which one rank may ask for alone.
     """
     state.settle()
     if state.batches > 0 and not is_pooled(state):
@@ -138,7 +138,7 @@ def refreshed(state: State) -> State:
 
 
 def observe(state: State, layers: Layers, current: Tensor) -> tuple[Tensor, Observation]:
-    """Return beta `[units]`, of that of the heads, and what else the controllers may look at."""
+    """Return beta `[units]`, pooled from that of the heads, and the observation that controllers get beside it."""
     units = state.units
     beta, default = units.geometric_mean(torch.stack([current, state.beta_default], 1)).unbind(1)
     observed = units.observe(state.recent, state.recent_moments, state.widths)
