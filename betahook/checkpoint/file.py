@@ -27,10 +27,10 @@ from betahook.control.memory import SEPARATOR
 FILE = "betahook.safetensors"
 """Name of the file in a checkpoint folder."""
 UNFINISHED = "unfinished-"
-"""Before the name of a checkpoint folder that was not finished, where betahook has set it aside."""
+"""Prefix of a checkpoint folder that was not finished, and that betahook has set aside."""
 HEADER = "betahook"
 FINGERPRINT = f"fingerprint{SEPARATOR}"
-"""Before the name of a parameter, in that of its entry of the fingerprint."""
+"""Prefix of the tensors of the fingerprint, before the name of a parameter."""
 
 Content = tuple[dict[str, Any], dict[str, Tensor]]
 """A state, and the fingerprint of the weights that were saved with it."""

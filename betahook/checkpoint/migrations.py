@@ -1,7 +1,7 @@
 """Readers of the forms that a hook's state had in older versions: each turns one into the present form.
 
-`betahook.checkpoint.schema` checks what comes out; a reader only has to fail with a ValueError, and not otherwise, on a
-state that is damaged. The names in here are those of the old forms and never change.
+`betahook.checkpoint.schema` checks the result. On a damaged state a reader may raise a ValueError, and nothing else.
+The names in here are those of the old forms and never change.
 """
 
 from __future__ import annotations

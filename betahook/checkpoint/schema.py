@@ -1,4 +1,4 @@
-"""The schema of a hook's state: what `Hook.state_dict` returns, and what of it another hook can continue from.
+"""The schema of a hook's state: what `Hook.state_dict` returns, and whether a hook can continue from it.
 
 Everything is known by its name: rows of tensors, controllers by class and options. So a new row or a new option with a
 default does not refuse an old state, and their order means nothing. `parse` looks at a state alone, `match` at a state

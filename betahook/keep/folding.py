@@ -23,7 +23,7 @@ from betahook.version import __version__
 
 logger = logging.getLogger(__name__)
 NOTE = "betahook_folded"
-"""Key of the note in the config; another one than that of a model whose beta is not in its weights."""
+"""Key of the note in the config; `checkpoint.MARK`, another one, says that beta is not in the weights."""
 TAG = "betahook"
 
 

@@ -1,7 +1,7 @@
 """Reasons not to fold beta into a layer, as far as they are seen without running the model.
 
-`fold` calls `refuse` before anything else. A refusal is a function that returns a reason, or None; two lists at the end
-hold those of the model and those of a layer, in order. None of them writes to the model.
+`fold` calls `refuse` before it writes anything. A refusal is a function that returns a reason, or None; the lists at
+the end hold those of the model and those of a layer, in order. None of them writes to the model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The beta that is folded where training ended while a controller was still bringing it to where it wants it.
+"""The choice of the beta to fold, where training ended while a controller was still moving it.
 
 `fold` calls `choose` before anything else.
 """

@@ -1,4 +1,4 @@
-"""Trying a fold on the input of the model's last forward, before anything is written for good.
+"""Try a fold on the input of the model's last forward, before anything is written for good.
 
 `fold` calls `exact_places`. Weights are written to and restored within it; after it the model, its hook and the random
 state are as they were, whatever happens.
@@ -142,7 +142,7 @@ def _again(
 
 
 def _check_layer(plan: FoldPlan, layer: AttentionLayer, places: list[Scaling], run: Run) -> list[Scaling]:
-    """Those places of a layer that are exact, at least one."""
+    """The exact ones of the places of a layer, at least one."""
     gain = plan.gains[layer]
     try:
         exact = [place for place in places if _is_exact(plan, place, gain, run)]

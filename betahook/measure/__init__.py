@@ -1,4 +1,4 @@
-"""Statistics of attention without N x N matrices: functions of tensors, and what waits for other calls to be measured.
+"""Statistics of attention without N x N matrices: functions of tensors, and a queue of calls to be measured as one.
 
 Only `correlations`, for the audit, reads the device back.
 """

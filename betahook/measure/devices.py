@@ -1,4 +1,4 @@
-"""The one question about a device by which the forms of the statistics are chosen."""
+"""The one question about a device, which decides between two forms of the same statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of what enters W_q and W_k, which wait for the scores of the same forward to be added with them.
+"""Sums over the inputs of W_q and W_k, held back to be added with the scores of the same forward.
 
 An operation for each layer and side would cost a small model more than the sums themselves. The recorder of a layer
 calls `entries_of` and `Waiting.note` where the inputs are, and `Waiting.take` where the scores are; a compiled graph
@@ -72,7 +72,7 @@ class Waiting:
         self._entries: dict[tuple[int, int, str], Entries] = {}
 
     def note(self, table: Tensor, heads: slice, sides: Sequence[str], entries: Entries) -> None:
-        """Keep the entries of some sides of a layer; what is kept of them already goes to the table of all heads."""
+        """Keep the entries of some sides of a layer; earlier ones of these go to the `table` of all heads."""
         for side in sides:
             name = heads.start, heads.stop, side
             if name in self._entries:

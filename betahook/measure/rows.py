@@ -100,7 +100,7 @@ def row_sums(
 
 
 def _with_terms(pairs: RowPairs, score_mod: ScoreMod, queries: int, keys: int) -> RowPairs:
-    """The rows with what this call adds to their logits and what it puts beside them."""
+    """The rows with the position bias and the sinks of this call."""
     position_bias, _, sinks = score_mod
     rows = slice(None) if pairs.picked is None else pairs.picked
     if position_bias is not None:
@@ -112,7 +112,7 @@ def _with_terms(pairs: RowPairs, score_mod: ScoreMod, queries: int, keys: int) -
 
 
 def _parts(query: Tensor, key: Tensor, mask: Mask, queries: int, pairs: RowPairs) -> Iterator[tuple[Tensor, RowPairs]]:
-    """Scores `[batch, heads, rows, keys]` to work on at once, with the same part of what is known of the rows."""
+    """Scores `[batch, heads, rows, keys]`, in parts to work on at once, each with the same part of `pairs`."""
     batch, heads, rows, _ = query.shape
     keys, on_cpu = key.shape[2], devices.is_cpu(query.device)
     each, at_once = heads * rows * keys, CACHED if on_cpu else AT_ONCE

@@ -112,7 +112,7 @@ def is_distributed() -> bool:
 def all_reduce(
     table: Tensor, window: Tensor, moments: Tensor, beta_default: Tensor, age: Tensor, alone: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Pool everything over all ranks, of which there are several, in one collective, to the same bits on all.
+    """Pool everything over several ranks in one collective, to the same bits on each.
 
     The maxima travel as one slot per rank inside the sum, which saves a second collective.
 

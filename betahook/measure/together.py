@@ -135,7 +135,7 @@ class Together:
 
 
 def _scales(run: list[AttentionCall], heads: slice) -> Tensor:
-    """Those of all heads of a run, as each call had them: each of the first forward has a tensor of its own."""
+    """The scales of all heads of a run, mostly one tensor; in the first forward, each call has one of its own."""
     if all(call.scales is run[0].scales for call in run):
         return run[0].scales[:, heads]
     return torch.cat([call.scales[:, call.heads] for call in run], 1)

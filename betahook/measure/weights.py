@@ -1,4 +1,4 @@
-"""Sums over the entries of W_q and W_k, one column a head, and what holds the standard deviations that follow.
+"""Sums over the entries of W_q and W_k, one column a head, and the type of the standard deviations that follow.
 
 `AttentionLayer` writes the columns of its heads when somebody asks for them; nothing here knows where a weight is kept.
 """
