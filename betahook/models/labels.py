@@ -1,7 +1,7 @@
 """Labels of entries: the features of projections that they come from, followed through whatever moves them.
 
 Each entry that comes out of a projection gets a label, the number of its feature. They tell what names and sizes, which
-may coincide, do not: `tap.head_axes` finds the axis of the heads by them, `models.trial` the rows of W_q and W_k.
+may coincide, do not: the tap finds the axis of the heads by them, `models.trial` the rows of W_q and W_k.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A hook makes one `State`; the tap writes to it in every forward, `Hook.step` reads it, runs the controllers and writes
 beta, and `betahook.checkpoint` saves it: all that a checkpoint must hold, or that must follow the model to another
-device, is here. Elsewhere is only what the next forward or step finds out again: how a module computes its scores
-(`tap.plan`) and the beta of its last call (`tap.recorder`), and which weights a `Clip` scales (`step.clipping`).
+device, is here. Elsewhere is only what the next forward or step finds out again: how a module computes its scores (the
+`Plan` of the tap) and the beta of its last call (its `Recorder`), and which weights a `Clip` scales (`step.clipping`).
 """
 
 from __future__ import annotations

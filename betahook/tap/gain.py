@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from betahook import compat
 from betahook.tap.recorder import Recorder
-from betahook.tap.traces import Product
 
 SMALL = 2**18
 """Entries of a query that is multiplied by a gain whose own gradient gives the sensitivity. Autograd keeps the unscaled
 query for it, besides the scaled one that the attention keeps, but runs no Python, which takes longer than all else."""
+
+
+class ScaledProduct(Protocol):
+    """A product of attention by hand, as far as the factor on its query is concerned; see `by_hand.traces.Product`."""
+
+    acts: bool
+    settled: bool
+    counts: bool
+    acting: Tensor | None
 
 
 def scale_query(
@@ -23,7 +31,7 @@ def scale_query(
     others: Iterable[Tensor],
     default: float | Tensor | None,
     axis: int = 1,
-    product: Product | None = None,
+    product: ScaledProduct | None = None,
 ) -> Tensor:
     """`query * beta / beta_default`, bit-identical to `query` while beta is the model's own.
 
@@ -60,7 +68,7 @@ def _ready(
     query: Tensor,
     default: float | Tensor | None,
     axis: int,
-    product: Product | None,
+    product: ScaledProduct | None,
     *,
     as_leaf: bool,
 ) -> Tensor | None:
@@ -98,7 +106,13 @@ class ScaleQuery(torch.autograd.Function):
     # Not in two parts, `forward` and `setup_context`: torch takes twice the time of all of this for them.
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, gain: Tensor, probe: Tensor, axis: int, measured: bool, product: Product | None = None
+        ctx: Any,
+        query: Tensor,
+        gain: Tensor,
+        probe: Tensor,
+        axis: int,
+        measured: bool,
+        product: ScaledProduct | None = None,
     ) -> Tensor:
         """Scale a query.
 

@@ -1,6 +1,6 @@
 """Put the tap on the attention modules of a model, and take it off again.
 
-Attention that transformers computes passes `betahook.tap.interface`, any other `betahook.tap.products`.
+Attention that transformers computes passes `betahook.tap.interface`, any other `betahook.tap.by_hand`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import nn
 
 from betahook import compat
 from betahook.measure.inputs import SIDES
-from betahook.tap import kernels, opaque, products
+from betahook.tap import kernels, opaque
+from betahook.tap.by_hand import products
 from betahook.tap.override import Override
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 

@@ -39,11 +39,11 @@ CLIPPING = ("tests/unit/step/test_clipping.py", "tests/unit/models/test_scaling.
 PLACES = ("tests/unit/models/test_places.py", "tests/unit/models/test_first_forward.py")
 TRIAL = ("tests/unit/models/test_trial.py",)
 PARAMETERS = ("tests/unit/models/test_parameters.py",)
-HANDLERS = ("tests/unit/tap/test_handlers.py",)
-AXES = ("tests/unit/tap/test_head_axes.py",)
-BANDS = ("tests/unit/tap/test_bands.py",)
-SCALES = ("tests/unit/tap/test_scales.py",)
-POSITIONS = ("tests/unit/tap/test_positions.py",)
+HANDLERS = ("tests/unit/tap/by_hand/test_handlers.py",)
+AXES = ("tests/unit/tap/by_hand/test_head_axes.py",)
+BANDS = ("tests/unit/tap/by_hand/test_bands.py",)
+SCALES = ("tests/unit/tap/by_hand/test_scales.py",)
+POSITIONS = ("tests/unit/tap/by_hand/test_positions.py",)
 ADAPTERS = ("tests/models/test_adapters.py",)
 RULES = ("tests/unit/control/test_rules.py",)
 IDLE = ("tests/unit/tap/test_idle.py",)
@@ -56,11 +56,11 @@ CHARTS = ("tests/unit/report/test_html.py",)
 COMMANDS = ("tests/unit/cli/test_commands.py",)
 RECORDER = ("tests/unit/tap/test_recorder.py",)
 DISCOVERED = ("tests/unit/models/test_discovery.py",)
-FORMS = ("tests/unit/tap/test_products_forms.py",)
-SETTLED = ("tests/unit/tap/test_settled.py",)
-CHECKPOINTED = ("tests/unit/tap/test_checkpointing.py",)
+FORMS = ("tests/unit/tap/by_hand/test_products_forms.py",)
+SETTLED = ("tests/unit/tap/by_hand/test_settled.py",)
+CHECKPOINTED = ("tests/unit/tap/by_hand/test_checkpointing.py",)
 RIGHT = tuple(
-    f"tests/unit/tap/test_{name}.py"
+    f"tests/unit/tap/by_hand/test_{name}.py"
     for name in ("traces", "scales", "masks_or_biases", "head_axes", "left_alone", "loaded_beta")
 )
 ROWS = ("tests/unit/measure/test_rows.py",)
@@ -149,8 +149,8 @@ FAULTS = [
     Fault("betahook/measure/together.py", "self.given.tensor is other.given.tensor", "True", TOGETHER),
     Fault("betahook/measure/together.py", "if unchanged:", "if True:", TOGETHER),
     Fault("betahook/measure/inputs.py", "columns[2 * side], columns", "columns[side], columns", TOGETHER),
-    Fault("betahook/tap/rearranging.py", "trace.shifted and not rows_stay", "False", HANDLERS),
-    Fault("betahook/tap/rearranging.py", "if not heads_stay or any(", "if any(", HANDLERS),
+    Fault("betahook/tap/by_hand/rearranging.py", "trace.shifted and not rows_stay", "False", HANDLERS),
+    Fault("betahook/tap/by_hand/rearranging.py", "if not heads_stay or any(", "if any(", HANDLERS),
     Fault("betahook/tap/recorder.py", "query.requires_grad and key.requires_grad and", "True and", TOGETHER),
     Fault("betahook/measure/inputs.py", "                self._add(table, name)\n", "                pass\n"),
     Fault("betahook/measure/inputs.py", "dtype=dtype).square()", "dtype=dtype)"),
@@ -333,39 +333,50 @@ FAULTS = [
         RIGHT,
     ),
     Fault(
-        "betahook/tap/arithmetic.py",
+        "betahook/tap/by_hand/arithmetic.py",
         "is_beta = situation.at_first(factor is not None)",
         "is_beta = factor is not None",
         RIGHT,
     ),
-    Fault("betahook/tap/arithmetic.py", "first = first._replace(axis=situation.axis_of(left))", "pass", RIGHT),
-    Fault("betahook/tap/products.py", "_put_back(layer.module), unsaved, ", "_put_back(layer.module), ", RIGHT),
-    Fault("betahook/tap/products.py", "for names in (vars(part), part._buffers)", "for names in (vars(part),)", RIGHT),
+    Fault("betahook/tap/by_hand/arithmetic.py", "first = first._replace(axis=situation.axis_of(left))", "pass", RIGHT),
+    Fault("betahook/tap/by_hand/products.py", "_put_back(layer.module), unsaved, ", "_put_back(layer.module), ", RIGHT),
     Fault(
-        "betahook/tap/forward.py",
+        "betahook/tap/by_hand/products.py",
+        "for names in (vars(part), part._buffers)",
+        "for names in (vars(part),)",
+        RIGHT,
+    ),
+    Fault(
+        "betahook/tap/by_hand/forward.py",
         "elif not self._is_alike",
         "elif self._is_alike",
         RIGHT,
     ),
-    Fault("betahook/tap/forward.py", "if self.labels is None and (isinstance", "if (isinstance", RIGHT),
-    Fault("betahook/tap/arithmetic.py", "return trace if isinstance(trace, Operand) else", "return", RIGHT),
+    Fault("betahook/tap/by_hand/forward.py", "if self.labels is None and (isinstance", "if (isinstance", RIGHT),
+    Fault("betahook/tap/by_hand/arithmetic.py", "return trace if isinstance(trace, Operand) else", "return", RIGHT),
     Fault("betahook/layer.py", "torch.where(gain == 1, torch.nan, gain * default)", "gain * default"),
     Fault("betahook/models/labels.py", 'UNKNOWN if mode == "constant" else value', "value", RIGHT),
     Fault("betahook/models/torch_calls.py", "other.contiguous() if", "other if", RIGHT),
     Fault("betahook/models/torch_calls.py", "int(input.dim() not in (0, 1, 3))", "-1"),
     Fault("betahook/models/labels.py", "if is_matrix or self._is_learned(weight):", "if True:", RIGHT),
-    Fault("betahook/tap/shadows.py", "max(self._eps, torch.finfo(shadow.dtype).eps)", "torch.finfo(shadow.dtype).eps"),
-    Fault("betahook/tap/shadows.py", "logits.amax(dim, keepdim=True).abs()", "0"),
-    Fault("betahook/tap/shadows.py", "20 * self._eps", "2000 * self._eps"),
     Fault(
-        "betahook/tap/matrices.py",
+        "betahook/tap/by_hand/shadows.py",
+        "max(self._eps, torch.finfo(shadow.dtype).eps)",
+        "torch.finfo(shadow.dtype).eps",
+    ),
+    Fault("betahook/tap/by_hand/shadows.py", "logits.amax(dim, keepdim=True).abs()", "0"),
+    Fault("betahook/tap/by_hand/shadows.py", "20 * self._eps", "2000 * self._eps"),
+    Fault(
+        "betahook/tap/by_hand/matrices.py",
         "(GAIN - 1) * product.alpha * value",
         "(GAIN - 1) * value",
-        ("tests/unit/tap/test_products.py",),
+        ("tests/unit/tap/by_hand/test_products.py",),
     ),
-    Fault("betahook/tap/forward.py", " or tensor.shape[axis : axis + 1] == (count,)", " or True", RIGHT),
-    Fault("betahook/tap/forward.py", "self.form not in plan.axes", "not plan.axes", RIGHT),
-    Fault("betahook/tap/softmaxes.py", "if forward.labels is not None:  # a later", "if False:  # a later", RIGHT),
+    Fault("betahook/tap/by_hand/forward.py", " or tensor.shape[axis : axis + 1] == (count,)", " or True", RIGHT),
+    Fault("betahook/tap/by_hand/forward.py", "self.form not in plan.axes", "not plan.axes", RIGHT),
+    Fault(
+        "betahook/tap/by_hand/softmaxes.py", "if forward.labels is not None:  # a later", "if False:  # a later", RIGHT
+    ),
     # control
     Fault("betahook/control/base.py", "DECADES = 3.0", "DECADES = 4.0"),
     Fault(
@@ -466,20 +477,22 @@ FAULTS = [
     Fault("betahook/tap/interface.py", "last = keys - queries", "last = 0"),
     Fault("betahook/tap/interface.py", "Band(-window - 1, window)", "Band(-window, window)"),
     Fault("betahook/tap/interface.py", "default = scaling * prescale", "default = scaling"),
-    Fault("betahook/tap/contraction.py", "and tensor.shape[here.place] == 1", "and False"),
-    Fault("betahook/tap/contraction.py", "return axis._replace(place=place) if", "return axis if"),
+    Fault("betahook/tap/by_hand/contraction.py", "and tensor.shape[here.place] == 1", "and False"),
+    Fault("betahook/tap/by_hand/contraction.py", "return axis._replace(place=place) if", "return axis if"),
     Fault("betahook/models/labels.py", "kept.contiguous() if", "kept if", AXES),
     Fault("betahook/models/labels.py", 'REDUCING = {"max", ', "REDUCING = {", AXES),
     Fault("betahook/models/torch_calls.py", " and other.stride() != tensor.stride()", "", AXES),
-    Fault("betahook/tap/handlers.py", "if dims is None or -1 in dims or last in dims:", "if True:", HANDLERS),
-    Fault("betahook/tap/situation.py", "return Operand(learned=True) if", "return Operand() if", POSITIONS),
-    Fault("betahook/tap/situation.py", "if call.name in PROJECTIONS or", "if", POSITIONS),
-    Fault("betahook/tap/products.py", " or _is_any_followed(forward, args[:1], or_learned=True)", "", POSITIONS),
-    Fault("betahook/tap/contraction.py", "return torch.bmm(x, batch2)", "return alpha * torch.bmm(x, batch2)"),
-    Fault("betahook/tap/contraction.py", "set(right_axes) - set(output)", "set(right_axes)"),
+    Fault("betahook/tap/by_hand/handlers.py", "if dims is None or -1 in dims or last in dims:", "if True:", HANDLERS),
+    Fault("betahook/tap/by_hand/situation.py", "return Operand(learned=True) if", "return Operand() if", POSITIONS),
+    Fault("betahook/tap/by_hand/situation.py", "if call.name in PROJECTIONS or", "if", POSITIONS),
+    Fault(
+        "betahook/tap/by_hand/products.py", " or _is_any_followed(forward, args[:1], or_learned=True)", "", POSITIONS
+    ),
+    Fault("betahook/tap/by_hand/contraction.py", "return torch.bmm(x, batch2)", "return alpha * torch.bmm(x, batch2)"),
+    Fault("betahook/tap/by_hand/contraction.py", "set(right_axes) - set(output)", "set(right_axes)"),
     Fault("betahook/tap/recorder.py", "raw / factor", "raw"),
-    Fault("betahook/tap/softmaxes.py", "prescale * acting.view(-1, 1, 1)", "prescale", RIGHT),
-    Fault("betahook/tap/softmaxes.py", "trace.products[0].acting ", "layer.current_gain ", RIGHT),
+    Fault("betahook/tap/by_hand/softmaxes.py", "prescale * acting.view(-1, 1, 1)", "prescale", RIGHT),
+    Fault("betahook/tap/by_hand/softmaxes.py", "trace.products[0].acting ", "layer.current_gain ", RIGHT),
     Fault("betahook/tap/recorder.py", "return ranks * probe[first", "return probe[first"),
     Fault("betahook/tap/override.py", "if attributes.get(self._name) is self._value", "if self._name in attributes"),
     # keep
@@ -595,9 +608,9 @@ FAULTS = [
     Fault("betahook/models/labels.py", "if len(projections) != 1 or", "if", PLACES),
     Fault("betahook/models/projections.py", "- 1).flatten(1)", "- 1)", PLACES),
     Fault("betahook/models/discovery.py", "all(one.stored is other.stored for", "all(True for", PLACES),
-    Fault("betahook/tap/softmaxes.py", "forward.made_of or leader.made_of", "forward.made_of", PLACES),
+    Fault("betahook/tap/by_hand/softmaxes.py", "forward.made_of or leader.made_of", "forward.made_of", PLACES),
     Fault(
-        "betahook/tap/softmaxes.py",
+        "betahook/tap/by_hand/softmaxes.py",
         "forward.made_of or made_of(forward.labels, query, key, layer)",
         "forward.made_of",
         PLACES,
@@ -641,17 +654,19 @@ FAULTS = [
         "self.state.paused else leaf",
         SETTLED,
     ),
-    Fault("betahook/tap/sites.py", '"torch.autograd.function": "', '"": "', RIGHT),
-    Fault("betahook/tap/forward.py", "self.plan.key_factors.get(site, of_key)", "of_key", FORMS),
-    Fault("betahook/tap/rearranging.py", "return operands[0]._replace(mixed", "return Operand(mixed", FORMS),
+    Fault("betahook/tap/by_hand/sites.py", '"torch.autograd.function": "', '"": "', RIGHT),
+    Fault("betahook/tap/by_hand/forward.py", "self.plan.key_factors.get(site, of_key)", "of_key", FORMS),
+    Fault("betahook/tap/by_hand/rearranging.py", "return operands[0]._replace(mixed", "return Operand(mixed", FORMS),
     Fault("betahook/tap/kernels.py", "if low > -queries else None", "", BANDS),
     Fault("betahook/tap/kernels.py", "if high < keys - 1 else None", "", BANDS),
     Fault("betahook/tap/kernels.py", "int(distances.min()) - 1", "int(distances.min())", BANDS),
-    Fault("betahook/tap/softmaxes.py", "mask.pairs is None or plan.band is not None", "mask.pairs is None", BANDS),
-    Fault("betahook/tap/products.py", "bool(layer.is_set.any())", "bool(layer.is_set[0])", SCALES),
-    Fault("betahook/tap/following.py", "forward.layer.is_set.to", "forward.layer.is_set[:1].to", SCALES),
-    Fault("betahook/tap/contraction.py", "if axis.heads_first else numbers.repeat(others)", "", SCALES),
-    Fault("betahook/tap/following.py", " and _is_same(target[index], source)", "", RIGHT),
+    Fault(
+        "betahook/tap/by_hand/softmaxes.py", "mask.pairs is None or plan.band is not None", "mask.pairs is None", BANDS
+    ),
+    Fault("betahook/tap/by_hand/products.py", "bool(layer.is_set.any())", "bool(layer.is_set[0])", SCALES),
+    Fault("betahook/tap/by_hand/following.py", "forward.layer.is_set.to", "forward.layer.is_set[:1].to", SCALES),
+    Fault("betahook/tap/by_hand/contraction.py", "if axis.heads_first else numbers.repeat(others)", "", SCALES),
+    Fault("betahook/tap/by_hand/following.py", " and _is_same(target[index], source)", "", RIGHT),
     Fault("betahook/models/discovery.py", " and stated(module)[0] in (None, shown.size[0])", "", TRIAL),
     Fault(
         "betahook/models/discovery.py",
@@ -662,12 +677,19 @@ FAULTS = [
     Fault(
         "betahook/models/code.py", "value.func if isinstance(value, functools.partial) else value", "value", DISCOVERED
     ),
-    Fault("betahook/tap/traces.py", "compat.is_exporting() or compat.is_transformed()", "False", TRANSFORMED),
-    Fault("betahook/tap/plan.py", "return self.since.get(site, step) < step", "return site in self.since", SETTLED),
-    Fault("betahook/tap/arithmetic.py", "hidden | (masked_by(tensor) & ~scores.pairs)", "hidden", POSITIONS),
-    Fault("betahook/tap/plan.py", "return site in self.varying", "return not same_factor(before, now)", CHECKPOINTED),
-    Fault("betahook/tap/matrices.py", "layer.note_default(known.default)", "pass", SETTLED),
-    Fault("betahook/tap/matrices.py", "forward.plan.mixes |= any(", "any(", SETTLED),
+    Fault("betahook/tap/by_hand/traces.py", "compat.is_exporting() or compat.is_transformed()", "False", TRANSFORMED),
+    Fault(
+        "betahook/tap/by_hand/plan.py", "return self.since.get(site, step) < step", "return site in self.since", SETTLED
+    ),
+    Fault("betahook/tap/by_hand/arithmetic.py", "hidden | (masked_by(tensor) & ~scores.pairs)", "hidden", POSITIONS),
+    Fault(
+        "betahook/tap/by_hand/plan.py",
+        "return site in self.varying",
+        "return not same_factor(before, now)",
+        CHECKPOINTED,
+    ),
+    Fault("betahook/tap/by_hand/matrices.py", "layer.note_default(known.default)", "pass", SETTLED),
+    Fault("betahook/tap/by_hand/matrices.py", "forward.plan.mixes |= any(", "any(", SETTLED),
     Fault("betahook/tap/gain.py", " or (product is not None and not product.settled)", "", SETTLED),
     Fault("betahook/tap/gain.py", "axis != query.dim() - 3 or ", ""),
     Fault("betahook/tap/gain.py", " and query.numel() <= SMALL", ""),
@@ -695,23 +717,28 @@ FAULTS = [
     Fault("betahook/tap/recorder.py", " or compat.is_exporting() or compat.is_transformed()", "", TRANSFORMED),
     Fault("betahook/tap/recorder.py", "if compat.is_exporting():", "if False:", TRANSFORMED),
     Fault(
-        "betahook/tap/rearranging.py",
+        "betahook/tap/by_hand/rearranging.py",
         "(beside := beside_unread(situation, scores[0], *traces))",
         "(beside := None)",
         RIGHT,
     ),
-    Fault("betahook/tap/arithmetic.py", "(lost := beside_unread(situation, scores, trace))", "(lost := None)", RIGHT),
-    Fault("betahook/tap/arithmetic.py", "return unless_unread(situation)", "return other(situation)", RIGHT),
-    Fault("betahook/tap/contraction.py", "or output == per_query", "", RIGHT),
-    Fault("betahook/tap/matrices.py", "and not is_read and", "and", POSITIONS),
+    Fault(
+        "betahook/tap/by_hand/arithmetic.py",
+        "(lost := beside_unread(situation, scores, trace))",
+        "(lost := None)",
+        RIGHT,
+    ),
+    Fault("betahook/tap/by_hand/arithmetic.py", "return unless_unread(situation)", "return other(situation)", RIGHT),
+    Fault("betahook/tap/by_hand/contraction.py", "or output == per_query", "", RIGHT),
+    Fault("betahook/tap/by_hand/matrices.py", "and not is_read and", "and", POSITIONS),
     Fault("betahook/compat.py", "if has_compiled() else nullcontext()", "if False else nullcontext()", TRIAL),
     Fault("betahook/models/discovery.py", "for part in child.modules())", "for part in [child])", DISCOVERED),
     Fault("betahook/models/discovery.py", "is nn.Module.__call__ else NO_ATTENTION", "is None else None", DISCOVERED),
     Fault("betahook/models/discovery.py", "if hooked & {*module.modules()}", "", DISCOVERED),
     Fault("betahook/models/projections.py", "if left or not key_heads or heads % key_heads:", "if False:"),
     Fault("betahook/models/projections.py", "return of_query == heads * head_dim or", "return True or"),
-    Fault("betahook/tap/products.py", "if not unfollowed:", "if True:", COMPILED),
-    Fault("betahook/tap/softmaxes.py", "factor == 1 for factor", "True for factor", COMPILED),
+    Fault("betahook/tap/by_hand/products.py", "if not unfollowed:", "if True:", COMPILED),
+    Fault("betahook/tap/by_hand/softmaxes.py", "factor == 1 for factor", "True for factor", COMPILED),
     Fault("betahook/tap/compiled.py", "query.dim() == 4 and query.shape[1] == layer.heads", "True", COMPILED),
     Fault("betahook/tap/compiled.py", "Band(None, 0 if is_causal else None)", "Band()", COMPILED),
     Fault("betahook/step/stages.py", "torch.compiler.reset()", "pass", COMPILED),
@@ -723,10 +750,10 @@ FAULTS = [
         ":\n        return _times",
         TRANSFORMED,
     ),
-    Fault("betahook/tap/forward.py", " or compat.is_transformed() or self", " or self", TRANSFORMED),
-    Fault("betahook/tap/following.py", "into.before if isinstance(into, Weights) else into", "into", RIGHT),
-    Fault("betahook/tap/rearranging.py", "trace_of=lambda _: before", "trace_of=lambda _: trace", RIGHT),
-    Fault("betahook/tap/forward.py", "(rehearsal and compat.is_transformed())", "False", TRANSFORMED),
+    Fault("betahook/tap/by_hand/forward.py", " or compat.is_transformed() or self", " or self", TRANSFORMED),
+    Fault("betahook/tap/by_hand/following.py", "into.before if isinstance(into, Weights) else into", "into", RIGHT),
+    Fault("betahook/tap/by_hand/rearranging.py", "trace_of=lambda _: before", "trace_of=lambda _: trace", RIGHT),
+    Fault("betahook/tap/by_hand/forward.py", "(rehearsal and compat.is_transformed())", "False", TRANSFORMED),
     Fault(
         "betahook/tap/recorder.py",
         "leaf.detach().requires_grad_() if self.state.paused or self.refusal else leaf",
@@ -758,10 +785,10 @@ FAULTS = [
     Fault("betahook/rerun.py", "rebuilt((args, kwargs), copy)", "(args, kwargs)", VERIFICATION),
     Fault("betahook/tap/last_call.py", "if module is not self.module:", "if False:"),
     Fault(
-        "betahook/tap/nested.py",
+        "betahook/tap/by_hand/nested.py",
         "watched(*map(pick, args)",
         "forward(*map(pick, args)",
-        ["tests/unit/tap/test_multihead_attention.py"],
+        ["tests/unit/tap/by_hand/test_multihead_attention.py"],
     ),
     Fault("betahook/checkpoint/fingerprint.py", "last * index // (ENTRIES - 1)", "0"),
     Fault("betahook/checkpoint/fingerprint.py", " and not compat.is_flattened(weight)", ""),
@@ -780,7 +807,9 @@ FAULTS = [
     Fault("betahook/control/memory.py", " or not is_of_kind(value, like)", ""),
     Fault("betahook/control/memory.py", "value.shape != beta.shape or value.dtype", "value.dtype"),
     Fault("betahook/checkpoint/schema.py", "not is_of_kind(value, start[key])", "False", SCHEMA),
-    Fault("betahook/tap/forward.py", "self.layer.state.steps - self.rehearsal", "self.layer.state.steps", SETTLED),
+    Fault(
+        "betahook/tap/by_hand/forward.py", "self.layer.state.steps - self.rehearsal", "self.layer.state.steps", SETTLED
+    ),
     Fault("integrations/reports.py", "if self._step != self._hook.steps:", "if True:"),
     Fault("integrations/reports.py", "if logs is not None and is_training(logs):", "if logs is not None:"),
     Fault("integrations/reports.py", "        self._undo.close()\n", ""),
@@ -827,17 +856,17 @@ FAULTS = [
         of_trainer("a_first_batch_that_did_not_fit_leaves_nothing"),
     ),
     Fault(
-        "betahook/tap/head_axes.py",
+        "betahook/tap/by_hand/head_axes.py",
         "torch.where(labels == UNKNOWN, labels, labels % FAR)",
         "labels",
-        ("tests/unit/tap/test_products_forms.py",),
+        ("tests/unit/tap/by_hand/test_products_forms.py",),
     ),
     Fault("betahook/tap/adapters.py", "state.beta.fill_(torch.nan)", "pass", ADAPTERS),
     Fault(
         "betahook/keep/places.py",
         "*added_queries(layer.module, layer.projections[0])",
         "",
-        ("tests/unit/tap/test_products_forms.py",),
+        ("tests/unit/tap/by_hand/test_products_forms.py",),
     ),
     Fault("betahook/models/code.py", ", *_inherited(kind)]", "]", ("tests/unit/models/test_discovery.py",)),
     Fault("betahook/models/trial.py", "[LENGTH, *of_masks, *stated]", "[LENGTH]", ("tests/unit/models/test_trial.py",)),
@@ -850,7 +879,9 @@ FAULTS = [
     Fault("betahook/tap/interface.py", "return layer.refusal is not None", "return False"),
     Fault("betahook/tap/interface.py", "return not fits", "return False"),
     Fault("betahook/tap/last_call.py", '"cache", "past_key_values"', '"past_key_values", "past"'),
-    Fault("betahook/tap/forward.py", " or self.is_empty", "", ("tests/unit/tap/test_products_edges.py",)),
+    Fault(
+        "betahook/tap/by_hand/forward.py", " or self.is_empty", "", ("tests/unit/tap/by_hand/test_products_edges.py",)
+    ),
     Fault("betahook/models/materialise.py", "with evaluating(module.parametrizations[name]):", "if True:"),
     Fault(
         "betahook/models/labels.py", 'torch.device("cpu") if tensor.is_meta else tensor.device', "tensor.device", TRIAL

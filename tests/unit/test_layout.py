@@ -180,6 +180,12 @@ def test_no_circle_of_rooms():
     assert _circle(_graph((a, b) for a, b in edges if a != b)) is None
 
 
+def test_only_what_installs_the_tap_knows_that_for_attention_by_hand():
+    by_hand = "betahook.tap.by_hand"
+    users = {source for source, target in _edges() if target.startswith(by_hand) and not source.startswith(by_hand)}
+    assert users == {"betahook.tap.install"}
+
+
 @pytest.mark.parametrize(
     ("code", "imported"),
     [

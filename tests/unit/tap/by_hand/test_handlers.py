@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from betahook.models.torch_calls import Call
-from betahook.tap.handlers import HANDLERS
-from betahook.tap.sites import Site
-from betahook.tap.situation import Situation, other
-from betahook.tap.traces import Operand, Product, Scores, Shift, Weights
+from betahook.tap.by_hand.handlers import HANDLERS
+from betahook.tap.by_hand.sites import Site
+from betahook.tap.by_hand.situation import Situation, other
+from betahook.tap.by_hand.traces import Operand, Product, Scores, Shift, Weights
 
 
 def normal(*shape):
@@ -33,7 +33,7 @@ def scores(value=S, factor=0.5, **more):
 
 @pytest.fixture(autouse=True)
 def line(monkeypatch):
-    monkeypatch.setattr("betahook.tap.situation.find_line", lambda: "model.py:2")
+    monkeypatch.setattr("betahook.tap.by_hand.situation.find_line", lambda: "model.py:2")
 
 
 def derive(function, *args, traces=(), **kwargs):

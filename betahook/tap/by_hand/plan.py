@@ -14,9 +14,9 @@ from torch import Tensor
 
 from betahook.measure.masks import Band
 from betahook.models.torch_calls import tensors_in
-from betahook.tap.contraction import Axis
-from betahook.tap.sites import Site, find_site
-from betahook.tap.traces import Factor, Product, same_factor
+from betahook.tap.by_hand.contraction import Axis
+from betahook.tap.by_hand.sites import Site, find_site
+from betahook.tap.by_hand.traces import Factor, Product, same_factor
 
 Form = tuple[tuple[bool, ...], ...]
 """The places of sizes of 1 in some inputs: there an axis of heads and batch, say, looks like one of heads."""
@@ -43,7 +43,7 @@ class Plan:
         firsts: what held at other places in the first forward, see `at_first`.
         band: the one that mask tensors of a kernel are expected to have, as the first one has it; None before any.
         mixes: a product or a softmax got what weights had made of values.
-        checked: what beta does was checked by numbers, see `tap.shadows`.
+        checked: what beta does was checked by numbers, see `tap.by_hand.shadows`.
         fused_only: a graph of the compiler can hold its forwards, see `tap.compiled`; None before any.
         breaks_graphs: the compiler came upon a forward that its graph cannot hold.
     """

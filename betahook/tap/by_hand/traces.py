@@ -17,7 +17,7 @@ from betahook import compat
 from betahook.models.by_tensor import ByTensor
 from betahook.models.labels import Features
 from betahook.models.torch_calls import tensors_in
-from betahook.tap.sites import Site, find_line
+from betahook.tap.by_hand.sites import Site, find_line
 
 Factor = float | Tensor
 """A number, a 0-dim tensor, or one that broadcasts over heads."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from betahook.models.labels import PROJECTIONS
 from betahook.models.torch_calls import Call
-from betahook.tap.sites import find_line
-from betahook.tap.traces import Derived, Operand, Scores, Shift, Trace, Weights, is_learned
+from betahook.tap.by_hand.sites import find_line
+from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift, Trace, Weights, is_learned
 
 
 class Situation(NamedTuple):

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import betahook
-from betahook.tap.shadows import GAIN, Shadows
-from betahook.tap.traces import Scores
+from betahook.tap.by_hand.shadows import GAIN, Shadows
+from betahook.tap.by_hand.traces import Scores
 from support.attention import HEADS, WIDTH, Block
 
 LENGTH = 256

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from betahook.models.by_tensor import ByTensor
 from betahook.models.torch_calls import Call, tensors_in
-from betahook.tap.traces import Scores
+from betahook.tap.by_hand.traces import Scores
 
 GAIN = 1.5
 """The gain of the shadows beside that of the forward."""

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from betahook.models.torch_calls import Call
-from betahook.tap import handlers
-from betahook.tap.arithmetic import divide, multiply, united
-from betahook.tap.contraction import along
-from betahook.tap.forward import Forward
-from betahook.tap.rearranging import keep
-from betahook.tap.sites import find_line
-from betahook.tap.situation import Handler, other
-from betahook.tap.traces import Derived, Factor, Scores, Trace, Weights, number, same_factor
+from betahook.tap.by_hand import handlers
+from betahook.tap.by_hand.arithmetic import divide, multiply, united
+from betahook.tap.by_hand.contraction import along
+from betahook.tap.by_hand.forward import Forward
+from betahook.tap.by_hand.rearranging import keep
+from betahook.tap.by_hand.sites import find_line
+from betahook.tap.by_hand.situation import Handler, other
+from betahook.tap.by_hand.traces import Derived, Factor, Scores, Trace, Weights, number, same_factor
 
 
 def follow(forward: Forward, call: Call, handler: Handler) -> Any:

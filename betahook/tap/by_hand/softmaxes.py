@@ -14,14 +14,15 @@ from betahook import compat
 from betahook.measure.masks import Band, Mask
 from betahook.measure.rows import ScoreMod
 from betahook.models.torch_calls import Call
-from betahook.tap import compiled, contraction
-from betahook.tap.contraction import Axis
-from betahook.tap.forward import Forward
+from betahook.tap import compiled
+from betahook.tap.by_hand import contraction
+from betahook.tap.by_hand.contraction import Axis
+from betahook.tap.by_hand.forward import Forward
+from betahook.tap.by_hand.head_axes import REMEDY, made_of
+from betahook.tap.by_hand.sites import Site, find_line, find_site
+from betahook.tap.by_hand.traces import Operand, Scores, Trace, Weights, divided
 from betahook.tap.gain import scale_query
-from betahook.tap.head_axes import REMEDY, made_of
 from betahook.tap.kernels import KERNELS, Arguments, Kernel, find_band
-from betahook.tap.sites import Site, find_line, find_site
-from betahook.tap.traces import Operand, Scores, Trace, Weights, divided
 
 
 def softmax(forward: Forward, call: Call) -> Tensor:

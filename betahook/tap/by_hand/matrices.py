@@ -12,15 +12,15 @@ import torch
 
 from betahook.measure.masks import masked_by
 from betahook.models.torch_calls import Call
-from betahook.tap import contraction
-from betahook.tap.contraction import Axis, Contraction
-from betahook.tap.forward import Forward
+from betahook.tap.by_hand import contraction
+from betahook.tap.by_hand.contraction import Axis, Contraction
+from betahook.tap.by_hand.forward import Forward
+from betahook.tap.by_hand.head_axes import REMEDY, made_of, put_heads, varying
+from betahook.tap.by_hand.shadows import GAIN
+from betahook.tap.by_hand.sites import find_line, find_site
+from betahook.tap.by_hand.situation import other
+from betahook.tap.by_hand.traces import Derived, Factor, Operand, Product, Scores, Shift, Weights, divided
 from betahook.tap.gain import scale_query
-from betahook.tap.head_axes import REMEDY, made_of, put_heads, varying
-from betahook.tap.shadows import GAIN
-from betahook.tap.sites import find_line, find_site
-from betahook.tap.situation import other
-from betahook.tap.traces import Derived, Factor, Operand, Product, Scores, Shift, Weights, divided
 
 
 def multiply(forward: Forward, call: Call) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from betahook.models.labels import FAR, UNKNOWN, Features, Labels, features_of_heads
-from betahook.tap.contraction import Axis, Shared, along
+from betahook.tap.by_hand.contraction import Axis, Shared, along
 from betahook.tap.recorder import Recorder
 
 REMEDY = "make q and k [batch, num_heads, tokens, d_k], with num_heads as the module states it"

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from betahook.models.torch_calls import PERMUTING, PICKING, REGROUPING, SPLITTING
-from betahook.tap.arithmetic import add, divide, multiply, negate, subtract, subtract_from
-from betahook.tap.rearranging import fill, keep, move, pad, permute, pick, regroup, triangle, where
-from betahook.tap.situation import Handler, Situation, other
-from betahook.tap.traces import Derived, Operand, Scores, Shift
+from betahook.tap.by_hand.arithmetic import add, divide, multiply, negate, subtract, subtract_from
+from betahook.tap.by_hand.rearranging import fill, keep, move, pad, permute, pick, regroup, triangle, where
+from betahook.tap.by_hand.situation import Handler, Situation, other
+from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift
 
 
 def bend(situation: Situation) -> Derived:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from betahook.models.torch_calls import Call
-from betahook.tap import contraction
-from betahook.tap.contraction import Shared
+from betahook.tap.by_hand import contraction
+from betahook.tap.by_hand.contraction import Shared
 
 HEADS = 4
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from betahook.measure.masks import masked_by
-from betahook.tap.situation import Situation, other, unless_unread, unread_in
-from betahook.tap.traces import Derived, Factor, Operand, Scores, Shift, Trace, Weights, number, same_factor
+from betahook.tap.by_hand.situation import Situation, other, unless_unread, unread_in
+from betahook.tap.by_hand.traces import Derived, Factor, Operand, Scores, Shift, Trace, Weights, number, same_factor
 
 
 def multiply(situation: Situation) -> Derived:

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from betahook.tap.arithmetic import beside_unread, united
-from betahook.tap.situation import Situation, other, unless_unread, unread_in
-from betahook.tap.traces import Derived, Operand, Scores, Shift, Weights, same_factor
+from betahook.tap.by_hand.arithmetic import beside_unread, united
+from betahook.tap.by_hand.situation import Situation, other, unless_unread, unread_in
+from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift, Weights, same_factor
 
 
 def keep(situation: Situation) -> Derived:

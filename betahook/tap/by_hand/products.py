@@ -21,14 +21,15 @@ from betahook import compat
 from betahook.measure.masks import Band
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.torch_calls import Call, is_in_place
-from betahook.tap import following, handlers, kernels, matrices, nested, softmaxes
-from betahook.tap.arithmetic import divide, multiply
+from betahook.tap import kernels
+from betahook.tap.by_hand import following, handlers, matrices, nested, softmaxes
+from betahook.tap.by_hand.arithmetic import divide, multiply
+from betahook.tap.by_hand.forward import Forward
+from betahook.tap.by_hand.plan import Plan
+from betahook.tap.by_hand.situation import other
 from betahook.tap.compiled import FusedAttention
-from betahook.tap.forward import Forward
 from betahook.tap.override import Override
-from betahook.tap.plan import Plan
 from betahook.tap.recorder import Recorder
-from betahook.tap.situation import other
 
 ACTIONS: dict[str, Callable[[Forward, Call], Any]] = {
     **dict.fromkeys(PRODUCTS, matrices.multiply),

@@ -14,14 +14,14 @@ from torch import Tensor
 from betahook import compat
 from betahook.models.labels import Labels
 from betahook.models.torch_calls import Call, tensors_in
-from betahook.tap import head_axes
-from betahook.tap.contraction import Axis
-from betahook.tap.plan import Plan, form_of
+from betahook.tap.by_hand import head_axes
+from betahook.tap.by_hand.contraction import Axis
+from betahook.tap.by_hand.plan import Plan, form_of
+from betahook.tap.by_hand.shadows import Shadows
+from betahook.tap.by_hand.sites import Site, find_line, find_site
+from betahook.tap.by_hand.situation import Situation
+from betahook.tap.by_hand.traces import Factor, Operand, Product, Scores, Traces, is_learned
 from betahook.tap.recorder import Recorder, leave_alone
-from betahook.tap.shadows import Shadows
-from betahook.tap.sites import Site, find_line, find_site
-from betahook.tap.situation import Situation
-from betahook.tap.traces import Factor, Operand, Product, Scores, Traces, is_learned
 
 ALIKE = 1e-4
 """Relative difference up to which two numbers count as the same, but for rounding."""
