@@ -78,8 +78,8 @@ class Linear:
     outputs: tuple[Tensor, ...]
 
 
-class Labels:
-    """The labels of the tensors in one forward.
+class Labels(ByTensor[Tensor]):
+    """The labels of the tensors in one forward, each of the shape of its tensor.
 
     Attributes:
         linears: that of each projection, at index `label // FAR`; None where it is not known.
@@ -94,18 +94,14 @@ class Labels:
             is_learned: tells if a tensor holds weights: what a product with it makes is labelled.
             apart: the context in which labels are computed.
         """
+        super().__init__()
         self.linears: list[Linear | None] = []
-        self._of = ByTensor[Tensor]()
         self._is_learned, self._apart = is_learned, apart
-
-    def get(self, tensor: Tensor) -> Tensor | None:
-        """The labels of a tensor, of the same shape, or None."""
-        return self._of.get(tensor)
 
     def put(self, tensor: Tensor, labels: Tensor) -> None:
         """Label a tensor, unless the labels were computed without data."""
         if type(labels) is Tensor:
-            self._of[tensor] = labels
+            self[tensor] = labels
 
     def _put_features(self, tensor: Tensor, axes: Sequence[int], linear: Linear | None) -> None:
         """Label a tensor that a projection made, whose features lie along some of its axes, numbered in that order."""
