@@ -101,7 +101,8 @@ def _output(hook: Hooked) -> Any:
 def tensors(output: Any, depth: int = 8) -> Iterator[Tensor]:
     """The floating-point tensors in nested tuples, lists, dictionaries and objects."""
     if isinstance(output, Tensor):
-        yield from (output.unbind() if output.is_nested else [output]) if output.is_floating_point() else []
+        if output.is_floating_point():
+            yield from output.unbind() if output.is_nested else [output]
         return
     parts = output if isinstance(output, tuple | list) else getattr(output, "__dict__", {}).values()
     parts = output.values() if isinstance(output, dict) else parts

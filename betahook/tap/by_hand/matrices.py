@@ -66,7 +66,6 @@ def _may_make_scores(forward: Forward, product: Contraction) -> bool:
 
 
 def _of_other_product(forward: Forward, call: Call) -> Derived:
-    situation = forward.situation(call)
     weights = [x for x in call.tensors if isinstance(forward.traces.get(x), Weights)]
     others = [x for x in call.tensors if not isinstance(forward.traces.get(x), Weights)]
     if len(weights) == 1 and len(others) == 1:
@@ -74,7 +73,7 @@ def _of_other_product(forward: Forward, call: Call) -> Derived:
         return Weights(projected=True) if forward.is_learned(others[0]) else forward.trace_of_values()
     if len(weights) > 1:
         return Weights(projected=True)
-    return other(situation)
+    return other(forward.situation(call))
 
 
 def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:

@@ -78,13 +78,12 @@ def _record(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     assert trace.value is not None
     assert trace.operands is not None
     scores, logits, allowed = (x.detach().movedim(dim, -1) for x in (trace.value, input, trace.pairs))
-    prescale = trace.prescale
     axis = forward.score_axis(input, "softmax", dim)
     acting = trace.products[0].acting  # on this product, not by the model's own beta of this call
     if axis is None or acting is None:
         forward.refuse(f"its heads are not told apart from the batch in the softmax at {find_line()}: {REMEDY}")
         return
-    prescale = prescale.view(-1, 1, 1) if isinstance(prescale, Tensor) else prescale
+    prescale = trace.prescale.view(-1, 1, 1) if isinstance(trace.prescale, Tensor) else trace.prescale
     scores, logits, allowed = (contraction.batched(x, axis, layer.heads) for x in (scores, logits, allowed))
     layer.record_pairs(scores, logits, allowed, trace.operands, prescale * acting.view(-1, 1, 1))
 
