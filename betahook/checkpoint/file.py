@@ -136,6 +136,12 @@ def load_exported(hook: Stateful, exported: dict[str, str], place: str) -> None:
     _continue(hook, _put_together(exported.get("header"), tensors, place), place)
 
 
+def finished(run: Path) -> list[Path]:
+    """The folders in that of a run which hold the state of a hook, without those that were set aside as unfinished."""
+    folders = (file.parent for file in run.glob(f"*/{FILE}"))
+    return [folder for folder in folders if not folder.name.startswith(UNFINISHED)]
+
+
 def is_begun(folder: str | os.PathLike[str]) -> bool:
     """Tell if `save` was called for a folder, even if it did not finish."""
     return any(Path(folder).glob(f"{Path(FILE).stem}.*"))

@@ -198,8 +198,7 @@ def _check_state(folder: str) -> None:
         raise FileNotFoundError(f"{folder} is not a folder; give a checkpoint of a run with betahook")
     if (path / checkpoint.FILE).is_file():
         return
-    found = (file.parent.name for file in path.glob(f"*/{checkpoint.FILE}"))
-    names = [name for name in found if not name.startswith(checkpoint.UNFINISHED)]
+    names = (found.name for found in checkpoint.finished(path))
     inside = sorted(names, key=lambda name: (len(name), name))  # checkpoint-10 behind checkpoint-9
     there = f"; name one of its checkpoints: {', '.join(inside)}" if inside else ""
     raise FileNotFoundError(

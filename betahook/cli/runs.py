@@ -96,8 +96,7 @@ def _read_events(root: Path, run: Run) -> None:
 
 def _read_checkpoints(root: Path, run: Run) -> None:
     here = root / checkpoint.FILE
-    below = [file.parent for file in root.glob(f"*/{checkpoint.FILE}")]
-    for folder in [root] if here.is_file() else [x for x in below if not x.name.startswith(checkpoint.UNFINISHED)]:
+    for folder in [root] if here.is_file() else checkpoint.finished(root):
         try:
             state = checkpoint.read(folder)
         except ValueError as error:
