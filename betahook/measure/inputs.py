@@ -1,8 +1,8 @@
 """Sums over the inputs of W_q and W_k, held back to be added with the scores of the same forward.
 
 An operation for each layer and side would cost a small model more than the sums themselves. The recorder of a layer
-calls `entries_of` and `Waiting.note` where the inputs are, and `Waiting.take` where the scores are; a compiled graph
-adds at once. Nothing here may read a value back to the host.
+calls `entries_of` and `note` where the inputs are, and `take` where the scores are; a compiled graph adds at once.
+Nothing here may read a value back to the host.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _scalar(mask: Mask, like: Tensor, value: int) -> Tensor:
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
-class Waiting:
+class WaitingInputs:
     """Entries that are not in the table yet, by heads and side."""
 
     def __init__(self) -> None:

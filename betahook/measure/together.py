@@ -1,8 +1,8 @@
 """Attention calls of several small layers, which wait for one another and are measured as one call with many heads.
 
 A small layer costs what the host takes to launch its statistics, so those of all layers are launched at once. The
-recorder of a layer asks `room` if its call is small enough, hands it to `Together.note`, and calls `add_calls` with the
-last layer of the forward; who reads the tables calls `add` first. Nothing here may read a value back to the host.
+recorder of a layer asks `room` if its call is small enough, hands it to `note`, and calls `add_calls` with the last
+layer of the forward; who reads the tables calls `add` first. Nothing here may read a value back to the host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from betahook import compat
 from betahook.measure import calls, devices
-from betahook.measure.inputs import Entries, Waiting, joined
+from betahook.measure.inputs import Entries, WaitingInputs, joined
 from betahook.measure.masks import Given
 from betahook.measure.pairs import is_short
 from betahook.measure.rows import CACHED, ScoreMod
@@ -73,7 +73,7 @@ class AttentionCall:
         return *tensors, self.given.kind, self.given.band, self.score_mod, self.exact_max_logit, entries
 
 
-class Together:
+class WaitingCalls:
     """Everything that is measured and not in the table of all layers yet.
 
     The calls that wait are alike, and of neighbouring layers.
@@ -83,7 +83,7 @@ class Together:
     """
 
     def __init__(self) -> None:
-        self.inputs = Waiting()
+        self.inputs = WaitingInputs()
         self._calls: list[tuple[AttentionCall, tuple[int, ...]]] = []  # with its versions
         self._alone: set[int] = set()
 

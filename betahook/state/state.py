@@ -19,7 +19,7 @@ from betahook import compat
 from betahook.measure import components, statistics, weights
 from betahook.measure.dtypes import overflow_logit, sum_dtype
 from betahook.measure.groups import HeadGroups, LayerSize
-from betahook.measure.together import Together
+from betahook.measure.together import WaitingCalls
 from betahook.state.factors import Factors, gain_of
 from betahook.state.pending import Step, add_steps
 from betahook.state.ranges import HeadRange, head_ranges
@@ -139,7 +139,7 @@ class State:
         self.refused: dict[tuple[int, int], str] = {}
         self.alone, self.knows_refusals = self.beta > 0, True  # none: beta is NaN
         self.beta_acts = True
-        self.waiting = Together()
+        self.waiting = WaitingCalls()
         self.pending: list[Step] = []
         self.parts = _parts(self)
 

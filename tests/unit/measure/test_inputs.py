@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from betahook.measure import inputs, statistics
-from betahook.measure.inputs import Waiting, entries_of
+from betahook.measure.inputs import WaitingInputs, entries_of
 from betahook.measure.masks import Band, Mask
 from betahook.measure.statistics import ROW
 from support.matrices import make, recorded
@@ -39,7 +39,7 @@ def test_entries_that_are_added_with_the_scores_are_the_same(length, dtype):
 
 
 def test_entries_wait_for_both_sides_and_are_never_lost():
-    waiting, table = Waiting(), statistics.empty(3, torch.device("cpu"))
+    waiting, table = WaitingInputs(), statistics.empty(3, torch.device("cpu"))
     first, second = slice(0, 1), slice(1, 3)
     entries = [entries_of(torch.full((4,), value)) for value in (1.0, 2.0, 3.0)]
     waiting.note(table, second, ["query"], entries[0])
