@@ -31,7 +31,7 @@ KEPT = 16
 
 T = TypeVar("T")
 Kind = Literal["none", "padding", "documents", "pairs", "added"]
-"""Forms in which an attention call is told its pairs, see `Given`."""
+"""Forms in which an attention call is told its pairs, see `GivenMask`."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Given:
-    """The tensor and the numbers that tell an attention call its pairs, not yet looked at.
+class GivenMask:
+    """A mask as an attention call is given it: the tensor and numbers that tell its pairs, not yet looked at.
 
     Attributes:
         kind: "none" for nothing but the band; "padding" and "documents" for the tensors of `from_padding` and

@@ -17,7 +17,7 @@ from torch import Tensor
 from betahook import compat
 from betahook.measure import calls, devices
 from betahook.measure.inputs import Entries, WaitingInputs, joined
-from betahook.measure.masks import Given
+from betahook.measure.masks import GivenMask
 from betahook.measure.pairs import is_short
 from betahook.measure.rows import CACHED, ScoreMod
 
@@ -51,7 +51,7 @@ class AttentionCall:
     components: slice
     query: Tensor
     key: Tensor
-    given: Given
+    given: GivenMask
     scales: Tensor
     score_mod: ScoreMod
     exact_max_logit: bool

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from betahook import compat
-from betahook.measure.masks import Band, Given
+from betahook.measure.masks import Band, GivenMask
 from betahook.models.code import SOFTMAXES
 from betahook.tap import kernels, opaque
 from betahook.tap.gain import scale_query
@@ -78,7 +78,7 @@ def _attend(
     return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
 
 
-def _pairs(mask: Tensor | None, is_causal: bool, expected: Band) -> Given:
+def _pairs(mask: Tensor | None, is_causal: bool, expected: Band) -> GivenMask:
     if mask is None:
-        return Given("none", band=Band(None, 0 if is_causal else None))
-    return Given("pairs", mask[(None,) * (4 - mask.dim())], expected)
+        return GivenMask("none", band=Band(None, 0 if is_causal else None))
+    return GivenMask("pairs", mask[(None,) * (4 - mask.dim())], expected)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from betahook import compat
 from betahook.compat import ALL_ATTENTION_FUNCTIONS, AttentionInterface
-from betahook.measure.masks import Band, Given
+from betahook.measure.masks import Band, GivenMask
 from betahook.measure.rows import ScoreMod
 from betahook.tap import kernels, opaque
 from betahook.tap.gain import scale_query
@@ -136,7 +136,7 @@ def _sinks(query: Tensor, s_aux: Any = None, sinks: Any = None, **_: Any) -> Ten
 
 def given_mask(
     implementation: str, module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]
-) -> Given:
+) -> GivenMask:
     """Tell which pairs the attention function called `implementation` will use, as it decides that itself.
 
     Args:
@@ -159,17 +159,17 @@ def given_mask(
 
     if mask is None:
         if implementation == "eager" or implementation == "flex_attention":
-            return Given("none")
+            return GivenMask("none")
         if "flash" in implementation:
             documents = _documents(queries, options) if len(query) == 1 and queries == keys else None
-            return Given("none" if documents is None else "documents", documents, band)
-        return Given("none", band=Band(None, 0) if causal and queries > 1 else Band())
+            return GivenMask("none" if documents is None else "documents", documents, band)
+        return GivenMask("none", band=Band(None, 0) if causal and queries > 1 else Band())
     if not isinstance(mask, Tensor):
         mask = kernels.dense(mask, queries, keys, query.device)
     if mask.dim() == 2:
-        return Given("padding", mask, band)
+        return GivenMask("padding", mask, band)
     # Eager attention adds whatever it gets, and so does not mask with a boolean.
-    return Given("added" if implementation == "eager" else "pairs", mask, band)
+    return GivenMask("added" if implementation == "eager" else "pairs", mask, band)
 
 
 def _documents(tokens: int, options: dict[str, Any]) -> Tensor | None:

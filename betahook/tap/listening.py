@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from betahook.measure.calls import valid_tokens
-from betahook.measure.masks import Given, Mask
+from betahook.measure.masks import GivenMask, Mask
 from betahook.tap.override import Override
 from betahook.tap.recorder import Recorder
 
@@ -24,8 +24,8 @@ Listener: TypeAlias = Callable[[Tensor, Tensor, tuple[Tensor | None, Tensor | No
 def listening(recorder: Recorder, listener: Listener) -> Iterator[None]:
     """Hand every attention call to a listener, in any mode of the module; nothing is recorded meanwhile."""
 
-    def record(query: Tensor, key: Tensor, mask: Mask | Given, *_: Any) -> None:
-        if isinstance(mask, Given):
+    def record(query: Tensor, key: Tensor, mask: Mask | GivenMask, *_: Any) -> None:
+        if isinstance(mask, GivenMask):
             mask = mask.describe(query.shape[2], key.shape[2])
         listener(query.detach(), key.detach(), (mask.queries, mask.keys))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from betahook import compat
-from betahook.measure.masks import Band, Given, Kind
+from betahook.measure.masks import Band, GivenMask, Kind
 from betahook.measure.rows import PLAIN, ScoreMod
 from betahook.models import materialise
 from betahook.state.state import writing_to
@@ -104,7 +104,7 @@ def record_call(
     layer: Recorder,
     query: Tensor,
     key: Tensor,
-    given: Given,
+    given: GivenMask,
     default: float | Tensor,
     score_mod: ScoreMod = PLAIN,
 ) -> None:
@@ -139,7 +139,7 @@ def _record_call(
     _note_default(recorder, number, numbers)
     if recorder.is_due():
         # Nothing is shared between layers: the memory of a graph's tensors is used again, and a CUDA graph owns it.
-        mask = Given(kind, given, Band(low, high)).describe(query.shape[2], key.shape[2], shared=False)
+        mask = GivenMask(kind, given, Band(low, high)).describe(query.shape[2], key.shape[2], shared=False)
         recorder.record(query, key, mask, ScoreMod(position_bias, softcap, sinks))
 
 

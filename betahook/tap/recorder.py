@@ -15,7 +15,7 @@ from torch import Tensor
 
 from betahook import compat
 from betahook.measure import calls, inputs
-from betahook.measure.masks import Given, Mask
+from betahook.measure.masks import GivenMask, Mask
 from betahook.measure.rows import PLAIN, ScoreMod
 from betahook.measure.together import AttentionCall, room
 from betahook.models import materialise
@@ -48,24 +48,24 @@ def _scales(layer: Recorder, device: torch.device) -> Tensor:
     return torch.stack([torch.ones_like(beta), beta]).to(device)
 
 
-def _record(layer: Recorder, query: Tensor, key: Tensor, mask: Mask | Given, score_mod: ScoreMod) -> None:
+def _record(layer: Recorder, query: Tensor, key: Tensor, mask: Mask | GivenMask, score_mod: ScoreMod) -> None:
     """Add a call to the tables, or let it wait until the last layer's call: all that wait are then measured at once."""
     state, place = layer.state, layer._local
     exact, entries = state.exact_max_logit, state.waiting.inputs.take(place.heads)
-    if isinstance(mask, Given) and _may_wait(layer, query, key, mask, score_mod):
+    if isinstance(mask, GivenMask) and _may_wait(layer, query, key, mask, score_mod):
         scales, columns = state.factors.scales(state.beta), (place.heads, place.components)
         call = AttentionCall(*columns, query.detach(), key.detach(), mask, scales, score_mod, exact, entries)
         state.waiting.note(state.table, state.moments, call)
         if place.layer == state.turn[-1]:
             state.waiting.add_calls(state.table, state.moments)
         return
-    if isinstance(mask, Given):
+    if isinstance(mask, GivenMask):
         mask = mask.describe(query.shape[2], key.shape[2])
     query, key, scales = query.detach(), key.detach(), _scales(layer, query.device)
     calls.add_scores(*_tables(layer), query, key, mask, scales, score_mod, exact_max_logit=exact, inputs=entries)
 
 
-def _may_wait(layer: Recorder, query: Tensor, key: Tensor, given: Given, score_mod: ScoreMod) -> bool:
+def _may_wait(layer: Recorder, query: Tensor, key: Tensor, given: GivenMask, score_mod: ScoreMod) -> bool:
     """Tell if a call is small, its pairs are the same for all heads, and autograd keeps its q and k as they are."""
     state, place = layer.state, layer._local
     if layer._default is None or score_mod.position_bias is not None or score_mod.sinks is not None:
@@ -262,7 +262,7 @@ class Recorder:
         self,
         query: Tensor,
         key: Tensor,
-        mask: Mask | Given,
+        mask: Mask | GivenMask,
         score_mod: ScoreMod = PLAIN,
     ) -> None:
         """Add one attention call; `query [batch, heads, queries, d_k]` and `key` as the score product gets them.

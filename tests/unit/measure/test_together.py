@@ -9,15 +9,15 @@ from torch import nn
 import betahook
 from betahook import compat
 from betahook.measure import devices, together
-from betahook.measure.masks import Band, Given
+from betahook.measure.masks import Band, GivenMask
 from betahook.measure.rows import ScoreMod
 from betahook.measure.statistics import ROW
 from betahook.tap import recorder as recording
 from support.layers import attention, make, projecting
 from support.models import build, inputs
 
-CAUSAL = Given("none", band=Band(None, 0))
-PADDED = Given("padding", torch.tensor([[0] * 4 + [1] * 36, [1] * 40]), Band(None, 0))
+CAUSAL = GivenMask("none", band=Band(None, 0))
+PADDED = GivenMask("padding", torch.tensor([[0] * 4 + [1] * 36, [1] * 40]), Band(None, 0))
 
 
 def three_layers():
@@ -66,7 +66,7 @@ def test_sums_are_those_of_single_calls(given, length, cpu, softcap):
 
 
 def test_large_calls_and_those_with_a_mask_of_each_head_do_not_wait():
-    by_head = Given("pairs", torch.ones(1, 4, 40, 40, dtype=torch.bool), Band(None, 0))
+    by_head = GivenMask("pairs", torch.ones(1, 4, 40, 40, dtype=torch.bool), Band(None, 0))
     assert recorded(by_head)[2] == 3
     assert recorded(CAUSAL, length=200)[2] == 3
     assert together.room(*operands(128)) == 1
@@ -84,7 +84,7 @@ def test_calls_that_differ_are_measured_apart():
 def test_calls_with_masks_of_their_own_are_measured_by_those():
     _, layers, recorders = three_layers()
     for tokens, recorder in zip((10, 20, 30), recorders, strict=True):
-        given = Given("padding", (torch.arange(40) < tokens)[None].expand(2, -1), Band(None, 0))
+        given = GivenMask("padding", (torch.arange(40) < tokens)[None].expand(2, -1), Band(None, 0))
         recorder.record(*operands(), given)
     assert [int(layer.statistics.count) for layer in layers] == [2 * 4 * n * (n + 1) // 2 for n in (10, 20, 30)]
 
@@ -124,7 +124,7 @@ def test_a_layer_that_changes_its_operands_afterwards_is_not_measured_wrongly(ch
 def test_a_mask_that_is_changed_afterwards_is_that_of_later_calls_alone(at_once):
     _, layers, recorders = three_layers()
     tokens = torch.ones(2, 40, dtype=torch.bool)
-    given = Given("padding", tokens, Band(None, 0))
+    given = GivenMask("padding", tokens, Band(None, 0))
     recorders[0].record(*operands(), given)
     if not at_once:
         recorders[1].record(*operands(), given)
@@ -144,7 +144,7 @@ def test_a_graph_that_is_captured_measures_at_once(monkeypatch):
 def test_a_mask_of_inference_mode_does_not_wait():
     state, _, recorders = three_layers()
     with torch.inference_mode():
-        given = Given("padding", torch.ones(2, 40, dtype=torch.bool), Band(None, 0))
+        given = GivenMask("padding", torch.ones(2, 40, dtype=torch.bool), Band(None, 0))
     recorders[0].record(*operands(), given)
     assert state.table[ROW["pairs"], :4].all()
 
