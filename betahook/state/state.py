@@ -85,7 +85,7 @@ class State:
         exact_max_logit, paused: True if the largest score is to be that of all pairs; how many pauses are in force.
         seen, recorded, has_loss: True once attention has passed the tap, was measured, and a training loss recorded.
         has_broken_graphs: True if compiled code breaks its graph at attention that could be in it by now.
-        refused: the layers left alone, by their heads, with the reason.
+        refused: the layers left alone, by index, with the reason.
         alone: boolean `[heads]`, those that this rank leaves alone, or at the last pooling any rank.
         is_local, is_detached: True if nothing is pooled over ranks, as this one measures alone; once the hook is off.
         knows_refusals: True while `refused` says all that `alone` does.
@@ -136,7 +136,7 @@ class State:
         self.asked: set[str] = set()
         self.warned_of_missing_steps = self.exact_max_logit = self.is_detached = False
         self.seen = self.recorded = self.has_loss = self.has_broken_graphs = self.is_local = False
-        self.refused: dict[tuple[int, int], str] = {}
+        self.refused: dict[int, str] = {}
         self.alone, self.knows_refusals = self.beta > 0, True  # none: beta is NaN
         self.beta_acts = True
         self.waiting = WaitingCalls()
@@ -197,7 +197,7 @@ class State:
     @torch.no_grad()
     def refuse(self, place: HeadRange, reason: str) -> None:
         """Leave a layer alone from now on, and forget what was measured of it."""
-        self.refused[place.heads.start, place.heads.stop], self.seen = reason, True
+        self.refused[place.layer], self.seen = reason, True
         self.alone[place.heads] = True
         self.settle()
         _forget(self, place)
@@ -205,7 +205,7 @@ class State:
 
     def refusal(self, place: HeadRange) -> str | None:
         """Return the reason why this rank leaves a layer alone, None if it does not."""
-        return self.refused.get((place.heads.start, place.heads.stop))
+        return self.refused.get(place.layer)
 
     def gain(self, heads: slice, default: float | Tensor | None = None) -> Tensor:
         """Return `beta / beta_default` of some heads: 1 where beta is the model's own, NaN where that is unknown.
