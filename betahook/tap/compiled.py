@@ -1,6 +1,6 @@
 """The tap in a compiled graph, for users' attention that is `F.scaled_dot_product_attention` and no more.
 
-A compiler cannot look into all that `products` does to follow scores, so that attention by hand runs outside of its
+A compiler cannot look into all that `watching` does to follow scores, so that attention by hand runs outside of its
 graphs. Where forwards have shown that a module's only attention is that function, on a query
 `[batch, heads, queries, d_k]` that carries no factor, there is nothing to follow: the graph gets the factor of beta on
 the query, and the operations of `opaque`.

@@ -17,7 +17,7 @@ from torch import nn
 from betahook import compat
 from betahook.measure.inputs import SIDES
 from betahook.tap import kernels, opaque
-from betahook.tap.by_hand import products
+from betahook.tap.by_hand import watching
 from betahook.tap.override import Override
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 
@@ -30,7 +30,7 @@ def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) 
         undo.callback(delattr, recorder.module, ATTRIBUTE)
         _watch_inputs(recorder, undo)
         if recorder.route != "interface":
-            products.connect(recorder, undo)
+            watching.connect(recorder, undo)
     kernels.connect([each for each in recorders if each.route != "interface"], undo)
     _keep_padding(model, recorders, undo)
 

@@ -339,9 +339,9 @@ FAULTS = [
         RIGHT,
     ),
     Fault("betahook/tap/by_hand/arithmetic.py", "first = first._replace(axis=situation.axis_of(left))", "pass", RIGHT),
-    Fault("betahook/tap/by_hand/products.py", "_put_back(layer.module), unsaved, ", "_put_back(layer.module), ", RIGHT),
+    Fault("betahook/tap/by_hand/watching.py", "_put_back(layer.module), unsaved, ", "_put_back(layer.module), ", RIGHT),
     Fault(
-        "betahook/tap/by_hand/products.py",
+        "betahook/tap/by_hand/watching.py",
         "for names in (vars(part), part._buffers)",
         "for names in (vars(part),)",
         RIGHT,
@@ -486,7 +486,7 @@ FAULTS = [
     Fault("betahook/tap/by_hand/situation.py", "return Operand(learned=True) if", "return Operand() if", POSITIONS),
     Fault("betahook/tap/by_hand/situation.py", "if call.name in PROJECTIONS or", "if", POSITIONS),
     Fault(
-        "betahook/tap/by_hand/products.py", " or _is_any_followed(forward, args[:1], or_learned=True)", "", POSITIONS
+        "betahook/tap/by_hand/watching.py", " or _is_any_followed(forward, args[:1], or_learned=True)", "", POSITIONS
     ),
     Fault("betahook/tap/by_hand/contraction.py", "return torch.bmm(x, batch2)", "return alpha * torch.bmm(x, batch2)"),
     Fault("betahook/tap/by_hand/contraction.py", "set(right_axes) - set(output)", "set(right_axes)"),
@@ -663,7 +663,7 @@ FAULTS = [
     Fault(
         "betahook/tap/by_hand/softmaxes.py", "mask.pairs is None or plan.band is not None", "mask.pairs is None", BANDS
     ),
-    Fault("betahook/tap/by_hand/products.py", "bool(layer.is_set.any())", "bool(layer.is_set[0])", SCALES),
+    Fault("betahook/tap/by_hand/watching.py", "bool(layer.is_set.any())", "bool(layer.is_set[0])", SCALES),
     Fault("betahook/tap/by_hand/following.py", "forward.layer.is_set.to", "forward.layer.is_set[:1].to", SCALES),
     Fault("betahook/tap/by_hand/contraction.py", "if axis.heads_first else numbers.repeat(others)", "", SCALES),
     Fault("betahook/tap/by_hand/following.py", " and _is_same(target[index], source)", "", RIGHT),
@@ -737,7 +737,7 @@ FAULTS = [
     Fault("betahook/models/discovery.py", "if hooked & {*module.modules()}", "", DISCOVERED),
     Fault("betahook/models/projections.py", "if left or not key_heads or heads % key_heads:", "if False:"),
     Fault("betahook/models/projections.py", "return of_query == heads * head_dim or", "return True or"),
-    Fault("betahook/tap/by_hand/products.py", "if not unfollowed:", "if True:", COMPILED),
+    Fault("betahook/tap/by_hand/watching.py", "if not unfollowed:", "if True:", COMPILED),
     Fault("betahook/tap/by_hand/softmaxes.py", "factor == 1 for factor", "True for factor", COMPILED),
     Fault("betahook/tap/compiled.py", "query.dim() == 4 and query.shape[1] == layer.heads", "True", COMPILED),
     Fault("betahook/tap/compiled.py", "Band(None, 0 if is_causal else None)", "Band()", COMPILED),

@@ -1,6 +1,6 @@
 """Calls that are neither products nor softmaxes: each runs as it is, and the traces of its results are noted.
 
-The tap in `products` calls these functions in place of torch's.
+The tap in `watching` calls these functions in place of torch's.
 """
 
 from __future__ import annotations

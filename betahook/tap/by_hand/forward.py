@@ -1,6 +1,6 @@
 """State of one forward of a hooked attention module: the traces of its tensors, and its products so far.
 
-Made by the tap in `products` for every forward; the functions of `matrices`, `softmaxes` and `following` work on it.
+Made by the tap in `watching` for every forward; the functions of `matrices`, `softmaxes` and `following` work on it.
 """
 
 from __future__ import annotations

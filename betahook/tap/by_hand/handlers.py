@@ -1,6 +1,6 @@
 """A table of torch functions, each with a handler that derives the traces of what the function returns.
 
-A handler is called before the function runs, under `no_grad`, by the tap in `products`. It may run functions on
+A handler is called before the function runs, under `no_grad`, by the tap in `watching`. It may run functions on
 detached tensors, and changes neither arguments nor traces. What has no handler here goes to
 `situation.other`, which loses scores.
 """

@@ -1,7 +1,7 @@
 """The axis of the heads in a tensor, found by what the module did and not by sizes, which may coincide.
 
 In the first forward each entry that comes out of a projection gets a label, see `models.labels`. An axis of a query
-along which they vary, other than that of its components, is the axis of the heads. Used by the tap in `products`.
+along which they vary, other than that of its components, is the axis of the heads. Used by the tap in `watching`.
 """
 
 from __future__ import annotations

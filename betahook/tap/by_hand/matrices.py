@@ -1,6 +1,6 @@
 """Matrix products in an attention module: those that may make scores get beta, any others are followed.
 
-The tap in `products` calls `multiply` in place of torch's products.
+The tap in `watching` calls `multiply` in place of torch's products.
 """
 
 from __future__ import annotations

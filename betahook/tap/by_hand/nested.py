@@ -1,6 +1,6 @@
 """Nested tensors: `nn.MultiheadAttention` takes them in evaluation, on the fast path that goes past the tap.
 
-The tap in `products` runs such a batch here, one sequence at a time; attention written by hand it leaves alone.
+The tap in `watching` runs such a batch here, one sequence at a time; attention written by hand it leaves alone.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 
 LIBRARIES = {"torch", "einops", "betahook"}
 WATCHED = "watched"
-"""The function of `products` that calls the forward of a hooked module: the search for callers ends there."""
+"""The function of `watching` that calls the forward of a hooked module: the search for callers ends there."""
 OUT_OF_SIGHT = {
     "torch.utils.checkpoint": "a checkpoint that begins inside the forward, at {} (begin it around the attention "
     "module)",

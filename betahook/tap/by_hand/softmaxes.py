@@ -1,6 +1,6 @@
 """Softmaxes of an attention module, by themselves or in a fused kernel: the scores that reach one are recorded.
 
-The tap in `products` calls these functions in place of torch's.
+The tap in `watching` calls these functions in place of torch's.
 """
 
 from __future__ import annotations
