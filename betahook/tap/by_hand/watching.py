@@ -41,6 +41,8 @@ ACTIONS: dict[str, Callable[[Forward, Call], Any]] = {
 }
 """Functions that are run in a way of their own; all others go by `handlers.HANDLERS`."""
 
+UNLABELLED = {"__get__", "__set__"}
+"""Functions whose results get no labels."""
 
 OUTSIDE = (
     "betahook follows attention by hand outside of graphs. F.scaled_dot_product_attention goes into a graph once a "
@@ -184,7 +186,3 @@ def _is_any_followed(forward: Forward, arguments: Iterable[Any], or_learned: boo
         elif or_learned and type(each) is not Tensor and isinstance(each, Tensor):
             return True
     return False
-
-
-UNLABELLED = {"__get__", "__set__"}
-"""Functions whose results get no labels."""
