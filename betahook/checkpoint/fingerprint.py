@@ -1,7 +1,7 @@
 """The fingerprint of a model's weights: a few entries of every parameter, saved with the state of its hook.
 
-By it `restore` and a resumed run know that weights and beta were saved together: a process that is killed in the middle
-of a save leaves a folder with one of them new. Its cost depends on the number of parameters, not on their sizes.
+It shows `restore` and a resumed run that weights and beta were saved together: a process that is killed in the middle
+of a save leaves a folder in which one of them is new. Its cost grows with the number of parameters, not their sizes.
 """
 
 from __future__ import annotations

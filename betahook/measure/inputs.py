@@ -39,7 +39,7 @@ def add(table: Tensor, side: str, entries: Entries) -> None:
 
 
 def joined(layers: Sequence[Sequence[Entries]]) -> list[Entries]:
-    """Put the entries of layers, of as many each, into one for each side: sums `[layers]`, in one tensor for all."""
+    """Join the entries of several layers, of as many each: one for each side, with sums `[layers]`."""
     if len(layers) == 1 or not layers[0]:
         return list(layers[0])
     sums = torch.stack([x for entries in layers for _, *of_side in entries for x in of_side])

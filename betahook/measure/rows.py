@@ -51,7 +51,7 @@ class ScoreMod(NamedTuple):
 
 
 PLAIN = ScoreMod()
-"""That of a model whose logits are beta times the scores."""
+"""Nothing is done to the scores: the logits are beta times them."""
 
 
 def row_sums(

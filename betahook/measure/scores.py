@@ -168,7 +168,7 @@ class _PrefixSums:
 
 
 def _seen_by_all(query: Tensor, groups: int, vectors: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Score sums over keys with the sums `vectors [n, d, 2]` and `gram [n, d, d]`; see `_PrefixSums.__call__`."""
+    """Score sums over keys that all of these queries see, from the sums of the keys; see `_PrefixSums`."""
     square = torch.bmm(query, gram).mul_(query)
     return torch.bmm(query, vectors), square.view(square.shape[0], groups, -1).sum(-1)
 

@@ -54,7 +54,7 @@ def _names_in(functions: Iterable[FunctionType]) -> frozenset[str]:
 
 
 def _real_names(function: FunctionType) -> set[str]:
-    """The own names of what a function calls: of a compiled function, the name of the one that was compiled."""
+    """The names by which the callees of a function were defined, so that a compiled one has that of the original."""
     called = (function.__globals__.get(name) for name in function.__code__.co_names)
     names = (getattr(each, "__name__", None) for each in called if callable(each))
     return {name for name in names if isinstance(name, str)}

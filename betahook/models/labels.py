@@ -113,7 +113,7 @@ class Labels(ByTensor[Tensor]):
         self.linears.append(linear)
 
     def _tell_heads_apart(self, tensor: Tensor, source: Tensor) -> None:
-        """Label the features of a projection of several heads, which lie in the batch, as those of each head."""
+        """Tell apart the features of heads that lie in the batch, and that one projection makes alike."""
         labels, of = self.get(tensor), self.get(source)
         if labels is None or of is None or of.numel() == 0 or len(of) != len(labels):
             return
@@ -225,7 +225,7 @@ def _linear_of(call: Call, output: Tensor) -> Linear:
 
 
 def _sums_all_but(made: Sequence[str], weight: Tensor, of_source: str, of_weight: str, of_output: str) -> bool:
-    """True if a product meets each axis of the weight but those of the features with one of the source, and sums."""
+    """True if a product sums over every axis of the weight but those of the features, each with one of the source."""
     others = (axis for axis, size in zip(of_weight, weight.shape, strict=True) if axis not in made and size > 1)
     return all(axis in of_source and axis not in of_output for axis in others)
 

@@ -61,7 +61,7 @@ def places_of(
 ) -> tuple[Place, Place] | None:
     """The places of the parameters that made the features of a query and of a key.
 
-    None where they were made by what is no parameter of the module, or by one that is not all of what acts.
+    None where something else than a parameter of the module made them, or something beside it.
 
     Args:
         module: the attention.

@@ -138,7 +138,7 @@ class Scaling:
     """Weights of an attention module that together take a whole factor on its scores.
 
     Attributes:
-        weights: those.
+        weights: all of them.
         as_one: True if all heads share one of them: they can take a common factor only.
     """
 

@@ -17,7 +17,7 @@ from betahook.models.torch_calls import Call, axes_of
 
 
 class Shared(NamedTuple):
-    """An axis of heads and of the batch, or of tokens.
+    """An axis that heads share with the batch, or with tokens.
 
     Attributes:
         place: of the axis.
