@@ -1,4 +1,6 @@
 """Statistics of attention without N x N matrices: functions of tensors, and a queue of calls to be measured as one.
 
-Only `correlations`, for the audit, reads the device back.
+`calls` adds an attention call to the tables. The moments of its scores are from `scores`, or from `prefix` on an
+accelerator; entropy and whatever needs whole rows from `rows`; `masks` and `pairs` say which pairs count. `statistics`
+and `groups` make numbers of the tables. Only `correlations`, for the audit, reads the device back.
 """
