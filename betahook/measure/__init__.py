@@ -2,5 +2,8 @@
 
 `calls` adds an attention call to the tables. The moments of its scores are from `scores`, or from `prefix` on an
 accelerator; entropy and whatever needs whole rows from `rows`; `masks` and `pairs` say which pairs count. `statistics`
-and `groups` make numbers of the tables. Only `correlations`, for the audit, reads the device back.
+and `groups` make numbers of the tables.
+
+Nothing here may draw random numbers or need autograd, and only `correlations`, for the audit, reads a value back to the
+host. Products are computed in float32 or better, sums in float64, see `dtypes`.
 """

@@ -2,7 +2,6 @@
 
 The recorder of a layer calls `add_scores` where q and k are at hand, and `add_pairs` where the scores are; what enters
 W_q and W_k is in `betahook.measure.inputs`. Which form of the statistics is the cheapest is decided in `_score_sums`.
-Nothing here may draw random numbers, read a value back to the host, or need autograd.
 """
 
 from __future__ import annotations

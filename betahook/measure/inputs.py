@@ -2,7 +2,6 @@
 
 An operation for each layer and side would cost a small model more than the sums themselves. The recorder of a layer
 calls `entries_of` and `note` where the inputs are, and `take` where the scores are; a compiled graph adds at once.
-Nothing here may read a value back to the host.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The largest scores over all pairs, without an N x N matrix: exact, or bounded from above.
 
 The sampled rows of `betahook.measure.rows` show the largest score among themselves only. `betahook.measure.calls`
-takes one of the two forms here for every long sequence, so that what limits the logits limits all of them. Nothing here
-may draw random numbers, read a value back to the host, or need autograd.
+takes one of the two forms here for every long sequence, so that what limits the logits limits all of them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Almost every mask is a band (full, causal, sliding window) without its padded rows and columns. Two integers and two
 validity vectors describe such a mask, and the moments of the scores follow in linear time (`betahook.measure.scores`).
 The tap makes a `Mask` of whatever an attention call was given. Whether a mask tensor has the expected structure is
-decided on its device: the answer is a tensor, never a branch, and nothing here may read a value back to the host.
+decided on its device: the answer is a tensor, never a branch.
 """
 
 from __future__ import annotations

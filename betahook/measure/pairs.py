@@ -1,7 +1,7 @@
 """Facts about the pairs of an attention call that follow from its mask alone: made once for all layers.
 
 `betahook.measure.rows` looks at the rows that are picked here, and `betahook.measure.calls` adds up the numbers. The
-functions of a mask are called through `masks.derive`. Nothing here may read a value back to the host.
+functions of a mask are called through `masks.derive`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 There a launch costs more than the work that it starts, and nothing is gained by staying in a cache. So all blocks of
 queries are worked on at once: the sums over the keys in front of each block, `[d, d]` for the squares of the scores and
 `[d]` for the scores, stand beside the keys of the block itself as one factor, and one masked product with the queries
-gives both. `betahook.measure.calls` chooses between the forms. Nothing here may draw random numbers, read a value back
-to the host, or need autograd; everything is computed in float32 or better.
+gives both. `betahook.measure.calls` chooses between the forms.
 """
 
 from __future__ import annotations

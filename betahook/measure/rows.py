@@ -3,8 +3,7 @@
 A short sequence is looked at as a whole, which is quicker than any other form and exact whatever the mask is. Of a
 longer one it is a fixed, evenly spaced subset of query rows against all keys. `betahook.measure.calls` weights them by
 the rows that they stand for, and takes the moments of a structured mask from elsewhere. A matrix of scores that the
-model itself made is summed up whole. Nothing here may draw random numbers, read a value back to the host, or need
-autograd; everything is computed in float32 or better.
+model itself made is summed up whole.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ and under a causal mask those sums are carried from one block of queries to the 
 O(N^2 d), the extra memory O(d^2). Maximum, entropy and masks without structure have no such form; they are in
 `betahook.measure.rows`.
 
-`betahook.measure.calls` calls `components` and `score_sums` for each attention call. Nothing here may draw random
-numbers, read a value back to the host, or need autograd; everything is computed in float32 or better.
+`betahook.measure.calls` calls `components` and `score_sums` for each attention call.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Every quantity is kept as a sum, so that micro-batches, ranks and the heads of a layer are pooled by adding columns.
 The exceptions are the last rows, maxima, and the spread of the scores: heads are pooled about a mean of their own each,
 since no softmax sees an offset between heads. `betahook.measure.calls` adds to the table; the hook reduces it over
-ranks and pools it over groups of heads. Nothing here may read a value back to the host.
+ranks and pools it over groups of heads.
 """
 
 from __future__ import annotations

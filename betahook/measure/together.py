@@ -2,7 +2,7 @@
 
 A small layer costs what the host takes to launch its statistics, so those of all layers are launched at once. The
 recorder of a layer asks `room` if its call is small enough, hands it to `note`, and calls `add_calls` with the last
-layer of the forward; who reads the tables calls `add` first. Nothing here may read a value back to the host.
+layer of the forward; who reads the tables calls `add` first.
 """
 
 from __future__ import annotations
