@@ -316,15 +316,15 @@ class Hook:
         """Continue from what `state_dict` returned, in this version or an older one; on an error nothing is changed.
 
         Raises:
-            ValueError: the state is damaged, or of another version, other layers or other controllers; the message says
-                which.
+            ValueError: the state is damaged, or of another version, layers or controllers; the message says which.
             RuntimeError: the hook is detached.
         """
         if not self.attached:
             raise RuntimeError("load_state_dict() on a detached hook: attach to the model again")
         own, parsed = self._state, schema.parse(state)
         beta = own.units.geometric_mean(own.current_beta)
-        schema.restore(own, schema.match(parsed, self.state_dict(), self.controllers, beta))
+        with pretrained.unmarked(self.model):  # scripts of diffusers take the saved config too when they resume
+            schema.restore(own, schema.match(parsed, self.state_dict(), self.controllers, beta))
         self.trained_by = list(parsed["trained_by"])
         own.turn = stages.turn(own, self.controllers, self.settings.interval)
 

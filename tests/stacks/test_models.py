@@ -172,6 +172,28 @@ def test_diffusers_says_where_it_loads_a_model_that_beta_is_missing(tmp_path, ca
     assert "betahook" not in (tmp_path / "plain" / "config.json").read_text()
 
 
+def test_a_model_of_diffusers_that_resumes_with_the_saved_config_folds_to_a_plain_one(tmp_path):
+    """As the training scripts of diffusers do it: weights and config of a checkpoint go into the hooked model."""
+    unet, (sample, steps, text, _) = make_unet().eval(), noisy()
+    with betahook.attach(unet, when="always") as hook:
+        unet(sample, steps, text)
+        sharpen(hook)
+        unet.save_pretrained(tmp_path)
+        state, expected = hook.state_dict(), unet(sample, steps, text).sample
+    again = make_unet().eval()
+    hook = betahook.attach(again, when="always")
+    loaded = diffusers.UNet2DConditionModel.from_pretrained(tmp_path)
+    again.register_to_config(**loaded.config)
+    again.load_state_dict(loaded.state_dict())
+    hook.load_state_dict(state)
+    torch.testing.assert_close(again(sample, steps, text).sample, expected, rtol=0, atol=0)
+    betahook.fold(again)
+    again.save_pretrained(tmp_path / "plain")
+    plain = diffusers.UNet2DConditionModel.from_pretrained(tmp_path / "plain")
+    assert "betahook" not in plain.config
+    torch.testing.assert_close(plain(sample, steps, text).sample, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_lora_of_diffusers_is_merged_before_a_fold():
     unet, (sample, steps, text, _) = make_unet().eval(), noisy()
     unet.add_adapter(peft.LoraConfig(target_modules=["to_q"], init_lora_weights=False))
