@@ -154,9 +154,9 @@ def _check_layer(plan: FoldPlan, layer: AttentionLayer, places: list[Scaling], r
         reason = "its output differs each time it runs, even in evaluation mode; make it deterministic"
     elif _has_effect(plan, gain, run):
         reason = (
-            "its output is not that of a scaled query projection or norm. Probably a norm without a weight comes "
-            "between, the query has a bias apart from its projection, or it is used outside the scores too, as in some "
-            "relative position biases. Exclude the layer with attach(layers=...)"
+            "its output is not that of a scaled query projection or norm. Probably a norm without a weight, or a "
+            "function that is not linear, comes between, the query has a bias apart from its projection, or it is used "
+            "outside the scores too, as in some relative position biases. Exclude the layer with attach(layers=...)"
         )
     else:
         reason = "its output on the input of the last forward does not depend on beta; run one where it does"

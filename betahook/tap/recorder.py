@@ -149,8 +149,8 @@ class Recorder:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse: a copy would leave the tap without its hook, and beta with it."""
         raise TypeError(
-            "a hooked model cannot be copied or pickled: fold() or detach() first, or copy its state_dict() and "
-            "that of its hook"
+            "a hooked model cannot be copied or pickled: copy it before attach, fold() or detach() first, or copy its "
+            "state_dict() and that of its hook"
         )
 
     @property

@@ -87,7 +87,8 @@ def test_weights_on_the_meta_device_say_nothing_of_where_the_model_runs(when):
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
 def test_a_hooked_model_is_not_copied_without_its_beta(duplicate):
     model = build("llama")
-    with betahook.attach(model), pytest.raises(TypeError, match=r"cannot be copied or pickled: fold\(\) or detach\(\)"):
+    words = r"cannot be copied or pickled: copy it before attach, fold\(\) or detach\(\) first"
+    with betahook.attach(model), pytest.raises(TypeError, match=words):
         duplicate(model)
     duplicate(model)
 

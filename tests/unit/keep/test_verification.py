@@ -215,7 +215,9 @@ def test_bounds_that_only_the_folded_query_meets_are_noticed():
     with betahook.attach(model, controller="monitor") as hook:
         model(x)
         hook.layers["1"].beta = 2 * hook.layers["1"].beta_default
-        with pytest.raises(betahook.FoldError, match="not that of a scaled query projection or norm"):
+        with pytest.raises(
+            betahook.FoldError, match="norm without a weight, or a function that is not linear, comes between"
+        ):
             betahook.fold(model)
 
 

@@ -339,10 +339,16 @@ def test_a_hook_that_goes_in_a_window_leaves_the_model_and_takes_nothing_along()
         assert not window_of(other).any()
 
 
-def test_a_loss_in_place_of_the_scaler_is_refused():
+class NativeScaler:
+    """As those of timm and MAE, which hold a `GradScaler`."""
+
+
+def test_what_is_no_scaler_is_refused():
     model = build("llama")
     with betahook.attach(model) as hook:
         loss = model(**inputs("llama")).loss
         with pytest.raises(TypeError, match=r"takes a GradScaler or None; got Tensor. .* by name, step\(loss=loss\)"):
             hook.step(loss)
+        with pytest.raises(TypeError, match=r"got NativeScaler. Of a wrapper around one, give what it wraps"):
+            hook.step(NativeScaler())
         assert hook.steps == 0
