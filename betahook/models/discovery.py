@@ -149,7 +149,8 @@ def survey(model: nn.Module) -> Survey:
             continue
         # Where one contains another, the inner one computes the scores, unless the outer one asks the interface.
         if verdict.route != "interface" and able & ({*module.modules()} - {module}):
-            if is_users(module) and (names(class_of(module)) & ASKED or count_heads(module) is not None):
+            # Not by its config, which a whole model has too.
+            if is_users(module) and (names(class_of(module)) & ASKED or stated(module)[0]):
                 holding[name] = module
             continue
         if verdict.route is None:

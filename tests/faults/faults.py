@@ -671,7 +671,7 @@ FAULTS = [
     Fault("betahook/models/discovery.py", " and stated(module)[0] in (None, shown.size[0])", "", TRIAL),
     Fault(
         "betahook/models/discovery.py",
-        " or count_heads(module) is not None):\n                holding",
+        " or stated(module)[0]):\n                holding",
         "):\n                holding",
     ),
     Fault("betahook/models/projections.py", "return not (normed or added)", "return not normed"),

@@ -1,6 +1,7 @@
 """Finding the attention modules of a model."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -320,6 +321,12 @@ class Sampler(Pooled):
         return torch.multinomial(self(x).softmax(-1), 1)
 
 
+def configured(module):
+    """As a language model, whose config is that of its layers."""
+    module.config = types.SimpleNamespace(num_attention_heads=4, head_dim=8)
+    return module
+
+
 @pytest.mark.parametrize(
     ("outer", "named"),
     [
@@ -327,10 +334,11 @@ class Sampler(Pooled):
         (sized(PooledByHand()), True),
         (PooledByHand(), False),
         (Sampler(), False),
+        (configured(Sampler()), False),
     ],
 )
 def test_attention_around_other_attention_is_named(outer, named):
-    """Where it asks for a kernel, or says how many heads it has; else its code may be something else."""
+    """Where it asks for a kernel, or says itself how many heads it has; else its code may be something else."""
     seen = survey(nn.Sequential(outer))
     assert list(seen.found) == ["0.encoder"]
     assert ("0" in seen.not_reached) is named
