@@ -19,8 +19,8 @@ from tasks import TASKS
 
 OTHERS = ("no-rise", "scaled-init", "variance-weights", "qk-norm")
 """Columns of the second table, beside `betahook`."""
-CONSTANTS = ("x0.3", "x3", "x10", "Search(plateau_decades=0.0, plateau_batches=0)")
-"""Columns of the third one: constants, and the default without its plateau."""
+CONSTANTS = ("x0.3", "x3", "x10", "Search(plateau_fall=1.0)")
+"""Columns of the third one: constants, and the default that waits on a plateau whatever the loss."""
 DRAWN = ("plain", "betahook", "scaled-init")
 """Lines of the picture."""
 

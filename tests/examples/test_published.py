@@ -48,8 +48,15 @@ def test_the_readme_has_the_language_model_of_the_published_runs(study):
     ("page", "task", "rate", "controller"),
     [
         ("README.md", "lm", 3e-4, "betahook"),
+        ("README.md", "lm-llama", 3e-4, "betahook"),
+        ("README.md", "encoder", 3e-4, "betahook"),
         ("README.md", "encoder", 1e-3, "betahook"),
         ("README.md", "digits", 1e-3, "betahook"),
+        *[
+            ("docs/ABLATIONS.md", task, 3e-4, controller)
+            for task in ("lm", "lm-llama", "encoder")
+            for controller in ("betahook", "Search(plateau_fall=1.0)")
+        ],
         ("docs/ABLATIONS.md", "encoder", 1e-3, "betahook"),
         ("docs/ABLATIONS.md", "encoder", 1e-3, "no-rise"),
         ("docs/controllers/search.md", "encoder", 1e-3, "betahook"),
