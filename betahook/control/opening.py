@@ -120,7 +120,7 @@ class Opening:
         if random is None:
             return course
         if step == self.warmup:
-            learns = course.fall >= self.plateau_fall * observation.loss().abs()  # False where no loss is known
+            learns = course.fall > self.plateau_fall * observation.loss().abs()  # False where no loss is known
             below = observation.beta_default * 10**-self.plateau_decades
             course = course.move(Phase.WARM_UP, Phase.WARM_UP, seen, beta=course.beta / down)
             return course.move(Phase.WARM_UP, Phase.PLATEAU, random & ~learns, beta=below, left=self.plateau_batches)
