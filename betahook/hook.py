@@ -231,7 +231,7 @@ class Hook:
             scaler: the scaler of the loss in float16 training, after its `update()`. The sensitivities are divided by
                 its scale; where it skipped the optimizer step, on all ranks alike, beta stays too, unless the loss is
                 not finite and a controller goes by it. It is read back to the host, as it does itself in every step.
-            loss: what controllers judged by it minimise, by default the mean `loss` of the model's outputs.
+            loss: of the training, for controllers that look at it; by default the mean `loss` of the model's outputs.
 
         Raises:
             RuntimeError: the hook is detached; or no attention was seen before the first step, or no loss to judge by.

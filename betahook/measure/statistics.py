@@ -44,7 +44,7 @@ SUMS = (
     "key_input_square",
     *DESCRIBED,
     "sensitivity",
-    # Training losses of the step, the same for all heads: how many, and their sum. For controllers judged by the loss.
+    # Training losses of the step, the same for all heads: how many, and their sum. For controllers that look at it.
     "losses",
     "loss",
 )

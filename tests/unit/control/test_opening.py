@@ -132,7 +132,14 @@ def test_at_the_end_of_the_warmup_beta_goes_up_again_or_down_to_the_plateau():
 
 @pytest.mark.parametrize(
     ("fall", "loss", "stands"),
-    [(0.4, 4.0, True), (0.41, 4.0, False), (-0.41, 4.0, True), (0.4, -4.0, True), (0.41, -4.0, False), (0.0, 0.0, True)],
+    [
+        (0.4, 4.0, True),
+        (0.41, 4.0, False),
+        (-0.41, 4.0, True),
+        (0.4, -4.0, True),
+        (0.41, -4.0, False),
+        (0.0, 0.0, True),
+    ],
 )
 def test_weights_that_look_random_wait_on_a_plateau_only_where_the_loss_has_hardly_fallen(fall, loss, stands):
     (place,) = decided(course(Phase.WARM_UP, fall=fall), step=9, ratio=RANDOM, loss=loss)
