@@ -75,7 +75,14 @@ def loss(hook: Hooked) -> Tensor:
 
 
 def loss_in(output: Any) -> Any:
-    """The loss in what a model returns, None if there is none."""
+    """The loss in what a model returns: under that name, or the scalar of a pair, as in `logits, loss`, or all of it.
+
+    None if there is none. A scalar among more tensors may be something else, such as the temperature of CLIP.
+    """
+    if isinstance(output, Tensor) or (type(output) in (tuple, list) and len(output) == 2):
+        parts = [output] if isinstance(output, Tensor) else output
+        scalars = [part for part in parts if isinstance(part, Tensor) and part.dim() == 0 and part.is_floating_point()]
+        return scalars[0] if len(scalars) == 1 else None
     return output.get("loss") if type(output) is dict else getattr(output, "loss", None)
 
 

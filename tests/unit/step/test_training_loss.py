@@ -155,20 +155,55 @@ def test_a_model_without_a_loss_is_refused_at_the_first_step():
             hook.step()
 
 
-def test_models_that_return_a_dictionary_have_a_loss_too():
-    class Wrapped(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = build("llama")
+class Returning(torch.nn.Module):
+    """A model that puts loss and scores into something else."""
 
-        def forward(self, **batch):
-            return {"loss": self.inner(**batch).loss}
+    def __init__(self, put):
+        super().__init__()
+        self.inner, self.put, self.loss = build("llama"), put, None
 
-    model = Wrapped()
+    def forward(self, **batch):
+        output = self.inner(**batch)
+        self.loss = output.loss.item()
+        return self.put(output.loss, output.logits)
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda loss, scores: {"loss": loss, "scale": loss + 1},
+        lambda loss, scores: (scores, loss),
+        lambda loss, scores: [loss, scores],
+        lambda loss, scores: (loss, None),
+        lambda loss, scores: loss,
+    ],
+    ids=["dictionary", "scores and loss", "loss and scores", "loss and nothing", "loss alone"],
+)
+def test_the_loss_is_found_in_what_models_of_users_return(put):
+    model = Returning(put)
     with betahook.attach(model, controller=DECADES) as hook:
-        loss = model(**inputs("llama"))["loss"]
+        model(**inputs("llama"))
         hook.step()
-        assert pooled(hook) == pytest.approx(loss.item())
+        assert pooled(hook) == pytest.approx(model.loss)
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda loss, scores: (scores, scores, loss),  # CLIP returns the logarithm of a temperature like this
+        lambda loss, scores: (loss, 2 * loss),
+        lambda loss, scores: (scores, scores.argmax()),
+        lambda loss, scores: {"scores": scores},
+        lambda loss, scores: scores,
+    ],
+    ids=["one of three", "two scalars", "an index", "none by that name", "scores alone"],
+)
+def test_what_may_be_something_else_is_not_taken_for_a_loss(put):
+    model = Returning(put)
+    with betahook.attach(model, controller=DECADES) as hook:
+        model(**inputs("llama"))
+        with pytest.raises(RuntimeError, match="the model returned none"):
+            hook.step()
 
 
 def test_a_loss_that_is_nan_is_a_failed_trial():
