@@ -61,12 +61,14 @@ def _record(
     A forward that is told the number of items in the batch, as by the Trainer, returns its share of the loss of a step:
     the shares add up to one loss.
     """
+    if compat.is_exporting() or compat.is_transformed():
+        return
     # In compiled code the number of the batch would be a reason to compile again.
     if not (is_judged or torch.compiler.is_compiling() or state.batch < batches):
         return
     loss = rerun.loss_in(output)
     # A loss without a graph is one of an evaluation.
-    if not (isinstance(loss, Tensor) and loss.requires_grad) or state.paused or compat.is_transformed():
+    if not (isinstance(loss, Tensor) and loss.requires_grad) or state.paused:
         return
     state.table[OF_STEP] += _sums(loss.detach(), state, is_judged)
     if kwargs.get("num_items_in_batch") is not None:

@@ -201,3 +201,31 @@ def test_an_export_before_the_first_forward_is_refused():
             torch.export.export(model, (batch(2),), strict=False)
         model(batch(2))
         torch.export.export(model, (batch(2),), strict=False)
+
+
+class WithLoss(Llama):
+    def forward(self, x):
+        scores = super().forward(x)
+        return scores, scores.square().mean()
+
+
+def exported(model, x):
+    torch.export.export(model, (x,), strict=False).module()(x)
+
+
+def transformed(model, x):
+    grad(lambda weights: functional_call(model, weights, (x,))[1])(dict(model.named_parameters()))
+
+
+@pytest.mark.oldest_skips("torch cannot trace the models at all")
+@pytest.mark.parametrize("run", [exported, transformed])
+def test_the_training_loss_is_not_recorded_either(run):
+    model = WithLoss().train()
+    with betahook.attach(model) as hook:
+        model(batch())
+        hook.step()
+        before = hook._state.table.clone()
+        run(model, batch())
+        assert torch.equal(hook._state.table, before)
+        model(batch())
+        assert not torch.equal(hook._state.table, before)
