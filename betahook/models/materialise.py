@@ -62,6 +62,12 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that FSDP 2 or a mesh shards, whole."""
+    gathered: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return gathered
+
+
 def reshard(model: nn.Module) -> None:
     """Let FSDP 2 free the weights that a forward left whole: only their shards may be written to."""
     for module in model.modules():
@@ -85,14 +91,14 @@ def read(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> Tensor
     Args: as of `obstacle`.
     """
     dequantised = _dequantised(weight, module)
-    weight = _gathered(weight.detach() if dequantised is None else dequantised)
+    weight = whole(weight.detach() if dequantised is None else dequantised)
     if adapter is not None and compat.is_active_adapter(adapter):
         for added in compat.adapter_weights(adapter):
-            weight = weight + _gathered(added.detach()).to(weight)
+            weight = weight + whole(added.detach()).to(weight)
         for magnitude in compat.magnitudes(adapter):
             of_row = 0 if getattr(adapter, "fan_in_fan_out", False) else 1
             norms = torch.linalg.vector_norm(weight, dim=of_row, keepdim=True)
-            weight = weight * (_gathered(magnitude.weight.detach()).to(weight).view_as(norms) / norms)
+            weight = weight * (whole(magnitude.weight.detach()).to(weight).view_as(norms) / norms)
     return weight
 
 
@@ -107,12 +113,6 @@ def _is_whole(weight: Tensor, module: nn.Module) -> bool:
 def _is_freed(weight: Tensor) -> bool:
     """True for a plain tensor without its memory, as the views of the flat parameter of FSDP 1 outside the forward."""
     return type(weight.data) is Tensor and weight.untyped_storage().nbytes() < weight.nbytes
-
-
-def _gathered(weight: Tensor) -> Tensor:
-    """A weight that FSDP 2 shards, whole."""
-    whole: Tensor = weight.full_tensor() if is_sharded(weight) else weight  # type: ignore[attr-defined]
-    return whole
 
 
 def _dequantised(weight: Tensor, module: nn.Module) -> Tensor | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from betahook import compat, rerun
 from betahook.control.base import Controller
 from betahook.measure.statistics import OF_STEP, ROW, is_distributed
+from betahook.models import materialise
 from betahook.state.state import State
 
 
@@ -43,7 +44,8 @@ def _sums(loss: Tensor, state: State, is_judged: bool) -> Tensor:
 
     To controllers that are not judged by it, a loss that is not finite, and perhaps not that of the training, is none.
     """
-    sums = torch.stack([loss.new_ones(()), loss.mean()]).to(state.table)[:, None]
+    loss = materialise.whole(loss.detach()).mean()  # of a mesh under tensor parallelism
+    sums = torch.stack([loss.new_ones(()), loss]).to(state.table)[:, None]
     return sums if is_judged else torch.where(sums.isfinite().all(), sums, 0)
 
 
@@ -70,7 +72,7 @@ def _record(
     # A loss without a graph is one of an evaluation.
     if not (isinstance(loss, Tensor) and loss.requires_grad) or state.paused:
         return
-    state.table[OF_STEP] += _sums(loss.detach(), state, is_judged)
+    state.table[OF_STEP] += _sums(loss, state, is_judged)
     if kwargs.get("num_items_in_batch") is not None:
         state.table[ROW["losses"]] = 1
     state.has_loss |= is_judged
@@ -89,7 +91,7 @@ def take(state: State, controllers: Sequence[Controller], given: Tensor | float 
     if given is not None and not isinstance(given, Tensor | Real):
         raise TypeError(f"step(loss=...) takes the loss, a tensor or a number; got {type(given).__name__}")
     if given is not None and (is_judged or state.batch < batches):
-        loss = torch.as_tensor(given, dtype=state.table.dtype, device=state.device).detach()
+        loss = torch.as_tensor(given, dtype=state.table.dtype, device=state.device)
         state.table[OF_STEP] = _sums(loss, state, is_judged)
         state.has_loss |= is_judged
     # A rank may be idle in the first step.

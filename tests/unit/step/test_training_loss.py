@@ -7,6 +7,8 @@ import numpy
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 from transformers import TrainerCallback
 
 import betahook
@@ -185,6 +187,21 @@ def test_the_loss_is_found_in_what_models_of_users_return(put):
         model(**inputs("llama"))
         hook.step()
         assert pooled(hook) == pytest.approx(model.loss)
+
+
+def test_a_loss_on_a_mesh_is_that_of_all_its_ranks(tmp_path):
+    """As tensor parallelism may return it, also before it is summed over the ranks."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = Returning(lambda loss, scores: {"loss": DTensor.from_local(loss, mesh, [Partial()])})
+        with betahook.attach(model, controller=DECADES) as hook:
+            model(**inputs("llama"))
+            hook.step()
+            assert pooled(hook) == pytest.approx(model.loss)
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(
