@@ -95,6 +95,13 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_cpp_function.h
+def age_of(node: Any) -> int:
+    """A number by which a node of autograd is younger than all nodes that it leads to."""
+    age: int = node._sequence_nr()
+    return age
+
+
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/compiler/__init__.py
 def has_compiled() -> bool:
     """True if anything may have been compiled: then the compiler is loaded, and to load it takes seconds."""

@@ -41,6 +41,7 @@ TRIAL = ("tests/unit/models/test_trial.py",)
 PARAMETERS = ("tests/unit/models/test_parameters.py",)
 HANDLERS = ("tests/unit/tap/by_hand/test_handlers.py",)
 AXES = ("tests/unit/tap/by_hand/test_head_axes.py",)
+LEFT_ALONE = ("tests/unit/tap/by_hand/test_left_alone.py",)
 BANDS = ("tests/unit/tap/by_hand/test_bands.py",)
 SCALES = ("tests/unit/tap/by_hand/test_scales.py",)
 POSITIONS = ("tests/unit/tap/by_hand/test_positions.py",)
@@ -738,6 +739,13 @@ FAULTS = [
     ),
     Fault("betahook/tap/by_hand/arithmetic.py", "return unless_unread(situation)", "return other(situation)", RIGHT),
     Fault("betahook/tap/by_hand/contraction.py", "or output == per_query", "", RIGHT),
+    Fault(
+        "betahook/tap/by_hand/softmaxes.py",
+        "(product := hidden.behind(input, forward.nodes))",
+        "(product := None)",
+        LEFT_ALONE,
+    ),
+    Fault("betahook/tap/by_hand/hidden.py", "waiting += product.makers", "pass", LEFT_ALONE),
     Fault("betahook/tap/by_hand/matrices.py", "and not is_read and", "and", POSITIONS),
     Fault("betahook/compat.py", "if has_compiled() else nullcontext()", "if False else nullcontext()", TRIAL),
     Fault("betahook/models/discovery.py", "for part in child.modules())", "for part in [child])", DISCOVERED),

@@ -46,6 +46,7 @@ class Forward:
         is_settled: True if neither labels nor shadows are needed.
         traces: of the tensors that are followed.
         products: those that may make scores, so far.
+        nodes: the nodes of autograd that made them, where it is on.
         attended: None before any softmax, then True if one was over scores.
         default: the model's own beta at the first softmax.
         fused_only: all attention so far was `F.scaled_dot_product_attention`, as `tap.compiled` takes it.
@@ -72,6 +73,7 @@ class Forward:
         self.labels = Labels(self.is_learned) if is_first and not compat.is_without_data() else None
         self.shadows = Shadows() if self.recording and not plan.checked else None
         self.products: list[Product] = []
+        self.nodes: dict[Product, Any] = {}
         self.attended: bool | None = None
         self.default: Factor | None = None
         self.fused_only = True

@@ -101,6 +101,8 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
     )
     query = product.laid_out(query)
     output = product.run(query)
+    if output.grad_fn is not None:
+        forward.nodes[known] = output.grad_fn
     with torch.no_grad():  # a checkpointed forward must save as much for its backward as its recomputation
         if forward.recording:
             left, right = product.tokens(axis, layer.heads)

@@ -15,7 +15,7 @@ from betahook.measure.masks import Band, Mask
 from betahook.measure.rows import ScoreMod
 from betahook.models.torch_calls import Call
 from betahook.tap import compiled
-from betahook.tap.by_hand import contraction
+from betahook.tap.by_hand import contraction, hidden
 from betahook.tap.by_hand.contraction import Axis
 from betahook.tap.by_hand.forward import Forward
 from betahook.tap.by_hand.head_axes import REMEDY, made_of
@@ -23,6 +23,9 @@ from betahook.tap.by_hand.sites import Site, find_line, find_site
 from betahook.tap.by_hand.traces import Operand, Scores, Trace, Weights, divided
 from betahook.tap.gain import scale_query
 from betahook.tap.kernels import KERNELS, Arguments, Kernel, find_band
+
+HIDDEN = "that torch shows to nobody, as those of torch.jit.script: leave that function in Python"
+"""The end of a reason."""
 
 
 def softmax(forward: Forward, call: Call) -> Tensor:
@@ -40,6 +43,10 @@ def softmax(forward: Forward, call: Call) -> Tensor:
     forward.attended = bool(forward.attended) or isinstance(trace, Scores | Weights)
     if isinstance(trace, Scores):
         _end(forward, trace, input, call.dim)
+    if (product := hidden.behind(input, forward.nodes)) is not None:
+        forward.refuse(
+            f"the product at {product.site.line} comes to its softmax at {find_line()} by a function {HIDDEN}"
+        )
     return output
 
 

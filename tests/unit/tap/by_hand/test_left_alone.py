@@ -1,5 +1,7 @@
 """Attention that is not understood is left alone, with the place in its code."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,14 @@ def by_exponential(module, q, k, v):
 
 def in_a_checkpoint(module, q, k, v):
     return torch.utils.checkpoint.checkpoint(lambda *t: attend(*t), q, k, v, use_reentrant=False)
+
+
+def cap(scores: torch.Tensor):
+    return scores.clamp(max=0.5)
+
+
+with warnings.catch_warnings(action="ignore"):  # torch would rather see it compiled
+    scripted_cap = torch.jit.script(cap)
 
 
 class WithItsOwnBackward(torch.autograd.Function):
@@ -100,6 +110,14 @@ REFUSED = {
         "test_left_alone.py:",
     ),
     "through numpy": (through_numpy, "numpy at test_left_alone.py:"),
+    "scripted": (
+        lambda module, q, k, v: scripted_cap(q @ k.mT * ROOT).softmax(-1) @ v,
+        "by a function that torch shows to nobody",
+    ),
+    "scripted beside another product": (
+        lambda module, q, k, v: (scripted_cap(q @ k.mT * ROOT) + q @ v.mT * ROOT).softmax(-1) @ v,
+        "by a function that torch shows to nobody",
+    ),
     "exponential": (by_exponential, "exp at test_left_alone.py:"),
     "checkpoint inside": (in_a_checkpoint, "a checkpoint that begins inside the forward, at test_left_alone.py:"),
     "fused checkpoint inside": (
@@ -166,9 +184,19 @@ def test_what_is_not_understood_is_left_alone_by_name(x, caplog, case):
         with pytest.raises(RuntimeError, match=r"audit\(\) of layers that are all left alone"):
             hook.audit()
         assert not [name for name in hook.metrics() if name.startswith(("score_", "max_logit", "nonfinite"))]
-    warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == 1
-    assert words in warnings[0]
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 1
+    assert words in warned[0]
+
+
+def test_products_that_make_a_query_step_by_step_are_not_missing_at_the_softmax(x):
+    def mix(module, q, k, v):
+        return (q @ k.mT @ k @ k.mT).softmax(-1) @ v
+
+    model = make(mix)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        assert hook.layers["1"].refusal is None
 
 
 def test_a_branch_that_is_taken_later_is_refused_then(x, caplog):
