@@ -95,6 +95,12 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/compiler/__init__.py
+def eagerly() -> AbstractContextManager[Any]:
+    """A context in which compiled functions run as they are written."""
+    return torch.compiler.set_stance("force_eager") if has_compiled() else nullcontext()
+
+
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_cpp_function.h
 def age_of(node: Any) -> int:
     """A number by which a node of autograd is younger than all nodes that it leads to."""
@@ -186,11 +192,10 @@ def without_data() -> Iterator[Callable[[nn.Module], nn.Module]]:
                 hooks.clear()
         return made
 
-    # Compiled code would read the memory of tensors that have none, and crash.
-    eagerly = torch.compiler.set_stance("force_eager") if has_compiled() else nullcontext()
     disabled, logger.disabled = logger.disabled, True  # it logs what the caller is about to catch
     try:
-        with mode, eagerly, warnings.catch_warnings(action="ignore"):  # made-up inputs say nothing on those of users
+        # Compiled code would read the memory of tensors that have none, and crash.
+        with mode, eagerly(), warnings.catch_warnings(action="ignore"):  # made-up inputs say nothing on those of users
             yield copied
     finally:
         logger.disabled = disabled

@@ -218,6 +218,11 @@ def connect(layers: Iterable[Recorder], undo: ExitStack) -> None:
         undo.callback(_show(namespace, name).release)
 
 
+def are_called(layer: Recorder) -> bool:
+    """True if the code of a layer calls a kernel by name."""
+    return next(_places(layer), None) is not None
+
+
 def _places(layer: Recorder) -> Iterator[tuple[dict[str, Any], str]]:
     """Namespaces and names by which a layer finds its kernels: global, of another module, or its own attributes."""
     parts = list(layer.module.modules())

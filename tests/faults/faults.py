@@ -748,6 +748,12 @@ FAULTS = [
     Fault("betahook/tap/by_hand/hidden.py", "waiting += product.makers", "pass", LEFT_ALONE),
     Fault("betahook/tap/by_hand/matrices.py", "and not is_read and", "and", POSITIONS),
     Fault("betahook/compat.py", "if has_compiled() else nullcontext()", "if False else nullcontext()", TRIAL),
+    Fault(
+        "betahook/tap/by_hand/watching.py",
+        "with uncompiled(), ScoreProducts(known):",
+        "with ScoreProducts(known):",
+        SCALES,
+    ),
     Fault("betahook/models/discovery.py", "for part in child.modules())", "for part in [child])", DISCOVERED),
     Fault("betahook/models/discovery.py", "is nn.Module.__call__ else NO_ATTENTION", "is None else None", DISCOVERED),
     Fault("betahook/models/discovery.py", "if hooked & {*module.modules()}", "", DISCOVERED),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -54,6 +54,9 @@ OUTSIDE = (
 def connect(layer: Recorder, undo: ExitStack) -> None:
     """Watch every forward of the layer's module until `undo` is closed."""
     forward, plan = layer.module.forward, Plan()
+    # A function that was compiled by itself would be traced together with the mode, whose notes go wrong then; flex
+    # attention, which is compiled too, is seen as a whole, and must stay so.
+    uncompiled = nullcontext if kernels.are_called(layer) else compat.eagerly
 
     # No hooks: torch runs none after a KeyboardInterrupt, and a mode that stays acts on everything that follows.
     @functools.wraps(forward)
@@ -71,9 +74,10 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
             left_alone.finish()
             return forward(*args, **kwargs)
         if unknown and not (compat.is_exporting() or compat.is_without_data()) and bool(layer.is_set.any()):
-            _rehearse(layer, plan, forward, args, kwargs)
+            with uncompiled():
+                _rehearse(layer, plan, forward, args, kwargs)
         known = Forward(layer, plan, (args, kwargs))
-        with ScoreProducts(known):
+        with uncompiled(), ScoreProducts(known):
             output = forward(*args, **kwargs)
         known.finish()
         return output

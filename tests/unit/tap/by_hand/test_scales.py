@@ -275,3 +275,13 @@ def test_the_temperatures_of_heads_are_found_behind_a_view(x):
         layer = hook.layers["1"]
         torch.testing.assert_close(layer.head_beta_default, model[1].temperatures.exp().flatten().detach())
         assert layer.statistics.max_score == pytest.approx(float(raw_scores(model, x).abs().max()), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about gradients of scores
+def test_a_function_that_is_compiled_by_itself_is_followed_as_it_is_written(x):
+    cap = torch.compile(lambda scores: 2.0 * (scores / 2.0).tanh(), backend="eager")
+    model = make(lambda module, q, k, v: cap(q @ k.mT * ROOT).softmax(-1) @ v)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        assert hook.layers["1"].beta_default == pytest.approx(ROOT)
+    check_doubled(model, x)
