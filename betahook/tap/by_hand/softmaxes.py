@@ -24,9 +24,6 @@ from betahook.tap.by_hand.traces import Operand, Scores, Trace, Weights, divided
 from betahook.tap.gain import scale_query
 from betahook.tap.kernels import KERNELS, Arguments, Kernel, find_band
 
-HIDDEN = "that torch shows to nobody, as those of torch.jit.script: leave that function in Python"
-"""The end of a reason."""
-
 
 def softmax(forward: Forward, call: Call) -> Tensor:
     """Run a softmax, and record the scores that it gets."""
@@ -45,7 +42,8 @@ def softmax(forward: Forward, call: Call) -> Tensor:
         _end(forward, trace, input, call.dim)
     if (product := hidden.behind(input, forward.nodes)) is not None:
         forward.refuse(
-            f"the product at {product.site.line} comes to its softmax at {find_line()} by a function {HIDDEN}"
+            f"the product at {product.site.line} comes to its softmax at {find_line()} by a function that torch shows "
+            "to nobody, as those of torch.jit.script: leave that function in Python"
         )
     return output
 
