@@ -91,13 +91,14 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self.hook is not None
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, Tensor):
-            self._losses.append(loss.detach())
+        returned = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(returned, Tensor):
+            self._losses.append(returned.detach())
         if trainer.global_step == self._stepped:
             return  # gradients are still being accumulated
         self._stepped = trainer.global_step
-        self.hook.step(getattr(trainer.precision_plugin, "scaler", None), loss=self._loss_of_step(trainer))
+        loss = self._loss_of_step(self.hook, trainer)
+        self.hook.step(getattr(trainer.precision_plugin, "scaler", None), loss=loss)
         if trainer.is_global_zero and trainer.global_step % trainer.log_every_n_steps == 0:
             details = chosen(self.hook.metrics(), self._quantities)
             logs = {**self._summarise(self.hook.findings()), **details}
@@ -108,13 +109,16 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         if self._on_end == "fold" and self.hook is not None and self.hook.attached:
             fold_or_warn(self.hook, self._unfinished)
 
-    def _loss_of_step(self, trainer: Trainer) -> Tensor | None:
-        """Return the mean loss of `training_step` since the last step, None if it returned none, and begin anew.
+    def _loss_of_step(self, hook: Hook, trainer: Trainer) -> Tensor | None:
+        """Return the mean loss of `training_step` since the last step, and begin anew; None if nobody looks at it.
 
         Lightning divides each loss by the number of batches of a step, also in a step that has fewer.
         """
         losses, self._losses = self._losses, []
-        return torch.stack(losses).mean() * trainer.accumulate_grad_batches if losses else None
+        if not losses or not any(rule.uses_loss or rule.loss_batches for rule in hook.controllers):
+            return None
+        batches: int = trainer.accumulate_grad_batches
+        return torch.stack(losses).mean() * batches
 
     def _attach(self, module: nn.Module) -> Hook:
         """Hook the model of a module, unless it is hooked by this callback already."""
