@@ -18,6 +18,7 @@ from betahook.keep.transition import Unfinished
 from betahook.models.discovery import survey
 from betahook.report.metrics import MetricName, check_names, chosen
 from betahook.report.summary import Summary
+from betahook.step import training_loss
 
 __all__ = ["BetaHook"]
 
@@ -115,7 +116,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         Lightning divides each loss by the number of batches of a step, also in a step that has fewer.
         """
         losses, self._losses = self._losses, []
-        if not losses or not any(rule.uses_loss or rule.loss_batches for rule in hook.controllers):
+        if not losses or not any(training_loss.demand(hook.controllers)):
             return None
         batches: int = trainer.accumulate_grad_batches
         return torch.stack(losses).mean() * batches

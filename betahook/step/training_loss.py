@@ -27,13 +27,13 @@ def connect(model: nn.Module, state: State, controllers: Sequence[Controller], u
 
     For those that get along without it, in their `loss_batches` only.
     """
-    is_judged, batches = _demand(controllers)
+    is_judged, batches = demand(controllers)
     if is_judged or batches:
         record = functools.partial(_record, state, is_judged, batches)
         undo.callback(model.register_forward_hook(record, with_kwargs=True).remove)
 
 
-def _demand(controllers: Sequence[Controller]) -> tuple[bool, int]:
+def demand(controllers: Sequence[Controller]) -> tuple[bool, int]:
     """Tell if a controller is judged by the loss, and in how many batches others look at it."""
     is_judged = any(controller.uses_loss for controller in controllers)
     return is_judged, max((controller.loss_batches for controller in controllers), default=0)
@@ -87,15 +87,16 @@ def take(state: State, controllers: Sequence[Controller], given: Tensor | float 
     """
     if given is None and state.steps > 0:
         return
-    is_judged, batches = _demand(controllers)
-    if given is not None and not isinstance(given, Tensor | Real):
-        raise TypeError(f"step(loss=...) takes the loss, a tensor or a number; got {type(given).__name__}")
-    if given is not None and (is_judged or state.batch < batches):
-        loss = torch.as_tensor(given, dtype=state.table.dtype, device=state.device)
-        state.table[OF_STEP] = _sums(loss, state, is_judged)
-        state.has_loss |= is_judged
+    is_judged, batches = demand(controllers)
+    if given is not None:
+        if not isinstance(given, Tensor | Real):
+            raise TypeError(f"step(loss=...) takes the loss, a tensor or a number; got {type(given).__name__}")
+        if is_judged or state.batch < batches:
+            loss = torch.as_tensor(given, dtype=state.table.dtype, device=state.device)
+            state.table[OF_STEP] = _sums(loss, state, is_judged)
+            state.has_loss |= is_judged
     # A rank may be idle in the first step.
-    if is_judged and not (state.has_loss or state.steps > 0 or is_distributed()):
+    if is_judged and not (state.has_loss or is_distributed()):
         judge = next(controller for controller in controllers if controller.uses_loss)
         raise RuntimeError(
             f"{judge} is judged by the training loss, and the model returned none: give it the model's labels, so "

@@ -427,7 +427,7 @@ FAULTS = [
     Fault("betahook/control/opening.py", "step > self.warmup - self.window", "step >= self.warmup - self.window"),
     Fault("betahook/control/search.py", "plateau_fall: float = 0.1", "plateau_fall: float = 0.2", SEARCH),
     Fault("betahook/step/training_loss.py", "is_compiling() or state.batch < batches", "is_compiling() or True"),
-    Fault("betahook/step/training_loss.py", "(is_judged or state.batch < batches):", "True:"),
+    Fault("betahook/step/training_loss.py", "if is_judged or state.batch < batches:", "if True:"),
     Fault("betahook/step/training_loss.py", "sums.isfinite().all()", "sums.isfinite().any()"),
     Fault("betahook/control/opening.py", ".clamp(min=0) / course.left", ".clamp(min=0) / self.rise_batches"),
     Fault("betahook/control/opening.py", "course.left.masked_fill(climbs, self.rise_batches)", "course.left"),
