@@ -24,8 +24,7 @@ def behind(logits: Tensor, nodes: dict[Product, Any]) -> Product | None:
     """
     known = _with_makers(product for product in nodes if product.reached)
     # What a known operation lost is left alone for that.
-    missing = {nodes[product]: product for product in nodes if product.assured and product.lost is None}
-    goals = {node: product for node, product in missing.items() if product not in known}
+    goals = {nodes[each]: each for each in nodes if each.assured and each.lost is None and each not in known}
     return goals[found] if (found := _first(logits.grad_fn, goals)) is not None else None
 
 
