@@ -20,6 +20,7 @@ from betahook.control.base import Controller
 from betahook.measure.statistics import OF_STEP, ROW, is_distributed
 from betahook.models import materialise
 from betahook.state.state import State
+from betahook.tap import copies
 
 
 def connect(model: nn.Module, state: State, controllers: Sequence[Controller], undo: ExitStack) -> None:
@@ -30,7 +31,7 @@ def connect(model: nn.Module, state: State, controllers: Sequence[Controller], u
     is_judged, batches = demand(controllers)
     if is_judged or batches:
         record = functools.partial(_record, state, is_judged, batches)
-        undo.callback(model.register_forward_hook(record, with_kwargs=True).remove)
+        copies.keep_hook(model, model.register_forward_hook(record, with_kwargs=True), undo)
 
 
 def demand(controllers: Sequence[Controller]) -> tuple[bool, int]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from betahook import compat
 from betahook.measure.inputs import SIDES
-from betahook.tap import kernels, opaque
+from betahook.tap import copies, kernels, opaque
 from betahook.tap.by_hand import watching
 from betahook.tap.override import Override
 from betahook.tap.recorder import ATTRIBUTE, Recorder
@@ -25,14 +25,27 @@ from betahook.tap.recorder import ATTRIBUTE, Recorder
 def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) -> None:
     """Let attention modules pass through the tap, and the inputs of W_q and W_k too, until `undo` is closed."""
     for recorder in recorders:
-        setattr(recorder.module, ATTRIBUTE, recorder)
+        Override(recorder.module, ATTRIBUTE, recorder, undo)
+        copies.keep_out(recorder.module, functools.partial(_refuse_copy, recorder), undo)
         opaque.register(recorder)
-        undo.callback(delattr, recorder.module, ATTRIBUTE)
         _watch_inputs(recorder, undo)
         if recorder.route != "interface":
             watching.connect(recorder, undo)
     kernels.connect([each for each in recorders if each.route != "interface"], undo)
     _keep_padding(model, recorders, undo)
+
+
+def _refuse_copy(recorder: Recorder, attributes: copies.Attributes) -> None:
+    """Refuse a copy of a module, which has the model's own beta, if another one may act.
+
+    Raises:
+        TypeError: a controller moves beta, or it was set.
+    """
+    if recorder.state.beta_acts:
+        raise TypeError(
+            "a hooked model whose beta is adapted cannot be copied or pickled, as the copy would lack that beta: copy "
+            "it before attach, fold() or detach() first, or copy its state_dict() and that of its hook"
+        )
 
 
 def _keep_padding(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) -> None:
@@ -55,7 +68,7 @@ def _watch_inputs(recorder: Recorder, undo: ExitStack) -> None:
             sides.setdefault((projection.module, projection.argument), []).append(side)
     for (module, argument), names in sides.items():
         record = functools.partial(_record_input, recorder, names, argument, _name_of(argument, module))
-        undo.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
+        copies.keep_hook(module, module.register_forward_pre_hook(record, with_kwargs=True), undo)
 
 
 def _name_of(argument: int, module: nn.Module) -> str | None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from betahook.models.torch_calls import rebuilt
+from betahook.tap import copies
 
 CACHES = "cache", "past_key_values"
 """Arguments by which models of transformers get a cache: as of 5.24, and before."""
@@ -36,7 +37,7 @@ class LastCall:
         self._depth = len(around)
         for depth, module in enumerate(around):
             remember = functools.partial(self._remember, depth)
-            undo.callback(module.register_forward_pre_hook(remember, with_kwargs=True).remove)
+            copies.keep_hook(module, module.register_forward_pre_hook(remember, with_kwargs=True), undo)
 
     def release_graph(self) -> None:
         """Keep the arguments without the graphs of their tensors."""

@@ -147,10 +147,10 @@ class Recorder:
         self.tensors = state.parts[place.layer]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse: a copy would leave the tap without its hook, and beta with it."""
+        """Refuse: `tap.copies` leaves the recorder out, unless a module copies itself in a way of its own."""
         raise TypeError(
-            "a hooked model cannot be copied or pickled: copy it before attach, fold() or detach() first, or copy its "
-            "state_dict() and that of its hook"
+            f"{self.name or 'the model'} is hooked and has a method of its own for copies, which cannot leave the hook "
+            "out: copy or pickle the model before attach, or detach() first"
         )
 
     @property

@@ -55,6 +55,7 @@ HOOK = ("tests/unit/test_hook.py",)
 MEASURING = ("tests/unit/test_hook_measuring.py",)
 CHARTS = ("tests/unit/report/test_html.py",)
 COMMANDS = ("tests/unit/cli/test_commands.py",)
+COPIES = ("tests/unit/tap/test_copies.py",)
 RECORDER = ("tests/unit/tap/test_recorder.py",)
 DISCOVERED = ("tests/unit/models/test_discovery.py",)
 FORMS = ("tests/unit/tap/by_hand/test_products_forms.py",)
@@ -498,6 +499,9 @@ FAULTS = [
     Fault("betahook/tap/by_hand/softmaxes.py", "trace.products[0].acting ", "layer.current_gain ", RIGHT),
     Fault("betahook/tap/recorder.py", "return ranks * probe[first", "return probe[first"),
     Fault("betahook/tap/override.py", "if attributes.get(self._name) is self._value", "if self._name in attributes"),
+    Fault("betahook/tap/override.py", "attributes[self._name] is not self._value", "False", COPIES),
+    Fault("betahook/tap/copies.py", "if key != identity", "if key == identity"),
+    Fault("betahook/tap/install.py", "if recorder.state.beta_acts", "if False", COPIES),
     # keep
     Fault("betahook/keep/places.py", "return max(starts) < min(ends)", "return max(starts) <= min(ends)"),
     Fault("betahook/keep/places.py", 'offset=float(weight.name == "weight")', "offset=1.0"),

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 import weakref
 
 import pytest
@@ -82,15 +81,6 @@ def test_weights_on_the_meta_device_say_nothing_of_where_the_model_runs(when):
         assert torch.equal(model(**batch).logits, expected)
         hook.step()
         assert hook.metrics()[f"score_std/{LAYER}"] > 0
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
-def test_a_hooked_model_is_not_copied_without_its_beta(duplicate):
-    model = build("llama")
-    words = r"cannot be copied or pickled: copy it before attach, fold\(\) or detach\(\) first"
-    with betahook.attach(model), pytest.raises(TypeError, match=words):
-        duplicate(model)
-    duplicate(model)
 
 
 def test_a_forward_with_a_cache_is_not_the_one_to_check_on():

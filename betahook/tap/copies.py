@@ -1,0 +1,71 @@
+"""Copies and pickles of objects that were changed: made without the changes, which would go on acting on the original.
+
+`copy.deepcopy`, `pickle` and what builds on them (`torch.save` of a model, `AveragedModel`, `spawn`) ask an object for
+its attributes by `__reduce_ex__`. Whoever changes an object of the user says here how to take that change off a copy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+Attributes = dict[str, Any]
+_REDUCE = "__reduce_ex__"
+
+
+def keep_out(owner: object, take_off: Callable[[Attributes], None], undo: ExitStack) -> None:
+    """Call `take_off` on the attributes that a copy of an object is about to get, until `undo` is closed.
+
+    Args:
+        owner: the object.
+        take_off: changes the attributes; an exception that it raises refuses the copy.
+        undo: ends it.
+    """
+    reduce = vars(owner).get(_REDUCE)
+    if not isinstance(reduce, _Reduce):
+        reduce = vars(owner)[_REDUCE] = _Reduce(owner)
+    reduce.changes.append(take_off)
+    undo.callback(reduce.forget, take_off)
+
+
+def keep_hook(module: nn.Module, handle: RemovableHandle, undo: ExitStack) -> None:
+    """Remove a hook of a module when `undo` is closed, and keep it out of copies until then."""
+    undo.callback(handle.remove)
+    holders = [reference() for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
+    names = [name for name, value in vars(module).items() if any(value is holder for holder in holders)]
+    keep_out(module, functools.partial(_take_off_hook, handle.id, names), undo)
+
+
+def _take_off_hook(identity: int, names: Sequence[str], attributes: Attributes) -> None:
+    """Take a hook out of the dictionaries in which torch keeps it."""
+    for name in names:
+        held = attributes[name]
+        attributes[name] = type(held)((key, hook) for key, hook in held.items() if key != identity)
+
+
+class _Reduce:
+    """The `__reduce_ex__` of one changed object."""
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+        self.changes: list[Callable[[Attributes], None]] = []
+
+    def forget(self, change: Callable[[Attributes], None]) -> None:
+        """Forget a change; with the last one the object is as it was."""
+        self.changes.remove(change)
+        if not self.changes:
+            del vars(self._owner)[_REDUCE]
+
+    def __call__(self, protocol: int) -> str | tuple[Any, ...]:
+        reduced = type(self._owner).__reduce_ex__(self._owner, protocol)
+        if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+            return reduced  # in a way of the user's own
+        attributes = {name: value for name, value in reduced[2].items() if value is not self}
+        for take_off in reversed(self.changes):
+            take_off(attributes)
+        return *reduced[:2], attributes, *reduced[3:]
