@@ -172,6 +172,12 @@ class Clip(Controller):
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
         return beta, state
 
+    def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
+        does = "would scale" if self.log_only else "scales"
+        reason = f"Clip {does} W_q and W_k of heads with a logit above {self.threshold:g}"
+        exceeds = (beta * observation.statistics.max_score > self.threshold).tolist()
+        return [Note(reason=reason) if each else Note() for each in exceeds]
+
     def factor(self, beta: Tensor, statistics: Statistics) -> Tensor:
         """Factor on the scores of each head, 1 where no logit exceeds the threshold.
 

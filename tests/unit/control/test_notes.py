@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import betahook
-from betahook import Cap, Gradient, Monitor, Search, Variance
+from betahook import Cap, Clip, Gradient, Monitor, Search, Variance
 from betahook.control.base import apply
 from betahook.control.notes import Note, checked, joined, pooled
 from betahook.control.opening import Phase
@@ -76,6 +76,12 @@ def test_the_other_controllers():
         "Cap holds the largest logit at 30",
         "",
     ]
+    for options, does in (({}, "scales"), ({"log_only": True}, "would scale")):
+        clip = Clip(30.0, **options)
+        assert [note.reason for note in explained(clip, dict(max_score=torch.tensor([60.0, 2.0])), units=2)] == [
+            f"Clip {does} W_q and W_k of heads with a logit above 30",
+            "",
+        ]
     assert explained(Gradient(), dict(sensitivity=3.0)) == [Note(reason="a smaller beta lowers the loss")]
     assert explained(Gradient(), dict(sensitivity=0.0)) == [Note(reason="the loss does not depend on beta")]
     assert explained(Variance(2.0), dict(std=1.0)) == [Note(reason="follows a measured std of the logits of 2")]
