@@ -44,7 +44,10 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack) -> None:
     if own:
         _let_own_act(hook, undo)
     other = "the beta in force" if own else "the model's own"
-    compared = f" (loss of the last batch: {losses[int(own)]:.4g}; {losses[int(not own)]:.4g} with {other})"
+    digits = _digits(*losses)
+    compared = (
+        f" (loss of the last batch: {losses[int(own)]:.{digits}g}; {losses[int(not own)]:.{digits}g} with {other})"
+    )
     logger.warning(
         "fold() after %d steps, while %s was still moving beta: folding %s%s. Train a few hundred steps longer%s, or "
         'choose the beta with unfinished="keep", "own" or "better"',
@@ -54,6 +57,11 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack) -> None:
         "" if math.isnan(losses[0]) and math.isnan(losses[1]) else compared,
         ", or use Search(rise=False)" if any(isinstance(x, Search) for x in hook.controllers) else "",
     )
+
+
+def _digits(first: float, second: float) -> int:
+    """Return how many digits show which of two losses is the lower one: four at least, nine at most, as float32 has."""
+    return next((digits for digits in range(4, 9) if f"{first:.{digits}g}" != f"{second:.{digits}g}"), 9)
 
 
 def _let_own_act(hook: Hook, undo: ExitStack) -> None:
@@ -69,4 +77,5 @@ def _losses(hook: Hook) -> tuple[float, float]:
         losses = torch.stack([in_force, rerun.loss(hook)])
     if is_distributed():
         torch.distributed.all_reduce(losses)
+        losses /= torch.distributed.get_world_size()
     return float(losses[0]), float(losses[1])

@@ -1,5 +1,8 @@
 """Folding on two ranks: what FSDP 2 divides gets the weights that one process folds, or stays as it was."""
 
+import logging
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -189,3 +192,32 @@ def test_attention_of_a_user_is_found_in_what_is_divided_already(results, shard)
     assert (expected["std"] > 0).all()
     for result in results:
         assert all(torch.allclose(value, expected[name], rtol=1e-6) for name, value in result[shard.__name__].items())
+
+
+def unfinished(rank):
+    """What `fold` says of the loss of a batch that both ranks have."""
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model) as hook:
+        model(**batch).loss.backward()
+        hook.step()
+        loss = model(**batch).loss.item()
+        said = []
+        logging.getLogger("betahook").addHandler(Handler(said))
+        betahook.fold(hook, unfinished="better")
+    (shown,) = re.findall(r"loss of the last batch: ([\d.]+);", said[0])
+    assert float(shown) == pytest.approx(loss, rel=0.05)
+
+
+class Handler(logging.Handler):
+    """Keep what is said."""
+
+    def __init__(self, said):
+        super().__init__()
+        self.said = said
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+
+def test_the_loss_that_is_said_is_a_mean_over_ranks(tmp_path):
+    run_ranks(unfinished, 2, str(tmp_path))

@@ -191,6 +191,13 @@ def test_the_beta_in_force_is_folded_where_both_do_as_well(monkeypatch, caplog):
     assert "folding the beta in force (loss of the last batch: 1.5; 1.5 with the model's own)" in caplog.text
 
 
+def test_losses_that_differ_little_are_told_apart(monkeypatch, caplog):
+    model, *_ = opening(worse=True)
+    monkeypatch.setattr("betahook.keep.transition._losses", lambda hook: (4.022345, 4.022341))
+    betahook.fold(model, unfinished="better")
+    assert "(loss of the last batch: 4.022341; 4.022345 with the beta in force)" in caplog.text
+
+
 def test_without_a_loss_to_judge_by_the_beta_in_force_is_folded(caplog):
     model, batch, _, _ = opening(worse=True)
     del batch["labels"]
