@@ -271,7 +271,7 @@ class Hook:
         values = {key: value for key, value in values.items() if key.split("/", 1)[1] not in unreached}
         warn_of_missing_steps(state, "metrics()")
         warn_of_unreached(state, unreached)
-        warn_of_nonfinite(state, self.layers)
+        warn_of_nonfinite(state, self.layers, self.settings.interval)
         if self._alerts is not None and state.alerts_step < state.steps:
             state.alerts_step = state.steps
             self._alerts.check(values, state.steps)

@@ -53,8 +53,11 @@ def warn_of_unreached(state: State, unreached: Mapping[str, str]) -> None:
     logger.warning("%s: not measured, hence not in the metrics", _listed(places, "; "))
 
 
-def warn_of_nonfinite(state: State, layers: Layers) -> None:
-    """Log a warning if scores, gradients or a loss were not finite in any step, unless one was logged before."""
+def warn_of_nonfinite(state: State, layers: Layers, interval: int) -> None:
+    """Log a warning if scores, gradients or a loss were not finite in any step, unless one was logged before.
+
+    Where no beta acts, a layer is looked at once in `interval` steps only, so the warning says how late it may be.
+    """
     if state.warned_of_nonfinite:
         return
     heads = state.nonfinite_since.cpu().split([layer.heads for layer in layers.values()])
@@ -66,7 +69,12 @@ def warn_of_nonfinite(state: State, layers: Layers) -> None:
     if state.has_loss:  # to a controller that is judged by it, such a step is a bad trial
         logger.warning("NaN or infinity in the loss, or in the scores or gradients of %s", _listed(places, ", "))
         return
-    logger.warning("NaN or infinity in the scores or gradients of %s: beta stays where it was", _listed(places, ", "))
+    late = ""
+    if interval > 1 and not state.beta_acts and min(first.values()) > 1:  # all layers are measured in the first step
+        late = f". A layer is measured once in {interval} steps: the first NaN or infinity may be {interval - 1} older"
+    logger.warning(
+        "NaN or infinity in the scores or gradients of %s: beta stays where it was%s", _listed(places, ", "), late
+    )
 
 
 def _listed(places: Sequence[str], separator: str) -> str:

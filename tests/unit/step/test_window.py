@@ -167,6 +167,19 @@ def test_a_batch_that_is_not_finite_is_left_out_alone(value, caplog):
     assert f"scores or gradients of {LAYER} in step 6" in caplog.text
 
 
+@pytest.mark.parametrize(("interval", "late"), [(4, True), (1, False)])
+def test_the_warning_of_a_nan_says_how_late_it_may_be(interval, late, caplog):
+    model = build("llama")
+    with betahook.attach(model, controller="monitor", interval=interval) as hook:
+        train(model, hook, 1)
+        torch.nn.init.constant_(hook.layers[LAYER].module.q_proj.weight, math.nan)
+        train(model, hook, 4)
+        hook.metrics()
+    assert f"NaN or infinity in the scores or gradients of {LAYER} in step" in caplog.text
+    said = ". A layer is measured once in 4 steps: the first NaN or infinity may be 3 older"
+    assert (said in caplog.text) is late
+
+
 def test_scores_that_are_not_finite_are_noted_at_once_and_hold_beta_until_they_are_pooled():
     model = build("llama")
     with betahook.attach(model, controller=search(), interval=4) as hook:
