@@ -16,6 +16,7 @@ from transformers.utils import CONFIG_NAME
 
 import betahook
 from betahook import checkpoint
+from betahook.checkpoint.pretrained import ADAPTER_CONFIG
 from betahook.cli import models, pages, runs
 from betahook.examination import examine_hooked
 from betahook.keep.refusals import foresee
@@ -110,9 +111,9 @@ def fold(folder: str, out: str) -> Document:
     for path in (path for pattern in KEPT for path in Path(folder).glob(pattern)):
         if not (target / path.name).exists():
             shutil.copy2(path, target)
-    changed = sum(gain != 1 for gain in gains)
+    changed, low, high = sum(gain != 1 for gain in gains), f"{min(gains):.3g}", f"{max(gains):.3g}"
     said = (
-        f"Beta, {min(gains):.3g} to {max(gains):.3g} times the model's own, is in the weights of {changed} of "
+        f"Beta, {low if low == high else f'{low} to {high}'} times the model's own, is in the weights of {changed} of "
         f"{len(gains)} layers. The outputs before and after agree; the model needs betahook no longer."
     )
     return Document(f"{out}: a plain {type(model).__name__}", [Text(said)])
@@ -200,7 +201,10 @@ def _check_state(folder: str) -> None:
         return
     names = (found.name for found in checkpoint.finished(path))
     inside = sorted(names, key=lambda name: (len(name), name))  # checkpoint-10 behind checkpoint-9
-    there = f"; name one of its checkpoints: {', '.join(inside)}" if inside else ""
-    raise FileNotFoundError(
-        f"{folder} has no {checkpoint.FILE}{there or ': beta is in the weights already, or was never changed'}"
-    )
+    if inside:
+        where = f"; name one of its checkpoints: {', '.join(inside)}"
+    elif any((path / config).is_file() for config in (CONFIG_NAME, ADAPTER_CONFIG)):
+        where = ": beta is in the weights already, or was never changed"
+    else:
+        where = f" and no {CONFIG_NAME}; give a checkpoint of a run with betahook"
+    raise FileNotFoundError(f"{folder} has no {checkpoint.FILE}{where}")

@@ -134,7 +134,7 @@ def test_show_tells_heads_that_differ(tmp_path, capsys):
 def test_fold_makes_the_plain_model_of_a_checkpoint(saved, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["fold", str(saved / "hooked"), str(out)]) == 0
-    assert "is in the weights of 1 of 2 layers" in capsys.readouterr().out
+    assert "Beta, 1 to 1.41 times the model's own, is in the weights of 1 of 2 layers" in capsys.readouterr().out
     assert not (out / checkpoint.FILE).exists()
     assert not (out / "optimizer.pt").exists()
     assert (out / "tokenizer.json").read_bytes() == (saved / "hooked/tokenizer.json").read_bytes()
@@ -174,6 +174,18 @@ def test_fold_names_the_way_for_an_adapter(tmp_path, capsys):
     torch.testing.assert_close(merged(**inputs("llama")).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_fold_names_one_beta_once(tmp_path, capsys):
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama"))
+        hook.step()
+        for layer in hook.layers.values():
+            layer.beta = 2 * layer.beta_default
+        model.save_pretrained(tmp_path / "hooked")
+    assert main(["fold", str(tmp_path / "hooked"), str(tmp_path / "plain")]) == 0
+    assert "Beta, 2 times the model's own, is in the weights of 2 of 2 layers" in capsys.readouterr().out
+
+
 def test_fold_overwrites_nothing(saved, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     assert main(["fold", str(saved / "hooked"), str(tmp_path)]) == 1
@@ -191,6 +203,7 @@ def test_what_is_no_checkpoint(saved, run, tmp_path, capsys, command):
     for folder, message in [
         (tmp_path / "killed", f"has no {checkpoint.FILE}; name one of its checkpoints: checkpoint-3, checkpoint-12"),
         (tmp_path / "gone", "is not a folder; give a checkpoint of a run with betahook"),
+        (tmp_path, f"has no {checkpoint.FILE} and no config.json; give a checkpoint of a run with betahook"),
         (saved / "plain", f"has no {checkpoint.FILE}: beta is in the weights already, or was never changed"),
         (run, f"has no {checkpoint.FILE}; name one of its checkpoints: checkpoint-3, checkpoint-6"),
     ]:
