@@ -77,7 +77,8 @@ def _read_events(root: Path, run: Run) -> None:
         raise ImportError("reading TensorBoard files needs tensorboard: pip install tensorboard") from error
     accumulate: Any = event_accumulator.EventAccumulator
     files = sorted(root.rglob(FILES), key=lambda file: file.stat().st_mtime_ns, reverse=True)
-    for place in dict.fromkeys(file.parent for file in files):
+    places = list(dict.fromkeys(file.parent for file in files))
+    for place in places:
         events = accumulate(str(place), size_guidance=ALL)
         events.Reload()
         tags = events.Tags()
@@ -91,6 +92,11 @@ def _read_events(root: Path, run: Run) -> None:
             run.picture = events.Images(tag)[-1].encoded_image_string
         for tag in (tag for tag in tags["tensors"] if tag.startswith(f"{GROUP}/findings")):
             run.words = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+        if len(places) > 1:
+            run.remarks.append(
+                f"of {len(places)} folders with TensorBoard files the newest is shown, {place.relative_to(root)}: "
+                "give another one to see it"
+            )
         return
 
 

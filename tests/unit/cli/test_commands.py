@@ -454,3 +454,11 @@ def test_ctrl_c_is_no_fault(monkeypatch):
 
     monkeypatch.setattr("betahook.cli.commands.show", interrupt)
     assert main(["show", "folder"]) == 130
+
+
+def test_report_says_which_of_several_runs_it_shows(run, tmp_path):
+    page = tmp_path / "page.html"
+    for name in ("first", "second"):
+        shutil.copytree(run / "runs", tmp_path / "all" / name, copy_function=shutil.copy)  # not the times
+    assert main(["report", str(tmp_path / "all"), "--html", str(page)]) == 0
+    assert "of 2 folders with TensorBoard files the newest is shown, second" in " ".join(Page(page).texts)
