@@ -278,9 +278,10 @@ def _check_new(layer: AttentionLayer, new: Tensor, given: object) -> None:
         bounds = f", outside of {SMALLEST_BETA:g} to {LARGEST_BETA:g}" if bool((new > 0).all()) else ""
         raise ValueError(f"beta of {layer.name!r} must be positive and finite; got {given}{bounds}")
     if layer._attention.route != "interface" and math.isnan(layer.beta_default):
+        others = " of this module, which no forward of the model has called so far" if layer._state.seen else ""
         raise RuntimeError(
-            f"beta of {layer.name!r} cannot be set before the first forward: only that shows the model's own, by "
-            "which this module scales its scores itself. Run a forward first"
+            f"beta of {layer.name!r} cannot be set before the first forward{others}: only that shows the model's own, "
+            "by which this module scales its scores itself. Run a forward first"
         )
 
 

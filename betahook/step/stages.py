@@ -37,7 +37,8 @@ def check_seen(state: State, layers: Layers) -> None:
         bypassed = f". If it did not, {interface.UNKNOWN}" if layers.use_interface else ""
         raise RuntimeError(
             "hook.step() was called, but no forward has reached a hooked layer. Run hook.model first. If you did, it "
-            f"ran on another model object, such as a copy{bypassed}"
+            "ran on another model object, such as a copy, or calls parts of the hooked modules but not these themselves"
+            f"{bypassed}"
         )
     if state.seen and not (state.recorded or state.refused):
         logger.warning(

@@ -17,7 +17,7 @@ from torch import nn
 from betahook import compat
 from betahook.measure.inputs import SIDES
 from betahook.tap import copies, kernels, opaque
-from betahook.tap.by_hand import watching
+from betahook.tap.by_hand import bypassed, watching
 from betahook.tap.override import Override
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 
@@ -31,7 +31,9 @@ def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) 
         _watch_inputs(recorder, undo)
         if recorder.route != "interface":
             watching.connect(recorder, undo)
-    kernels.connect([each for each in recorders if each.route != "interface"], undo)
+    watched = [each for each in recorders if each.route != "interface"]
+    kernels.connect(watched, undo)
+    bypassed.connect(model, watched, undo)
     _keep_padding(model, recorders, undo)
 
 

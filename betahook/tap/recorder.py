@@ -124,6 +124,7 @@ class Recorder:
         owner: the hook, so that it lives as long as the hooked model even if nobody else holds it.
         always: True if every forward is recorded, also in evaluation mode and under `no_grad`.
         tensors: of the layer alone, see `state.LayerTensors`.
+        runs: how many forwards of the module run now, of those that the tap watches.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Recorder:
         self._default: float | None = None
         self._inputs = _Inputs()
         self.tensors = state.parts[place.layer]
+        self.runs = 0
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse: `tap.copies` leaves the recorder out, unless a module copies itself in a way of its own."""

@@ -22,7 +22,7 @@ from betahook.measure.masks import Band
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.torch_calls import Call, is_in_place
 from betahook.tap import kernels
-from betahook.tap.by_hand import following, handlers, matrices, nested, softmaxes
+from betahook.tap.by_hand import bypassed, following, handlers, matrices, nested, softmaxes
 from betahook.tap.by_hand.arithmetic import divide, multiply
 from betahook.tap.by_hand.forward import Forward
 from betahook.tap.by_hand.plan import Plan
@@ -63,15 +63,17 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
     def watched(*args: Any, **kwargs: Any) -> Any:
         if not override.active:  # a wrapper that came later, such as that of Accelerate, goes on calling this
             return forward(*args, **kwargs)
+        with bypassed.running(layer):
+            return followed(*args, **kwargs)
+
+    def followed(*args: Any, **kwargs: Any) -> Any:
         unknown = not plan.axes and layer.refusal is None
         if layer.is_idle and not unknown:
             return forward(*args, **kwargs)
         if nested.has_nested(args, kwargs):
             if isinstance(layer.module, nn.MultiheadAttention):
                 return nested.run_each(forward, watched, args, kwargs)
-            left_alone = Forward(layer, plan, ())
-            left_alone.refuse("its input is a nested tensor, whose scores are not followed: pad it")
-            left_alone.finish()
+            _refuse_nested(layer, plan)
             return forward(*args, **kwargs)
         if unknown and not (compat.is_exporting() or compat.is_without_data()) and bool(layer.is_set.any()):
             with uncompiled():
@@ -97,6 +99,12 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
         return outside(*args, **kwargs)
 
     override = Override(layer.module, "forward", tapped, undo)
+
+
+def _refuse_nested(layer: Recorder, plan: Plan) -> None:
+    known = Forward(layer, plan, ())
+    known.refuse("its input is a nested tensor, whose scores are not followed: pad it")
+    known.finish()
 
 
 def _rehearse(

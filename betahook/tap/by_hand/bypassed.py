@@ -1,0 +1,73 @@
+"""Attention modules whose forward is passed by: what calls their query projection instead may compute an attention.
+
+So do the blocks of Flux and Stable Diffusion 3, in which an image and a text attend to each other, and a further method
+of the module itself, as `forward_list` in DINOv3. Beta would act in none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from betahook import compat
+from betahook.tap.by_hand.sites import find_line
+from betahook.tap.recorder import Recorder, leave_alone
+
+
+@contextmanager
+def running(layer: Recorder) -> Iterator[None]:
+    """Note that a forward of a layer's module runs."""
+    layer.runs += 1
+    try:
+        yield
+    finally:
+        layer.runs -= 1
+
+
+def connect(model: nn.Module, layers: Collection[Recorder], undo: ExitStack) -> None:
+    """Leave layers alone whose forward is passed by, until `undo` is closed."""
+    for layer in layers:
+        if layer.attention.projections is None:
+            continue
+        projection = layer.attention.projections[0].module
+        sharing = [other for other in layers if projection in set(other.module.modules())]
+        if projection is not layer.module:
+            around = {id(module) for module in model.modules() if layer.module in set(module.modules())}
+            check = functools.partial(_check, layer, sharing, around)
+            undo.callback(projection.register_forward_pre_hook(check).remove)
+
+
+def _check(layer: Recorder, sharing: Collection[Recorder], around: set[int], projection: nn.Module, args: Any) -> None:
+    """Leave a layer alone if a method of it, or of a module around it, calls its query projection past its forward.
+
+    Args:
+        layer: the layer.
+        sharing: the layers that hold the same projection.
+        around: its module and those that hold it, by id.
+        projection: the query projection, which is called.
+        args: its arguments.
+    """
+    if torch.compiler.is_compiling() or layer.refusal is not None or any(other.runs for other in sharing):
+        return
+    if compat.is_exporting() or compat.is_transformed() or compat.is_in_backward():
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and id(frame.f_locals.get("self")) not in around:
+        frame = frame.f_back
+    # Those who look at the projection alone call it from elsewhere, or from a hook, which torch calls.
+    if frame is None or frame.f_globals.get("__name__", "").startswith("torch."):
+        return
+    if layer.module not in set(frame.f_locals["self"].modules()):  # another one took its place, and its projection
+        return
+    leave_alone(
+        layer,
+        f"its query projection is called at {find_line()} past its forward, and what that computes is not followed",
+        "Attention is followed in the forward of a module that holds no other. ",
+    )

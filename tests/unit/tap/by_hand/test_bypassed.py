@@ -1,0 +1,118 @@
+"""Attention modules of which others call the parts, and never the forward."""
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+import betahook
+from support.attention import WIDTH, ByHandAttention, make
+
+
+class WithAList(ByHandAttention):
+    """As in DINOv3, whose attention has a second method for crops of several sizes."""
+
+    def forward_list(self, xs):
+        return [ByHandAttention.forward(self, x) for x in xs]
+
+
+class ListBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = WithAList()
+
+    def forward(self, x):
+        return self.attn.forward_list([x])[0] if self.training else self.attn(x)
+
+
+class JointBlock(nn.Module):
+    """As in Flux, where an image attends to a text."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = ByHandAttention(), ByHandAttention()
+
+    def forward(self, x):
+        q, k, v = (
+            torch.cat([part.split(getattr(part, name)(x)) for part in (self.image, self.text)], 2)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        return ((q @ k.mT / 3).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(("kind", "file"), [(ListBlock, "attention.py"), (JointBlock, "test_bypassed.py")])
+def test_a_module_whose_parts_are_called_past_its_forward_is_left_alone(x, kind, file):
+    model = make(kind)
+    expected = model(x)
+    with betahook.attach(model, controller="monitor") as hook:
+        assert torch.equal(model(x), expected)
+        for layer in hook.layers.values():
+            assert layer.refusal.startswith(f"its query projection is called at {file}:")
+            with pytest.raises(RuntimeError, match="the layer is left alone: "):
+                layer.beta = 1.0
+        hook.step()
+
+
+def test_beta_does_not_stay_in_evaluation_alone(x):
+    model = make(ListBlock)
+    expected = model.eval()(x)
+    with betahook.attach(model, when="always") as hook:
+        model(x)
+        layer = hook.layers["1.attn"]
+        assert layer.refusal is None
+        layer.beta = 2 * layer.beta_default
+        assert not torch.equal(model(x), expected)
+        model.train()(x)
+        assert layer.refusal is not None
+        assert torch.equal(model.eval()(x), expected)
+
+
+def look(module, x):
+    return module.q_proj(x[0])
+
+
+@pytest.mark.parametrize("way", ["from outside", "in a hook"])
+def test_the_projection_may_be_looked_at(x, way):
+    model = make(ByHandAttention)
+    with betahook.attach(model, controller="monitor") as hook:
+        if way == "in a hook":
+            model[1].register_forward_pre_hook(look)
+        model(x)
+        look(model[1], [torch.randn(3, WIDTH)])
+        assert hook.layers["1"].refusal is None
+
+
+def test_a_projection_may_be_shared(x):
+    model = nn.Sequential(ByHandAttention(), ByHandAttention())
+    model[1].q_proj = model[0].q_proj
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        assert [layer.refusal for layer in hook.layers.values()] == [None, None]
+
+
+def test_a_module_that_was_replaced_is_not_left_alone(x):
+    """BigBird-Pegasus replaces its attention in the first forward with a short text."""
+    model = make(ByHandAttention)
+    with betahook.attach(model, controller="monitor") as hook:
+        other = ByHandAttention()
+        other.q_proj, model[1] = model[1].q_proj, other
+        outer = type("Outer", (nn.Sequential,), {"forward": lambda self, x: self[1](self[0](x))})
+        model.__class__ = outer
+        model(x)
+        assert hook.layers["1"].refusal is None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_projection_may_run_again_in_the_backward(x, reentrant):
+    class Checkpointed(ByHandAttention):
+        def forward(self, x):
+            q = torch.utils.checkpoint.checkpoint(self.q_proj, x, use_reentrant=reentrant)
+            return self.mix(self.split(q), *(self.split(part(x)) for part in (self.k_proj, self.v_proj)))
+
+        def train_on(self, x):
+            self(x).sum().backward()
+
+    model = make(Checkpointed)
+    with betahook.attach(model[1], controller="monitor") as hook:
+        model[1].train_on(model[0](x))
+        assert hook.layers[""].refusal is None
