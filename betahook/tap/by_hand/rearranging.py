@@ -40,7 +40,20 @@ def regroup(situation: Situation) -> Derived:
 
 def permute(situation: Situation) -> Derived:
     """Follow a function after which heads and rows may lie along other axes."""
-    return move(situation, heads_stay=False, rows_stay=False)
+    return move(situation, heads_stay=False, rows_stay=_keeps_rows(situation))
+
+
+RESHAPING = frozenset(["view", "reshape", "view_as", "reshape_as", "flatten", "unflatten"])
+"""Functions that put entries into other axes in the order that they have."""
+
+
+def _keeps_rows(situation: Situation) -> bool:
+    """Return True if shifted scores get other axes before the last, along which every row stays as it is."""
+    call, trace = situation.call, situation.first_trace
+    if call.name not in RESHAPING or not isinstance(trace, Scores) or not trace.shifted:
+        return False
+    shape = call.run_on(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")).shape
+    return bool(shape[-1:] == call.operands[0].shape[-1:])
 
 
 def move(situation: Situation, *, heads_stay: bool = True, rows_stay: bool = True) -> Derived:

@@ -228,6 +228,9 @@ def test_a_mean_of_rows_is_no_score(dim, name):
 MOVED = {
     "permute": (torch.permute, (0, 1, 3, 2)),
     "view_as": (Tensor.view_as, normal(2, 4, 6, 5)),
+    "view": (Tensor.view, 8, 5, 6),
+    "flatten": (torch.flatten, 2),
+    "unflatten": (Tensor.unflatten, 1, (2, 2)),
     "gather": (torch.gather, -2, torch.zeros(2, 4, 1, 6, dtype=torch.long)),
     "flip": (torch.flip, (-1,)),
     "expand_as": (Tensor.expand_as, normal(3, 2, 4, 5, 6)),
@@ -241,7 +244,7 @@ def test_a_shift_stays_with_whole_rows_and_an_axis_of_heads_where_it_is(name):
     function, *args = MOVED[name]
     derived, _ = derive(function, S, *args, traces=[scores(shifted=True)])
     trace = derived[0] if isinstance(derived, list) else derived
-    assert (trace.lost is None) == (name in {"expand_as", "narrow", "getitem"})
+    assert (trace.lost is None) == (name in {"expand_as", "narrow", "getitem", "view", "unflatten"})
     derived, _ = derive(function, S, *args, traces=[scores()])
     assert derived[0].axis == (-3 if name in {"gather", "flip", "narrow"} else None)
 

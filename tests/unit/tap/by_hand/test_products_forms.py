@@ -46,7 +46,14 @@ def into_a_buffer(q, k):
     return buffer * 8**-0.5
 
 
+def shifted(q, k):
+    """As in the code of DeBERTa's authors."""
+    scores = (q @ k.mT * 8**-0.5).flatten(0, 1)
+    return (scores - scores.max(-1, keepdim=True).values.detach()).view(-1, HEADS, LENGTH, LENGTH)
+
+
 CALLS = {
+    "a view of rows that were shifted": shifted,
     "a number of numpy": lambda q, k: (q @ k.mT) / np.float32(math.sqrt(8)),
     "a number of numpy, by the query": lambda q, k: (np.float32(8**-0.5) * q) @ k.mT,
     "matmul": lambda q, k: torch.matmul(other=k.mT, input=q) * 8**-0.5,
