@@ -125,6 +125,10 @@ HOLDS_ATTENTION = Verdict(
     obstacle="its own attention is not reached beside that of the modules in it, which are hooked: move it into a "
     "module of its own"
 )
+HOLDS_ANOTHER = Verdict(
+    obstacle="its own attention is not reached beside a module in it that looks like another: move it into a module of "
+    "its own"
+)
 UNKNOWN_UNNAMED = Verdict(
     obstacle="it takes a softmax and multiplies; if that is an attention, set its attributes num_heads and head_dim "
     "before attach",
@@ -150,7 +154,8 @@ def survey(model: nn.Module) -> Survey:
         # Where one contains another, the inner one computes the scores, unless the outer one asks the interface.
         if verdict.route != "interface" and able & ({*module.modules()} - {module}):
             # Not by its config, which a whole model has too.
-            if is_users(module) and (names(class_of(module)) & ASKED or stated(module)[0]):
+            by_hand = verdict.route is not None and _is_named(module)
+            if is_users(module) and (names(class_of(module)) & ASKED or stated(module)[0] or by_hand):
                 holding[name] = module
             continue
         if verdict.route is None:
@@ -162,7 +167,11 @@ def survey(model: nn.Module) -> Survey:
         else:
             found[name] = attention
     hooked = {one.module for one in found.values()}
-    refused |= {name: (module, HOLDS_ATTENTION) for name, module in holding.items() if hooked & {*module.modules()}}
+    for name, module in holding.items():
+        if hooked & {*module.modules()}:
+            refused[name] = module, HOLDS_ATTENTION
+        elif _is_named(module) and verdicts[module].route is not None:
+            refused[name] = module, HOLDS_ANOTHER
     reached = {part for one in found.values() for part in one.module.modules()}
     not_reached = {
         name or "the model": f"{class_of(module).__name__}: {verdict.obstacle}"
@@ -295,9 +304,14 @@ def asks_torch(suspect: Suspect) -> Verdict | None:
     return Verdict("torch" if used & kernels and not used & SOFTMAX else "by hand")
 
 
+def _is_named(module: nn.Module) -> bool:
+    """True for a module whose class is called attention."""
+    return IN_NAME.search(class_of(module).__name__) is not None
+
+
 def has_no_name(suspect: Suspect) -> Verdict | None:
     """Code that is not called attention, and asks nobody for one."""
-    if IN_NAME.search(class_of(suspect.module).__name__):
+    if _is_named(suspect.module):
         return None
     has_weights = _has_matrix(suspect.module)  # else it is a part of what calls it
     computes = is_users(suspect.module) and _has_product_and_softmax(suspect)

@@ -327,10 +327,27 @@ def configured(module):
     return module
 
 
+class AttentionBlock(PooledByHand):
+    """Called attention."""
+
+
+class WrapperAttention(nn.Module):
+    """Called attention, for that of its part."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.MultiheadAttention(32, 4)
+
+    def forward(self, x):
+        return self.encoder(x, x, x)[0]
+
+
 @pytest.mark.parametrize(
     ("outer", "named"),
     [
         (Pooled(), True),
+        (AttentionBlock(), True),
+        (WrapperAttention(), False),
         (sized(PooledByHand()), True),
         (PooledByHand(), False),
         (Sampler(), False),
@@ -338,12 +355,29 @@ def configured(module):
     ],
 )
 def test_attention_around_other_attention_is_named(outer, named):
-    """Where it asks for a kernel, or says itself how many heads it has; else its code may be something else."""
+    """Where it asks for a kernel, is called attention, or says how many heads it has; else it may be something else."""
     seen = survey(nn.Sequential(outer))
     assert list(seen.found) == ["0.encoder"]
     assert ("0" in seen.not_reached) is named
     if named:
         assert "its own attention is not reached beside that of the modules in it" in seen.not_reached["0"]
+
+
+def test_attention_around_what_cannot_be_hooked_is_named():
+    class OddAttention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x, *, needed):
+            return (x @ self.weight @ x.mT).softmax(-1) @ x
+
+    outer = AttentionBlock()
+    outer.encoder = OddAttention()
+    seen = survey(nn.Sequential(outer, nn.MultiheadAttention(32, 4)))
+    assert list(seen.found) == ["1"]
+    assert "beside a module in it that looks like another" in seen.not_reached["0"]
+    assert "it says neither how many heads" in seen.not_reached["0.encoder"]
 
 
 class BasicAttention(nn.Module):
