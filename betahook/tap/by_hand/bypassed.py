@@ -10,6 +10,7 @@ import functools
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,21 @@ from torch import nn
 from betahook import compat
 from betahook.tap.by_hand.sites import find_line
 from betahook.tap.recorder import Recorder, leave_alone
+
+
+@dataclass(frozen=True, eq=False)
+class Watch:
+    """A layer with all that its check needs: an object, since a graph of the compiler depends on other arguments.
+
+    Attributes:
+        layer: the layer.
+        sharing: the layers that hold the same query projection.
+        around: the layer's module and those that hold it, by id.
+    """
+
+    layer: Recorder
+    sharing: Collection[Recorder]
+    around: set[int]
 
 
 @contextmanager
@@ -40,26 +56,21 @@ def connect(model: nn.Module, layers: Collection[Recorder], undo: ExitStack) -> 
         sharing = [other for other in layers if projection in set(other.module.modules())]
         if projection is not layer.module:
             around = {id(module) for module in model.modules() if layer.module in set(module.modules())}
-            check = functools.partial(_check, layer, sharing, around)
+            check = functools.partial(_check, Watch(layer, sharing, around))
             undo.callback(projection.register_forward_pre_hook(check).remove)
 
 
-def _check(layer: Recorder, sharing: Collection[Recorder], around: set[int], projection: nn.Module, args: Any) -> None:
-    """Leave a layer alone if a method of it, or of a module around it, calls its query projection past its forward.
-
-    Args:
-        layer: the layer.
-        sharing: the layers that hold the same projection.
-        around: its module and those that hold it, by id.
-        projection: the query projection, which is called.
-        args: its arguments.
-    """
-    if torch.compiler.is_compiling() or layer.refusal is not None or any(other.runs for other in sharing):
+def _check(watch: Watch, projection: nn.Module, args: Any) -> None:
+    """Leave a layer alone if a method of it, or of a module around it, calls its query projection past its forward."""
+    if torch.compiler.is_compiling():
+        return
+    layer = watch.layer
+    if layer.refusal is not None or any(other.runs for other in watch.sharing):
         return
     if compat.is_exporting() or compat.is_transformed() or compat.is_in_backward():
         return
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and id(frame.f_locals.get("self")) not in around:
+    while frame is not None and id(frame.f_locals.get("self")) not in watch.around:
         frame = frame.f_back
     # Those who look at the projection alone call it from elsewhere, or from a hook, which torch calls.
     if frame is None or frame.f_globals.get("__name__", "").startswith("torch."):
