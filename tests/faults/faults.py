@@ -501,6 +501,8 @@ FAULTS = [
     Fault("betahook/tap/override.py", "if attributes.get(self._name) is self._value", "if self._name in attributes"),
     Fault("betahook/tap/override.py", "attributes[self._name] is not self._value", "False", COPIES),
     Fault("betahook/tap/copies.py", "if key != identity", "if key == identity"),
+    Fault("betahook/tap/by_hand/bypassed.py", "any(other.runs for other in watch.sharing)", "watch.layer.runs"),
+    Fault("betahook/tap/by_hand/bypassed.py", " or compat.is_in_backward()", ""),
     Fault("betahook/tap/install.py", "if recorder.state.beta_acts", "if False", COPIES),
     # keep
     Fault("betahook/keep/places.py", "return max(starts) < min(ends)", "return max(starts) <= min(ends)"),
@@ -681,11 +683,7 @@ FAULTS = [
     Fault("betahook/tap/by_hand/contraction.py", "if axis.heads_first else numbers.repeat(others)", "", SCALES),
     Fault("betahook/tap/by_hand/following.py", " and _is_same(target[index], source)", "", RIGHT),
     Fault("betahook/models/discovery.py", " and stated(module)[0] in (None, shown.size[0])", "", TRIAL),
-    Fault(
-        "betahook/models/discovery.py",
-        " or stated(module)[0]):\n                holding",
-        "):\n                holding",
-    ),
+    Fault("betahook/models/discovery.py", " or stated(module)[0] or by_hand", " or by_hand"),
     Fault("betahook/models/projections.py", "return not (normed or added)", "return not normed"),
     Fault(
         "betahook/models/code.py", "value.func if isinstance(value, functools.partial) else value", "value", DISCOVERED
@@ -760,7 +758,7 @@ FAULTS = [
     ),
     Fault("betahook/models/discovery.py", "for part in child.modules())", "for part in [child])", DISCOVERED),
     Fault("betahook/models/discovery.py", "is nn.Module.__call__ else NO_ATTENTION", "is None else None", DISCOVERED),
-    Fault("betahook/models/discovery.py", "if hooked & {*module.modules()}", "", DISCOVERED),
+    Fault("betahook/models/discovery.py", "if hooked & {*module.modules()}", "if True", DISCOVERED),
     Fault("betahook/models/projections.py", "if left or not key_heads or heads % key_heads:", "if False:"),
     Fault("betahook/models/projections.py", "return of_query == heads * head_dim or", "return True or"),
     Fault("betahook/tap/by_hand/watching.py", "if not unfollowed:", "if True:", COMPILED),

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from betahook import compat
+from betahook.tap import copies
 from betahook.tap.by_hand.sites import find_line
 from betahook.tap.recorder import Recorder, leave_alone
 
@@ -57,7 +58,7 @@ def connect(model: nn.Module, layers: Collection[Recorder], undo: ExitStack) -> 
         if projection is not layer.module:
             around = {id(module) for module in model.modules() if layer.module in set(module.modules())}
             check = functools.partial(_check, Watch(layer, sharing, around))
-            undo.callback(projection.register_forward_pre_hook(check).remove)
+            copies.keep_hook(projection, projection.register_forward_pre_hook(check), undo)
 
 
 def _check(watch: Watch, projection: nn.Module, args: Any) -> None:
