@@ -174,6 +174,10 @@ class State:
         """Beta as it acts, `[heads]`: the model's own where none was set."""
         return torch.where(self.beta.isnan(), self.beta_default, self.beta)
 
+    def by_component(self, values: Tensor) -> Tensor:
+        """Repeat the value of each head for each of its components, `[heads] -> [components]`."""
+        return values.repeat_interleave(self.widths, output_size=self.moments.shape[1])
+
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Measure neither forwards nor their backwards for a while."""
@@ -238,8 +242,7 @@ class State:
     def latest(self, table: Tensor, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Fill heads that are idle in a table and moments with what was last measured; also return which are not."""
         measured = table[statistics.ROW["pairs"]] > 0
-        by_component = measured.repeat_interleave(self.widths, output_size=moments.shape[1])
-        kept = torch.where(by_component, moments, self.recent_moments)
+        kept = torch.where(self.by_component(measured), moments, self.recent_moments)
         return statistics.keep_measured(table, self.recent, measured), kept, measured
 
     def latest_of(self, place: HeadRange) -> tuple[Tensor, Tensor]:

@@ -76,7 +76,7 @@ def _forget_nonfinite(state: State) -> None:
     """Forget all scores since the last pooling of heads whose sums are not finite."""
     broken = state.table.sum(0) * 0 != 0
     state.table.masked_fill_(broken, 0)
-    state.moments.masked_fill_(broken.repeat_interleave(state.widths, output_size=state.moments.shape[1]), 0)
+    state.moments.masked_fill_(state.by_component(broken), 0)
 
 
 def is_due(state: State, controllers: Sequence[Controller], interval: int, loss_scale: LossScale) -> bool:
@@ -120,8 +120,7 @@ def _leave_alone(state: State, table: Tensor, summed: Tensor, alone: Tensor) -> 
     state.alone, state.knows_refusals = alone, False
     for sums in (table[statistics.ROW["pairs"]], summed, state.recent):
         sums.masked_fill_(alone, 0)
-    by_component = alone.repeat_interleave(state.widths, output_size=state.recent_moments.shape[1])
-    state.recent_moments.masked_fill_(by_component, 0)
+    state.recent_moments.masked_fill_(state.by_component(alone), 0)
     release_refused(state)
 
 
