@@ -73,6 +73,21 @@ class RowPairs:
     filled: Tensor
     sinks: Tensor | None = None
 
+    def part(self, sequences: slice, rows: slice, keys: slice) -> RowPairs:
+        """Return the same of some sequences, rows and keys, among which are all that these rows may use."""
+
+        def of_rows(values: Tensor) -> Tensor:
+            return of_sequences(values, sequences)[..., rows]
+
+        used, added, begins = (
+            of_sequences(x, sequences)[..., rows, keys] for x in (self.used, self.added, self.begins)
+        )
+        # A row without a key has its first one before those of the part; it does not count.
+        first = (of_rows(self.first) - keys.start).clamp_(min=0)
+        count, share, filled = map(of_rows, (self.count, self.share, self.filled))
+        sinks = None if self.sinks is None else of_rows(self.sinks)
+        return RowPairs(None, used, added, count, share, first, begins, filled, sinks)
+
 
 def row_pairs(mask: Mask, like: Tensor, queries: int, keys: int) -> RowPairs:
     """Describe the rows that are looked at, in float32 or better."""

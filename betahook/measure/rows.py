@@ -18,7 +18,7 @@ from torch import Tensor
 from betahook.measure import devices
 from betahook.measure.dtypes import at_least_float32, sum_dtype
 from betahook.measure.masks import Mask, derive
-from betahook.measure.pairs import RowPairs, of_sequences, row_at, row_pairs
+from betahook.measure.pairs import RowPairs, row_at, row_pairs
 from betahook.measure.scores import extremes, pool_rows
 
 CACHED = 2**17
@@ -123,19 +123,10 @@ def _parts(query: Tensor, key: Tensor, mask: Mask, queries: int, pairs: RowPairs
     for sequence in range(0, batch, step):
         some = slice(sequence, sequence + step)
         scores = _scores(query[some], key[some])
-        by_pair = [of_sequences(x, some) for x in (pairs.used, pairs.added, pairs.begins)]
-        by_row = [of_sequences(x, some) for x in (pairs.count, pairs.share, pairs.first, pairs.filled)]
-        sinks = None if pairs.sinks is None else of_sequences(pairs.sinks, some)
         for start in range(0, rows, slab):
             row = slice(start, start + slab)
             visible = _visible(mask, queries, keys, start, min(start + slab, rows) - 1) if on_cpu else slice(0, keys)
-            part = ..., row, visible
-            used, added, begins = (x[part] for x in by_pair)
-            count, share, first, filled = (x[..., row] for x in by_row)
-            # A row without a key has its first one before those that are visible; it does not count.
-            first = (first - visible.start).clamp_(min=0)
-            of_rows = None if sinks is None else sinks[..., row]
-            yield scores[part], RowPairs(None, used, added, count, share, first, begins, filled, of_rows)
+            yield scores[..., row, visible], pairs.part(some, row, visible)
 
 
 def _visible(mask: Mask, queries: int, keys: int, first: int, last: int) -> slice:

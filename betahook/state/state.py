@@ -127,8 +127,7 @@ class State:
         self.weights = weights.empty(heads, device)
         self.nonfinite_since = torch.zeros(heads, dtype=torch.int64, device=device)
         self.clips = self.nonfinite_since.clone()
-        self.condition = torch.zeros(len(layers), dtype=torch.int64, device=device)
-        self.condition_since = self.condition.clone()
+        self.condition, self.condition_since = (self.clips.new_zeros(len(layers)) for _ in range(2))
         self.memories: list[dict[str, Tensor]] = [{} for _ in range(controllers)]
         self.batches = self.steps = self.skipped_steps = self.alerts_step = self.findings_step = self.paused = 0
         self.loss_scale = 0.0

@@ -911,5 +911,5 @@ FAULTS = [
         "betahook/models/labels.py", 'torch.device("cpu") if tensor.is_meta else tensor.device', "tensor.device", TRIAL
     ),
     Fault("betahook/measure/rows.py", "sinks.expand(-1, -1, queries)", "sinks[..., :1].expand(-1, -1, queries)"),
-    Fault("betahook/measure/rows.py", "of_sequences(pairs.sinks, some)", "pairs.sinks"),
+    Fault("betahook/measure/pairs.py", "else of_rows(self.sinks)", "else self.sinks[..., rows]", ROWS),
 ]
