@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from typing import Literal
 
 import torch
@@ -29,7 +29,7 @@ from betahook.state.state import State
 logger = logging.getLogger(__name__)
 NOT_PROPORTIONAL = (
     "the model's output shows that its scores are not proportional to its weights, as behind a norm without a weight, "
-    "or that something else uses them. Exclude the layer with attach(layers=...), or use Cap, which acts on beta"
+    "or that something else uses them"
 )
 
 
@@ -49,10 +49,8 @@ class Clipping:
     def step(self, hook: Hooked, measured: Tensor) -> None:
         """Count the heads that exceed a threshold, and scale their weights.
 
-        Args:
-            hook: of the model.
-            measured: heads that this step measured, boolean `[heads]`: a maximum of before says nothing about the
-                weights that were clipped since.
+        Of the heads `measured` in this step, boolean `[heads]`: a maximum of before says nothing about the weights that
+        were clipped since.
         """
         if not self._rules:
             return
@@ -90,9 +88,7 @@ class WeightScaling:
     def scale(self, hook: Hooked, factors: Tensor) -> None:
         """Multiply the scores of each head by its factor, in the weights; those of a head with 1 keep every bit.
 
-        Args:
-            hook: of the model; all ranks must call.
-            factors: float32 `[heads]` of all layers, the same on all ranks.
+        All ranks must call, with the same `factors`, float32 `[heads]` of all layers.
 
         Raises:
             UnsupportedModelError: scaled weights do not act as beta does; the message names the layers.
@@ -121,17 +117,12 @@ class WeightScaling:
         layers = [layer for layer in self._unchecked if not math.isnan(layer.beta_default)]
         if not (layers and self._on_any_rank(hook.last_call.input is not None)):
             return
-        with self._raising_together():
-            for layer in layers:
-                self._found.pop(layer, None)  # of before the first forward, which may have shown other W_q and W_k
-                self._find(layer)
+        self._find_together(layers)
         with rerun.without_side_effects(hook):
             if self._differs(hook, layers):
                 wrong = [layer for layer in layers if not self._settle(hook, layer)]
                 if wrong or self._differs(hook, layers):
-                    names = ", ".join(layer.name or "the model" for layer in wrong or layers)
-                    kind = type((wrong or layers)[0].module).__name__
-                    raise UnsupportedModelError(f"cannot clip {names} ({kind}): {NOT_PROPORTIONAL}")
+                    raise _refusal(wrong or layers, NOT_PROPORTIONAL)
         self._unchecked = [layer for layer in self._unchecked if layer not in layers]
 
     def _find(self, layer: AttentionLayer) -> Scaling:
@@ -139,11 +130,25 @@ class WeightScaling:
         owners = [owner for projection in layer.projections or () for owner in projection.owners]
         known, scalings = self._found.get(layer, (None, []))
         if known != owners:
-            with _refusing(layer):
+            try:
                 scalings = list(find_scalings(layer.module, layer.projections, layer.heads, layer.head_dim))
                 scalings[self._choice[layer]].check()
+            except NoScalingError as error:
+                raise _refusal([layer], error) from error
             self._found[layer] = owners, scalings
         return scalings[self._choice[layer]]
+
+    def _find_together(self, layers: Collection[AttentionLayer]) -> None:
+        """Find the weights of layers anew; all ranks raise where one finds weights that take no factor."""
+        error: UnsupportedModelError | None = None
+        try:
+            for layer in layers:
+                self._found.pop(layer, None)  # of before the first forward, which may have shown other W_q and W_k
+                self._find(layer)
+        except UnsupportedModelError as found:
+            error = found
+        if self._on_any_rank(error is not None):
+            raise error or UnsupportedModelError("cannot clip on another rank, whose error says why")
 
     def _settle(self, hook: Hooked, layer: AttentionLayer) -> bool:
         """Take the first weights of a layer that do what beta does; False if none do."""
@@ -173,17 +178,6 @@ class WeightScaling:
             differs = not bool((rerun.distances(actual, expected) <= limits).all())
         return self._on_any_rank(differs)
 
-    @contextmanager
-    def _raising_together(self) -> Iterator[None]:
-        """Let all ranks raise where one finds weights that take no factor."""
-        error: UnsupportedModelError | None = None
-        try:
-            yield
-        except UnsupportedModelError as found:
-            error = found
-        if self._on_any_rank(error is not None):
-            raise error or UnsupportedModelError("cannot clip on another rank, whose error says why")
-
     def _on_any_rank(self, here: bool) -> bool:
         return self._reduced(int(here), "MAX") > 0
 
@@ -196,14 +190,10 @@ class WeightScaling:
         return int(number)
 
 
-@contextmanager
-def _refusing(layer: AttentionLayer) -> Iterator[None]:
-    """Name the layer and a remedy where its weights take no factor."""
-    try:
-        yield
-    except NoScalingError as error:
-        name = layer.name or "the model"
-        raise UnsupportedModelError(
-            f"cannot clip {name} ({type(layer.module).__name__}): {error}. Exclude the layer with "
-            "attach(layers=...), or use Cap, which acts on beta"
-        ) from error
+def _refusal(layers: Sequence[AttentionLayer], reason: object) -> UnsupportedModelError:
+    """Return the error for layers whose weights take no factor, with a remedy."""
+    names, kind = ", ".join(layer.name or "the model" for layer in layers), type(layers[0].module).__name__
+    return UnsupportedModelError(
+        f"cannot clip {names} ({kind}): {reason}. Exclude the layer with attach(layers=...), or use Cap, which acts on "
+        "beta"
+    )
