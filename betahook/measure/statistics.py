@@ -131,14 +131,12 @@ def all_reduce(
     maxima[rank] = torch.cat([own, age[None].to(table)])
     known = ~beta_default.isnan()
     default = torch.stack([beta_default.nan_to_num(), known, alone]).to(table)
-    by_head = torch.cat([sums, window, maxima.flatten(0, 1), default])
-    packed = torch.cat([by_head.flatten(), moments.flatten()])
+    parts = sums, window, maxima, default, moments
+    packed = torch.cat([part.flatten() for part in parts])
     distributed.all_reduce(packed)
-    by_head, moments = packed[: by_head.numel()].view_as(by_head), packed[by_head.numel() :].view_as(moments)
-    sums, window, maxima, (default, users, leaving) = by_head.split(
-        [len(SUMS), len(window), len(maxima.flatten(0, 1)), 3]
-    )
-    largest = maxima.unflatten(0, (world, -1)).amax(0)
+    pooled = packed.split([part.numel() for part in parts])
+    sums, window, maxima, default, moments = (x.view_as(part) for x, part in zip(pooled, parts, strict=True))
+    largest, (default, users, leaving) = maxima.amax(0), default
     table, age = torch.cat([sums, largest[:-1]]), largest[-1].to(age)
     return table, window, moments, (default / users).to(beta_default), age, leaving > 0
 
