@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -23,9 +23,6 @@ from betahook.tap.override import Override
 
 ROUNDINGS = 5
 """How often rounding is measured: once is too little for an output of one number, which may happen to be near."""
-
-Run = Callable[[Tensor], Any]
-"""The forward of a layer on its last input, with `gain [heads]` acting in place of `beta / beta_default`."""
 
 
 def exact_places(plan: FoldPlan) -> dict[AttentionLayer, Scaling]:
@@ -60,7 +57,7 @@ def _check_layers(plan: FoldPlan) -> tuple[dict[AttentionLayer, Scaling], list[T
             output = forward(*args, **kwargs)
             candidates = exact.get(layer, plan.places[layer])  # those left of an earlier call in the same forward
             with rerun.random_state_kept(plan.hook):
-                exact[layer] = _check_layer(plan, layer, candidates, _again(plan, layer, forward, args, kwargs))
+                exact[layer] = _LayerCheck(plan, layer, forward, args, kwargs).exact(candidates)
             precision = max(precision, rerun.precision([output, exact[layer][0].parameters]))
             return output
 
@@ -126,84 +123,83 @@ def _run_model(plan: FoldPlan) -> list[Tensor]:
         raise plan.error(f"{reason} ({type(error).__name__}: {error})") from error
 
 
-def _again(
-    plan: FoldPlan, layer: AttentionLayer, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Run:
-    """A forward of a layer on the same arguments and random numbers, which can be called again and again."""
-    # A cache that the model makes by itself is full by now.
-    again = [None if hasattr(value, "get_seq_length") else value for value in args]
-    options = {name: None if hasattr(value, "get_seq_length") else value for name, value in kwargs.items()}
+class _LayerCheck:
+    """A layer on the arguments of its last call, with which it runs again and again."""
 
-    def run(gain: Tensor) -> Any:
-        with rerun.random_state_kept(plan.hook), layer.acting(gain):  # some drop out in evaluation, too
-            return forward(*again, **options)
+    def __init__(
+        self,
+        plan: FoldPlan,
+        layer: AttentionLayer,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        def kept(value: Any) -> Any:
+            # A cache that the model makes by itself is full by now.
+            return None if hasattr(value, "get_seq_length") else value
 
-    return run
+        self._plan = plan
+        self._layer = layer
+        self._forward = partial(forward, *map(kept, args), **{name: kept(value) for name, value in kwargs.items()})
+        self._gain = plan.gains[layer]
+        self._own = torch.ones_like(self._gain)
+        self._probe = self._gain / self._gain.max() / 2  # far from 1 and from the gain of the layer
 
+    def exact(self, places: list[Scaling]) -> list[Scaling]:
+        """Return those of the places where a factor does what beta does, at least one."""
+        try:
+            exact = [place for place in places if self._is_exact(place)]
+        except RuntimeError as error:
+            raise self._plan.error(f"it does not run twice on one input ({error})", self._layer) from error
+        if exact:
+            return exact
+        if self._is_random():
+            reason = "its output differs each time it runs, even in evaluation mode; make it deterministic"
+        elif self._distance(self._run(self._own), self._run(self._probe)) > 0:
+            reason = (
+                "its output is not that of a scaled query projection or norm. Probably a norm without a weight, or a "
+                "function that is not linear, comes between, the query has a bias apart from its projection, or it is "
+                "used outside the scores too, as in some relative position biases. Exclude the layer with "
+                "attach(layers=...)"
+            )
+        else:  # as where every query sees a single key
+            reason = "its output on the input of the last forward does not depend on beta; run one where it does"
+        raise self._plan.error(reason, self._layer)
 
-def _check_layer(plan: FoldPlan, layer: AttentionLayer, places: list[Scaling], run: Run) -> list[Scaling]:
-    """The exact ones of the places of a layer, at least one."""
-    gain = plan.gains[layer]
-    try:
-        exact = [place for place in places if _is_exact(plan, place, gain, run)]
-    except RuntimeError as error:
-        raise plan.error(f"it does not run twice on one input ({error})", layer) from error
-    if exact:
-        return exact
-    if _is_random(plan, gain, run):
-        reason = "its output differs each time it runs, even in evaluation mode; make it deterministic"
-    elif _has_effect(plan, gain, run):
-        reason = (
-            "its output is not that of a scaled query projection or norm. Probably a norm without a weight, or a "
-            "function that is not linear, comes between, the query has a bias apart from its projection, or it is used "
-            "outside the scores too, as in some relative position biases. Exclude the layer with attach(layers=...)"
-        )
-    else:
-        reason = "its output on the input of the last forward does not depend on beta; run one where it does"
-    raise plan.error(reason, layer)
+    def _run(self, gain: Tensor) -> Any:
+        """Run with `gain [heads]` acting in place of `beta / beta_default`, on the same random numbers each time."""
+        with rerun.random_state_kept(self._plan.hook), self._layer.acting(gain):  # some drop out in evaluation, too
+            return self._forward()
 
-
-def _is_random(plan: FoldPlan, gain: Tensor, run: Run) -> bool:
-    """Tell if the output differs by more than rounding without a change: it draws numbers that are not torch's."""
-    one, other = run(torch.ones_like(gain)), run(torch.ones_like(gain))
-    return _distance(plan, one, other) > max(1e-5, rerun.precision(one)) * _pooled(plan, rerun.norm(one))
-
-
-def _has_effect(plan: FoldPlan, gain: Tensor, run: Run) -> bool:
-    """Tell if the output depends on beta at all; it does not if, for example, every query sees a single key."""
-    return _distance(plan, run(torch.ones_like(gain)), run(_probe_gain(gain))) > 0
-
-
-def _probe_gain(gain: Tensor) -> Tensor:
-    """Factors that are far from 1 and from those of the layer."""
-    return gain / gain.max() / 2
-
-
-def _is_exact(plan: FoldPlan, place: Scaling, gain: Tensor, run: Run) -> bool:
-    """Tell if scaling a place has the effect of the gain of a layer, and of one far from 1."""
-
-    def run_scaled(factors: Tensor, error: float = 0.0) -> Any:
+    def _run_scaled(self, place: Scaling, factors: Tensor, error: float = 0.0) -> Any:
+        """Run with factors in the weights, and the model's own beta."""
         with place.scaled(factors, error):
-            return run(torch.ones_like(gain))
+            return self._run(self._own)
 
-    plain = run(torch.ones_like(gain))
-    for factors in (_probe_gain(gain), gain):
-        expected, actual = run(factors), run_scaled(factors)
-        error = _distance(plan, actual, expected)
-        effect = math.inf if factors is gain else _distance(plan, plain, expected)
-        if not error < effect / 4:
-            return False
-        precision = rerun.precision([expected, place.parameters])
-        if error <= max(1e-5, precision / 4) * _pooled(plan, rerun.norm(expected)):
-            continue
-        rounding = _distance(plan, actual, run_scaled(factors, precision))
-        if not error <= 4 * rounding:
-            return False
-    return True
+    def _is_exact(self, place: Scaling) -> bool:
+        """Tell if scaling a place has the effect of the gain of the layer, and of one far from 1."""
+        plain = self._run(self._own)
+        for factors in (self._probe, self._gain):
+            expected, actual = self._run(factors), self._run_scaled(place, factors)
+            error = self._distance(actual, expected)
+            effect = math.inf if factors is self._gain else self._distance(plain, expected)
+            if not error < effect / 4:
+                return False
+            precision = rerun.precision([expected, place.parameters])
+            if error <= max(1e-5, precision / 4) * _pooled(self._plan, rerun.norm(expected)):
+                continue
+            rounding = self._distance(actual, self._run_scaled(place, factors, precision))
+            if not error <= 4 * rounding:
+                return False
+        return True
 
+    def _is_random(self) -> bool:
+        """Tell if the output differs by more than rounding without a change: it draws numbers that are not torch's."""
+        one, other = self._run(self._own), self._run(self._own)
+        return self._distance(one, other) > max(1e-5, rerun.precision(one)) * _pooled(self._plan, rerun.norm(one))
 
-def _distance(plan: FoldPlan, one: Any, other: Any) -> float:
-    return _pooled(plan, rerun.distance(one, other))
+    def _distance(self, one: Any, other: Any) -> float:
+        return _pooled(self._plan, rerun.distance(one, other))
 
 
 def _pooled(plan: FoldPlan, norm: float) -> float:

@@ -523,7 +523,7 @@ FAULTS = [
     Fault(
         "betahook/models/scaling.py", ".isfinite().all()", ".isfinite().any()", ("tests/unit/keep/test_refusals.py",)
     ),
-    Fault("betahook/keep/verification.py", "return gain / gain.max() / 2", "return gain"),
+    Fault("betahook/keep/verification.py", "self._gain / self._gain.max() / 2", "self._gain"),
     Fault(
         "betahook/keep/verification.py", "limits = limits.maximum(4 *", "limits = limits.maximum(4000 *", VERIFICATION
     ),
@@ -544,8 +544,8 @@ FAULTS = [
     ),
     Fault("betahook/rerun.py", "alike = (x == y) | (x.isnan() & y.isnan())", "alike = x == y", VERIFICATION),
     Fault("betahook/keep/places.py", "yield Scaling([*weights, *biases])", "pass"),
-    Fault("betahook/keep/verification.py", "rerun.random_state_kept(plan.hook), layer.", "layer."),
-    Fault("betahook/keep/verification.py", "if _is_random(plan, gain, run):", "if False:"),
+    Fault("betahook/keep/verification.py", "rerun.random_state_kept(self._plan.hook), self.", "self."),
+    Fault("betahook/keep/verification.py", "if self._is_random():", "if False:"),
     Fault("betahook/keep/folding.py", "    hook.detach()\n", ""),
     Fault("betahook/keep/folding.py", "transition.choose(hook, unfinished, undo)", "pass"),
     Fault(
