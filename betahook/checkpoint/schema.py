@@ -8,7 +8,7 @@ and the hook that is to continue from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,15 @@ TYPES: dict[str, type] = {
     **dict.fromkeys(TENSORS, Tensor),
 }
 """Every entry of a state but its version."""
+LATER: dict[str, Callable[[dict[str, Any]], Any]] = {
+    **dict.fromkeys(("findings_step", "batches"), lambda state: 0),
+    "trained_by": lambda state: [],
+    "clips": lambda state: torch.zeros_like(state["nonfinite_since"]),
+    **dict.fromkeys(BY_LAYER, lambda state: torch.zeros(len(state["layers"]), dtype=torch.int64, device="cpu")),
+    "recent_moments": lambda state: torch.zeros_like(state["moments"]),
+    "window": lambda state: torch.zeros_like(torch.atleast_2d(state["table"])[: len(ROWS["window"])]),
+}
+"""Entries that older files of this version lack, to what stands for them, made of entries before them in `TYPES`."""
 
 
 def dump(
@@ -112,14 +121,15 @@ def parse(given: object) -> dict[str, Any]:
         raise ValueError(
             f"expected a betahook state of version {VERSION}, got {found}: give what hook.state_dict() returned"
         )
-    state = MIGRATIONS[version](given) if version in MIGRATIONS else given
-    state = {**_later_entries(state), **state}
+    state = dict(MIGRATIONS[version](given) if version in MIGRATIONS else given)
     for name, kind in TYPES.items():
-        if not isinstance(state.get(name), kind) or (kind is not bool and isinstance(state[name], bool)):
-            found = type(state[name]).__name__ if name in state else "nothing"
-            raise ValueError(f"the state is incomplete: {name} should be a {kind.__name__}, got {found}")
-    if unknown := sorted(map(str, state.keys() - TYPES.keys() - {"version"})):
-        raise ValueError(f"the state is damaged: it has entries that are unknown, {', '.join(unknown)}")
+        if name in LATER and name not in state:
+            state[name] = LATER[name](state)
+        fits = isinstance(state.get(name), kind) and (kind is bool or not isinstance(state[name], bool))
+        found = type(state[name]).__name__ if name in state else "nothing"
+        _check(fits, f"incomplete: {name} should be a {kind.__name__}, got {found}")
+    unknown = sorted(map(str, state.keys() - TYPES.keys() - {"version"}))
+    _check(not unknown, f"damaged: it has entries that are unknown, {', '.join(unknown)}")
     _check_layers(state["layers"])
     _check_counters(state)
     named = {"recent_moments": state["rows"].get("moments"), "window": list(ROWS["window"]), **state["rows"]}
@@ -131,27 +141,16 @@ def parse(given: object) -> dict[str, Any]:
             _check_shape(name, state[name], (*state[name].shape[:-1], heads))
         _check_dtype(name, state[name], TENSORS[name])
     for name in ("beta", "beta_default"):
-        if not bool((state[name].isnan() | is_beta(state[name])).all()):
-            raise ValueError(
-                f"the state is damaged: {name} has entries that are not positive and finite, between {SMALLEST_BETA:g} "
-                f"and {LARGEST_BETA:g}"
-            )
-    _check_conditions(state["condition"])
-    _check_controllers(state["controllers"], state["trained_by"])
+        bounds = f"between {SMALLEST_BETA:g} and {LARGEST_BETA:g}"
+        are_betas = bool((state[name].isnan() | is_beta(state[name])).all())
+        _check(are_betas, f"damaged: {name} has entries that are not positive and finite, {bounds}")
+    unknown = sorted(set(state["condition"].flatten().tolist()) - set(range(CONDITIONS)))
+    _check(not unknown, f"damaged: condition has entries that are unknown, {unknown}")
+    for index, entry in enumerate(state["controllers"]):
+        _check_controller(index, entry)
+    are_words = all(isinstance(words, str) for words in state["trained_by"])
+    _check(are_words, f"damaged: trained_by should be controllers in words, got {state['trained_by']}")
     return {**state, "version": VERSION, "rows": {name: list(rows) for name, rows in ROWS.items()}}
-
-
-def _later_entries(state: dict[str, Any]) -> dict[str, Any]:
-    """Return defaults for the entries that older files of this version lack."""
-    layers, moments, table = state.get("layers"), state.get("moments"), state.get("table")
-    kept = torch.zeros_like(moments) if isinstance(moments, Tensor) else moments
-    zeros = torch.zeros(len(layers) if isinstance(layers, dict) else 0, dtype=torch.int64, device="cpu")
-    since = state.get("nonfinite_since")  # of the same shape; where it is damaged, it is refused by itself
-    clips = torch.zeros(since.shape if isinstance(since, Tensor) else 0, dtype=torch.int64, device="cpu")
-    window = torch.zeros_like(table[: len(ROWS["window"])]) if isinstance(table, Tensor) else table
-    by_layer = {name: zeros.clone() for name in BY_LAYER}
-    counters = {"findings_step": 0, "batches": 0}
-    return {**counters, "trained_by": [], "clips": clips, "window": window, "recent_moments": kept, **by_layer}
 
 
 def match(
@@ -213,14 +212,12 @@ def _memory(controller: Controller, given: dict[str, Tensor], beta: Tensor) -> d
     """Return what a controller remembers, in its present form."""
     name, start = type(controller).__qualname__, controller.start(beta)
     memory = controller.migrate(given) if given else given
-    if memory and memory.keys() != start.keys():
-        raise ValueError(f"the state is damaged: the memory of {name} is not that of {', '.join(start)}")
+    is_known = not memory or memory.keys() == start.keys()
+    _check(is_known, f"damaged: the memory of {name} is not that of {', '.join(start)}")
     for key, value in memory.items():
-        _check_shape(f"{key} of {name}", value, start[key].shape)
-        if not is_of_kind(value, start[key]):
-            raise ValueError(
-                f"the state is damaged: {key} of {name} should be of {start[key].dtype}, got {value.dtype}"
-            )
+        like = start[key]
+        _check_shape(f"{key} of {name}", value, like.shape)
+        _check(is_of_kind(value, like), f"damaged: {key} of {name} should be of {like.dtype}, got {value.dtype}")
     return {key: memory[key] for key in start if memory}
 
 
@@ -243,83 +240,60 @@ def restore(state: State, given: dict[str, Any]) -> None:
 
 def _check_layers(layers: dict[Any, Any]) -> None:
     for name, heads in layers.items():
-        if not isinstance(name, str) or type(heads) is not int or heads < 1:
-            raise ValueError(
-                f"the state is damaged: layers should be names with numbers of heads, got {name!r}: {heads!r}"
-            )
+        are_heads = isinstance(name, str) and type(heads) is int and heads >= 1
+        _check(are_heads, f"damaged: layers should be names with numbers of heads, got {name!r}: {heads!r}")
 
 
 def _check_counters(state: dict[str, Any]) -> None:
-    in_order = 0 <= state["skipped_steps"] <= state["steps"] < 2**53 and 0 <= state["batches"] <= state["steps"]
-    if not in_order or not 0 <= state["alerts_step"] < 2**53:
-        raise ValueError(
-            f"the state is damaged: {state['steps']} steps, {state['skipped_steps']} of them skipped, "
-            f"{state['batches']} since the last pooling, alerts until step {state['alerts_step']}"
-        )
-    if not (math.isfinite(state["loss_scale"]) and state["loss_scale"] >= 0):
-        raise ValueError(
-            f"the state is damaged: the loss scale should be a number, 0 or more, got {state['loss_scale']}"
-        )
+    steps, skipped, batches, alerts = (state[name] for name in ("steps", "skipped_steps", "batches", "alerts_step"))
+    _check(
+        0 <= skipped <= steps < 2**53 and 0 <= batches <= steps and 0 <= alerts < 2**53,
+        f"damaged: {steps} steps, {skipped} of them skipped, {batches} since the last pooling, alerts until step "
+        f"{alerts}",
+    )
+    scale = state["loss_scale"]
+    _check(math.isfinite(scale) and scale >= 0, f"damaged: the loss scale should be a number, 0 or more, got {scale}")
 
 
-def _check_conditions(conditions: Tensor) -> None:
-    if unknown := sorted(set(conditions.flatten().tolist()) - set(range(CONDITIONS))):
-        raise ValueError(f"the state is damaged: condition has entries that are unknown, {unknown}")
-
-
-def _check_controllers(entries: list[Any], trained_by: list[Any]) -> None:
-    for index, entry in enumerate(entries):
-        _check_controller(index, entry)
-    if not all(isinstance(words, str) for words in trained_by):
-        raise ValueError(f"the state is damaged: trained_by should be controllers in words, got {trained_by}")
-
-
-def _check_controller(index: int, entry: object) -> None:
+def _check_controller(index: int, entry: Any) -> None:
     """Refuse an entry of controllers that is none."""
     match entry:
-        case {"class": str(), "options": dict(given), "state": dict(memory)} if all(
-            isinstance(name, str) for name in (*given, *memory)
-        ) and all(map(is_json, given.values())):
-            pass
-        case _:
-            raise ValueError(
-                f"the state is damaged: controller {index} should be a class, options and a state by name, got "
-                f"{entry!r}"
+        case {"class": str(), "options": dict(given), "state": dict(memory)}:
+            is_controller = all(isinstance(name, str) for name in (*given, *memory)) and all(
+                map(is_json, given.values())
             )
-    for name, value in memory.items():
-        if not isinstance(value, Tensor) or value.dim() != 1:
-            raise ValueError(f"the state is damaged: {name} of controller {index} should be a tensor of one dimension")
+        case _:
+            is_controller = False
+    words = "a class, options and a state by name"
+    _check(is_controller, f"damaged: controller {index} should be {words}, got {entry!r}")
+    for name, value in entry["state"].items():
+        is_flat = isinstance(value, Tensor) and value.dim() == 1
+        _check(is_flat, f"damaged: {name} of controller {index} should be a tensor of one dimension")
         _check_dtype(f"{name} of controller {index}", value, DTYPES)
 
 
-def _in_order(name: str, values: Tensor, rows: object, expected: Sequence[str]) -> Tensor:
+def _in_order(name: str, values: Tensor, rows: Any, expected: Sequence[str]) -> Tensor:
     """Return the rows of a tensor in the expected order; a row that is not there was not measured, and is zero."""
-    if (
-        not isinstance(rows, list)
-        or values.dim() != 2
-        or len(rows) != len(values)
-        or len(set(map(str, rows))) != len(rows)
-    ):
-        shape = list(values.shape)
-        raise ValueError(
-            f"the state is incomplete: {name} should have the shape [rows, heads] and a name for each row, got {shape} "
-            f"and {rows!r}"
-        )
-    if unknown := [row for row in rows if row not in expected]:
-        raise ValueError(f"the state is damaged: {name} has rows that are unknown, {', '.join(map(str, unknown))}")
+    are_named = isinstance(rows, list) and values.dim() == 2 and len(values) == len(rows) == len({*map(str, rows)})
+    wanted, shape = "the shape [rows, heads] and a name for each row", list(values.shape)
+    _check(are_named, f"incomplete: {name} should have {wanted}, got {shape} and {rows!r}")
+    unknown = [row for row in rows if row not in expected]
+    _check(not unknown, f"damaged: {name} has rows that are unknown, {', '.join(map(str, unknown))}")
     zero = torch.zeros_like(values[0])
     return torch.stack([values[rows.index(row)] if row in rows else zero for row in expected])
 
 
 def _check_shape(name: str, value: Tensor, shape: Sequence[int]) -> None:
-    if list(value.shape) != list(shape):
-        raise ValueError(
-            f"the state is incomplete: {name} should have the shape {list(shape)}, got {list(value.shape)}"
-        )
+    wanted, found = list(shape), list(value.shape)
+    _check(found == wanted, f"incomplete: {name} should have the shape {wanted}, got {found}")
 
 
 def _check_dtype(name: str, value: Tensor, allowed: Sequence[torch.dtype]) -> None:
-    if value.dtype not in allowed:
-        raise ValueError(
-            f"the state is damaged: {name} should be of {' or '.join(map(str, allowed))}, got {value.dtype}"
-        )
+    wanted = " or ".join(map(str, allowed))
+    _check(value.dtype in allowed, f"damaged: {name} should be of {wanted}, got {value.dtype}")
+
+
+def _check(holds: bool, complaint: str) -> None:
+    """Refuse a state of which something does not hold."""
+    if not holds:
+        raise ValueError(f"the state is {complaint}")

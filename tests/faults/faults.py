@@ -830,7 +830,7 @@ FAULTS = [
     Fault("betahook/control/memory.py", " or SEPARATOR in name", ""),
     Fault("betahook/control/memory.py", " or not is_of_kind(value, like)", ""),
     Fault("betahook/control/memory.py", "value.shape != beta.shape or value.dtype", "value.dtype"),
-    Fault("betahook/checkpoint/schema.py", "not is_of_kind(value, start[key])", "False", SCHEMA),
+    Fault("betahook/checkpoint/schema.py", "_check(is_of_kind(value, like),", "_check(True,", SCHEMA),
     Fault(
         "betahook/tap/by_hand/forward.py", "self.layer.state.steps - self.rehearsal", "self.layer.state.steps", SETTLED
     ),

@@ -70,6 +70,13 @@ def test_a_row_that_a_state_lacks_was_not_measured(trained):
     hook.load_state_dict(state)
 
 
+def test_a_table_that_is_a_single_number_is_refused_as_any(trained):
+    _, state = trained
+    older = {name: value for name, value in state.items() if name != "window"}  # of before there was one
+    with pytest.raises(ValueError, match=r"incomplete: table should have the shape \[rows, heads\] .*, got \[\]"):
+        schema.parse({**older, "table": torch.tensor(1.0, dtype=torch.float64)})
+
+
 @dataclass(frozen=True)
 class Old(betahook.Controller):
     rate: float = 0.5
