@@ -1,7 +1,10 @@
 """betahook: measure the scale of attention scores while a model trains, and adapt beta, the factor on them."""
 
-from betahook.control import Cap, Clip, Controller, Decades, Gradient, Monitor, Observation, Search, Variance
+from betahook.control.base import Controller, Observation
 from betahook.control.beta_search import BetaSearch
+from betahook.control.decades import Decades
+from betahook.control.rules import Cap, Clip, Gradient, Monitor, Variance
+from betahook.control.search import Search
 from betahook.examination import Examination, examine
 from betahook.hook import Hook, attach, detach
 from betahook.keep.folding import fold

@@ -11,7 +11,9 @@ from torch import nn
 
 from betahook import compat
 from betahook.checkpoint import is_marked
-from betahook.control import Controller, Monitor, Search, check_controller
+from betahook.control.base import Controller, check_controller
+from betahook.control.rules import Monitor
+from betahook.control.search import Search
 from betahook.models.discovery import Survey, survey
 from betahook.report.alerts import Alerts
 from betahook.tap.recorder import ATTRIBUTE

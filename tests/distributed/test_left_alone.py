@@ -16,7 +16,7 @@ CONTROLLERS = {
     "gradient": lambda: betahook.Gradient(0.1),
     "search": lambda: betahook.Search(window=1, warmup=0, rise=False, opening=0.3, largest=1.0),
     "decades": lambda: betahook.Decades(window=1),
-    "monitor": betahook.control.Monitor,
+    "monitor": betahook.Monitor,
     "clip": lambda: betahook.Clip(1e-3),
 }
 

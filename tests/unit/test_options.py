@@ -8,9 +8,8 @@ from torch import nn
 from transformers import LlamaConfig
 
 import betahook
-from betahook import options
+from betahook import Cap, Controller, Monitor, Search, options
 from betahook.checkpoint import MARK
-from betahook.control import Cap, Controller, Monitor, Search
 from betahook.hook import check_options
 from betahook.options import Settings
 from betahook.tap.recorder import ATTRIBUTE

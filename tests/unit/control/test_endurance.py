@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import betahook
-from betahook import Controller, control
+from betahook import Controller
 from betahook.control.base import DECADES, apply
 from support.observations import observe
 
@@ -18,7 +18,7 @@ STEPS, UNITS, DEFAULT = 20_000, 3, 0.125
 
 KINDS = [
     kind
-    for kind in map(vars(control).get, control.__all__)
+    for kind in map(vars(betahook).get, betahook.__all__)
     if inspect.isclass(kind) and issubclass(kind, Controller) and kind is not Controller
 ]
 CHAINS = [

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import betahook
-from betahook import Controller, Search
-from betahook.control import Monitor
+from betahook import Controller, Monitor, Search
 from betahook.step.stages import turn
 from support.models import build, inputs
 from support.training import LAYER
