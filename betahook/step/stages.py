@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -206,14 +207,9 @@ def turn(state: State, controllers: Sequence[Controller], interval: int) -> rang
     layers, batch = len(state.ranges), state.batch
     if batch < max(1, *(controller.opening_batches for controller in controllers)):
         return range(layers)
-    groups = min(interval, _ceil_div(layers, 2))
-    first, last = (_ceil_div(part * groups, interval) for part in (batch % interval, batch % interval + 1))
-    return range(_ceil_div(first * layers, groups), _ceil_div(last * layers, groups))
-
-
-def _ceil_div(dividend: int, divisor: int) -> int:
-    """Divide and round up."""
-    return -(-dividend // divisor)
+    groups = min(interval, ceil(layers / 2))
+    first, last = (ceil(part * groups / interval) for part in (batch % interval, batch % interval + 1))
+    return range(ceil(first * layers / groups), ceil(last * layers / groups))
 
 
 def explain(state: State, layers: Layers, controllers: Sequence[Controller]) -> list[Note]:

@@ -310,7 +310,7 @@ FAULTS = [
     ),
     Fault("betahook/control/search.py", "alpha=observation.batches", "alpha=1"),
     Fault("betahook/control/search.py", "if not direction and without_gradient:", "if not direction:", NOTES),
-    Fault("betahook/step/stages.py", "(_ceil_div(part * groups, interval)", "(part * (groups // interval)", STAGES),
+    Fault("betahook/step/stages.py", "(ceil(part * groups / interval)", "(part * (groups // interval)", STAGES),
     Fault("betahook/options.py", "1 if limited or any(", "1 if any(", MEASURING),
     Fault(
         "betahook/state/state.py",
