@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,10 +50,7 @@ class Stateful(Protocol):
 def save(hook: Stateful, folder: str | os.PathLike[str], weights: Mapping[str, Tensor] | None = None) -> Path:
     """Write the hook's state to `FILE` in an existing folder; the file appears whole or not at all.
 
-    Args:
-        hook: the hook.
-        folder: where.
-        weights: those that are saved with it, by name; None for those of its model.
+    The `weights` are those that are saved with it, by name; None for those of its model.
     """
     header, tensors = _take_apart(hook, weights)
     path = Path(folder, FILE)
@@ -83,7 +81,7 @@ def load(hook: Stateful, folder: str | os.PathLike[str]) -> None:
             weights than those of the model; it is named.
     """
     path = Path(folder, FILE)
-    _continue(hook, _read(path), str(path))
+    _continue(hook, _read(path), path)
 
 
 def check(folder: str | os.PathLike[str], model: nn.Module | None = None) -> None:
@@ -101,14 +99,13 @@ def check(folder: str | os.PathLike[str], model: nn.Module | None = None) -> Non
     path = Path(folder, FILE)
     entries = _read(path)[1]
     try:
-        if model is None:
-            fingerprint.refuse_other_files(entries, path.parent)
-        else:
-            fingerprint.refuse_other_weights(entries, model)
+        with naming(path):
+            if model is None:
+                fingerprint.refuse_other_files(entries, path.parent)
+            else:
+                fingerprint.refuse_other_weights(entries, model)
     except SafetensorError as error:
         raise ValueError(f"{path}: the weights beside it are damaged ({error}); take another checkpoint") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def export(hook: Stateful) -> dict[str, str]:
@@ -118,21 +115,14 @@ def export(hook: Stateful) -> dict[str, str]:
 
 
 def load_exported(hook: Stateful, exported: dict[str, str], place: str) -> None:
-    """Continue from what `export` returned; on an error the hook is left as it was.
-
-    Args:
-        hook: the hook.
-        exported: what `export` returned.
-        place: where it was found, for messages.
+    """Continue from what `export` returned, found in some place; on an error the hook is left as it was.
 
     Raises:
         ValueError: it is damaged, not betahook's, of another model or other controllers, or was saved with other
             weights than those of the model; the place is named.
     """
-    try:
+    with _reading(place, SafetensorError, KeyError, TypeError, ValueError):
         tensors = tensors_of_bytes(base64.b64decode(exported["tensors"], validate=True))
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{place} is damaged ({error}); resume from an older checkpoint") from error
     _continue(hook, _put_together(exported.get("header"), tensors, place), place)
 
 
@@ -156,13 +146,29 @@ def names_weights(folder: str | os.PathLike[str]) -> bool:
         return False
 
 
-def _continue(hook: Stateful, content: Content, place: str) -> None:
-    state, entries = content
+@contextmanager
+def naming(place: object) -> Iterator[None]:
+    """Say in errors where the state was found."""
     try:
-        fingerprint.refuse_other_weights(entries, hook.model)
-        hook.load_state_dict(state)
+        yield
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
+
+
+@contextmanager
+def _reading(place: object, *errors: type[Exception]) -> Iterator[None]:
+    """Say of errors in what is read that it is damaged."""
+    try:
+        yield
+    except errors as error:
+        raise ValueError(f"{place} is damaged ({error}); resume from an older checkpoint") from error
+
+
+def _continue(hook: Stateful, content: Content, place: object) -> None:
+    state, entries = content
+    with naming(place):
+        fingerprint.refuse_other_weights(entries, hook.model)
+        hook.load_state_dict(state)
 
 
 def _read(path: Path) -> Content:
@@ -170,13 +176,10 @@ def _read(path: Path) -> Content:
         raise FileNotFoundError(
             f"{path} does not exist: the checkpoint was saved without betahook. Load its model and begin a new run"
         )
-    try:
-        with safe_open(path, "pt") as file:
-            header = (file.metadata() or {}).get(HEADER)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a dict
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}); resume from an older checkpoint") from error
-    return _put_together(header, tensors, str(path))
+    with _reading(path, SafetensorError), safe_open(path, "pt") as file:
+        header = (file.metadata() or {}).get(HEADER)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a dict
+    return _put_together(header, tensors, path)
 
 
 def _take_apart(hook: Stateful, weights: Mapping[str, Tensor] | None = None) -> tuple[str, dict[str, Tensor]]:
@@ -188,24 +191,20 @@ def _take_apart(hook: Stateful, weights: Mapping[str, Tensor] | None = None) -> 
     return json.dumps({"state": state, "sha256": _checksum(state, tensors)}), tensors
 
 
-def _put_together(header: str | None, tensors: dict[str, Tensor], place: str) -> Content:
+def _put_together(header: str | None, tensors: dict[str, Tensor], place: object) -> Content:
     """Return what `_take_apart` parted; `place` is where it was found, for messages."""
-    try:
+    with _reading(place, json.JSONDecodeError, RecursionError):
         content = None if header is None else json.loads(header)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{place} is damaged ({error}); resume from an older checkpoint") from error
     if not isinstance(content, dict) or not isinstance(content.get("state"), dict):
         raise ValueError(f"{place} is not the state of a hook: its header has no entry {HEADER!r} with a state")
     state: dict[str, Any] = content["state"]
     if content.get("sha256") != _checksum(state, tensors):
         raise ValueError(f"{place} is damaged (its checksum does not match); resume from an older checkpoint")
     entries = {name: tensors.pop(name) for name in list(tensors) if name.startswith(FINGERPRINT)}
-    try:
+    with naming(place):
         for name, tensor in tensors.items():
             _put_tensor(state, name, tensor)
         return schema.parse(state), {name.removeprefix(FINGERPRINT): tensor for name, tensor in entries.items()}
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
 
 
 def _take_tensors(nested: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:

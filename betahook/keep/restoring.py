@@ -14,6 +14,7 @@ from typing import Any, cast
 from torch import nn
 
 from betahook import checkpoint
+from betahook.checkpoint.file import naming
 from betahook.control.base import written
 from betahook.hook import Hook, attach, hooks_of
 from betahook.models.discovery import named_modules
@@ -63,10 +64,8 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
             state["controllers"] = hook.state_dict()["controllers"]
         with ExitStack() as undo:
             undo.callback(hook.detach)
-            try:
+            with naming(path):
                 hook.load_state_dict(state)
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from error
             checkpoint.check(folder, model)
             undo.pop_all()
     return hook
