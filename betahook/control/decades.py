@@ -42,10 +42,8 @@ class Trial:
         step: of this stage, in decades.
         reach: steps from the centre to this trial.
         side: 1 for a trial above the centre, -1 below.
-        open_above: 1 while trials go on above the centre, 0 once one was worse than the one before it.
-        open_below: the same below.
-        score_above: of the outermost trial above.
-        score_below: the same below.
+        open_above, open_below: 1 while trials go on above the centre, or below, 0 once one was worse than before.
+        score_above, score_below: of the outermost trial above, or below.
         best_score: of the best trial of this stage; of the first window in `HOLD`, where it is NaN before.
         centre: log10 of the beta in the middle.
         best: log10 of the beta of the best trial, as the bounds let it be.

@@ -99,17 +99,13 @@ def add_pairs(
     key: Tensor,
     scales: Tensor,
 ) -> None:
-    """Add one attention call whose scores exist.
+    """Add one attention call whose scores exist; `table`, `moments` and `scales` are those of `add_scores`.
 
     Args:
-        table: as in `add_scores`.
-        moments: the same.
         raw: scores `[batch, heads, queries, keys]`.
-        logits: the same shape, the input of the softmax.
-        allowed: boolean, the same shape.
-        query: `[1, heads, tokens, d_k]`, all tokens that had a part in the scores.
-        key: the same.
-        scales: as in `add_scores`.
+        logits: of the same shape, the input of the softmax.
+        allowed: boolean, of the same shape.
+        query, key: `[1, heads, tokens, d_k]`, all tokens that had a part in the scores.
     """
     with no_autocast(raw.device):
         counts, sums, largest = pair_sums(raw, logits, allowed)

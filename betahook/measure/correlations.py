@@ -21,15 +21,12 @@ class Correlations:
     squares over pairs of components and over heads, less what as many independent tokens give by chance.
 
     Attributes:
-        variance_q: (iii) smallest and largest variance of a component of q, assumed to be 1.
-        variance_k: (iii) the same of k.
-        within_q: (iv) correlation of two components of one q, assumed to be 0.
-        within_k: (iv) the same of k.
+        variance_q, variance_k: (iii) smallest and largest variance of a component, assumed to be 1.
+        within_q, within_k: (iv) correlation of two components of one q, or of one k, assumed to be 0.
         between: (iv) correlation of a component of q with one of k, of the same token; NaN where q and k are not of the
             same number of tokens.
-        tokens_q: (iv) mean correlation of a component of q at two tokens of one sequence, assumed to be 0; NaN with a
-            single sequence, whose mean cannot be told from that of all.
-        tokens_k: (iv) the same of k.
+        tokens_q, tokens_k: (iv) mean correlation of a component at two tokens of one sequence, assumed to be 0; NaN
+            with a single sequence, whose mean cannot be told from that of all.
     """
 
     variance_q: tuple[float, float]

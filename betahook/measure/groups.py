@@ -27,8 +27,7 @@ class LayerSize:
     Attributes:
         heads: number of query heads.
         head_dim: d_k.
-        query_width: d_x, features that enter the query projection; NaN where that was not found.
-        key_width: the same of the key projection.
+        query_width, key_width: d_x, features that enter each projection; NaN where that was not found.
     """
 
     heads: int
@@ -46,8 +45,7 @@ class HeadGroups:
     Attributes:
         lengths: number of heads in each group, `[groups]`.
         head_dim: d_k, `[groups]`.
-        query_width: d_x of the query projection, `[groups]`; NaN where the projection was not found.
-        key_width: the same of the key projection.
+        query_width, key_width: d_x of each projection, `[groups]`; NaN where the projection was not found.
         of_head: the group of each head, int64 `[heads]`.
     """
 

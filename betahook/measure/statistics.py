@@ -166,14 +166,12 @@ class Statistics:
         sink: mean share of the attention that a row gives to the first key that it may use, over the same rows.
         flat_entropy: the entropy that flat attention would have in these rows: the mean logarithm of the number of keys
             that a row may use. It is 0 where each row has but one.
-        component_mean_square_q: square of the mean of a component of q, averaged over the components.
-        component_variance_q: variance of a component of q, averaged over the components.
-        component_mean_square_k: the same as `component_mean_square_q`, of k.
-        component_variance_k: the same as `component_variance_q`, of k.
+        component_mean_square_q, component_mean_square_k: square of the mean of a component of q, or of k, averaged over
+            the components.
+        component_variance_q, component_variance_k: variance of a component, averaged over the components.
         independent_std: standard deviation of the scores if the components of q and k were independent, from their
             moments over all tokens of a head.
-        input_std_q: standard deviation of the entries that enter the query projection.
-        input_std_k: standard deviation of the entries that enter the key projection.
+        input_std_q, input_std_k: standard deviation of the entries that enter the query projection, or that of the key.
         sensitivity: derivative of the training loss with respect to log beta, the mean over the batches.
         finite: False where a measured sum is NaN or infinite.
     """

@@ -33,12 +33,9 @@ class LayerAudit:
         name: module name.
         head_dim: (i) d_k.
         query_width: (i) d_x, features that enter the query projection.
-        projected_variance_q: (ii) `d_x sigma_X^2 sigma_Wq^2`, assumed to be 1.
-        projected_variance_k: (ii) the same for W_k.
-        component_mean_q: (iii) root mean square of the means of the components of q, assumed to be 0.
-        component_mean_k: (iii) the same for k.
-        component_variance_q: (iii) mean variance of the components of q, assumed to be 1.
-        component_variance_k: (iii) the same for k.
+        projected_variance_q, projected_variance_k: (ii) `d_x sigma_X^2 sigma_W^2`, assumed to be 1.
+        component_mean_q, component_mean_k: (iii) root mean square of the means of the components, assumed to be 0.
+        component_variance_q, component_variance_k: (iii) mean variance of the components, assumed to be 1.
         covariance: (iv) measured variance of the scores over that of independent components; 1 without covariance. A
             covariance within q alone, or within k alone, leaves the variance of the scores as it is and does not show.
         correlations: (iii) and (iv) component by component, and between tokens, in the model's last forward; None where

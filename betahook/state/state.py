@@ -39,9 +39,7 @@ class LayerTensors:
     code, and each layer in need of code of its own.
 
     Attributes:
-        table: of the `State`.
-        moments: the same.
-        beta_default: the same.
+        table, moments, beta_default: of the `State`.
         beta: float32 `[heads of the layer]`, a view of that of the state.
         probe: see `betahook.state.factors`.
     """
