@@ -191,12 +191,7 @@ class AttentionLayer:
 
     @torch.no_grad()
     def read_weights(self, *, sharded: bool = False) -> None:
-        """Read W_q and W_k as they are now into the state.
-
-        Args:
-            sharded: False for weights that are whole, True for those that are sharded, for which every rank must call
-                this.
-        """
+        """Read W_q and W_k as they are now into the state: whole ones, or those `sharded`, which takes all ranks."""
         for side, projection in enumerate(self.projections or ()):
             if projection.is_sharded is not sharded:
                 continue

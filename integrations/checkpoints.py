@@ -95,13 +95,7 @@ def _holds(folder: Path, state: TrainerState) -> bool:
 
 
 def export(hook: Hook, state: TrainerState, owner: TrainerCallback) -> None:
-    """Let the state of the Trainer, and so its checkpoints, hold that of a hook as it is when it is written.
-
-    Args:
-        hook: the hook.
-        state: of the training that has begun.
-        owner: the callback whose hook it is.
-    """
+    """Let the state of the Trainer, and so its checkpoints, hold that of its owner's hook as it is when written."""
     _exports(state)[_EXPORT] = _Export(hook, owner, state)
 
 

@@ -26,10 +26,8 @@ ENTRIES = 16
 def take(weights: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return some entries of every parameter by its name, each `[ENTRIES]` on the CPU in the parameter's own dtype.
 
-    Left out is what is quantised, offloaded or sharded: its entries are not at hand, or not the same on every rank.
-
-    Args:
-        weights: a model, or its weights by their names in a saved model.
+    Left out is what is quantised, offloaded or sharded: its entries are not at hand, or not the same on every rank. The
+    weights are those of a model, or by their names in a saved one.
     """
     named = _parameters(weights) if isinstance(weights, nn.Module) else weights.items()
     return {name: _entries(weight) for name, weight in named if _is_at_hand(weight)}

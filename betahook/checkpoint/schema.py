@@ -156,13 +156,9 @@ def parse(given: object) -> dict[str, Any]:
 def match(
     state: dict[str, Any], own: dict[str, Any], controllers: Sequence[Controller], beta: Tensor
 ) -> dict[str, Any]:
-    """Return a parsed state as the hook continues from it.
+    """Return a state from `parse` as a hook continues from it.
 
-    Args:
-        state: from `parse`.
-        own: the `state_dict` of the hook.
-        controllers: of the hook.
-        beta: `[units]`, for the shapes of what the controllers remember.
+    The hook has its `own` state dict, its controllers, and `beta [units]`, which shapes what these remember.
 
     Raises:
         ValueError: the state is of another model, other options or other controllers; the message says which.

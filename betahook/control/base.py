@@ -169,16 +169,8 @@ def apply(
     Controllers judged by the loss run all the same: to them, a beta at which nothing is finite is a bad trial.
 
     They compute in the precision of the statistics, float64 where the device has it. Wherever they move beta, it stays
-    within `DECADES` of the model's own.
-
-    Args:
-        controllers: what moves beta.
-        beta: `[units]`.
-        observation: what was measured.
-        memories: one for each controller, empty before its first update.
-
-    Returns:
-        Beta, in its dtype, and the new memories.
+    within `DECADES` of the model's own, and is returned in its dtype. The memory of a controller is empty before its
+    first update.
 
     Raises:
         TypeError: a controller returned something else than beta and memory, or a memory that no checkpoint holds.
@@ -275,10 +267,7 @@ def defaults(kind: type[Controller]) -> dict[str, Any]:
 def written(name: str, options: Mapping[str, object], kind: type[Controller] | None = None) -> str:
     """Write a controller as it is made, without the options that are its defaults.
 
-    Args:
-        name: of its class.
-        options: by name.
-        kind: its class; None for the one of this name, if there is one.
+    Its class is `kind`; by default the one of this name, if there is one.
     """
     kind = kind or next((each for each in Controller.__subclasses__() if each.__qualname__ == name), None)
     usual = {} if kind is None else defaults(kind)

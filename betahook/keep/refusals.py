@@ -137,11 +137,8 @@ def refuse(plan: FoldPlan) -> None:
 def foresee(hook: Hook, *, from_weights: bool) -> dict[AttentionLayer, str]:
     """Return what will speak against folding a beta that the heads of a layer share, for the layers that have a reason.
 
-    It goes by what the model shows now: there may be further reasons when it is folded.
-
-    Args:
-        hook: the hook.
-        from_weights: True to look at the weights as well, False for a model on the meta device.
+    It goes by what the model shows now, `from_weights` by the weights too, which no model on the meta device has: there
+    may be further reasons when it is folded.
     """
     layers = hook.layers.values()
     plan = FoldPlan(hook, hook.model, {layer: torch.full((layer.heads,), 2.0, dtype=torch.float64) for layer in layers})

@@ -27,13 +27,8 @@ def add(moments: Tensor, query: Components, key: Components, tokens: Tensor) -> 
     """Add the components of one attention call to `moments [4, heads * d_k]`, in place.
 
     The sums are about zero whatever the mean, so that they can be added over calls and ranks: float64 keeps the float32
-    digits of a variance up to means ten thousand times the spread.
-
-    Args:
-        moments: the sums.
-        query: of the heads.
-        key: of the key heads, each of which may serve several heads.
-        tokens: number of queries and of keys, `[2, heads]`.
+    digits of a variance up to means ten thousand times the spread. Each of the key heads may serve several heads, of
+    whose queries and keys `tokens [2, heads]` are the numbers.
     """
     key_heads, width = key.mean.shape
     shape = key_heads, len(query.mean) // key_heads, width

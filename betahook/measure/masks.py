@@ -107,13 +107,7 @@ class GivenMask:
     band: Band = Band()
 
     def describe(self, queries: int, keys: int, *, shared: bool = True) -> Mask:
-        """Look at the tensor.
-
-        Args:
-            queries: of the call.
-            keys: of the call.
-            shared: False to make everything for this call alone, see `Mask.facts`.
-        """
+        """Look at the tensor, for a call of so many queries and keys; alone if it is not `shared`, see `Mask.facts`."""
         tensor = self.tensor
         if tensor is None:
             mask = Mask(self.band)

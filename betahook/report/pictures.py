@@ -37,11 +37,7 @@ NARROWEST = 66
 
 
 def draw(history: History, labels: Sequence[str]) -> bytes:
-    """Draw the history as a PNG.
-
-    Args:
-        history: with at least one log.
-        labels: a short name for each layer.
+    """Draw the history as a PNG, with a short label for each layer.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -132,11 +132,8 @@ class Factors:
     def gradients(self, layers: range, heads: slice) -> tuple[Sequence[Tensor], Tensor | None]:
         """Return what gives the sensitivity when it is joined and multiplied: gradients and gains, nothing launched.
 
-        The gradients are `[heads, 1, 1]`, of a layer or of several; the gains `[heads]`, None for 1.
-
-        Args:
-            layers: those whose sensitivity is asked for.
-            heads: of these layers.
+        For some layers and their heads. The gradients are `[heads, 1, 1]`, of a layer or of several; the gains
+        `[heads]`, None for 1.
         """
         found = self._of_leaves(layers)
         ready = [gradient for gradient in found if gradient is not None and not gradient.requires_grad]
