@@ -59,7 +59,4 @@ class SignSearch:
         # Where no window ends there is neither agreement nor a turn, and the step stays as it was.
         step = state["step"] * (self.growth**agreement).masked_fill(agreement < 0, 0.5)
         step = step.clamp(self.smallest, self.largest)
-        return direction * step, {
-            "direction": torch.where(direction != 0, direction, state["direction"]),
-            "step": step,
-        }
+        return direction * step, {"direction": torch.where(direction != 0, direction, state["direction"]), "step": step}

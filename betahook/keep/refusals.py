@@ -254,10 +254,7 @@ def weight_would_overflow(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     return reason if overflow else None
 
 
-MODEL_REFUSALS: list[Callable[[FoldPlan], str | None]] = [
-    weights_are_sharded,
-    prompts_are_saved_alone,
-]
+MODEL_REFUSALS: list[Callable[[FoldPlan], str | None]] = [weights_are_sharded, prompts_are_saved_alone]
 FORESEEN: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [
     query_is_clipped,
     norm_is_shared_by_heads,

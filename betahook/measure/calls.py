@@ -64,12 +64,7 @@ def add_scores(
 
 
 def _score_sums(
-    query: Tensor,
-    key: Tensor,
-    mask: Mask,
-    beta: Tensor,
-    of_query: Components,
-    score_mod: ScoreMod,
+    query: Tensor, key: Tensor, mask: Mask, beta: Tensor, of_query: Components, score_mod: ScoreMod
 ) -> tuple[list[Tensor], tuple[Tensor, ...], Components]:
     """Choose the form: sums of the scores of a call as `_add` gets them, their `extremes`, and moments of the keys."""
     short = is_short(query.shape[2], key.shape[2])

@@ -54,13 +54,7 @@ PLAIN = ScoreMod()
 
 
 def row_sums(
-    query: Tensor,
-    key: Tensor,
-    mask: Mask,
-    beta: Tensor,
-    score_mod: ScoreMod = PLAIN,
-    *,
-    moments: bool = True,
+    query: Tensor, key: Tensor, mask: Mask, beta: Tensor, score_mod: ScoreMod = PLAIN, *, moments: bool = True
 ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
     """Scores, largest score and entropy of all rows of a short sequence, or of `pairs.ROWS` evenly spaced ones.
 
@@ -149,12 +143,7 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _reduce(
-    scores: Tensor,
-    pairs: RowPairs,
-    beta: Tensor,
-    softcap: float | None,
-    moments: bool,
-    cached: bool,
+    scores: Tensor, pairs: RowPairs, beta: Tensor, softcap: float | None, moments: bool, cached: bool
 ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
     """Reduce a part as `_parts` makes it, whose scores are overwritten; see `row_sums`."""
     scores *= pairs.used
