@@ -99,7 +99,8 @@ def check_options(**given: Any) -> dict[str, Any]:
     """
     bound = inspect.signature(attach).bind(None, **given)
     bound.apply_defaults()
-    every = {name: value for name, value in bound.arguments.items() if name != "model"}
+    every = bound.arguments
+    del every["model"]
     options.resolve(**{name: value for name, value in every.items() if name != "layers"})
     options.predicate(every["layers"])
     return every

@@ -89,7 +89,7 @@ def resolve(
     exact_max_logit: bool,
     alerts: Alerts | None,
 ) -> tuple[list[Controller], Settings]:
-    """Return the controllers of a hook, and its settings: what these and the alerts need where nobody asked for it."""
+    """Return the controllers of a hook, and its settings, with what the controllers and the alerts need among them."""
     chain = controllers(controller)
     if not isinstance(alerts, Alerts | None):
         raise TypeError(f"alerts must be betahook.Alerts or None; got {alerts!r}")

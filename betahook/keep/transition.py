@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import ExitStack
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -23,12 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 def check(choice: str) -> None:
-    """Refuse a choice that is none.
-
-    Raises:
-        ValueError: it is not one of `Unfinished`.
-    """
-    if choice not in ("keep", "own", "better"):
+    """Refuse a choice that is not one of `Unfinished`, with a ValueError."""
+    if choice not in get_args(Unfinished):
         raise ValueError(f'unfinished must be "keep", "own" or "better"; got {choice!r}')
 
 

@@ -83,8 +83,8 @@ def _forget_nonfinite(state: State) -> None:
 def is_due(state: State, controllers: Sequence[Controller], interval: int, loss_scale: LossScale) -> bool:
     """Tell if this step is pooled: a controller is due, or the metrics are, in the first step and every `interval`.
 
-    A function of numbers that every rank and every resumed run have alike. A skipped step ends no
-    window, since the next step has the same batch number.
+    A function of numbers that every rank and every resumed run have alike. A skipped step ends no window, since the
+    next step has the same batch number.
     """
     batch = state.batch
     due = batch == 0 or (batch + 1) % interval == 0 or any(rule.uses_loss or rule.is_due(batch) for rule in controllers)
@@ -176,7 +176,7 @@ def control(state: State, layers: Layers, controllers: Sequence[Controller]) -> 
 
 @contextmanager
 def pooling(state: State, loss_scale: LossScale) -> Iterator[Tensor]:
-    """Pool for what follows, give which heads were measured, and begin to add up anew, whatever happens."""
+    """Pool the sums, give which heads they measured, and begin new sums at the end, whatever happens."""
     measured = pool(state, skipped=loss_scale.skipped)
     try:
         yield measured
