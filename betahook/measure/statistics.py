@@ -230,54 +230,52 @@ class Statistics:
         return Statistics(**{field.name: getattr(self, field.name)[group] for field in fields(self)})
 
 
+@dataclass(frozen=True)
 class Pooled:
     """Rows of a table pooled over runs of heads, by name, each when somebody asks for it.
 
     All sums are added but "score_square", from which the part between the means of the heads is taken: the variance of
     a group is the mean of its heads' variances, weighted by pairs. Segments, not scattering, keep the order of the
-    additions, and so every bit, the same on all ranks.
+    additions, and so every bit, the same on all ranks. The fields are those of `Statistics.from_table`.
     """
 
-    def __init__(
-        self, table: Tensor, lengths: Tensor | None, describe: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        self._table = table
-        self._lengths = lengths
-        self._describe = describe
+    table: Tensor
+    lengths: Tensor | None
+    describe: Callable[[Tensor], Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         if name in MAXIMA:
             return self._maxima[ROW[name]]
-        if name in DESCRIBED and self._describe is not None:
+        if name in DESCRIBED and self.describe is not None:
             return self._described[name]
-        if name == "score_square" and self._lengths is not None:
+        if name == "score_square" and self.lengths is not None:
             return self._score_square
         return self._sums[ROW[name]]
 
     @cached_property
     def _by_head(self) -> Tensor:
         """The table as `by_segment` wants it, `[heads, quantities]`."""
-        return self._table.T.contiguous()
+        return self.table.T.contiguous()
 
     @cached_property
     def _sums(self) -> Tensor:
         """Sums of all rows, `[quantities, groups]`: of maxima too, where they only tell if all were finite."""
-        return self._table if self._lengths is None else by_segment(self._by_head, "sum", self._lengths).T
+        return self.table if self.lengths is None else by_segment(self._by_head, "sum", self.lengths).T
 
     @cached_property
     def _maxima(self) -> Tensor:
         """The largest of all rows, `[quantities, groups]`, though only those of maxima mean something."""
-        return self._table if self._lengths is None else by_segment(self._by_head, "max", self._lengths).T
+        return self.table if self.lengths is None else by_segment(self._by_head, "max", self.lengths).T
 
     @cached_property
     def _described(self) -> Pooled:
-        assert self._describe is not None
-        return Pooled(self._describe(self._table), self._lengths)
+        assert self.describe is not None
+        return Pooled(self.describe(self.table), self.lengths)
 
     @cached_property
     def _score_square(self) -> Tensor:
-        assert self._lengths is not None
-        by_head = by_segment(_mean_part(self._table), "sum", self._lengths)
+        assert self.lengths is not None
+        by_head = by_segment(_mean_part(self.table), "sum", self.lengths)
         return self._sums[ROW["score_square"]] - (by_head - _mean_part(self._sums))
 
     @cached_property
