@@ -83,10 +83,9 @@ def _blocks(band: Band, queries: int, keys: int, area: int) -> Iterator[tuple[sl
     width = max(area // HEIGHT, HEIGHT)
     for start in range(0, queries, HEIGHT):
         stop = min(start + HEIGHT, queries)
-        first = 0 if band.low is None else min(max(start + band.low + 1, 0), keys)
-        last = keys if band.high is None else min(max(stop + band.high, 0), keys)
-        for column in range(first, last, width):
-            yield slice(start, stop), slice(column, min(column + width, last))
+        seen = band.visible(start, stop, keys)
+        for column in range(seen.start, seen.stop, width):
+            yield slice(start, stop), slice(column, min(column + width, seen.stop))
 
 
 def _masked(mask: Mask, band: Band, rows: slice, columns: slice, device: torch.device) -> Tensor | None:

@@ -51,6 +51,11 @@ class Band:
             pairs = pairs & (distance <= self.high)
         return pairs
 
+    def visible(self, start: int, stop: int, keys: int) -> slice:
+        """The keys, of so many, that some query from `start` to `stop` may use."""
+        first = 0 if self.low is None else min(max(start + self.low + 1, 0), keys)
+        return slice(first, keys if self.high is None else min(max(stop + self.high, 0), keys))
+
     def edges(self, keys: int) -> list[int]:
         """The edges of the two prefixes of the keys whose difference a query sees; a single one where `low` is open."""
         upper = keys if self.high is None else self.high

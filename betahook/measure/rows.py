@@ -125,12 +125,11 @@ def _parts(query: Tensor, key: Tensor, mask: Mask, queries: int, pairs: RowPairs
 
 def _visible(mask: Mask, queries: int, keys: int, first: int, last: int) -> slice:
     """The keys that a run of picked rows may see by the band, one at least."""
-    low, high = 0, keys
-    if mask.pairs is None and mask.band.low is not None:
-        low = min(max(row_at(first, queries, keys) + mask.band.low + 1, 0), keys - 1)
-    if mask.pairs is None and mask.band.high is not None:
-        high = min(max(row_at(last, queries, keys) + mask.band.high + 1, low + 1), keys)
-    return slice(low, high)
+    if mask.pairs is not None:
+        return slice(0, keys)
+    seen = mask.band.visible(row_at(first, queries, keys), row_at(last, queries, keys) + 1, keys)
+    low = min(seen.start, keys - 1)
+    return slice(low, max(seen.stop, low + 1))
 
 
 def _scores(query: Tensor, key: Tensor) -> Tensor:
