@@ -44,16 +44,14 @@ class Examination:
     precision: tuple[Precision, ...]
 
     def __str__(self) -> str:
-        formats = dict.fromkeys(each.name for each in self.precision)
-        concerns = [
-            f"{name}: {len(found)} of {len(self.findings)} layers, the worst {worst.verdict} ({worst.layer})"
-            for name in formats
-            if (found := [each for each in self.precision if each.name == name and each.is_concern])
-            and (worst := max(found, key=lambda each: each.gravity))
-        ]
-        return "\n".join(
-            [str(self.findings), "", *(concerns or ["float16, bfloat16 and float8 would all be precise enough"])]
-        )
+        concerns = []
+        for name in dict.fromkeys(each.name for each in self.precision):
+            if found := [each for each in self.precision if each.name == name and each.is_concern]:
+                worst = max(found, key=lambda each: each.gravity)
+                layers = f"{len(found)} of {len(self.findings)} layers"
+                concerns.append(f"{name}: {layers}, the worst {worst.verdict} ({worst.layer})")
+        concerns = concerns or ["float16, bfloat16 and float8 would all be precise enough"]
+        return "\n".join([str(self.findings), "", *concerns])
 
 
 def examine(
