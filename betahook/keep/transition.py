@@ -39,6 +39,8 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack) -> None:
     own = choice == "own" or own_is_better
     if own:
         _let_own_act(hook, undo)
+    if is_distributed() and torch.distributed.get_rank() > 0:  # all ranks choose alike
+        return
     other = "the beta in force" if own else "the model's own"
     digits = _digits(*losses)
     compared = (
