@@ -102,14 +102,19 @@ def resolve(
 
 
 def controllers(choice: ControllerChoice) -> list[Controller]:
-    """Return the rules of a hook, in order."""
+    """Return the rules of a hook, in order.
+
+    Raises:
+        ValueError: there is no choice of this name, or the list is empty.
+        TypeError: it is no controller and no list of them, or no checkpoint could name its options.
+    """
     if choice == "default":
         return [Search()]
     if choice == "monitor":
         return [Monitor()]
     chain = [choice] if isinstance(choice, Controller) else choice
     if isinstance(chain, str) or not isinstance(chain, Sequence) or not all(isinstance(c, Controller) for c in chain):
-        raise TypeError(
+        raise (ValueError if isinstance(choice, str) else TypeError)(
             'controller must be "default", "monitor", a controller (Search(), Variance(), Gradient(), Cap(), ...) or a '
             f"list of them; got {_named(choice) if isinstance(choice, type | nn.Module) else repr(choice)}"
         )
