@@ -81,6 +81,8 @@ ASSUMPTIONS: Mapping[str, tuple[str, Callable[[LayerAudit], Sequence[float]]]] =
 }
 """Headings to what is assumed, and to the numbers of a layer."""
 
+HELP = "Columns and assumptions: help(betahook.LayerAudit)"
+
 PREDICTIONS = {"classic": "sqrt(d_k)", "weights": "from W_q and W_k", "independent": "from q and k"}
 """Formulas of `betahook.theory` to their headings."""
 
@@ -151,7 +153,7 @@ class Audit(tuple[LayerAudit, ...]):
         return rows
 
     def __str__(self) -> str:
-        return "\n\n".join(map(aligned, (self.predictions(), self.assumptions())))
+        return "\n\n".join([*map(aligned, (self.predictions(), self.assumptions())), HELP])
 
     __repr__ = __str__
 

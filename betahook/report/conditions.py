@@ -162,7 +162,7 @@ def advise(condition: Condition, gains: Iterable[float]) -> str:
     if condition in (Condition.FLAT, Condition.DEAD) and sizes == {-1}:
         return "beta is below the model's own, which flattens attention"
     if condition is Condition.FLAT and sizes == {1}:
-        return "usual in the first steps; beta is above the model's own already"
+        return "usual in the first steps; with beta above the model's own already, see if W_q and W_k learn"
     return ADVICE[condition]
 
 
