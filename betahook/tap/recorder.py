@@ -125,6 +125,7 @@ class Recorder:
         always: True if every forward is recorded, also in evaluation mode and under `no_grad`.
         tensors: of the layer alone, see `state.LayerTensors`.
         runs: how many forwards of the module run now, of those that the tap watches.
+        ran_in: True if one ran in training mode, False if one ran in evaluation mode.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Recorder:
         self._default: float | None = None
         self._inputs = _Inputs()
         self.tensors = state.parts[place.layer]
-        self.runs = 0
+        self.runs, self.ran_in = 0, set[bool]()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse: `tap.copies` leaves the recorder out, unless a module copies itself in a way of its own."""

@@ -507,7 +507,8 @@ FAULTS = [
     Fault("betahook/tap/override.py", "attributes[self._name] is not self._value", "False", COPIES),
     Fault("betahook/tap/copies.py", "if key != identity", "if key == identity"),
     Fault("betahook/tap/by_hand/bypassed.py", "any(other.runs for other in watch.sharing)", "watch.layer.runs"),
-    Fault("betahook/tap/by_hand/bypassed.py", " or compat.is_in_backward()", ""),
+    Fault("betahook/tap/by_hand/bypassed.py", "layer.module.training in layer.ran_in", "layer.ran_in"),
+    Fault("betahook/tap/by_hand/bypassed.py", " or layer.module.training in layer.ran_in", ""),
     Fault("betahook/tap/install.py", "if recorder.state.beta_acts", "if False", COPIES),
     # keep
     Fault("betahook/keep/places.py", "return max(starts) < min(ends)", "return max(starts) <= min(ends)"),

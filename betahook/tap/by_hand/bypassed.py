@@ -41,6 +41,7 @@ class Watch:
 @contextmanager
 def running(layer: Recorder) -> Iterator[None]:
     """Note that a forward of a layer's module runs."""
+    layer.ran_in.add(layer.module.training)
     layer.runs += 1
     try:
         yield
@@ -62,13 +63,16 @@ def connect(model: nn.Module, layers: Collection[Recorder], undo: ExitStack) -> 
 
 
 def _check(watch: Watch, projection: nn.Module, args: Any) -> None:
-    """Leave a layer alone if a method of it, or of a module around it, calls its query projection past its forward."""
+    """Leave a layer alone if a method of it, or of a module around it, calls its query projection past its forward.
+
+    Where its forward runs too, in training or in evaluation alike, that is the attention, and this another use.
+    """
     if torch.compiler.is_compiling():
         return
     layer = watch.layer
-    if layer.refusal is not None or any(other.runs for other in watch.sharing):
+    if layer.refusal is not None or any(other.runs for other in watch.sharing) or layer.module.training in layer.ran_in:
         return
-    if compat.is_exporting() or compat.is_transformed() or compat.is_in_backward():
+    if compat.is_exporting() or compat.is_transformed():
         return
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and id(frame.f_locals.get("self")) not in watch.around:

@@ -67,6 +67,23 @@ def test_beta_does_not_stay_in_evaluation_alone(x):
         assert torch.equal(model.eval()(x), expected)
 
 
+def test_a_parent_may_use_the_projection_beside_the_forward(x):
+    class Regularised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = ByHandAttention()
+
+        def forward(self, x):
+            return self.attn(x) + self.attn.q_proj(x)
+
+    model = make(Regularised)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x).sum().backward()
+        hook.step()
+        model.eval()(x)
+        assert hook.layers["1.attn"].refusal is None
+
+
 def look(module, x):
     return module.q_proj(x[0])
 
