@@ -22,7 +22,7 @@ from betahook.measure.masks import Band, GivenMask
 from betahook.measure.rows import ScoreMod
 from betahook.tap import kernels, opaque
 from betahook.tap.gain import scale_query
-from betahook.tap.recorder import ATTRIBUTE, Recorder, leave_alone
+from betahook.tap.recorder import ATTRIBUTE, Recorder
 
 if len(inspect.signature(getattr(AttentionInterface, "get_interface", lambda: None)).parameters) != 3:
     raise ImportError(
@@ -95,7 +95,8 @@ def _hooked(
     scaling = kwargs.get("scaling")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5  # what every backend does without one
-    prescale = 1.0 if layer.facts.prescale is None else layer.facts.prescale(module)
+    facts = layer.attention.facts
+    prescale = 1.0 if facts.prescale is None else facts.prescale(module)
     default = scaling * prescale
     if layer.is_recording:
         mask = args[0] if args else kwargs.get("attention_mask")
@@ -115,7 +116,7 @@ def _passes_by(layer: Recorder, query: Tensor) -> bool:
     if torch.compiler.is_compiling():  # a graph that looked this up would be one of this layer alone
         return not fits
     if not fits and layer.refusal is None:
-        leave_alone(layer, f"its query is {list(query.shape)}, not [batch, {layer.heads}, queries, d_k]")
+        layer.leave_alone(f"its query is {list(query.shape)}, not [batch, {layer.heads}, queries, d_k]")
     return layer.refusal is not None
 
 

@@ -27,48 +27,31 @@ from betahook.state.state import State
 logger = logging.getLogger(__name__)
 ATTRIBUTE = "_betahook"
 """Attribute under which a hooked module keeps its `Recorder`."""
+LEFT_ALONE = (
+    "%s is left alone: %s. Its beta stays the model's own, and its scores are not measured. %sTo silence this, "
+    "leave the module out with attach(layers=...)"
+)
 
 
-def _tables(layer: Recorder) -> tuple[Tensor, Tensor]:
-    """Columns of the heads of a layer in the tables of sums and of the components of q and k."""
-    state, local = layer.state, layer._local
-    return state.table[:, local.heads], state.moments[:, local.components]
+def _columns(state: State, head_range: HeadRange) -> tuple[Tensor, Tensor]:
+    """Columns of heads in the tables of sums and of the components of q and k."""
+    return state.table[:, head_range.heads], state.moments[:, head_range.components]
 
 
-def _scales(layer: Recorder, device: torch.device) -> Tensor:
-    """1 and beta of the heads of a layer, `[2, heads]`, by the number that the model itself applies, if it is one."""
-    state, heads, default = layer.state, layer._local.heads, layer._default
+def _scales(state: State, heads: slice, default: float | None, device: torch.device) -> Tensor:
+    """1 and beta of heads, `[2, heads]`, by the number that the model itself applies, if it is one."""
     if default is not None and not compat.is_captured(device):
         return state.factors.scales(state.beta)[:, heads].to(device)
     beta = state.beta[heads]
-    if default is not None:
-        beta = beta.nan_to_num(nan=default)
-    else:
-        beta = torch.where(beta.isnan(), state.beta_default[heads], beta)
+    beta = torch.where(beta.isnan(), state.beta_default[heads] if default is None else default, beta)
     return torch.stack([torch.ones_like(beta), beta]).to(device)
 
 
-def _record(layer: Recorder, query: Tensor, key: Tensor, mask: Mask | GivenMask, score_mod: ScoreMod) -> None:
-    """Add a call to the tables, or let it wait until the last layer's call: all that wait are then measured at once."""
-    state, place = layer.state, layer._local
-    exact, entries = state.exact_max_logit, state.waiting.inputs.take(place.heads)
-    if isinstance(mask, GivenMask) and _may_wait(layer, query, key, mask, score_mod):
-        scales, columns = state.factors.scales(state.beta), (place.heads, place.components)
-        call = AttentionCall(*columns, query.detach(), key.detach(), mask, scales, score_mod, exact, entries)
-        state.waiting.note(state.table, state.moments, call)
-        if place.layer == state.turn[-1]:
-            state.waiting.add_calls(state.table, state.moments)
-        return
-    if isinstance(mask, GivenMask):
-        mask = mask.describe(query.shape[2], key.shape[2])
-    query, key, scales = query.detach(), key.detach(), _scales(layer, query.device)
-    calls.add_scores(*_tables(layer), query, key, mask, scales, score_mod, exact_max_logit=exact, inputs=entries)
-
-
-def _may_wait(layer: Recorder, query: Tensor, key: Tensor, given: GivenMask, score_mod: ScoreMod) -> bool:
+def _may_wait(
+    state: State, head_range: HeadRange, query: Tensor, key: Tensor, given: GivenMask, score_mod: ScoreMod
+) -> bool:
     """Tell if a call is small, its pairs are the same for all heads, and autograd keeps its q and k as they are."""
-    state, place = layer.state, layer._local
-    if layer._default is None or score_mod.position_bias is not None or score_mod.sinks is not None:
+    if score_mod.position_bias is not None or score_mod.sinks is not None:
         return False
     kept = query.requires_grad and key.requires_grad and type(query) is type(key) is Tensor
     # On another device another thread may be at work; and a graph that is captured must measure within itself.
@@ -76,7 +59,8 @@ def _may_wait(layer: Recorder, query: Tensor, key: Tensor, given: GivenMask, sco
         return False
     mask = given.tensor
     same = mask is None or (not mask.is_inference() and (mask.dim() == 2 or mask.shape[1] == 1))
-    return same and query.shape[3] == place.head_dim and state.waiting.takes(place.heads) and room(query, key) > 1
+    fits = query.shape[3] == head_range.head_dim and state.waiting.takes(head_range.heads)
+    return same and fits and room(query, key) > 1
 
 
 class _Inputs:
@@ -97,18 +81,6 @@ class _Inputs:
         return entries
 
 
-def leave_alone(layer: Recorder, reason: str, advice: str = "") -> None:
-    """Leave a layer alone from now on, with a warning; `advice` stands before what can always be done."""
-    layer.refuse(reason)
-    logger.warning(
-        "%s is left alone: %s. Its beta stays the model's own, and its scores are not measured. %sTo silence this, "
-        "leave the module out with attach(layers=...)",
-        layer.name or "the model",
-        reason,
-        advice,
-    )
-
-
 class Recorder:
     """Records the attention calls of one module.
 
@@ -116,10 +88,8 @@ class Recorder:
         name: of the module, as in `model.named_modules()`, without what wrappers add to that.
         attention: the module as it was found.
         module: the attention module.
-        heads: number of query heads.
-        head_dim: d_k.
+        heads, head_dim: number of query heads, and d_k of each.
         route: where the module's scores come from, see `models.discovery.AttentionModule`.
-        facts: what is known of the module's class.
         state: of the hook.
         owner: the hook, so that it lives as long as the hooked model even if nobody else holds it.
         always: True if every forward is recorded, also in evaluation mode and under `no_grad`.
@@ -129,7 +99,7 @@ class Recorder:
     """
 
     def __init__(
-        self, name: str, attention: AttentionModule, state: State, place: HeadRange, owner: object, when: str
+        self, name: str, attention: AttentionModule, state: State, head_range: HeadRange, owner: object, when: str
     ) -> None:
         self.name = name
         self.attention = attention
@@ -137,16 +107,15 @@ class Recorder:
         self.heads = attention.heads
         self.head_dim = attention.head_dim
         self.route = attention.route
-        self.facts = attention.facts
         self.owner = owner
         self.state = state
-        self._place = place
+        self._head_range = head_range
         self.always = when == "always"
-        self._local = place  # all heads of the layer, unless this rank computes only some of them
+        self._local_range = head_range  # all heads of the layer, unless this rank computes only some of them
         self._local_heads = attention.heads
         self._default: float | None = None
         self._inputs = _Inputs()
-        self.tensors = state.parts[place.layer]
+        self.tensors = state.parts[head_range.layer]
         self.runs, self.ran_in = 0, set[bool]()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -167,7 +136,7 @@ class Recorder:
 
     def is_due(self) -> bool:
         """Tell if the layer is measured in this step; a graph of the compiler asks when it runs, a CUDA graph never."""
-        return compat.is_captured(self.state.device) or self._place.layer in self.state.turn
+        return compat.is_captured(self.state.device) or self._head_range.layer in self.state.turn
 
     @property
     def is_idle(self) -> bool:
@@ -181,16 +150,17 @@ class Recorder:
     @property
     def is_set(self) -> Tensor:
         """True for heads whose beta was set, boolean `[heads]`; the others have the model's own."""
-        return ~self.state.beta[self._place.heads].isnan()
+        return ~self.state.beta[self._head_range.heads].isnan()
 
     @property
     def refusal(self) -> str | None:
         """The reason why the layer is left alone, None if it is not."""
-        return self.state.refusal(self._place)
+        return self.state.refusal(self._head_range)
 
-    def refuse(self, reason: str) -> None:
-        """Leave the layer alone from now on."""
-        self.state.refuse(self._place, reason)
+    def leave_alone(self, reason: str, advice: str = "") -> None:
+        """Leave the layer alone from now on, with a warning; `advice` stands before what can always be done."""
+        self.state.refuse(self._head_range, reason)
+        logger.warning(LEFT_ALONE, self.name or "the model", reason, advice)
 
     def note_default(self, beta: float | Tensor) -> None:
         """Remember the inverse temperature that the model itself applies: one, or one for each head.
@@ -201,10 +171,10 @@ class Recorder:
             return
         self._default = None if isinstance(beta, Tensor) else float(beta)
         if not compat.is_transformed():
-            self.state.note_default(self._place, beta)
+            self.state.note_default(self._head_range, beta)
         elif not isinstance(beta, Tensor):
             with compat.untransformed():
-                self.state.note_default(self._place, beta)
+                self.state.note_default(self._head_range, beta)
 
     def follow(self, device: torch.device) -> None:
         """Move the state to where the model went, unless in a pause to the meta device: that is a look at shapes."""
@@ -224,14 +194,15 @@ class Recorder:
         if mesh is None or heads * mesh.size(mesh.ndim - 1) != self.heads:
             return False
         # The innermost dimension of the mesh: the outer ones are data-parallel.
-        self._local, self._local_heads = self._place.part(mesh.get_local_rank(mesh.ndim - 1) * heads, heads), heads
+        first = mesh.get_local_rank(mesh.ndim - 1) * heads
+        self._local_range, self._local_heads = self._head_range.part(first, heads), heads
         return True
 
     def local_gain(self, default: float | Tensor | None) -> Tensor:
         """`State.gain` of the heads that this rank computes, by the `default` of this call where it is given."""
         if isinstance(default, float) and self._local_heads == self.heads:
             return gain_of(self.tensors.beta, default)
-        return self.state.gain(self._local.heads, default)
+        return self.state.gain(self._local_range.heads, default)
 
     def ready_gain(self, *, as_leaf: bool) -> Tensor | None:
         """The gain by the number that was last noted, `[heads, 1, 1]`; None if another rank computes some heads.
@@ -239,7 +210,7 @@ class Recorder:
         As a leaf it requires grad, and its gradient gives the sensitivity; in a pause, or for a layer that is left
         alone, its gradient is dropped.
         """
-        factors, beta, layer = self.state.factors, self.state.beta, self._place.layer
+        factors, beta, layer = self.state.factors, self.state.beta, self._head_range.layer
         if self._local_heads < self.heads:
             return None
         if not as_leaf:
@@ -255,36 +226,40 @@ class Recorder:
         computes a head.
         """
         probe, ranks = self.tensors.probe, self.heads // self._local_heads
-        if ranks == 1:  # the places of the heads would be constants of a compiled layer
+        if ranks == 1:  # a slice of them would make constants of a compiled layer
             return probe
-        first = self._local.heads.start - self._place.heads.start
+        first = self._local_range.heads.start - self._head_range.heads.start
         return ranks * probe[first : first + self._local_heads]
 
     @torch.no_grad()
-    def record(
-        self,
-        query: Tensor,
-        key: Tensor,
-        mask: Mask | GivenMask,
-        score_mod: ScoreMod = PLAIN,
-    ) -> None:
+    def record(self, query: Tensor, key: Tensor, mask: Mask | GivenMask, score_mod: ScoreMod = PLAIN) -> None:
         """Add one attention call; `query [batch, heads, queries, d_k]` and `key` as the score product gets them.
 
-        With a mask that nobody has looked at yet, a small call may wait to be measured with those of other layers.
+        With a mask that nobody has looked at yet, a small call may wait until the last layer's: all that wait are then
+        measured at once.
         """
         if query.numel() == 0 or key.numel() == 0:
             return
-        self.state.recorded = True
-        _record(self, query, key, mask, score_mod)
+        state, local = self.state, self._local_range
+        state.recorded = True
+        exact, entries = state.exact_max_logit, state.waiting.inputs.take(local.heads)
+        is_number = self._default is not None
+        if is_number and isinstance(mask, GivenMask) and _may_wait(state, local, query, key, mask, score_mod):
+            scales, columns = state.factors.scales(state.beta), (local.heads, local.components)
+            call = AttentionCall(*columns, query.detach(), key.detach(), mask, scales, score_mod, exact, entries)
+            state.waiting.note(state.table, state.moments, call)
+            if local.layer == state.turn[-1]:
+                state.waiting.add_calls(state.table, state.moments)
+            return
+        if isinstance(mask, GivenMask):
+            mask = mask.describe(query.shape[2], key.shape[2])
+        scales = _scales(state, local.heads, self._default, query.device)
+        sums, query, key = _columns(state, local), query.detach(), key.detach()
+        calls.add_scores(*sums, query, key, mask, scales, score_mod, exact_max_logit=exact, inputs=entries)
 
     @torch.no_grad()
     def record_pairs(
-        self,
-        raw: Tensor,
-        logits: Tensor,
-        allowed: Tensor,
-        operands: tuple[Tensor, Tensor],
-        factor: Tensor,
+        self, raw: Tensor, logits: Tensor, allowed: Tensor, operands: tuple[Tensor, Tensor], factor: Tensor
     ) -> None:
         """Add one attention whose scores exist: `raw`, `logits` and `allowed` are `[batch, heads, queries, keys]`.
 
@@ -293,8 +268,8 @@ class Recorder:
         if raw.numel() == 0:
             return
         self.state.recorded = True
-        scales = _scales(self, raw.device)
-        calls.add_pairs(*_tables(self), raw / factor, logits, allowed, *operands, scales)
+        scales = _scales(self.state, self._local_range.heads, self._default, raw.device)
+        calls.add_pairs(*_columns(self.state, self._local_range), raw / factor, logits, allowed, *operands, scales)
 
     @torch.no_grad()
     def record_input(self, tensor: Tensor, sides: list[str], *, shared: bool = True) -> None:
@@ -303,6 +278,6 @@ class Recorder:
         self.follow(tensor.device)
         entries = self._inputs.entries_of(tensor) if shared else inputs.entries_of(tensor)
         waiting = self.state.waiting.inputs
-        waiting.note(self.state.table, self._local.heads, sides, entries)
+        waiting.note(self.state.table, self._local_range.heads, sides, entries)
         if not shared:
             waiting.add_all(self.state.table)

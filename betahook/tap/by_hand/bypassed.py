@@ -20,7 +20,7 @@ from torch import nn
 from betahook import compat
 from betahook.tap import copies
 from betahook.tap.by_hand.sites import find_line
-from betahook.tap.recorder import Recorder, leave_alone
+from betahook.tap.recorder import Recorder
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +82,7 @@ def _check(watch: Watch, projection: nn.Module, args: Any) -> None:
         return
     if layer.module not in set(frame.f_locals["self"].modules()):  # another one took its place, and its projection
         return
-    leave_alone(
-        layer,
+    layer.leave_alone(
         f"its query projection is called at {find_line()} past its forward, and what that computes is not followed",
         "Attention is followed in the forward of a module that holds no other. ",
     )

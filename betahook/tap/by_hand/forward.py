@@ -21,7 +21,7 @@ from betahook.tap.by_hand.shadows import Shadows
 from betahook.tap.by_hand.sites import Site, find_line, find_site
 from betahook.tap.by_hand.situation import Situation
 from betahook.tap.by_hand.traces import Factor, Operand, Product, Scores, Traces, is_learned
-from betahook.tap.recorder import Recorder, leave_alone
+from betahook.tap.recorder import Recorder
 
 ALIKE = 1e-4
 """Relative difference up to which two numbers count as the same, but for rounding."""
@@ -188,7 +188,7 @@ class Forward:
         if plan.fused_only and plan.breaks_graphs:
             layer.state.has_broken_graphs, plan.breaks_graphs = True, False
         if layer.refusal is None and reason is not None:
-            leave_alone(layer, reason, "Attention by F.scaled_dot_product_attention is followed. ")
+            layer.leave_alone(reason, "Attention by F.scaled_dot_product_attention is followed. ")
         elif reason is None and self.labels is not None and self.made_of is not None:
             layer.attention.correct(self.made_of, self.labels.linears)
 

@@ -179,7 +179,7 @@ def test_what_waits_is_saved_whole():
 def test_a_refused_layer_leaves_nothing_that_waits():
     _, layers, recorders = three_layers()
     recorders[0].record(*operands(), CAUSAL)
-    recorders[0].refuse("for a test")
+    recorders[0].leave_alone("for a test")
     recorders[1].record(*operands(), CAUSAL)
     assert [bool(layer.statistics.count) for layer in layers] == [False, True, False]
 

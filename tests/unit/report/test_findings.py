@@ -48,7 +48,7 @@ def test_a_layer_that_is_left_alone_later_shows_nothing_of_before():
     with betahook.attach(model) as hook:
         assert forward_and_step(model, hook)[0].condition is Condition.HEALTHY
         model(**inputs("llama")).loss.backward()
-        getattr(model.get_submodule(LAYER), ATTRIBUTE).refuse("for a test")
+        getattr(model.get_submodule(LAYER), ATTRIBUTE).leave_alone("for a test")
         hook.step()
         first, second = hook.findings()
         assert first.condition is Condition.UNMEASURED

@@ -148,6 +148,6 @@ def test_the_probe_of_a_tensor_parallel_rank_makes_up_for_the_mean_over_ranks():
     recorder.probe.sum().backward()
     assert state.factors.probes[0].grad.tolist() == [1] * 4
     state.factors.probes[0].grad = None
-    recorder._local, recorder._local_heads = recorder._place.part(2, 2), 2
+    recorder._local_range, recorder._local_heads = recorder._head_range.part(2, 2), 2
     recorder.probe.sum().backward()
     assert state.factors.probes[0].grad.tolist() == [0, 0, 2, 2]
