@@ -154,9 +154,9 @@ class Hook:
         self._alerts = alerts
         self._state = _new_state(survey, settings, controllers)
         named = zip(survey.found.items(), self._state.ranges, strict=True)
-        placed = [(name, found, self._state, place) for (name, found), place in named]
-        self.layers = Layers([AttentionLayer(*each) for each in placed])
-        recorders = [Recorder(*each, owner=self, when=settings.when) for each in placed]
+        parts = [(name, found, self._state, head_range) for (name, found), head_range in named]
+        self.layers = Layers([AttentionLayer(*each) for each in parts])
+        recorders = [Recorder(*each, owner=self, when=settings.when) for each in parts]
 
         interface.acquire()
         # Called once, by detach or when the hook is collected together with its model.

@@ -29,16 +29,16 @@ class AttentionLayer:
         head_dim: d_k.
     """
 
-    __slots__ = ("_attention", "_place", "_state", "head_dim", "heads", "module", "name")  # refuses `layer.betas = 1`
+    __slots__ = ("_attention", "_head_range", "_state", "head_dim", "heads", "module", "name")  # a typo is refused
 
-    def __init__(self, name: str, attention: AttentionModule, state: State, place: HeadRange) -> None:
+    def __init__(self, name: str, attention: AttentionModule, state: State, head_range: HeadRange) -> None:
         self.name = name
         self.module = attention.module
         self.heads = attention.heads
         self.head_dim = attention.head_dim
         self._attention = attention
         self._state = state
-        self._place = place
+        self._head_range = head_range
 
     def __repr__(self) -> str:
         return f"AttentionLayer({self.name!r}, heads={self.heads}, head_dim={self.head_dim})"
@@ -46,12 +46,12 @@ class AttentionLayer:
     @property
     def beta_default(self) -> float:
         """The inverse temperature that the model itself applies, a number like `beta`; NaN before the first forward."""
-        return float(self._state.layers.geometric_mean(self._state.beta_default)[self._place.layer])
+        return float(self._state.layers.geometric_mean(self._state.beta_default)[self._head_range.layer])
 
     @property
     def head_beta_default(self) -> Tensor:
         """The inverse temperature that the model itself applies to each head, `[heads]`, float32 on the CPU."""
-        return self._state.beta_default[self._place.heads].to("cpu", copy=True)
+        return self._state.beta_default[self._head_range.heads].to("cpu", copy=True)
 
     @property
     def beta(self) -> float:
@@ -66,7 +66,7 @@ class AttentionLayer:
             RuntimeError: on setting: the hook is detached; or the layer is left alone, or scales its scores itself and
                 was not seen yet.
         """
-        return float(self._state.layers.geometric_mean(self._state.current_beta)[self._place.layer])
+        return float(self._state.layers.geometric_mean(self._state.current_beta)[self._head_range.layer])
 
     @beta.setter
     def beta(self, value: float) -> None:
@@ -84,7 +84,7 @@ class AttentionLayer:
 
         Setting it raises what setting `beta` does; a ValueError for another shape.
         """
-        return self._state.current_beta[self._place.heads].cpu()
+        return self._state.current_beta[self._head_range.heads].cpu()
 
     @head_beta.setter
     def head_beta(self, value: Tensor) -> None:
@@ -98,7 +98,7 @@ class AttentionLayer:
 
     def _set_beta(self, new: Tensor, given: object) -> None:
         _check_new(self, new, given)
-        self._state.beta[self._place.heads] = new.detach().to(self._state.device)
+        self._state.beta[self._head_range.heads] = new.detach().to(self._state.device)
         self._state.beta_acts = True
 
     @property
@@ -118,19 +118,19 @@ class AttentionLayer:
         return self._statistics(None)
 
     def _statistics(self, lengths: Tensor | None) -> Statistics:
-        table, moments = self._state.latest_of(self._place)
+        table, moments = self._state.latest_of(self._head_range)
         widths = torch.full((self.heads,), self.head_dim, device=table.device)
         return Statistics.from_table(components.described(table, moments, widths), lengths)
 
     @property
     def weight_std_q(self) -> float:
         """Population standard deviation of the entries of W_q as it acts now; NaN where it is out of reach."""
-        return float(self._weight_std.query[self._place.layer])
+        return float(self._weight_std.query[self._head_range.layer])
 
     @property
     def weight_std_k(self) -> float:
         """Population standard deviation of the entries of W_k as it acts now; NaN where it is out of reach."""
-        return float(self._weight_std.key[self._place.layer])
+        return float(self._weight_std.key[self._head_range.layer])
 
     @property
     def _weight_std(self) -> weights.WeightStd:
@@ -145,7 +145,7 @@ class AttentionLayer:
     @property
     def refusal(self) -> str | None:
         """The reason why betahook leaves the layer alone, here or on any rank; None if it does not."""
-        return refusal_anywhere(self._state, self._place)
+        return refusal_anywhere(self._state, self._head_range)
 
     @property
     def remarks(self) -> list[str]:
@@ -174,12 +174,12 @@ class AttentionLayer:
     @property
     def current_gain(self) -> Tensor:
         """`beta / beta_default`, `[heads]`: 1 where beta is the model's own, NaN where that is not known yet."""
-        return self._state.gain(self._place.heads)
+        return self._state.gain(self._head_range.heads)
 
     @contextmanager
     def acting(self, gain: Tensor) -> Iterator[None]:
         """Let `gain [heads]` act for a while in place of `beta / beta_default`; 1 is the model's own beta."""
-        beta, default = (values[self._place.heads] for values in (self._state.beta, self._state.beta_default))
+        beta, default = (values[self._head_range.heads] for values in (self._state.beta, self._state.beta_default))
         kept, acts = beta.clone(), self._state.beta_acts
         beta.copy_(torch.where(gain == 1, torch.nan, gain * default))
         self._state.beta_acts = True
@@ -195,7 +195,7 @@ class AttentionLayer:
         for side, projection in enumerate(self.projections or ()):
             if projection.is_sharded is not sharded:
                 continue
-            sums = self._state.weights[3 * side : 3 * side + 3, self._place.heads]
+            sums = self._state.weights[3 * side : 3 * side + 3, self._head_range.heads]
             if projection.obstacle is not None:
                 sums.zero_()
                 continue

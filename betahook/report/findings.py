@@ -199,9 +199,9 @@ def observe(state: State, layers: Layers, notes: Sequence[Note], unreached: Mapp
     gains = (state.current_beta / state.beta_default).tolist()
     before, since = state.condition.tolist(), state.condition_since.tolist()
     findings = []
-    for index, (name, place) in enumerate(zip(layers, state.ranges, strict=True)):
-        numbers, of_heads = of_layers[index], tuple(of_all_heads[place.heads])
-        note, beta, of_gains = notes[index], by_layer["beta"][index], tuple(gains[place.heads])
+    for index, (name, head_range) in enumerate(zip(layers, state.ranges, strict=True)):
+        numbers, of_heads = of_layers[index], tuple(of_all_heads[head_range.heads])
+        note, beta, of_gains = notes[index], by_layer["beta"][index], tuple(gains[head_range.heads])
         if name in unreached:  # what was measured of it before is not of the model as it is
             numbers, of_heads = Numbers(), (Numbers(),) * len(of_heads)
             note, beta, of_gains = Note(reason=f"not reached, {unreached[name]}"), math.nan, (math.nan,) * len(of_gains)

@@ -1,4 +1,4 @@
-"""Places of the heads of each layer in tensors that are flat over all layers."""
+"""Ranges of the heads of each layer in tensors that are flat over all layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from betahook.measure.groups import LayerSize
 
 @dataclass(frozen=True)
 class HeadRange:
-    """Place of consecutive heads of one layer in the flat tensors.
+    """Range of consecutive heads of one layer in the flat tensors.
 
     Attributes:
         layer: its index.

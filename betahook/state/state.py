@@ -35,7 +35,7 @@ ELSEWHERE = "as another rank does, whose log says why"
 class LayerTensors:
     """The tensors that the forward of one layer reads and writes.
 
-    A compiled forward gets them as they are: the place of the layer in those of all layers would be a constant of its
+    A compiled forward gets them as they are: the range of the layer in those of all layers would be a constant of its
     code, and each layer in need of code of its own.
 
     Attributes:
@@ -58,7 +58,7 @@ class State:
 
     Attributes:
         layers, units: the heads grouped by layer, and by what has a beta of its own, a layer or a head.
-        widths, ranges: int64 `[heads]`, d_k of each; and the places of the layers' heads.
+        widths, ranges: int64 `[heads]`, d_k of each; and the ranges of the layers' heads.
         turn: the layers that are measured in this step, by index.
         overflow: the largest logit whose exponential is finite, see `measure.dtypes.overflow_logit`.
         beta: float32 `[heads]`, the inverse temperature; NaN stands for the model's own.
@@ -184,29 +184,29 @@ class State:
         finally:  # a number, since the pause that began first need not end last
             self.paused -= 1
 
-    def note_default(self, place: HeadRange, default: float | Tensor) -> None:
+    def note_default(self, head_range: HeadRange, default: float | Tensor) -> None:
         """Remember the inverse temperature that the model itself applies to heads of a layer: one, or one a head."""
         self.seen = True
-        number, heads = None if isinstance(default, Tensor) else float(default), place.heads
+        number, heads = None if isinstance(default, Tensor) else float(default), head_range.heads
         # A CUDA graph writes it in every run: what the host remembers says nothing about that.
-        is_new = compat.is_captured(self.device) or self.factors.note(place.layer, heads, number)
+        is_new = compat.is_captured(self.device) or self.factors.note(head_range.layer, heads, number)
         if is_new or number is None:
             with torch.no_grad():
                 own = self.beta_default[heads]
                 own.copy_(default.flatten()) if isinstance(default, Tensor) else own.fill_(default)
 
     @torch.no_grad()
-    def refuse(self, place: HeadRange, reason: str) -> None:
+    def refuse(self, head_range: HeadRange, reason: str) -> None:
         """Leave a layer alone from now on, and forget what was measured of it."""
-        self.refused[place.layer], self.seen = reason, True
-        self.alone[place.heads] = True
+        self.refused[head_range.layer], self.seen = reason, True
+        self.alone[head_range.heads] = True
         self.settle()
-        _forget(self, place)
+        _forget(self, head_range)
         release_refused(self)
 
-    def refusal(self, place: HeadRange) -> str | None:
+    def refusal(self, head_range: HeadRange) -> str | None:
         """Return the reason why this rank leaves a layer alone, None if it does not."""
-        return self.refused.get(place.layer)
+        return self.refused.get(head_range.layer)
 
     def gain(self, heads: slice, default: float | Tensor | None = None) -> Tensor:
         """Return `beta / beta_default` of some heads: 1 where beta is the model's own, NaN where that is unknown.
@@ -242,10 +242,10 @@ class State:
         kept = torch.where(self.by_component(measured), moments, self.recent_moments)
         return statistics.keep_measured(table, self.recent, measured), kept, measured
 
-    def latest_of(self, place: HeadRange) -> tuple[Tensor, Tensor]:
+    def latest_of(self, head_range: HeadRange) -> tuple[Tensor, Tensor]:
         """Return copies of table and moments of a layer: since the last pooling, or as pooled if it was idle since."""
-        components, row = place.components, statistics.ROW["sensitivity"]
-        table, recent = self.collect(place.heads), self.recent[:, place.heads]
+        components, row = head_range.components, statistics.ROW["sensitivity"]
+        table, recent = self.collect(head_range.heads), self.recent[:, head_range.heads]
         sensitivity = table[row] / (self.loss_scale or 1.0)
         idle = ~(table[statistics.ROW["pairs"]] > 0).any()
         table = torch.where(idle, recent, table)
@@ -271,13 +271,13 @@ def writing_to(state: State, table: Tensor, moments: Tensor, beta_default: Tenso
         state.table, state.moments, state.beta_default = kept
 
 
-def _forget(state: State, place: HeadRange) -> None:
+def _forget(state: State, head_range: HeadRange) -> None:
     """Forget everything that was measured of a layer."""
     for sums in (state.table, state.recent, state.window):
-        sums[:, place.heads] = 0
+        sums[:, head_range.heads] = 0
     for sums in (state.moments, state.recent_moments):
-        sums[:, place.components] = 0
-    state.factors.drop(place.layer)
+        sums[:, head_range.components] = 0
+    state.factors.drop(head_range.layer)
 
 
 def is_pooled(state: State) -> bool:
@@ -285,7 +285,7 @@ def is_pooled(state: State) -> bool:
     return statistics.is_distributed() and not state.is_local
 
 
-def refusal_anywhere(state: State, place: HeadRange) -> str | None:
+def refusal_anywhere(state: State, head_range: HeadRange) -> str | None:
     """Return the reason why a layer is left alone here or, as of the last pooling, on any rank; None if it is not.
 
     From then on it is left alone here too. The first call after a pooling of several ranks reads the device back.
@@ -296,7 +296,7 @@ def refusal_anywhere(state: State, place: HeadRange) -> str | None:
             if alone[each.heads.start] and state.refusal(each) is None:
                 state.refuse(each, ELSEWHERE)
         state.knows_refusals = True
-    return state.refusal(place)
+    return state.refusal(head_range)
 
 
 def release_refused(state: State) -> None:
@@ -307,9 +307,9 @@ def release_refused(state: State) -> None:
 
 def forget_refused(state: State) -> None:
     """Forget what was measured of the layers that are left alone, and give them the model's own beta."""
-    for place in state.ranges:
-        if state.refusal(place) is not None:
-            _forget(state, place)
+    for head_range in state.ranges:
+        if state.refusal(head_range) is not None:
+            _forget(state, head_range)
     release_refused(state)
 
 

@@ -76,7 +76,7 @@ class WeightScaling:
     """
 
     def __init__(self, layers: Layers, ranges: Sequence[HeadRange]) -> None:
-        self._heads = {layer: place.heads for layer, place in zip(layers.values(), ranges, strict=True)}
+        self._heads = {layer: each.heads for layer, each in zip(layers.values(), ranges, strict=True)}
         self._found: dict[AttentionLayer, tuple[list[nn.Module], list[Scaling]]] = {}
         self._choice = dict.fromkeys(self._heads, 0)
         self._unchecked = list(self._heads)

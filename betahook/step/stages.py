@@ -226,7 +226,7 @@ def explain(state: State, layers: Layers, controllers: Sequence[Controller]) -> 
             for unit, note in enumerate(checked(controller, said, len(beta))):
                 notes[unit].append(note)
     units = [joined(of_unit) for of_unit in notes]
-    of_layers = units if len(units) == len(layers) else [pooled(units[place.heads]) for place in state.ranges]
+    of_layers = units if len(units) == len(layers) else [pooled(units[each.heads]) for each in state.ranges]
     alone = Note(reason="left alone")
     return [alone if layer.refusal else note for layer, note in zip(layers.values(), of_layers, strict=True)]
 
