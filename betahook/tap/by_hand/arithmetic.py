@@ -87,29 +87,26 @@ def negate(situation: Situation) -> Derived:
 
 def add(situation: Situation) -> Derived:
     """Follow a bias, a shift of rows, or the sum of several scores."""
-    return _sum(situation, situation.call.kwargs.get("alpha", 1))
+    return _sum(situation, situation.call.kwargs.get("alpha", 1), *situation.call.operands[:2])
 
 
 def subtract(situation: Situation) -> Derived:
     """Follow the difference of scores, from a bias or from the other side."""
-    return _sum(situation, -situation.call.kwargs.get("alpha", 1))
+    return _sum(situation, -situation.call.kwargs.get("alpha", 1), *situation.call.operands[:2])
 
 
 def subtract_from(situation: Situation) -> Derived:
-    """Follow `__rsub__` and `rsub`, which change the sign of what they are called on."""
-    scores = situation.first_trace
-    if not isinstance(scores, Scores):
-        return other(situation)
-    return _biased(situation, scores._replace(factor=-scores.factor), situation.call.operands[1], 1)
+    """Follow `__rsub__` and `rsub`, which take their first operand from the second."""
+    return _sum(situation, -situation.call.kwargs.get("alpha", 1), *situation.call.operands[1::-1])
 
 
-def _sum(situation: Situation, sign: float) -> Derived:
-    left, right = situation.call.operands[:2]
+def _sum(situation: Situation, sign: float, left: Any, right: Any) -> Derived:
+    """Follow `left + sign * right`."""
     first, second = situation.trace_of(left), situation.trace_of(right)
     if isinstance(first, Weights) or isinstance(second, Weights):
         return other(situation)
     if isinstance(first, Scores) and isinstance(second, Scores):
-        return _sum_of_scores(situation, first, second._replace(factor=second.factor * sign))
+        return _sum_of_scores((left, first), (right, second._replace(factor=second.factor * sign)))
     if isinstance(first, Scores):
         return _biased(situation, first, right, sign)
     if isinstance(second, Scores):
@@ -122,11 +119,9 @@ def _sum(situation: Situation, sign: float) -> Derived:
     return unless_unread(situation)
 
 
-def _sum_of_scores(situation: Situation, first: Scores, second: Scores) -> Derived:
-    operands = situation.call.operands[:2]
-    if first.products and second.products and second.products[0].index < first.products[0].index:
-        first, second, operands = second, first, operands[::-1]
-    first, second = first.folded(), second.folded()
+def _sum_of_scores(*summands: tuple[Tensor, Scores]) -> Scores:
+    """The trace of the sum of two scores, each given with its tensor; that of the earlier product leads."""
+    first, second = (scores.folded() for _, scores in sorted(summands, key=lambda each: each[1].products[0].index))
     if first.value is None or second.value is None:
         return united(first, second)
     total = first.value + second.value
@@ -135,7 +130,7 @@ def _sum_of_scores(situation: Situation, first: Scores, second: Scores) -> Deriv
         return trace
     # What hides a pair in one of them may be a zero, as of a padded shift, to which the score of the other is added.
     hidden = first.pairs.logical_or(second.pairs).logical_not()
-    for tensor, scores in zip(operands, (first, second), strict=True):
+    for tensor, scores in summands:
         hidden = hidden | (masked_by(tensor) & ~scores.pairs)
     return trace.without(hidden)
 

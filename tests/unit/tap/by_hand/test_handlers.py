@@ -124,6 +124,7 @@ def test_padded_columns_are_no_scores():
 SUMS = {
     "+": (operator.add, 0.5 * S + 2 * S, 0.5 * S, 2 * S),
     "-": (operator.sub, 0.5 * S - 2 * S, 0.5 * S, 2 * S),
+    "rsub": (torch.rsub, 2 * S - 0.5 * S, 0.5 * S, 2 * S),
 }
 
 
@@ -134,6 +135,14 @@ def test_the_sum_of_scores_is_scores(name):
     derived, _ = derive(function, left, right, traces=[scores(), further])
     torch.testing.assert_close(derived.factor * derived.value, expected)
     assert len(derived.products) == 2
+
+
+@pytest.mark.parametrize("function", [torch.add, torch.sub, torch.rsub])
+def test_a_sum_takes_a_multiple_of_one_operand(function):
+    bias = normal(5, 6)
+    derived, _ = derive(function, 0.5 * S, bias, alpha=3.0, traces=[scores()])
+    without_bias = function(0.5 * S, torch.zeros_like(bias), alpha=3.0)
+    torch.testing.assert_close(derived.factor * derived.value, without_bias)
 
 
 def test_a_product_that_came_first_leads_a_sum():
