@@ -47,7 +47,7 @@ class Forward:
         traces: of the tensors that are followed.
         products: those that may make scores, so far.
         nodes: the nodes of autograd that made them, where it is on.
-        attended: None before any softmax, then True if one was over scores.
+        has_softmax, attended: True once there was a softmax by itself, and once there was one over scores.
         default: the model's own beta at the first softmax.
         fused_only: all attention so far was `F.scaled_dot_product_attention`, as `tap.compiled` takes it.
         made_of: the features that q and k of the first attention are made of, in a forward with labels.
@@ -74,7 +74,7 @@ class Forward:
         self.shadows = Shadows() if self.recording and not plan.checked else None
         self.products: list[Product] = []
         self.nodes: dict[Product, Any] = {}
-        self.attended: bool | None = None
+        self.has_softmax = self.attended = False
         self.default: Factor | None = None
         self.fused_only = True
         self.made_of: head_axes.MadeOf | None = None
@@ -184,7 +184,7 @@ class Forward:
         """Learn from a forward whose tensors mean something, or leave the module alone."""
         layer, plan = self.layer, self.plan
         reason = self._verdict() if layer.refusal is None else layer.refusal
-        plan.fused_only = reason is None and self.attended is True and self.fused_only and plan.fused_only is not False
+        plan.fused_only = reason is None and self.attended and self.fused_only and plan.fused_only is not False
         if plan.fused_only and plan.breaks_graphs:
             layer.state.has_broken_graphs, plan.breaks_graphs = True, False
         if layer.refusal is None and reason is not None:
@@ -197,11 +197,11 @@ class Forward:
         self.plan.axes[self.form] = self.axes
         # What a rehearsal shows, the steps before a resume did: so the first step after it computes as they.
         reason = self._refusal or self.plan.learn(self.products, self.layer.state.steps - self.rehearsal)
-        if reason is None and self.attended is False:
+        if reason is not None or self.attended:
+            return reason
+        if self.has_softmax:
             return self._unseen()
-        if reason is None and self.attended is None and self.products:
-            return f"the product at {self.products[0].site.line} reaches no softmax"
-        return reason
+        return f"the product at {self.products[0].site.line} reaches no softmax" if self.products else None
 
     def _unseen(self) -> str:
         if self.without_heads is None and self.unread is not None:

@@ -36,8 +36,8 @@ def softmax(forward: Forward, call: Call) -> Tensor:
         forward.unread = forward.unread or trace.unread
     if _may_be_missed(trace):
         forward.refuse(f"its softmax at {find_line()} takes what was made of weights, and may be that of an attention")
-    forward.fused_only = False
-    forward.attended = bool(forward.attended) or isinstance(trace, Scores | Weights)
+    forward.has_softmax, forward.fused_only = True, False
+    forward.attended |= isinstance(trace, Scores | Weights)
     if isinstance(trace, Scores):
         _end(forward, trace, input, call.dim)
     if (product := hidden.behind(input, forward.nodes)) is not None:
@@ -101,15 +101,13 @@ def fused(forward: Forward, call: Call) -> Any:
     site, scale = find_site("fused"), given.get(kernel.scale)
     factors = forward.factors_of(site, query, key)
     default = factors[0] * factors[1] * (query.shape[-1] ** -0.5 if scale is None else scale)
-    axis, trouble = _fused_axis(forward, call, kernel, given, site)
+    axis = _fused_axis(forward, call, kernel, given, site)
     forward.made_of = forward.made_of or made_of(forward.labels, query, key, layer)
     is_plain = call.name == "scaled_dot_product_attention" and axis in (1, "single") and compiled.fits(layer, query)
     forward.fused_only &= is_plain and all(isinstance(factor, float) and factor == 1 for factor in factors)
     query, key = map(kernel.heads_before_tokens, (query, key))
     forward.attended = True
-    if axis is None:
-        forward.refuse(trouble)
-    else:
+    if axis is not None:
         forward.note_default(default)
         if forward.recording:
             raw = divided(query.detach(), factors[0]), divided(key.detach(), factors[1])
@@ -139,17 +137,21 @@ def _describe(forward: Forward, kernel: Kernel, given: Arguments, query: Tensor,
     return kernel.describe(given, query, key, batched, plan.band)
 
 
-def _fused_axis(forward: Forward, call: Call, kernel: Kernel, given: Arguments, site: Site) -> tuple[Axis | None, str]:
-    """The axis of the heads in the query of a kernel, with these before its tokens, or None and what is wrong."""
-    layer, query = forward.layer, given[kernel.names[0]]
+def _fused_axis(forward: Forward, call: Call, kernel: Kernel, given: Arguments, site: Site) -> Axis | None:
+    """The axis of the heads, before the tokens, in the query of a kernel; None where the module is left alone."""
+    query, heads = given[kernel.names[0]], forward.layer.heads
     sizes = kernel.heads_before_tokens(query).shape[:-2]
     if site.obstacle is not None:
-        return None, f"its attention lies in {site.obstacle}"
-    if (obstacle := kernel.obstacle(given)) is not None:
-        return None, f"{call.name} at {site.line} gets {obstacle}"
-    if kernel.states_heads(query):
-        if sizes[-1] != layer.heads:
-            return None, f"{call.name} at {site.line}: {contraction.misfit(sizes, layer.heads)}"
-        return len(sizes) - 1, ""
-    axis = forward.head_axis(query, forward.labels_of(query), query.dim() - 1, range(len(sizes)), site)
-    return axis, f"its heads are not told apart from the batch at {site.line}: {REMEDY}"
+        forward.refuse(f"its attention lies in {site.obstacle}")
+    elif (obstacle := kernel.obstacle(given)) is not None:
+        forward.refuse(f"{call.name} at {site.line} gets {obstacle}")
+    elif not kernel.states_heads(query):
+        axis = forward.head_axis(query, forward.labels_of(query), query.dim() - 1, range(len(sizes)), site)
+        if axis is None:
+            forward.refuse(f"its heads are not told apart from the batch at {site.line}: {REMEDY}")
+        return axis
+    elif sizes[-1] == heads:
+        return len(sizes) - 1
+    else:
+        forward.refuse(f"{call.name} at {site.line}: {contraction.misfit(sizes, heads)}")
+    return None
