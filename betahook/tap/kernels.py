@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, cast
 
@@ -142,6 +142,14 @@ def dense(mask: Any, queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 FLASH_OPTIONS = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes")
+FLASH = Kernel(
+    names=("q", "k", "v", *FLASH_OPTIONS),
+    scale="softmax_scale",
+    heads=-2,
+    describe=_of_flash,
+    package="flash_attn",
+    unknown=("alibi_slopes",),
+)
 KERNELS = {
     "scaled_dot_product_attention": Kernel(
         names=("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
@@ -158,20 +166,10 @@ KERNELS = {
         package="torch",
         unknown=("score_mod",),
     ),
-    "flash_attn_func": Kernel(
-        names=("q", "k", "v", *FLASH_OPTIONS),
-        scale="softmax_scale",
-        heads=-2,
-        describe=_of_flash,
-        package="flash_attn",
-        unknown=("alibi_slopes",),
-    ),
-    "flash_attn_varlen_func": Kernel(
+    "flash_attn_func": FLASH,
+    "flash_attn_varlen_func": replace(
+        FLASH,
         names=("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *FLASH_OPTIONS),
-        scale="softmax_scale",
-        heads=-2,
-        describe=_of_flash,
-        package="flash_attn",
         unknown=("alibi_slopes", "block_table"),
         dims=3,
     ),
