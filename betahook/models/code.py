@@ -27,9 +27,10 @@ def names_used(kind: type) -> frozenset[str]:
 
     Those of functions that they call, too, unless the class is one of transformers, which are known.
     """
-    functions = reachable(kind) if is_own(kind) else methods(kind)
-    used = _names_in(functions)
-    return used.union(*(_real_names(function) for function in functions)) if is_own(kind) else used
+    if not is_own(kind):
+        return _names_in(methods(kind))
+    functions = reachable(kind)
+    return _names_in(functions).union(*map(_real_names, functions))
 
 
 def names_held(module: nn.Module) -> frozenset[str]:

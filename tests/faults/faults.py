@@ -642,7 +642,7 @@ FAULTS = [
     Fault("betahook/models/heads.py", "math.isclose(head_dim**-0.5, scale, rel_tol=1e-6)", "True", PLACES),
     Fault("betahook/models/heads.py", "head_dim > 1 and", "", PLACES),
     Fault("betahook/models/discovery.py", "if result is not None and not result.attends:", "if False:", TRIAL),
-    Fault("betahook/models/code.py", "reachable(kind) if is_own(kind) else methods(kind)", "methods(kind)", TRIAL),
+    Fault("betahook/models/code.py", "functions = reachable(kind)", "functions = methods(kind)", TRIAL),
     Fault("betahook/compat.py", "hooks.clear()", "len(hooks)", TRIAL),
     Fault("betahook/models/heads.py", "3 * heads if heads and fused and not query else heads", "heads or 0"),
     Fault("betahook/models/heads.py", "return None if misfit else heads, head_dim", "return heads, head_dim"),
