@@ -69,8 +69,28 @@ def _watch_inputs(recorder: Recorder, undo: ExitStack) -> None:
         if projection.argument is not None:
             sides.setdefault((projection.module, projection.argument), []).append(side)
     for (module, argument), names in sides.items():
-        record = functools.partial(_record_input, recorder, names, argument, _name_of(argument, module))
-        copies.keep_hook(module, module.register_forward_pre_hook(record, with_kwargs=True), undo)
+        _watch_input(recorder, module, argument, names, undo)
+
+
+def _watch_input(recorder: Recorder, module: nn.Module, argument: int, sides: list[str], undo: ExitStack) -> None:
+    """Record a positional argument of a module, which may also be given by name."""
+    name = _name_of(argument, module)
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not recorder.is_recording:
+            return
+        given = args[argument] if len(args) > argument else kwargs.get(name or "")
+        if given is None:
+            return
+        if given.is_nested:
+            given = torch.cat(given.detach().unbind())
+        if recorder.route == "interface" or torch.compiler.is_compiling():
+            opaque.record_input(recorder, given, sides)
+        else:  # the functions of this module pass through the tap, our own need not
+            with compat.unwatched():
+                recorder.record_input(given, sides)
+
+    copies.keep_hook(module, module.register_forward_pre_hook(record, with_kwargs=True), undo)
 
 
 def _name_of(argument: int, module: nn.Module) -> str | None:
@@ -80,27 +100,3 @@ def _name_of(argument: int, module: nn.Module) -> str | None:
     except ValueError:  # of code that is not Python's
         return None
     return names[argument] if argument < len(names) else None
-
-
-def _record_input(
-    recorder: Recorder,
-    sides: list[str],
-    argument: int,
-    name: str | None,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Record the argument at a position, given there or by name."""
-    if not recorder.is_recording:
-        return
-    given = args[argument] if len(args) > argument else kwargs.get(name or "")
-    if given is None:
-        return
-    if given.is_nested:
-        given = torch.cat(given.detach().unbind())
-    if recorder.route == "interface" or torch.compiler.is_compiling():
-        opaque.record_input(recorder, given, sides)
-    else:  # the functions of this module pass through the tap, our own need not
-        with compat.unwatched():
-            recorder.record_input(given, sides)
