@@ -50,7 +50,7 @@ def scale_query(
         gain = layer.local_gain(default).detach().to(query.device)
         if product is not None and not product.acts:
             gain = torch.ones_like(gain)
-        gain = gain.view([-1 if place == axis else 1 for place in range(query.dim())])
+        gain = gain.view([-1 if dim == axis else 1 for dim in range(query.dim())])
     if product is not None:
         product.acting = gain.detach().flatten()
     # The gradient of a leaf is the sensitivity; and in a transform only what the model computes may run.

@@ -192,7 +192,7 @@ class _Shown:
     """A kernel that was replaced, which its replacement holds: nothing else outlives the namespace that it is in.
 
     Attributes:
-        namespace, name: its place.
+        namespace, name: where it was found.
         kernel: the kernel.
         users: how many hooks need that it is replaced.
     """
@@ -211,17 +211,17 @@ class _Shown:
 
 def connect(layers: Iterable[Recorder], undo: ExitStack) -> None:
     """Let the tap see the kernels that the code of some layers calls by name, until `undo` is closed."""
-    found = (place for layer in layers for place in _places(layer))
+    found = (binding for layer in layers for binding in _bindings(layer))
     for namespace, name in {(id(namespace), name): (namespace, name) for namespace, name in found}.values():
         undo.callback(_show(namespace, name).release)
 
 
 def are_called(layer: Recorder) -> bool:
     """True if the code of a layer calls a kernel by name."""
-    return next(_places(layer), None) is not None
+    return next(_bindings(layer), None) is not None
 
 
-def _places(layer: Recorder) -> Iterator[tuple[dict[str, Any], str]]:
+def _bindings(layer: Recorder) -> Iterator[tuple[dict[str, Any], str]]:
     """Namespaces and names by which a layer finds its kernels: global, of another module, or its own attributes."""
     parts = list(layer.module.modules())
     seen = [(vars(part), tuple(vars(part))) for part in parts]

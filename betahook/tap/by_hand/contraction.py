@@ -20,12 +20,12 @@ class Shared(NamedTuple):
     """An axis that heads share with the batch, or with tokens.
 
     Attributes:
-        place: of the axis.
+        dim: the number of the axis.
         heads_first: all of the first head come before all of the second; else the heads of the first sequence before
             those of the second.
     """
 
-    place: int
+    dim: int
     heads_first: bool = False
 
 
@@ -100,7 +100,7 @@ class Contraction:
         matrix = [axis for axis in self.left_axes if axis not in self.batch + self.summed]
         matrix = [self.summed, *matrix] if is_right else [*matrix, self.summed]
         order = [*batch, *map(self.left_axes.index, matrix)]
-        back = [order.index(place) for place in range(len(order))]
+        back = [order.index(dim) for dim in range(len(order))]
         return scaled.permute(order).contiguous().permute(back)
 
     def tokens(self, axis: Axis, heads: int) -> tuple[Tensor, Tensor]:
@@ -109,10 +109,10 @@ class Contraction:
         def arrange(tensor: Tensor, axes: str) -> Tensor:
             tensor = tensor.detach().movedim(axes.index(self.summed), -1)
             here = _moved(axis, self.left_axes, axes.replace(self.summed, ""))
-            if here is None or (isinstance(here, Shared) and tensor.shape[here.place] == 1):  # the same for all heads
+            if here is None or (isinstance(here, Shared) and tensor.shape[here.dim] == 1):  # the same for all heads
                 here = "single"
-            tensor, place = _apart(tensor, here, heads)
-            return tensor.movedim(place, 0).flatten(1, -2)[None]
+            tensor, dim = _apart(tensor, here, heads)
+            return tensor.movedim(dim, 0).flatten(1, -2)[None]
 
         return arrange(self.left, self.left_axes), arrange(self.right, self.right_axes)
 
@@ -127,10 +127,10 @@ def _moved(axis: Axis, before: str, after: str) -> Axis | None:
     """The axis of the heads among other letters; None if it is not there."""
     if axis == "single":
         return axis
-    place = after.find(before[axis.place if isinstance(axis, Shared) else axis])
-    if place == -1:
+    dim = after.find(before[axis.dim if isinstance(axis, Shared) else axis])
+    if dim == -1:
         return None
-    return axis._replace(place=place) if isinstance(axis, Shared) else place
+    return axis._replace(dim=dim) if isinstance(axis, Shared) else dim
 
 
 def read(call: Call) -> Contraction | None:
@@ -190,8 +190,8 @@ def _apart(tensor: Tensor, axis: Axis, heads: int) -> tuple[Tensor, int]:
     if not isinstance(axis, Shared):
         return tensor, axis
     if axis.heads_first:
-        return tensor.unflatten(axis.place, (heads, -1)), axis.place
-    return tensor.unflatten(axis.place, (-1, heads)), axis.place + 1
+        return tensor.unflatten(axis.dim, (heads, -1)), axis.dim
+    return tensor.unflatten(axis.dim, (-1, heads)), axis.dim + 1
 
 
 def misfit(sizes: Sequence[int], heads: int) -> str:
@@ -204,22 +204,22 @@ def on_heads(tensor: Tensor, axis: Axis, heads: int, function: Callable[[Tensor,
     output = function(*_apart(tensor, axis, heads))
     if axis == "single":
         return output.squeeze(0)  # the gradient keeps its layout in memory, which `output[0]` changes
-    return output.flatten(axis.place, axis.place + 1) if isinstance(axis, Shared) else output
+    return output.flatten(axis.dim, axis.dim + 1) if isinstance(axis, Shared) else output
 
 
 def along(numbers: Tensor, axis: Axis, tensor: Tensor) -> Tensor:
     """Numbers `[heads]`, in a shape that broadcasts to a tensor whose heads lie along an axis."""
     if axis == "single":
         return numbers
-    place = axis
+    dim = axis
     if isinstance(axis, Shared):
-        place, others = axis.place, tensor.shape[axis.place] // len(numbers)
+        dim, others = axis.dim, tensor.shape[axis.dim] // len(numbers)
         numbers = numbers.repeat_interleave(others) if axis.heads_first else numbers.repeat(others)
-    return numbers.view([-1 if each == place else 1 for each in range(tensor.dim())])
+    return numbers.view([-1 if each == dim else 1 for each in range(tensor.dim())])
 
 
 def batched(tensor: Tensor, axis: Axis, heads: int) -> Tensor:
     """`[..., n, x]` with its heads anywhere among the dots, as `[batch, heads, n, x]`."""
-    apart, place = _apart(tensor, axis, heads)
-    apart = apart.movedim(place, -3)
+    apart, dim = _apart(tensor, axis, heads)
+    apart = apart.movedim(dim, -3)
     return apart.flatten(0, -4) if apart.dim() > 3 else apart[None]

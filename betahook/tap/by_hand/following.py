@@ -51,7 +51,7 @@ def _rescaled(forward: Forward, call: Call, output: Tensor, scores: Scores) -> t
     operands = call.operands[:2]
     scaled, before = next((x, trace) for x in operands if isinstance(trace := forward.traces.get(x), Scores))
     if forward.labels is not None:
-        forward.score_axis(scaled, "rescale")  # no later forward can find it, but remembers it by the place
+        forward.score_axis(scaled, "rescale")  # no later forward can find it, but remembers it by the site
     if before.factor is scores.factor or scores.lost is not None:
         return output, scores
     by = next(x for x in operands if not isinstance(forward.traces.get(x), Scores))

@@ -113,10 +113,10 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
                 forward.shadows.put(output, output + (GAIN - 1) * product.alpha * value)
             if not pure:
                 trace = trace.without(masked_by(call.operands[0].detach()).expand(value.shape))
-    place = product.output_axis(axis)
-    forward.traces.note(output, trace._replace(axis=place - output.dim()) if isinstance(place, int) else trace)
-    if forward.labels is not None and place is not None:
-        put_heads(forward.labels, output, place, layer.heads)
+    moved = product.output_axis(axis)
+    forward.traces.note(output, trace._replace(axis=moved - output.dim()) if isinstance(moved, int) else trace)
+    if forward.labels is not None and moved is not None:
+        put_heads(forward.labels, output, moved, layer.heads)
     return output
 
 
@@ -154,11 +154,11 @@ def _head_axis(forward: Forward, product: Contraction, known: Product) -> tuple[
         return None, known.site.obstacle
     count, summed = forward.layer.heads, product.left_axes.index(product.summed)
     labels = forward.labels_of(product.left)
-    shared = [place for place, axis in enumerate(product.left_axes) if axis in product.batch]
+    shared = [dim for dim, axis in enumerate(product.left_axes) if axis in product.batch]
     axis = forward.head_axis(product.left, labels, summed, shared, known.site)
     if axis is not None:
         return axis, ""
-    sizes = [product.left.shape[place] for place in shared]
+    sizes = [product.left.shape[dim] for dim in shared]
     if labels is not None and len(varying(labels, summed)) == 1 and all(size % count for size in sizes):
         return None, f"a product at {known.site.line} ({contraction.misfit(sizes, count)})"
     return None, f"a product at {known.site.line} whose heads are not told apart from the batch ({REMEDY})"

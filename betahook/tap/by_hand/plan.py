@@ -19,7 +19,7 @@ from betahook.tap.by_hand.sites import Site, find_site
 from betahook.tap.by_hand.traces import Factor, Product, same_factor
 
 Form = tuple[tuple[bool, ...], ...]
-"""The places of sizes of 1 in some inputs: there an axis of heads and batch, say, looks like one of heads."""
+"""True for sizes of 1 in some inputs: there an axis of heads and batch, say, looks like one of heads."""
 
 
 def form_of(inputs: Any) -> Form:
@@ -29,7 +29,7 @@ def form_of(inputs: Any) -> Form:
 
 @dataclass
 class Plan:
-    """Facts on the products of one module, by their places in the user's code.
+    """Facts on the products of one module, by their sites in the user's code.
 
     Attributes:
         makes_scores: True for products that reach a softmax.
@@ -39,8 +39,8 @@ class Plan:
         scalings: the factors that followed on a product, see `Product.scalings`.
         key_factors: the factor that a key carried in the last forward in which that showed.
         since: the step in which a product was first seen to reach a softmax.
-        varying: the places of scales that changed from one forward to another.
-        firsts: what held at other places in the first forward, see `at_first`.
+        varying: the sites of scales that changed from one forward to another.
+        firsts: what held at other sites in the first forward, see `at_first`.
         band: the one that mask tensors of a kernel are expected to have, as the first one has it; None before any.
         mixes: a product or a softmax got what weights had made of values.
         checked: what beta does was checked by numbers, see `tap.by_hand.shadows`.
@@ -84,7 +84,7 @@ class Plan:
         return self.since.get(site, step) < step
 
     def varies(self, before: Factor, now: Factor) -> bool:
-        """Tell if the scale at the place that runs has ever changed; a tensor, which nobody reads, always has.
+        """Tell if the scale at the site that runs has ever changed; a tensor, which nobody reads, always has.
 
         A recomputation finds the scale of its forward, and must run the same operations.
         """
@@ -94,7 +94,7 @@ class Plan:
         return site in self.varying
 
     def at_first(self, now: bool) -> bool:
-        """Return what held at the place that runs in the first forward, given what holds now."""
+        """Return what held at the site that runs in the first forward, given what holds now."""
         return self.firsts.setdefault(find_site("at first"), now)
 
     def after(self, product: Product) -> Factor | None:

@@ -38,7 +38,7 @@ class Site:
 
 
 def find_site(operation: str) -> Site:
-    """The place of the torch function that is being called."""
+    """The site of the torch function that is being called."""
     frame: FrameType | None = sys._getframe(1)
     callers: list[tuple[CodeType, int]] = []
     inside: list[tuple[CodeType, int]] = []

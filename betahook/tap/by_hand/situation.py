@@ -22,7 +22,7 @@ class Situation(NamedTuple):
     Attributes:
         call: the call.
         trace_of: looks up the trace of an argument; None if it is not a followed tensor.
-        at_first: returns what held at this place in the first forward, given what holds now. With a single query, a
+        at_first: returns what held at this site in the first forward, given what holds now. With a single query, a
             factor of each query looks like a number.
         axis_of: looks up the axis of the heads in scores, counted from the last; None if it is not known.
     """

@@ -28,7 +28,7 @@ class Product:
     """One product of two activations in one forward, which makes scores if it reaches a softmax.
 
     Attributes:
-        site: the place in the user's code.
+        site: where the user's code calls it.
         assured: both operands are activations that no weighted value went into, so that a lost trace is a lost score.
         makers: earlier products in whose results this one's operands lie.
         acts: its left operand gets the factor of beta.
@@ -39,7 +39,7 @@ class Product:
         consumed: it made an operand of a product that did.
         lost: the operation after which nothing more is known, None for none.
         counts: its gradient is a part of the sensitivity.
-        index: its place among the products of the forward.
+        index: its number among the products of the forward.
         default: the model's own beta by which it is scaled; None for that of the last forward.
         made_of: the features that its operands are made of, see `head_axes.made_of`.
     """
@@ -146,7 +146,7 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class Shift:
-    """A largest, mean or similar score, of every row say."""
+    """A number made of scores for each row or all, as the largest: a softmax does not see it taken off its row."""
 
 
 class Weights(NamedTuple):
