@@ -111,8 +111,6 @@ def _sum(situation: Situation, sign: float, left: Any, right: Any) -> Derived:
         return _biased(situation, first, right, sign)
     if isinstance(second, Scores):
         return _biased(situation, second._replace(factor=second.factor * sign), left, 1)
-    if isinstance(first, Shift) or isinstance(second, Shift):
-        return other(situation)
     if isinstance(first, Operand) and isinstance(second, Operand) and same_factor(first.factor, second.factor):
         mixed, learned = first.mixed or second.mixed, first.learned and second.learned
         return first._replace(mixed=mixed, learned=learned, unread=first.unread or second.unread)

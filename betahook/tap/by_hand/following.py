@@ -25,10 +25,7 @@ def follow(forward: Forward, call: Call, handler: Handler) -> Any:
     """Run a function and note what it makes of the tensors that are followed."""
     first: Any = call.operands[0] if call.operands else None
     if handler is other and not (forward.is_learned(first) or any(tensor in forward.traces for tensor in call.tensors)):
-        output = call.run()
-        if call.in_place:
-            forward.traces.pop(first)
-        return output
+        return call.run()
     before = forward.traces.get(first)
     if call.in_place and isinstance(before, Scores) and before.value is not None:
         # The value may share the memory that is about to change.
