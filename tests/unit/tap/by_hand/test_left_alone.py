@@ -95,6 +95,12 @@ def twice_in_disguise(module, q, k, v):
 REFUSED = {
     "a second attention, to values by hand": (values_in_disguise, "may be that of an attention"),
     "a second attention, of values by hand": (twice_in_disguise, "may be that of an attention"),
+    "weights that are scores": (lambda module, q, k, v: q @ k.mT * ROOT @ v, "reaches no softmax"),
+    "negative": (lambda module, q, k, v: (-(q @ k.mT)).softmax(-1) @ v, "a negative factor before test_left_alone.py:"),
+    "shifted along another axis": (
+        lambda module, q, k, v: ((s := q @ k.mT * ROOT) - s.amax(-1, keepdim=True)).softmax(-2) @ v,
+        "along another axis than their rows were shifted",
+    ),
     "softplus": (lambda module, q, k, v: F.softplus(q @ k.mT).softmax(-1) @ v, "softplus at test_left_alone.py:"),
     "square": (lambda module, q, k, v: (q @ k.mT).square().softmax(-1) @ v, "square at test_left_alone.py:"),
     "gated by itself": (
@@ -223,6 +229,18 @@ def test_a_branch_that_is_taken_later_is_refused_then(x, caplog):
 def beside(product):
     """Attention that adds what a product of q and k makes to their scores."""
     return lambda module, q, k, v: ((q @ k.mT + product(module, q, k)) * ROOT).softmax(-1) @ v
+
+
+def test_a_product_that_makes_scores_at_times_is_left_alone(x):
+    def mix(module, q, k, v):
+        scores = q @ k.mT * ROOT
+        return (scores.softmax(-1) if module.training else (q * ROOT @ v.mT).softmax(-1) + 0 * scores) @ v
+
+    model = make(mix)
+    with betahook.attach(model) as hook:
+        model(x)
+        model.eval()(x)
+        assert "reaches a softmax at times and at times it does not" in hook.layers["1"].refusal
 
 
 UNREAD = {
