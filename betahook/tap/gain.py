@@ -12,8 +12,8 @@ from betahook import compat
 from betahook.tap.recorder import Recorder
 
 SMALL = 2**18
-"""Entries of a query that is multiplied by a gain whose own gradient gives the sensitivity. Autograd keeps the unscaled
-query for it, besides the scaled one that the attention keeps, but runs no Python, which takes longer than all else."""
+"""Entries of the largest query that is multiplied by a leaf, whose gradient gives the sensitivity. Autograd keeps the
+unscaled query for it, beside the scaled one, but runs no Python, which takes longer than all else for a small query."""
 
 
 class ScaledProduct(Protocol):
@@ -97,7 +97,7 @@ def _times(values: Tensor, gain: Tensor) -> Tensor:
 class ScaleQuery(torch.autograd.Function):
     """`query * gain`, whose backward also gives the sensitivity to `log gain`, as the gradient of a probe.
 
-    For queries that are not `SMALL`, and where the gain is made in the forward.
+    For queries larger than `SMALL`, and where the gain is made in the forward.
 
     Logits are linear in the query, so `dL/d log beta = <query * gain, dL/d(query * gain)>`, for each head. Both factors
     are at hand: the scaled query is what the attention keeps for its own backward, hence no further memory.

@@ -111,7 +111,7 @@ def _hooked(
 
 
 def _passes_by(layer: Recorder, query: Tensor) -> bool:
-    """Return True if the layer is left alone, as it is from a query on that has other heads than its module states."""
+    """Return True if the layer is left alone, as it is once a query has not the heads that its module states."""
     fits = query.dim() == 4 and layer.select_local_heads(query.shape[1])
     if torch.compiler.is_compiling():  # a graph that looked this up would be one of this layer alone
         return not fits

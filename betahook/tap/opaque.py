@@ -50,15 +50,15 @@ def _find(beta: Tensor) -> Recorder:
     return found
 
 
-Kernel: TypeAlias = Callable[..., None]
+Implementation: TypeAlias = Callable[..., None]
 """Gets the recorder of a layer first, which writes to the tables that the graph has."""
 TABLES = "Tensor(a!) table, Tensor(b!) moments, Tensor(c!) beta_default, Tensor beta"
 
 
-def _operation(schema: str) -> Callable[[Kernel], Kernel]:
+def _operation(schema: str) -> Callable[[Implementation], Implementation]:
     """Make an operation that gets the tables of a layer and its beta first, and returns nothing."""
 
-    def define(function: Kernel) -> Kernel:
+    def define(function: Implementation) -> Implementation:
         own = function.__name__
         name = own.removeprefix("_")
         if not hasattr(torch.ops.betahook, name):  # it outlives this module, which may be imported again
@@ -79,17 +79,17 @@ def _run(name: str, table: Tensor, moments: Tensor, beta_default: Tensor, beta: 
         globals()[name](recorder, *args)
 
 
-def _tables(layer: Recorder) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tensors = layer.tensors
+def _tables(recorder: Recorder) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tensors = recorder.tensors
     return tensors.table, tensors.moments, tensors.beta_default, tensors.beta
 
 
-def note_default(layer: Recorder, default: float | Tensor) -> None:
+def note_default(recorder: Recorder, default: float | Tensor) -> None:
     """See `Recorder.note_default`."""
     if torch.compiler.is_compiling() and not compat.is_exporting():
-        torch.ops.betahook.note_default(*_tables(layer), *_number_or_tensor(default))
+        torch.ops.betahook.note_default(*_tables(recorder), *_number_or_tensor(default))
     else:
-        layer.note_default(default)
+        recorder.note_default(default)
 
 
 @_operation("float? number, Tensor? numbers")
@@ -101,7 +101,7 @@ def _note_default(recorder: Recorder, number: float | None, numbers: Tensor | No
 
 @torch.no_grad()
 def record_call(
-    layer: Recorder,
+    recorder: Recorder,
     query: Tensor,
     key: Tensor,
     given: GivenMask,
@@ -112,10 +112,10 @@ def record_call(
     if torch.compiler.is_compiling():
         operands = *_number_or_tensor(default), query.detach(), key.detach()
         pairs = given.band.low, given.band.high, given.kind, given.tensor
-        torch.ops.betahook.record_call(*_tables(layer), *operands, *pairs, *score_mod)
+        torch.ops.betahook.record_call(*_tables(recorder), *operands, *pairs, *score_mod)
     else:
-        layer.note_default(default)
-        layer.record(query, key, given, score_mod)
+        recorder.note_default(default)
+        recorder.record(query, key, given, score_mod)
 
 
 @_operation(
@@ -144,12 +144,12 @@ def _record_call(
 
 
 @torch.no_grad()
-def record_input(layer: Recorder, inputs: Tensor, sides: list[str]) -> None:
+def record_input(recorder: Recorder, inputs: Tensor, sides: list[str]) -> None:
     """See `Recorder.record_input`."""
     if torch.compiler.is_compiling():
-        torch.ops.betahook.record_input(*_tables(layer), materialise.local(inputs).detach(), sides)
+        torch.ops.betahook.record_input(*_tables(recorder), materialise.local(inputs).detach(), sides)
     else:
-        layer.record_input(inputs, sides)
+        recorder.record_input(inputs, sides)
 
 
 @_operation("Tensor inputs, str[] sides")

@@ -44,7 +44,10 @@ def follow(forward: Forward, call: Call, handler: Handler) -> Any:
 
 
 def _rescaled(forward: Forward, call: Call, output: Tensor, scores: Scores) -> tuple[Tensor, Scores]:
-    """Undo what the scale of this call has more than that of the last, by which the gain went."""
+    """Take back by how much a scale differs from that of the last forward, which the gain on the query assumed.
+
+    Only where beta was set: the logits are then beta times the scores, whatever the model scales them by.
+    """
     operands = call.operands[:2]
     scaled, before = next((x, trace) for x in operands if isinstance(trace := forward.traces.get(x), Scores))
     if forward.labels is not None:
