@@ -98,13 +98,13 @@ def _closed(functions: Iterable[FunctionType]) -> list[FunctionType]:
 
 def _inherited(kind: type) -> Iterator[FunctionType]:
     """The methods of bases that a method of the same name may call by `super()`."""
-    for place, cls in enumerate(kind.__mro__, start=1):
+    for number, cls in enumerate(kind.__mro__, start=1):
         for name, member in vars(cls).items():
             if name != "__init__" and "super" in getattr(getattr(member, "__code__", None), "co_names", ()):
-                above = [
-                    inspect.unwrap(vars(base)[name]) for base in kind.__mro__[place:] if callable(vars(base).get(name))
-                ]
-                yield from (function for function in above[:1] if isinstance(function, FunctionType))
+                bases = (vars(base).get(name) for base in kind.__mro__[number:])
+                above = next(filter(callable, bases), None)
+                if above is not None and isinstance(function := inspect.unwrap(above), FunctionType):
+                    yield function
 
 
 def _called(function: FunctionType) -> Iterator[FunctionType]:
