@@ -497,7 +497,11 @@ FAULTS = [
     Fault(
         "betahook/tap/by_hand/watching.py", " or _is_any_followed(forward, args[:1], or_learned=True)", "", POSITIONS
     ),
-    Fault("betahook/tap/by_hand/contraction.py", "return torch.bmm(x, batch2)", "return alpha * torch.bmm(x, batch2)"),
+    Fault(
+        "betahook/tap/by_hand/contraction.py",
+        "return torch.bmm(left, self.right)",
+        "return self.alpha * torch.bmm(left, self.right)",
+    ),
     Fault("betahook/tap/by_hand/contraction.py", "set(right_axes) - set(output)", "set(right_axes)"),
     Fault("betahook/tap/recorder.py", "raw / factor", "raw"),
     Fault("betahook/tap/by_hand/softmaxes.py", "prescale * acting.view(-1, 1, 1)", "prescale", RIGHT),

@@ -40,24 +40,24 @@ class Contraction:
     Attributes:
         left, right: the operands as they were given.
         run: the product, addend included, for a left operand of the same shape.
-        alone: the bare product, without addend and factor.
         left_axes, right_axes: a letter for each axis of an operand.
         batch: the letters of the axes that both have in common and keep, and one of which may be of heads.
         output_axes: a letter for each axis of the product.
         summed: the letter of the axis that is summed over, of size d.
         alpha: factor that the call itself puts on the product.
+        biased: the call adds something to the product.
     """
 
     left: Tensor
     right: Tensor
     run: Callable[[Tensor], Tensor]
-    alone: Callable[[Tensor], Tensor]
     left_axes: str
     right_axes: str
     batch: str
     output_axes: str
     summed: str
     alpha: float = 1.0
+    biased: bool = False
 
     @property
     def size(self) -> int:
@@ -74,10 +74,9 @@ class Contraction:
         """True if the left operand has an axis beside those of the product, where heads may lie."""
         return self.left.dim() > 2
 
-    @property
-    def biased(self) -> bool:
-        """True if the call adds something to the product."""
-        return self.run is not self.alone
+    def alone(self, left: Tensor) -> Tensor:
+        """A biased product for a left operand, without addend and factor."""
+        return torch.bmm(left, self.right)
 
     def output_axis(self, axis: Axis) -> Axis | None:
         """The axis of the heads in the product, from that in `left`; None if it has none."""
@@ -146,25 +145,19 @@ def read(call: Call) -> Contraction | None:
     if (left.dim() == 2) != (right.dim() == 2):
         return None
     options = {name: value for name, value in call.kwargs.items() if value is not left and value is not right}
-
-    def run(x: Tensor) -> Tensor:
-        product: Tensor = call.function(x, right, **options)
-        return product
-
     left_axes, right_axes, output = axes
-    return Contraction(left, right, run, run, left_axes, right_axes, left_axes[:-2], output, "z")
+    letters = left_axes, right_axes, left_axes[:-2], output, "z"
+    return Contraction(left, right, lambda x: call.function(x, right, **options), *letters)
 
 
 def _read_baddbmm(
     input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0, **options: Any
 ) -> Contraction:
-    def run(x: Tensor) -> Tensor:
-        return torch.baddbmm(input, x, batch2, beta=beta, alpha=alpha, **options)
-
-    def alone(x: Tensor) -> Tensor:
-        return torch.bmm(x, batch2)
-
-    return Contraction(batch1, batch2, run, alone, "axz", "azy", "a", "axy", "z", alpha)
+    options |= {"beta": beta, "alpha": alpha}
+    letters = "axz", "azy", "a", "axy", "z"
+    return Contraction(
+        batch1, batch2, lambda x: torch.baddbmm(input, x, batch2, **options), *letters, alpha, biased=True
+    )
 
 
 def _read_einsum(call: Call, left_axes: str, right_axes: str, output: str) -> Contraction | None:
@@ -175,12 +168,9 @@ def _read_einsum(call: Call, left_axes: str, right_axes: str, output: str) -> Co
     per_query = left_axes[:-1] + "".join(columns) if not rows and len(columns) == 1 else None
     if len(summed) != 1 or not (rows or output == per_query) or not columns:
         return None
-
-    def run(x: Tensor) -> Tensor:
-        return torch.einsum(equation, x, right)
-
     batch = "".join(axis for axis in output if axis in left_axes and axis in right_axes)
-    return Contraction(left, right, run, run, left_axes, right_axes, batch, output, summed.pop())
+    letters = left_axes, right_axes, batch, output, summed.pop()
+    return Contraction(left, right, lambda x: torch.einsum(equation, x, right), *letters)
 
 
 def _apart(tensor: Tensor, axis: Axis, heads: int) -> tuple[Tensor, int]:
