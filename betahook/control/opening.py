@@ -14,10 +14,11 @@ Attention of a fresh model is flat, and while it is, the sensitivity is next to 
 not that W_q and W_k learn in proportion to beta. So beta climbs whatever the sensitivity, but not beyond a std of the
 logits: where the scores grow, it falls. Where W_q and W_k learn early, the learning rate is very high, and what they
 learn from flat attention decides how the run ends: the logits have that std at once. Where they still look random after
-the warm-up, and the training loss, if it is known, has hardly fallen, training stands on a plateau. Gradients at a
-hundredth of beta are so small beside those that Adam remembers that W_q and W_k hold still while the rest of the model
-learns; at the end of the climb they are so large that W_q and W_k learn faster. For that Adam must not remember much,
-and it remembers a thousand batches: hence the low beta in the warm-up. Measurements are in docs/ABLATIONS.md.
+the warm-up, no layer's scores have grown, and the training loss, if it is known, has hardly moved, training stands on a
+plateau. Gradients at a hundredth of beta are so small beside those that Adam remembers that W_q and W_k hold still
+while the rest of the model learns; at the end of the climb they are so large that W_q and W_k learn faster. For that
+Adam must not remember much, and it remembers a thousand batches: hence the low beta in the warm-up. Measurements are in
+docs/ABLATIONS.md.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Course:
         left: batches left of it.
         fresh: 1 where W_q and W_k were random at the first look, else 0.
         fall: of the training loss from the first window to the last of the warm-up, in means; NaN without a loss.
+        spread: standard deviation of the scores in the first batch; 0 where it was not measured then.
     """
 
     beta: Tensor
@@ -59,6 +61,7 @@ class Course:
     left: Tensor
     fresh: Tensor
     fall: Tensor
+    spread: Tensor
 
     def move(self, source: Phase, target: Phase, where: Tensor, **changes: Tensor | float) -> Course:
         """Take the units of a phase to another, with new values of the attributes named."""
@@ -83,6 +86,7 @@ class Opening:
     plateau_batches: int
     plateau_decades: float
     plateau_fall: float
+    plateau_growth: float
     rise_batches: int
     rise_decades: float
     rise_logit_std: float
@@ -99,8 +103,10 @@ class Opening:
         return observation.spectral_ratio() <= self.fresh_ratio  # False for NaN, of weights that were not found
 
     def watch(self, course: Course, observation: Observation) -> Course:
-        """Take note of the training loss of a batch in the first window or the last of the warm-up."""
+        """Note the scores of the first batch, and the loss in the first window and the last of the warm-up."""
         step = observation.step
+        if step == 0:
+            course = replace(course, spread=observation.statistics.std.to(course.spread))
         sign = (step < self.window) - (step > self.warmup - self.window)
         if step > self.warmup or sign == 0:
             return course
@@ -120,7 +126,9 @@ class Opening:
         if random is None:
             return course
         if step == self.warmup:
-            learns = course.fall > self.plateau_fall * observation.loss().abs()  # False where no loss is known
+            learns = course.fall.abs() > self.plateau_fall * observation.loss().abs()  # False where no loss is known
+            grown = observation.statistics.std >= self.plateau_growth * course.spread
+            learns = learns | (grown & (course.spread > 0)).any()
             below = observation.beta_default * 10**-self.plateau_decades
             course = course.move(Phase.WARM_UP, Phase.WARM_UP, seen, beta=course.beta / down)
             return course.move(Phase.WARM_UP, Phase.PLATEAU, random & ~learns, beta=below, left=self.plateau_batches)

@@ -24,6 +24,9 @@ WORDS = {
 }
 """Reasons of the phases before the search."""
 
+COURSE = tuple(field.name for field in fields(Course) if field.name != "beta")
+"""What of a course is remembered."""
+
 _Part = TypeVar("_Part", Opening, SignSearch)
 
 
@@ -56,8 +59,9 @@ class Search(Controller):
         warmup_decades: how far below its own beta a fresh model is in the warm-up.
         plateau_decades: how far below on a plateau.
         plateau_batches: how long.
-        plateau_fall: on a plateau the training loss falls by less than this share of it in the warm-up. Known where
-            the model returns it or `Hook.step(loss=...)` gets it; without it every model that is random still waits.
+        plateau_fall: on a plateau the training loss moves by less than this share of it in the warm-up. Known where
+            the model returns it or `Hook.step(loss=...)` gets it; without it the weights and the scores decide.
+        plateau_growth: on a plateau the standard deviation of no layer's scores grows by this factor in the warm-up.
         rise_decades: how far above its own beta the rise ends.
         rise_batches: how long it takes.
         rise_logit_std: standard deviation at which it holds the logits.
@@ -79,7 +83,8 @@ class Search(Controller):
     warmup_decades: float = 0.5
     plateau_decades: float = 2.0
     plateau_batches: int = 70
-    plateau_fall: float = 0.1
+    plateau_fall: float = 0.03
+    plateau_growth: float = 1.3
     rise_decades: float = 1.0
     rise_batches: int = 100
     rise_logit_std: float = 3.0
@@ -92,7 +97,7 @@ class Search(Controller):
         require(self, "smallest", lambda smallest: 0 < smallest <= self.largest, "above 0, at most largest")
         require(self, "opening", lambda step: self.smallest <= step <= self.largest, "between smallest and largest")
         require(self, "growth", lambda growth: growth >= 1, "1 or more")
-        for name in ("fresh_ratio", "rise_logit_std"):
+        for name in ("fresh_ratio", "plateau_growth", "rise_logit_std"):
             require(self, name, lambda value: value > 0, "a positive number")
         for name in ("warmup_decades", "plateau_decades", "rise_decades"):
             require(self, name, lambda decades: 0 <= decades <= DECADES, f"a number from 0 to {DECADES:g}")
@@ -102,14 +107,14 @@ class Search(Controller):
 
     def start(self, beta: Tensor) -> Memory:
         zero = torch.zeros_like(beta)
-        opening = {"phase": zero + Phase.UNSEEN, "left": zero + self.warmup, "fresh": zero, "fall": zero}
-        return {**opening, **self._sign_search.start(beta)}
+        places = {"phase": zero + Phase.UNSEEN, "left": zero + self.warmup, "fresh": zero}
+        return {**places, "fall": zero, "spread": zero, **self._sign_search.start(beta)}
 
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
         if self._searches_alone(observation.step):
             return self._search(beta, observation, state)
         opening, sensitivity = self._opening, observation.statistics.sensitivity
-        course = Course(beta, state["phase"], state["left"], state["fresh"], state["fall"])
+        course = Course(beta, **{name: state[name] for name in COURSE})
         if self.rise:
             course = opening.decide(opening.watch(course, observation), observation)
         course = opening.expire(course)
@@ -117,7 +122,7 @@ class Search(Controller):
         decades = torch.where(course.phase == Phase.CLIMB, opening.climb(course, observation), found)
         course = replace(course, left=(course.left - 1).clamp(min=0))
         new, bound = course.beta * 10**decades, self._bound(course.fresh, observation)
-        memory = {"phase": course.phase, "left": course.left, "fresh": course.fresh, "fall": course.fall, **search}
+        memory = {**{name: getattr(course, name) for name in COURSE}, **search}
         return limit_increase(new, beta, bound, observation), memory
 
     def _search(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
@@ -203,7 +208,9 @@ class Search(Controller):
         """Convert the memory of an older version."""
         state = _from_version_2(state) if "wait" in state else state
         if "phase" in state and "fall" not in state:  # of version 0.4
-            return {**state, "fall": torch.full_like(state["phase"], torch.nan)}
+            state = {**state, "fall": torch.full_like(state["phase"], torch.nan)}
+        if "phase" in state and "spread" not in state:  # of an older one
+            state = {**state, "spread": torch.zeros_like(state["phase"])}
         return state
 
     @cached_property

@@ -18,6 +18,7 @@ RULE = Opening(
     plateau_batches=7,
     plateau_decades=2.0,
     plateau_fall=0.1,
+    plateau_growth=1.5,
     rise_batches=10,
     rise_decades=1.0,
     rise_logit_std=4.0,
@@ -26,13 +27,13 @@ RANDOM, LEARNED = 1.1, 1.2
 OLD_BETA, OLD_LEFT = 0.8, 5.0
 
 
-def course(*phases, left=OLD_LEFT, fresh=None, fall=math.nan):
+def course(*phases, left=OLD_LEFT, fresh=None, fall=math.nan, spread=0.0):
     """A course with a unit in each of the phases; the fresh ones are those that only fresh models have."""
     phase = torch.tensor(phases, dtype=torch.float64)
     known = (phase == Phase.WARM_UP) | (phase == Phase.PLATEAU) | (phase == Phase.CLIMB)
     fresh = known.double() if fresh is None else torch.full_like(phase, fresh)
-    beta, left, fall = (torch.full_like(phase, value) for value in (OLD_BETA, left, fall))
-    return Course(beta, phase, left, fresh, fall)
+    beta, left, fall, spread = (torch.full_like(phase, value) for value in (OLD_BETA, left, fall, spread))
+    return Course(beta, phase, left, fresh, fall, spread)
 
 
 def places(after):
@@ -135,13 +136,15 @@ def test_at_the_end_of_the_warmup_beta_goes_up_again_or_down_to_the_plateau():
     [
         (0.4, 4.0, True),
         (0.41, 4.0, False),
-        (-0.41, 4.0, True),
+        (-0.4, 4.0, True),
+        (-0.41, 4.0, False),
         (0.4, -4.0, True),
         (0.41, -4.0, False),
+        (-0.41, -4.0, False),
         (0.0, 0.0, True),
     ],
 )
-def test_weights_that_look_random_wait_on_a_plateau_only_where_the_loss_has_hardly_fallen(fall, loss, stands):
+def test_weights_that_look_random_wait_on_a_plateau_only_where_the_loss_has_hardly_moved(fall, loss, stands):
     (place,) = decided(course(Phase.WARM_UP, fall=fall), step=9, ratio=RANDOM, loss=loss)
     up, down = (Phase.WARM_UP, approx(OLD_BETA * 10**0.5), OLD_LEFT, 1), (Phase.PLATEAU, approx(0.01), 7, 1)
     assert place == (down if stands else up)
@@ -151,6 +154,26 @@ def test_weights_that_look_random_wait_on_a_plateau_only_where_the_loss_has_hard
 def test_where_no_loss_is_known_they_wait(fall, loss):
     (place,) = decided(course(Phase.WARM_UP, fall=fall), step=9, ratio=RANDOM, loss=loss)
     assert place[0] == Phase.PLATEAU
+
+
+@pytest.mark.parametrize(("spread", "stands"), [(0.34, True), (0.33, False), (0.0, True), (math.nan, True)])
+@pytest.mark.parametrize("loss", [4.0, math.nan])
+def test_where_scores_have_grown_training_does_not_stand(spread, stands, loss):
+    """They have a std of 0.5 now, whether the loss is known or not; the first batch may have measured none."""
+    (place,) = decided(course(Phase.WARM_UP, fall=0.0, spread=spread), step=9, ratio=RANDOM, loss=loss)
+    assert place[0] == (Phase.PLATEAU if stands else Phase.WARM_UP)
+
+
+def test_one_layer_whose_scores_have_grown_speaks_for_all():
+    before = replace(course(Phase.WARM_UP, Phase.WARM_UP, fall=0.0), spread=torch.tensor([0.5, 0.2]))
+    assert [phase for phase, *_ in decided(before, step=9, ratio=RANDOM, loss=4.0)] == [Phase.WARM_UP] * 2
+
+
+def test_the_spread_is_that_of_the_scores_in_the_first_batch():
+    after = course(Phase.WARM_UP, fall=0.0)
+    for step, std in enumerate([0.3, 0.4, 0.5]):
+        after = RULE.watch(after, observe(step=step, std=std))
+    assert after.spread.tolist() == approx([0.3])
 
 
 def test_the_fall_is_that_of_the_mean_loss_from_the_first_window_to_the_last_of_the_warmup():

@@ -345,10 +345,12 @@ def test_a_memory_of_the_old_format_is_read(wait, rise, fresh, phase, left):
     search = {"batches": tensor(4), "total": tensor(-0.5), "direction": tensor(-1), "step": tensor(0.15)}
     old = {"wait": tensor(wait), "rise": tensor(rise), "fresh": tensor(fresh), **search}
     new = Search.migrate(old)
-    assert new.pop("fall").isnan()  # unknown
+    assert new.pop("fall").isnan()  # unknown, as is the spread
+    assert new.pop("spread") == 0
     assert new == {"phase": tensor(phase), "left": tensor(left), "fresh": tensor(max(fresh, 0)), **search}
     new = Search.migrate(new)  # as version 0.4 wrote it
     assert new["fall"].isnan()
+    assert new["spread"] == 0
     assert new.keys() == Search().start(tensor(1)).keys()
     assert {value.dtype for value in new.values()} == {torch.float64}
     assert Search.migrate(new) is new

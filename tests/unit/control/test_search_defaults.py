@@ -33,7 +33,7 @@ NAN = math.nan
             for names, expected, values in [
                 (("plateau_batches",), "a whole number, 0 or more", (-1, 1.5)),
                 (("rise_batches",), "a whole number, 1 or more", (0, 1.5)),
-                (("fresh_ratio", "rise_logit_std"), "a positive number", (0, NAN)),
+                (("fresh_ratio", "plateau_growth", "rise_logit_std"), "a positive number", (0, NAN)),
                 (("warmup_decades", "plateau_decades", "rise_decades"), "a number from 0 to 3", (-1, 3.5)),
                 (("early_share",), "a number from 0 to 1", (-0.1, 1.1)),
                 (("fresh_bound", "plateau_fall"), "above 0, at most 1", (0, 1.1)),
@@ -62,7 +62,8 @@ def test_the_defaults():
         "warmup_decades": 0.5,
         "plateau_decades": 2.0,
         "plateau_batches": 70,
-        "plateau_fall": 0.1,
+        "plateau_fall": 0.03,
+        "plateau_growth": 1.3,
         "rise_decades": 1.0,
         "rise_batches": 100,
         "rise_logit_std": 3.0,
