@@ -23,7 +23,7 @@ LAYER = "model.layers.0.self_attn"
     [
         (
             {"controller": "adam"},
-            TypeError,
+            ValueError,
             r'"default", "monitor", a controller \(Search\(\), .*\) or a list of them; got .adam.',
         ),
         ({"controller": []}, ValueError, 'use "monitor"'),
