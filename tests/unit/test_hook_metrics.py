@@ -88,7 +88,7 @@ def test_audit_of_a_fresh_model_follows_the_weights():
     assert first.predicted["weights"] == pytest.approx(first.score_std, rel=0.15)
     assert first.projected_variance_q == pytest.approx(1.0, rel=0.1)  # weights of variance 1 / d_x
     assert LAYER in str(audit)
-    assert str(audit).count("\n") == 2 * len(audit) + 7  # two tables, one with the numbers assumed, and where to read on
+    assert str(audit).count("\n") == 2 * len(audit) + 7  # two tables, one with the numbers assumed, and a line
 
 
 def test_the_first_of_several_bad_steps_is_named(caplog):
