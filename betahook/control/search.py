@@ -84,7 +84,7 @@ class Search(Controller):
     plateau_decades: float = 2.0
     plateau_batches: int = 70
     plateau_fall: float = 0.03
-    plateau_growth: float = 1.3
+    plateau_growth: float = 1.12
     rise_decades: float = 1.0
     rise_batches: int = 100
     rise_logit_std: float = 3.0

@@ -63,7 +63,7 @@ def test_the_defaults():
         "plateau_decades": 2.0,
         "plateau_batches": 70,
         "plateau_fall": 0.03,
-        "plateau_growth": 1.3,
+        "plateau_growth": 1.12,
         "rise_decades": 1.0,
         "rise_batches": 100,
         "rise_logit_std": 3.0,
