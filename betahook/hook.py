@@ -30,7 +30,7 @@ from betahook.report.audit import Audit
 from betahook.report.findings import Findings
 from betahook.report.warnings import find_unreached, warn_of_missing_steps, warn_of_nonfinite, warn_of_unreached
 from betahook.state.state import State
-from betahook.step import stages, training_loss
+from betahook.step import first_look, stages, training_loss
 from betahook.step.clipping import Clipping
 from betahook.step.loss_scale import LossScale
 from betahook.tap import adapters, install, interface
@@ -149,8 +149,7 @@ class Hook:
         self.model = model = survey.model
         self.controllers = list(controllers)
         self.settings = settings
-        self.not_reached = survey.not_reached
-        self.trained_by: list[str] = []
+        self.not_reached, self.trained_by = survey.not_reached, list[str]()
         self._alerts = alerts
         self._state = _new_state(survey, settings, controllers)
         named = zip(survey.found.items(), self._state.ranges, strict=True)
@@ -166,6 +165,7 @@ class Hook:
             install.connect(model, recorders, undo)
             adapters.connect(model, self._state, undo)
             training_loss.connect(model, self._state, controllers, undo)
+            first_look.connect(self._state, self.layers, controllers, undo)
             pretrained.connect(model, self, self.layers, undo)
             self.last_call = LastCall(model, [layer.module for layer in self.layers.values()], undo)
             self._clipping = Clipping(self.layers, self._state, self.controllers)

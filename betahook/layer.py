@@ -256,6 +256,11 @@ class Layers(Mapping[str, AttentionLayer]):
         """True if any layer asks transformers for its attention function."""
         return any(layer._attention.route == "interface" for layer in self.values())
 
+    def spectral_ratio(self) -> Tensor:
+        """Return the largest `AttentionLayer.spectral_ratio`, a scalar; NaN where one is. Every rank must call this."""
+        ratios = [layer.spectral_ratio() for layer in self.values()]
+        return torch.stack([ratio.to(ratios[0]) for ratio in ratios]).max()
+
     def read_weights(self, which: range | None = None, *, sharded: bool = False) -> None:
         """Read W_q and W_k of all layers, or of those with an index in `which`; see `AttentionLayer.read_weights`."""
         for index, layer in enumerate(self.values()):

@@ -25,7 +25,7 @@ WORDS = {
 """Reasons of the phases before the search."""
 
 COURSE = tuple(field.name for field in fields(Course) if field.name != "beta")
-"""What of a course is remembered."""
+"""Names of the attributes of a course that are remembered."""
 
 _Part = TypeVar("_Part", Opening, SignSearch)
 

@@ -87,6 +87,7 @@ class State:
         alone: boolean `[heads]`, those that this rank leaves alone, or at the last pooling any rank.
         is_local, is_detached: True if nothing is pooled over ranks, as this one measures alone; once the hook is off.
         knows_refusals: True while `refused` says all that `alone` does.
+        first_spectral_ratio: of W_q and W_k before the first update, see `step.first_look`; None if nobody looked.
         waiting, pending: calls that are not in the table yet, and steps that are not in the window: see `settle`.
     """
 
@@ -130,14 +131,13 @@ class State:
         self.batches = self.steps = self.skipped_steps = self.alerts_step = self.findings_step = self.paused = 0
         self.loss_scale = 0.0
         self.warned_of_nonfinite = self.warned_of_unreached = False
-        self.asked: set[str] = set()
+        self.asked, self.refused = set[str](), dict[int, str]()
         self.warned_of_missing_steps = self.exact_max_logit = self.is_detached = False
         self.seen = self.recorded = self.has_loss = self.has_broken_graphs = self.is_local = False
-        self.refused: dict[int, str] = {}
         self.alone, self.knows_refusals = self.beta > 0, True  # none: beta is NaN
         self.beta_acts = True
-        self.waiting = WaitingCalls()
-        self.pending: list[Step] = []
+        self.first_spectral_ratio: Tensor | None = None
+        self.waiting, self.pending = WaitingCalls(), list[Step]()
         self.parts = _parts(self)
 
     @property

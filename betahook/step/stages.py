@@ -148,6 +148,7 @@ def observe(state: State, layers: Layers, current: Tensor) -> tuple[Tensor, Obse
         layers.read_weights()
         return units.predicted_std(observed, units.weight_std(state.weights))
 
+    first = state.first_spectral_ratio if state.batch == 0 else None
     return beta, Observation(
         beta_default=default,
         statistics=observed,
@@ -156,7 +157,7 @@ def observe(state: State, layers: Layers, current: Tensor) -> tuple[Tensor, Obse
         step=state.batch,
         batches=state.batches,
         loss=lambda: training_loss.pooled(state),
-        spectral_ratio=lambda: torch.stack([x.spectral_ratio().to(beta) for x in layers.values()]).max(),
+        spectral_ratio=(lambda: first) if first is not None else layers.spectral_ratio,
     )
 
 

@@ -512,6 +512,13 @@ FAULTS = [
     Fault("betahook/tap/override.py", "if attributes.get(self._name) is self._value", "if self._name in attributes"),
     Fault("betahook/tap/override.py", "attributes[self._name] is not self._value", "False", COPIES),
     Fault("betahook/tap/copies.py", "if key != identity", "if key == identity"),
+    Fault("betahook/step/first_look.py", "if state is not None and not state.seen", "if False"),
+    Fault(
+        "betahook/step/stages.py",
+        "state.first_spectral_ratio if state.batch == 0 else None",
+        "None",
+        ("tests/unit/step/test_first_look.py",),
+    ),
     Fault("betahook/tap/by_hand/bypassed.py", "any(other.runs for other in watch.sharing)", "watch.layer.runs"),
     Fault("betahook/tap/by_hand/bypassed.py", "layer.module.training in layer.ran_in", "layer.ran_in"),
     Fault("betahook/tap/by_hand/bypassed.py", " or layer.module.training in layer.ran_in", ""),

@@ -1,0 +1,41 @@
+"""The first look at W_q and W_k: before the first update, which at a high learning rate leaves nothing random in them.
+
+`Hook` connects it for controllers with an opening; `betahook.step.stages` hands over what it saw in the first batch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from betahook.control.base import Controller
+from betahook.layer import Layers
+from betahook.state.state import State
+
+
+def connect(state: State, layers: Layers, controllers: Sequence[Controller], undo: ExitStack) -> None:
+    """Look at W_q and W_k once, in the first step of an optimizer after a forward, unless `undo` is closed before.
+
+    In a loop without an optimizer of torch, controllers look at them as they are in `Hook.step`.
+    """
+    if not any(controller.opening_batches for controller in controllers):
+        return
+    # The hook is one of all optimizers, and would keep the model.
+    references = weakref.ref(state), weakref.ref(layers)
+
+    @torch.no_grad()
+    def look(*call: Any) -> None:
+        state, layers = references[0](), references[1]()
+        if state is not None and not state.seen:  # another model's optimizer
+            return
+        handle.remove()
+        if state is not None and layers is not None:
+            state.first_spectral_ratio = layers.spectral_ratio()
+
+    handle = register_optimizer_step_pre_hook(look)
+    undo.callback(handle.remove)

@@ -1,0 +1,89 @@
+"""W_q and W_k are judged as they were before the first update."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+import betahook
+from betahook.control.opening import Phase
+from support.models import build, inputs
+
+
+def fresh():
+    model = build("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                projection.weight.normal_(std=0.02)
+    return model
+
+
+def phases(hook):
+    return {Phase(int(phase)) for phase in hook._state.memories[0]["phase"].tolist()}
+
+
+def first_step(model, hook, rate, optimizer=torch.optim.Adam):
+    optimizer = optimizer(model.parameters(), lr=rate)
+    model(**inputs("llama")).loss.backward()
+    optimizer.step()
+    hook.step()
+
+
+def test_a_fresh_model_is_fresh_at_any_learning_rate():
+    for rate in (1e-5, 0.1):
+        model = fresh()
+        with betahook.attach(model) as hook:
+            first_step(model, hook, rate)
+            assert Phase.WAIT not in phases(hook)
+
+
+def test_a_trained_model_is_trained():
+    model = fresh()
+    first_step(model, betahook.attach(model, "monitor"), 0.1)
+    betahook.detach(model)
+    with betahook.attach(model) as hook:
+        first_step(model, hook, 1e-5)
+        assert phases(hook) == {Phase.WAIT}
+
+
+def test_the_optimizer_of_another_model_shows_nothing():
+    model, other = fresh(), torch.nn.Linear(2, 2)
+    with betahook.attach(model) as hook:
+        other(torch.ones(2)).sum().backward()
+        torch.optim.Adam(other.parameters()).step()
+        model.load_state_dict(trained())
+        first_step(model, hook, 1e-5)
+        assert phases(hook) == {Phase.WAIT}
+
+
+def trained():
+    model = fresh()
+    first_step(model, betahook.attach(model, "monitor"), 0.1)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("controller", ["default", "monitor"])
+def test_optimizers_keep_no_model_and_no_hook(controller):
+    before = len(hooks)
+    hook = betahook.attach(fresh(), controller)
+    assert len(hooks) == before + (controller == "default")
+    model = weakref.ref(hook.model)
+    del hook
+    gc.collect()
+    assert model() is None
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()
+    assert len(hooks) == before
+
+
+def test_without_an_optimizer_of_torch_the_weights_are_looked_at_in_the_step():
+    model = fresh()
+    with betahook.attach(model) as hook:
+        model(**inputs("llama")).loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.1 * parameter.grad.sign())
+        hook.step()
+        assert phases(hook) == {Phase.WAIT}
