@@ -37,7 +37,7 @@ class Search(Controller):
     The step halves when the sign turns and grows while it persists (Rprop's rule; Riedmiller and Braun, 1993), so that
     the search widens again when the optimum drifts. The paper's second algorithm, which tries `beta = 10^N` and bisects
     over whole training runs, gave it the halving and the overflow bound. A fresh model, one whose W_q and W_k are
-    random at the first step, begins with an opening of our own: see the table in `betahook.control.opening`.
+    random before the first update, begins with an opening of our own: see the table in `betahook.control.opening`.
 
     No step takes the largest logit above the paper's bound, the logarithm of the largest number of the softmax's dtype,
     or above half of it in a model that was fresh: further apart than the bound, the smaller of two weights underflows,

@@ -65,6 +65,8 @@ CONTROLLERS = {
     "scaled-init": Treatment(init=3.0),
     "uniform": Treatment(beta=1e-6),  # shows what attention is worth
     "x0.3": Treatment(beta=0.3),  # constants, which show what any other beta could gain
+    "x0.7": Treatment(beta=0.7),
+    "x1.4": Treatment(beta=1.4),
     "x3": Treatment(beta=3.0),
     "x10": Treatment(beta=10.0),
 }

@@ -19,7 +19,7 @@ from tasks import TASKS
 
 OTHERS = ("no-rise", "scaled-init", "variance-weights", "qk-norm")
 """Columns of the second table, beside `betahook`."""
-CONSTANTS = ("x0.3", "x3", "x10", "Search(plateau_fall=1.0)")
+CONSTANTS = ("x0.3", "x0.7", "x1.4", "x3", "x10", "Search(plateau_fall=1.0, plateau_growth=1000)")
 """Columns of the third one: constants, and the default that waits on a plateau whatever the loss."""
 DRAWN = ("plain", "betahook", "scaled-init")
 """Lines of the picture."""
@@ -90,9 +90,17 @@ def others_table(every: Iterable[Comparison], names: Sequence[str]) -> list[str]
     for each in every:
         changes = [each.change(name) for name in ("betahook", *names)]
         if any(not math.isnan(change) for change, _ in changes[1:]):
-            cells = ["" if math.isnan(mean) else f"{signed(mean, 1)} ± {error:.1f} %" for mean, error in changes]
+            cells = [_cell(each, *change) for change in changes]
             rows.append((f"`{each.task}`", power(each.rate), *cells))
     return table(" | ".join(["task", "rate", *(f"`{name}`" for name in ("betahook", *names))]), rows)
+
+
+def _cell(comparison: Comparison, change: float, error: float) -> str:
+    """Write a difference with as many digits as its error leaves; empty if there is none."""
+    if math.isnan(change):
+        return ""
+    digits, unit = 2 if comparison.accuracies or error < 0.1 else 1, "points" if comparison.accuracies else "%"
+    return f"{signed(change, digits)} ± {error:.{digits}f} {unit}"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -55,7 +55,7 @@ def test_the_readme_has_the_language_model_of_the_published_runs(study):
         *[
             ("docs/ABLATIONS.md", task, 3e-4, controller)
             for task in ("lm", "lm-llama", "encoder")
-            for controller in ("betahook", "Search(plateau_fall=1.0)")
+            for controller in ("betahook", "Search(plateau_fall=1.0, plateau_growth=1000)")
         ],
         ("docs/ABLATIONS.md", "encoder", 1e-3, "betahook"),
         ("docs/ABLATIONS.md", "encoder", 1e-3, "no-rise"),
