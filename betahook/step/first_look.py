@@ -25,17 +25,15 @@ def connect(state: State, layers: Layers, controllers: Sequence[Controller], und
     """
     if not any(controller.opening_batches for controller in controllers):
         return
-    # The hook is one of all optimizers, and would keep the model.
+    # The hook is one of all optimizers, and would keep the model; and none may be removed while they run.
     references = weakref.ref(state), weakref.ref(layers)
 
     @torch.no_grad()
     def look(*call: Any) -> None:
         state, layers = references[0](), references[1]()
-        if state is not None and not state.seen:  # another model's optimizer
+        if state is None or layers is None or state.first_spectral_ratio is not None:
             return
-        handle.remove()
-        if state is not None and layers is not None:
+        if state.seen:  # else it is another model's optimizer
             state.first_spectral_ratio = layers.spectral_ratio()
 
-    handle = register_optimizer_step_pre_hook(look)
-    undo.callback(handle.remove)
+    undo.callback(register_optimizer_step_pre_hook(look).remove)

@@ -70,12 +70,36 @@ def test_optimizers_keep_no_model_and_no_hook(controller):
     before = len(hooks)
     hook = betahook.attach(fresh(), controller)
     assert len(hooks) == before + (controller == "default")
-    model = weakref.ref(hook.model)
+    hook.detach()
+    assert len(hooks) == before
+    model = weakref.ref(betahook.attach(hook.model, controller).model)
     del hook
     gc.collect()
     assert model() is None
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()
-    assert len(hooks) == before
+
+
+def test_two_models_are_looked_at_in_one_step():
+    models = fresh(), fresh()
+    attached = [betahook.attach(model) for model in models]
+    optimizer = torch.optim.Adam([parameter for model in models for parameter in model.parameters()], lr=0.1)
+    sum(model(**inputs("llama")).loss for model in models).backward()
+    optimizer.step()
+    for hook in attached:
+        hook.step()
+        assert Phase.WAIT not in phases(hook)
+        hook.detach()
+
+
+def test_weights_are_looked_at_once(monkeypatch):
+    model, looks = fresh(), []
+    with betahook.attach(model) as hook:
+        monkeypatch.setattr(hook.layers, "spectral_ratio", lambda: looks.append(1) or torch.ones(()))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(**inputs("llama")).loss.backward()
+        for _ in range(3):
+            optimizer.step()
+        assert len(looks) == 1
 
 
 def test_without_an_optimizer_of_torch_the_weights_are_looked_at_in_the_step():
