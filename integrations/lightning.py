@@ -103,8 +103,8 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         if trainer.is_global_zero and trainer.global_step % trainer.log_every_n_steps == 0:
             details = chosen(self.hook.metrics(), self._quantities)
             logs = {**self._summarise(self.hook.findings()), **details}
-            for each in trainer.loggers:
-                each.log_metrics(dict(logs), step=trainer.global_step)
+            for each in trainer.loggers:  # Lightning logs the loss of the first step as that of step 0
+                each.log_metrics(dict(logs), step=trainer.global_step - 1)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._on_end == "fold" and self.hook is not None and self.hook.attached:

@@ -63,6 +63,22 @@ def test_the_block_of_the_page():
     assert not names["callback"].hook.attached
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_numbers_stand_beside_the_loss(tmp_path, accumulated):
+    class Logging(Module):
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            self.log("training_loss", loss)
+            return loss
+
+    options = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 2, "accumulate_grad_batches": accumulated}
+    make_trainer(tmp_path, BetaHook(controller="monitor"), 1, **options).fit(Logging(), batches())
+    (file,) = Path(tmp_path).glob("**/metrics.csv")
+    rows = list(csv.DictReader(file.read_text().splitlines()))
+    for name in ("training_loss", "attention/max_logit"):
+        assert [row["step"] for row in rows if row[name]] == [str(step) for step in range(1, 8 // accumulated, 2)]
+
+
 @pytest.mark.parametrize(("automatic", "size"), [(True, 3), (False, 2)])
 def test_the_loss_is_the_mean_of_what_the_training_steps_return(tmp_path, automatic, size):
     """Also where the model itself returns none, and in the last step of an epoch, which has fewer batches."""
@@ -157,7 +173,7 @@ def test_a_summary_and_what_is_asked_for_go_to_the_loggers(tmp_path):
     make_trainer(tmp_path, callback, 1, logger=logger, log_every_n_steps=4).fit(Module(), batches())
     rows = list(csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines()))
     for name in (f"score_std/{LAYER}", "attention/max_logit"):
-        assert [row["step"] for row in rows if row[name]] == ["4", "8"]
+        assert [row["step"] for row in rows if row[name]] == ["3", "7"]
     assert f"max_logit/{LAYER}" not in rows[0]
 
 
