@@ -21,7 +21,7 @@ from betahook.state.state import State
 def connect(state: State, layers: Layers, controllers: Sequence[Controller], undo: ExitStack) -> None:
     """Look at W_q and W_k once, in the first step of an optimizer after a forward, unless `undo` is closed before.
 
-    In a loop without an optimizer of torch, controllers look at them as they are in `Hook.step`.
+    In a loop without an optimizer of torch, or with one that is compiled, controllers look at them in `Hook.step`.
     """
     if not any(controller.opening_batches for controller in controllers):
         return
@@ -31,9 +31,9 @@ def connect(state: State, layers: Layers, controllers: Sequence[Controller], und
     @torch.no_grad()
     def look(*call: Any) -> None:
         state, layers = references[0](), references[1]()
-        if state is None or layers is None or state.first_spectral_ratio is not None:
+        if state is None or layers is None or torch.compiler.is_compiling():
             return
-        if state.seen:  # else it is another model's optimizer
+        if state.seen and state.first_spectral_ratio is None:  # unseen: it is another model's optimizer
             state.first_spectral_ratio = layers.spectral_ratio()
 
     undo.callback(register_optimizer_step_pre_hook(look).remove)

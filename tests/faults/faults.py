@@ -512,8 +512,9 @@ FAULTS = [
     Fault("betahook/tap/override.py", "if attributes.get(self._name) is self._value", "if self._name in attributes"),
     Fault("betahook/tap/override.py", "attributes[self._name] is not self._value", "False", COPIES),
     Fault("betahook/tap/copies.py", "if key != identity", "if key == identity"),
-    Fault("betahook/step/first_look.py", "if state.seen", "if True"),
-    Fault("betahook/step/first_look.py", " or state.first_spectral_ratio is not None", ""),
+    Fault("betahook/step/first_look.py", "if state.seen and", "if"),
+    Fault("betahook/step/first_look.py", " or torch.compiler.is_compiling()", ""),
+    Fault("betahook/step/first_look.py", " and state.first_spectral_ratio is None", ""),
     Fault(
         "betahook/step/stages.py",
         "state.first_spectral_ratio if state.batch == 0 else None",

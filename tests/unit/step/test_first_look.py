@@ -111,3 +111,13 @@ def test_without_an_optimizer_of_torch_the_weights_are_looked_at_in_the_step():
                 parameter.sub_(0.1 * parameter.grad.sign())
         hook.step()
         assert phases(hook) == {Phase.WAIT}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_a_compiled_optimizer_has_no_code_of_ours():
+    model = fresh()
+    with betahook.attach(model) as hook:
+        model(**inputs("llama")).loss.backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        torch.compile(optimizer.step, backend="eager")()
+        assert hook._state.first_spectral_ratio is None
