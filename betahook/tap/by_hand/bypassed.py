@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -51,14 +52,17 @@ def running(layer: Recorder) -> Iterator[None]:
 
 def connect(model: nn.Module, layers: Collection[Recorder], undo: ExitStack) -> None:
     """Leave layers alone whose forward is passed by, until `undo` is closed."""
+    around: dict[nn.Module, set[int]] = defaultdict(set)
+    for module in model.modules() if layers else ():
+        for part in module.modules():
+            around[part].add(id(module))
     for layer in layers:
         if layer.attention.projections is None:
             continue
         projection = layer.attention.projections[0].module
-        sharing = [other for other in layers if projection in set(other.module.modules())]
         if projection is not layer.module:
-            around = {id(module) for module in model.modules() if layer.module in set(module.modules())}
-            check = functools.partial(_check, Watch(layer, sharing, around))
+            sharing = [other for other in layers if id(other.module) in around[projection]]
+            check = functools.partial(_check, Watch(layer, sharing, around[layer.module]))
             copies.keep_hook(projection, projection.register_forward_pre_hook(check), undo)
 
 
