@@ -207,11 +207,10 @@ class Search(Controller):
     def migrate(cls, state: Memory) -> Memory:
         """Convert the memory of an older version."""
         state = _from_version_2(state) if "wait" in state else state
-        if "phase" in state and "fall" not in state:  # of version 0.4
-            state = {**state, "fall": torch.full_like(state["phase"], torch.nan)}
-        if "phase" in state and "spread" not in state:  # of an older one
-            state = {**state, "spread": torch.zeros_like(state["phase"])}
-        return state
+        if "phase" not in state or "spread" in state:
+            return state
+        zero = torch.zeros_like(state["phase"])  # version 0.4 did not look at loss and scores
+        return {"fall": zero + torch.nan, "spread": zero, **state}
 
     @cached_property
     def _opening(self) -> Opening:
