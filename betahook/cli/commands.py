@@ -40,6 +40,12 @@ MERGE_FIRST = (
 )
 """The way to fold beta of a saved adapter."""
 
+STOPPED_EARLY = (
+    "When the checkpoint was saved, beta was still on its way. If the model is worse for it, take the model's own: "
+    "betahook.restore(model, folder).detach(), then model.save_pretrained(...)."
+)
+"""Said of a fold of a beta that had not arrived."""
+
 
 def inspect(name: str) -> Document:
     """Say what `attach` finds in the model that a config describes, and what `fold` could do; no weights are read."""
@@ -82,7 +88,7 @@ def show(folder: str) -> Document:
             f"{folder}: {checkpoint.FILE} is left from an earlier save, the model is plain: beta is in the weights "
             "already, or was never changed"
         )
-    made = Text(f"From {pages.controllers(state)}")
+    made = Text(f"From {pages.controllers(state)}{', and still on its way' * pages.is_on_its_way(state)}")
     return Document(f"{folder}: beta after {state['steps']} steps", [pages.betas(state), made])
 
 
@@ -116,7 +122,8 @@ def fold(folder: str, out: str) -> Document:
         f"Beta, {low if low == high else f'{low} to {high}'} times the model's own, is in the weights of {changed} of "
         f"{len(gains)} layers. The outputs before and after agree; the model needs betahook no longer."
     )
-    return Document(f"{out}: a plain {type(model).__name__}", [Text(said)])
+    blocks = [Text(said), *([Text(STOPPED_EARLY)] if pages.is_on_its_way(checkpoint.read(folder)) else [])]
+    return Document(f"{out}: a plain {type(model).__name__}", blocks)
 
 
 def examine(name: str, text: str, *, length: int, batch: int, batches: int, pictured: bool) -> Document:

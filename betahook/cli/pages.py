@@ -13,7 +13,7 @@ import torch
 
 import betahook
 from betahook.cli.runs import Points, Run
-from betahook.control.base import written
+from betahook.control.base import Controller, written
 from betahook.examination import Examination
 from betahook.measure.statistics import geometric_mean
 from betahook.report import pictures
@@ -239,6 +239,18 @@ def controllers(state: dict[str, Any]) -> str:
     """Write the controllers that made the beta of a state, without the options that are their defaults."""
     present = [written(entry["class"], entry["options"]) for entry in state["controllers"]]
     return ", ".join(state["trained_by"] or present)
+
+
+def is_on_its_way(state: dict[str, Any]) -> bool:
+    """Tell if one of betahook's own controllers was still bringing beta to where it wants it when a state was saved."""
+    own = {getattr(betahook, name) for name in betahook.__all__}.intersection(Controller.__subclasses__())
+    kinds = {kind.__qualname__: kind for kind in own}
+    # Whatever the options, which another version may have written.
+    return any(
+        kind().is_in_transition(kind.migrate(entry["state"]))
+        for entry in state["controllers"]
+        if (kind := kinds.get(entry["class"]))
+    )
 
 
 def _with_heads(each: Precision) -> str:

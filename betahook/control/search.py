@@ -58,7 +58,7 @@ class Search(Controller):
         early_share: share of the warm-up in which W_q and W_k learn only at a very high learning rate.
         warmup_decades: how far below its own beta a fresh model is in the warm-up.
         plateau_decades: how far below on a plateau.
-        plateau_batches: how long.
+        plateau_batches: how long. After 0 beta climbs from there at once; `plateau_decades=0` too leaves it out.
         plateau_fall: on a plateau the training loss moves by less than this share of it in the warm-up. Known where
             the model returns it or `Hook.step(loss=...)` gets it; without it the weights and the scores decide.
         plateau_growth: on a plateau the standard deviation of no layer's scores grows by this factor in the warm-up.

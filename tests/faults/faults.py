@@ -88,6 +88,7 @@ FAULTS = [
         "betahook/report/charts.py", "value, low, high = math.log(value), math.log(low), math.log(high)", "pass", CHARTS
     ),
     Fault("betahook/cli/commands.py", "if state is not None:\n            if", "if False:\n            if", COMMANDS),
+    Fault("betahook/cli/pages.py", 'kind.migrate(entry["state"])', "{}", COMMANDS),
     Fault("betahook/cli/runs.py", 'name.replace("_", "/", 1) if name.startswith("eval_")', "name if False", COMMANDS),
     # report
     Fault(

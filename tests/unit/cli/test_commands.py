@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import shutil
+from dataclasses import dataclass
 from html.parser import HTMLParser
 
 import pytest
@@ -34,6 +35,14 @@ from support.trainer import make_trainer
 TEXT = betahook.attach.__doc__ + betahook.fold.__doc__
 TINY = dict(vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 NAME = "model.layers.0.self_attn"
+
+
+@dataclass(frozen=True)
+class Halved(betahook.Controller):
+    """A controller of a user, which the command does not know."""
+
+    def update(self, beta, observation, state):
+        return beta / 2, state
 
 
 def tokenizer():
@@ -184,6 +193,22 @@ def test_fold_names_one_beta_once(tmp_path, capsys):
         model.save_pretrained(tmp_path / "hooked")
     assert main(["fold", str(tmp_path / "hooked"), str(tmp_path / "plain")]) == 0
     assert "Beta, 2 times the model's own, is in the weights of 2 of 2 layers" in capsys.readouterr().out
+
+
+def test_beta_that_was_still_on_its_way(saved, tmp_path, capsys):
+    model = build("llama")
+    with betahook.attach(model, controller=[betahook.Search(warmup=5), Halved()]) as hook:
+        for _ in range(3):
+            model(**inputs("llama")).logits.sum().backward()
+            hook.step()
+        model.save_pretrained(tmp_path / "hooked")
+    assert main(["show", str(tmp_path / "hooked")]) == 0
+    assert capsys.readouterr().out.endswith("From Search(warmup=5), Halved(), and still on its way\n")
+    assert main(["fold", str(tmp_path / "hooked"), str(tmp_path / "plain")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "When the checkpoint was saved, beta was still on its way. If the model is worse" in said
+    assert main(["fold", str(saved / "hooked"), str(tmp_path / "arrived")]) == 0
+    assert "on its way" not in capsys.readouterr().out
 
 
 def test_fold_overwrites_nothing(saved, tmp_path, capsys):
