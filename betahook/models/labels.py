@@ -106,7 +106,7 @@ class Labels(ByTensor[Tensor]):
     def _put_features(self, tensor: Tensor, axes: Sequence[int], linear: Linear | None) -> None:
         """Label a tensor that a projection made, whose features lie along some of its axes, numbered in that order."""
         sizes = [tensor.shape[axis] for axis in axes]
-        numbers = torch.arange(math.prod(sizes), device=_device_of(tensor)) + FAR * len(self.linears)
+        numbers = torch.arange(math.prod(sizes), device=device_of(tensor)) + FAR * len(self.linears)
         labels = torch.empty(tensor.shape, dtype=numbers.dtype, device=numbers.device)
         labels.movedim(tuple(axes), tuple(range(-len(axes), 0))).copy_(numbers.view(sizes))
         self.put(tensor, labels)
@@ -212,7 +212,7 @@ class Labels(ByTensor[Tensor]):
 
     def _labels_or_none(self, tensor: Tensor) -> Tensor:
         labels = self.get(tensor)
-        return torch.full(tensor.shape, UNKNOWN, device=_device_of(tensor)) if labels is None else labels
+        return torch.full(tensor.shape, UNKNOWN, device=device_of(tensor)) if labels is None else labels
 
 
 def _linear_of(call: Call, output: Tensor) -> Linear:
@@ -237,7 +237,7 @@ def _has_one_for_each(bias: Tensor, labels: Tensor) -> bool:
     return torch.equal(along, torch.arange(bias.numel(), device=along.device))
 
 
-def _device_of(tensor: Tensor) -> torch.device:
+def device_of(tensor: Tensor) -> torch.device:
     """The device for the labels of a tensor: its own, but for the meta device, on which nothing could be read."""
     return torch.device("cpu") if tensor.is_meta else tensor.device
 
@@ -260,9 +260,11 @@ def features_of_heads(
     last = range(-len(components), 0)
     labels = labels.movedim(tuple(components), tuple(last)).flatten(last[0])
     known = labels[labels != UNKNOWN].unique()
-    projections = (known // FAR).unique().tolist()
     own, left = divmod(len(known), head_dim)
-    if len(projections) != 1 or left or heads % own:
+    if not own or left or heads % own:
+        return None
+    projection = int(known[0]) // FAR
+    if int(known[-1]) // FAR != projection:
         return None
     for parts in _by_head(labels, {own, heads}, batch):
         found = [part[part != UNKNOWN].unique() for part in parts]
@@ -271,7 +273,7 @@ def features_of_heads(
         every, shared = torch.stack(found), len(found) // own
         rows = every[::shared]
         if len(rows.unique()) == len(known) and torch.equal(rows.repeat_interleave(shared, 0), every):
-            return Features(projections[0], rows % FAR)
+            return Features(projection, rows % FAR)
     return None
 
 

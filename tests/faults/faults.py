@@ -642,7 +642,7 @@ FAULTS = [
     Fault("betahook/models/labels.py", "every[::shared]", "every[:own]", PLACES),
     Fault("betahook/models/labels.py", "yield labels.chunk(count)", "yield []", PLACES),
     Fault("betahook/models/labels.py", "labels[head::count] for head", "labels[:head] for head", PLACES),
-    Fault("betahook/models/labels.py", "if len(projections) != 1 or", "if", PLACES),
+    Fault("betahook/models/labels.py", "if int(known[-1]) // FAR != projection:", "if False:", PLACES),
     Fault("betahook/models/projections.py", "- 1).flatten(1)", "- 1)", PLACES),
     Fault("betahook/models/discovery.py", "all(one.stored is other.stored for", "all(True for", PLACES),
     Fault("betahook/tap/by_hand/softmaxes.py", "forward.made_of or leader.made_of", "forward.made_of", PLACES),
@@ -901,6 +901,7 @@ FAULTS = [
         "or self.hook.steps < 0):",
         of_trainer("a_first_batch_that_did_not_fit_leaves_nothing"),
     ),
+    Fault("betahook/tap/by_hand/head_axes.py", "device=device_of(scores)", "device=scores.device", RIGHT),
     Fault(
         "betahook/tap/by_hand/head_axes.py",
         "torch.where(labels == UNKNOWN, labels, labels % FAR)",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from betahook.models.labels import FAR, UNKNOWN, Features, Labels, features_of_heads
+from betahook.models.labels import FAR, UNKNOWN, Features, Labels, device_of, features_of_heads
 from betahook.tap.by_hand.contraction import Axis, Shared, along
 from betahook.tap.recorder import Recorder
 
@@ -45,7 +45,7 @@ def made_of(
 def put_heads(labels: Labels, scores: Tensor, axis: Axis, heads: int) -> None:
     """Label scores by the numbers of their heads."""
     if axis != "single":
-        numbers = along(torch.arange(heads, device=scores.device), axis, scores)
+        numbers = along(torch.arange(heads, device=device_of(scores)), axis, scores)
         labels.put(scores, numbers.expand(scores.shape).contiguous())
 
 

@@ -110,6 +110,16 @@ def test_a_far_bias_of_the_fused_attention_masks_nothing(x):
         assert hook.layers["1"].statistics.count == raw_scores(model, x).numel()
 
 
+def test_a_bias_without_data(x):
+    """A look at shapes alone: a forward on the meta device, in a pause."""
+    bias = torch.zeros(LENGTH, LENGTH, device="meta")
+    model = make(lambda module, q, k, v: (q @ k.mT * ROOT + bias).softmax(-1) @ v).to("meta")
+    with betahook.attach(model, controller="monitor") as hook:
+        with hook.pause():
+            model(x.to("meta"))
+        assert hook.layers["1"].beta == pytest.approx(ROOT)
+
+
 def test_an_exploded_logit_behind_a_shift_is_capped(x, by_whom):
     model = make(lambda module, q, k, v: (s := q @ k.mT * ROOT).sub(s.amax(-1, keepdim=True)).softmax(-1) @ v)
     by_whom(model)
