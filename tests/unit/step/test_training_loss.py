@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import GradientState
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 from transformers import TrainerCallback
@@ -299,6 +300,7 @@ def test_accumulation_in_the_trainer_does_not_change_the_loss(tmp_path):
 
 
 def test_the_loop_of_accelerate_needs_no_further_line():
+    GradientState._reset_state()  # which runs before this one may have left at the end of their data
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = build("llama")
     with betahook.attach(model, controller=betahook.Decades(window=1, relative=True)) as hook:

@@ -262,19 +262,20 @@ class SingleHeadAttention(nn.Module):
         return (self.scores(q[:, None], k[:, None]) * 0.3).softmax(-1) @ x[:, None]
 
 
+KEYS_FIRST = {
+    "matmul": lambda q, k: (k @ q.mT).mT,
+    "einsum": lambda q, k: torch.einsum("bhjd,bhid->bhij", k, q),
+    "einsum, heads in the middle": lambda q, k: torch.einsum("bjhd,bihd->bhij", k.transpose(1, 2), q.transpose(1, 2)),
+}
+
+
+@pytest.mark.oldest_skips("torch's einsum goes by the order of its operands", kind="*Channels*", scores="einsum*")
 @pytest.mark.parametrize("kind", [ChannelsFirstAttention, SingleHeadAttention])
-@pytest.mark.parametrize(
-    "scores",
-    [
-        lambda q, k: (k @ q.mT).mT,
-        lambda q, k: torch.einsum("bhjd,bhid->bhij", k, q),
-        lambda q, k: torch.einsum("bjhd,bihd->bhij", k.transpose(1, 2), q.transpose(1, 2)),
-    ],
-)
+@pytest.mark.parametrize("scores", KEYS_FIRST)
 def test_operands_and_gradients_keep_their_layout_in_memory(kind, scores):
     """By which products round."""
     torch.manual_seed(0)
-    module, x = kind(scores).double(), torch.randn(2, 16, 15, dtype=torch.float64)
+    module, x = kind(KEYS_FIRST[scores]).double(), torch.randn(2, 16, 15, dtype=torch.float64)
 
     def outcome():
         module.zero_grad()
