@@ -28,6 +28,7 @@ from betahook.report import findings, metrics
 from betahook.report.alerts import Alerts
 from betahook.report.audit import Audit
 from betahook.report.findings import Findings
+from betahook.report.names import grouped
 from betahook.report.warnings import find_unreached, warn_of_missing_steps, warn_of_nonfinite, warn_of_unreached
 from betahook.state.state import State
 from betahook.step import first_look, stages, training_loss
@@ -213,14 +214,12 @@ class Hook:
         state = "" if self.attached else ", detached"
         count = f"{len(self.layers)} layer{'s' * (len(self.layers) > 1)}"
         lines = [f"Hook({type(self.model).__name__}, {count}, {self.controllers}{state})"]
-        lines += [
-            f"  {layer.name or 'the model'}: {layer.heads} head{'s' * (layer.heads > 1)} of {layer.head_dim}"
-            for layer in self.layers.values()
-        ]
-        for layer in self.layers.values():
-            lines += [f"  {layer.name or 'the model'}: {remark}" for remark in layer.remarks + layer.obstacles]
+        named = [(layer.name or "the model", layer) for layer in self.layers.values()]
+        heads = [(name, f"{layer.heads} head{'s' * (layer.heads > 1)} of {layer.head_dim}") for name, layer in named]
+        remarks = [(name, remark) for name, layer in named for remark in layer.remarks + layer.obstacles]
         unreached = find_unreached(self._state, self.layers, self.model)
-        lines += [f"  not reached: {name}, {reason}" for name, reason in {**self.not_reached, **unreached}.items()]
+        lines += [f"  {name}: {text}" for texts in (heads, remarks) for name, text in grouped(texts)]
+        lines += [f"  not reached: {each[0]}, {each[1]}" for each in grouped({**self.not_reached, **unreached}.items())]
         return "\n".join(lines)
 
     def step(self, scaler: GradScaler | None = None, *, loss: Tensor | float | None = None) -> None:

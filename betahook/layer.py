@@ -165,10 +165,13 @@ class AttentionLayer:
     @property
     def obstacles(self) -> list[str]:
         """Reasons in words why the std of W_q or W_k is out of reach now."""
+        names: dict[str, list[str]] = {}
+        for name, projection in zip(("W_q", "W_k"), self.projections or (), strict=False):
+            if projection.obstacle is not None:
+                names.setdefault(projection.obstacle, []).append(name)
         return [
-            f"the std of {name} is not measured, it is {projection.obstacle}"
-            for name, projection in zip(("W_q", "W_k"), self.projections or (), strict=False)
-            if projection.obstacle is not None
+            f"the std of {' and '.join(each)} is not measured, {'it is' if len(each) == 1 else 'they are'} {obstacle}"
+            for obstacle, each in names.items()
         ]
 
     @property

@@ -21,6 +21,7 @@ from betahook.cli import models, pages, runs
 from betahook.examination import examine_hooked
 from betahook.keep.refusals import foresee
 from betahook.report.document import Block, Document, Table, Text
+from betahook.report.names import grouped
 
 KEPT = (
     "*token*.json",
@@ -73,8 +74,8 @@ def inspect(name: str) -> Document:
         header = ["layer", "heads", "d_k", "own beta", "W_q", "W_k", "fold"]
         note = "fold checks itself on a forward: an obstacle may show only there."
         blocks.append(Table(header, rows, note=note))
-        remarks = [f"{layer.name}: {remark}" for layer in layers for remark in layer.remarks]
-        remarks += [f"not reached: {path}, {reason}" for path, reason in hook.not_reached.items()]
+        remarks = [f"{name}: {text}" for name, text in grouped((x.name, text) for x in layers for text in x.remarks)]
+        remarks += [f"not reached: {path}, {reason}" for path, reason in grouped(hook.not_reached.items())]
         blocks += [Text("\n".join(remarks))] if remarks else []
     return Document(f"{type(model).__name__}: betahook attaches to {count}", blocks)
 

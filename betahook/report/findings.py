@@ -17,7 +17,7 @@ from betahook.control.notes import Note
 from betahook.layer import Layers
 from betahook.report import metrics
 from betahook.report.conditions import HELP, WORRYING, Condition, Numbers, advise, classify
-from betahook.report.names import aligned, plain, short_names
+from betahook.report.names import aligned, plain, runs, short_names, span
 from betahook.state.state import State
 
 logger = logging.getLogger("betahook")
@@ -270,14 +270,9 @@ def _listed(words: Sequence[str]) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Write sorted numbers with their runs drawn together: `0-3, 7`, or `0-3, 7, 9, 11 and 20 others`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    named = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:NAMED])
-    left_out = sum(map(len, runs[NAMED:]))
+    found = runs(numbers)
+    named = ", ".join(map(span, found[:NAMED]))
+    left_out = sum(map(len, found[NAMED:]))
     return f"{named} and {_others(left_out)}" if left_out else named
 
 

@@ -44,6 +44,30 @@ def zero_padded(names: Sequence[str]) -> list[str]:
     return [".".join(part.zfill(width) if part.isdecimal() else part for part in name.split(".")) for name in names]
 
 
+def grouped(texts: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Join names that have the same text and differ by a number: `h.0.attn` and `h.1.attn` become `h.0-1.attn`."""
+    names: dict[str, list[str]] = {}
+    for name, text in texts:
+        names.setdefault(text, []).append(name)
+    return [(name, text) for text, each in names.items() for name in _joined(each)]
+
+
+def runs(numbers: Iterable[int]) -> list[list[int]]:
+    """Divide sorted numbers where one is left out."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found
+
+
+def span(run: Sequence[int]) -> str:
+    """Write a run of numbers: `7`, or `0-3`."""
+    return str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
+
+
 def plain(number: float, digits: int = 3) -> str:
     """Write a number in so many significant digits, without an exponent where a reader needs none: `11,300`."""
     return f"{float(f'{number:.{digits}g}') + 0.0:,.12g}"  # -0.0 + 0.0 is 0.0
@@ -54,6 +78,23 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def _joined(names: Iterable[str]) -> list[str]:
+    """Join names that differ by a number in one place, the last one first."""
+    parts = [tuple(name.split(".")) for name in names]
+    for place in reversed(range(max(map(len, parts)))):
+        alike: dict[object, list[tuple[str, ...]]] = {}
+        for name in parts:
+            has_number = place < len(name) and name[place].isdecimal()
+            alike.setdefault((name[:place], name[place + 1 :]) if has_number else name, []).append(name)
+        parts = [_with_numbers(each, place) if len(each) > 1 else each[0] for each in alike.values()]
+    return [".".join(name) for name in parts]
+
+
+def _with_numbers(names: Sequence[tuple[str, ...]], place: int) -> tuple[str, ...]:
+    numbers = runs(sorted(int(name[place]) for name in names))
+    return (*names[0][:place], ",".join(map(span, numbers)), *names[0][place + 1 :])
 
 
 def _common(names: Sequence[Sequence[str]]) -> int:

@@ -93,7 +93,10 @@ def test_an_adapter_of_another_kind_is_not_measured_and_said_so():
         adapted(**inputs("llama"))
         hook.step()
         assert not any(key.startswith("weight_std") for key in hook.metrics())
-        assert f"{LAYER}: the std of W_q is not measured, it is under an adapter of an unknown kind" in repr(hook)
+        said = (
+            "layers.0-1.self_attn: the std of W_q and W_k is not measured, they are under an adapter of an unknown kind"
+        )
+        assert said in repr(hook)
         sharpen(hook)
         with pytest.raises(betahook.FoldError, match=r"under an adapter of an unknown kind.*merge that first"):
             betahook.fold(hook)

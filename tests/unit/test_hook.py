@@ -96,6 +96,7 @@ def test_a_hook_counts_its_layers():
     for layers, said in ((1, "1 layer, "), (2, "2 layers, ")):
         with betahook.attach(build("llama", num_hidden_layers=layers), "monitor") as hook:
             assert repr(hook).startswith(f"Hook(LlamaForCausalLM, {said}[Monitor()])")
+    assert repr(hook).endswith("\n  model.layers.0-1.self_attn: 4 heads of 8")
 
 
 def test_the_last_batch_holds_no_graph():

@@ -178,5 +178,5 @@ def test_layers_that_no_forward_reaches_say_so(caplog):
     hook.step()
     hook.metrics()
     assert f"0.{LAYER}, no forward has reached it yet" in caplog.records[-1].message
-    assert f"  not reached: 0.{LAYER}, no forward" in repr(hook)
+    assert "  not reached: 0.model.layers.0-1.self_attn, no forward" in repr(hook)
     hook.detach()

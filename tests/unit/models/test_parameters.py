@@ -319,4 +319,4 @@ def test_a_parameter_that_is_sharded_outside_the_forward_is_not_read(x):
         (layer,) = hook.layers.values()
         model.layer.in_proj_weight.data = torch.zeros(0)  # as ZeRO-3 leaves it
         assert torch.tensor(layer.weight_std_q).isnan()
-        assert layer.obstacles[0] == "the std of W_q is not measured, it is sharded outside the forward"
+        assert layer.obstacles == ["the std of W_q and W_k is not measured, they are sharded outside the forward"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from betahook.report.names import fitting, plain, short_names, zero_padded
+from betahook.report.names import fitting, grouped, plain, short_names, zero_padded
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,30 @@ from betahook.report.names import fitting, plain, short_names, zero_padded
 def test_short_names(names, short):
     assert short_names(names) == short
     assert len(set(short)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("names", "joined"),
+    [
+        (["h.0.attn", "h.1.attn", "h.2.attn"], ["h.0-2.attn"]),
+        (["h.10.attn", "h.9.attn"], ["h.9-10.attn"]),
+        ([f"h.{layer}.attn" for layer in (0, 1, 2, 4, 12, 13)], ["h.0-2,4,12-13.attn"]),
+        (["h.3.attn"], ["h.3.attn"]),
+        (["attn", "h.0", "h.1", "h"], ["attn", "h.0-1", "h"]),
+        (["h.0.attn", "h.1.cross", "h.1.attn"], ["h.0-1.attn", "h.1.cross"]),
+        ([f"s.{stage}.b.{block}" for stage in (0, 1) for block in (0, 1)], ["s.0-1.b.0-1"]),
+        (["s.0.b.0", "s.0.b.1", "s.1.b.0"], ["s.0.b.0-1", "s.1.b.0"]),
+        (["the model"], ["the model"]),
+    ],
+)
+def test_names_that_differ_by_a_number_are_joined(names, joined):
+    assert grouped((name, "4 heads of 8") for name in names) == [(name, "4 heads of 8") for name in joined]
+
+
+def test_names_of_different_texts_are_not_joined():
+    texts = [("h.0", "one"), ("h.1", "two"), ("h.2", "one"), ("h.3", "two")]
+    assert grouped(texts) == [("h.0,2", "one"), ("h.1,3", "two")]
+    assert grouped([]) == []
 
 
 T5 = [f"encoder.block.{block}.layer.0.SelfAttention" for block in (0, 11)]
