@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
+
+from torch.autograd import Function
 
 LIBRARIES = {"torch", "einops", "betahook"}
 WATCHED = "watched"
 """The function of `watching` that calls the forward of a hooked module: the search for callers ends there."""
-OUT_OF_SIGHT = {
-    "torch.utils.checkpoint": "a checkpoint that begins inside the forward, at {} (begin it around the attention "
-    "module)",
-    "torch.autograd.function": "a torch.autograd.Function, whose backward is not seen, at {} (call it without one, or "
-    "put the whole attention module into it)",
-}
-"""Modules of torch that run code again in the backward, or have one of its own: the tap sees neither."""
+CHECKPOINT = "a checkpoint that begins inside the forward, at {} (begin it around the attention module)"
+FUNCTION = (
+    "a torch.autograd.Function, whose backward is not seen, at {} (call it without one, or put the whole attention "
+    "module into it)"
+)
+"""What runs code again in the backward, or has one of its own: the tap sees neither."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ def find_site(operation: str) -> Site:
         package = module.partition(".")[0]
         if package == "betahook" and frame.f_code.co_name == WATCHED:
             break
-        obstacle = obstacle or OUT_OF_SIGHT.get(module)
+        obstacle = obstacle or _out_of_sight(module, frame.f_code)
         if package == "torch":
             inside.append((frame.f_code, frame.f_lasti))
         if package not in LIBRARIES:
@@ -57,6 +61,25 @@ def find_site(operation: str) -> Site:
         frame = frame.f_back
     line = line or "a line of torch"
     return Site(operation, tuple(callers or inside), line, obstacle and obstacle.format(line))
+
+
+def _out_of_sight(module: str, code: CodeType) -> str | None:
+    if module == "torch.utils.checkpoint":
+        return CHECKPOINT
+    return FUNCTION if _is_of_function(code) else None
+
+
+@functools.cache
+def _is_of_function(code: CodeType) -> bool:
+    """True of the forward of a `torch.autograd.Function`; from torch 2.14 on, no frame of torch stands above it."""
+    forwards = (inspect.unwrap(kind.forward) for kind in _subclasses(Function))
+    return any(code is getattr(forward, "__code__", None) for forward in forwards)
+
+
+def _subclasses(kind: type[Function]) -> Iterator[type[Function]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
 
 
 def find_line() -> str:

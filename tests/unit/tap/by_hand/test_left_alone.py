@@ -9,6 +9,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import betahook
+from betahook.tap.by_hand import sites
 from support.attention import HEADS, LENGTH, Block
 from support.mixing import ROOT, make
 
@@ -53,6 +54,28 @@ class WithItsOwnBackward(torch.autograd.Function):
         with torch.enable_grad():
             output = ctx.run(*operands)
         return None, *torch.autograd.grad(output, operands, gradient)
+
+
+class InMixedPrecision(WithItsOwnBackward):
+    forward = staticmethod(torch.amp.custom_fwd(WithItsOwnBackward.forward, device_type="cpu"))
+
+
+class WithSetup(WithItsOwnBackward):
+    """As functions are written for `torch.func`: the forward gets no context."""
+
+    @staticmethod
+    def forward(q, k, v):
+        return attend(q, k, v)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        operands = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            return torch.autograd.grad(attend(*operands), operands, gradient)
 
 
 def attend(q, k, v):
@@ -144,6 +167,14 @@ REFUSED = {
         lambda module, q, k, v: WithItsOwnBackward.apply(F.scaled_dot_product_attention, q, k, v),
         "a torch.autograd.Function, whose backward is not seen, at test_left_alone.py:",
     ),
+    "function for mixed precision": (
+        lambda module, q, k, v: InMixedPrecision.apply(attend, q, k, v),
+        "a torch.autograd.Function, whose backward is not seen, at test_left_alone.py:",
+    ),
+    "function without a context": (
+        lambda module, q, k, v: WithSetup.apply(q, k, v),
+        "a torch.autograd.Function, whose backward is not seen, at test_left_alone.py:",
+    ),
     "changed through a view": (behind_a_view, "test_left_alone.py:"),
     "changed through two views": (behind_two_views, "test_left_alone.py:"),
     "put elsewhere": (put_elsewhere, "test_left_alone.py:"),
@@ -163,6 +194,19 @@ REFUSED = {
     ),
     "no softmax": (lambda module, q, k, v: F.relu(q @ k.mT) @ v, "relu at test_left_alone.py:"),
 }
+
+
+def test_a_decorator_that_the_forward_of_a_function_has_too_is_no_obstacle(x):
+    class Function(torch.autograd.Function):
+        forward = staticmethod(torch.no_grad()(lambda ctx, x: x))
+
+    sites._is_of_function.cache_clear()
+    decorated = torch.enable_grad()(attend)
+    model = make(lambda module, q, k, v: decorated(q, k, v))
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        assert hook.layers["1"].refusal is None
+    assert issubclass(Function, torch.autograd.Function)
 
 
 @pytest.mark.parametrize("case", REFUSED)
