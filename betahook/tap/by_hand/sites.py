@@ -20,7 +20,7 @@ FUNCTION = (
     "a torch.autograd.Function, whose backward is not seen, at {} (call it without one, or put the whole attention "
     "module into it)"
 )
-"""What runs code again in the backward, or has one of its own: the tap sees neither."""
+"""Obstacles: the tap sees neither code that the backward runs again, nor a backward that a function brings along."""
 
 
 @dataclass(frozen=True)
