@@ -217,9 +217,9 @@ class Hook:
         named = [(layer.name or "the model", layer) for layer in self.layers.values()]
         heads = [(name, f"{layer.heads} head{'s' * (layer.heads > 1)} of {layer.head_dim}") for name, layer in named]
         remarks = [(name, remark) for name, layer in named for remark in layer.remarks + layer.obstacles]
-        unreached = find_unreached(self._state, self.layers, self.model)
+        missed = {**self.not_reached, **find_unreached(self._state, self.layers, self.model)}
         lines += [f"  {name}: {text}" for texts in (heads, remarks) for name, text in grouped(texts)]
-        lines += [f"  not reached: {each[0]}, {each[1]}" for each in grouped({**self.not_reached, **unreached}.items())]
+        lines += [f"  not reached: {name}, {reason}" for name, reason in grouped(missed.items())]
         return "\n".join(lines)
 
     def step(self, scaler: GradScaler | None = None, *, loss: Tensor | float | None = None) -> None:
