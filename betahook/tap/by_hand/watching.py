@@ -9,7 +9,8 @@ module whose scores come to an operation that is not understood is left alone, b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -27,6 +28,7 @@ from betahook.tap.by_hand.arithmetic import divide, multiply
 from betahook.tap.by_hand.forward import Forward
 from betahook.tap.by_hand.plan import Plan
 from betahook.tap.by_hand.situation import other
+from betahook.tap.by_hand.traces import Traces
 from betahook.tap.compiled import FusedAttention
 from betahook.tap.override import Override
 from betahook.tap.recorder import Recorder
@@ -180,21 +182,24 @@ STARTING = {*PRODUCTS, *SOFTMAXES, *kernels.KERNELS, "multi_head_attention_forwa
 
 def _concerns(forward: Forward, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return False for a call that can be run as it is, without a further look at it: most calls are such."""
-    if name in STARTING or _is_any_followed(forward, args[:1], or_learned=True):
+    if name in STARTING:
         return True
-    learned = name in handlers.HANDLERS
-    return _is_any_followed(forward, args[1:], learned) or _is_any_followed(forward, kwargs.values(), learned)
-
-
-def _is_any_followed(forward: Forward, arguments: Iterable[Any], or_learned: bool) -> bool:
-    """Return True if a followed tensor lies in nested arguments, or one of a subclass, as parameters are."""
-    traces = forward.traces
-    for each in arguments:
-        if each in traces:
+    traces, or_learned = forward.traces, True
+    for argument in itertools.chain(args, kwargs.values()):
+        if _is_followed(traces, argument, or_learned):
             return True
-        if isinstance(each, (tuple, list, dict)):
-            if _is_any_followed(forward, each.values() if isinstance(each, dict) else each, or_learned):
-                return True
-        elif or_learned and type(each) is not Tensor and isinstance(each, Tensor):
-            return True
+        or_learned = name in handlers.HANDLERS
     return False
+
+
+def _is_followed(traces: Traces, argument: Any, or_learned: bool) -> bool:
+    """Return True if a followed tensor lies in a nested argument, or one of a subclass, as parameters are."""
+    kind = type(argument)
+    if kind is Tensor:
+        return argument in traces
+    if kind is int or kind is float or argument is None:
+        return False
+    if isinstance(argument, (tuple, list, dict)):
+        each = argument.values() if isinstance(argument, dict) else argument
+        return any(_is_followed(traces, part, or_learned) for part in each)
+    return isinstance(argument, Tensor) and (or_learned or argument in traces)
