@@ -500,7 +500,10 @@ FAULTS = [
     Fault("betahook/tap/by_hand/situation.py", "return Operand(learned=True) if", "return Operand() if", POSITIONS),
     Fault("betahook/tap/by_hand/situation.py", "if call.name in PROJECTIONS or", "if", POSITIONS),
     Fault(
-        "betahook/tap/by_hand/watching.py", " or _is_any_followed(forward, args[:1], or_learned=True)", "", POSITIONS
+        "betahook/tap/by_hand/watching.py",
+        "traces, or_learned = forward.traces, True",
+        "traces, or_learned = forward.traces, name in handlers.HANDLERS",
+        POSITIONS,
     ),
     Fault(
         "betahook/tap/by_hand/contraction.py",
