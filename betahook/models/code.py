@@ -46,6 +46,14 @@ def functions_held(module: nn.Module) -> list[FunctionType]:
     )
 
 
+def functions_of(module: nn.Module) -> list[FunctionType]:
+    """The Python functions that the code of a module and of its parts calls, as far as they are users'."""
+    parts = list(module.modules())
+    held = [function for part in parts for function in functions_held(part)]
+    kinds = {class_of(part): None for part in parts}
+    return held + [function for kind in kinds if is_own(kind) for function in reachable(kind)]
+
+
 def _held(module: nn.Module) -> Iterator[object]:
     return (value.func if isinstance(value, functools.partial) else value for value in vars(module).values())
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from betahook import compat
 from betahook.models.by_tensor import ByTensor
 from betahook.models.code import PRODUCTS, SOFTMAXES
+from betahook.models.guards import blinded
 from betahook.models.heads import count_heads
 from betahook.models.labels import Labels, features_of_heads
 from betahook.models.places import ModuleCall, Place, places_of
@@ -85,7 +87,7 @@ def run(module: nn.Module) -> Outcome | None:
     length]`; height and width of a picture are numbers. Where none of that runs, what queries look at is of another
     width.
     """
-    with compat.without_data() as copied, torch.no_grad():
+    with compat.without_data() as copied, torch.no_grad(), blinded(module):
         try:
             parameters = inspect.signature(module.forward).parameters
             module = copied(module)
@@ -271,7 +273,7 @@ class _Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         call = Call(func, args, kwargs or {})
-        if call.name == "multi_head_attention_forward":
+        if func is F.multi_head_attention_forward:
             with self:
                 return compat.multi_head_attention_forward()(*args, **call.kwargs)
         output = call.run()

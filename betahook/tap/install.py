@@ -16,6 +16,7 @@ from torch import nn
 
 from betahook import compat
 from betahook.measure.inputs import SIDES
+from betahook.models import guards
 from betahook.tap import copies, kernels, opaque
 from betahook.tap.by_hand import bypassed, watching
 from betahook.tap.override import Override
@@ -30,6 +31,7 @@ def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) 
         opaque.register(recorder)
         _watch_inputs(recorder, undo)
         if recorder.route != "interface":
+            undo.enter_context(guards.blinded(recorder.module))
             watching.connect(recorder, undo)
     watched = [each for each in recorders if each.route != "interface"]
     kernels.connect(watched, undo)

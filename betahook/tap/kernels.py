@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from betahook.compat import class_of
 from betahook.measure import masks
 from betahook.measure.masks import Band, Mask
-from betahook.models.code import functions_held, is_own, reachable
+from betahook.models.code import functions_of
 from betahook.models.torch_calls import Call
 from betahook.tap.recorder import Recorder
 
@@ -223,13 +222,8 @@ def are_called(layer: Recorder) -> bool:
 
 def _bindings(layer: Recorder) -> Iterator[tuple[dict[str, Any], str]]:
     """Namespaces and names by which a layer finds its kernels: global, of another module, or its own attributes."""
-    parts = list(layer.module.modules())
-    seen = [(vars(part), tuple(vars(part))) for part in parts]
-    functions = [function for part in parts for function in functions_held(part)]
-    functions += [
-        function for kind in {class_of(part) for part in parts} if is_own(kind) for function in reachable(kind)
-    ]
-    for function in functions:
+    seen = [(vars(part), tuple(vars(part))) for part in layer.module.modules()]
+    for function in functions_of(layer.module):
         names, known = function.__code__.co_names, function.__globals__
         seen.append((known, names))
         seen += [(vars(known[name]), names) for name in names if isinstance(known.get(name), ModuleType)]

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -27,6 +28,7 @@ from betahook.tap.by_hand import bypassed, following, handlers, matrices, nested
 from betahook.tap.by_hand.arithmetic import divide, multiply
 from betahook.tap.by_hand.forward import Forward
 from betahook.tap.by_hand.plan import Plan
+from betahook.tap.by_hand.sites import find_line
 from betahook.tap.by_hand.situation import other
 from betahook.tap.by_hand.traces import Traces
 from betahook.tap.compiled import FusedAttention
@@ -51,6 +53,12 @@ OUTSIDE = (
     "forward has shown that it can: run the model on a batch before you compile it"
 )
 """The reason why a graph ends here."""
+
+HANDED_OVER = (
+    "a copy of F.multi_head_attention_forward hands itself over to function modes at {}, which hides it: take that "
+    "line out, or call has_torch_function by that name alone"
+)
+"""The reason to leave a module alone whose guard is not found, see `models.guards`."""
 
 
 def connect(layer: Recorder, undo: ExitStack) -> None:
@@ -155,9 +163,11 @@ class ScoreProducts(TorchFunctionMode):
             return func(*args, **kwargs)
         call = Call(func, args, kwargs)
         name = call.name
-        if name == "multi_head_attention_forward":
+        if func is F.multi_head_attention_forward:
             with self:
                 return compat.multi_head_attention_forward()(*args, **call.kwargs)
+        if name == "multi_head_attention_forward":
+            forward.refuse(HANDED_OVER.format(find_line()))
         handler, shadows = handlers.HANDLERS.get(name), forward.shadows
         if shadows is not None:
             shadows.prepare(call)
