@@ -157,8 +157,8 @@ class AttentionLayer:
             remarks.append(f"W_q and W_k have no known form, their std is not measured. {KNOWN_FORMS}")
         elif any(projection.argument is None for projection in self.projections):
             remarks.append(
-                "the input of W_q and W_k is not measured, since no module gets it as an argument, and the score std "
-                "that it predicts is not known"
+                "the input of W_q and W_k is not measured, since no module gets it as an argument or the first forward "
+                "had to show them, and the score std that it predicts is not known"
             )
         return remarks
 

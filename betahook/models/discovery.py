@@ -21,7 +21,7 @@ from betahook.models import trial
 from betahook.models.code import PRODUCTS, is_users, names_held, names_used
 from betahook.models.families import Facts, facts
 from betahook.models.heads import count_heads, from_scale, missing, stated
-from betahook.models.labels import Features, Linear
+from betahook.models.labels import Linear, MadeOf, are_alike
 from betahook.models.places import Place, places_of
 from betahook.models.projections import Pair, at_places, locate
 
@@ -64,20 +64,24 @@ class AttentionModule:
         return pair or locate(self.module, self.heads, self.head_dim)
 
     @torch.no_grad()  # a checkpoint counts what is saved for the backward, where a weight is made of others
-    def correct(self, made_of: tuple[Features | None, Features | None], linears: Sequence[Linear | None]) -> None:
+    def correct(self, made_of: Sequence[MadeOf], linears: Sequence[Linear | None]) -> None:
         """Take the rows of W_q and W_k from the first forward: no trial may have run, or one went another way.
 
         Args:
-            made_of: the features that q and k were made of.
+            made_of: the features that q and k were made of, for each product that came to a softmax.
             linears: the projections, by number.
         """
-        if (pair := self.projections) is None:
-            return
-        places = places_of(self.module, made_of, linears, {})
+        pair, places = self.projections, places_of(self.module, made_of[0], linears, {})
         shown = None if places is None else at_places(self.module, places)
         if places is None or shown is None:
             return
-        if all(one.stored is other.stored for one, other in zip(pair, shown, strict=True)):
+        if pair is None:
+            # An owner of a user's class may do more than to multiply; and ranks must agree on what they gather.
+            owners = {self.module.get_submodule(place.owner) for place in places} - {self.module}
+            plain = is_users(self.module) and not any(map(is_users, owners))
+            if plain and are_alike(made_of) and not any(one.is_sharded for one in shown):
+                self.places = places
+        elif all(one.stored is other.stored for one, other in zip(pair, shown, strict=True)):
             query, key = (replace(place, argument=one.argument) for place, one in zip(places, pair, strict=True))
             self.places = query, key
 

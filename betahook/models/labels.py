@@ -59,6 +59,22 @@ class Features:
     rows: Tensor
 
 
+MadeOf = tuple[Features | None, Features | None]
+"""The features that q and k are made of, each None where labels do not show it."""
+
+
+def are_alike(made_of: Sequence[MadeOf]) -> bool:
+    """True if all q are made of the same features, and so are all k."""
+    return all(
+        one is not None
+        and other is not None
+        and one.projection == other.projection
+        and torch.equal(one.rows, other.rows)
+        for each in made_of
+        for one, other in zip(made_of[0], each, strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class Linear:
     """The linear map of a projection.
@@ -139,6 +155,8 @@ class Labels(ByTensor[Tensor]):
                 if name in ADDING:
                     self._note_bias(call.tensors, output)
                 self._follow(call, output)
+                if name == "batch_norm":  # behind which the weight alone is not what acts
+                    self.put(output, self._of_unknown_weight(self._labels_or_none(output)))
 
     def _note_product(self, call: Call, output: Tensor) -> None:
         """Label what a product with something learned, or with a matrix, makes of its left operand."""

@@ -295,8 +295,7 @@ class _Watch(TorchFunctionMode):
                 self.activations[part] = made
             if weights is not None:
                 self.weights[part] = weights
-        if call.name != "batch_norm":  # behind which the weight alone is not what acts
-            self.labels.note(call, output)
+        self.labels.note(call, output)
         return output
 
     def _made(self, call: Call, moving: list[Tensor]) -> _Activation:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from betahook import compat
-from betahook.models.labels import Labels
+from betahook.models.labels import Labels, MadeOf
 from betahook.models.torch_calls import Call, tensors_in
 from betahook.tap.by_hand import head_axes
 from betahook.tap.by_hand.contraction import Axis
@@ -50,7 +50,7 @@ class Forward:
         has_softmax, attended: True once there was a softmax by itself, and once there was one over scores.
         default: the model's own beta at the first softmax.
         fused_only: all attention so far was `F.scaled_dot_product_attention`, as `tap.compiled` takes it.
-        made_of: the features that q and k of the first attention are made of, in a forward with labels.
+        made_of: the features that q and k are made of in each product that came to a softmax, if there are labels.
         unread: a product that is not understood, which came to a softmax alone; None for none.
         without_heads: the line of a product of two matrices, in which several heads have no axis; None for none.
     """
@@ -77,7 +77,7 @@ class Forward:
         self.has_softmax = self.attended = False
         self.default: Factor | None = None
         self.fused_only = True
-        self.made_of: head_axes.MadeOf | None = None
+        self.made_of: list[MadeOf] = []
         self.unread: str | None = None
         self.without_heads: str | None = None
         self.is_settled = self.labels is None and self.shadows is None
@@ -189,7 +189,7 @@ class Forward:
             layer.state.has_broken_graphs, plan.breaks_graphs = True, False
         if layer.refusal is None and reason is not None:
             layer.leave_alone(reason, "Attention by F.scaled_dot_product_attention is followed. ")
-        elif reason is None and self.labels is not None and self.made_of is not None:
+        elif reason is None and self.labels is not None and self.made_of:
             layer.attention.correct(self.made_of, self.labels.linears)
 
     def _verdict(self) -> str | None:

@@ -9,15 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from betahook.models.labels import FAR, UNKNOWN, Features, Labels, device_of, features_of_heads
+from betahook.models.labels import FAR, UNKNOWN, Features, Labels, MadeOf, device_of, features_of_heads
 from betahook.tap.by_hand.contraction import Axis, Shared, along
 from betahook.tap.recorder import Recorder
 
 REMEDY = "make q and k [batch, num_heads, tokens, d_k], with num_heads as the module states it"
 """The remedy where the axis of the heads is not found."""
-
-MadeOf = tuple[Features | None, Features | None]
-"""The features that q and k are made of, each None where labels do not show it."""
 
 
 def made_of(

@@ -72,7 +72,8 @@ def _end(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     forward.plan.leaders.update({product.site: leader.site for product in trace.products})
     if forward.labels is not None:  # a later forward, which has none, may be the first that is recorded
         forward.score_axis(input, "softmax", dim)
-        forward.made_of = forward.made_of or leader.made_of
+        in_order = sorted(trace.products, key=lambda product: product.index)
+        forward.made_of += [each.made_of for each in in_order if each.made_of is not None]
     if trace.value is not None and forward.recording and input.numel():
         _record(forward, trace, input, dim)
 
@@ -102,7 +103,8 @@ def fused(forward: Forward, call: Call) -> Any:
     factors = forward.factors_of(site, query, key)
     default = factors[0] * factors[1] * (query.shape[-1] ** -0.5 if scale is None else scale)
     axis = _fused_axis(forward, call, kernel, given, site)
-    forward.made_of = forward.made_of or made_of(forward.labels, query, key, layer)
+    if (made := made_of(forward.labels, query, key, layer)) is not None:
+        forward.made_of.append(made)
     is_plain = call.name == "scaled_dot_product_attention" and axis in (1, "single") and compiled.fits(layer, query)
     forward.fused_only &= is_plain and all(isinstance(factor, float) and factor == 1 for factor in factors)
     query, key = map(kernel.heads_before_tokens, (query, key))

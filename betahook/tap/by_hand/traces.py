@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from betahook import compat
 from betahook.models.by_tensor import ByTensor
-from betahook.models.labels import Features
+from betahook.models.labels import MadeOf
 from betahook.models.torch_calls import tensors_in
 from betahook.tap.by_hand.sites import Site, find_line
 
@@ -57,7 +57,7 @@ class Product:
     counts: bool = False
     index: int = 0
     default: Factor | None = None
-    made_of: tuple[Features | None, Features | None] | None = None
+    made_of: MadeOf | None = None
 
     def reach(self) -> None:
         """Note that the product came to a softmax."""

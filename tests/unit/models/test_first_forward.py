@@ -103,6 +103,90 @@ def test_a_first_forward_that_shows_another_weight_changes_nothing():
         assert layer.weight_std_q == before
 
 
+class Unnamed(AskingForOptions):
+    """Under a name that tells nothing."""
+
+    def __init__(self, fused):
+        super().__init__(fused)
+        self.mixed = self.query_key_value
+        del self.query_key_value
+
+    def make(self, x):
+        return self.mixed(x).unflatten(-1, (HEADS, 3, D)).permute(3, 0, 2, 1, 4)
+
+    def attend(self, q, k, v):
+        out = F.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT * D**-0.5).softmax(-1) @ v
+        return out.transpose(1, 2).flatten(2)
+
+    def forward(self, x, options):
+        return self.attend(*self.make(x * options["scale"]))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_first_forward_shows_w_q_and_w_k_that_no_name_and_no_trial_showed(fused):
+    torch.manual_seed(0)
+    module, x = Unnamed(fused).double(), torch.randn(2, 9, WIDTH, dtype=torch.float64)
+    with betahook.attach(module, controller="monitor", when="always") as hook:
+        (layer,) = hook.layers.values()
+        assert layer.projections is None
+        module(x, {"scale": 1})
+        expected = [module.mixed.weight[rows].std(correction=0).item() for rows in module.rows()]
+        assert [layer.weight_std_q, layer.weight_std_k] == pytest.approx(expected, rel=1e-5)
+        assert layer.remarks == [
+            "the input of W_q and W_k is not measured, since no module gets it as an argument or the first forward had "
+            "to show them, and the score std that it predicts is not known"
+        ]
+        layer.beta = 2 * layer.beta_default
+        output = module(x, {"scale": 1})
+        betahook.fold(module)
+    torch.testing.assert_close(module(x, {"scale": 1}), output, rtol=1e-10, atol=1e-12)
+
+
+class Twice(Unnamed):
+    """One attention after another, of queries of their own."""
+
+    def __init__(self, fused):
+        super().__init__(fused)
+        self.further = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, options):
+        q, k, v = self.make(x * options["scale"])
+        return self.attend(q, k, v) + self.attend(self.further(x).unflatten(-1, (HEADS, D)).transpose(1, 2), k, v)
+
+
+class Added(Twice):
+    """Scores that are the sum of two products."""
+
+    def forward(self, x, options):
+        q, k, v = self.make(x * options["scale"])
+        further = self.further(x).unflatten(-1, (HEADS, D)).transpose(1, 2)
+        weights = ((further @ k.mT + q @ k.mT) * D**-0.5).softmax(-1)
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+
+class OfOwnLinears(Unnamed):
+    def __init__(self, fused):
+        super().__init__(fused)
+        self.mixed = OwnLinear(WIDTH, 3 * WIDTH)
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * self.weight.abs().max()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [Twice, Added, OfOwnLinears])
+def test_what_the_first_forward_leaves_open_stays_unknown(kind, fused):
+    module = kind(fused)
+    with betahook.attach(module, controller="monitor", when="always") as hook:
+        module(torch.randn(2, 9, WIDTH), {"scale": 1})
+        (layer,) = hook.layers.values()
+        assert layer.refusal is None
+        assert int(layer.statistics.count) > 0
+        assert layer.projections is None
+
+
 class TwoInputs(InAList):
     """A forward that no made-up input suits, with heads and a scale."""
 

@@ -100,6 +100,19 @@ def test_what_no_weight_alone_makes_is_not_taken_for_its_rows(kind):
         assert "W_q and W_k have no known form" in layer.remarks[0]
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [LowRank, Gated, BatchNormed, Tiled, OfASubclass, Halved, OfGroups, HeadAfterHead, OneAfterTheOther],
+)
+def test_nor_does_the_first_forward_take_it_for_that(kind):
+    torch.manual_seed(0)
+    model = Model(kind)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(2, 9, WIDTH))
+        (layer,) = hook.layers.values()
+        assert layer.projections is None
+
+
 def test_adapters_that_are_there_already_are_part_of_the_weight():
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
