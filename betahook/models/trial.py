@@ -200,6 +200,8 @@ def _shapes(module: nn.Module, *, is_picture: bool) -> Iterator[tuple[tuple[int,
     for axes, kind in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1):
         for width in widths if any(isinstance(part, kind) for part in module.modules()) else ():
             yield (BATCH, width, *(LENGTH for _ in range(axes))), LENGTH**axes
+            if kind is nn.Conv2d:  # of each picture of a video
+                yield (BATCH, width, LENGTH, LENGTH, LENGTH), LENGTH**3
     for length, width in itertools.product(others, widths):
         yield (BATCH, length, width), length
 
@@ -276,6 +278,8 @@ class _Watch(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return compat.multi_head_attention_forward()(*args, **call.kwargs)
+        if func is torch.equal:  # which asks for data
+            return call.args[0] is call.args[1]
         output = call.run()
         if call.name == "scaled_dot_product_attention":
             self._settle(*call.tensors[:2])

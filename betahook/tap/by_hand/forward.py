@@ -42,6 +42,7 @@ class Forward:
         is_empty: True where the first of them has no entries, as in a batch without samples: it shows nothing.
         axes: the axes of the heads with inputs of this form, as far as they are known.
         labels: the features that entries come from, in the first forward with inputs of this form.
+        of_inputs: the same, from those of the inputs, for q and k that were projected outside; None if there are none.
         shadows: what another beta would do, in the first forward that is measured.
         is_settled: True if neither labels nor shadows are needed.
         traces: of the tensors that are followed.
@@ -71,6 +72,7 @@ class Forward:
                 "forward of the model outside of torch.export, torch.func and torch.jit.trace first"
             )
         self.labels = Labels(self.is_learned) if is_first and not compat.is_without_data() else None
+        self.of_inputs = None if self.labels is None else self._label_inputs(inputs)
         self.shadows = Shadows() if self.recording and not plan.checked else None
         self.products: list[Product] = []
         self.nodes: dict[Product, Any] = {}
@@ -119,7 +121,16 @@ class Forward:
 
     def labels_of(self, tensor: Tensor) -> Tensor | None:
         """The labels of a tensor; None where it has none, or no forward needs them any more."""
-        return None if self.labels is None else self.labels.get(tensor)
+        found = None if self.labels is None else self.labels.get(tensor)
+        return self.of_inputs.get(tensor) if found is None and self.of_inputs is not None else found
+
+    def _label_inputs(self, inputs: Any) -> Labels | None:
+        """Labels of the inputs `[..., ..., heads * d_k]`, if any; one with a second axis of this size tells nothing."""
+        labels, width = Labels(self.is_learned), self.layer.heads * self.layer.head_dim
+        for tensor in tensors_in(inputs):
+            if tensor.is_floating_point() and tensor.dim() == 3 and tensor.shape[-1] == width not in tensor.shape[:-1]:
+                labels.note_input(tensor)
+        return labels if labels.linears else None
 
     def head_axis(
         self, tensor: Tensor, labels: Tensor | None, summed: int | None, shared: Sequence[int], site: Site

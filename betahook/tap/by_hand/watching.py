@@ -181,6 +181,8 @@ class ScoreProducts(TorchFunctionMode):
             shadows.follow(call, output)
         if forward.labels is not None and name not in UNLABELLED:
             forward.labels.note(call, output)
+            if forward.of_inputs is not None:
+                forward.of_inputs.note(call, output)
         return output
 
 

@@ -343,6 +343,45 @@ def test_an_input_may_be_a_video():
         assert int(found.statistics.count) == BATCH * (2 * 3 * 4) ** 2
 
 
+class OfEachPicture(nn.Module):
+    """All pictures of a video, one by one, with a single head that nothing states."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixed = nn.Conv2d(WIDTH, 3 * WIDTH, 1)
+
+    def forward(self, x):
+        batch, _, frames, *_ = x.shape
+        q, k, v = self.mixed(x.transpose(1, 2).flatten(0, 1)).flatten(2).mT[:, None].chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v).unflatten(0, (batch, frames)).flatten(1, 3).mT
+
+
+def test_pictures_of_a_video_may_be_taken_one_by_one():
+    torch.manual_seed(0)
+    model = nn.Sequential(OfEachPicture())
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        (layer,) = hook.layers.values()
+        assert (layer.heads, layer.head_dim) == (1, WIDTH)
+        model(torch.randn(2, WIDTH, 3, 4, 4))
+        assert int(layer.statistics.count) == 2 * 3 * 16 * 16
+        assert layer.weight_std_q == pytest.approx(model[0].mixed.weight[:WIDTH].std(correction=0).item(), rel=1e-5)
+
+
+class Comparing(Mixer):
+    """Projects once where queries and keys are the same, as attention of torch's older versions does."""
+
+    def forward(self, query, key):
+        assert torch.equal(query, key)
+        return super().forward(query)
+
+
+def test_tensors_without_data_are_the_same_if_they_are_one():
+    model = Comparing()
+    with betahook.attach(model, controller="monitor") as hook:
+        (layer,) = hook.layers.values()
+        assert (layer.heads, layer.head_dim) == (HEADS, WIDTH // HEADS)
+
+
 class OnAGrid(nn.Module):
     """The tokens of a picture, whose sides come with them; keys are those of its squares."""
 

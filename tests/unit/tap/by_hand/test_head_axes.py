@@ -324,3 +324,50 @@ def test_the_axis_of_the_heads_is_found_behind_a_convolution_of_each_head():
     q, k = (model[1].split(p(model[0](x))) for p in (model[1].q_proj, model[1].k_proj))
     expected = (pooled_by_a_convolution(q).double() @ k.double().mT).transpose(0, 1).flatten(1).std(1, correction=0)
     torch.testing.assert_close(measured, expected.detach(), rtol=1e-4, atol=0)
+
+
+class ProjectedOutside(nn.Module):
+    """Queries and keys of all heads come in; batch and heads share an axis, as in DAB-DETR."""
+
+    def __init__(self, tokens_first):
+        super().__init__()
+        self.num_heads, self.head_dim, self.tokens_first = HEADS, WIDTH // HEADS, tokens_first
+        self.out_proj = nn.Linear(WIDTH, WIDTH)
+
+    def fold(self, x):
+        if not self.tokens_first:
+            return x.unflatten(-1, (HEADS, -1)).permute(2, 0, 1, 3).flatten(0, 1)
+        return x.reshape(len(x), -1, self.head_dim).transpose(0, 1)
+
+    def forward(self, q, k, v):
+        weights = (self.fold(q * ROOT) @ self.fold(k).mT).softmax(-1)
+        out = weights @ self.fold(v)
+        shape = (-1, HEADS) if self.tokens_first else (HEADS, -1)
+        return self.out_proj(out.unflatten(0, shape).sum(0 if self.tokens_first else 1).transpose(0, 1).flatten(1))
+
+
+@pytest.mark.parametrize("tokens_first", [True, False])
+def test_heads_of_queries_that_were_projected_outside_are_told_apart_by_the_input(tokens_first):
+    torch.manual_seed(0)
+    module = nn.Sequential(ProjectedOutside(tokens_first)).double()
+    q, k, v = torch.randn(3, HEADS, LENGTH, WIDTH, dtype=torch.float64)  # batch and heads are as many
+    q, k, v = (x.transpose(0, 1) if tokens_first else x for x in (q, k, v))
+    with betahook.attach(module, controller="monitor", per_head=True, when="always") as hook:
+        layer = hook.layers["0"]
+        module[0](q, k, v)
+        measured = layer.head_statistics.std.double()
+        beta = torch.tensor([0.1, 0.3, 0.9, 2.7])
+        layer.head_beta = beta
+        output = module[0](q, k, v)
+    scaled = (q.unflatten(-1, (HEADS, -1)) * (beta / ROOT).view(-1, 1)).flatten(-2)
+    torch.testing.assert_close(output, module[0](scaled, k, v), rtol=1e-6, atol=1e-6)
+    axes = "nbhd,mbhd->hbnm" if tokens_first else "bnhd,bmhd->hbnm"
+    scores = torch.einsum(axes, *(x.unflatten(-1, (HEADS, -1)) for x in (q, k)))
+    torch.testing.assert_close(measured, scores.flatten(1).std(1, correction=0), rtol=1e-5, atol=0)
+
+
+def test_an_input_whose_tokens_are_as_many_as_its_features_tells_no_heads_apart():
+    module = nn.Sequential(ProjectedOutside(True))
+    with betahook.attach(module, controller="monitor", when="always") as hook:
+        module[0](*torch.randn(3, WIDTH, 2, WIDTH))
+        assert "heads are not told apart" in hook.layers["0"].refusal
