@@ -60,7 +60,8 @@ def leaves(nested: object) -> list[object]:
 def is_in_backward() -> bool:
     """True for a forward that runs inside a backward, as gradient checkpointing runs it again.
 
-    Compiled graphs recompute on their own terms and never come here twice. torch asks for the backward in the same way:
+    False while a compiler traces: the graph is that of the first run, and what is in it asks when it runs. torch asks
+    for the backward in the same way:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/module_tracker.py
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

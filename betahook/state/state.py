@@ -82,7 +82,7 @@ class State:
         asked, warned_of_missing_steps: reports requested before the first `step`, and whether the warning was logged.
         exact_max_logit, paused: True if the largest score is to be that of all pairs; how many pauses are in force.
         seen, recorded, has_loss: True once attention has passed the tap, was measured, and a training loss recorded.
-        has_broken_graphs: True if compiled code breaks its graph at attention that could be in it by now.
+        has_broken_graphs, resets: True if compiled code breaks a graph that could go on by now; how often it was reset.
         refused: the layers left alone, by index, with the reason.
         alone: boolean `[heads]`, those that this rank leaves alone, or at the last pooling any rank.
         is_local, is_detached: True if nothing is pooled over ranks, as this one measures alone; once the hook is off.
@@ -129,7 +129,7 @@ class State:
         self.condition, self.condition_since = (self.clips.new_zeros(len(layers)) for _ in range(2))
         self.memories: list[dict[str, Tensor]] = [{} for _ in range(controllers)]
         self.batches = self.steps = self.skipped_steps = self.alerts_step = self.findings_step = self.paused = 0
-        self.loss_scale = 0.0
+        self.loss_scale, self.resets = 0.0, 0
         self.warned_of_nonfinite = self.warned_of_unreached = False
         self.asked, self.refused = set[str](), dict[int, str]()
         self.warned_of_missing_steps = self.exact_max_logit = self.is_detached = False

@@ -197,6 +197,7 @@ def finish(state: State, controllers: Sequence[Controller], loss_scale: LossScal
     if state.has_broken_graphs:
         torch.compiler.reset()
         state.has_broken_graphs = False
+        state.resets += 1
 
 
 def turn(state: State, controllers: Sequence[Controller], interval: int) -> range:

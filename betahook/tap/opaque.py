@@ -20,7 +20,7 @@ from betahook.measure.masks import Band, GivenMask, Kind
 from betahook.measure.rows import PLAIN, ScoreMod
 from betahook.models import materialise
 from betahook.state.state import writing_to
-from betahook.tap.recorder import Recorder
+from betahook.tap.recorder import Recorder, is_repeated
 
 _recorders: WeakSet[Recorder] = WeakSet()
 _by_address: WeakValueDictionary[int, Recorder] = WeakValueDictionary()
@@ -137,7 +137,7 @@ def _record_call(
     sinks: Tensor | None,
 ) -> None:
     _note_default(recorder, number, numbers)
-    if recorder.is_due():
+    if recorder.is_due() and not is_repeated(recorder):
         # Nothing is shared between layers: the memory of a graph's tensors is used again, and a CUDA graph owns it.
         mask = GivenMask(kind, given, Band(low, high)).describe(query.shape[2], key.shape[2], shared=False)
         recorder.record(query, key, mask, ScoreMod(position_bias, softcap, sinks))
@@ -154,7 +154,7 @@ def record_input(recorder: Recorder, inputs: Tensor, sides: list[str]) -> None:
 
 @_operation("Tensor inputs, str[] sides")
 def _record_input(recorder: Recorder, inputs: Tensor, sides: list[str]) -> None:
-    if recorder.is_due():
+    if recorder.is_due() and not is_repeated(recorder):
         recorder.record_input(inputs, sides, shared=False)
 
 

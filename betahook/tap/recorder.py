@@ -63,6 +63,12 @@ def _may_wait(
     return same and fits and room(query, key) > 1
 
 
+def is_repeated(recorder: Recorder) -> bool:
+    """Tell if gradient checkpointing runs a forward again that has been measured; a graph asks when it runs."""
+    # Reentrant checkpointing runs a forward without gradients first; by default, the one in the backward counts.
+    return compat.is_in_backward() if recorder.always else compat.is_recomputation()
+
+
 class _Inputs:
     """Sums of what enters W_q and W_k: computed once where both get the same tensor, one after the other."""
 
@@ -131,8 +137,7 @@ class Recorder:
         measured = self.always or (self.module.training and torch.is_grad_enabled())
         if not (self.is_due() and measured) or self.state.paused or compat.is_exporting() or compat.is_transformed():
             return False
-        # Reentrant checkpointing runs a forward without gradients first; by default, the one in the backward counts.
-        return not (compat.is_in_backward() if self.always else compat.is_recomputation())
+        return not is_repeated(self)
 
     def is_due(self) -> bool:
         """Tell if the layer is measured in this step; a graph of the compiler asks when it runs, a CUDA graph never."""

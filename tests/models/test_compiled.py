@@ -5,6 +5,7 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import betahook
 
@@ -209,6 +210,33 @@ def test_layers_that_are_compiled_one_by_one_share_their_code(counter):
         model(x).sum().backward()
         assert counter.frame_count == 1
         assert all(layer.statistics.count > 0 for layer in hook.layers.values())
+
+
+@pytest.mark.oldest_skips("torch cannot trace the models at all")
+def test_a_checkpoint_of_compiled_layers_runs_the_same_graph_again(counter):
+    """Also in the step whose first forward shows that a graph can hold it, with several micro-batches in it."""
+
+    def seen(compiles):
+        model, x, found = made(FusedAttention), inputs().requires_grad_(), []
+        with betahook.attach(model, controller="monitor", interval=1) as hook:
+            if compiles:
+                for layer in model.layers:
+                    layer.compile(backend=counter)
+            for _ in range(3):
+                for shift in range(2):
+                    hidden = x + shift
+                    for layer in model.layers:
+                        hidden = hidden + checkpoint(layer, hidden, use_reentrant=False)
+                    hidden.square().mean().backward()
+                statistics = [torch.stack(list(vars(layer.statistics).values())) for layer in hook.layers.values()]
+                gradients = [parameter.grad.clone() for parameter in model.parameters()]
+                found.append([*gradients, *(each.nan_to_num(-1) for each in statistics)])
+                hook.step()
+        return found
+
+    actual = seen(compiles=True)
+    assert counter.frame_count > 0
+    assert_same(actual, seen(compiles=False))
 
 
 class Flexible(FusedAttention):

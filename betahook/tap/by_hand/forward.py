@@ -196,8 +196,8 @@ class Forward:
         layer, plan = self.layer, self.plan
         reason = self._verdict() if layer.refusal is None else layer.refusal
         plan.fused_only = reason is None and self.attended and self.fused_only and plan.fused_only is not False
-        if plan.fused_only and plan.breaks_graphs:
-            layer.state.has_broken_graphs, plan.breaks_graphs = True, False
+        if plan.fused_only and plan.broken_since == layer.state.resets:
+            layer.state.has_broken_graphs = True
         if layer.refusal is None and reason is not None:
             layer.leave_alone(reason, "Attention by F.scaled_dot_product_attention is followed. ")
         elif reason is None and self.labels is not None and self.made_of:

@@ -45,7 +45,7 @@ class Plan:
         mixes: a product or a softmax got what weights had made of values.
         checked: what beta does was checked by numbers, see `tap.by_hand.shadows`.
         fused_only: a graph of the compiler can hold its forwards, see `tap.compiled`; None before any.
-        breaks_graphs: the compiler came upon a forward that its graph cannot hold.
+        broken_since: how often compiled code had been thrown away when a graph broke at this module; None for never.
     """
 
     makes_scores: dict[Site, bool] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Plan:
     mixes: bool = False
     checked: bool = False
     fused_only: bool | None = None
-    breaks_graphs: bool = False
+    broken_since: int | None = None
 
     def learn(self, products: list[Product], step: int) -> str | None:
         """Remember the products of a forward that has ended; return why the module is to be left alone, or None."""
@@ -74,6 +74,14 @@ class Plan:
                 self.scalings[site] = product.scalings
                 self.since.setdefault(site, step)
         return None
+
+    def fits_graph(self, resets: int) -> bool:
+        """Tell if a graph of the compiler is to hold the forward, after so many resets of the compiler.
+
+        Where a graph broke here, not before the next reset: gradient checkpointing runs a forward again in its
+        backward, when more is known, and what is then kept for the backward must be the same.
+        """
+        return bool(self.fused_only) and (self.broken_since is None or self.broken_since < resets)
 
     def is_settled(self, site: Site, step: int) -> bool:
         """Tell if steps before this one have shown that a product makes scores.

@@ -99,13 +99,13 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
     @functools.wraps(forward)
     def tapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and not compat.is_exporting() and override.active:
-            if plan.fused_only and not nested.has_nested(args, kwargs):
+            if plan.fits_graph(layer.state.resets) and not nested.has_nested(args, kwargs):
                 unfollowed: list[str] = []
                 with FusedAttention(layer, plan.band or Band(), unfollowed):
                     output = forward(*args, **kwargs)
                 if not unfollowed:
                     return output
-            plan.breaks_graphs = True
+            plan.broken_since = layer.state.resets
         return outside(*args, **kwargs)
 
     override = Override(layer.module, "forward", tapped, undo)
