@@ -53,15 +53,15 @@ def read(folder: str) -> Run:
 
     Raises:
         FileNotFoundError: there is no such folder, or nothing of betahook in it.
+        ValueError: its checkpoints are of models with different layers.
         ImportError: there are event files, but tensorboard is not installed.
     """
     root = Path(folder)
     if not root.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; give that of a run, with TensorBoard files or checkpoints")
     run = Run()
-    if any(root.rglob(FILES)):
-        _read_events(root, run)
-    _read_checkpoints(root, run)
+    place = _read_events(root, run) if any(root.rglob(FILES)) else root
+    _read_checkpoints(_folder_of_checkpoints(root, place), run)
     if not run.states and not run.remarks and not any(tag.startswith(f"{GROUP}/") for tag in run.scalars):
         raise FileNotFoundError(
             f"{folder} holds nothing of betahook: neither TensorBoard files with its numbers nor {checkpoint.FILE}"
@@ -69,8 +69,8 @@ def read(folder: str) -> Run:
     return run
 
 
-def _read_events(root: Path, run: Run) -> None:
-    """Read the newest TensorBoard run below a folder that has something of betahook."""
+def _read_events(root: Path, run: Run) -> Path:
+    """Read the newest TensorBoard run below a folder that has something of betahook; return its place."""
     try:
         from tensorboard.backend.event_processing import event_accumulator
     except ImportError as error:
@@ -97,7 +97,14 @@ def _read_events(root: Path, run: Run) -> None:
                 f"of {len(places)} folders with TensorBoard files the newest is shown, {place.relative_to(root)}: "
                 "give another one to see it"
             )
-        return
+        return place
+    return root
+
+
+def _folder_of_checkpoints(root: Path, place: Path) -> Path:
+    """Return the folder with the checkpoints of the TensorBoard run in a place: the nearest one around it with any."""
+    within = [folder for folder in (place, *place.parents) if folder.is_relative_to(root)]
+    return next((folder for folder in within if checkpoint.finished(folder)), root)
 
 
 def _read_checkpoints(root: Path, run: Run) -> None:
@@ -111,6 +118,8 @@ def _read_checkpoints(root: Path, run: Run) -> None:
             run.remarks.append(f"left out: {error}")
             continue
         run.states[state["steps"]], run.folders[state["steps"]] = state, folder
+    if len({tuple(state["layers"].items()) for state in run.states.values()}) > 1:
+        raise ValueError(f"{root} holds checkpoints of different models; give the folder of one run")
     run.states = dict(sorted(run.states.items()))
     logs = root.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{compat.trainer_state_name()}")
     files = [file for file in (*logs, root / compat.trainer_state_name()) if file.is_file()]

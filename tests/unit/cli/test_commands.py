@@ -487,3 +487,25 @@ def test_report_says_which_of_several_runs_it_shows(run, tmp_path):
         shutil.copytree(run / "runs", tmp_path / "all" / name, copy_function=shutil.copy)  # not the times
     assert main(["report", str(tmp_path / "all"), "--html", str(page)]) == 0
     assert "of 2 folders with TensorBoard files the newest is shown, second" in " ".join(Page(page).texts)
+
+
+def test_report_takes_the_checkpoints_of_the_run_that_it_shows(run, saved, tmp_path):
+    page = tmp_path / "page.html"
+    for name in ("first", "second"):
+        shutil.copytree(run, tmp_path / "all" / name, copy_function=shutil.copy)
+    shutil.copytree(saved / "hooked", tmp_path / "all" / "another")
+    assert main(["report", str(tmp_path / "all"), "--html", str(page)]) == 0
+    shown = " ".join(Page(page).texts)
+    assert "the newest is shown, second" in shown
+    assert "checkpoints after 3, 6 steps" in shown
+
+
+def test_report_refuses_to_mix_models(run, tmp_path, capsys):
+    shutil.copytree(run / "checkpoint-3", tmp_path / "one")
+    model = build("gpt2", "sdpa")
+    with betahook.attach(model) as hook:
+        model(**inputs("gpt2"))
+        hook.step()
+        model.save_pretrained(tmp_path / "another")
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 1
+    assert "holds checkpoints of different models; give the folder of one run" in capsys.readouterr().err
