@@ -473,8 +473,8 @@ FAULTS = [
     Fault("betahook/tap/gain.py", "not layer.state.paused, product)", "True, product)"),
     Fault(
         "betahook/tap/recorder.py",
-        "not (compat.is_in_backward() if self.always else compat.is_recomputation())",
-        "not compat.is_in_backward()",
+        "compat.is_in_backward() if recorder.always else compat.is_recomputation()",
+        "compat.is_in_backward()",
         MEASURING,
     ),
     Fault(
@@ -809,6 +809,13 @@ FAULTS = [
     Fault("betahook/tap/compiled.py", "query.dim() == 4 and query.shape[1] == layer.heads", "True", COMPILED),
     Fault("betahook/tap/compiled.py", "Band(None, 0 if is_causal else None)", "Band()", COMPILED),
     Fault("betahook/step/stages.py", "torch.compiler.reset()", "pass", COMPILED),
+    Fault("betahook/tap/by_hand/plan.py", "self.broken_since < resets", "True", COMPILED),
+    Fault(
+        "betahook/tap/opaque.py",
+        "numbers)\n    if recorder.is_due() and not is_repeated(recorder):",
+        "numbers)\n    if recorder.is_due():",
+        COMPILED,
+    ),
     Fault("betahook/tap/opaque.py", " and not compat.is_exporting():", ":", EXPORTED),
     Fault("betahook/tap/recorder.py", "if not compat.is_transformed():", "if True:", TRANSFORMED),
     Fault(
