@@ -107,6 +107,8 @@ def fold(folder: str, out: str) -> Document:
     _check_state(folder)  # first: of the folder of a run it names the checkpoints
     if (reason := models.obstacle(folder, for_adapter=MERGE_FIRST)) is not None:
         raise FileNotFoundError(f"{folder} {reason}")
+    if not checkpoint.is_marked_folder(Path(folder)):
+        raise ValueError(f"{folder} is a plain model already: beta is in the weights, or was never changed")
     model = models.with_weights(folder)
     hook = betahook.restore(model, folder)
     gains = [layer.beta / layer.beta_default for layer in hook.layers.values()]

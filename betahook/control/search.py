@@ -23,6 +23,7 @@ WORDS = {
     Phase.CLIMB: "beta rises whatever the sensitivity",
 }
 """Reasons of the phases before the search."""
+WITHOUT_GRADIENT = "no gradient reaches beta: a frozen layer, rows of one key, or no backward() before hook.step()"
 
 COURSE = tuple(field.name for field in fields(Course) if field.name != "beta")
 """Names of the attributes of a course that are remembered."""
@@ -191,7 +192,7 @@ class Search(Controller):
             reason = f"holds the std of the logits at {self.rise_logit_std:g}" if limited else words
             return Note(phase, reason=f"{reason}, {left:.0f} batches left")
         if not direction and without_gradient:
-            return Note(phase, reason="no gradient reaches beta: rows of one key, or no backward() before hook.step()")
+            return Note(phase, reason=WITHOUT_GRADIENT)
         if not direction:
             return Note(phase, reason="waits for the end of its first window")
         if direction > 0 and at_bound:

@@ -48,12 +48,13 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack) -> None:
     )
     logger.warning(
         "fold() after %d steps, while %s was still moving beta: folding %s%s. Train a few hundred steps longer%s, or "
-        'choose the beta with unfinished="keep", "own" or "better"',
+        "choose another beta with unfinished=%s",
         hook.steps,
         hook.controllers,
         "the model's own beta, which leaves the weights as they are" if own else "the beta in force",
         "" if math.isnan(losses[0]) and math.isnan(losses[1]) else compared,
         ", or use Search(rise=False)" if any(isinstance(x, Search) for x in hook.controllers) else "",
+        " or ".join(f'"{each}"' for each in get_args(Unfinished) if each != choice),
     )
 
 

@@ -122,7 +122,7 @@ NO_ATTENTION = Verdict()
 NOTHING_SHOWN = trial.Outcome()
 UNKNOWN_CODE = Verdict(
     obstacle="no product with a softmax behind it was found in its code, nor in the functions that this calls by name; "
-    "F.scaled_dot_product_attention is found",
+    "attention by F.scaled_dot_product_attention would be",
     by_name_only=True,
 )
 HOLDS_ATTENTION = Verdict(

@@ -219,6 +219,18 @@ def test_fold_overwrites_nothing(saved, tmp_path, capsys):
     )
 
 
+def test_fold_has_nothing_to_do_where_beta_is_the_models_own(tmp_path, capsys):
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama"))
+        hook.step()
+        model.save_pretrained(tmp_path / "watched")
+    assert main(["fold", str(tmp_path / "watched"), str(tmp_path / "plain")]) == 1
+    message = "watched is a plain model already: beta is in the weights, or was never changed\n"
+    assert capsys.readouterr().err.endswith(message)
+    assert not (tmp_path / "plain").exists()
+
+
 @pytest.mark.parametrize("command", [["show"], ["fold", "out"]])
 def test_what_is_no_checkpoint(saved, run, tmp_path, capsys, command):
     name, *rest = command

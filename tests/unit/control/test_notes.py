@@ -45,7 +45,9 @@ def test_search_says_where_it_went_and_why():
 
 def test_search_says_what_keeps_it_from_a_move():
     (without,) = explained(Search(**QUICK), dict(sensitivity=0.0))
-    assert without.reason == "no gradient reaches beta: rows of one key, or no backward() before hook.step()"
+    assert without.reason == (
+        "no gradient reaches beta: a frozen layer, rows of one key, or no backward() before hook.step()"
+    )
     assert explained(Search(**QUICK), dict(sensitivity=1.0, max_score=600.0))[0].move == -0.5
     (note,) = explained(Search(**QUICK), dict(sensitivity=-1.0, max_score=60.0))
     assert note == Note(

@@ -250,7 +250,7 @@ def test_attention_that_is_not_reached_is_named_with_the_reason():
     assert seen.not_reached == {
         "inside.indexer": "SparseIndexer: it picks the keys of another attention, without a softmax",
         "linear": "LinearAttention: no product with a softmax behind it was found in its code, nor in the functions "
-        "that this calls by name; F.scaled_dot_product_attention is found",
+        "that this calls by name; attention by F.scaled_dot_product_attention would be",
         "unknown": "ByHandAttention: it says neither how many heads it has nor how wide they are: set its attributes "
         "num_heads and head_dim before attach",
         "landmarks": "NystromformerSelfAttention: it approximates the softmax by landmarks",
