@@ -160,7 +160,7 @@ def advise(condition: Condition, gains: Iterable[float]) -> str:
     """Return the remedy for a condition, in a few words, given beta over the model's own in the layers that have it."""
     sizes = {(gain > 1 + SLACK) - (gain < 1 - SLACK) for gain in gains}
     if condition in (Condition.FLAT, Condition.DEAD) and sizes == {-1}:
-        return "beta is below the model's own, which flattens attention"
+        return "beta is below the model's own, which makes attention flatter"
     if condition is Condition.FLAT and sizes == {1}:
         return "usual in the first steps; with beta above the model's own already, see if W_q and W_k learn"
     return ADVICE[condition]

@@ -111,7 +111,7 @@ def test_rows_of_one_key_are_neither_dead_nor_a_sink():
     assert classify(Numbers(0, max_logit=5, logit_std=0.1, **mostly)) is Condition.FLAT
 
 
-LOWERED = "beta is below the model's own"
+LOWERED = "beta is below the model's own, which makes attention flatter"
 RAISED = "with beta above the model's own already, see if W_q and W_k learn"
 
 
