@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from betahook.measure import statistics
+from betahook.measure import devices, statistics
 from betahook.measure.dtypes import product_dtype
 from betahook.measure.masks import Mask, derive
 
@@ -21,13 +21,21 @@ Entries = tuple[int, Tensor, Tensor]
 
 SIDES = "query", "key"
 
+FEW = 2**16
+"""Entries whose squares the CPU sums up precisely in one operation."""
+
 
 def entries_of(inputs: Tensor) -> Entries:
     """Sum up what enters a projection, in float32 or better."""
-    dtype, flat = product_dtype(inputs.dtype), inputs.flatten()
-    if inputs.dtype == dtype:
-        return inputs.numel(), flat.sum(), torch.dot(flat, flat)
-    return inputs.numel(), flat.sum(dtype=dtype), torch.linalg.vector_norm(flat, dtype=dtype).square()
+    number, dtype = inputs.numel(), product_dtype(inputs.dtype)
+    if number > FEW and devices.is_cpu(inputs.device):  # row by row: of millions at once, it rounds most squares away
+        square = torch.linalg.vector_norm(inputs, dim=-1, dtype=dtype).square().sum()
+    elif inputs.dtype == dtype:
+        flat = inputs.flatten()
+        square = torch.dot(flat, flat)
+    else:
+        square = torch.linalg.vector_norm(inputs, dtype=dtype).square()
+    return number, inputs.sum(dtype=dtype), square
 
 
 def add(table: Tensor, side: str, entries: Entries) -> None:

@@ -158,7 +158,7 @@ FAULTS = [
     Fault("betahook/tap/by_hand/rearranging.py", "if not heads_stay or any(", "if any(", HANDLERS),
     Fault("betahook/tap/recorder.py", "query.requires_grad and key.requires_grad and", "True and", TOGETHER),
     Fault("betahook/measure/inputs.py", "                self._add(table, name)\n", "                pass\n"),
-    Fault("betahook/measure/inputs.py", "dtype=dtype).square()", "dtype=dtype)"),
+    Fault("betahook/measure/inputs.py", "dtype=dtype).square()\n    return", "dtype=dtype)\n    return"),
     Fault("betahook/measure/rows.py", "entropy = entropy * pairs.filled[..., None]", "pass"),
     Fault("betahook/measure/rows.py", "share]).mul_(pairs.filled)", "share])"),
     Fault("betahook/measure/prefix.py", "device=like.device).tril()", "device=like.device)"),

@@ -24,6 +24,14 @@ def test_entries_are_summed(dtype):
             assert table[ROW[row]].tolist() == pytest.approx([float(value)] * 3, rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_millions_of_entries_are_summed_as_precisely(dtype):
+    given = torch.randn(8, 1024, 1024, generator=torch.Generator().manual_seed(2)).to(dtype)
+    _, total, square = inputs.entries_of(given)
+    assert float(square) == pytest.approx(float(given.double().square().sum()), rel=1e-6)
+    assert float(total) == pytest.approx(float(given.double().sum()), rel=1e-4)
+
+
 @pytest.mark.parametrize("length", [20, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_entries_that_are_added_with_the_scores_are_the_same(length, dtype):
