@@ -66,10 +66,12 @@ class _Standardised:
         batch, _, length, _ = tokens.shape
         used = tokens.new_ones(batch, length) if valid is None else valid.expand(batch, -1).to(tokens)
         weight, count = used[:, None, :, None], used.sum()
-        centred = (tokens - (tokens * weight).sum((0, 2), keepdim=True) / count) * weight
+        mean = (tokens * weight).sum((0, 2), keepdim=True) / count
+        centred = (tokens - mean) * weight
         variance = centred.square().sum((0, 2), keepdim=True) / count
-        # A component that never changes correlates with nothing.
-        return cls((centred / variance.sqrt()).nan_to_num(0, 0, 0), used, variance)
+        # A component that never changes correlates with nothing; nor does what its mean was rounded by.
+        changes = variance.sqrt() > 16 * torch.finfo(tokens.dtype).eps * mean.abs()
+        return cls((centred / variance.sqrt()).where(changes, 0), used, variance)
 
     @property
     def range(self) -> tuple[float, float]:

@@ -47,6 +47,17 @@ def test_components_of_q_of_k_and_of_both(padded):
     assert found.variance_q == pytest.approx((np.min(variances), np.max(variances)), rel=1e-4)
 
 
+def test_components_that_never_change_correlate_with_nothing():
+    """Nor if their mean is no number of float32, as behind a projection that is a bias alone."""
+    query = tokens(HEADS)
+    query[..., :2] = torch.tensor([0.1, 7.7])
+    zeros = query.clone()
+    zeros[..., :2] = 0
+    found, expected = (Correlations.of(x, x, (None, None)) for x in (query, zeros))
+    for name in ("within_q", "between", "tokens_q"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-5)
+
+
 def test_tokens_of_one_sequence():
     query = tokens(HEADS)
     values = query.double()
