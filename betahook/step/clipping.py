@@ -23,7 +23,6 @@ from betahook.models import materialise
 from betahook.models.scaling import NoScalingError, Scaling, find_scalings
 from betahook.options import UnsupportedModelError
 from betahook.rerun import Hooked
-from betahook.state.ranges import HeadRange
 from betahook.state.state import State
 
 logger = logging.getLogger(__name__)
@@ -44,13 +43,23 @@ class Clipping:
         self._state = state
         self._rules = [controller for controller in controllers if isinstance(controller, Clip)]
         writes = not all(rule.log_only for rule in self._rules)
-        self._scaling = WeightScaling(layers, state.ranges) if writes else None
+        clipped = zip(layers.values(), state.ranges, strict=True) if writes else ()
+        self._heads = {layer: each.heads for layer, each in clipped}
+        self._found: dict[AttentionLayer, tuple[list[nn.Module], list[Scaling]]] = {}
+        self._choice = dict.fromkeys(self._heads, 0)
+        self._unchecked = list(self._heads)
+        self._is_sharded: bool | None = None
+        for layer in self._heads:
+            self._find(layer)
 
     def step(self, hook: Hooked, measured: Tensor) -> None:
         """Count the heads that exceed a threshold, and scale their weights.
 
         Of the heads `measured` in this step, boolean `[heads]`: a maximum of before says nothing about the weights that
         were clipped since.
+
+        Raises:
+            UnsupportedModelError: scaled weights do not act as beta does; the message names the layers.
         """
         if not self._rules:
             return
@@ -64,34 +73,14 @@ class Clipping:
             if not rule.log_only:
                 factors = torch.minimum(factors, clipped)
         state.clips += exceeding
-        if self._scaling is not None:
-            self._scaling.scale(hook, factors)
-
-
-class WeightScaling:
-    """The weights of a hooked model's layers, as far as a factor on the scores of a head goes into them.
-
-    Raises:
-        UnsupportedModelError: a layer has no such weights; the message says which and why.
-    """
-
-    def __init__(self, layers: Layers, ranges: Sequence[HeadRange]) -> None:
-        self._heads = {layer: each.heads for layer, each in zip(layers.values(), ranges, strict=True)}
-        self._found: dict[AttentionLayer, tuple[list[nn.Module], list[Scaling]]] = {}
-        self._choice = dict.fromkeys(self._heads, 0)
-        self._unchecked = list(self._heads)
-        self._is_sharded: bool | None = None
-        for layer in self._heads:
-            self._find(layer)
+        if self._heads:
+            self._scale(hook, factors)
 
     @torch.no_grad()
-    def scale(self, hook: Hooked, factors: Tensor) -> None:
-        """Multiply the scores of each head by its factor, in the weights; those of a head with 1 keep every bit.
+    def _scale(self, hook: Hooked, factors: Tensor) -> None:
+        """Multiply the scores of each head by its factor, `[heads]`, in the weights; one with 1 keeps every bit.
 
-        All ranks must call, with the same `factors`, float32 `[heads]` of all layers.
-
-        Raises:
-            UnsupportedModelError: scaled weights do not act as beta does; the message names the layers.
+        All ranks must call, with the same factors.
         """
         if self._is_sharded is None:  # adapters and shards may come after attach
             self._is_sharded = any(compat.is_fsdp2(module) for module in hook.model.modules())
