@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from betahook import compat
 from betahook.models import materialise
 from betahook.models.modes import evaluating
 from betahook.models.torch_calls import rebuilt
@@ -39,7 +40,7 @@ def without_side_effects(hook: Hooked) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(hook.pause())
         stack.callback(setattr, hook.last_call, "input", hook.last_call.input)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(compat.eagerly())
         for config in configs.values():
             if getattr(config, "use_cache", False) is True:
                 config.use_cache = False
