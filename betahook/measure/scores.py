@@ -133,16 +133,21 @@ class _PrefixSums:
         last = min(max(stop + self.edge, 0), self.keys)
         self._take_until(first)
         if first == last:
-            return _seen_by_all(query, groups, self.vectors, self.gram)
+            return self._of_all(query, groups)
 
         # The edge runs through these keys: of the keys in its own block a query sees those up to its own place.
         key = filled(self._read(first, last), BLOCK, before=first - start - self.edge)
         self.seen = last
-        score, square = _seen_by_all(query, groups, self.vectors, self.gram)
+        score, square = self._of_all(query, groups)
         self._take(key)
         in_block = torch.bmm(query, key.mT).view(-1, groups, BLOCK, BLOCK).tril_()
         score.select(-1, 0).add_(in_block.sum(-1).flatten(1))
         return score, square.add_(torch.linalg.vector_norm(in_block, dim=(2, 3)).square_())
+
+    def _of_all(self, query: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+        """Sum over the keys that were taken, which all of these queries see."""
+        square = torch.bmm(query, self.gram).mul_(query)
+        return torch.bmm(query, self.vectors), square.view(len(square), groups, -1).sum(-1)
 
     def components(self) -> Components:
         """Moments of all keys, those that no query sees included, from the sums at hand."""
@@ -164,12 +169,6 @@ class _PrefixSums:
         """Add the keys `[batch * key_heads, n, d]` in place: copying the Gram matrices would double the cost."""
         self.vectors.select(-1, 0).add_(key.sum(1))
         self.gram.baddbmm_(key.mT, key)
-
-
-def _seen_by_all(query: Tensor, groups: int, vectors: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Score sums over keys that all of these queries see, from the sums of the keys; see `_PrefixSums`."""
-    square = torch.bmm(query, gram).mul_(query)
-    return torch.bmm(query, vectors), square.view(square.shape[0], groups, -1).sum(-1)
 
 
 def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tuple[Tensor, Components]:
