@@ -25,16 +25,18 @@ class Factors:
     """Gains and probes of all layers.
 
     Attributes:
+        beta: that of the `State`, `[heads]`, which writes to it.
         own: float32 `[heads]`, the inverse temperature that the model itself applied in the last forward of each layer
             on this rank; NaN where that was not a number.
         probes: float32 `[heads of the layer]` each, zeros that require grad; the gradient is a part of the sensitivity
             (see `tap.gain.ScaleQuery`). One for each layer: a slice of a common one would add to it in every backward.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], beta: Tensor) -> None:
         self._lengths = list(lengths)
-        self.own = torch.full((sum(lengths),), torch.nan, dtype=torch.float32, device=device)
-        self.probes = [torch.zeros(heads, dtype=torch.float32, device=device, requires_grad=True) for heads in lengths]
+        self.beta = beta
+        self.own = torch.full_like(beta, torch.nan)
+        self.probes = [beta.new_zeros(heads, requires_grad=True) for heads in lengths]
         self._noted: list[float | None] = [math.nan] * len(lengths)
         self._gains: Sequence[Tensor] = ()
         self._known = self.own
@@ -42,11 +44,11 @@ class Factors:
         self._scales = self.own
         self._made_of: tuple[int, int] | None = None
 
-    def to(self, device: torch.device) -> None:
-        """Follow the model to another device."""
-        sensitivity = self.sensitivity().to(device)
-        self.own, self._made_of, self._leaves = self.own.to(device), None, {}
-        self.probes = [probe.detach().to(device).requires_grad_() for probe in self.probes]
+    def follow(self, beta: Tensor) -> None:
+        """Follow `beta`, which is on another device now."""
+        sensitivity = self.sensitivity().to(beta.device)
+        self.beta, self.own, self._made_of, self._leaves = beta, self.own.to(beta.device), None, {}
+        self.probes = [probe.detach().to(beta.device).requires_grad_() for probe in self.probes]
         self.set_sensitivity(sensitivity)
 
     def note(self, layer: int, heads: slice, beta: float | None) -> bool:
@@ -75,36 +77,36 @@ class Factors:
         known = [value for value, heads in zip(self._noted, self._lengths, strict=True) for _ in range(heads)]
         self.own.copy_(torch.tensor(known, dtype=torch.float32))
 
-    def gain(self, layer: int, beta: Tensor) -> Tensor:
+    def gain(self, layer: int) -> Tensor:
         """Return `beta / own` of a layer, `[heads of the layer, 1, 1]`: 1 where beta is NaN.
 
         Never written to: a backward that is yet to come holds on to it.
         """
-        self._make(beta)
+        self._make()
         return self._gains[layer]
 
-    def scales(self, beta: Tensor) -> Tensor:
+    def scales(self) -> Tensor:
         """Return 1 and the inverse temperature that acts, `[2, heads]`."""
-        self._make(beta)
+        self._make()
         return self._scales
 
-    def _make(self, beta: Tensor) -> None:
-        """Make what `gain` and `scales` return for all layers, after `beta [heads]` or `own` was written to."""
-        made_of = compat.version(beta), compat.version(self.own)
+    def _make(self) -> None:
+        """Make what `gain` and `scales` return for all layers, after `beta` or `own` was written to."""
+        made_of = compat.version(self.beta), compat.version(self.own)
         if made_of != self._made_of:
             with torch.inference_mode(False), torch.no_grad():  # made in a forward, of which it must know nothing
                 for of_layer in self._leaves:
                     self._retire(of_layer)
-                acting = torch.where(beta.isnan(), self.own, beta)
-                gains = gain_of(beta, self.own)
+                acting = torch.where(self.beta.isnan(), self.own, self.beta)
+                gains = gain_of(self.beta, self.own)
                 self._scales = torch.stack([torch.ones_like(acting), acting])
                 self._gains = gains[:, None, None].split(self._lengths)
                 self._known, self._leaves = gains.nan_to_num(), {}
             self._made_of = made_of  # last: what was not made, on an error or in another thread, serves nobody
 
-    def leaf(self, layer: int, beta: Tensor) -> Tensor:
+    def leaf(self, layer: int) -> Tensor:
         """Return `gain` as a leaf that requires grad: this gradient times the gain is a part of the sensitivity."""
-        gain = self.gain(layer, beta)
+        gain = self.gain(layer)
         if layer not in self._leaves:
             self._leaves[layer] = gain.detach().requires_grad_()
         return self._leaves[layer]

@@ -119,7 +119,7 @@ class State:
         self.overflow = overflow_logit(dtype)
         self.beta = torch.full((heads,), torch.nan, dtype=torch.float32, device=device)
         self.beta_default = self.beta.clone()
-        self.factors = Factors([layer.heads for layer in layers], device)
+        self.factors = Factors([layer.heads for layer in layers], self.beta)
         self.table, self.recent = (statistics.empty(heads, device) for _ in range(2))
         self.moments, self.recent_moments = (components.empty(int(widths.sum()), device) for _ in range(2))
         self.window = self.table.new_zeros(2, heads)
@@ -156,7 +156,7 @@ class State:
         for name, value in vars(self).items():
             if isinstance(value, Tensor | HeadGroups):
                 setattr(self, name, moved(value) if isinstance(value, Tensor) else value.to(device))
-        self.factors.to(device)
+        self.factors.follow(self.beta)
         for part, there in zip(self.parts, _parts(self), strict=True):
             vars(part).update(vars(there))
         self.memories = [{name: moved(value) for name, value in memory.items()} for memory in self.memories]

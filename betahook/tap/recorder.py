@@ -41,7 +41,7 @@ def _columns(state: State, head_range: HeadRange) -> tuple[Tensor, Tensor]:
 def _scales(state: State, heads: slice, default: float | None, device: torch.device) -> Tensor:
     """1 and beta of heads, `[2, heads]`, by the number that the model itself applies, if it is one."""
     if default is not None and not compat.is_captured(device):
-        return state.factors.scales(state.beta)[:, heads].to(device)
+        return state.factors.scales()[:, heads].to(device)
     beta = state.beta[heads]
     beta = torch.where(beta.isnan(), state.beta_default[heads] if default is None else default, beta)
     return torch.stack([torch.ones_like(beta), beta]).to(device)
@@ -215,12 +215,12 @@ class Recorder:
         As a leaf it requires grad, and its gradient gives the sensitivity; in a pause, or for a layer that is left
         alone, its gradient is dropped.
         """
-        factors, beta, layer = self.state.factors, self.state.beta, self._head_range.layer
+        factors, layer = self.state.factors, self._head_range.layer
         if self._local_heads < self.heads:
             return None
         if not as_leaf:
-            return factors.gain(layer, beta)
-        leaf = factors.leaf(layer, beta)
+            return factors.gain(layer)
+        leaf = factors.leaf(layer)
         return leaf.detach().requires_grad_() if self.state.paused or self.refusal else leaf
 
     @property
@@ -250,7 +250,7 @@ class Recorder:
         exact, entries = state.exact_max_logit, state.waiting.inputs.take(local.heads)
         is_number = self._default is not None
         if is_number and isinstance(mask, GivenMask) and _may_wait(state, local, query, key, mask, score_mod):
-            scales, columns = state.factors.scales(state.beta), (local.heads, local.components)
+            scales, columns = state.factors.scales(), (local.heads, local.components)
             call = AttentionCall(*columns, query.detach(), key.detach(), mask, scales, score_mod, exact, entries)
             state.waiting.note(state.table, state.moments, call)
             if local.layer == state.turn[-1]:

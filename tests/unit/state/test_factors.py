@@ -8,72 +8,63 @@ import torch
 from betahook.state.factors import Factors
 from support.operations import Operations
 
-CPU = torch.device("cpu")
 FIRST, SECOND = slice(0, 2), slice(2, 5)
 
 
 @pytest.fixture
 def factors():
-    made = Factors([2, 3], CPU)
+    made = Factors([2, 3], torch.ones(5))
     made.note(0, FIRST, 0.5)
     made.note(1, SECOND, 0.25)
     return made
 
 
-def beta(*values):
-    return torch.tensor(values)
-
-
 def test_a_gain_is_beta_over_the_own_one_and_1_where_beta_is_not_set(factors):
-    values = beta(1.0, torch.nan, 0.5, 0.25, 0.125)
-    assert factors.gain(0, values).tolist() == [[[2.0]], [[1.0]]]
-    assert factors.gain(1, values).flatten().tolist() == [2.0, 1.0, 0.5]
+    factors.beta.copy_(torch.tensor([1.0, torch.nan, 0.5, 0.25, 0.125]))
+    assert factors.gain(0).tolist() == [[[2.0]], [[1.0]]]
+    assert factors.gain(1).flatten().tolist() == [2.0, 1.0, 0.5]
 
 
 def test_the_beta_that_acts_is_the_own_one_where_none_is_set(factors):
-    values = beta(1.0, torch.nan, 0.5, torch.nan, 0.125)
-    assert factors.scales(values).tolist() == [[1.0] * 5, [1.0, 0.5, 0.5, 0.25, 0.125]]
-    values[1] = 2.0
-    assert factors.scales(values)[1, 1] == 2.0
+    factors.beta.copy_(torch.tensor([1.0, torch.nan, 0.5, torch.nan, 0.125]))
+    assert factors.scales().tolist() == [[1.0] * 5, [1.0, 0.5, 0.5, 0.25, 0.125]]
+    factors.beta[1] = 2.0
+    assert factors.scales()[1, 1] == 2.0
 
 
 def test_gains_are_made_for_all_layers_at_once_and_kept(factors):
-    values = torch.ones(5)
-    first = factors.gain(0, values)
+    first = factors.gain(0)
     with Operations() as operations:
-        assert factors.gain(0, values) is first
-        factors.gain(1, values)
+        assert factors.gain(0) is first
+        factors.gain(1)
     assert not operations.calls
 
 
 @pytest.mark.parametrize("change", ["beta", "a head", "own"])
 def test_gains_are_made_anew_after_a_change_and_the_old_ones_stay(factors, change):
-    values = torch.ones(5)
-    old = factors.gain(0, values)
+    old = factors.gain(0)
     if change == "own":
         factors.note(0, FIRST, 0.25)
     else:
-        (values[:1] if change == "a head" else values).fill_(2.0)
-    assert factors.gain(0, values).flatten().tolist() == ([4.0, 2.0] if change == "a head" else [4.0, 4.0])
+        (factors.beta[:1] if change == "a head" else factors.beta).fill_(2.0)
+    assert factors.gain(0).flatten().tolist() == ([4.0, 2.0] if change == "a head" else [4.0, 4.0])
     assert old.flatten().tolist() == [2.0, 2.0]
 
 
 def test_gains_that_could_not_be_made_are_made_by_the_next_who_asks(factors):
-    values = torch.ones(5)
-    factors.gain(0, values)
-    values.fill_(2.0)
+    factors.gain(0)
+    factors.beta.fill_(2.0)
     broken = mock.patch("torch.stack", side_effect=RuntimeError("no memory"))
     with broken, pytest.raises(RuntimeError, match="no memory"):
-        factors.gain(0, values)
-    assert factors.gain(0, values).flatten().tolist() == [4.0, 4.0]
+        factors.gain(0)
+    assert factors.gain(0).flatten().tolist() == [4.0, 4.0]
 
 
 def test_gains_made_in_inference_serve_training(factors):
-    values = torch.ones(5)
     with torch.inference_mode():
-        gain = factors.gain(0, values)
-        values.fill_(2.0)
-        assert factors.gain(0, values).flatten().tolist() == [4.0, 4.0]
+        gain = factors.gain(0)
+        factors.beta.fill_(2.0)
+        assert factors.gain(0).flatten().tolist() == [4.0, 4.0]
     assert not gain.is_inference()
     assert not gain.requires_grad
 
@@ -113,20 +104,19 @@ def test_a_sensitivity_that_was_loaded_is_added_to(factors):
 
 
 def test_the_sensitivity_of_a_gain_is_its_gradient_times_itself(factors):
-    values = beta(1.0, torch.nan, torch.nan, 0.25, 0.125)
-    (3 * factors.leaf(0, values)).sum().backward()
+    factors.beta.copy_(torch.tensor([1.0, torch.nan, torch.nan, 0.25, 0.125]))
+    (3 * factors.leaf(0)).sum().backward()
     assert factors.sensitivity().tolist() == [6, 3, 0, 0, 0]
     factors.probes[1].sum().backward()
-    (2 * factors.leaf(0, values)).sum().backward()
+    (2 * factors.leaf(0)).sum().backward()
     assert factors.sensitivity().tolist() == [10, 5, 1, 1, 1]
     factors.set_sensitivity(None)
     assert factors.sensitivity().tolist() == [0] * 5
 
 
 def test_a_layer_that_is_dropped_leaves_the_others_theirs(factors):
-    values = torch.ones(5)
     for layer in range(2):
-        factors.leaf(layer, values).sum().backward()
+        factors.leaf(layer).sum().backward()
         factors.probes[layer].sum().backward()
     factors.drop(0)
     assert factors.sensitivity().tolist() == [0, 0, 5, 5, 5]
@@ -135,22 +125,21 @@ def test_a_layer_that_is_dropped_leaves_the_others_theirs(factors):
 
 
 def test_a_layer_whose_own_beta_is_unknown_has_no_sensitivity():
-    factors = Factors([1, 1], CPU)
+    factors = Factors([1, 1], torch.ones(2))
     factors.note(0, slice(0, 1), 0.5)
-    factors.leaf(0, torch.ones(2)).sum().backward()
+    factors.leaf(0).sum().backward()
     assert factors.sensitivity().tolist() == [2, 0]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_beta_that_changes_before_or_after_the_backward_loses_no_sensitivity(factors, when):
-    values = torch.ones(5)
-    first = factors.leaf(0, values)
+    first = factors.leaf(0)
     (3 * first).sum().backward()
     output = (5 * first).sum()
     if when == "after":
         output.backward()
-    values.fill_(2.0)
-    second = factors.leaf(0, values)
+    factors.beta.fill_(2.0)
+    second = factors.leaf(0)
     second.sum().backward()
     if when == "before":
         output.backward()
@@ -158,9 +147,9 @@ def test_a_beta_that_changes_before_or_after_the_backward_loses_no_sensitivity(f
 
 
 def test_a_model_on_another_device_has_other_gains(factors):
-    factors.leaf(0, torch.ones(5)).sum().backward()
+    factors.leaf(0).sum().backward()
     factors.probes[0].sum().backward()
-    factors.to(torch.device("meta"))
-    assert factors.gain(0, torch.ones(5, device="meta")).is_meta
-    assert factors.leaf(0, torch.ones(5, device="meta")).is_meta
+    factors.follow(factors.beta.to("meta"))
+    assert factors.gain(0).is_meta
+    assert factors.leaf(0).is_meta
     assert {x.device.type for x in (factors.own, *factors.probes, factors.probes[0].grad)} == {"meta"}
