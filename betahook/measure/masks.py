@@ -164,7 +164,7 @@ def from_tensor(mask: Tensor, band: Band, *, shared: bool = True) -> Mask:
     mask = _once(mask)
     structure = _shared_structure(mask, band) if shared else _structure(mask, band)
     mask = mask.detach()
-    return replace(structure, pairs=_pairs(mask), bias=None if mask.dtype == torch.bool else mask)
+    return replace(structure, pairs=mask) if mask.dtype == torch.bool else replace(structure, bias=mask)
 
 
 def _once(mask: Tensor) -> Tensor:
@@ -192,19 +192,19 @@ def masked_by(addend: Tensor) -> Tensor:
     return masked
 
 
-def _pairs(mask: Tensor) -> Tensor:
-    """Boolean, True where a pair may be used."""
-    return mask if mask.dtype == torch.bool else ~masked_by(mask)
-
-
 def _structure(mask: Tensor, band: Band) -> Mask:
-    """Find the rows and columns that take part, and compare the mask with the band over them."""
-    pairs = _pairs(mask)
+    """Find the rows and columns that take part, and compare the mask with the band over them.
+
+    The pairs are in it where they are another tensor than the mask, which it would keep alive.
+    """
+    is_boolean = mask.dtype == torch.bool
+    pairs = mask if is_boolean else ~masked_by(mask)
     first = pairs[:, 0]
     queries, keys = first.any(-1), first.any(-2)
     positions = [torch.arange(size, device=mask.device) for size in pairs.shape[-2:]]
     expected = band.allowed(*positions) & queries[:, :, None] & keys[:, None, :]
-    return Mask(band, queries, keys, structured=(pairs == expected[:, None]).all())
+    structured = (pairs == expected[:, None]).all()
+    return Mask(band, queries, keys, None if is_boolean else pairs, structured=structured)
 
 
 _structures: Any = compat.WeakTensorKeyDictionary()

@@ -334,6 +334,7 @@ FAULTS = [
     Fault("betahook/measure/scores.py", "torch.maximum(positive, 0 - scores.amin(over))", "positive"),
     Fault("betahook/measure/masks.py", "(addend <= too_low)", "(addend <= MASKED)"),
     Fault("betahook/measure/masks.py", "| (addend == least_half)", ""),
+    Fault("betahook/measure/masks.py", "None if is_boolean else pairs", "pairs"),
     Fault("betahook/measure/masks.py", "masked |= has_gap & low", "masked |= False"),
     Fault("betahook/measure/masks.py", " & ~low.all()", "", RIGHT),
     Fault(

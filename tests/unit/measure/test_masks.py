@@ -254,6 +254,15 @@ def test_layers_with_the_same_mask_share_what_is_derived_of_it(make):
     assert masks.derive(make, masks.from_tensor(tensor, Band()), LIKE) is not first
 
 
+def test_layers_with_the_same_addend_share_the_pairs_that_it_masks():
+    tensor = torch.zeros(1, 1, 7, 9)
+    found = masks.from_tensor(tensor[:], Band()).pairs
+    assert masks.from_tensor(tensor[:], Band()).pairs is found
+    known = weakref.ref(found)
+    del found, tensor
+    assert known() is None
+
+
 def test_no_more_is_kept_than_a_few_shapes(make):
     mask = Mask(Band(-7, 7))
     for length in range(100):
