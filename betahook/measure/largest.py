@@ -23,7 +23,7 @@ HEIGHT = 128
 def norm_bound(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
     """Bound the absolute scores of each head from above, `[heads]`: `max |q_i| * max |k_j|` in each sequence.
 
-    Cauchy and Schwarz. Masked tokens count where only a mask of pairs says that they are masked.
+    Cauchy and Schwarz. A masked token counts, too, if nothing but a mask of pairs for each head masks it.
     """
     longest: list[Tensor] = []
     for tokens, valid in ((query, mask.queries), (key, mask.keys)):

@@ -112,7 +112,7 @@ class GivenMask:
     band: Band = Band()
 
     def describe(self, queries: int, keys: int, *, shared: bool = True) -> Mask:
-        """Look at the tensor, for a call of so many queries and keys; alone if it is not `shared`, see `Mask.facts`."""
+        """Look at the tensor, for a call of so many queries and keys; other layers profit from it if it is `shared`."""
         tensor = self.tensor
         if tensor is None:
             mask = Mask(self.band)

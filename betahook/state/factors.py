@@ -132,10 +132,9 @@ class Factors:
         return of_leaves * self._known if of_probes is None else torch.addcmul(of_probes, of_leaves, self._known)
 
     def gradients(self, layers: range, heads: slice) -> tuple[Sequence[Tensor], Tensor | None]:
-        """Return what gives the sensitivity when it is joined and multiplied: gradients and gains, nothing launched.
+        """Return gradients and gains of some layers and their heads, whose product is the sensitivity; launch nothing.
 
-        For some layers and their heads. The gradients are `[heads, 1, 1]`, of a layer or of several; the gains
-        `[heads]`, None for 1.
+        The gradients are `[heads, 1, 1]`, one for each layer or one for all; the gains are `[heads]`, None for 1.
         """
         found = self._of_leaves(layers)
         ready = [gradient for gradient in found if gradient is not None and not gradient.requires_grad]

@@ -35,8 +35,8 @@ ELSEWHERE = "as another rank does, whose log says why"
 class LayerTensors:
     """The tensors that the forward of one layer reads and writes.
 
-    A compiled forward gets them as they are: the range of the layer in those of all layers would be a constant of its
-    code, and each layer in need of code of its own.
+    A compiled forward gets them as they are: of the tensors of all layers it would need the range of its own, which is
+    a constant of the code, and each layer would have code of its own.
 
     Attributes:
         table, moments, beta_default: of the `State`.
@@ -237,7 +237,7 @@ class State:
         return table
 
     def latest(self, table: Tensor, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Fill heads that are idle in a table and moments with what was last measured; also return which are not."""
+        """Return both with what was last measured of heads that are idle in them, and which heads are not."""
         measured = table[statistics.ROW["pairs"]] > 0
         kept = torch.where(self.by_component(measured), moments, self.recent_moments)
         return statistics.keep_measured(table, self.recent, measured), kept, measured

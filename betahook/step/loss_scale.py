@@ -42,7 +42,7 @@ class LossScale:
             return cls(scale, scale, skipped=False)
         # The scaler counts anew: its scale fell as it skipped a step, or grew as it skipped none for long.
         if not expected:
-            # In the first step it had its initial scale, or if it is beyond that, grew to what it is; one that fell
-            # below it before the hook came counts as skipped: its scale is not known.
+            # In the first step: the scale that the scaler was made with, or what a larger one grew from. If it fell
+            # before the hook came, the step counts as skipped.
             expected = max(compat.initial_scale(scaler), scale / scaler.get_growth_factor())
         return cls(expected, scale, skipped=scale < expected)
