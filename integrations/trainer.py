@@ -163,6 +163,8 @@ class BetaHookCallback(TrainerCallback):
         assert self.hook is not None
         # Accelerate's optimizer knows the scaler of the loss, None but in float16 training.
         self.hook.step(getattr(kwargs.get("optimizer"), "scaler", None))
+        if self.hook.steps == 1 and state.is_world_process_zero:  # which tells if W_q and W_k are fresh
+            _warn_of_short_training(self.hook, state.max_steps)
 
     def on_log(
         self,
@@ -218,6 +220,19 @@ class BetaHookCallback(TrainerCallback):
             if self._reports is not None:
                 self._reports.close()
                 self._reports = None
+
+
+def _warn_of_short_training(hook: Hook, steps: int) -> None:
+    """Warn of a training of so many steps that ends before beta has settled."""
+    opening = max(controller.opening_batches for controller in hook.controllers)
+    if steps < opening and hook.in_transition:
+        logger.warning(
+            "training ends after %d steps, and %s may need %d to bring beta to where it wants it: train longer, choose "
+            'a controller without such an opening, as Search(rise=False), or only watch, with "monitor"',
+            steps,
+            hook.controllers,
+            opening,
+        )
 
 
 def watch(trainer: Trainer, callback: BetaHookCallback | None = None) -> BetaHookCallback:

@@ -49,6 +49,37 @@ def test_a_beta_that_will_not_fold_is_named_before_the_first_step(tmp_path, capl
     assert before == [on_end == "fold"]
 
 
+BRIEF = betahook.Search(warmup=1, rise_batches=1, plateau_batches=0)
+
+
+@pytest.mark.parametrize(
+    ("controller", "warned"),
+    [(betahook.Search(), True), (BRIEF, False), (betahook.Search(rise=False), False), ("monitor", False)],
+)
+def test_a_training_too_short_for_the_opening_is_named_in_its_first_step(tmp_path, caplog, controller, warned):
+    trainer = make_trainer(tmp_path, BetaHookCallback(controller), max_steps=3)
+    begun = []
+
+    class Begin(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            begun.append("training ends after 3 steps, and [Search(" in caplog.text)
+
+    trainer.add_callback(Begin())
+    trainer.train()
+    assert begun == [warned] * 3
+
+
+def test_a_training_of_known_weights_has_no_opening_to_be_too_short_for(tmp_path, caplog):
+    """As in fine-tuning: W_q and W_k are far from fresh."""
+    trainer = make_trainer(tmp_path, BetaHookCallback(), max_steps=3)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                parameter.copy_(torch.outer(parameter[:, 0], parameter[0]))
+    trainer.train()
+    assert "training ends after" not in caplog.text
+
+
 def test_metrics_join_the_loss_in_tensorboard(tmp_path):
     said = []
 
