@@ -29,7 +29,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         trainer = lightning.Trainer(max_epochs=3, callbacks=[BetaHook()])
 
     It hooks the one child of the `LightningModule` that has attention, or all of it if several have. A summary of
-    all layers, some ten numbers that begin with `attention/`, goes to all loggers every `log_every_n_steps` steps. When
+    all layers, a dozen numbers that begin with `attention/`, goes to all loggers every `log_every_n_steps` steps. When
     a layer gets into another condition, a line is logged. A checkpoint holds the weights without beta, and
     the state of the hook beside them: any `Trainer` with this callback that loads it, to fit or to test, has the beta
     that belongs to the weights. At the end of fitting, beta is folded into the weights.

@@ -182,6 +182,8 @@ def layout(quantities: Iterable[str] = (), *, with_loss: bool = True) -> dict[st
     glance = {
         "largest logit": chart(f"{GROUP}/max_logit"),
         "lowest entropy of a layer (nats)": chart(f"{GROUP}/lowest_entropy"),
+        "highest std of a layer: logits": chart(f"{GROUP}/highest_logit_std"),
+        "highest std of a layer: W_q and W_k": chart(f"{GROUP}/highest_weight_std_."),
         "share of the layers in each condition": chart(f"{GROUP}/layers_.*"),
         "log10 of beta over the model's own: lowest and highest": chart(f"{GROUP}/log10_beta_over_own_.*"),
     }

@@ -39,7 +39,7 @@ class BetaHookCallback(TrainerCallback):
 
         trainer = Trainer(model=model, ..., callbacks=[BetaHookCallback()])
 
-    A log of the training loss also has a summary of all layers, some ten numbers that begin with `attention/`: in
+    A log of the training loss also has a summary of all layers, a dozen numbers that begin with `attention/`: in
     `trainer.state.log_history`, and in the run of the loss with `report_to="tensorboard"`, beside a picture and
     findings in words. A callback runs after the reporters of the Trainer, so that other trackers get the summary only
     through `watch(trainer)`. Only the main process logs.

@@ -113,12 +113,17 @@ def charts(found: Run) -> list[Chart]:
         if tag.startswith(f"{GROUP}/layers_") and any(value for _, value in points)
     }
     ends = {end: found.curve(f"{GROUP}/log10_beta_over_own_{end}") for end in ("lowest", "highest")}
+    stds = {
+        words: found.curve(f"{GROUP}/highest_{name}")
+        for words, name in (("logits", "logit_std"), ("W_q", "weight_std_q"), ("W_k", "weight_std_k"))
+    }
     spread = {end: [(step, 10.0**value) for step, value in points] for end, points in ends.items()}
     made = [
         Chart("Loss", loss),
         Chart("Largest logit", {"largest logit": found.curve(f"{GROUP}/max_logit")}, logarithmic=True),
         Chart("Share of the layers in each condition", shares, colours=COLOURS, ends=(-0.05, 1.05)),
         Chart("Lowest entropy of a layer (nats)", {"entropy": found.curve(f"{GROUP}/lowest_entropy")}),
+        Chart("Highest std of a layer", stds, logarithmic=True),
         Chart("Beta over the model's own: range", spread, logarithmic=True),
         Chart("Beta over the model's own, by layer, at checkpoints", _gains(found), logarithmic=True),
     ]

@@ -65,6 +65,7 @@ class Numbers:
         entropy: mean entropy of the attention rows, in nats.
         flat_entropy: what it would be if attention were flat; NaN where each row may use one key only.
         sink: mean share of the attention that goes to the first key.
+        weight_std_q, weight_std_k: std of W_q and W_k, with which logits grow; no condition goes by them.
     """
 
     nonfinite: float = math.nan
@@ -73,6 +74,8 @@ class Numbers:
     entropy: float = math.nan
     flat_entropy: float = math.nan
     sink: float = math.nan
+    weight_std_q: float = math.nan
+    weight_std_k: float = math.nan
 
     @property
     def spread(self) -> float:

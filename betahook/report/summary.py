@@ -13,6 +13,9 @@ GROUP = "attention"
 ALWAYS = (Condition.HEALTHY, Condition.FLAT, Condition.SHARP, Condition.ONE_KEY)
 """Conditions whose share is reported in every log; the others are flags, reported when they fire."""
 
+STDS = ("logit_std", "weight_std_q", "weight_std_k")
+"""Numbers of which the highest of any layer is reported: logits grow with W_q and W_k."""
+
 
 class Summary:
     """The summary of each log of a run, in their order: a condition that was there once is reported from then on."""
@@ -32,6 +35,7 @@ def summarise(findings: Findings) -> dict[str, float]:
 
     `layers_flat` and the like are the share of the layers in a condition; `max_logit` is the largest of all,
     `max_logit_layer` and `max_logit_head` its place; `lowest_entropy` that of the sharpest layer, in nats;
+    `highest_logit_std`, `highest_weight_std_q` and `highest_weight_std_k` those of the layers with the largest;
     `log10_beta_over_own_lowest` and `_highest` the range of beta over the model's own, in decades.
     """
     counts, measured = findings.counts, [each for each in findings if each.condition is not Condition.UNMEASURED]
@@ -41,11 +45,13 @@ def summarise(findings: Findings) -> dict[str, float]:
         if condition in ALWAYS or condition in counts
     }
     entropies = [each.numbers.entropy for each in measured if each.numbers.entropy >= 0]
+    stds = {name: [std for each in measured if (std := getattr(each.numbers, name)) >= 0] for name in STDS}
     gains = [math.log10(gain) for each in findings for gain in each.head_gains if gain > 0]
     numbers = {
         **shares,
         **_largest(findings, [each for each in measured if each.numbers.max_logit >= 0]),
         **({"lowest_entropy": min(entropies)} if entropies else {}),
+        **{f"highest_{name}": max(values) for name, values in stds.items() if values},
         **({"log10_beta_over_own_lowest": min(gains), "log10_beta_over_own_highest": max(gains)} if gains else {}),
     }
     return {f"{GROUP}/{name}": value for name, value in numbers.items()}

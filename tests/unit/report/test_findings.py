@@ -150,7 +150,9 @@ def test_a_resumed_run_knows_since_when(monitored, caplog):
     caplog.clear()
     with betahook.attach(model, controller="monitor") as resumed:
         resumed.load_state_dict(state)
-        assert resumed.findings() == found
+        assert str(resumed.findings()) == str(found)
+        kept = [(each.since, each.beta, each.numbers.logit_std) for each in found]
+        assert [(each.since, each.beta, each.numbers.logit_std) for each in resumed.findings()] == kept
         assert [each.since for each in forward_and_step(model, resumed)] == [1, 1]
         assert caplog.records == []
         resumed.load_state_dict({name: value for name, value in state.items() if not name.startswith("condition")})

@@ -1,6 +1,7 @@
 """The few numbers of a whole model."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,10 @@ from support.made_up_findings import ALL_KEYS, finding, findings, numbers
 def test_the_numbers():
     sharp = finding(1, [numbers(0.15), numbers(0.25, max_logit=40.0)], gain=10.0)
     flat = finding(2, [numbers(0.999)] * 2, gain=0.1)
-    found = summarise(findings(1, 4, layer_1=sharp, layer_2=flat))
+    flat = replace(flat, numbers=replace(flat.numbers, logit_std=0.5, weight_std_q=0.3, weight_std_k=0.1))
+    other = finding(3, [numbers()])
+    other = replace(other, numbers=replace(other.numbers, weight_std_q=0.1, weight_std_k=0.2))
+    found = summarise(findings(1, 4, layer_1=sharp, layer_2=flat, layer_3=other))
     assert found == pytest.approx(
         {
             "attention/layers_healthy": 0.5,
@@ -22,6 +26,9 @@ def test_the_numbers():
             "attention/max_logit_layer": 1,
             "attention/max_logit_head": 1,
             "attention/lowest_entropy": 0.2 * ALL_KEYS,
+            "attention/highest_logit_std": 2.0,
+            "attention/highest_weight_std_q": 0.3,
+            "attention/highest_weight_std_k": 0.2,
             "attention/log10_beta_over_own_lowest": -1,
             "attention/log10_beta_over_own_highest": 1,
         }
