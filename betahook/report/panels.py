@@ -7,6 +7,7 @@ can be told apart by the colour-blind.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -158,6 +159,7 @@ def _count(keys: float) -> str:
     return f"{keys:.0f}" if keys >= 10 else f"{keys:.2g}"
 
 
+@functools.cache
 def colormap(scale: str) -> Colormap:
     """Return the colours of a scale."""
     from matplotlib import colormaps
@@ -171,10 +173,11 @@ def colormap(scale: str) -> Colormap:
     return LinearSegmentedColormap.from_list("meaning", stops, N=LEVELS).with_extremes(bad=UNKNOWN, over=LOST)
 
 
-def palette() -> list[int]:
+@functools.cache
+def palette() -> tuple[int, ...]:
     """Red, green and blue of every colour, from 0 to 255."""
     from matplotlib.colors import to_rgb
 
     scales = [colormap(scale)(level)[:3] for scale in ("meaning", "gain") for level in range(LEVELS)]
     greys = [(shade / (GREYS - 1),) * 3 for shade in range(GREYS)]
-    return [round(255 * part) for colour in [*scales, *greys, to_rgb(UNKNOWN), to_rgb(LOST)] for part in colour]
+    return tuple(round(255 * part) for colour in [*scales, *greys, to_rgb(UNKNOWN), to_rgb(LOST)] for part in colour)

@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy
 
+from betahook.report.charts import ticks
 from betahook.report.conditions import Condition, classify
 from betahook.report.findings import Findings
 from betahook.report.history import Column, History
 from betahook.report.names import fitting
-from betahook.report.panels import Panel, colormap, palette, panels
+from betahook.report.panels import Panel, colormap, palette, panels, place_of_entropy, place_of_gain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import Colormap
-    from matplotlib.figure import Figure
 
 PIXELS, DPI = (1200, 760), 100
 INK, GREY, PAPER = "#1a1a1a", "#666666", "#ffffff"
+Mark = tuple[float, float, str]
+"""A place in pixels, and a colour."""
 MARKS = {Condition.SINK: "o", Condition.DEAD: "x"}
 """Markers of matplotlib for conditions that no colour shows."""
 LEGIBLE = 2.5
@@ -34,6 +36,36 @@ LABEL = 28
 """Characters of a layer's label beyond which it is shortened."""
 NARROWEST = 66
 """Pixels left of a map of layers by step, wide enough for the labels of most models."""
+TOPS, HEIGHT, RIGHT = (95, 456), 254, 1122
+"""Tops of the upper and lower maps, their height, and the right end of the rightmost scale, in pixels."""
+TICK = 3
+"""Pixels of a tick."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of the page, in pixels from the upper left corner."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+
+    @property
+    def right(self) -> float:
+        return self.left + self.width
+
+    @property
+    def bottom(self) -> float:
+        return self.top + self.height
+
+    def x(self, share: Any) -> Any:
+        """The place at a share of the width, 0 at the left: a number, or an array of them."""
+        return self.left + self.width * share
+
+    def y(self, share: Any) -> Any:
+        """The place at a share of the height, 0 at the top."""
+        return self.top + self.height * share
 
 
 def draw(history: History, labels: Sequence[str]) -> bytes:
@@ -44,68 +76,91 @@ def draw(history: History, labels: Sequence[str]) -> bytes:
         ValueError: the history is empty.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
         from PIL import Image
+
+        page = new_page()
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install matplotlib") from error
     if history.latest is None:
         raise ValueError("the history is empty: add the findings of a step first")
-    figure = Figure(figsize=(PIXELS[0] / DPI, PIXELS[1] / DPI), dpi=DPI, facecolor=PAPER)
-    canvas = FigureCanvasAgg(figure)
-    _write_header(figure, history)
+    _write_header(page, history)
     labels = fitting(labels, LABEL)
-    margin = max(NARROWEST, 48 + max(_width(label, 8) for label in labels))
-    between, right = margin + 84, 0.935 * PIXELS[0]
-    wspace = between / ((right - margin - between) / 2)
-    grid = figure.add_gridspec(
-        2, 2, left=margin / PIXELS[0], right=right / PIXELS[0], top=0.875, bottom=0.065, wspace=wspace, hspace=0.42
-    )
+    margin = max(NARROWEST, 48 + max(_width(page, label, 8) for label in labels))
+    between = margin + 84
+    width = (RIGHT - margin - between) / 2
     for index, panel in enumerate(panels(history)):
-        _draw_panel(grid[divmod(index, 2)], panel, history, labels, margin)
-    canvas.draw()  # type: ignore[no-untyped-call]
-    image = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())).convert("RGB")  # type: ignore[no-untyped-call]
+        row, column = divmod(index, 2)
+        box = Box(margin + column * (width + between), TOPS[row], width, HEIGHT)
+        _write(page, box.left + NARROWEST - margin, box.top - 24, panel.title, 11.5, weight="bold")  # above the labels
+        _draw_panel(page, box, panel, history, labels)
+    canvas: Any = page.figure.canvas
+    canvas.draw()
+    image = Image.frombuffer("RGBA", PIXELS, bytes(canvas.buffer_rgba())).convert("RGB")
     file = io.BytesIO()
     colours = Image.new("P", (1, 1))
     colours.putpalette(palette())
-    image.quantize(palette=colours, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
+    image.quantize(palette=colours, dither=Image.Dither.NONE).save(file, "PNG")
     return file.getvalue()
 
 
-def _width(text: str, size: float, weight: str = "normal") -> float:
+def new_page() -> Axes:
+    """Return an empty page, whose coordinates are pixels from the upper left corner.
+
+    All maps stand on it, with ticks of our own: axes of matplotlib would take most of the time of a picture.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(PIXELS[0] / DPI, PIXELS[1] / DPI), dpi=DPI, facecolor=PAPER)
+    FigureCanvasAgg(figure)
+    page = figure.add_axes((0, 0, 1, 1))
+    page.set_axis_off()
+    page.set(xlim=(0, PIXELS[0]), ylim=(PIXELS[1], 0), autoscale_on=False)
+    return page
+
+
+def _width(page: Axes, text: str, size: float, weight: str = "normal") -> float:
     """Width of a text of so many points, in pixels."""
-    if not text:
-        return 0.0
     from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import TextPath
 
-    return float(TextPath((0, 0), text, size * DPI / 72, prop=FontProperties(weight=weight)).get_extents().width)
+    canvas: Any = page.figure.canvas
+    font = FontProperties(size=size, weight=weight)
+    return float(canvas.get_renderer().get_text_width_height_descent(text, font, False)[0])
 
 
-def _write_header(figure: Figure, history: History) -> None:
+def _write(
+    page: Axes, x: float, y: float, text: str, size: float, ha: str = "left", color: str = INK, **options: Any
+) -> None:
+    page.text(x, y, text, fontsize=size, color=color, ha=ha, va="center", **options)
+
+
+def _write_header(page: Axes, history: History) -> None:
     """Write the summary in one line, or in two where it does not fit; and what yellow is where it occurs."""
     latest, columns = history.latest, history.columns
     assert latest is not None
     summary = latest.summary.removeprefix(f"Step {latest.step}: ")
     first, _, rest = f"Step {columns[-1].last}: {summary}".partition(". ")
     first = first.removesuffix(".")
-    fits = _width(first, 11, "bold") + _width(rest, 10) + 30 < 0.94 * PIXELS[0]
-    figure.text(0.03, 0.972, first, fontsize=11, color=INK, va="center", weight="bold")
-    if fits:
-        figure.text(0.97, 0.972, rest, fontsize=10, color=INK, va="center", ha="right")
+    left, right = 0.03 * PIXELS[0], 0.97 * PIXELS[0]
+    _write(page, left, 21, first, 11, weight="bold")
+    if _width(page, first, 11, "bold") + _width(page, rest, 10) + 30 < right - left:
+        _write(page, right, 21, rest, 10, "right")
     else:
-        figure.text(0.03, 0.942, rest, fontsize=10, color=INK, va="center")
+        _write(page, left, 44, rest, 10)
     shown = [numbers for column in columns for numbers in column.numbers]
     shown += [numbers for finding in latest for numbers in finding.head_numbers]
     if any(numbers.nonfinite > 0 for numbers in shown):
-        figure.text(0.4, 0.013, "yellow: NaN or infinity; grey: not measured", fontsize=9, color=GREY, va="center")
+        _write(page, 480, 750, "yellow: NaN or infinity; grey: not measured", 9, color=GREY)
 
 
-def _draw_panel(place: Any, panel: Panel, history: History, labels: Sequence[str], margin: float) -> None:
-    over_time, now, bar = place.subgridspec(1, 3, width_ratios=[3.3, 1.5, 0.2], wspace=0.1).subplots()
-    colours = colormap(panel.scale)
+def _draw_panel(page: Axes, box: Box, panel: Panel, history: History, labels: Sequence[str]) -> None:
+    """Draw a map of layers by step, one of layers by head, and the scale."""
     columns, latest = history.columns, history.latest
     assert latest is not None
+    gap = box.width / 32
+    part = (box.width - 2 * gap) / 5
+    over_time = Box(box.left, box.top, 3.3 * part, box.height)
+    now = Box(over_time.right + gap, box.top, 1.5 * part, box.height)
     edges, heads = _edges(columns), max(len(finding.head_numbers) for finding in latest)
     values = [[panel.place(*each) for each in zip(c.numbers, c.gains, strict=True)] for c in columns]
     by_head = [
@@ -113,33 +168,24 @@ def _draw_panel(place: Any, panel: Panel, history: History, labels: Sequence[str
         + [math.nan] * (heads - len(finding.head_numbers))
         for finding in latest
     ]
-    maps = ((over_time, edges, numpy.transpose(values), "step"), (now, range(heads + 1), by_head, "head, now"))
-    for axes, columns_at, values_at, label in maps:
-        axes.pcolormesh(columns_at, range(len(labels) + 1), values_at, cmap=colours, vmin=0, vmax=1, rasterized=True)
-        axes.set_xlabel(label, fontsize=9, color=INK, labelpad=2)
-        axes.invert_yaxis()
-        axes.tick_params(labelsize=8, length=2, pad=2, colors=INK)
-        for spine in axes.spines.values():
-            spine.set_color(GREY)
+    shares = _shares(edges, edges)
+    _draw_map(page, over_time, shares, numpy.transpose(values), panel.scale)
+    _draw_map(page, now, numpy.linspace(0, 1, heads + 1), by_head, panel.scale)
 
-    over_time.set_ylabel("layer", fontsize=9, color=INK, labelpad=3)
-    every = math.ceil(len(labels) / 16)
-    shown = range(0, len(labels), every)
-    over_time.set_yticks([layer + 0.5 for layer in shown], [labels[layer] for layer in shown])
-    now.set_yticks([])
-    ticks = range(0, heads, math.ceil(heads / (8 if heads <= 8 else 4)))
-    now.set_xticks([head + 0.5 for head in ticks], [str(head) for head in ticks])
-    over_time.locator_params(axis="x", nbins=max(2, int(over_time.get_window_extent().width / 46)), integer=True)
+    shown = range(0, len(labels), math.ceil(len(labels) / 16))
+    _write_layers(page, over_time, {(layer + 0.5) / len(labels): labels[layer] for layer in shown})
+    steps = [step for step in ticks(edges[0], edges[-1], False) if step == int(step)]
+    _write_below(page, over_time, dict(zip(_shares(steps, edges), map(_short, steps), strict=True)), "step")
+    shown = range(0, heads, math.ceil(heads / (8 if heads <= 8 else 4)))
+    _write_below(page, now, {(head + 0.5) / heads: str(head) for head in shown}, "head, now")
     if panel.scale == "gain":
-        _draw_phases(over_time, columns, edges)
-        is_marked = _draw_turns(over_time, columns, edges, len(labels))
+        _draw_phases(page, over_time, columns, shares)
+        is_marked = _draw_turns(page, over_time, columns, shares)
     else:
-        is_marked = bool(panel.marks) and _mark_heads(now, latest, heads)
-    hints = [panel.hint, panel.marks if is_marked else ""]
-    begin = (NARROWEST - margin) / over_time.get_window_extent().width  # above the labels, where the hint leaves room
-    over_time.set_title(panel.title, loc="left", x=begin, fontsize=11.5, color=INK, pad=14, weight="bold")
-    now.set_title("; ".join(filter(None, hints)), loc="right", fontsize=9, color=GREY, pad=14)
-    _draw_scale(bar, panel, colours)
+        is_marked = bool(panel.marks) and _mark_heads(page, now, latest, heads)
+    hints = filter(None, [panel.hint, panel.marks if is_marked else ""])
+    _write(page, now.right, box.top - 24, "; ".join(hints), 9, "right", GREY)
+    _draw_scale(page, Box(now.right + gap, box.top, 0.2 * part, box.height), panel)
 
 
 def _edges(columns: Sequence[Column]) -> list[float]:
@@ -151,68 +197,115 @@ def _edges(columns: Sequence[Column]) -> list[float]:
     return [*(column.first for column in columns), columns[-1].last + spacing]
 
 
-def _draw_phases(axes: Axes, columns: Sequence[Column], edges: Sequence[float]) -> None:
+def _shares(steps: Sequence[float], edges: Sequence[float]) -> list[float]:
+    """Places of steps on the axis of steps, from 0 to 1."""
+    return [(step - edges[0]) / (edges[-1] - edges[0]) for step in steps]
+
+
+def _short(step: float) -> str:
+    """Write a step in a few characters: `500`, `20k`, `1.2M`."""
+    if step >= 1e6:
+        return f"{step / 1e6:g}M"
+    return f"{step / 1e3:g}k" if step >= 1e4 else f"{step:g}"
+
+
+def _draw_map(page: Axes, box: Box, columns: Any, values: Any, scale: str) -> None:
+    """Draw rows of cells, whose columns begin and end at these shares of the width."""
+    from matplotlib.patches import Rectangle
+
+    rows = numpy.linspace(0, 1, len(values) + 1)
+    places = box.x(numpy.asarray(columns)), box.y(rows)
+    page.pcolormesh(*places, values, cmap=colormap(scale), vmin=0, vmax=1, rasterized=True)
+    page.add_patch(Rectangle((box.left, box.top), box.width, box.height, fill=False, edgecolor=GREY, linewidth=0.8))
+
+
+def _write_layers(page: Axes, box: Box, labels: Mapping[float, str]) -> None:
+    """Write labels of layers at the left of a map, at shares of its height."""
+    page.hlines([box.y(share) for share in labels], box.left - TICK, box.left, INK, linewidth=0.8)
+    for share, label in labels.items():
+        _write(page, box.left - TICK - 3, box.y(share), label, 8, "right")
+    longest = max(_width(page, label, 8) for label in labels.values())
+    _write(page, box.left - TICK - 16 - longest, box.y(0.5), "layer", 9, "center", rotation=90)
+
+
+def _write_below(page: Axes, box: Box, labels: Mapping[float, str], name: str) -> None:
+    """Write labels below a map, at shares of its width, and what they number."""
+    page.vlines([box.x(share) for share in labels], box.bottom, box.bottom + TICK, INK, linewidth=0.8)
+    for share, label in labels.items():
+        beyond = max(box.x(share) + _width(page, label, 8) / 2 - box.right - 5, 0)  # the next map begins there
+        _write(page, box.x(share) - beyond, box.bottom + 10, label, 8, "center")
+    _write(page, box.x(0.5), box.bottom + 25, name, 9, "center")
+
+
+def _draw_phases(page: Axes, box: Box, columns: Sequence[Column], shares: Sequence[float]) -> None:
     """Write the phase of most layers above the map, with a line where it changes."""
     common = [max(set(column.phases), key=column.phases.count) for column in columns]
-    pixels, begin = axes.get_window_extent().width / (edges[-1] - edges[0]), edges[0]
-    for phase, group in groupby(zip(common, edges[1:], strict=True), key=lambda each: each[0]):
-        end = [edge for _, edge in group][-1]
+    begin = 0.0
+    for phase, group in groupby(zip(common, shares[1:], strict=True), key=lambda each: each[0]):
+        end = [share for _, share in group][-1]
         if phase:
-            if end < edges[-1]:
-                axes.axvline(end, color=INK, linewidth=0.8, linestyle=(0, (3, 2)))
-            if (end - begin) * pixels > _width(phase, 8) + 6:
-                axes.text(begin, 1.01, phase, fontsize=8, color=INK, transform=axes.get_xaxis_transform())
+            if end < 1:
+                page.vlines(box.x(end), box.top, box.bottom, INK, linewidth=0.8, linestyle=(0, (3, 2)))
+            if (end - begin) * box.width > _width(page, phase, 8) + 6:
+                _write(page, box.x(begin), box.top - 7, phase, 8)
         begin = end
 
 
-def _draw_turns(axes: Axes, columns: Sequence[Column], edges: Sequence[float], layers: int) -> bool:
+def _draw_turns(page: Axes, box: Box, columns: Sequence[Column], shares: Sequence[float]) -> bool:
     """Mark the cells in which beta turned back, of those too close to tell apart the first; tell if that is legible."""
-    size = min(_mark_size(axes, 1, layers), 4.7)
-    apart = 1.4 * size * DPI / 72 / axes.get_window_extent().width * (edges[-1] - edges[0])
-    centres = numpy.add(edges[:-1], edges[1:]) / 2
-    marked: dict[int, list[tuple[float, float]]] = {1: [], -1: []}
+    layers = len(columns[0].turns)
+    size = min(_mark_size(box, 1, layers), 4.7)
+    centres = box.x(numpy.add(shares[:-1], shares[1:]) / 2)
+    marked: dict[int, list[Mark]] = {1: [], -1: []}
     for layer in range(layers if size else 0):
         last = -math.inf
         for centre, column in zip(centres, columns, strict=True):
-            if column.turns[layer] and centre - last >= apart:
-                marked[column.turns[layer]].append((centre, layer + 0.5))
+            if column.turns[layer] and centre - last >= 1.4 * size * DPI / 72:
+                ink = _ink(place_of_gain(column.gains[layer]))
+                marked[column.turns[layer]].append((centre, box.y((layer + 0.5) / layers), ink))
                 last = centre
     for sign, marker in ((1, "^"), (-1, "v")):
-        xs, ys = [x for x, _ in marked[sign]], [y for _, y in marked[sign]]
-        axes.scatter(xs, ys, s=size**2, marker=marker, color=INK, linewidths=0)
+        if marked[sign]:
+            xs, ys, inks = zip(*marked[sign], strict=True)
+            page.scatter(xs, ys, s=size**2, marker=marker, color=inks, linewidths=0)
     return size > 0
 
 
-def _mark_heads(axes: Axes, latest: Findings, heads: int) -> bool:
+def _mark_heads(page: Axes, box: Box, latest: Findings, heads: int) -> bool:
     """Mark the heads in conditions that no colour shows; tell if that is legible."""
-    size = _mark_size(axes, heads, len(latest))
+    size = _mark_size(box, heads, len(latest))
     for condition, marker in MARKS.items() if size else ():
         places = [
-            (head + 0.5, layer + 0.5)
+            (box.x((head + 0.5) / heads), box.y((layer + 0.5) / len(latest)), _ink(place_of_entropy(numbers)))
             for layer, finding in enumerate(latest)
             for head, numbers in enumerate(finding.head_numbers)
             if classify(numbers) is condition
         ]
-        xs, ys = [x for x, _ in places], [y for _, y in places]
-        ink = INK if condition is Condition.SINK else PAPER  # the dead are dark
-        axes.plot(xs, ys, marker, markersize=size, fillstyle="none", markeredgecolor=ink, markeredgewidth=size / 5)
+        for ink in {ink for _, _, ink in places}:
+            xs, ys = zip(*((x, y) for x, y, own in places if own == ink), strict=True)
+            page.plot(xs, ys, marker, markersize=size, fillstyle="none", markeredgecolor=ink, markeredgewidth=size / 5)
     return size > 0
 
 
-def _mark_size(axes: Axes, columns: int, rows: int) -> float:
+def _mark_size(box: Box, columns: int, rows: int) -> float:
     """Points of a marker in a map of so many cells; 0 if it would be too small to be read."""
-    box = axes.get_window_extent()
-    pixels = 0.75 * float(min(box.width / columns, box.height / rows))
+    pixels = 0.75 * min(box.width / columns, box.height / rows)
     return min(pixels * 72 / DPI, 6.0) if pixels >= LEGIBLE else 0.0
 
 
-def _draw_scale(bar: Axes, panel: Panel, colours: Colormap) -> None:
-    bar.imshow([[i / 255] for i in range(256)], cmap=colours, vmin=0, vmax=1, aspect="auto", extent=(0, 1, 1, 0))
-    bar.set_ylim(panel.lowest, 1)
-    bar.set_xticks([])
-    bar.yaxis.tick_right()
-    bar.set_yticks([place for place, _ in panel.ticks], [label for _, label in panel.ticks])
-    bar.tick_params(labelsize=8, length=2, pad=2, colors=INK)
+def _ink(place: float) -> str:
+    """Return the colour of what is written on a place of a scale: the ends are dark."""
+    return INK if 0.2 <= place < 0.8 else PAPER
+
+
+def _draw_scale(page: Axes, box: Box, panel: Panel) -> None:
+    """Draw the colours from the highest place to the lowest, with ticks, and the names of the parts."""
+    shown = 1 - panel.lowest
+    levels = 1 - shown * (numpy.arange(256) + 0.5) / 256
+    _draw_map(page, box, [0, 1], levels[:, None], panel.scale)
+    ticks = {box.y((1 - place) / shown): label for place, label in panel.ticks}
+    page.hlines(list(ticks), box.right, box.right + TICK, INK, linewidth=0.8)
+    for y, label in ticks.items():
+        _write(page, box.right + TICK + 3, y, label, 8)
     for place, word in panel.words:
-        ink = INK if 0.3 < place < 0.8 else PAPER
-        bar.text(0.5, place, word, fontsize=7.5, color=ink, ha="center", va="center", rotation=90)
+        _write(page, box.x(0.5), box.y((1 - place) / shown), word, 7.5, "center", _ink(place), rotation=90)

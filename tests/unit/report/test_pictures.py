@@ -18,8 +18,9 @@ from support.made_up_findings import finding, findings, numbers
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("matplotlib")
-FigureCanvasAgg = pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg
-Figure = pytest.importorskip("matplotlib.figure").Figure
+
+BOX = pictures.Box(66, 95, 280, 254)
+"""A map of layers by step."""
 
 
 def drawn(logs, layers, heads, at=None):
@@ -131,10 +132,8 @@ def history_of(*steps, **change):
     return history
 
 
-def axes_of(pixels):
-    """Axes of a map of layers by step, as wide as that, in a figure of the resolution of the pictures."""
-    figure = FigureCanvasAgg(Figure(figsize=(4, 4), dpi=pictures.DPI)).figure
-    return figure.add_axes((0.1, 0.1, pixels / 400, 0.8))
+def shares(columns):
+    return [index / columns for index in range(columns + 1)]
 
 
 def test_long_labels_stay_on_the_page_and_off_the_maps():
@@ -191,29 +190,53 @@ def test_rows_of_one_key_have_no_ticks():
 
 @pytest.mark.parametrize("share", range(1, 10))
 def test_the_words_of_phases_do_not_overlap(share):
-    history, axes = History(), axes_of(280)
+    history, page = History(), pictures.new_page()
     for step in range(1, 31):
         note = Note(Phase.WARM_UP if step <= share else Phase.CLIMB, 0.1)
         history.add(findings(step, 1, layer_0=finding(0, [numbers()], note=note)), step)
-    axes.set_xlim(0, 30)
-    pictures._draw_phases(axes, history.columns, range(31))
-    boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.x0)
+    pictures._draw_phases(page, BOX, history.columns, shares(30))
+    boxes = sorted((text.get_window_extent() for text in page.texts), key=lambda box: box.x0)
     assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
-    assert [text.get_text() for text in axes.texts][-1] == "climb"
+    assert [text.get_text() for text in page.texts][-1] == "climb"
 
 
 @pytest.mark.parametrize("logs", [10, 64])
 def test_turns_do_not_merge_into_a_bar(logs):
-    history, axes = History(), axes_of(280)
+    history, page = History(), pictures.new_page()
     for step in range(logs):
         note = Note(Phase.SEARCH, 0.1 * (-1) ** step)
         history.add(findings(step, 1, layer_0=finding(0, [numbers()], note=note)), step)
-    axes.set_xlim(0, logs)
-    assert pictures._draw_turns(axes, history.columns, range(logs + 1), 1)
-    size = axes.collections[0].get_sizes()[0] ** 0.5 * pictures.DPI / 72
-    places = sorted(axes.transData.transform(each)[0] for every in axes.collections for each in every.get_offsets())
+    assert pictures._draw_turns(page, BOX, history.columns, shares(logs))
+    size = page.collections[0].get_sizes()[0] ** 0.5 * pictures.DPI / 72
+    places = sorted(each[0] for every in page.collections for each in every.get_offsets())
     assert min(right - left for left, right in itertools.pairwise(places)) > size
     assert len(places) == logs - 1 if logs == 10 else 15 < len(places) < 40
+
+
+def test_marks_on_dark_cells_are_white():
+    """The upper layer is at the upper bound of beta, the lower one near the model's own."""
+    history = History()
+    for step in range(1, 7):
+        note = Note(Phase.SEARCH, 0.1 * (-1) ** step)
+        layers = {f"layer_{i}": finding(i, [numbers()], gain=gain, note=note) for i, gain in enumerate((1e3, 1.1))}
+        history.add(findings(step, 0, **layers), step)
+    image = colours(draw(history, ["0", "1"]))
+    dark, pale = image.crop((680, 460, 940, 580)), image.crop((680, 585, 940, 705))
+    assert max(min(pixel) for _, pixel in dark.getcolors()) > 200
+    assert min(max(pixel) for _, pixel in pale.getcolors()) < 60
+
+
+def test_the_last_step_stays_off_the_next_map():
+    page = pictures.new_page()
+    pictures._write_below(page, BOX, {0.0: "0", 1.0: "20000"}, "step")
+    assert max(text.get_window_extent().x1 for text in page.texts) <= BOX.right + 6
+
+
+@pytest.mark.parametrize(
+    ("step", "said"), [(0, "0"), (500, "500"), (9000, "9000"), (20_000, "20k"), (1_200_000, "1.2M")]
+)
+def test_steps_take_little_room(step, said):
+    assert pictures._short(step) == said
 
 
 @pytest.mark.parametrize(("heads", "layers", "are_marked"), [(32, 32, True), (64, 48, False), (8, 100, False)])
