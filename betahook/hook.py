@@ -291,7 +291,9 @@ class Hook:
         state = stages.refreshed(self._state)
         warn_of_missing_steps(state, "findings()")
         notes = stages.explain(state, self.layers, self.controllers)
-        return findings.observe(state, self.layers, notes, find_unreached(state, self.layers, self.model))
+        unreached = find_unreached(state, self.layers, self.model)
+        is_limited = any(controller.limits_logits for controller in self.controllers)
+        return findings.observe(state, self.layers, notes, unreached, is_limited=is_limited)
 
     def audit(self) -> Audit:
         """Hold the assumptions (i)-(iv) behind `beta = 1/sqrt(d_k)` against what was measured, layer by layer.

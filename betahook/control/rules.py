@@ -169,6 +169,10 @@ class Clip(Controller):
         require(self, "threshold", lambda logit: logit > 0, "a positive number")
         require(self, "log_only", lambda value: isinstance(value, bool), "True or False")
 
+    @property
+    def limits_logits(self) -> bool:
+        return not self.log_only
+
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
         return beta, state
 

@@ -39,7 +39,8 @@ class Finding:
     Attributes:
         layer: module name.
         condition: of the layer, all heads pooled.
-        since: the step of the hook at which it was first seen in this condition.
+        since: the step of the hook at which it was first seen in this condition; the step that had it, of the first
+            NaN or infinity of the layer.
         numbers: of the layer; the largest logit is that of all its heads.
         heads: heads in another condition than the layer, by condition; counted from 0.
         beta: in force; the geometric mean where heads differ. NaN while nothing was measured.
@@ -47,6 +48,8 @@ class Finding:
         note: on what the controllers did to beta, and why.
         head_numbers: of each head.
         head_gains: beta over the model's own, of each head.
+        is_new: True if it was first seen in this condition in this step.
+        is_limited: True if a controller holds the largest logit, as `Clip` and `Cap` do.
     """
 
     layer: str
@@ -59,6 +62,8 @@ class Finding:
     note: Note
     head_numbers: tuple[Numbers, ...] = field(repr=False)
     head_gains: tuple[float, ...] = field(repr=False)
+    is_new: bool = False
+    is_limited: bool = False
 
     @property
     def max_logit_head(self) -> int:
@@ -79,7 +84,7 @@ class Finding:
     @property
     def advice(self) -> str:
         """Advice in a few words; empty for a healthy layer."""
-        return advise(self.condition, [self.gain])
+        return advise(self.condition, [self.gain], is_limited=self.is_limited)
 
 
 class Findings(tuple[Finding, ...]):
@@ -134,7 +139,7 @@ class Findings(tuple[Finding, ...]):
         """One line on the layers whose condition began in this step; empty if none did."""
         began: dict[Condition, list[str]] = {}
         for finding, label in zip(self, self.labels, strict=True):
-            if finding.since == self.step and finding.condition is not Condition.UNMEASURED:
+            if finding.is_new and finding.condition is not Condition.UNMEASURED:
                 began.setdefault(finding.condition, []).append(label)
         if not began:
             return ""
@@ -146,7 +151,7 @@ class Findings(tuple[Finding, ...]):
     @property
     def is_worrying(self) -> bool:
         """True if a condition that asks for attention began in this step."""
-        return any(finding.since == self.step and finding.condition in WORRYING for finding in self)
+        return any(finding.is_new and finding.condition in WORRYING for finding in self)
 
     def rows(self) -> list[list[str]]:
         """A table for people: the first row is the header, then one row a layer; without columns of empty cells."""
@@ -167,7 +172,8 @@ class Findings(tuple[Finding, ...]):
         return {**advice, **{f"beta of {_layers(labels, len(self))}": note for note, labels in notes.items()}}
 
     def _advice(self, condition: Condition) -> str:
-        return advise(condition, [finding.gain for finding in self if finding.condition is condition])
+        gains = [finding.gain for finding in self if finding.condition is condition]
+        return advise(condition, gains, is_limited=any(finding.is_limited for finding in self))
 
     def markdown(self) -> str:
         """The same as a page in Markdown."""
@@ -186,29 +192,33 @@ class Findings(tuple[Finding, ...]):
     _repr_markdown_ = markdown  # which notebooks show
 
 
-def observe(state: State, layers: Layers, notes: Sequence[Note], unreached: Mapping[str, str]) -> Findings:
+def observe(
+    state: State, layers: Layers, notes: Sequence[Note], unreached: Mapping[str, str], is_limited: bool
+) -> Findings:
     """Look at what the last step measured; remember in the state since when each layer is in its condition.
 
     The notes of the controllers, one a layer, go into the findings. Of the layers in `unreached`, names to reasons,
     nothing is said but that. The first look at a step logs its news, one line at most. Reads the device back.
     """
+    is_first_look = state.findings_step < state.steps
+    state.changed = set() if is_first_look else state.changed
     by_layer = metrics.numbers(state, state.layers)
-    of_layers = _numbers(by_layer)
-    of_all_heads = _numbers(metrics.numbers(state, state.layers.by_head()))
+    by_head = _numbers(metrics.numbers(state, state.layers.by_head()))
     own = state.layers.geometric_mean(state.beta_default).tolist()
     gains = (state.current_beta / state.beta_default).tolist()
-    before, since = state.condition.tolist(), state.condition_since.tolist()
+    before, since, broken = (x.tolist() for x in (state.condition, state.condition_since, state.nonfinite_since))
     findings = []
-    for index, (name, head_range) in enumerate(zip(layers, state.ranges, strict=True)):
-        numbers, of_heads = of_layers[index], tuple(of_all_heads[head_range.heads])
-        note, beta, of_gains = notes[index], by_layer["beta"][index], tuple(gains[head_range.heads])
+    of_each = zip(layers, state.ranges, notes, _numbers(by_layer), by_layer["beta"], own, strict=True)
+    for index, (name, head_range, note, numbers, beta, beta_default) in enumerate(of_each):
+        of_heads, of_gains = tuple(by_head[head_range.heads]), tuple(gains[head_range.heads])
         if name in unreached:  # what was measured of it before is not of the model as it is
             numbers, of_heads = Numbers(), (Numbers(),) * len(of_heads)
             note, beta, of_gains = Note(reason=f"not reached, {unreached[name]}"), math.nan, (math.nan,) * len(of_gains)
         was = Condition(before[index])
         condition = classify(numbers, was)
         if condition != before[index]:
-            before[index], since[index] = int(condition), state.steps
+            state.changed.add(index)
+            before[index], since[index] = int(condition), _beginning(state, condition, broken[head_range.heads])
         findings.append(
             Finding(
                 layer=name,
@@ -217,20 +227,33 @@ def observe(state: State, layers: Layers, notes: Sequence[Note], unreached: Mapp
                 numbers=numbers,
                 heads=_differing([classify(each, was) for each in of_heads], condition),
                 beta=beta,
-                beta_default=own[index],
+                beta_default=beta_default,
                 note=note,
                 head_numbers=of_heads,
                 head_gains=of_gains,
+                is_new=index in state.changed,
+                is_limited=is_limited,
             )
         )
     state.condition.copy_(torch.tensor(before))
     state.condition_since.copy_(torch.tensor(since))
+    state.findings_step = state.steps
     found = Findings.at(state.steps, findings)
-    if state.findings_step < state.steps:
-        state.findings_step = state.steps
-        if found.news:
-            logger.log(logging.WARNING if found.is_worrying else logging.INFO, "%s", found.news)
+    if is_first_look:
+        _log_news(found)
     return found
+
+
+def _log_news(found: Findings) -> None:
+    """Log what began in this step, as a warning if it asks for attention."""
+    if found.news:
+        logger.log(logging.WARNING if found.is_worrying else logging.INFO, "%s", found.news)
+
+
+def _beginning(state: State, condition: Condition, broken: Sequence[int]) -> int:
+    """The step at which a condition began that the last look did not see, given the first step that broke each head."""
+    later = [step for step in broken if step > state.findings_step]
+    return min(later) if condition is Condition.NONFINITE and later else state.steps
 
 
 def _numbers(quantities: Mapping[str, Sequence[float]]) -> list[Numbers]:

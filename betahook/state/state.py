@@ -83,7 +83,7 @@ class State:
         exact_max_logit, paused: True if the largest score is to be that of all pairs; how many pauses are in force.
         seen, recorded, has_loss: True once attention has passed the tap, was measured, and a training loss recorded.
         has_broken_graphs, resets: True if compiled code breaks a graph that could go on by now; how often it was reset.
-        refused: the layers left alone, by index, with the reason.
+        refused, changed: layers by index: those left alone, with the reason; those whose condition has just begun.
         alone: boolean `[heads]`, those that this rank leaves alone, or at the last pooling any rank.
         is_local, is_detached: True if nothing is pooled over ranks, as this one measures alone; once the hook is off.
         knows_refusals: True while `refused` says all that `alone` does.
@@ -131,7 +131,7 @@ class State:
         self.batches = self.steps = self.skipped_steps = self.alerts_step = self.findings_step = self.paused = 0
         self.loss_scale, self.resets = 0.0, 0
         self.warned_of_nonfinite = self.warned_of_unreached = False
-        self.asked, self.refused = set[str](), dict[int, str]()
+        self.asked, self.changed, self.refused = set[str](), set[int](), dict[int, str]()
         self.warned_of_missing_steps = self.exact_max_logit = self.is_detached = False
         self.seen = self.recorded = self.has_loss = self.has_broken_graphs = self.is_local = False
         self.alone, self.knows_refusals = self.beta > 0, True  # none: beta is NaN

@@ -21,7 +21,7 @@ SECOND = "model.layers.1.self_attn"
 NOTHING = Note()
 
 
-def finding(layer, condition=Condition.HEALTHY, since=1, heads=None, max_logit=8.0, note=NOTHING):
+def finding(layer, condition=Condition.HEALTHY, since=1, heads=None, max_logit=8.0, note=NOTHING, is_new=True):
     numbers = Numbers(0.0, max_logit, 2.0, math.log(20), math.log(100))
     return Finding(
         f"model.layers.{layer}.attn",
@@ -34,6 +34,7 @@ def finding(layer, condition=Condition.HEALTHY, since=1, heads=None, max_logit=8
         note,
         (numbers,) * 8,
         (2.0,) * 8,
+        is_new,
     )
 
 
@@ -139,6 +140,52 @@ def test_one_line_a_step_and_only_of_what_began(monitored, caplog):
     assert record.message.startswith("step 3: attention is now exploding in layer 1 (lower the learning rate")
     assert record.message.endswith("betahook.Clip or betahook.Cap)")
     assert [each.since for each in found] == [1, 3]
+
+
+def test_the_first_nan_is_dated_by_the_step_that_had_it_and_not_by_the_look(monitored, caplog):
+    """One that comes after a healthy step is dated by the look, as any other condition."""
+    model, hook = monitored
+    weight = model.get_submodule(SECOND).q_proj.weight
+    kept = weight.detach().clone()
+
+    def forwards(number, value):
+        with torch.no_grad():
+            weight.copy_(kept * value)
+        for _ in range(number):
+            model(**inputs("llama")).loss.backward()
+            hook.step()
+        return hook.findings()
+
+    forwards(2, 1.0)
+    caplog.clear()
+    for begins in (3, 12):
+        found = forwards(4, math.nan)
+        assert [each.since for each in found] == [begins] * 2  # the first layer has no finite gradient either
+        assert found[1].condition is Condition.NONFINITE
+        assert hook.findings().news == found.news != ""
+        assert caplog.records[-1].levelno == logging.WARNING
+        assert forwards(1, math.nan).news == ""
+        healthy = forwards(1, 1.0)
+        assert healthy[1].since == healthy.step
+
+
+@pytest.mark.parametrize(
+    ("controller", "said"),
+    [
+        (betahook.Clip(200.0), "or lower the threshold that holds the logits"),
+        ([betahook.Search(), betahook.Cap(200.0)], "or lower the threshold that holds the logits"),
+        (betahook.Clip(200.0, log_only=True), "or hold the logits with QK-norm, betahook.Clip or betahook.Cap"),
+        ("monitor", "or hold the logits with QK-norm, betahook.Clip or betahook.Cap"),
+    ],
+)
+def test_what_holds_the_logits_already_is_no_remedy(controller, said):
+    model = build("llama")
+    with torch.no_grad():
+        model.get_submodule(SECOND).q_proj.weight[:8] *= 1e3
+    with betahook.attach(model, controller) as hook:
+        found = forward_and_step(model, hook)
+    assert found[1].condition is Condition.EXPLODING
+    assert found[1].advice == found.remarks()["exploding"] == f"lower the learning rate, {said}"
 
 
 def test_a_resumed_run_knows_since_when(monitored, caplog):
@@ -255,7 +302,7 @@ def test_of_many_heads_the_first_are_named(heads, cell):
 
 
 def test_one_layer_more_than_are_named():
-    found = Findings.at(1, [finding(layer, Condition.SHARP) for layer in range(5)] + [finding(5, since=0)])
+    found = Findings.at(1, [finding(layer, Condition.SHARP) for layer in range(5)] + [finding(5, is_new=False)])
     assert "sharp in layers 0, 1, 2, 3 and 1 other (" in found.news
 
 
