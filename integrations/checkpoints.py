@@ -70,7 +70,7 @@ def _is_whole(folder: Path) -> bool:
         config = json.loads((folder / CONFIG_NAME).read_text()) if (folder / CONFIG_NAME).exists() else None
         # A model of transformers that is hooked writes the state of its hook before its config.
         if config is None or checkpoint.MARK in config or checkpoint.is_begun(folder):
-            checkpoint.check(folder)
+            checkpoint.read(folder).check_files()
     except (OSError, ValueError):
         return False
     return True
@@ -125,11 +125,12 @@ def resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
     exported = _exported(state)
     if (folder := next((place for place in places if _holds(place, state)), None)) is not None:
         if not _is_plain(folder):
-            checkpoint.load(hook, folder)
+            checkpoint.read(folder).load(hook)
             return
         logger.warning("%s was saved without betahook: beta begins as the model's own", folder)
     elif exported is not None:
-        checkpoint.load_exported(hook, exported, f"{compat.trainer_state_name()} of the checkpoint to resume from")
+        place = f"{compat.trainer_state_name()} of the checkpoint to resume from"
+        checkpoint.read_exported(exported, place).load(hook)
     else:
         raise ValueError(
             f"the checkpoint to resume from is not {' or '.join(map(str, places))}, and its "
@@ -148,7 +149,7 @@ def load_best(hook: Hook, folder: str) -> bool:
         logger.warning("the best checkpoint %s was deleted: beta stays that of the last step, as weights do", folder)
         return False
     if not _is_plain(Path(folder)):
-        checkpoint.load(hook, folder)
+        checkpoint.read(folder).load(hook)
         return True
     state = hook.state_dict()
     state["beta"].fill_(math.nan)  # stands for the model's own

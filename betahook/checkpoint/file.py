@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,9 +34,6 @@ HEADER = "betahook"
 FINGERPRINT = f"fingerprint{SEPARATOR}"
 """Prefix of the tensors of the fingerprint, before the name of a parameter."""
 
-Content = tuple[dict[str, Any], dict[str, Tensor]]
-"""A state, and the fingerprint of the weights that were saved with it."""
-
 
 class Stateful(Protocol):
     """A `Hook`, as far as a file is concerned."""
@@ -45,6 +43,54 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The content of a file.
+
+    Attributes:
+        place: the file, or where else it was found.
+        state: as `Hook.state_dict` returns it.
+        entries: the fingerprint of the weights that were saved with it; empty in a file of version 0.1.
+    """
+
+    place: str | Path
+    state: dict[str, Any]
+    entries: dict[str, Tensor]
+
+    def check(self, model: nn.Module) -> None:
+        """Check that the weights of a model are those of the fingerprint, as far as both name the same ones.
+
+        Raises:
+            ValueError: the weights are others.
+        """
+        with naming(self.place):
+            fingerprint.refuse_other_weights(self.entries, model)
+
+    def check_files(self) -> None:
+        """Check that so are the files of weights beside this one.
+
+        Raises:
+            ValueError: the weights are others, or their files are damaged.
+        """
+        try:
+            with naming(self.place):
+                fingerprint.refuse_other_files(self.entries, Path(self.place).parent)
+        except SafetensorError as error:
+            raise ValueError(
+                f"{self.place}: the weights beside it are damaged ({error}); take another checkpoint"
+            ) from error
+
+    def load(self, hook: Stateful) -> None:
+        """Let a hook continue from it; on an error the hook is left as it was.
+
+        Raises:
+            ValueError: it is of another model or other controllers, or was saved with other weights.
+        """
+        self.check(hook.model)
+        with naming(self.place):
+            hook.load_state_dict(self.state)
 
 
 def save(hook: Stateful, folder: str | os.PathLike[str], weights: Mapping[str, Tensor] | None = None) -> Path:
@@ -62,50 +108,22 @@ def save(hook: Stateful, folder: str | os.PathLike[str], weights: Mapping[str, T
     return path
 
 
-def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read what `save` wrote to a folder, as `Hook.state_dict` returns it; files of older versions are converted.
+def read(folder: str | os.PathLike[str]) -> Saved:
+    """Read what `save` wrote to a folder; files of older versions are converted.
 
     Raises:
         FileNotFoundError: the folder has no such file.
         ValueError: the file is damaged, or not betahook's; the message names it.
     """
-    return _read(Path(folder, FILE))[0]
-
-
-def load(hook: Stateful, folder: str | os.PathLike[str]) -> None:
-    """Continue from what `save` wrote to a folder; on an error the hook is left as it was.
-
-    Raises:
-        FileNotFoundError: the folder has no such file.
-        ValueError: the file is damaged, not betahook's, of another model or other controllers, or was saved with other
-            weights than those of the model; it is named.
-    """
     path = Path(folder, FILE)
-    _continue(hook, _read(path), path)
-
-
-def check(folder: str | os.PathLike[str], model: nn.Module | None = None) -> None:
-    """Check that weights are those with which the state in a folder was saved, as far as both name the same ones.
-
-    A file of an older version knows no weights, and belongs to any.
-
-    Args:
-        folder: with the file of a state.
-        model: whose weights; None for the files of weights in the folder.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read`; or the weights are others, or their files are damaged.
-    """
-    path = Path(folder, FILE)
-    entries = _read(path)[1]
-    try:
-        with naming(path):
-            if model is None:
-                fingerprint.refuse_other_files(entries, path.parent)
-            else:
-                fingerprint.refuse_other_weights(entries, model)
-    except SafetensorError as error:
-        raise ValueError(f"{path}: the weights beside it are damaged ({error}); take another checkpoint") from error
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist: the checkpoint was saved without betahook. Load its model and begin a new run"
+        )
+    with _reading(path, SafetensorError), safe_open(path, "pt") as file:
+        header = (file.metadata() or {}).get(HEADER)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a dict
+    return _put_together(header, tensors, path)
 
 
 def export(hook: Stateful) -> dict[str, str]:
@@ -114,16 +132,15 @@ def export(hook: Stateful) -> dict[str, str]:
     return {"header": header, "tensors": base64.b64encode(bytes_of_tensors(tensors)).decode("ascii")}
 
 
-def load_exported(hook: Stateful, exported: dict[str, str], place: str) -> None:
-    """Continue from what `export` returned, found in some place; on an error the hook is left as it was.
+def read_exported(exported: dict[str, str], place: str) -> Saved:
+    """Read what `export` returned, found in some place.
 
     Raises:
-        ValueError: it is damaged, not betahook's, of another model or other controllers, or was saved with other
-            weights than those of the model; the place is named.
+        ValueError: it is damaged, or not betahook's; the place is named.
     """
     with _reading(place, SafetensorError, KeyError, TypeError, ValueError):
         tensors = tensors_of_bytes(base64.b64decode(exported["tensors"], validate=True))
-    _continue(hook, _put_together(exported.get("header"), tensors, place), place)
+    return _put_together(exported.get("header"), tensors, place)
 
 
 def finished(run: Path) -> list[Path]:
@@ -164,24 +181,6 @@ def _reading(place: object, *errors: type[Exception]) -> Iterator[None]:
         raise ValueError(f"{place} is damaged ({error}); resume from an older checkpoint") from error
 
 
-def _continue(hook: Stateful, content: Content, place: object) -> None:
-    state, entries = content
-    with naming(place):
-        fingerprint.refuse_other_weights(entries, hook.model)
-        hook.load_state_dict(state)
-
-
-def _read(path: Path) -> Content:
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} does not exist: the checkpoint was saved without betahook. Load its model and begin a new run"
-        )
-    with _reading(path, SafetensorError), safe_open(path, "pt") as file:
-        header = (file.metadata() or {}).get(HEADER)
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a dict
-    return _put_together(header, tensors, path)
-
-
 def _take_apart(hook: Stateful, weights: Mapping[str, Tensor] | None = None) -> tuple[str, dict[str, Tensor]]:
     """Part what is saved into its JSON, with a checksum, and its tensors by name."""
     state = hook.state_dict()
@@ -191,7 +190,7 @@ def _take_apart(hook: Stateful, weights: Mapping[str, Tensor] | None = None) -> 
     return json.dumps({"state": state, "sha256": _checksum(state, tensors)}), tensors
 
 
-def _put_together(header: str | None, tensors: dict[str, Tensor], place: object) -> Content:
+def _put_together(header: str | None, tensors: dict[str, Tensor], place: str | Path) -> Saved:
     """Return what `_take_apart` parted; `place` is where it was found, for messages."""
     with _reading(place, json.JSONDecodeError, RecursionError):
         content = None if header is None else json.loads(header)
@@ -204,7 +203,7 @@ def _put_together(header: str | None, tensors: dict[str, Tensor], place: object)
     with naming(place):
         for name, tensor in tensors.items():
             _put_tensor(state, name, tensor)
-        return schema.parse(state), {name.removeprefix(FINGERPRINT): tensor for name, tensor in entries.items()}
+        return Saved(place, schema.parse(state), {n.removeprefix(FINGERPRINT): x for n, x in entries.items()})
 
 
 def _take_tensors(nested: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:

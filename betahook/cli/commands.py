@@ -20,6 +20,7 @@ from betahook.checkpoint.pretrained import ADAPTER_CONFIG
 from betahook.cli import models, pages, runs
 from betahook.examination import examine_hooked
 from betahook.keep.refusals import foresee
+from betahook.keep.restoring import read_for, restore_saved
 from betahook.report.document import Block, Document, Table, Text
 from betahook.report.names import grouped
 
@@ -83,12 +84,13 @@ def inspect(name: str) -> Document:
 def show(folder: str) -> Document:
     """Show the beta of each layer of a checkpoint, from the state of the hook alone."""
     _check_state(folder)
-    state = checkpoint.read(folder)
-    if _is_left_over(Path(folder)):
+    saved = checkpoint.read(folder)
+    if _is_left_over(saved):
         raise ValueError(
             f"{folder}: {checkpoint.FILE} is left from an earlier save, the model is plain: beta is in the weights "
             "already, or was never changed"
         )
+    state = saved.state
     made = Text(f"From {pages.controllers(state)}{', and still on its way' * pages.is_on_its_way(state)}")
     return Document(f"{folder}: beta after {state['steps']} steps", [pages.betas(state), made])
 
@@ -110,7 +112,8 @@ def fold(folder: str, out: str) -> Document:
     if not checkpoint.is_marked_folder(Path(folder)):
         raise ValueError(f"{folder} is a plain model already: beta is in the weights, or was never changed")
     model = models.with_weights(folder)
-    hook = betahook.restore(model, folder)
+    saved = read_for(model, folder)
+    hook = restore_saved(model, saved)
     gains = [layer.beta / layer.beta_default for layer in hook.layers.values()]
     with torch.no_grad():
         model(**models.an_input(model))
@@ -125,7 +128,7 @@ def fold(folder: str, out: str) -> Document:
         f"Beta, {low if low == high else f'{low} to {high}'} times the model's own, is in the weights of {changed} of "
         f"{len(gains)} layers. The outputs before and after agree; the model needs betahook no longer."
     )
-    blocks = [Text(said), *([Text(STOPPED_EARLY)] if pages.is_on_its_way(checkpoint.read(folder)) else [])]
+    blocks = [Text(said), *([Text(STOPPED_EARLY)] if pages.is_on_its_way(saved.state) else [])]
     return Document(f"{out}: a plain {type(model).__name__}", blocks)
 
 
@@ -191,12 +194,13 @@ def _places(layer: betahook.AttentionLayer) -> list[str]:
     return [names[projection.module] or projection.weight for projection in layer.projections]
 
 
-def _is_left_over(folder: Path) -> bool:
+def _is_left_over(saved: checkpoint.Saved) -> bool:
     """Tell if the state in a folder is not that of the model there: its config has no mark, its weights are others."""
+    folder = Path(saved.place).parent
     if not (folder / CONFIG_NAME).is_file() or checkpoint.is_marked_folder(folder):
         return False
     try:
-        checkpoint.check(folder)
+        saved.check_files()
     except ValueError:
         return True
     return False

@@ -59,11 +59,11 @@ def state(name: str) -> dict[str, Any] | None:
     folder = Path(name)
     if not (folder / checkpoint.FILE).exists():
         return None
-    found = checkpoint.read(name)
+    saved = checkpoint.read(folder)
     if not checkpoint.is_marked_folder(folder):
         return None
-    checkpoint.check(name)  # with the weights beside it
-    return found
+    saved.check_files()
+    return saved.state
 
 
 def an_input(model: PreTrainedModel) -> dict[str, torch.Tensor]:

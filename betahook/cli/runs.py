@@ -111,7 +111,7 @@ def _read_checkpoints(root: Path, run: Run) -> None:
     here = root / checkpoint.FILE
     for folder in [root] if here.is_file() else checkpoint.finished(root):
         try:
-            state = checkpoint.read(folder)
+            state = checkpoint.read(folder).state
         except ValueError as error:
             if here.is_file():
                 raise

@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import nn
 
 from betahook import checkpoint
-from betahook.checkpoint.file import naming
+from betahook.checkpoint.file import Saved, naming
 from betahook.control.base import written
 from betahook.hook import Hook, attach, hooks_of
 from betahook.models.discovery import named_modules
@@ -41,21 +41,23 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
             model or other controllers, or was saved with other weights than those of the model.
         RuntimeError: the model is hooked already.
     """
-    if not isinstance(folder, str | os.PathLike):
-        raise TypeError(f"restore(model, folder) takes a folder second; got {type(folder).__name__}")
-    path = Path(folder, checkpoint.FILE)
-    state = _read(model, path)
+    return restore_saved(model, read_for(model, folder), controller)
+
+
+def restore_saved(model: nn.Module, saved: Saved, controller: ControllerChoice | None = None) -> Hook:
+    """Attach to a model with what was read for it; arguments and errors as for `restore`."""
+    place, state = saved.place, dict(saved.state)
     names, known = list(state["layers"]), {field.name for field in fields(Settings)}
     if unknown := sorted(state["options"].keys() - known):
         raise ValueError(
-            f"{path}: betahook {__version__} does not know its option {', '.join(unknown)}; restore it with the "
+            f"{place}: betahook {__version__} does not know its option {', '.join(unknown)}; restore it with the "
             "version that wrote it, or a newer one"
         )
     try:
         chosen = asdict(Settings(**state["options"]))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not the state of a hook: {error}") from error
-    model = _model_with(names, model, path)
+        raise ValueError(f"{place} is not the state of a hook: {error}") from error
+    model = _model_with(names, model, place)
     with checkpoint.unmarked(model):
         hook = attach(model, controller=controller or "monitor", layers=lambda name, module: name in names, **chosen)
         if controller is None:
@@ -64,14 +66,14 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
             state["controllers"] = hook.state_dict()["controllers"]
         with ExitStack() as undo:
             undo.callback(hook.detach)
-            with naming(path):
+            with naming(place):
                 hook.load_state_dict(state)
-            checkpoint.check(folder, model)
+            saved.check(model)
             undo.pop_all()
     return hook
 
 
-def _model_with(names: list[str], model: nn.Module, path: Path) -> nn.Module:
+def _model_with(names: list[str], model: nn.Module, place: str | Path) -> nn.Module:
     """The model that has layers of these names: the given one, or that to which a PEFT model adds adapters.
 
     Raises:
@@ -83,11 +85,14 @@ def _model_with(names: list[str], model: nn.Module, path: Path) -> nn.Module:
     base: Any = getattr(model, "get_base_model", None)
     if base is not None and set(names) <= {name for name, _ in named_modules(base())}:
         return cast(nn.Module, base())
-    raise ValueError(f"{path}: the state belongs to a model with other layers; these differ: {', '.join(missing)}")
+    raise ValueError(f"{place}: the state belongs to a model with other layers; these differ: {', '.join(missing)}")
 
 
-def _read(model: nn.Module, path: Path) -> dict[str, Any]:
-    """The state in a file, if neither a hook nor the config of the model speaks against it."""
+def read_for(model: nn.Module, folder: str | os.PathLike[str]) -> Saved:
+    """Read what was saved in a folder, if neither a hook nor the config of the model speaks against it."""
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"restore(model, folder) takes a folder second; got {type(folder).__name__}")
+    path = Path(folder, checkpoint.FILE)
     if isinstance(model, nn.Module) and hooks_of(model):
         raise RuntimeError(
             f"this {type(model).__name__} is hooked already, perhaps by an earlier restore(): go on with that hook, or "

@@ -84,7 +84,7 @@ def go_on(rank, folder, begins):
         said.append((hook.state_dict()["beta"].tolist(), hook.metrics()))
     if begins and rank == 0:
         model.save_pretrained(folder)
-        checkpoint.check(folder)
+        checkpoint.read(folder).check_files()
     torch.save(said, f"{folder}/{'begun' if begins else 'resumed'}-{world}-{rank}")
 
 

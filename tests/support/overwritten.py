@@ -65,7 +65,7 @@ def outcome(folder: Path) -> str:
             return "one save" if agreed else f"SILENT: {sorted(numbers)} restored, inspect said {inspected}"
     except ValueError as error:
         said = "its beta belongs to other weights" in str(error) and not inspected
-        numbers.add(float(betahook.checkpoint.read(folder)["beta"][0]))
+        numbers.add(float(betahook.checkpoint.read(folder).state["beta"][0]))
         return REFUSED if said and len(numbers) > 1 else f"UNCLEAR: {sorted(numbers)} refused, {error}"
 
 

@@ -78,7 +78,7 @@ def test_a_round_trip_restores_everything(tmp_path):
         expected = checkpoint.save(hook, tmp_path).read_bytes()
     assert [file.name for file in tmp_path.iterdir()] == [checkpoint.FILE]
     with attach(model) as hook:
-        checkpoint.load(hook, tmp_path)
+        checkpoint.read(tmp_path).load(hook)
         assert checkpoint.save(hook, tmp_path).read_bytes() == expected
 
 
@@ -103,7 +103,7 @@ def rewrite(**changes):
     """The file that a hook with another state would have written."""
 
     def damage(path):
-        state = {**checkpoint.read(path.parent), **changes}
+        state = {**checkpoint.read(path.parent).state, **changes}
         checkpoint.save(SimpleNamespace(model=nn.Module(), state_dict=lambda: state), path.parent)
 
     return damage
@@ -132,7 +132,7 @@ def test_bad_files_are_refused_and_change_nothing(tmp_path, damage, message):
         before = repr(hook.state_dict())
         damage(path)
         with pytest.raises(ValueError, match=message) as caught:
-            checkpoint.load(hook, tmp_path)
+            checkpoint.read(tmp_path).load(hook)
         assert str(path) in str(caught.value)
         assert repr(hook.state_dict()) == before
 
@@ -156,7 +156,7 @@ def test_no_byte_of_a_file_can_change_unseen(trained, data):
     bad = good[:cut] + junk + good[cut + data.draw(st.sampled_from([0, len(junk), len(good)])) :]
     path.write_bytes(bad)
     try:
-        checkpoint.load(hook, path.parent)
+        checkpoint.read(path.parent).load(hook)
     except ValueError as caught:
         message = str(caught)
     else:
@@ -314,7 +314,7 @@ def test_a_replaced_save_pretrained_is_put_back(tmp_path):
     model.save_pretrained = own = lambda save_directory: None
     with betahook.attach(model) as hook:
         model.save_pretrained(tmp_path)
-        checkpoint.load(hook, tmp_path)
+        checkpoint.read(tmp_path).load(hook)
     assert model.save_pretrained is own
 
 

@@ -54,7 +54,7 @@ def test_the_same_weights_in_another_dtype(tmp_path, saved, dtype):
         moved(hook).model.save_pretrained(tmp_path)
     with betahook.restore(load(tmp_path, dtype=dtype), tmp_path) as hook:
         assert hook.layers[LAYER].beta == 0.5
-    checkpoint.check(tmp_path)
+    checkpoint.read(tmp_path).check_files()
 
 
 def test_the_same_weights_in_shards_or_given_by_name(tmp_path):
@@ -65,7 +65,7 @@ def test_the_same_weights_in_shards_or_given_by_name(tmp_path):
         model.lm_head.weight.data.zero_()  # as where ranks hold a part each, and the whole is given to save_pretrained
         model.save_pretrained(tmp_path, state_dict=weights, max_shard_size="10kB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
-    checkpoint.check(tmp_path)
+    checkpoint.read(tmp_path).check_files()
     betahook.restore(load(tmp_path), tmp_path).detach()
 
 
@@ -75,7 +75,7 @@ def test_tied_weights(tmp_path):
         hook.model(**inputs("gpt2"))
         next(iter(hook.layers.values())).beta = 0.5
         hook.model.save_pretrained(tmp_path)
-    checkpoint.check(tmp_path)
+    checkpoint.read(tmp_path).check_files()
     betahook.restore(type(build("gpt2")).from_pretrained(tmp_path), tmp_path).detach()
 
 
@@ -116,7 +116,7 @@ def test_a_state_with_other_weights_is_not_restored(torn):
     with betahook.attach(build("llama"), controller="monitor") as hook:
         expected = hook.state_dict()["beta"]
         with pytest.raises(ValueError, match="its beta belongs to other weights"):
-            checkpoint.load(hook, torn)
+            checkpoint.read(torn).load(hook)
         torch.testing.assert_close(hook.state_dict()["beta"], expected, equal_nan=True)
 
 
@@ -143,10 +143,10 @@ def test_a_shard_of_another_save(tmp_path):
         hook.model.save_pretrained(tmp_path, max_shard_size="10kB")
     changed = [path for path, content in first.items() if path.read_bytes() != content]
     assert len(changed) == 1
-    checkpoint.check(tmp_path)
+    checkpoint.read(tmp_path).check_files()
     changed[0].write_bytes(first[changed[0]])
     with pytest.raises(ValueError, match=r"beside it: 1 of \d+ differ, lm_head.weight first"):
-        checkpoint.check(tmp_path)
+        checkpoint.read(tmp_path).check_files()
     with pytest.raises(ValueError, match=r": 1 of \d+ differ, lm_head.weight first"):
         betahook.restore(load(tmp_path), tmp_path)
 

@@ -156,7 +156,7 @@ def test_memories_that_are_not_of_floats(tmp_path):
         checkpoint.save(hook, tmp_path)
         state, beta = hook.state_dict(), hook.layers[LAYER].beta
     with betahook.attach(model, Counting(), interval=1) as hook:
-        checkpoint.load(hook, tmp_path)
+        checkpoint.read(tmp_path).load(hook)
         assert repr(hook.state_dict()) == repr(state)
         train(model, hook, 1)
         assert hook.layers[LAYER].beta == pytest.approx(0.8 * beta)
@@ -205,7 +205,7 @@ def test_a_file_of_version_2_still_loads():
     rules = [betahook.Search(window=2, warmup=3), betahook.Gradient(), betahook.Cap(2.0)]
     model = build("llama")
     with betahook.attach(model, controller=rules) as hook:
-        checkpoint.load(hook, VERSION_2)
+        checkpoint.read(VERSION_2).load(hook)
         metrics = hook.metrics()
         for name, value in told.items():
             if "/" in name and not name.startswith("weight_std"):
@@ -221,7 +221,7 @@ def test_a_file_of_version_2_still_loads():
 
 
 def test_a_state_of_version_2_in_memory_is_the_same():
-    state = checkpoint.read(VERSION_2)
+    state = checkpoint.read(VERSION_2).state
     with safe_open(VERSION_2 / checkpoint.FILE, "pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, it is not a dict
         old = json.loads(opened.metadata()["betahook"])["state"]
@@ -269,7 +269,7 @@ def ways(folder, tmp_path):
     model = build("llama")
     yield lambda: checkpoint.read(folder)
     with betahook.attach(model) as hook:
-        yield lambda: checkpoint.load(hook, folder)
+        yield lambda: checkpoint.read(folder).load(hook)
     marked = build("llama")
     marked.config.betahook = "beta is in a file"
     yield lambda: betahook.restore(marked, folder)

@@ -183,6 +183,13 @@ def test_fold_names_the_way_for_an_adapter(tmp_path, capsys):
     torch.testing.assert_close(merged(**inputs("llama")).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_fold_reads_the_file_of_beta_once(saved, tmp_path, monkeypatch):
+    places, read = [], checkpoint.file._put_together
+    monkeypatch.setattr(checkpoint.file, "_put_together", lambda *given: places.append(given[-1]) or read(*given))
+    assert main(["fold", str(saved / "hooked"), str(tmp_path / "out")]) == 0
+    assert places == [saved / "hooked" / checkpoint.FILE]
+
+
 def test_fold_names_one_beta_once(tmp_path, capsys):
     model = build("llama")
     with betahook.attach(model, controller="monitor") as hook:

@@ -236,7 +236,7 @@ def test_the_best_beta_is_that_of_a_named_metric_in_a_named_direction(tmp_path, 
     expected = max(seen) if greater_is_better else min(seen)
     assert max(seen) - min(seen) > 1e-3
     assert trainer.evaluate()["eval_spread"] == pytest.approx(expected, rel=1e-5)
-    state = checkpoint.read(tmp_path / f"checkpoint-{seen.index(expected) + 1}")
+    state = checkpoint.read(tmp_path / f"checkpoint-{seen.index(expected) + 1}").state
     assert torch.equal(callback.hook.state_dict()["beta"], state["beta"])
     callback.hook.detach()
 
