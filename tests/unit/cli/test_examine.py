@@ -1,0 +1,77 @@
+"""`betahook examine`, called as the console script calls it."""
+
+import pytest
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    RobertaConfig,
+    RobertaModel,
+    XLNetConfig,
+    XLNetModel,
+)
+
+from betahook.cli import main
+from support.html_page import Page
+from support.tokens import tokenizer
+
+TINY = dict(vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+
+
+def test_examine_looks_at_a_model_with_its_beta(saved, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    arguments = ["--text", str(saved / "text.txt"), "--length", "32", "--batch", "2", "--batches", "3"]
+    assert main(["examine", str(saved / "hooked"), *arguments, "--html", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert "Of 2 layers, 2 healthy." in said
+    assert "Beta is 1 to 1.4 times the model's own." in said
+    assert "192 tokens of text.txt, in 3 forwards of up to 2 x 32" in said
+    assert "float8_e4m3fn" in said
+    shown = Page(page)
+    assert "Assumptions behind 1/sqrt(d_k)" in shown.texts
+    assert "img" in shown.seen
+    assert main(["examine", str(saved / "plain"), *arguments]) == 0
+    assert "Beta is the model's own." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "length"),
+    [
+        (lambda: RobertaModel(RobertaConfig(**TINY, max_position_embeddings=20)), 18),  # the first is after the padding
+        (lambda: XLNetModel(XLNetConfig(vocab_size=300, d_model=16, n_head=2, n_layer=1, d_inner=16)), 32),  # no limit
+        (lambda: LlamaModel(LlamaConfig(**TINY, max_position_embeddings=20)), 20),
+    ],
+    ids=["RoBERTa", "XLNet", "Llama"],
+)
+def test_examine_reads_no_more_tokens_than_a_model_has_positions_for(saved, tmp_path, capsys, model, length):
+    tokenizer().save_pretrained(tmp_path)
+    model().save_pretrained(tmp_path)
+    arguments = ["--text", str(saved / "text.txt"), "--length", "32", "--batch", "2", "--batches", "1"]
+    assert main(["examine", str(tmp_path), *arguments]) == 0
+    assert f"in 1 forwards of up to 2 x {length}" in capsys.readouterr().out
+
+
+@pytest.mark.oldest_skips("it makes up a tokenizer where there is none")
+def test_examine_says_why_it_cannot(saved, tmp_path, capsys):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    without = tmp_path / "without"
+    LlamaForCausalLM(LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)).save_pretrained(without)
+    made_up = tmp_path / "made_up"  # transformers makes up an empty tokenizer for some model types
+    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1)).save_pretrained(made_up)
+    gone = str(tmp_path / "gone.txt")
+    capsys.readouterr()
+    for folder, text, message in [
+        (saved / "plain", gone, f"{gone} is not a file; give a file of plain text with --text"),
+        (saved / "plain", empty, f"{empty} gives 0 tokens of 0 characters; give a longer text"),
+        (made_up, saved / "text.txt", f"characters; does {made_up} have the files of a tokenizer?"),
+        (tmp_path / "gone", empty, f"{tmp_path / 'gone'} does not exist; give the folder of a model"),
+        (without, empty, f"{without} has no tokenizer that can be loaded; save it there with"),
+    ]:
+        assert main(["examine", str(folder), "--text", str(text)]) == 1
+        said = capsys.readouterr().err
+        assert message in said
+        assert said.startswith("betahook examine: ")
+        assert said.count("\n") == 1

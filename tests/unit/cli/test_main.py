@@ -1,0 +1,49 @@
+"""The `betahook` command: its help, its arguments, and what it does on errors."""
+
+import runpy
+
+import pytest
+
+import betahook
+from betahook.cli import main
+
+
+def test_without_a_command_there_is_help(capsys):
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert all(command in said for command in ("inspect", "examine", "report", "show", "fold"))
+
+
+def test_the_package_runs_as_a_module(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["betahook", "--version"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_module("betahook", run_name="__main__")
+    assert capsys.readouterr().out == f"betahook {betahook.__version__}\n"
+
+
+def test_arguments_that_make_no_sense(capsys):
+    for arguments, message in [
+        (["examine", "model"], "the following arguments are required: --text"),
+        (
+            ["examine", "m", "--text", "t", "--batch", "0"],
+            "argument --batch: expected a whole number, 1 or more; got '0'",
+        ),
+        (["fold", "one"], "the following arguments are required: out"),
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+        assert message in capsys.readouterr().err
+
+
+def test_a_fault_of_ours_shows_where_it_is(monkeypatch):
+    monkeypatch.setattr("betahook.cli.commands.show", lambda folder: {}["missing"])
+    with pytest.raises(KeyError):
+        main(["show", "folder"])
+
+
+def test_ctrl_c_is_no_fault(monkeypatch):
+    def interrupt(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("betahook.cli.commands.show", interrupt)
+    assert main(["show", "folder"]) == 130
