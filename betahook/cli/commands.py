@@ -58,7 +58,7 @@ def inspect(name: str) -> Document:
             _run_on_nothing(model)
         layers, obstacles = list(hook.layers.values()), foresee(hook, from_weights=False)
         count = "1 attention layer" if len(layers) == 1 else f"{len(layers)} attention layers"
-        steps = f" after {state['steps']} steps" if state else ""
+        steps = f" at step {state['steps']}" if state else ""
         saved = f"Saved with beta beside the weights{steps}: load it with betahook.restore(model, folder)"
         blocks: list[Block] = [Text(saved, strong=True)] if marked else []
         rows = [
@@ -92,7 +92,7 @@ def show(folder: str) -> Document:
         )
     state = saved.state
     made = Text(f"From {pages.controllers(state)}{', and still on its way' * pages.is_on_its_way(state)}")
-    return Document(f"{folder}: beta after {state['steps']} steps", [pages.betas(state), made])
+    return Document(f"{folder}: beta at step {state['steps']}", [pages.betas(state), made])
 
 
 def report(folder: str) -> Document:

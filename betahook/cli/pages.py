@@ -83,7 +83,7 @@ def run(folder: str, found: Run, judged: tuple[Findings, Audit] | None) -> Docum
     tables: list[Table] = []
     if found.states:
         last = max(found.states)
-        tables = [replace(betas(found.states[last]), title=f"Beta after {last} steps")]
+        tables = [replace(betas(found.states[last]), title=f"Beta at step {last}")]
     if judged is not None:
         findings, audited = judged
         summary, remarks = findings.summary, findings.remarks()

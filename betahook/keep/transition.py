@@ -47,7 +47,7 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack) -> None:
         f" (loss of the last batch: {losses[int(own)]:.{digits}g}; {losses[int(not own)]:.{digits}g} with {other})"
     )
     logger.warning(
-        "fold() after %d steps, while %s was still moving beta: folding %s%s. Train a few hundred steps longer%s, or "
+        "fold() at step %d, while %s was still moving beta: folding %s%s. Train a few hundred steps longer%s, or "
         "choose another beta with unfinished=%s",
         hook.steps,
         hook.controllers,

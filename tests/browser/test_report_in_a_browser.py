@@ -37,7 +37,7 @@ def test_what_one_sees(tmp_path, browser):
     assert browser.title == "Attention in run"
     assert "of 4 layers" in browser.find_element("css selector", "p.strong").text
     parts = dict(browser.execute_script(PARTS))
-    assert {"At a glance", "Loss", "Attention, layer by layer", "Beta after 12 steps"} <= parts.keys()
+    assert {"At a glance", "Loss", "Attention, layer by layer", "Beta at step 12"} <= parts.keys()
     assert [title for title, filled in parts.items() if not filled] == []
     assert browser.execute_script("return document.images[0].naturalWidth") == PIXELS[0]
     papers = set()

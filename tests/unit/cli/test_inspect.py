@@ -103,7 +103,7 @@ def test_inspect_reads_no_weights_and_so_needs_no_beta(tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "LlamaForCausalLM: betahook attaches to 2 attention layers"
-    assert lines[1] == "Saved with beta beside the weights after 0 steps: load it with betahook.restore(model, folder)"
+    assert lines[1] == "Saved with beta beside the weights at step 0: load it with betahook.restore(model, folder)"
 
 
 def test_inspect_says_why_it_cannot(tmp_path, capsys):

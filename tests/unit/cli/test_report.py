@@ -24,7 +24,7 @@ def test_report_leaves_out_a_checkpoint_that_is_damaged(run, tmp_path, capsys):
     assert main(["report", str(folder), "--html", str(page)]) == 0
     texts = " ".join(Page(page).texts)
     assert f"left out: {folder / 'checkpoint-6' / checkpoint.FILE} is damaged" in texts
-    assert "Beta after 3 steps" in texts
+    assert "Beta at step 3" in texts
     assert main(["report", str(folder / "checkpoint-6")]) == 1
     assert f"{folder / 'checkpoint-6' / checkpoint.FILE} is damaged" in capsys.readouterr().err
 
@@ -36,7 +36,7 @@ def test_report_of_a_run_is_one_file_that_needs_no_other(run, tmp_path, capsys):
     shown = Page(page)
     assert all(address.startswith("data:") for address in shown.addresses)
     assert "script" not in shown.seen
-    assert {"Loss", "Beta after 6 steps", "Assumptions behind 1/sqrt(d_k)", "from W_q and W_k"} <= set(shown.texts)
+    assert {"Loss", "Beta at step 6", "Assumptions behind 1/sqrt(d_k)", "from W_q and W_k"} <= set(shown.texts)
     assert "?" not in shown.texts
     assert [shown.texts.count(name) for name in ("attention", "beta / own", "own beta", "since step")] == [1] * 4
     assert any(re.match("Step 6: of 2 layers", text) for text in shown.texts)
@@ -48,7 +48,7 @@ def test_report_of_a_checkpoint_alone(run, tmp_path):
     page = tmp_path / "one.html"
     assert main(["report", str(run / "checkpoint-3"), "--html", str(page)]) == 0
     shown = Page(page)
-    assert "Beta after 3 steps" in shown.texts
+    assert "Beta at step 3" in shown.texts
     assert any(text.startswith("training: ") for text in shown.texts)  # from the history of the Trainer
     assert any(text.startswith("largest logit: ") for text in shown.texts)
 
@@ -60,7 +60,7 @@ def test_report_of_a_checkpoint_whose_config_is_of_a_part_of_the_model(run, tmp_
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaModel"]}))
     assert main(["report", str(folder), "--html", str(page)]) == 0
-    assert "Beta after 3 steps" in Page(page).texts
+    assert "Beta at step 3" in Page(page).texts
 
 
 def test_report_of_a_run_that_was_killed_in_its_last_save(run, tmp_path):
@@ -70,7 +70,7 @@ def test_report_of_a_run_that_was_killed_in_its_last_save(run, tmp_path):
     written.write_text(written.read_text()[:100])
     assert main(["report", str(folder), "--html", str(page)]) == 0
     shown = Page(page)
-    assert "Beta after 6 steps" in shown.texts
+    assert "Beta at step 6" in shown.texts
     assert any(re.match("training: .* at step 2, .* at 2", text) for text in shown.texts)  # of checkpoint-3
 
 
@@ -87,7 +87,7 @@ def test_report_judges_the_newest_whole_checkpoint(run, tmp_path, aside):
         assert not unfinished.exists()
     assert main(["report", str(folder), "--html", str(page)]) == 0
     shown = Page(page)
-    assert f"Beta after {3 if aside else 6} steps" in shown.texts
+    assert f"Beta at step {3 if aside else 6}" in shown.texts
     assert any(re.match("Step 3: of 2 layers", text) for text in shown.texts)
 
 
@@ -99,7 +99,7 @@ def test_report_of_a_checkpoint_that_measured_nothing(tmp_path):
         hook.layers[LAYER].beta = 0.5
         model.save_pretrained(tmp_path)
     assert main(["report", str(tmp_path), "--html", str(page)]) == 0
-    assert "Beta after 1 steps" in Page(page).texts
+    assert "Beta at step 1" in Page(page).texts
 
 
 def test_report_of_a_checkpoint_has_the_loss_of_its_evaluations(run, tmp_path):

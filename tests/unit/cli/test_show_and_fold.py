@@ -26,7 +26,7 @@ class Halved(betahook.Controller):
 def test_show(saved, capsys):
     assert main(["show", str(saved / "hooked")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{saved / 'hooked'}: beta after 1 steps"
+    assert lines[0] == f"{saved / 'hooked'}: beta at step 1"
     cells = [line.split() for line in lines]
     assert ["0", "0.3536", "0.5", "1.41", "x"] in cells
     assert ["1", "0.3536", "0.3536", "1", "x"] in cells
