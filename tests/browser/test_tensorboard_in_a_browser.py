@@ -91,7 +91,7 @@ def test_what_one_sees(tensorboard, browser):
     keep(browser, f"text-{layers}")
 
     show(browser, address, "custom_scalars")
-    wait_for(lambda: len(charts := browser.execute_script(LINES)) == 5 and all(charts), "lines in every chart")
+    wait_for(lambda: len(charts := browser.execute_script(LINES)) == 7 and all(charts), "lines in every chart")
     keep(browser, f"custom-scalars-{layers}")
 
     show(browser, address, "images")
