@@ -13,7 +13,7 @@ LIMITS = ("max_logit", "logit_std", "entropy")
 
 @dataclass(frozen=True)
 class Alert:
-    """A metric of one layer that crossed its limit in the step that `Hook.metrics` reported.
+    """A metric of one layer that was beyond its limit in the step that `Hook.metrics` reported.
 
     Attributes:
         step: number of steps of the hook so far.
@@ -32,7 +32,8 @@ class Alert:
     def __str__(self) -> str:
         if self.limit is None:
             return f"step {self.step}: beta of {self.layer} is {self.value:g}, which is at its bound"
-        return f"step {self.step}: {self.quantity} of {self.layer} is {self.value:g}, which crossed {self.limit:g}"
+        beyond = f"beyond its limit of {self.limit:g}"
+        return f"step {self.step}: {self.quantity} of {self.layer} is {self.value:g}, {beyond}"
 
 
 @dataclass(frozen=True)

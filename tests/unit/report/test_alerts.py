@@ -70,7 +70,7 @@ def test_alerts_come_once_a_step_with_the_metrics():
         (bound,) = (alert for alert in heard if alert.quantity == "at_bound")
         assert (bound.layer, bound.step, bound.limit) == (SECOND, 3, None)
         assert str(bound) == f"step 3: beta of {SECOND} is {bound.value:g}, which is at its bound"
-        assert str(heard[0]).endswith("which crossed 0.0001")
+        assert str(heard[0]).endswith("beyond its limit of 0.0001")
 
 
 def test_within_the_limits_there_is_silence():
