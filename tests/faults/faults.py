@@ -389,9 +389,7 @@ FAULTS = [
     ),
     Fault("betahook/tap/by_hand/forward.py", " or tensor.shape[axis : axis + 1] == (count,)", " or True", RIGHT),
     Fault("betahook/tap/by_hand/forward.py", "self.form not in plan.axes", "not plan.axes", RIGHT),
-    Fault(
-        "betahook/tap/by_hand/softmaxes.py", "if forward.labels is not None:  # a later", "if False:  # a later", RIGHT
-    ),
+    Fault("betahook/tap/by_hand/softmaxes.py", "is_recorded or forward.labels is not None:", "is_recorded:", RIGHT),
     # control
     Fault("betahook/control/base.py", "DECADES = 3.0", "DECADES = 4.0"),
     Fault(

@@ -70,21 +70,23 @@ def _end(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     forward.note_default(total)
     leader = min(trace.products, key=lambda product: product.index)
     forward.plan.leaders.update({product.site: leader.site for product in trace.products})
-    if forward.labels is not None:  # a later forward, which has none, may be the first that is recorded
-        forward.score_axis(input, "softmax", dim)
+    is_recorded = trace.value is not None and forward.recording and input.numel() > 0
+    axis = None
+    if is_recorded or forward.labels is not None:  # a later forward, which has none, may be the first that is recorded
+        axis = forward.score_axis(input, "softmax", dim)
+    if forward.labels is not None:
         in_order = sorted(trace.products, key=lambda product: product.index)
         forward.made_of += [each.made_of for each in in_order if each.made_of is not None]
-    if trace.value is not None and forward.recording and input.numel():
-        _record(forward, trace, input, dim)
+    if is_recorded:
+        _record(forward, trace, input, dim, axis)
 
 
 @torch.no_grad()
-def _record(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
+def _record(forward: Forward, trace: Scores, input: Tensor, dim: int, axis: Axis | None) -> None:
     layer = forward.layer
     assert trace.value is not None
     assert trace.operands is not None
     scores, logits, allowed = (x.detach().movedim(dim, -1) for x in (trace.value, input, trace.pairs))
-    axis = forward.score_axis(input, "softmax", dim)
     acting = trace.products[0].acting  # on this product, not by the model's own beta of this call
     if axis is None or acting is None:
         forward.refuse(f"its heads are not told apart from the batch in the softmax at {find_line()}: {REMEDY}")

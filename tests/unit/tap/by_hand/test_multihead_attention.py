@@ -66,6 +66,21 @@ def test_a_first_batch_of_one_sequence(x, need_weights):
     torch.testing.assert_close(got, model(x, x, x)[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_a_first_forward_that_is_not_measured(x, need_weights):
+    """As in a look at the validation set before training."""
+    model, statistics = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), []
+    for evaluates in (False, True):
+        with betahook.attach(model, controller="monitor") as hook:
+            if evaluates:
+                with torch.no_grad():
+                    model.eval()(x, x, x, need_weights=need_weights)
+            model.train()(x, x, x, need_weights=need_weights)
+            statistics.append((hook.layers[""].refusal, hook.layers[""].statistics.std))
+    assert statistics[0] == statistics[1]
+    assert statistics[0][0] is None
+
+
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
