@@ -5,8 +5,9 @@ Attention that is written by hand asks it many times in each forward: torch's ow
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar, overload
+from typing import Generic, TypeVar, overload
 
 from torch import Tensor
 
@@ -30,12 +31,10 @@ class ByTensor(Generic[V]):
         return self._entries[id(tensor)][1]
 
     def __setitem__(self, tensor: Tensor, value: V) -> None:
-        entries, key = self._entries, id(tensor)
-
-        def forget(_: Any) -> None:
-            entries.pop(key, None)
-
-        entries[key] = compat.WeakIdRef(tensor, forget), value
+        key = id(tensor)
+        # No function of Python's: a tensor that dies in compiled code would have it compiled. The reference, which a
+        # callback gets, is the default of `pop`.
+        self._entries[key] = compat.WeakIdRef(tensor, functools.partial(self._entries.pop, key)), value
 
     @overload
     def get(self, tensor: object) -> V | None: ...

@@ -190,6 +190,7 @@ class Forward:
             self._learn()
         for product in self.products:
             product.counts = product.acts and layer.refusal is None and product.reached
+        self.labels = self.of_inputs = None  # they hold on to the forward, and so to the graph of autograd
 
     def _learn(self) -> None:
         """Learn from a forward whose tensors mean something, or leave the module alone."""

@@ -1,10 +1,14 @@
 """Scores and weights that a module changes in unusual ways are followed to the end."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
+import betahook
+from betahook.tap.by_hand.forward import Forward
 from support.attention import HEADS, LENGTH
 from support.mixing import ROOT, check_doubled, check_measured, make
 
@@ -122,3 +126,16 @@ def test_keys_of_each_query(x, equation):
 
     check_doubled(make(mix), x)
     check_measured(make(mix), x, times=2)
+
+
+def test_a_first_forward_goes_away_by_itself(x):
+    """It holds nodes of autograd, and so what is saved for the backward."""
+    model = make(lambda module, q, k, v: (q @ k.mT * ROOT).softmax(-1) @ v)
+    with betahook.attach(model, controller="monitor"):
+        gc.collect()
+        gc.disable()
+        try:
+            model(x)
+            assert not any(isinstance(each, Forward) for each in gc.get_objects())
+        finally:
+            gc.enable()
