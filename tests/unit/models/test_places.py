@@ -150,8 +150,9 @@ def test_what_queries_look_at_may_be_of_another_width(kind):
     module = kind().double()
     x, context = (torch.randn(2, 5, width, dtype=torch.float64) for width in (WIDTH, 10))
     with betahook.attach(module, controller="monitor", when="always") as hook:
-        module(x, context)
         (layer,) = hook.layers.values()
+        assert layer.projections is not None  # by the trial: the first forward would leave their input unmeasured
+        module(x, context)
         weights = module.ask.weight, module.answer.weight[:WIDTH]
         expected = [weight.std(correction=0).item() for weight in weights]
         assert [layer.weight_std_q, layer.weight_std_k] == pytest.approx(expected, rel=1e-6)
