@@ -69,7 +69,7 @@ class Saved:
             fingerprint.refuse_other_weights(self.entries, model)
 
     def check_files(self) -> None:
-        """Check that so are the files of weights beside this one.
+        """Check the same of the files of weights beside this one.
 
         Raises:
             ValueError: the weights are others, or their files are damaged.

@@ -504,8 +504,8 @@ FAULTS = [
     Fault("betahook/tap/by_hand/situation.py", "if call.name in PROJECTIONS or", "if", POSITIONS),
     Fault(
         "betahook/tap/by_hand/watching.py",
-        "traces, or_learned = forward.traces, True",
-        "traces, or_learned = forward.traces, name in handlers.HANDLERS",
+        "or_learned, learned = forward.traces, True, name",
+        "or_learned, learned = forward.traces, False, name",
         POSITIONS,
     ),
     Fault(

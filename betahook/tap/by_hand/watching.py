@@ -196,11 +196,11 @@ def _concerns(forward: Forward, name: str, args: Sequence[Any], kwargs: Mapping[
     """Return False for a call that can be run as it is, without a further look at it: most calls are such."""
     if name in STARTING:
         return True
-    traces, or_learned = forward.traces, True
+    traces, or_learned, learned = forward.traces, True, name in handlers.HANDLERS
     for argument in itertools.chain(args, kwargs.values()):
         if _is_followed(traces, argument, or_learned):
             return True
-        or_learned = name in handlers.HANDLERS
+        or_learned = learned
     return False
 
 
