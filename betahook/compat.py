@@ -29,11 +29,6 @@ from torch.nn.utils import parametrize
 from torch.utils.weak import WeakIdRef as WeakIdRef
 from torch.utils.weak import WeakTensorKeyDictionary as WeakTensorKeyDictionary
 
-# Documented for users who register a function; not that every model asks `get_interface`, which the tap wraps.
-# https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ALL_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import AttentionInterface as AttentionInterface
-
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_common_utils.py
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py

@@ -34,7 +34,7 @@ from betahook.state.state import State
 from betahook.step import first_look, stages, training_loss
 from betahook.step.clipping import Clipping
 from betahook.step.loss_scale import LossScale
-from betahook.tap import adapters, install, interface
+from betahook.tap import adapters, install
 from betahook.tap.last_call import LastCall
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 
@@ -158,9 +158,8 @@ class Hook:
         self.layers = Layers([AttentionLayer(*each) for each in parts])
         recorders = [Recorder(*each, owner=self, when=settings.when) for each in parts]
 
-        interface.acquire()
         # Called once, by detach or when the hook is collected together with its model.
-        self._release = weakref.finalize(self, interface.release)
+        self._release = weakref.finalize(self, install.acquire(recorders))
         with ExitStack() as undo:  # also if something below fails
             undo.callback(self._release)
             install.connect(model, recorders, undo)

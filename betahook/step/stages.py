@@ -24,7 +24,6 @@ from betahook.state.ranges import heads_of
 from betahook.state.state import State, is_pooled, release_refused
 from betahook.step import training_loss
 from betahook.step.loss_scale import LossScale
-from betahook.tap import interface
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,11 @@ def check_seen(state: State, layers: Layers) -> None:
         return
     # A rank may be idle in the first step; alone, it is a sign that the tap is passed by.
     if not (state.seen or is_pooled(state)):
-        bypassed = f". If it did not, {interface.UNKNOWN}" if layers.use_interface else ""
+        bypassed = ""
+        if layers.use_interface:
+            from betahook.tap.interface import UNKNOWN
+
+            bypassed = f". If it did not, {UNKNOWN}"
         raise RuntimeError(
             "hook.step() was called, but no forward has reached a hooked layer. Run hook.model first. If you did, it "
             "ran on another model object, such as a copy, or calls parts of the hooked modules but not these themselves"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,6 +21,24 @@ from betahook.tap import copies, kernels, opaque
 from betahook.tap.by_hand import bypassed, watching
 from betahook.tap.override import Override
 from betahook.tap.recorder import ATTRIBUTE, Recorder
+
+
+def acquire(recorders: Collection[Recorder]) -> Callable[[], None]:
+    """Prepare what all hooked models of a process share, and return the function that gives it back.
+
+    Raises:
+        ImportError: this transformers has no attention interface that a model asks.
+        RuntimeError: it does not ask it for its attention functions.
+    """
+    if compat.has_compiled():
+        # What was compiled before goes past the tap, and serves every model of the same class.
+        torch.compiler.reset()
+    if all(recorder.route != "interface" for recorder in recorders):
+        return lambda: None
+    from betahook.tap import interface
+
+    interface.acquire()
+    return interface.release
 
 
 def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) -> None:

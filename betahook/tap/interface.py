@@ -3,6 +3,8 @@
 Models ask `AttentionInterface.get_interface` for their attention function, whatever the backend. While any model is
 hooked, that one method is wrapped. The wrapper leaves modules without a layer alone, and for the others multiplies the
 query by `beta / beta_default` and records the scores; the model's own function does the rest.
+
+This file loads the models of transformers, which takes seconds: it is imported where a hook needs it.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from betahook import compat
-from betahook.compat import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+# Both are documented; not that every model asks `get_interface`, which the tap wraps.
+# https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
 from betahook.measure.masks import Band, GivenMask
 from betahook.measure.rows import ScoreMod
 from betahook.tap import kernels, opaque
@@ -53,9 +57,6 @@ def acquire() -> None:
             AttentionInterface.get_interface = _original  # type: ignore[method-assign]
             raise RuntimeError(UNKNOWN)
     _users += 1
-    if compat.has_compiled():
-        # What was compiled before goes past the tap, and serves every model of the same class.
-        torch.compiler.reset()
 
 
 def release() -> None:

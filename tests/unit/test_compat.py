@@ -17,9 +17,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_utils import AttentionInterface
 from transformers.models.llama import modeling_llama
 
 from betahook import compat
+from betahook.tap import interface
 from support.models import build, inputs
 
 
@@ -72,9 +74,9 @@ def test_every_model_asks_one_method_of_the_interface_for_its_attention(monkeypa
         asked.append((implementation, default))
         return default
 
-    assert isinstance(compat.ALL_ATTENTION_FUNCTIONS, compat.AttentionInterface)
-    assert modeling_llama.ALL_ATTENTION_FUNCTIONS is compat.ALL_ATTENTION_FUNCTIONS
-    monkeypatch.setattr(compat.AttentionInterface, "get_interface", watched)
+    assert isinstance(modeling_llama.ALL_ATTENTION_FUNCTIONS, AttentionInterface)
+    assert modeling_llama.ALL_ATTENTION_FUNCTIONS is interface.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setattr(AttentionInterface, "get_interface", watched)
     build("llama")(**inputs("llama"))
     assert asked == [("eager", modeling_llama.eager_attention_forward)] * 2
 

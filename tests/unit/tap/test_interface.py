@@ -1,8 +1,8 @@
 """The tap against the model alone, bit by bit, and against an independent trace of its attention."""
 
 import gc
-import importlib
 import math
+import subprocess
 import sys
 from unittest import mock
 
@@ -245,15 +245,29 @@ def test_detach_restores_every_attribute_and_hook():
 
 @pytest.mark.parametrize("change", [None, lambda self, name: None], ids=["none", "of two parameters"])
 def test_a_transformers_without_the_interface_is_named(monkeypatch, change):
-    """When betahook is imported, here once more."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "betahook"]:
-        monkeypatch.delitem(sys.modules, name)
+    """When its attention is to be hooked first, as if this were it."""
+    model = build("llama")
+    monkeypatch.delitem(sys.modules, interface.__name__)
+    monkeypatch.delattr("betahook.tap.interface")
     if change is None:
         monkeypatch.delattr(AttentionInterface, "get_interface")
     else:
         monkeypatch.setattr(AttentionInterface, "get_interface", change)
     with pytest.raises(ImportError, match=r"betahook needs transformers 5\.1 or later"):
-        importlib.import_module("betahook")
+        betahook.attach(model)
+
+
+def test_models_of_transformers_are_loaded_where_one_is_hooked():
+    """They take longer to import than all else; a model of one's own does not need them."""
+    code = """
+import sys, torch, betahook
+model = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
+with betahook.attach(model, controller="monitor") as hook:
+    model(torch.randn(2, 5, 16)).sum().backward()
+    hook.step()
+    print(len(hook.layers), "transformers.modeling_utils" in sys.modules)
+"""
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "1 False\n"
 
 
 def test_a_transformers_that_asks_elsewhere_is_named(monkeypatch, original):
