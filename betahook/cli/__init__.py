@@ -6,11 +6,12 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from safetensors import SafetensorError
 
 import betahook
-from betahook.cli import commands, terminal
+from betahook.cli import terminal
 from betahook.report import html
 from betahook.report.document import Document
 
@@ -25,9 +26,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return 0
+    from betahook.cli import commands  # loads transformers, which takes seconds: not for --help
+
     try:
-        act: Callable[[argparse.Namespace], Document] = options.act
-        document = act(options)
+        act: Callable[[ModuleType, argparse.Namespace], Document] = options.act
+        document = act(commands, options)
         if getattr(options, "html", None):
             html.write(document, options.html)
         if options.command == "report":
@@ -51,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = _command(group, "inspect", "say where betahook would attach to a model; no weights are read")
     inspect.add_argument("model", help=model)
-    inspect.set_defaults(act=lambda options: commands.inspect(options.model))
+    inspect.set_defaults(act=lambda commands, options: commands.inspect(options.model))
 
     examine = _command(group, "examine", "look at the attention of a trained model, by forwards over a text")
     examine.add_argument("model", help=model)
@@ -61,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     examine.add_argument("--batches", type=_positive, default=8, help="forwards (default: %(default)s)")
     examine.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures")
     examine.set_defaults(
-        act=lambda options: commands.examine(
+        act=lambda commands, options: commands.examine(
             options.model,
             options.text,
             length=options.length,
@@ -75,16 +78,16 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run", metavar="RUN", help="a folder with TensorBoard files, checkpoints or both")
     page, where = Path("betahook.html"), "default: %(default)s in the current folder"
     report.add_argument("--html", type=Path, metavar="FILE", default=page, help=where)
-    report.set_defaults(act=lambda options: commands.report(options.run))
+    report.set_defaults(act=lambda commands, options: commands.report(options.run))
 
     show = _command(group, "show", "show the beta of each layer of a checkpoint")
     show.add_argument("folder", help="a checkpoint of a run with betahook")
-    show.set_defaults(act=lambda options: commands.show(options.folder))
+    show.set_defaults(act=lambda commands, options: commands.show(options.folder))
 
     fold = _command(group, "fold", "fold the beta of a checkpoint into its weights, after an interrupted run")
     fold.add_argument("folder", help="a checkpoint of a run with betahook")
     fold.add_argument("out", help="a new folder for the plain model")
-    fold.set_defaults(act=lambda options: commands.fold(options.folder, options.out))
+    fold.set_defaults(act=lambda commands, options: commands.fold(options.folder, options.out))
     return parser
 
 
