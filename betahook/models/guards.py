@@ -6,57 +6,46 @@ not the arguments that its author added, or a name that is none, and torch's fun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FunctionType
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from torch import nn
 from torch.overrides import has_torch_function, has_torch_function_unary, has_torch_function_variadic
 
+from betahook.models import stand_ins
 from betahook.models.code import functions_of
 
 GUARDS = (has_torch_function, has_torch_function_unary, has_torch_function_variadic)
-
-
-class _Blinded:
-    """Stands in for a guard, and sees no function mode.
-
-    Attributes:
-        guard: the guard.
-        users: how many need that it is replaced.
-    """
-
-    def __init__(self, guard: Any) -> None:
-        self.guard, self.users = guard, 0
-
-    def __call__(self, *tensors: Any) -> bool:
-        has_mode = has_torch_function((None,))
-        return not has_mode and bool(self.guard(*tensors))
 
 
 @contextmanager
 def blinded(module: nn.Module) -> Iterator[None]:
     """Replace the guards that the code of a module and its parts calls by name, for as long as the context lasts."""
     found = {(id(each.__globals__), name): each.__globals__ for each in functions_of(module) for name in _guards(each)}
-    for (_, name), namespace in found.items():
-        if not isinstance(namespace[name], _Blinded):
-            namespace[name] = _Blinded(namespace[name])
-        namespace[name].users += 1
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for (_, name), namespace in found.items():
-            stand_in = namespace.get(name)
-            if isinstance(stand_in, _Blinded):
-                stand_in.users -= 1
-                if stand_in.users == 0:
-                    namespace[name] = stand_in.guard
+            stack.enter_context(stand_ins.put(namespace, name, _blind))
+        yield
 
 
 def _guards(function: FunctionType) -> Iterator[str]:
     """The global names by which a function calls guards."""
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
-        if isinstance(value, _Blinded) or any(value is guard for guard in GUARDS):
+        if isinstance(value, FunctionType | BuiltinFunctionType) and inspect.unwrap(value) in GUARDS:
             yield name
+
+
+def _blind(guard: Callable[..., bool]) -> Callable[..., bool]:
+    """A guard that sees no function mode."""
+
+    @functools.wraps(guard)
+    def blind(*tensors: Any) -> bool:
+        has_mode = has_torch_function((None,))
+        return not has_mode and guard(*tensors)
+
+    return blind

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from betahook.measure import masks
 from betahook.measure.masks import Band, Mask
+from betahook.models import stand_ins
 from betahook.models.code import functions_of
 from betahook.models.torch_calls import Call
 from betahook.tap.recorder import Recorder
@@ -182,37 +183,12 @@ KERNELS = {
 }
 """Name of a kernel to its signature."""
 
-_SHOWN = "_betahook_shown"
-"""Attribute of the function in place of a kernel that holds its `_Shown`."""
-
-
-@dataclass
-class _Shown:
-    """A kernel that was replaced, which its replacement holds: nothing else outlives the namespace that it is in.
-
-    Attributes:
-        namespace, name: where it was found.
-        kernel: the kernel.
-        users: how many hooks need that it is replaced.
-    """
-
-    namespace: dict[str, Any]
-    name: str
-    kernel: Any
-    users: int = 0
-
-    def release(self) -> None:
-        """Put the kernel back with the last hook that needs its replacement, if that is still there."""
-        self.users -= 1
-        if self.users == 0 and getattr(self.namespace.get(self.name), _SHOWN, None) is self:
-            self.namespace[self.name] = self.kernel
-
 
 def connect(layers: Iterable[Recorder], undo: ExitStack) -> None:
     """Let the tap see the kernels that the code of some layers calls by name, until `undo` is closed."""
     found = (binding for layer in layers for binding in _bindings(layer))
     for namespace, name in {(id(namespace), name): (namespace, name) for namespace, name in found}.values():
-        undo.callback(_show(namespace, name).release)
+        undo.enter_context(stand_ins.put(namespace, name, _visible))
 
 
 def are_called(layer: Recorder) -> bool:
@@ -236,18 +212,6 @@ def _is_kernel(value: Any) -> bool:
     kernel = KERNELS.get(name) if isinstance(name, str) and callable(value) else None
     package = str(getattr(value, "__module__", "")).partition(".")[0]
     return kernel is not None and name != "scaled_dot_product_attention" and package.startswith(kernel.package)
-
-
-def _show(namespace: dict[str, Any], name: str) -> _Shown:
-    """Replace a kernel in a namespace, if it is not yet, for one hook more."""
-    kernel = namespace[name]
-    shown = getattr(kernel, _SHOWN, None)
-    if shown is None or shown.namespace is not namespace:  # a replacement may have been imported from another one
-        shown = _Shown(namespace, name, kernel)
-        namespace[name] = _visible(kernel)
-        setattr(namespace[name], _SHOWN, shown)
-    shown.users += 1
-    return cast(_Shown, shown)
 
 
 def _visible(kernel: Any) -> Callable[..., Any]:
