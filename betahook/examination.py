@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betahook import compat, rerun
+from betahook import compat
 from betahook.hook import Hook, attach, hooks_of
 from betahook.models import materialise
-from betahook.models.modes import evaluating
+from betahook.models.modes import evaluating, random_state_kept
 from betahook.options import LayerChoice
 from betahook.report import precision
 from betahook.report.audit import Audit
@@ -92,7 +92,7 @@ def examine_hooked(hook: Hook, batches: Iterable[Mapping[str, Any] | Tensor]) ->
         raise TypeError(f"examine() takes an iterable of batches; got one {type(batches).__name__}: put it into a list")
     count = 0
     hook._state.is_local = not any(map(_is_in_shards, hook.model.parameters()))
-    with evaluating(hook.model), rerun.random_state_kept(hook):
+    with evaluating(hook.model), random_state_kept(hook.model.parameters()):
         for batch in batches:
             _call(hook.model, batch)
             count += 1

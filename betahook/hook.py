@@ -22,6 +22,7 @@ from betahook import options
 from betahook.checkpoint import pretrained, schema
 from betahook.control.base import Controller
 from betahook.layer import AttentionLayer, Layers, size_of
+from betahook.measure.dtypes import for_sums
 from betahook.models.discovery import Survey
 from betahook.options import ControllerChoice, LayerChoice, Settings
 from betahook.report import findings, metrics
@@ -323,7 +324,7 @@ class Hook:
         if not self.attached:
             raise RuntimeError("load_state_dict() on a detached hook: attach to the model again")
         own, parsed = self._state, schema.parse(state)
-        beta = own.units.geometric_mean(own.current_beta)
+        beta = for_sums(own.units.geometric_mean(own.current_beta))
         with pretrained.unmarked(self.model):  # scripts of diffusers take the saved config too when they resume
             schema.restore(own, schema.match(parsed, self.state_dict(), self.controllers, beta))
         self.trained_by = list(parsed["trained_by"])

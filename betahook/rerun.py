@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from betahook import compat
+from betahook.measure.dtypes import for_sums, sum_dtype
 from betahook.models import materialise
-from betahook.models.modes import evaluating
+from betahook.models.modes import evaluating, random_state_kept
 from betahook.models.torch_calls import rebuilt
 from betahook.tap.last_call import LastCall
 
@@ -46,14 +47,6 @@ def without_side_effects(hook: Hooked) -> Iterator[None]:
                 config.use_cache = False
                 stack.callback(setattr, config, "use_cache", True)
         stack.enter_context(evaluating(hook.model))
-        yield
-
-
-@contextmanager
-def random_state_kept(hook: Hooked) -> Iterator[None]:
-    """Let what runs draw the random numbers that the next one will draw."""
-    devices = {parameter.device for parameter in hook.model.parameters() if parameter.is_cuda}
-    with torch.random.fork_rng(devices):
         yield
 
 
@@ -92,7 +85,7 @@ def _output(hook: Hooked) -> Any:
     assert given is not None
     args, kwargs = given
     kwargs = {**kwargs, "use_cache": False} if "use_cache" in kwargs else kwargs
-    with random_state_kept(hook), ExitStack() as afterwards:
+    with random_state_kept(hook.model.parameters()), ExitStack() as afterwards:
         afterwards.callback(materialise.reshard, hook.model)  # which the caller may write to
         copies: dict[int, Tensor] = {}
 
@@ -131,7 +124,7 @@ def distance(one: Any, other: Any) -> float:
             return math.nan
         for x, y in zip(a.reshape(-1).split(CHUNK), b.reshape(-1).split(CHUNK), strict=True):
             alike = (x == y) | (x.isnan() & y.isnan())
-            total += float((x.double() - y.double()).masked_fill(alike, 0).square().sum())
+            total += float((for_sums(x) - for_sums(y)).masked_fill(alike, 0).square().sum())
     return math.sqrt(total)
 
 
@@ -143,7 +136,7 @@ def norms(outputs: list[Tensor]) -> Tensor:
 def norm(output: Any) -> float:
     """Norm of what is finite in an output."""
     finite = (tensor.nan_to_num(0, 0, 0) for tensor in tensors(output))
-    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.double)) for tensor in finite))
+    return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=sum_dtype(tensor.device))) for tensor in finite))
 
 
 def precision(nested: Any) -> float:

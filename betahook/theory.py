@@ -17,6 +17,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 POWER_ITERATIONS = 10
 
@@ -66,7 +67,7 @@ def spectral_ratio(weight: Tensor) -> Tensor:
     tiny = torch.finfo(weight.dtype).tiny
     vector = torch.arange(columns, device=weight.device, dtype=weight.dtype).cos()  # any vector without symmetry
     for _ in range(POWER_ITERATIONS):
-        vector = weight.mT @ (weight @ (vector / vector.norm().clamp(min=tiny)))
+        vector = weight.mT @ (weight @ (vector / vector_norm(vector).clamp(min=tiny)))
     spread = weight.square().mean().sqrt()
-    ratio: Tensor = vector.norm().sqrt() / (spread * (math.sqrt(rows) + math.sqrt(columns))).clamp(min=tiny)
+    ratio: Tensor = vector_norm(vector).sqrt() / (spread * (math.sqrt(rows) + math.sqrt(columns))).clamp(min=tiny)
     return ratio

@@ -158,7 +158,8 @@ def match(
 ) -> dict[str, Any]:
     """Return a state from `parse` as a hook continues from it.
 
-    The hook has its `own` state dict, its controllers, and `beta [units]`, which shapes what these remember.
+    The hook has its `own` state dict, its controllers, and `beta [units]` as these get it, which shapes what they
+    remember.
 
     Raises:
         ValueError: the state is of another model, other options or other controllers; the message says which.
@@ -214,7 +215,7 @@ def _memory(controller: Controller, given: dict[str, Tensor], beta: Tensor) -> d
         like = start[key]
         _check_shape(f"{key} of {name}", value, like.shape)
         _check(is_of_kind(value, like), f"damaged: {key} of {name} should be of {like.dtype}, got {value.dtype}")
-    return {key: memory[key] for key in start if memory}
+    return {key: memory[key].cpu().to(like.dtype) for key, like in start.items() if memory}
 
 
 def restore(state: State, given: dict[str, Any]) -> None:

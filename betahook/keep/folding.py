@@ -18,6 +18,7 @@ from betahook.keep import transition
 from betahook.keep.refusals import FoldError, FoldPlan, foresee, refuse
 from betahook.keep.transition import Unfinished
 from betahook.keep.verification import exact_places
+from betahook.measure.dtypes import for_sums
 from betahook.models import materialise
 from betahook.version import __version__
 
@@ -60,7 +61,7 @@ def fold(model: nn.Module | Hook, *, unfinished: Unfinished = "keep") -> None:
         raise ValueError("fold() on a detached hook: beta is the model's own, there is nothing to fold")
     with ExitStack() as undo:
         transition.choose(hook, unfinished, undo)
-        gains = {layer: layer.current_gain.double() for layer in hook.layers.values()}
+        gains = {layer: for_sums(layer.current_gain) for layer in hook.layers.values()}
         changed = {layer: gain for layer, gain in gains.items() if bool((gain != 1).any())}  # NaN is no 1 either
         materialise.reshard(hook.model)
         if changed:

@@ -18,6 +18,7 @@ from torch import Tensor
 from betahook import rerun
 from betahook.keep.refusals import FoldError, FoldPlan
 from betahook.layer import AttentionLayer
+from betahook.models.modes import random_state_kept
 from betahook.models.scaling import Scaling
 from betahook.tap.override import Override
 
@@ -56,7 +57,7 @@ def _check_layers(plan: FoldPlan) -> tuple[dict[AttentionLayer, Scaling], list[T
             nonlocal precision
             output = forward(*args, **kwargs)
             candidates = exact.get(layer, plan.places[layer])  # those left of an earlier call in the same forward
-            with rerun.random_state_kept(plan.hook):
+            with random_state_kept(plan.hook.model.parameters()):
                 exact[layer] = _LayerCheck(plan, layer, forward, args, kwargs).exact(candidates)
             precision = max(precision, rerun.precision([output, exact[layer][0].parameters]))
             return output
@@ -168,7 +169,8 @@ class _LayerCheck:
 
     def _run(self, gain: Tensor) -> Any:
         """Run with `gain [heads]` acting in place of `beta / beta_default`, on the same random numbers each time."""
-        with rerun.random_state_kept(self._plan.hook), self._layer.acting(gain):  # some drop out in evaluation, too
+        # Some drop out in evaluation, too.
+        with random_state_kept(self._plan.hook.model.parameters()), self._layer.acting(gain):
             return self._forward()
 
     def _run_scaled(self, place: Scaling, factors: Tensor, error: float = 0.0) -> Any:

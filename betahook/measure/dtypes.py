@@ -17,6 +17,11 @@ def sum_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def for_sums(tensor: Tensor) -> Tensor:
+    """The tensor in the dtype of sums on its device."""
+    return tensor.to(sum_dtype(tensor.device))
+
+
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of products of tensors of a dtype: float32, or wider where they are."""
     return dtype if dtype == torch.float64 else torch.float32

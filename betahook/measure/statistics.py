@@ -80,6 +80,8 @@ def raise_maxima(table: Tensor, found: Tensor, scales: Tensor) -> None:
 
 def by_segment(values: Tensor, reduction: Literal["sum", "mean", "max"], lengths: Tensor) -> Tensor:
     """Reduce runs of `lengths [segments]` entries of `values [entries, ...]`: `[segments, ...]`."""
+    if values.device.type == "mps":  # which lacks the operation
+        return by_segment(values.cpu(), reduction, lengths.cpu()).to(values.device)
     # unsafe=True: checking the lengths would read them back to the host.
     return torch.segment_reduce(values.contiguous(), reduction, lengths=lengths, unsafe=True)
 

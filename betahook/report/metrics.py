@@ -12,6 +12,7 @@ from betahook import theory
 from betahook.control.base import at_bound
 from betahook.control.notes import Note
 from betahook.layer import Layers
+from betahook.measure.dtypes import for_sums
 from betahook.measure.groups import HeadGroups
 from betahook.state.state import State
 
@@ -88,7 +89,7 @@ def by_layer(state: State, layers: Layers, notes: Sequence[Note]) -> dict[str, f
 def by_head(state: State, layers: Layers) -> dict[str, Tensor]:
     """Return `quantity/layer` to a tensor `[heads]` on the CPU; NaN for what was not measured."""
     quantities = columns(state, state.layers.by_head())
-    table = torch.stack([column.double() for column in quantities.values()]).cpu()
+    table = torch.stack([for_sums(column) for column in quantities.values()]).cpu().double()
     lengths = [layer.heads for layer in layers.values()]
     return {
         f"{quantity}/{name}": part
@@ -100,7 +101,7 @@ def by_head(state: State, layers: Layers) -> dict[str, Tensor]:
 def numbers(state: State, groups: HeadGroups) -> dict[str, list[float]]:
     """Return every metric as numbers, one of each group. Reads the device back, once."""
     quantities = columns(state, groups)
-    table = torch.stack([column.double() for column in quantities.values()]).tolist()
+    table = torch.stack([for_sums(column) for column in quantities.values()]).tolist()
     return dict(zip(quantities, table, strict=True))
 
 

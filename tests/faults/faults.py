@@ -32,6 +32,7 @@ SCHEMA = ("tests/unit/checkpoint/test_schema.py",)
 FINGERPRINT = ("tests/unit/checkpoint/test_fingerprint.py",)
 STATE = ("tests/unit/state",)
 COMPILED = ("tests/models/test_compiled.py",)
+MPS = ("tests/models/test_mps.py",)
 TRANSFORMED = ("tests/models/test_transforms.py",)
 EXPORTED = ("tests/models/test_backends.py::test_an_exported_model_keeps_beta_without_its_hook",)
 VERIFICATION = ("tests/unit/keep/test_verification.py", "tests/unit/keep/test_other_uses.py")
@@ -79,7 +80,7 @@ def of_trainer(test: str, file: str = "test_trainer.py") -> tuple[str]:
 
 FAULTS = [
     # examination and the command
-    Fault("betahook/examination.py", ", rerun.random_state_kept(hook):", ":"),
+    Fault("betahook/examination.py", ", random_state_kept(hook.model.parameters()):", ":"),
     Fault(
         "betahook/report/precision.py", "torch.expm1(max_logit * limits.eps / 2)", "torch.expm1(max_logit * limits.eps)"
     ),
@@ -574,7 +575,7 @@ FAULTS = [
     ),
     Fault("betahook/rerun.py", "alike = (x == y) | (x.isnan() & y.isnan())", "alike = x == y", VERIFICATION),
     Fault("betahook/keep/places.py", "yield Scaling([*weights, *biases])", "pass"),
-    Fault("betahook/keep/verification.py", "rerun.random_state_kept(self._plan.hook), self.", "self."),
+    Fault("betahook/keep/verification.py", "random_state_kept(self._plan.hook.model.parameters()), self.", "self."),
     Fault("betahook/keep/verification.py", "if self._is_random():", "if False:"),
     Fault("betahook/keep/folding.py", "    hook.detach()\n", ""),
     Fault("betahook/keep/folding.py", "transition.choose(hook, unfinished, undo)", "pass"),
@@ -590,6 +591,16 @@ FAULTS = [
         'controller=controller or "default"',
     ),
     Fault("betahook/tap/kernels.py", "Band(last - left - 1 if", "Band(last - left if"),
+    Fault("betahook/tap/by_hand/shadows.py", "for_sums(logits) + change", "logits.double() + change", MPS),
+    Fault(
+        "betahook/report/metrics.py",
+        "for_sums(column) for column in quantities.values()]).tolist",
+        "column.double() for column in quantities.values()]).tolist",
+        MPS,
+    ),
+    Fault("betahook/measure/statistics.py", 'values.device.type == "mps"', "False", MPS),
+    Fault("betahook/checkpoint/schema.py", ".cpu().to(like.dtype)", "", MPS),
+    Fault("betahook/models/modes.py", 'device.type == "mps" for device', "False for device", MPS),
     Fault("betahook/models/stand_ins.py", "if replaced.users == 0 and", "if"),
     Fault("betahook/models/stand_ins.py", " and getattr(namespace.get(name), _ATTRIBUTE, None) is replaced:", ":"),
     Fault("betahook/models/stand_ins.py", " and replaced.namespace is namespace", ""),

@@ -26,7 +26,7 @@ ROOMS = {
     "state": {"compat", "measure"},
     "layer": BASE | {"measure", "models", "state"},
     "tap": BASE | {"measure", "models", "state"},
-    "rerun": {"compat", "models", "tap"},
+    "rerun": {"compat", "measure", "models", "tap"},
     "checkpoint": PIPELINE,
     "report": PIPELINE | {"rerun"},
     "options": PIPELINE | {"checkpoint", "report"},

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from betahook.measure.dtypes import for_sums
 from betahook.models.by_tensor import ByTensor
 from betahook.models.torch_calls import Call, tensors_in
 from betahook.tap.by_hand.traces import Scores
@@ -60,11 +61,11 @@ class Shadows:
         several = isinstance(scores.factor, Tensor) and scores.factor.numel() > 1 and scores.axis is None
         if shadow is None or scores.value is None or not scores.linear or several or logits.numel() == 0:
             return False
-        change = (GAIN - 1) * scores.factor * scores.value.double()
+        change = (GAIN - 1) * scores.factor * for_sums(scores.value)
         if scores.allowed is not None:
             change = change.masked_fill(~scores.allowed, 0)
-        promised = (logits.double() + change).softmax(dim).nan_to_num()
-        got = shadow.double().softmax(dim).nan_to_num()
+        promised = (for_sums(logits) + change).softmax(dim).nan_to_num()
+        got = for_sums(shadow).softmax(dim).nan_to_num()
         largest = change.abs().amax(dim, keepdim=True) + logits.amax(dim, keepdim=True).abs()
         differs = (promised - got).abs() > 1e-4 + 20 * self._eps * (1 + largest)
         if scores.allowed is not None:  # of a row without a pair nothing is promised: an addend left its scores there

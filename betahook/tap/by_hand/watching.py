@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from betahook import compat
 from betahook.measure.masks import Band
 from betahook.models.code import PRODUCTS, SOFTMAXES
+from betahook.models.modes import random_state_kept
 from betahook.models.torch_calls import Call, is_in_place
 from betahook.tap import kernels
 from betahook.tap.by_hand import bypassed, following, handlers, matrices, nested, softmaxes
@@ -124,10 +125,10 @@ def _rehearse(
     if not all(isinstance(x, Tensor | bool | int | float | str | None) for x in compat.leaves((args, kwargs))):
         return  # a cache, say, would be filled twice
     known = Forward(layer, plan, (args, kwargs), rehearsal=True)
-    devices = {x.device for x in compat.leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_cuda}
+    given = (x for x in compat.leaves((args, kwargs)) if isinstance(x, Tensor))
     # Non-reentrant checkpointing counts what is saved for the backward, and its recomputation rehearses nothing.
     unsaved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with torch.random.fork_rng(devices), layer.state.pause(), _put_back(layer.module), unsaved, ScoreProducts(known):
+    with random_state_kept(given), layer.state.pause(), _put_back(layer.module), unsaved, ScoreProducts(known):
         forward(*args, **kwargs)
     known.finish()
 
