@@ -558,9 +558,7 @@ FAULTS = [
     Fault(
         "betahook/keep/verification.py", "limits = limits.maximum(4 *", "limits = limits.maximum(4000 *", VERIFICATION
     ),
-    Fault(
-        "betahook/keep/verification.py", "if not error <= 4 * rounding", "if not error <= 4000 * rounding", VERIFICATION
-    ),
+    Fault("betahook/keep/verification.py", "max(limit, 4 * self.", "max(limit, 4000 * self.", VERIFICATION),
     Fault(
         "betahook/models/modes.py",
         '"training", part.training)',

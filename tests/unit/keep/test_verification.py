@@ -295,6 +295,34 @@ def test_nearly_flat_attention_folds(dtype, gain):
             betahook.fold(model)
 
 
+def test_sharp_attention_folds_in_half_precision():
+    """Rounding lets few rows look at another key, which one look at what rounding does may miss."""
+    for seed in range(10):
+        model = build("t5", dtype=torch.bfloat16)
+        ids = torch.randint(3, 64, (2, 24), generator=torch.Generator().manual_seed(seed))
+        with betahook.attach(model, controller="monitor") as hook:
+            model(input_ids=ids, labels=ids)
+            for layer in hook.layers.values():
+                layer.beta = 700 * layer.beta_default
+            betahook.fold(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_that_half_precision_rounds_to_nothing_folds_in_float32(dtype):
+    """A norm that adds 1 to its weight would hold 0.01 as -0.99."""
+    model, batch = build("gemma3", "sdpa", dtype=dtype), inputs("gemma3")
+    hook = betahook.attach(model, controller="monitor")
+    model(**batch)
+    for layer in hook.layers.values():
+        layer.beta = 0.01 * layer.beta_default
+    with pytest.raises(betahook.FoldError, match="half precision is too coarse to tell: call model"):
+        betahook.fold(model)
+    model.float()
+    adapted = model(**batch).logits
+    betahook.fold(model)
+    torch.testing.assert_close(model(**batch).logits, adapted)
+
+
 def test_a_model_that_draws_random_numbers_in_evaluation_folds():
     class Sampling(nn.Sequential):
         def forward(self, x):
