@@ -250,7 +250,9 @@ def weight_would_overflow(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     weights = [weight for place in plan.places[layer] for weight in place.weights]
     overflows = torch.tensor([float(not weight.stays_finite(plan.gains[layer])) for weight in weights])
     overflow = bool(plan.pooled(overflows).any())
-    reason = "a folded weight would be NaN or infinite; look at the weight, or lower hook.layers[name].beta"
+    is_narrow = any(weight.parameter.dtype == torch.float16 for weight in weights)
+    wider = ", call model.float() and run a forward" if is_narrow else ""
+    reason = f"a folded weight would be NaN or infinite; look at the weight{wider}, or lower hook.layers[name].beta"
     return reason if overflow else None
 
 
