@@ -71,6 +71,8 @@ def _is_whole(folder: Path) -> bool:
         # A model of transformers that is hooked writes the state of its hook before its config.
         if config is None or checkpoint.MARK in config or checkpoint.is_begun(folder):
             checkpoint.read(folder).check_files()
+    except checkpoint.ForeignStateError:
+        return True  # of a newer betahook, say; resuming from it says so
     except (OSError, ValueError):
         return False
     return True

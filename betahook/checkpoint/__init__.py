@@ -3,6 +3,7 @@
 from betahook.checkpoint.file import (
     FILE,
     UNFINISHED,
+    ForeignStateError,
     Saved,
     export,
     finished,
@@ -18,6 +19,7 @@ __all__ = [
     "FILE",
     "MARK",
     "UNFINISHED",
+    "ForeignStateError",
     "Saved",
     "export",
     "finished",

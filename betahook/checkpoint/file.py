@@ -35,6 +35,10 @@ FINGERPRINT = f"fingerprint{SEPARATOR}"
 """Prefix of the tensors of the fingerprint, before the name of a parameter."""
 
 
+class ForeignStateError(ValueError):
+    """A file is whole, but what it says is not a state that this version reads."""
+
+
 class Stateful(Protocol):
     """A `Hook`, as far as a file is concerned."""
 
@@ -114,6 +118,7 @@ def read(folder: str | os.PathLike[str]) -> Saved:
     Raises:
         FileNotFoundError: the folder has no such file.
         ValueError: the file is damaged, or not betahook's; the message names it.
+        ForeignStateError: it is whole, but of a version that this one does not read.
     """
     path = Path(folder, FILE)
     if not path.is_file():
@@ -164,12 +169,12 @@ def names_weights(folder: str | os.PathLike[str]) -> bool:
 
 
 @contextmanager
-def naming(place: object) -> Iterator[None]:
-    """Say in errors where the state was found."""
+def naming(place: object, kind: type[ValueError] = ValueError) -> Iterator[None]:
+    """Say in errors, which become of this kind, where the state was found."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise kind(f"{place}: {error}") from error
 
 
 @contextmanager
@@ -192,7 +197,7 @@ def _take_apart(hook: Stateful, weights: Mapping[str, Tensor] | None = None) -> 
 
 def _put_together(header: str | None, tensors: dict[str, Tensor], place: str | Path) -> Saved:
     """Return what `_take_apart` parted; `place` is where it was found, for messages."""
-    with _reading(place, json.JSONDecodeError, RecursionError):
+    with _reading(place, ValueError, RecursionError):  # json's own, or that of a number with too many digits
         content = None if header is None else json.loads(header)
     if not isinstance(content, dict) or not isinstance(content.get("state"), dict):
         raise ValueError(f"{place} is not the state of a hook: its header has no entry {HEADER!r} with a state")
@@ -200,7 +205,7 @@ def _put_together(header: str | None, tensors: dict[str, Tensor], place: str | P
     if content.get("sha256") != _checksum(state, tensors):
         raise ValueError(f"{place} is damaged (its checksum does not match); resume from an older checkpoint")
     entries = {name: tensors.pop(name) for name in list(tensors) if name.startswith(FINGERPRINT)}
-    with naming(place):
+    with naming(place, ForeignStateError):
         for name, tensor in tensors.items():
             _put_tensor(state, name, tensor)
         return Saved(place, schema.parse(state), {n.removeprefix(FINGERPRINT): x for n, x in entries.items()})

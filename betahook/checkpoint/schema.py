@@ -42,6 +42,8 @@ COUNTERS = {
 }
 BY_LAYER = ("condition", "condition_since")
 """Tensors with an entry for each layer instead of each head."""
+NEWER = "damaged, or of a newer betahook than this"
+"""Said of what is unknown: newer versions add entries and rows to a state of this version."""
 CONDITIONS = 9
 """How many numbers a `condition` may be, from 0 on: those of `report.conditions.Condition`."""
 _FLOATS, _WHOLE = (torch.float32, torch.float64), (torch.int64,)
@@ -116,6 +118,10 @@ def parse(given: object) -> dict[str, Any]:
         ValueError: it is not a state, or is of an unknown version, or damaged; the message says where.
     """
     version = given.get("version") if isinstance(given, dict) else type(given).__name__
+    if type(version) is int and version > VERSION:
+        raise ValueError(
+            f"the state is of version {version}, and this betahook reads versions up to {VERSION}: update it"
+        )
     if not isinstance(given, dict) or type(version) is not int or version not in (*MIGRATIONS, VERSION):
         found = "a dictionary without a version" if version is None else repr(version)
         raise ValueError(
@@ -129,7 +135,9 @@ def parse(given: object) -> dict[str, Any]:
         found = type(state[name]).__name__ if name in state else "nothing"
         _check(fits, f"incomplete: {name} should be a {kind.__name__}, got {found}")
     unknown = sorted(map(str, state.keys() - TYPES.keys() - {"version"}))
-    _check(not unknown, f"damaged: it has entries that are unknown, {', '.join(unknown)}")
+    _check(not unknown, f"{NEWER}: it has entries that are unknown, {', '.join(unknown)}")
+    says_units = isinstance(state["options"].get("per_head"), bool)
+    _check(says_units, f"incomplete: options should hold per_head, True or False, got {state['options']}")
     _check_layers(state["layers"])
     _check_counters(state)
     named = {"recent_moments": state["rows"].get("moments"), "window": list(ROWS["window"]), **state["rows"]}
@@ -145,7 +153,7 @@ def parse(given: object) -> dict[str, Any]:
         are_betas = bool((state[name].isnan() | is_beta(state[name])).all())
         _check(are_betas, f"damaged: {name} has entries that are not positive and finite, {bounds}")
     unknown = sorted(set(state["condition"].flatten().tolist()) - set(range(CONDITIONS)))
-    _check(not unknown, f"damaged: condition has entries that are unknown, {unknown}")
+    _check(not unknown, f"{NEWER}: condition has entries that are unknown, {unknown}")
     for index, entry in enumerate(state["controllers"]):
         _check_controller(index, entry)
     are_words = all(isinstance(words, str) for words in state["trained_by"])
@@ -275,7 +283,7 @@ def _in_order(name: str, values: Tensor, rows: Any, expected: Sequence[str]) -> 
     wanted, shape = "the shape [rows, heads] and a name for each row", list(values.shape)
     _check(are_named, f"incomplete: {name} should have {wanted}, got {shape} and {rows!r}")
     unknown = [row for row in rows if row not in expected]
-    _check(not unknown, f"damaged: {name} has rows that are unknown, {', '.join(map(str, unknown))}")
+    _check(not unknown, f"{NEWER}: {name} has rows that are unknown, {', '.join(map(str, unknown))}")
     zero = torch.zeros_like(values[0])
     return torch.stack([values[rows.index(row)] if row in rows else zero for row in expected])
 

@@ -35,7 +35,13 @@ def test_foreign_states_are_refused_and_change_nothing():
     with betahook.attach(build("llama")) as hook, betahook.attach(build("gpt2")) as other:
         state = hook.state_dict()
         for foreign, message in (
-            ({**state, "version": 99}, "expected a betahook state of version 3, got 99"),
+            ({**state, "version": 1}, "expected a betahook state of version 3, got 1"),
+            ({**state, "version": 99}, "of version 99, and this betahook reads versions up to 3: update it"),
+            (
+                {**state, "gamma": 1},
+                "or of a newer betahook than this: it has entries that are unknown, gamma",
+            ),
+            ({**state, "options": {}}, r"options should hold per_head, True or False, got \{\}"),
             ([], "expected a betahook state of version 3, got 'list'"),
             (
                 hook.model.state_dict(),

@@ -119,6 +119,7 @@ def rewrite(**changes):
         (lambda path: path.write_text("{}"), "is damaged"),
         (replace({"x": torch.zeros(1)}, None), "is not the state of a hook"),
         (replace({"x": torch.zeros(1)}, {"betahook": "{"}), "is damaged"),
+        (replace({"x": torch.zeros(1)}, {"betahook": f'{{"state": {"9" * 5000}}}'}), "is damaged"),
         (rewrite(version=0), "expected a betahook state of version 3, got 0"),
         (rewrite(table=torch.zeros(2, 8)), "table should have the shape"),
         (rewrite(layers={"a": 8}), "other layers; these differ: a, model.layers.0.self_attn"),

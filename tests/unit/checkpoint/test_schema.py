@@ -186,7 +186,7 @@ def test_conditions_that_are_unknown_are_damage(trained):
     hook, state = trained
     assert sorted(Condition) == list(range(schema.CONDITIONS))
     for number in (-1, schema.CONDITIONS):
-        with pytest.raises(ValueError, match=rf"damaged: condition has entries that are unknown, \[{number}\]"):
+        with pytest.raises(ValueError, match=rf"newer .*: condition has entries that are unknown, \[{number}\]"):
             hook.load_state_dict({**state, "condition": torch.full_like(state["condition"], number)})
 
 

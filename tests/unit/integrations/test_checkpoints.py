@@ -3,10 +3,12 @@
 import json
 import shutil
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import betahook
@@ -89,6 +91,20 @@ def test_checkpoints_of_a_run_without_betahook_stay(copy_of_run, caplog):
     assert content(copy_of_run) == expected
     assert not caplog.text
     with pytest.raises(FileNotFoundError, match=r"checkpoint-6.* the checkpoint was saved without betahook"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_of_a_newer_version_is_not_taken_for_an_unfinished_one(copy_of_run, caplog):
+    newest = copy_of_run / "checkpoint-6"
+    state = {**checkpoint.read(newest).state, "version": 99}
+    weights = load_file(newest / "model.safetensors")
+    checkpoint.save(SimpleNamespace(state_dict=lambda: state), newest, weights)
+    expected = content(copy_of_run)
+    trainer = make_trainer(copy_of_run, BetaHookCallback())
+    assert content(copy_of_run) == expected
+    assert not caplog.text
+    assert last_checkpoint(copy_of_run) == str(newest)
+    with pytest.raises(ValueError, match=r"checkpoint-6.*of version 99, and this betahook reads"):
         trainer.train(resume_from_checkpoint=True)
 
 
