@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from betahook.checkpoint import fingerprint, schema
 from betahook.control.memory import SEPARATOR
+from betahook.measure.statistics import is_distributed
 
 FILE = "betahook.safetensors"
 """Name of the file in a checkpoint folder."""
@@ -103,8 +104,9 @@ def save(hook: Stateful, folder: str | os.PathLike[str], weights: Mapping[str, T
     The `weights` are those that are saved with it, by name; None for those of its model.
     """
     header, tensors = _take_apart(hook, weights)
-    path = Path(folder, FILE)
-    unfinished = path.with_suffix(".unfinished")  # always the same, so that the next save takes away what a crash left
+    path, rank = Path(folder, FILE), torch.distributed.get_rank() if is_distributed() else 0
+    # Always the same of a rank, so that its next save takes away what a crash left; all may save to one folder at once.
+    unfinished = path.with_suffix(f".unfinished{rank or ''}")
     save_file(tensors, unfinished, {HEADER: header})
     with unfinished.open("rb+") as file:
         os.fsync(file.fileno())

@@ -295,6 +295,7 @@ def _check_shape(name: str, value: Tensor, shape: Sequence[int]) -> None:
 
 def _check_dtype(name: str, value: Tensor, allowed: Sequence[torch.dtype]) -> None:
     wanted = " or ".join(map(str, allowed))
+    _check(not value.is_meta, f"incomplete: {name} is on the meta device, which holds no numbers")
     _check(value.dtype in allowed, f"damaged: {name} should be of {wanted}, got {value.dtype}")
 
 

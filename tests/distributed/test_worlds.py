@@ -103,3 +103,22 @@ def test_a_run_resumes_in_a_world_of_another_size(tmp_path):
             assert metrics == pytest.approx(metrics_alone, rel=1e-4, abs=1e-5, nan_ok=True)
     begun = torch.load(tmp_path / "begun-2-0")
     assert len({tuple(beta) for beta, _ in (*begun, *alone)}) > STEPS  # beta goes on
+
+
+def save_at_once(rank, folder):
+    """As a loop does that does not tell ranks apart."""
+    model = build("llama")
+    with betahook.attach(model) as hook:
+        model(**inputs("llama"))
+        for layer in hook.layers.values():
+            layer.beta = 3 * layer.beta_default
+        for _ in range(40):
+            dist.barrier()
+            model.save_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_all_ranks_may_save_to_one_folder(tmp_path):
+    run_ranks(save_at_once, 2, str(tmp_path), str(tmp_path / "saved"))
+    assert checkpoint.read(tmp_path / "saved").state["beta"].tolist() == pytest.approx(8 * [3 * 8**-0.5])
+    assert [file.name for file in (tmp_path / "saved").glob("betahook.*")] == [checkpoint.FILE]

@@ -879,7 +879,7 @@ FAULTS = [
     Fault("betahook/checkpoint/fingerprint.py", "last * index // (ENTRIES - 1)", "0"),
     Fault("betahook/checkpoint/fingerprint.py", " and not compat.is_flattened(weight)", ""),
     Fault("betahook/checkpoint/file.py", "fingerprint.refuse_other_weights(self.entries, model)", "pass", FINGERPRINT),
-    Fault("betahook/checkpoint/file.py", 'path.with_suffix(".unfinished")', "path", FINGERPRINT),
+    Fault("betahook/checkpoint/file.py", "path.with_suffix(f\".unfinished{rank or ''}\")", "path", FINGERPRINT),
     Fault("betahook/checkpoint/file.py", 'content.get("sha256") != _checksum(state, tensors)', "False", CHECKPOINT),
     Fault(
         "betahook/step/stages.py",

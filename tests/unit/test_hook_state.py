@@ -42,6 +42,7 @@ def test_foreign_states_are_refused_and_change_nothing():
                 "or of a newer betahook than this: it has entries that are unknown, gamma",
             ),
             ({**state, "options": {}}, r"options should hold per_head, True or False, got \{\}"),
+            ({**state, "beta": state["beta"].to("meta")}, "beta is on the meta device, which holds no numbers"),
             ([], "expected a betahook state of version 3, got 'list'"),
             (
                 hook.model.state_dict(),
