@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from betahook.checkpoint.migrations import MIGRATIONS
-from betahook.control.base import Controller, defaults, is_json, options, written
+from betahook.control.base import Controller, defaults, is_json, options, started, written
 from betahook.control.memory import DTYPES, is_of_kind
 from betahook.measure import components, statistics, weights
 from betahook.state.state import LARGEST_BETA, SMALLEST_BETA, State, forget_refused, is_beta
@@ -91,6 +91,9 @@ def dump(
         trained_by: the controllers that made a restored beta, in words.
     """
     table = state.collect()  # first: it adds to the others what waits
+    beta = state.units.geometric_mean(state.current_beta).to(table.dtype)
+    # Before the first update too, since torch.distributed.checkpoint loads nothing but what a fresh hook has.
+    memories = (memory or started(each, beta) for each, memory in zip(controllers, state.memories, strict=True))
     return {
         "version": VERSION,
         "layers": dict(layers),
@@ -106,7 +109,7 @@ def dump(
                 "options": options(controller),
                 "state": {name: value.clone() for name, value in memory.items()},
             }
-            for controller, memory in zip(controllers, state.memories, strict=True)
+            for controller, memory in zip(controllers, memories, strict=True)
         ],
     }
 
@@ -180,7 +183,10 @@ def match(
         raise ValueError(f"the state belongs to a hook with {state['options']}, this one has {own['options']}")
     for name in TENSORS:
         _check_shape(name, state[name], own[name].shape)
-    return {**state, "controllers": _match_controllers(state["controllers"], own["controllers"], controllers, beta)}
+    matched = _match_controllers(state["controllers"], own["controllers"], controllers, beta)
+    if state["steps"] == 0:  # they begin in the first step, when beta is known
+        matched = [{**entry, "state": {}} for entry in matched]
+    return {**state, "controllers": matched}
 
 
 def _match_controllers(

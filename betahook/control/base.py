@@ -188,7 +188,7 @@ def apply(
     start = new = beta.to(observation.statistics.sensitivity.dtype)
     after: list[Memory] = []
     for controller, memory in zip(controllers, memories, strict=True):
-        before = memory or _started(controller, start)
+        before = memory or started(controller, start)
         proposed, made = _checked(controller, controller.update(new, observation, dict(before)), new, before)
         # Where a controller returns no usable beta, that of the one before stands.
         if proposed is not new:
@@ -202,8 +202,13 @@ def apply(
     return torch.where(new != start, bounded.to(beta), beta), after
 
 
-def _started(controller: Controller, beta: Tensor) -> Memory:
-    """Return the memory that a controller begins with."""
+def started(controller: Controller, beta: Tensor) -> Memory:
+    """Return the memory that a controller begins with.
+
+    Raises:
+        TypeError: it is no dictionary of tensors that a checkpoint holds.
+        ValueError: a name in it is none for a checkpoint.
+    """
     memory: object = controller.start(beta)
     if not isinstance(memory, dict) or not all(isinstance(value, Tensor) for value in memory.values()):
         raise TypeError(

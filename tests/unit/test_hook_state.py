@@ -1,9 +1,11 @@
 """The state of a hook: saved in the middle of a run, it goes on with the same bits."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import betahook
 from support.attention import LengthDependent, make
@@ -29,6 +31,41 @@ def test_state_dict_goes_on_bit_identically():
     again.load_state_dict(state)
     assert train(model, again, 5) == expected
     again.detach()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")  # in a single process it says so
+def test_torch_distributed_checkpoint_brings_everything_back(tmp_path):
+    """It loads what the state of the fresh hook has, and leaves out the rest of what was saved."""
+    rules = [betahook.Search(window=2, warmup=0, rise=False), betahook.Gradient()]
+    model = build("llama")
+    with betahook.attach(model, controller=rules) as hook:
+        train(model, hook, 3)
+        dcp.save({"model": model, "betahook": hook}, checkpoint_id=tmp_path)
+        saved, expected = repr(hook.state_dict()), train(model, hook, 3)
+    with betahook.attach(model, controller=rules) as again:
+        dcp.load({"model": model, "betahook": again}, checkpoint_id=tmp_path)
+        assert repr(again.state_dict()) == saved
+        assert train(model, again, 3) == expected
+
+
+def test_a_controller_begins_in_the_first_step_wherever_its_state_was_saved():
+    @dataclass(frozen=True)
+    class Anchored(betahook.Controller):
+        """Goes by the beta that it begins with, which is not known before the first forward."""
+
+        def start(self, beta):
+            return {"anchor": beta}
+
+        def update(self, beta, observation, state):
+            return state["anchor"] * 2, state
+
+    with betahook.attach(build("llama"), controller=Anchored()) as hook:
+        state = hook.state_dict()
+    with betahook.attach(build("llama"), controller=Anchored()) as hook:
+        hook.load_state_dict(state)
+        hook.model(**inputs("llama")).loss.backward()
+        hook.step()
+        assert all(layer.beta == pytest.approx(2 * layer.beta_default) for layer in hook.layers.values())
 
 
 def test_foreign_states_are_refused_and_change_nothing():
