@@ -102,7 +102,7 @@ class TensorBoardWriter:
         self._write_details(hook, metrics, step)
         self._write_histograms(findings, step)
         if self._logs >= self._next_picture:
-            self._next_picture = max(self._logs + 1, math.ceil(self._logs * SPACING))
+            self._next_picture = math.ceil(self._logs * SPACING)
             self._draw()
         elif findings.news:
             self.writer.add_text(f"{GROUP}/findings", findings.markdown(), step)
