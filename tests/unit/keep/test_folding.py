@@ -36,6 +36,18 @@ def test_the_plain_model_keeps_the_outputs(family, per_head):
     torch.testing.assert_close(model(**batch).logits, adapted, rtol=1e-5, atol=1e-5)
 
 
+def test_a_layer_of_which_one_head_moved_folds_too():
+    model, batch = build("llama").eval(), inputs("llama")
+    hook = betahook.attach(model, controller="monitor", when="always")
+    before = model(**batch).logits
+    layer = hook.layers["model.layers.0.self_attn"]
+    layer.head_beta = layer.head_beta * torch.tensor([4.0] + [1.0] * (layer.heads - 1))
+    adapted = model(**batch).logits
+    assert (adapted - before).abs().max() > 1e-3
+    betahook.fold(model)
+    torch.testing.assert_close(model(**batch).logits, adapted, rtol=1e-5, atol=1e-5)
+
+
 def test_the_folded_model_saves_and_loads_like_any_other(tmp_path):
     model, batch = build("gpt2").eval(), inputs("gpt2")
     with betahook.attach(model, controller="monitor") as hook:

@@ -115,6 +115,19 @@ def test_a_weight_that_overflows_is_not_written():
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
+def test_a_bias_that_overflows_is_not_written_though_its_weight_fits():
+    model, x = nn.Sequential(FusedAttention()), torch.randn(2, LENGTH, WIDTH)
+    with torch.no_grad():
+        model[0].q_proj.bias.fill_(2e38)
+        model[0].k_proj.weight.zero_()
+        model[0].k_proj.bias.zero_()
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        assert model(x).isfinite().all()
+        hook.layers["0"].beta = 2 * hook.layers["0"].beta_default
+        with pytest.raises(betahook.FoldError, match="would be NaN or infinite"):
+            betahook.fold(model)
+
+
 def test_beta_set_before_any_forward_cannot_be_folded_yet():
     with betahook.attach(build("llama")) as hook:
         hook.layers["model.layers.0.self_attn"].beta = 0.5
