@@ -182,6 +182,34 @@ def test_a_state_of_before_the_controllers_that_made_a_beta_were_saved(trained):
         hook.load_state_dict({**state, "trained_by": [3]})
 
 
+def test_an_attention_of_one_head_has_a_state_too():
+    model = torch.nn.MultiheadAttention(8, 1)
+    with betahook.attach(model, controller="monitor") as hook:
+        assert schema.parse(hook.state_dict())["layers"] == {"": 1}
+
+
+@pytest.mark.parametrize("name", ["steps", "alerts_step"])
+def test_steps_are_as_many_as_a_float64_counts(trained, name):
+    _, state = trained
+    assert schema.parse({**state, name: 2**53 - 1})[name] == 2**53 - 1
+    with pytest.raises(ValueError, match=rf"damaged: .*\b{2**53}\b"):
+        schema.parse({**state, name: 2**53})
+
+
+def test_a_row_that_is_unknown_is_damage(trained):
+    _, state = trained
+    _, *others = state["rows"]["table"]
+    with pytest.raises(ValueError, match=r"damaged: table has rows that are unknown, gamma"):
+        schema.parse({**state, "rows": {**state["rows"], "table": ["gamma", *others]}})
+
+
+def test_an_entry_that_is_not_there_is_named(trained):
+    _, state = trained
+    without = {name: value for name, value in state.items() if name != "steps"}
+    with pytest.raises(ValueError, match=r"incomplete: steps should be a int, got nothing"):
+        schema.parse(without)
+
+
 def test_conditions_that_are_unknown_are_damage(trained):
     hook, state = trained
     assert sorted(Condition) == list(range(schema.CONDITIONS))

@@ -218,6 +218,7 @@ def test_the_files_that_are_pushed_have_beta_beside_them(tmp_path):
     betahook.fold(callback.hook)
     trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
     assert not (tmp_path / checkpoint.FILE).exists()  # beside weights that have beta in them
+    trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)  # nor is it missed
 
 
 def test_the_checkpoints_of_a_trial_lie_in_a_folder_of_their_own(tmp_path, caplog):
