@@ -180,6 +180,15 @@ def test_the_warning_of_a_nan_says_how_late_it_may_be(interval, late, caplog):
     assert (said in caplog.text) is late
 
 
+def test_a_nan_of_the_first_step_is_not_late_though_others_came_later(caplog):
+    """All layers are measured in it, so the first NaN is no older."""
+    with betahook.attach(build("llama"), controller="monitor", interval=4) as hook:
+        hook._state.nonfinite_since[0], hook._state.nonfinite_since[-1] = 5, 1
+        hook.metrics()
+    first, last = hook.layers
+    assert caplog.text.strip().endswith(f"of {last} in step 1, {first} in step 5: beta stays where it was")
+
+
 def test_scores_that_are_not_finite_are_noted_at_once_and_hold_beta_until_they_are_pooled():
     model = build("llama")
     with betahook.attach(model, controller=search(), interval=4) as hook:
@@ -241,6 +250,22 @@ def test_scores_of_a_skipped_step_that_are_not_finite_are_forgotten():
             assert not hook._state.nonfinite_since.any()
             assert hook.head_metrics()[f"independent_std/{LAYER}"].isfinite().all()
     assert paths[0] == paths[1]
+
+
+def test_a_skipped_step_forgets_no_other_heads():
+    model = build("llama")
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler("cpu", init_scale=8.0)
+    with betahook.attach(model, controller="monitor", interval=20) as hook:
+        scaled_step(model, hook, optimizer, scaler, overflows=False)
+        table, moments = hook._state.table, hook._state.moments
+        table[:], moments[:] = 1.0, 2.0
+        table[0, 0] = torch.nan
+        scaled_step(model, hook, optimizer, scaler, overflows=True)
+        size = moments.shape[1] // table.shape[1]
+        assert not table[:, 0].any()
+        assert not moments[:, :size].any()
+        assert (table[:, 1:] == 1).all()
+        assert (moments[:, size:] == 2).all()
 
 
 @pytest.mark.parametrize("stop", [5, 6, 7, 8])
