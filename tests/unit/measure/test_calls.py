@@ -56,6 +56,12 @@ def test_the_largest_score_is_exact_or_has_a_bound(length, exact):
         assert found.max_logit_bound.tolist() == (0.5 * found.max_score_bound).tolist()
 
 
+def test_tokens_that_take_part_are_those_of_the_first_head():
+    seen = torch.tensor([[[True, False, True], [True, True, True]], [[False, True, True], [True, True, True]]])
+    assert calls.valid_tokens(seen, torch.zeros(1, 2, 6, 5)).tolist() == [[True, False, True, False, True, True]]
+    assert calls.valid_tokens(seen, torch.zeros(1, 2, 5, 6)) is None
+
+
 def test_half_precision_is_measured_in_single():
     query, key = make(20, 20, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):

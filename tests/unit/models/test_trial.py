@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import betahook
+from betahook.models import trial
 from support.training import fingerprint
 from support.undeclared import (
     CAUSAL,
@@ -246,6 +247,34 @@ def test_a_mask_may_be_required_and_a_product_out_of_sight(kind):
         q, k, _ = (split(part) for part in layer.projection(x).chunk(3, -1))
         scores = (q @ k.mT)[~mask[:, None].expand(-1, HEADS, -1, -1)]
         assert float(found.statistics.mean) == pytest.approx(float(scores.mean().detach()), rel=1e-4)
+
+
+class Added(Mixer):
+    """A bias that the product of q and k adds."""
+
+    def mix(self, q, k, v):
+        q, k = q.flatten(0, 1), k.flatten(0, 1)
+        bias = torch.zeros(len(q), q.shape[1], k.shape[1])
+        return torch.baddbmm(bias, q, k.mT, alpha=HEAD_DIM**-0.5).unflatten(0, (-1, HEADS)).softmax(-1) @ v
+
+
+class Normalised(Mixer):
+    """Takes means and maxima of tensors that no projection made, and of all entries of q."""
+
+    def forward(self, x):
+        x = x - x.mean(-1, keepdim=True)
+        return super().forward(x / x.abs().max())
+
+    def mix(self, q, k, v):
+        return super().mix(q / q.max(), k, v)
+
+
+@pytest.mark.parametrize("kind", [Added, Normalised])
+def test_products_with_a_bias_and_reductions_beside_them_are_looked_through(kind):
+    shown = trial.run(kind())
+    assert shown.size == (HEADS, HEAD_DIM)
+    rows = torch.arange(2 * WIDTH).view(2, HEADS, HEAD_DIM)
+    assert [place.rows.tolist() for place in shown.places] == rows.tolist()
 
 
 def test_weights_that_have_no_shape_yet_are_no_scale():

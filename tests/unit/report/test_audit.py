@@ -37,6 +37,12 @@ def test_independent_heads_with_different_means_have_no_covariance():
     assert layer.follows == "independent"
 
 
+def test_scores_far_below_1_follow_a_formula_too():
+    layer, _ = audited(mix=0.01 * torch.eye(WIDTH // HEADS))
+    assert layer.score_std == pytest.approx(0.01 * math.sqrt(WIDTH // HEADS), rel=0.05)
+    assert layer.follows == "independent"
+
+
 def test_covariance_between_q_and_k_shows():
     model = torch.nn.Sequential(FusedAttention())
     with torch.no_grad():
@@ -100,6 +106,18 @@ def test_attention_written_by_hand_shows_its_correlations():
         before = layer.score_std
         model(torch.randn(64, LENGTH, WIDTH))
         assert hook.audit()[0].score_std != before  # it is recorded again
+
+
+def test_a_mask_that_hides_no_token_changes_no_correlation():
+    """A causal one does not, though each query sees fewer tokens than there are."""
+    model, tokens = torch.nn.Sequential(ByHandAttention()), torch.randn(4, LENGTH, WIDTH)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(tokens)
+        causal = hook.audit()[0].correlations
+    model[0].mix = lambda q, k, v: model[0].values(q @ k.mT / math.sqrt(q.shape[-1]), v)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(tokens)
+        assert hook.audit()[0].correlations == causal
 
 
 @pytest.mark.oldest_skips("T5 writes its attention by hand", family="t5")

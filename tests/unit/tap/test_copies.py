@@ -105,6 +105,25 @@ def test_a_module_that_copies_itself_is_refused():
     copy.deepcopy(module)
 
 
+def restored():
+    return ByHandAttention()
+
+
+@pytest.mark.parametrize("way", ["a constructor", "a name"])
+def test_a_module_that_reduces_itself_does_so(way):
+    """In a way that carries no attributes, and so nothing of the hook."""
+
+    class Own(ByHandAttention):
+        def __reduce_ex__(self, protocol):
+            return "singleton" if way == "a name" else (restored, ())
+
+    module = Own()
+    with betahook.attach(module, "monitor"):
+        made = copy.deepcopy(module)
+    assert (made is module) is (way == "a name")
+    assert isinstance(made, ByHandAttention)
+
+
 def test_hooks_of_others_are_copied():
     module, seen = ByHandAttention(), []
     module.register_forward_pre_hook(lambda *given: seen.append("before"))

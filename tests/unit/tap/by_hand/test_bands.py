@@ -1,5 +1,7 @@
 """Mask tensors that a user gives to `F.scaled_dot_product_attention`: those with a structure are measured in full."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ import betahook
 from betahook.measure.masks import Band
 from betahook.tap.kernels import find_band
 from support.attention import HEADS, WIDTH, Block
+from support.matrices import pairs_of
 
 LENGTH = 160
 """Longer than the sequences of which every row is looked at in any case."""
@@ -64,6 +67,16 @@ def test_scores_under_a_mask_with_a_structure_are_measured_in_full(kind):
     assert statistics.std.tolist() == pytest.approx([each.std(correction=0).item() for each in scores], rel=1e-6)
     pairs = (model.mask if model.mask.dtype == torch.bool else model.mask == 0).expand(2, 1, -1, -1)
     assert find_band(pairs) == band
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(4, 4), (3, 5), (5, 3), (1, 4)])
+def test_every_window_is_found(queries, keys):
+    """Also one that hides a single pair, of the first query and the last key or the other way round."""
+    distances = torch.arange(keys) - torch.arange(queries)[:, None]
+    for low, high in itertools.product(range(-queries, keys), repeat=2):
+        pairs = (distances > low) & (distances <= high)
+        if pairs.any(0).all() and pairs.any(1).all():  # else it may be padding as well
+            assert torch.equal(pairs_of(find_band(pairs[None, None]), queries, keys), pairs), (low, high)
 
 
 def test_other_masks_are_looked_at_row_by_row():
