@@ -233,6 +233,8 @@ FAULTS = [
     Fault("betahook/measure/pairs.py", "(2 * index + 1) * queries // (2 * ROWS)", "index * queries // ROWS", ROWS),
     Fault("betahook/measure/pairs.py", "else queries / ROWS", "else 1.0", CALLS),
     Fault("betahook/measure/calls.py", "each * sums for sums", "sums for sums", CALLS),
+    Fault("betahook/measure/calls.py", "flat.shape[1] == tokens.shape[2]", "flat.shape[1] == tokens.shape[3]", CALLS),
+    Fault("betahook/tap/listening.py", "allowed.any(-2)", "allowed.any(-3)", ("tests/unit/report/test_audit.py",)),
     Fault("betahook/measure/masks.py", "start + self.low + 1, 0)", "start + self.low + 2, 0)", ROWS),
     Fault("betahook/measure/masks.py", "stop + self.high, 0)", "stop + self.high - 1, 0)", ROWS),
     Fault(
@@ -374,6 +376,7 @@ FAULTS = [
     Fault("betahook/models/labels.py", 'UNKNOWN if mode == "constant" else value', "value", RIGHT),
     Fault("betahook/models/torch_calls.py", "other.contiguous() if", "other if", RIGHT),
     Fault("betahook/models/torch_calls.py", "int(input.dim() not in (0, 1, 3))", "-1"),
+    Fault("betahook/models/torch_calls.py", "return (2,), (1,)", "return None", TRIAL),
     Fault("betahook/models/labels.py", "if is_matrix or self._is_learned(weight):", "if True:", RIGHT),
     Fault(
         "betahook/tap/by_hand/shadows.py",
@@ -522,6 +525,7 @@ FAULTS = [
     Fault("betahook/tap/override.py", "if attributes.get(self._name) is self._value", "if self._name in attributes"),
     Fault("betahook/tap/override.py", "attributes[self._name] is not self._value", "False", COPIES),
     Fault("betahook/tap/copies.py", "if key != identity", "if key == identity"),
+    Fault("betahook/tap/copies.py", "len(reduced) < 3 or ", ""),
     Fault("betahook/step/first_look.py", "if state.seen and", "if"),
     Fault("betahook/step/first_look.py", " or torch.compiler.is_compiling()", ""),
     Fault("betahook/step/first_look.py", " and state.first_spectral_ratio is None", ""),
@@ -549,6 +553,7 @@ FAULTS = [
         ("tests/unit/models/test_scaling.py",),
     ),
     Fault("betahook/keep/refusals.py", "(gain != gain[0]).any()", "(gain != gain[0]).all()"),
+    Fault("betahook/keep/refusals.py", "plan.pooled(overflows).any()", "plan.pooled(overflows).all()"),
     Fault("betahook/keep/refusals.py", "plan.users[id(parameter)] > 1", "plan.users[id(parameter)] > 2"),
     Fault("betahook/keep/refusals.py", "    memory_is_shared,\n", ""),
     Fault(
@@ -576,6 +581,7 @@ FAULTS = [
     Fault("betahook/keep/verification.py", "random_state_kept(self._plan.hook.model.parameters()), self.", "self."),
     Fault("betahook/keep/verification.py", "if self._is_random():", "if False:"),
     Fault("betahook/keep/folding.py", "    hook.detach()\n", ""),
+    Fault("betahook/keep/folding.py", "(gain != 1).any()", "(gain != 1).all()"),
     Fault("betahook/keep/folding.py", "transition.choose(hook, unfinished, undo)", "pass"),
     Fault(
         "betahook/keep/transition.py",
@@ -780,6 +786,8 @@ FAULTS = [
         HOOK,
     ),
     Fault("betahook/step/stages.py", "        _forget_nonfinite(state)\n", "", WINDOW),
+    Fault("betahook/step/stages.py", "state.table.sum(0) * 0 != 0", "state.table.sum(0) == state.table.sum(0)", WINDOW),
+    Fault("betahook/report/warnings.py", "min(first.values()) > 1", "max(first.values()) > 1", WINDOW),
     Fault("betahook/tap/recorder.py", " or compat.is_exporting() or compat.is_transformed()", "", TRANSFORMED),
     Fault("betahook/tap/recorder.py", "if compat.is_exporting():", "if False:", TRANSFORMED),
     Fault(
@@ -893,6 +901,14 @@ FAULTS = [
     Fault("betahook/control/memory.py", " or not is_of_kind(value, like)", ""),
     Fault("betahook/control/memory.py", "value.shape != beta.shape or value.dtype", "value.dtype"),
     Fault("betahook/checkpoint/schema.py", "_check(is_of_kind(value, like),", "_check(True,", SCHEMA),
+    Fault("betahook/checkpoint/schema.py", "int and heads >= 1", "int and heads > 1", SCHEMA),
+    Fault(
+        "betahook/checkpoint/schema.py",
+        '_check(not unknown, f"damaged: {name}',
+        '_check(True, f"damaged: {name}',
+        SCHEMA,
+    ),
+    Fault("betahook/checkpoint/schema.py", "<= skipped <= steps < 2**53 and", "<= skipped <= steps and", SCHEMA),
     Fault(
         "betahook/tap/by_hand/forward.py", "self.layer.state.steps - self.rehearsal", "self.layer.state.steps", SETTLED
     ),
