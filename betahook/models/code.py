@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import TypeGuard
 
 from torch import nn
 
@@ -41,9 +42,7 @@ def names_held(module: nn.Module) -> frozenset[str]:
 
 def functions_held(module: nn.Module) -> list[FunctionType]:
     """The Python functions that a module holds as attributes, and those that they call; none of `LIBRARIES`."""
-    return _closed(
-        value for value in _held(module) if isinstance(value, FunctionType) and not _is_of_library(value.__module__)
-    )
+    return _closed(value for value in _held(module) if is_users_function(value))
 
 
 def functions_of(module: nn.Module) -> list[FunctionType]:
@@ -77,6 +76,11 @@ def is_own(kind: type) -> bool:
 def is_users(module: nn.Module) -> bool:
     """True for a module of such a class."""
     return is_own(class_of(module))
+
+
+def is_users_function(value: object) -> TypeGuard[FunctionType]:
+    """True for a Python function that is none of `LIBRARIES`."""
+    return isinstance(value, FunctionType) and not _is_of_library(value.__module__)
 
 
 def methods(kind: type) -> list[FunctionType]:
@@ -129,7 +133,7 @@ def _called(function: FunctionType) -> Iterator[FunctionType]:
             values += [vars(value).get(name) for name in names]
     for value in values:
         called = inspect.unwrap(value) if callable(value) else None
-        if isinstance(called, FunctionType) and not _is_of_library(called.__module__):
+        if is_users_function(called):
             yield called
 
 

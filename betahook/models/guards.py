@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import has_torch_function, has_torch_function_unary, has_torch_function_variadic
 
 from betahook.models import stand_ins
-from betahook.models.code import functions_of
+from betahook.models.code import functions_of, is_users_function
 
 GUARDS = (has_torch_function, has_torch_function_unary, has_torch_function_variadic)
 
@@ -30,6 +30,11 @@ def blinded(module: nn.Module) -> Iterator[None]:
         for (_, name), namespace in found.items():
             stack.enter_context(stand_ins.put(namespace, name, _blind))
         yield
+
+
+def is_handed_over(function: object) -> bool:
+    """True for a function of users that handed itself over to a mode; not for what stands in the place of a kernel."""
+    return is_users_function(function) and not hasattr(function, "__wrapped__")
 
 
 def _guards(function: FunctionType) -> Iterator[str]:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from betahook import compat
 from betahook.measure.masks import Band
 from betahook.models.code import PRODUCTS, SOFTMAXES
+from betahook.models.guards import is_handed_over
 from betahook.models.modes import random_state_kept
 from betahook.models.torch_calls import Call, is_in_place
 from betahook.tap import kernels
@@ -56,8 +57,8 @@ OUTSIDE = (
 """The reason why a graph ends here."""
 
 HANDED_OVER = (
-    "a copy of F.multi_head_attention_forward hands itself over to function modes at {}, which hides it: take that "
-    "line out, or call has_torch_function by that name alone"
+    "{} hands itself over to function modes at {}, which hides it: take that line out, or call has_torch_function by "
+    "that name alone"
 )
 """The reason to leave a module alone whose guard is not found, see `models.guards`."""
 
@@ -167,8 +168,8 @@ class ScoreProducts(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return compat.multi_head_attention_forward()(*args, **call.kwargs)
-        if name == "multi_head_attention_forward":
-            forward.refuse(HANDED_OVER.format(find_line()))
+        if name == "multi_head_attention_forward" or is_handed_over(func):
+            forward.refuse(HANDED_OVER.format(name, find_line()))
         handler, shadows = handlers.HANDLERS.get(name), forward.shadows
         if shadows is not None:
             shadows.prepare(call)

@@ -57,6 +57,18 @@ class AskingTorch(Copying):
         return super().forward(x)
 
 
+def retrieve(query, weight, share):
+    """An attention of another name, as of Hopfield layers."""
+    if overrides.has_torch_function((query, weight)):
+        return handle_torch_function(retrieve, (query, weight), query, weight, share)
+    return attention(query, weight, share)
+
+
+class UnderAnotherName(Copying):
+    def forward(self, x):
+        return retrieve(x, self.in_proj_weight, self.share)
+
+
 @pytest.fixture
 def x():
     torch.manual_seed(0)
@@ -80,14 +92,19 @@ def test_a_copy_of_torchs_attention_runs_itself(kind, x):
     torch.testing.assert_close(doubled, model(x))
 
 
+def test_a_trial_shows_nothing_of_what_hands_itself_over():
+    assert trial.run(UnderAnotherName()) is None
+
+
 def test_a_trial_runs_it_too():
     outcome = trial.run(Copying())
     assert outcome.size == (HEADS, D)
     assert outcome.places[0].rows.flatten().tolist() == list(range(WIDTH))
 
 
-def test_a_copy_that_hands_itself_over_is_left_alone(x):
-    model = nn.Sequential(AskingTorch()).double()
+@pytest.mark.parametrize("kind", [AskingTorch, UnderAnotherName])
+def test_a_copy_that_hands_itself_over_is_left_alone(kind, x):
+    model = nn.Sequential(kind()).double()
     alone = model(x)
     with betahook.attach(model, controller="monitor", when="always") as hook:
         assert torch.equal(model(x), alone)
