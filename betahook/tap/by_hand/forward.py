@@ -53,6 +53,7 @@ class Forward:
         fused_only: all attention so far was `F.scaled_dot_product_attention`, as `tap.compiled` takes it.
         made_of: the features that q and k are made of in each product that came to a softmax, if there are labels.
         unread: a product that is not understood, which came to a softmax alone; None for none.
+        unscored: the line of a product of activations in a form that is not read; None for none.
         without_heads: the line of a product of two matrices, in which several heads have no axis; None for none.
     """
 
@@ -81,6 +82,7 @@ class Forward:
         self.fused_only = True
         self.made_of: list[MadeOf] = []
         self.unread: str | None = None
+        self.unscored: str | None = None
         self.without_heads: str | None = None
         self.is_settled = self.labels is None and self.shadows is None
         self.traces = Traces()
@@ -213,13 +215,13 @@ class Forward:
             return reason
         if self.has_softmax:
             return self._unseen()
-        return f"the product at {self.products[0].site.line} reaches no softmax" if self.products else None
+        line = self.products[0].site.line if self.products else self.unscored
+        return None if line is None else f"the product at {line} reaches no softmax"
 
     def _unseen(self) -> str:
-        if self.without_heads is None and self.unread is not None:
-            return f"its softmax takes what {self.unread} made, a product that is not followed"
         if self.without_heads is None:
-            return "no product of q and k was seen to reach its softmax"
+            made = self.unread and f"its softmax takes what {self.unread} made, a product that is not followed"
+            return made or "no product of q and k was seen to reach its softmax"
         heads = self.layer.heads
         return (
             f"the product at {self.without_heads} is of two matrices, in which its {heads} heads have no axis: compute "

@@ -37,7 +37,9 @@ def follow_other(forward: Forward, call: Call, *, is_read: bool = False) -> Any:
     with torch.no_grad():
         derived = _of_other_product(forward, call)
         if derived is None and forward.labels is not None and not is_read and _multiplies_activations(forward, call):
-            derived = Operand(unread=f"{call.name} at {find_line()}")
+            line = find_line()
+            forward.unscored = forward.unscored or line
+            derived = Operand(unread=f"{call.name} at {line}")
         forward.traces.note(output, derived)
     return output
 
