@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 
 from betahook import compat
 from betahook.models import materialise
-from betahook.models.labels import Features, Linear
+from betahook.models.labels import Features, Linear, MadeOf
 
 ModuleCall = tuple[Sequence[Any], Any]
 """The positional arguments that a module was called with, and what it returned."""
 Calls = Mapping[nn.Module, Sequence[ModuleCall]]
 """The calls of each module."""
+QUERY, KEY = re.compile(r"w?q(s|uery|ueries)?"), re.compile(r"w?k(s|ey|eys)?")
+"""Words in names of what makes q, and k."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,19 @@ class Place:
         return weight[self.rows.to(weight.device)]
 
 
+def takes_key_first(module: nn.Module, made_of: MadeOf, linears: Sequence[Linear | None]) -> bool:
+    """True for a product whose left operand is k and whose right one is q, by the names of what made them."""
+    sides = []
+    for features in made_of:
+        linear = None if features is None else linears[features.projection]
+        found = None if linear is None else _find(module, linear.weight)
+        words = [] if found is None else re.split("[^a-z]+", ".".join(found[:2]).lower())
+        sides.append([any(map(side.fullmatch, words)) for side in (QUERY, KEY)])
+    return sides == [[False, True], [True, False]]
+
+
 def places_of(
-    module: nn.Module, made_of: Sequence[Features | None], linears: Sequence[Linear | None], calls: Calls
+    module: nn.Module, made_of: MadeOf, linears: Sequence[Linear | None], calls: Calls
 ) -> tuple[Place, Place] | None:
     """The places of the parameters that made the features of a query and of a key.
 
@@ -65,13 +79,14 @@ def places_of(
 
     Args:
         module: the attention.
-        made_of: the features of the query and of the key, as far as they are known.
+        made_of: the features of the left and of the right operand of a product, as far as they are known.
         linears: the linear maps of the projections, by number.
         calls: those of the parts of the module, and of itself, as far as they are known.
     """
+    in_order = made_of[::-1] if takes_key_first(module, made_of, linears) else made_of
     query, key = (
         _place_of(module, side, features, linears, calls)
-        for side, features in zip(("query", "key"), made_of, strict=True)
+        for side, features in zip(("query", "key"), in_order, strict=True)
     )
     return None if query is None or key is None else (query, key)
 

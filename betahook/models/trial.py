@@ -178,11 +178,11 @@ def _places_of_all(module: nn.Module, watch: _Watch, size: tuple[int, int]) -> t
 
 def _places(module: nn.Module, watch: _Watch, found: Attention, size: tuple[int, int]) -> tuple[Place, Place] | None:
     """The places of W_q and W_k, of whose features the operands are made, for so many heads and such a d_k."""
-    made_of = [
+    query, key = (
         None if labels is None else features_of_heads(labels, components, *size, BATCH)
         for labels, components in zip(found.labels, found.components, strict=True)
-    ]
-    places = places_of(module, made_of, watch.labels.linears, watch.calls)
+    )
+    places = places_of(module, (query, key), watch.labels.linears, watch.calls)
     return places if places is not None and len(places[0].rows) == size[0] else None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from betahook.measure.masks import masked_by
+from betahook.models.places import takes_key_first
 from betahook.models.torch_calls import Call
 from betahook.tap.by_hand import contraction
 from betahook.tap.by_hand.contraction import Axis, Contraction
@@ -128,13 +129,18 @@ def _new_product(forward: Forward, product: Contraction) -> Product:
     forward.plan.mixes |= any(isinstance(trace, Operand) and trace.mixed for trace in traces)
     makers = tuple(maker for trace in traces if isinstance(trace, Scores) for maker in trace.products)
     assured = not any(isinstance(trace, Operand) and (trace.mixed or trace.learned) for trace in traces)
+    made = made_of(forward.labels, product.left, product.right, forward.layer, product.components)
+    if forward.labels is not None and made is not None:
+        with torch.no_grad():  # a checkpoint counts what is saved for the backward, where a weight is made of others
+            if takes_key_first(forward.layer.module, made, forward.labels.linears):
+                forward.plan.key_first.add(site)
     return Product(
         site,
         index=len(forward.products),
         assured=assured and not forward.is_learned(product.left) and all(maker.assured for maker in makers),
         makers=makers,
         acts=not forward.rehearsal and forward.plan.makes_scores.get(site, True),
-        made_of=made_of(forward.labels, product.left, product.right, forward.layer, product.components),
+        made_of=made,
         settled=forward.plan.is_settled(site, forward.layer.state.steps),
     )
 

@@ -41,6 +41,7 @@ class Plan:
         since: the step in which a product was first seen to reach a softmax.
         varying: the sites of scales that changed from one forward to another.
         firsts: what held at other sites in the first forward, see `at_first`.
+        key_first: the sites of products whose left operand is k, not q.
         band: the one that mask tensors of a kernel are expected to have, as the first one has it; None before any.
         mixes: a product or a softmax got what weights had made of values.
         checked: what beta does was checked by numbers, see `tap.by_hand.shadows`.
@@ -56,6 +57,7 @@ class Plan:
     since: dict[Site, int] = field(default_factory=dict)
     varying: set[Site] = field(default_factory=set)
     firsts: dict[Site, bool] = field(default_factory=dict)
+    key_first: set[Site] = field(default_factory=set)
     band: Band | None = None
     mixes: bool = False
     checked: bool = False

@@ -93,7 +93,9 @@ def _record(forward: Forward, trace: Scores, input: Tensor, dim: int, axis: Axis
         return
     prescale = trace.prescale.view(-1, 1, 1) if isinstance(trace.prescale, Tensor) else trace.prescale
     scores, logits, allowed = (contraction.batched(x, axis, layer.heads) for x in (scores, logits, allowed))
-    layer.record_pairs(scores, logits, allowed, trace.operands, prescale * acting.view(-1, 1, 1))
+    left, right = trace.operands
+    operands = (right, left) if trace.products[0].site in forward.plan.key_first else (left, right)
+    layer.record_pairs(scores, logits, allowed, operands, prescale * acting.view(-1, 1, 1))
 
 
 def fused(forward: Forward, call: Call) -> Any:

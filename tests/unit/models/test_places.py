@@ -169,4 +169,51 @@ def test_the_default_controller_sees_that_a_model_with_names_of_its_own_is_fresh
         model(x).sum().backward()
         hook.step()
         (layer,) = hook.layers.values()
+class KeysOnTheLeft(nn.Module):
+    """Multiplies k by q, as Demucs and KeyValueAttention of speechbrain."""
+
+    def __init__(self, with_trial):
+        super().__init__()
+        self.num_heads, self.head_dim, self.with_trial = HEADS, D, with_trial
+        self.query_map, self.key_map = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        assert self.with_trial or not x.is_meta
+        q, k = by_head(self.query_map(x)), by_head(self.key_map(x))
+        return ((k @ q.mT * D**-0.5).softmax(-2).mT @ k).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("with_trial", [True, False])
+def test_the_left_operand_may_be_the_key(with_trial):
+    torch.manual_seed(0)
+    model, x = KeysOnTheLeft(with_trial).double(), torch.randn(2, 9, WIDTH, dtype=torch.float64)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        layer = hook.layers[""]
+        assert [projection.module for projection in layer.projections] == [model.query_map, model.key_map]
+        measured = layer.statistics
+        q, k = (by_head(part(x)).transpose(0, 1).flatten(1, 2) for part in (model.query_map, model.key_map))
+        for got, side in ((measured.component_variance_q, q), (measured.component_variance_k, k)):
+            assert float(got) == pytest.approx(side.var(1, correction=0).mean().item(), rel=1e-5)
+
+
+class OneForAll(KeysOnTheLeft):
+    """Its name says query, key and value."""
+
+    def __init__(self):
+        super().__init__(with_trial=True)
+        self.query_key_value = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x):
+        q, k = map(by_head, self.query_key_value(x).chunk(2, -1))
+        return ((q @ k.mT * D**-0.5).softmax(-1) @ k).transpose(1, 2).flatten(2)
+
+
+def test_a_name_of_both_tells_no_order():
+    model = OneForAll()
+    with betahook.attach(model, controller="monitor") as hook:
+        query, _ = hook.layers[""].projections
+        assert torch.equal(query.entries.flatten(0, 1), model.query_key_value.weight[:WIDTH])
+
+
         assert layer.beta == pytest.approx(D**-0.5 * 10**-0.5, rel=0.1)  # held low in the warm-up
