@@ -17,7 +17,7 @@ from betahook.models.layouts import Layout, Select, Selections
 
 HEADS = (
     *("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "attention_heads", "heads"),
-    *("nb_heads", "head_count", "num_head", "num_attention_heads_per_partition"),
+    *("nb_heads", "no_heads", "head_count", "head_num", "num_head", "num_attention_heads_per_partition"),
 )
 """Attributes that hold the number of query heads."""
 HEAD_DIM = (
@@ -29,7 +29,8 @@ HEAD_DIM = (
 SEPARATE = (
     *(("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("q_lin", "k_lin"), ("linear_q", "linear_k"), ("Wq", "Wk")),
     *(("wq", "wk"), ("to_q", "to_k"), ("query_proj", "key_proj"), ("project_q", "project_k")),
-    *(("projection_query", "projection_key"), ("q_head", "k_head"), ("c_q", "c_k"), ("W_query", "W_key")),
+    *(("projection_query", "projection_key"), ("query_projection", "key_projection"), ("q_head", "k_head")),
+    *(("c_q", "c_k"), ("W_query", "W_key")),
 )
 """Pairs of attributes that hold a projection each for q and k."""
 FUSED = ("c_attn", "qkv_proj", "qkv", "Wqkv", "wqkv", "query_key_value", "in_proj", "att_proj", "to_qkv")

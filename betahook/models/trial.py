@@ -41,7 +41,7 @@ CONTEXTS = {
     *("context", "cond", "encoder_hidden_states", "memory", "y"),
     *("key_value_states", "kv", "key", "value"),
 }
-"""Arguments for what queries look at, which may be of another width than they."""
+"""Arguments for what queries look at, which may be of another width than they; without one, a second argument may."""
 
 Fixed: TypeAlias = dict[str, int | tuple[int, int] | None]
 """The values of arguments in each trial, by their names."""
@@ -98,7 +98,8 @@ def run(module: nn.Module) -> Outcome | None:
         fixed, masks = _fixed(names), [name for name in parameters if "mask" in name]
         shapes = [*_shapes(module, is_picture=any(fixed.values()))]
         masked = [[], masks] if masks else [[]]
-        contexts = [name for name in parameters if name in CONTEXTS]
+        others = [name for name in names[1:] if name not in fixed]
+        contexts = [name for name in parameters if name in CONTEXTS] or (others if len(others) == 1 else [])
         looked_at = [{}, *(dict.fromkeys(contexts, width) for width in _widths(module) if contexts)]
         forms = itertools.product(looked_at, masked, shapes)
         watch = _first(_try(module, names, fixed, widths, given, *shape) for widths, given, shape in forms)
@@ -278,9 +279,9 @@ class _Watch(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return compat.multi_head_attention_forward()(*args, **call.kwargs)
-        if func is torch.equal:  # which asks for data
         if is_handed_over(func):
             raise NotImplementedError("a function that hands itself over to modes hides what it computes")
+        if func is torch.equal:  # which asks for data
             return call.args[0] is call.args[1]
         output = call.run()
         if call.name == "scaled_dot_product_attention":

@@ -144,7 +144,14 @@ class LookingOnly(Looking):
         return super().forward(x, memory)
 
 
-@pytest.mark.parametrize("kind", [Looking, LookingOnly])
+class LookingAtFacts(Looking):
+    """Under a name of its own, as in OpenFold and the Set Transformer."""
+
+    def forward(self, x, facts):
+        return super().forward(x, facts)
+
+
+@pytest.mark.parametrize("kind", [Looking, LookingOnly, LookingAtFacts])
 def test_what_queries_look_at_may_be_of_another_width(kind):
     torch.manual_seed(0)
     module = kind().double()
@@ -162,13 +169,6 @@ def test_what_queries_look_at_may_be_of_another_width(kind):
     torch.testing.assert_close(module(x, context), output, rtol=1e-10, atol=1e-12)
 
 
-def test_the_default_controller_sees_that_a_model_with_names_of_its_own_is_fresh():
-    torch.manual_seed(0)
-    model, x = Model(InAList), torch.randn(2, 9, WIDTH)
-    with betahook.attach(model) as hook:
-        model(x).sum().backward()
-        hook.step()
-        (layer,) = hook.layers.values()
 class KeysOnTheLeft(nn.Module):
     """Multiplies k by q, as Demucs and KeyValueAttention of speechbrain."""
 
@@ -216,4 +216,11 @@ def test_a_name_of_both_tells_no_order():
         assert torch.equal(query.entries.flatten(0, 1), model.query_key_value.weight[:WIDTH])
 
 
+def test_the_default_controller_sees_that_a_model_with_names_of_its_own_is_fresh():
+    torch.manual_seed(0)
+    model, x = Model(InAList), torch.randn(2, 9, WIDTH)
+    with betahook.attach(model) as hook:
+        model(x).sum().backward()
+        hook.step()
+        (layer,) = hook.layers.values()
         assert layer.beta == pytest.approx(D**-0.5 * 10**-0.5, rel=0.1)  # held low in the warm-up

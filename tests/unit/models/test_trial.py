@@ -138,10 +138,10 @@ class SomeQueries(nn.Module):
     def __init__(self):
         super().__init__()
         self.n_heads = HEADS
-        self.query_projection, self.key_projection = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.asking, self.asked = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
 
     def forward(self, x):
-        q, k = (split(p(x)) for p in (self.query_projection, self.key_projection))
+        q, k = (split(p(x)) for p in (self.asking, self.asked))
         return ((q[:, :, :3] @ k.mT).softmax(-1) @ k).transpose(1, 2).flatten(2)
 
 
