@@ -158,8 +158,8 @@ def survey(model: nn.Module) -> Survey:
         # Where one contains another, the inner one computes the scores, unless the outer one asks the interface.
         if verdict.route != "interface" and able & ({*module.modules()} - {module}):
             # Not by its config, which a whole model has too.
-            by_hand = verdict.route is not None and _is_named(module)
-            if is_users(module) and (names(class_of(module)) & ASKED or stated(module)[0] or by_hand):
+            attends = names(class_of(module)) & ASKED or stated(module)[0] or _is_named(module)
+            if is_users(module) and verdict.route is not None and attends:
                 holding[name] = module
             continue
         if verdict.route is None:

@@ -635,6 +635,21 @@ FAULTS = [
     Fault("betahook/models/labels.py", 'if name == "batch_norm":', "if False:", PLACES),
     Fault("betahook/models/trial.py", "if compat.is_adapter(child):", "if False:", PLACES),
     Fault("betahook/models/places.py", 'or getattr(owner, "groups", 1) != 1', "", PLACES),
+    Fault("betahook/models/places.py", "[[False, True], [True, False]]", "[]", PLACES),
+    Fault("betahook/models/places.py", "made_of[::-1] if takes_key_first(module, made_of, linears) else", "", PLACES),
+    Fault("betahook/tap/by_hand/softmaxes.py", "operands = (right, left) if", "operands = (left, right) if", PLACES),
+    Fault("betahook/models/trial.py", "(others if len(others) == 1 else [])", "[]", PLACES),
+    Fault(
+        "betahook/models/guards.py", 'and not hasattr(function, "__wrapped__")', "", ("tests/unit/tap/test_kernels.py",)
+    ),
+    Fault("betahook/models/trial.py", "if is_handed_over(func):", "if False:", ("tests/unit/models/test_guards.py",)),
+    Fault(
+        "betahook/tap/by_hand/forward.py",
+        "if self.products else self.unscored",
+        "if self.products else None",
+        LEFT_ALONE,
+    ),
+    Fault("betahook/models/discovery.py", "is_users(module) and verdict.route is not None and", "is_users(module) and"),
     Fault("betahook/models/places.py", "not any(returned)", "any(returned)", PLACES),
     Fault("betahook/models/places.py", "if path and own_calls and", "if path and", PARAMETERS),
     Fault("betahook/models/places.py", "(*part._parameters, ", "(", PARAMETERS),
@@ -744,7 +759,7 @@ FAULTS = [
     Fault("betahook/tap/by_hand/contraction.py", "if axis.heads_first else numbers.repeat(others)", "", SCALES),
     Fault("betahook/tap/by_hand/following.py", " and _is_same(target[index], source)", "", RIGHT),
     Fault("betahook/models/discovery.py", " and stated(module)[0] in (None, shown.size[0])", "", TRIAL),
-    Fault("betahook/models/discovery.py", " or stated(module)[0] or by_hand", " or by_hand"),
+    Fault("betahook/models/discovery.py", " or stated(module)[0] or _is_named", " or _is_named"),
     Fault("betahook/models/projections.py", "return not (normed or added)", "return not normed"),
     Fault(
         "betahook/models/code.py", "value.func if isinstance(value, functools.partial) else value", "value", DISCOVERED

@@ -348,6 +348,7 @@ class WrapperAttention(nn.Module):
         (Pooled(), True),
         (AttentionBlock(), True),
         (WrapperAttention(), False),
+        (sized(WrapperAttention()), False),
         (sized(PooledByHand()), True),
         (PooledByHand(), False),
         (Sampler(), False),
