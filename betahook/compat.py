@@ -13,7 +13,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -89,12 +89,6 @@ def outside_of_graphs(function: Callable[..., Any], reason: str) -> Callable[...
 def is_compiled(module: nn.Module) -> bool:
     """True for what `torch.compile` returned or `Module.compile` changed: whose graph goes past what comes later."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-
-
-# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/compiler/__init__.py
-def eagerly() -> AbstractContextManager[Any]:
-    """A context in which compiled functions run as they are written."""
-    return torch.compiler.set_stance("force_eager") if has_compiled() else nullcontext()
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_cpp_function.h
@@ -190,8 +184,7 @@ def without_data() -> Iterator[Callable[[nn.Module], nn.Module]]:
 
     disabled, logger.disabled = logger.disabled, True  # it logs what the caller is about to catch
     try:
-        # Compiled code would read the memory of tensors that have none, and crash.
-        with mode, eagerly(), warnings.catch_warnings(action="ignore"):  # made-up inputs say nothing on those of users
+        with mode, warnings.catch_warnings(action="ignore"):  # made-up inputs say nothing on those of users
             yield copied
     finally:
         logger.disabled = disabled

@@ -14,10 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from betahook import compat
 from betahook.measure.dtypes import for_sums, sum_dtype
 from betahook.models import materialise
-from betahook.models.modes import evaluating, random_state_kept
+from betahook.models.modes import eagerly, evaluating, random_state_kept
 from betahook.models.torch_calls import rebuilt
 from betahook.tap.last_call import LastCall
 
@@ -41,7 +40,7 @@ def without_side_effects(hook: Hooked) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(hook.pause())
         stack.callback(setattr, hook.last_call, "input", hook.last_call.input)
-        stack.enter_context(compat.eagerly())
+        stack.enter_context(eagerly())
         for config in configs.values():
             if getattr(config, "use_cache", False) is True:
                 config.use_cache = False

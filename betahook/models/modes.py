@@ -1,12 +1,15 @@
-"""Evaluation mode and random numbers, for a while: of a model that is run again, and of a weight that is looked at."""
+"""Modes for a while: evaluation and random numbers, of a model that is run again or a weight; and no compiled code."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
+
+from betahook import compat
 
 
 @contextmanager
@@ -28,3 +31,34 @@ def random_state_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
         if any(device.type == "mps" for device in devices):  # has one state, which fork_rng cannot ask for
             stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
         yield
+
+
+def eagerly() -> AbstractContextManager[None]:
+    """Return a context in which compiled functions run as they are written."""
+    return _eager if compat.has_compiled() else nullcontext()
+
+
+class _Eager(AbstractContextManager[None]):
+    """The stance `force_eager`, from the first that enters to the last that leaves.
+
+    All threads share one stance. If each put back the one that it found, those of two that overlap would end in
+    `force_eager`, and nothing compiled would run again.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._stance = threading.Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._users == 0:
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+            self._users += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._stance.close()
+
+
+_eager = _Eager()

@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from betahook import compat
+from betahook.models import modes
 from betahook.models.by_tensor import ByTensor
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.guards import blinded, is_handed_over
@@ -87,7 +88,8 @@ def run(module: nn.Module) -> Outcome | None:
     length]`; height and width of a picture are numbers. Where none of that runs, what queries look at is of another
     width.
     """
-    with compat.without_data() as copied, torch.no_grad(), blinded(module):
+    # Compiled code would read the memory of tensors that have none, and crash.
+    with modes.eagerly(), compat.without_data() as copied, torch.no_grad(), blinded(module):
         try:
             parameters = inspect.signature(module.forward).parameters
             module = copied(module)

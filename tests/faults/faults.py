@@ -754,7 +754,12 @@ FAULTS = [
     Fault(
         "betahook/tap/by_hand/softmaxes.py", "mask.pairs is None or plan.band is not None", "mask.pairs is None", BANDS
     ),
-    Fault("betahook/tap/by_hand/watching.py", "bool(layer.is_set.any())", "bool(layer.is_set[0])", SCALES),
+    Fault(
+        "betahook/tap/by_hand/watching.py",
+        "is_without_data()) and bool(layer.is_set.any())",
+        "is_without_data()) and bool(layer.is_set[0])",
+        SCALES,
+    ),
     Fault("betahook/tap/by_hand/following.py", "forward.layer.is_set.to", "forward.layer.is_set[:1].to", SCALES),
     Fault("betahook/tap/by_hand/contraction.py", "if axis.heads_first else numbers.repeat(others)", "", SCALES),
     Fault("betahook/tap/by_hand/following.py", " and _is_same(target[index], source)", "", RIGHT),
@@ -827,7 +832,10 @@ FAULTS = [
     ),
     Fault("betahook/tap/by_hand/hidden.py", "waiting += product.makers", "pass", LEFT_ALONE),
     Fault("betahook/tap/by_hand/matrices.py", "and not is_read and", "and", POSITIONS),
-    Fault("betahook/compat.py", "if has_compiled() else nullcontext()", "if False else nullcontext()", TRIAL),
+    Fault(
+        "betahook/models/modes.py", "if compat.has_compiled() else nullcontext()", "if False else nullcontext()", TRIAL
+    ),
+    Fault("betahook/models/modes.py", "self._users -= 1", "self._users = 0", ("tests/unit/models/test_modes.py",)),
     Fault(
         "betahook/tap/by_hand/watching.py",
         "with uncompiled(), ScoreProducts(known):",

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from betahook import compat
 from betahook.measure.masks import Band
+from betahook.models import modes
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.guards import is_handed_over
 from betahook.models.modes import random_state_kept
@@ -68,7 +69,7 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
     forward, plan = layer.module.forward, Plan()
     # A function that was compiled by itself would be traced together with the mode, whose notes go wrong then; flex
     # attention, which is compiled too, is seen as a whole, and must stay so.
-    uncompiled = nullcontext if kernels.are_called(layer) else compat.eagerly
+    uncompiled = nullcontext if kernels.are_called(layer) else modes.eagerly
 
     # No hooks: torch runs none after a KeyboardInterrupt, and a mode that stays acts on everything that follows.
     @functools.wraps(forward)
