@@ -1,4 +1,4 @@
-"""Forwards within `torch.func`, `torch.export` and `torch.jit.trace`: beta acts in them, and nothing is measured."""
+"""Forwards in `torch.func`, `torch.export`, `torch.jit.trace` and `torch.fx`: beta acts, and nothing is measured."""
 
 import math
 
@@ -229,3 +229,19 @@ def test_the_training_loss_is_not_recorded_either(run):
         assert torch.equal(hook._state.table, before)
         model(batch())
         assert not torch.equal(hook._state.table, before)
+
+
+@pytest.mark.parametrize("kind", [FusedAttention, ByHandAttention])
+def test_a_symbolic_trace_is_that_of_the_model_alone_or_refused(kind):
+    model, x = make(kind), batch()
+    with betahook.attach(model, controller="monitor") as hook:
+        traced = torch.fx.symbolic_trace(model)
+        model(x)
+        assert torch.equal(torch.fx.symbolic_trace(model)(x), traced(x))
+        hook.layers["1"].beta = 0.7
+        with pytest.raises(
+            RuntimeError, match=r"^1: what torch.fx.symbolic_trace makes would lack its beta.* fold\(\)"
+        ):
+            torch.fx.symbolic_trace(model)
+        assert hook.layers["1"].refusal is None
+    assert torch.equal(traced(x), model(x))

@@ -64,6 +64,10 @@ class Plan:
     fused_only: bool | None = None
     broken_since: int | None = None
 
+    def forget(self) -> None:
+        """Forget everything: the module has another forward."""
+        vars(self).update(vars(Plan()))
+
     def learn(self, products: list[Product], step: int) -> str | None:
         """Remember the products of a forward that has ended; return why the module is to be left alone, or None."""
         for product in products:

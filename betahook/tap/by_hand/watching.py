@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from betahook.tap import kernels
 from betahook.tap.by_hand import bypassed, following, handlers, matrices, nested, softmaxes
 from betahook.tap.by_hand.arithmetic import divide, multiply
 from betahook.tap.by_hand.forward import Forward
+from betahook.tap.by_hand.original import Original
 from betahook.tap.by_hand.plan import Plan
 from betahook.tap.by_hand.sites import find_line
 from betahook.tap.by_hand.situation import other
@@ -63,10 +64,16 @@ HANDED_OVER = (
 )
 """The reason to leave a module alone whose guard is not found, see `models.guards`."""
 
+SYMBOLIC = (
+    "{}: what torch.fx.symbolic_trace makes would lack its beta, which acts outside of what is traced: fold() or "
+    "detach() first"
+)
+
 
 def connect(layer: Recorder, undo: ExitStack) -> None:
     """Watch every forward of the layer's module until `undo` is closed."""
-    forward, plan = layer.module.forward, Plan()
+    original, plan = Original(layer.module), Plan()
+    forward = original.at_first
     # A function that was compiled by itself would be traced together with the mode, whose notes go wrong then; flex
     # attention, which is compiled too, is seen as a whole, and must stay so.
     uncompiled = nullcontext if kernels.are_called(layer) else modes.eagerly
@@ -74,28 +81,13 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
     # No hooks: torch runs none after a KeyboardInterrupt, and a mode that stays acts on everything that follows.
     @functools.wraps(forward)
     def watched(*args: Any, **kwargs: Any) -> Any:
+        forward, is_new = original.now()
         if not override.active:  # a wrapper that came later, such as that of Accelerate, goes on calling this
             return forward(*args, **kwargs)
+        if is_new:
+            plan.forget()
         with bypassed.running(layer):
-            return followed(*args, **kwargs)
-
-    def followed(*args: Any, **kwargs: Any) -> Any:
-        unknown = not plan.axes and layer.refusal is None
-        if layer.is_idle and not unknown:
-            return forward(*args, **kwargs)
-        if nested.has_nested(args, kwargs):
-            if isinstance(layer.module, nn.MultiheadAttention):
-                return nested.run_each(forward, watched, args, kwargs)
-            _refuse_nested(layer, plan)
-            return forward(*args, **kwargs)
-        if unknown and not (compat.is_exporting() or compat.is_without_data()) and bool(layer.is_set.any()):
-            with uncompiled():
-                _rehearse(layer, plan, forward, args, kwargs)
-        known = Forward(layer, plan, (args, kwargs))
-        with uncompiled(), ScoreProducts(known):
-            output = forward(*args, **kwargs)
-        known.finish()
-        return output
+            return _follow(layer, plan, forward, uncompiled, args, kwargs)
 
     outside = compat.outside_of_graphs(watched, OUTSIDE)
 
@@ -112,6 +104,46 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
         return outside(*args, **kwargs)
 
     override = Override(layer.module, "forward", tapped, undo)
+
+
+def _follow(
+    layer: Recorder,
+    plan: Plan,
+    forward: Callable[..., Any],
+    uncompiled: Callable[[], AbstractContextManager[None]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run a forward with the tap."""
+    unknown = not plan.axes and layer.refusal is None
+    if (layer.is_idle and not unknown) or _is_symbolic(layer, args, kwargs):
+        return forward(*args, **kwargs)
+    if nested.has_nested(args, kwargs):
+        if isinstance(layer.module, nn.MultiheadAttention):
+            each = functools.partial(_follow, layer, plan, forward, uncompiled)
+            return nested.run_each(forward, lambda *args, **kwargs: each(args, kwargs), args, kwargs)
+        _refuse_nested(layer, plan)
+        return forward(*args, **kwargs)
+    if unknown and not (compat.is_exporting() or compat.is_without_data()) and bool(layer.is_set.any()):
+        with uncompiled():
+            _rehearse(layer, plan, forward, args, kwargs)
+    known = Forward(layer, plan, (args, kwargs))
+    with uncompiled(), ScoreProducts(known):
+        output = forward(*args, **kwargs)
+    known.finish()
+    return output
+
+
+def _is_symbolic(layer: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True in `torch.fx.symbolic_trace`, which shows the tap no tensors.
+
+    Raises:
+        RuntimeError: what it makes would lack the beta of the layer.
+    """
+    found = any(isinstance(x, torch.fx.Proxy) for x in (*args, *kwargs.values()))
+    if found and bool(layer.is_set.any()):
+        raise RuntimeError(SYMBOLIC.format(layer.name or "the model"))
+    return found
 
 
 def _refuse_nested(layer: Recorder, plan: Plan) -> None:

@@ -1,0 +1,102 @@
+"""Modules whose class, or whose class's forward, is another one while they are hooked; and modules that are let go."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import betahook
+from support.attention import HEADS, LENGTH, WIDTH, Block, ByHandAttention, FusedAttention, components, make
+
+BATCH = torch.randn(HEADS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+"""As many sequences as heads: which axis is that of the heads shows in a first forward only."""
+
+
+def by_hand(self, x):
+    """Another attention, on a scale of 0.1."""
+    q, k, v = (self.split(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+    return 2 * (torch.einsum("bhid,bhjd->bhij", q * 0.1, k).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def fused(self, x):
+    """The same by torch's function."""
+    q, k, v = (self.split(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+    return 2 * F.scaled_dot_product_attention(q, k, v, scale=0.1).transpose(1, 2).flatten(2)
+
+
+def change_class(module, forward):
+    module.__class__ = type("Changed", (Block,), {"forward": forward})
+
+
+def change_method(module, forward):
+    type(module).forward = forward
+
+
+def change_code(module, forward):
+    """As the autoreload of IPython does."""
+    type(module).forward.__code__ = forward.__code__
+
+
+def fresh(kind):
+    """A model with an attention of a class of its own."""
+
+    class Attention(kind):
+        def forward(self, x):
+            q, k, v = (self.split(each(x)) for each in (self.q_proj, self.k_proj, self.v_proj))
+            return self.mix(q, k, v).transpose(1, 2).flatten(2)
+
+    return make(Attention)
+
+
+@pytest.mark.parametrize("change", [change_class, change_method, change_code])
+@pytest.mark.parametrize(("kind", "forward"), [(ByHandAttention, by_hand), (FusedAttention, fused)])
+@pytest.mark.parametrize("beta", [None, 0.7])
+def test_the_forward_of_another_class_runs_with_beta(kind, forward, change, beta):
+    model = fresh(kind)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        layer = hook.layers["1"]
+        model(BATCH).sum().backward()
+        hook.step()
+        if beta is not None:
+            layer.beta = beta
+        change(model[1], forward)
+        output = model(BATCH)
+        assert layer.beta == pytest.approx(beta or 0.1)
+        assert layer.beta_default == pytest.approx(0.1)
+        scores = layer.statistics.std.item()
+    if beta is None:
+        assert torch.equal(output, model(BATCH))
+    q, k = components(model, BATCH)
+    assert scores == pytest.approx((q @ k.mT).transpose(0, 1).flatten(1).std(1).square().mean().sqrt().item(), rel=1e-3)
+    with torch.no_grad():
+        hidden = model.double()[0](BATCH.double())
+        expected = 2 * ((beta or 0.1) * (q @ k.mT)).softmax(-1) @ model[1].split(model[1].v_proj(hidden))
+    torch.testing.assert_close(output.double(), expected.transpose(1, 2).flatten(2), rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_of_the_module_itself_hides_that_of_its_class():
+    model = fresh(ByHandAttention)
+    model[1].forward = model[1].forward
+    with betahook.attach(model, controller="monitor"):
+        expected = model(BATCH)
+        change_method(model[1], by_hand)
+        assert torch.equal(model(BATCH), expected)
+
+
+@pytest.mark.parametrize("kind", [ByHandAttention, FusedAttention, nn.MultiheadAttention])
+def test_what_was_detached_is_freed_at_once(kind):
+    model = nn.TransformerEncoderLayer(WIDTH, HEADS) if kind is nn.MultiheadAttention else make(kind)
+    gc.disable()
+    try:
+        hook = betahook.attach(model, controller="monitor")
+        model(BATCH).sum().backward()
+        hook.step()
+        hook.detach()
+        known = weakref.ref(hook), weakref.ref(model)
+        del model, hook
+        assert [each() for each in known] == [None, None]
+    finally:
+        gc.enable()
