@@ -123,13 +123,14 @@ def is_without_data() -> bool:
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py
 def is_transformed() -> bool:
-    """True in `torch.func.grad` and the like, in `torch.jit.trace`, and in a `FakeTensorMode`.
+    """True in `torch.func.grad` and the like, in forward-mode AD, in `torch.jit.trace`, and in a `FakeTensorMode`.
 
     There only what the model computes may run: what is made there means nothing outside.
     """
     if torch.compiler.is_compiling():
         return False
-    return is_without_data() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
+    in_func = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    return in_func or is_without_data() or torch._C._is_tracing()
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_functorch/pyfunctorch.py
@@ -162,10 +163,15 @@ def version(tensor: Tensor) -> int:
 def multi_head_attention_forward() -> Callable[..., Any]:
     """`F.multi_head_attention_forward` without the first lines, which hand it back to a `TorchFunctionMode`."""
     original = F.multi_head_attention_forward
+    if "has_torch_function" not in getattr(getattr(original, "__code__", None), "co_names", ()):
+        original = _OF_TORCH  # which a profiler, say, has wrapped
     names = {**original.__globals__, "has_torch_function": lambda tensors: False}
-    copy = types.FunctionType(original.__code__, names, original.__name__, original.__defaults__)
+    copy = types.FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
     copy.__kwdefaults__ = original.__kwdefaults__
     return copy
+
+
+_OF_TORCH = inspect.unwrap(F.multi_head_attention_forward)
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_subclasses/fake_tensor.py

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import betahook
 from support.attention import HEADS, LENGTH, WIDTH, ByHandAttention, FusedAttention, make
@@ -170,7 +172,7 @@ def test_a_step_that_saw_transforms_only_says_so(caplog):
 @pytest.mark.parametrize("kind", BY_HAND)
 def test_a_trace_keeps_beta(kind):
     model, _ = hooked(kind)
-    traced = torch.jit.trace(model, batch(2), check_trace=False)
+    traced = torch.jit.trace(model, batch(2))  # which checks that a second trace is the same
     torch.testing.assert_close(traced(batch(2).flip(0)), model(batch(2).flip(0)), rtol=0, atol=0)
 
 
@@ -245,3 +247,36 @@ def test_a_symbolic_trace_is_that_of_the_model_alone_or_refused(kind):
             torch.fx.symbolic_trace(model)
         assert hook.layers["1"].refusal is None
     assert torch.equal(traced(x), model(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("beta", [None, 0.7])
+def test_forward_mode_of_large_queries(kind, beta, monkeypatch):
+    """With parameters that ask for a gradient too, as in Hessian-vector products."""
+    monkeypatch.setattr("betahook.tap.gain.SMALL", 0)
+
+    def tangent(model):
+        with sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
+            dual = {
+                name: forward_ad.make_dual(parameter, torch.ones_like(parameter))
+                for name, parameter in model.named_parameters()
+            }
+            return forward_ad.unpack_dual(functional_call(model, dual, (batch(),)).square().mean()).tangent
+
+    model = make(kind)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        model(batch()).sum().backward()
+        hook.step()
+        if beta is not None:
+            for layer in hook.layers.values():
+                layer.beta = beta
+            parameters = parameters_of(model)
+            ones = {name: torch.ones_like(parameter) for name, parameter in parameters.items()}
+            with sdpa_kernel(SDPBackend.MATH):
+                _, expected = jvp(
+                    lambda of: functional_call(model, of, (batch(),)).square().mean(), (parameters,), (ones,)
+                )
+        measured = {name: layer.statistics.count.item() for name, layer in hook.layers.items()}
+        found = tangent(model)
+        assert {name: layer.statistics.count.item() for name, layer in hook.layers.items()} == measured
+    torch.testing.assert_close(found, tangent(model) if beta is None else expected, rtol=1e-5, atol=1e-5)

@@ -18,13 +18,18 @@ from betahook.tap.by_hand import head_axes
 from betahook.tap.by_hand.contraction import Axis
 from betahook.tap.by_hand.plan import Plan, form_of
 from betahook.tap.by_hand.shadows import Shadows
-from betahook.tap.by_hand.sites import Site, find_line, find_site
+from betahook.tap.by_hand.sites import Site, alike, find_line, find_site
 from betahook.tap.by_hand.situation import Situation
 from betahook.tap.by_hand.traces import Factor, Operand, Product, Scores, Traces, is_learned
 from betahook.tap.recorder import Recorder
 
 ALIKE = 1e-4
 """Relative difference up to which two numbers count as the same, but for rounding."""
+
+
+def _has_no_data(tensor: Tensor | None) -> bool:
+    """Return True for a tensor on the meta device."""
+    return tensor is not None and tensor.is_meta
 
 
 class Forward:
@@ -61,10 +66,10 @@ class Forward:
         self.layer = layer
         self.plan = plan
         self.rehearsal = rehearsal
-        self.recording = layer.is_recording and layer.refusal is None and not rehearsal
+        given = next(tensors_in(inputs), None)
+        self.recording = layer.is_recording and layer.refusal is None and not (rehearsal or _has_no_data(given))
         self.form = form_of(inputs)
         self.axes = plan.axes.get(self.form, {})
-        given = next(tensors_in(inputs), None)
         self.is_empty = given is not None and given.numel() == 0
         is_first = self.form not in plan.axes and layer.refusal is None
         if is_first and (compat.is_exporting() or (rehearsal and compat.is_transformed())):
@@ -149,6 +154,8 @@ class Forward:
         count = self.layer.heads
         if count == 1:
             return "single"
+        if labels is None and site not in self.axes:
+            self.axes.update(alike(self.axes, site))
         if site in self.axes:
             axis = self.axes[site]
             return axis if not isinstance(axis, int) or tensor.shape[axis : axis + 1] == (count,) else None

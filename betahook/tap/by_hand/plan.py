@@ -24,7 +24,7 @@ Form = tuple[tuple[bool, ...], ...]
 
 def form_of(inputs: Any) -> Form:
     """The form of the tensors in nested inputs of a module."""
-    return tuple(tuple(size == 1 for size in x.shape) for x in tensors_in(inputs))
+    return tuple(tuple(bool(size == 1) for size in x.shape) for x in tensors_in(inputs))
 
 
 @dataclass
