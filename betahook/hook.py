@@ -36,6 +36,7 @@ from betahook.step import first_look, stages, training_loss
 from betahook.step.clipping import Clipping
 from betahook.step.loss_scale import LossScale
 from betahook.tap import adapters, install
+from betahook.tap.copies import Uncopied
 from betahook.tap.last_call import LastCall
 from betahook.tap.recorder import ATTRIBUTE, Recorder
 
@@ -130,7 +131,7 @@ def hooks_of(model: nn.Module) -> set[Hook]:
     return {owner for owner in owners if isinstance(owner, Hook)}
 
 
-class Hook:
+class Hook(Uncopied):
     """A hooked model. Made by `attach`; as a context manager it detaches at the end.
 
     Attributes:

@@ -235,8 +235,8 @@ def observe(
                 is_limited=is_limited,
             )
         )
-    state.condition.copy_(torch.tensor(before))
-    state.condition_since.copy_(torch.tensor(since))
+    state.condition.copy_(torch.tensor(before, device="cpu"))
+    state.condition_since.copy_(torch.tensor(since, device="cpu"))
     state.findings_step = state.steps
     found = Findings.at(state.steps, findings)
     if is_first_look:

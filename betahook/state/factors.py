@@ -75,7 +75,7 @@ class Factors:
         layers = [values.tolist() for values in own.split(self._lengths)]
         self._noted = [values[0] if len({*values}) == 1 else math.nan for values in layers]
         known = [value for value, heads in zip(self._noted, self._lengths, strict=True) for _ in range(heads)]
-        self.own.copy_(torch.tensor(known, dtype=torch.float32))
+        self.own.copy_(torch.tensor(known, dtype=torch.float32, device="cpu"))
 
     def gain(self, layer: int) -> Tensor:
         """Return `beta / own` of a layer, `[heads of the layer, 1, 1]`: 1 where beta is NaN.

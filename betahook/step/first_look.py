@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from betahook.control.base import Controller
 from betahook.layer import Layers
@@ -27,6 +28,7 @@ def connect(state: State, layers: Layers, controllers: Sequence[Controller], und
         return
     # The hook is one of all optimizers, and would keep the model; and none may be removed while they run.
     references = weakref.ref(state), weakref.ref(layers)
+    _forget_what_is_gone()
 
     @torch.no_grad()
     def look(*call: Any) -> None:
@@ -36,4 +38,14 @@ def connect(state: State, layers: Layers, controllers: Sequence[Controller], und
         if state.seen and state.first_spectral_ratio is None:  # unseen: it is another model's optimizer
             state.first_spectral_ratio = layers.spectral_ratio()
 
-    undo.callback(register_optimizer_step_pre_hook(look).remove)
+    handle = _registered[references[0]] = register_optimizer_step_pre_hook(look)
+    undo.callback(handle.remove)
+
+
+_registered: dict[weakref.ref[State], RemovableHandle] = {}
+
+
+def _forget_what_is_gone() -> None:
+    """Remove the hooks of states that were collected without `detach`; the collector may run within an optimizer."""
+    for reference in [each for each in _registered if each() is None]:
+        _registered.pop(reference).remove()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -46,6 +46,16 @@ def _take_off_hook(identity: int, names: Sequence[str], attributes: Attributes) 
     for name in names:
         held = attributes[name]
         attributes[name] = type(held)((key, hook) for key, hook in held.items() if key != identity)
+
+
+class Uncopied:
+    """An object that acts on a model by its identity."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled, since it belongs to its model: copy its "
+            "state_dict(), which a hook on another model can load"
+        )
 
 
 class _Reduce:

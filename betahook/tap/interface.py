@@ -39,7 +39,8 @@ UNKNOWN = (
 )
 """Message for attention that bypasses the tap."""
 
-_original = AttentionInterface.get_interface
+# That of an earlier import of this file would ask this one again, and apply beta twice.
+_original = getattr(AttentionInterface.get_interface, "betahook_original", AttentionInterface.get_interface)
 _users = 0
 
 
@@ -70,6 +71,9 @@ def release() -> None:
 def _get_interface(self: AttentionInterface, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
     function = _original(self, implementation, default)
     return functools.partial(_attention, function, implementation)
+
+
+_get_interface.betahook_original = _original  # type: ignore[attr-defined]
 
 
 def _attention(function: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

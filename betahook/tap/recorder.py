@@ -182,10 +182,9 @@ class Recorder:
                 self.state.note_default(self._head_range, beta)
 
     def follow(self, device: torch.device) -> None:
-        """Move the state to where the model went, unless in a pause to the meta device: that is a look at shapes."""
-        state = self.state
-        if device.type != "cpu" and state.device.type == "cpu" and not (device.type == "meta" and state.paused):
-            state.to(device)
+        """Move the state to where the model went, unless that is the meta device: which is a look at shapes."""
+        if device.type not in ("cpu", "meta") and self.state.device.type == "cpu":
+            self.state.to(device)
 
     def select_local_heads(self, heads: int) -> bool:
         """Point the recorder at the heads that this rank computes; False if a query cannot have so many.
@@ -243,7 +242,7 @@ class Recorder:
         With a mask that nobody has looked at yet, a small call may wait until the last layer's: all that wait are then
         measured at once.
         """
-        if query.numel() == 0 or key.numel() == 0:
+        if query.numel() == 0 or key.numel() == 0 or query.is_meta:
             return
         state, local = self.state, self._local_range
         state.recorded = True
@@ -279,6 +278,8 @@ class Recorder:
     @torch.no_grad()
     def record_input(self, tensor: Tensor, sides: list[str], *, shared: bool = True) -> None:
         """Add the entries that enter the projections `sides`; at once, if not `shared`: their memory is used again."""
+        if tensor.is_meta:
+            return
         tensor = materialise.local(tensor)  # a DTensor under tensor parallelism, the same on all ranks
         self.follow(tensor.device)
         entries = self._inputs.entries_of(tensor) if shared else inputs.entries_of(tensor)

@@ -9,8 +9,14 @@ import torch
 import betahook
 from betahook.measure import weights
 from betahook.measure.statistics import ROW
+from support.attention import LENGTH, WIDTH, Block, padded_encoder
 from support.models import build, inputs
 from support.training import LAYER, enable_checkpointing, train
+
+
+class Unmasked(Block):
+    def mix(self, q, k, v):
+        return (q @ k.mT / math.sqrt(self.head_dim)).softmax(-1) @ v
 
 
 def test_weights_are_read_when_somebody_asks_and_not_in_every_step(monkeypatch):
@@ -283,3 +289,42 @@ def test_the_statistics_of_a_resumed_run_are_those_of_its_last_pooling():
     with betahook.attach(model, "monitor") as hook:
         hook.load_state_dict(state)
         assert hook.layers[LAYER].statistics.std == expected
+
+
+@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize("make", [lambda: build("llama"), padded_encoder, lambda: torch.nn.Sequential(Unmasked())])
+def test_a_look_at_shapes_leaves_no_trace(make, seen):
+    """On the meta device; then the weights come back, and training goes on."""
+    model = make()
+
+    def call(device):
+        if hasattr(model, "config"):
+            return model(**{name: value.to(device) for name, value in inputs("llama").items()}).logits
+        return model(torch.ones(2, LENGTH, WIDTH, device=device))
+
+    weights = {name: tensor.clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        if seen:
+            call("cpu")
+        before = [layer.statistics.count.item() for layer in hook.layers.values()]
+        model.to("meta")
+        assert call("meta").is_meta
+        assert [layer.statistics.count.item() for layer in hook.layers.values()] == before
+        model.to_empty(device="cpu")
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            tensor.data.copy_(weights[name])
+        call("cpu").sum().backward()
+        hook.step()
+        assert not any(layer.refusal for layer in hook.layers.values())
+        assert all(math.isfinite(value) for value in hook.metrics().values())
+
+
+def test_the_default_device_is_not_that_of_the_hook():
+    model, batch = build("llama"), inputs("llama")
+    with betahook.attach(model) as hook:
+        model(**batch).loss.backward()
+        with torch.device("meta"):
+            hook.step()
+            hook.load_state_dict(hook.state_dict())
+            assert all(math.isfinite(value) for value in hook.metrics().values())
+            assert len(hook.findings()) == len(hook.audit()) == 2

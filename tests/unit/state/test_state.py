@@ -22,7 +22,7 @@ def test_everything_follows_the_model():
     first.beta = 0.5
     state.memories = [{"total": torch.zeros(2)}]
     (2 * recorder.probe.sum()).backward()
-    recorder.follow(torch.device("meta"))
+    state.to(torch.device("meta"))
     found = []
     for value in vars(state).values():
         parts = vars(value).values() if isinstance(value, HeadGroups) else [value]
@@ -34,10 +34,10 @@ def test_everything_follows_the_model():
 
 
 def test_a_device_without_float64_gets_none(monkeypatch):
-    state, _, (recorder,) = make(attention(nn.Module(), 4, 8))
+    state, _, _ = make(attention(nn.Module(), 4, 8))
     state.memories = [{"total": torch.zeros(1, dtype=torch.float64)}]
     monkeypatch.setattr("betahook.state.state.sum_dtype", lambda device: torch.float32)
-    recorder.follow(torch.device("meta"))
+    state.to(torch.device("meta"))
     tensors = [value for value in vars(state).values() if isinstance(value, torch.Tensor)]
     dtypes = {x.dtype for x in [*tensors, state.parts[0].table, state.memories[0]["total"]]}
     assert dtypes == {torch.float32, torch.int64, torch.bool}

@@ -77,6 +77,8 @@ def test_optimizers_keep_no_model_and_no_hook(controller):
     gc.collect()
     assert model() is None
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()
+    with betahook.attach(fresh(), controller):  # which takes the place of what is gone
+        assert len(hooks) == before + (controller == "default")
 
 
 def test_two_models_are_looked_at_in_one_step():

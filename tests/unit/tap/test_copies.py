@@ -131,3 +131,14 @@ def test_hooks_of_others_are_copied():
         module.register_forward_hook(lambda *given: seen.append("after"))
         copy.deepcopy(module)(torch.randn(2, LENGTH, WIDTH))
     assert seen == ["before", "after"]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_hook_is_not_copied(copied):
+    with (
+        betahook.attach(build("llama"), controller="monitor") as hook,
+        pytest.raises(
+            TypeError, match=r"a Hook cannot be copied or pickled, since it belongs to its model: copy its st"
+        ),
+    ):
+        copied(hook)

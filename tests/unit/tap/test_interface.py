@@ -371,3 +371,33 @@ def test_a_query_of_other_heads_than_a_module_states_is_left_alone(compiled, cap
         fitting = torch.randn(2, 3, 5, 8)
         AttentionInterface().get_interface("sdpa", None)(attention, fitting, fitting, fitting, None)
         assert hook.layers[first].statistics.count == 0
+
+
+AGAIN = """
+import importlib, sys, torch, betahook
+from support.models import build, inputs
+model, batch = build("llama"), inputs("llama")
+expected = model(**batch).logits
+hook = betahook.attach(model, "monitor")
+model(**batch).loss.backward()
+hook.step()
+names = sorted(name for name in sys.modules if name.startswith("betahook"))
+for name in names:
+    {again}
+import betahook
+assert torch.equal(model(**batch).logits, expected)
+other = build("llama")
+hook = betahook.attach(other, "monitor")
+other(**batch).loss.backward()
+hook.step()
+for layer in hook.layers.values():
+    layer.beta = 2 * layer.beta
+    model.get_submodule(layer.name).q_proj.weight.data *= 2
+torch.testing.assert_close(other(**batch).logits, model(**batch).logits)
+"""
+
+
+@pytest.mark.parametrize("again", ["importlib.reload(sys.modules[name])", "del sys.modules[name]"])
+def test_betahook_may_be_imported_again_while_a_model_is_hooked(again):
+    """As a notebook does after an update; beta acts once."""
+    subprocess.run([sys.executable, "-c", AGAIN.format(again=again)], check=True)
