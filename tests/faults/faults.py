@@ -927,8 +927,8 @@ FAULTS = [
     Fault("betahook/checkpoint/schema.py", "int and heads >= 1", "int and heads > 1", SCHEMA),
     Fault(
         "betahook/checkpoint/schema.py",
-        '_check(not unknown, f"damaged: {name}',
-        '_check(True, f"damaged: {name}',
+        '_check(not unknown, f"{NEWER}: {name}',
+        '_check(True, f"{NEWER}: {name}',
         SCHEMA,
     ),
     Fault("betahook/checkpoint/schema.py", "<= skipped <= steps < 2**53 and", "<= skipped <= steps and", SCHEMA),

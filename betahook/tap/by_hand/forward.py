@@ -18,18 +18,13 @@ from betahook.tap.by_hand import head_axes
 from betahook.tap.by_hand.contraction import Axis
 from betahook.tap.by_hand.plan import Plan, form_of
 from betahook.tap.by_hand.shadows import Shadows
-from betahook.tap.by_hand.sites import Site, alike, find_line, find_site
+from betahook.tap.by_hand.sites import Site, find_line, find_site
 from betahook.tap.by_hand.situation import Situation
 from betahook.tap.by_hand.traces import Factor, Operand, Product, Scores, Traces, is_learned
 from betahook.tap.recorder import Recorder
 
 ALIKE = 1e-4
 """Relative difference up to which two numbers count as the same, but for rounding."""
-
-
-def _has_no_data(tensor: Tensor | None) -> bool:
-    """Return True for a tensor on the meta device."""
-    return tensor is not None and tensor.is_meta
 
 
 class Forward:
@@ -67,7 +62,7 @@ class Forward:
         self.plan = plan
         self.rehearsal = rehearsal
         given = next(tensors_in(inputs), None)
-        self.recording = layer.is_recording and layer.refusal is None and not (rehearsal or _has_no_data(given))
+        self.recording = layer.is_recording and layer.refusal is None and not (rehearsal or _is_meta(given))
         self.form = form_of(inputs)
         self.axes = plan.axes.get(self.form, {})
         self.is_empty = given is not None and given.numel() == 0
@@ -154,8 +149,6 @@ class Forward:
         count = self.layer.heads
         if count == 1:
             return "single"
-        if labels is None and site not in self.axes:
-            self.axes.update(alike(self.axes, site))
         if site in self.axes:
             axis = self.axes[site]
             return axis if not isinstance(axis, int) or tensor.shape[axis : axis + 1] == (count,) else None
@@ -234,3 +227,7 @@ class Forward:
             f"the product at {self.without_heads} is of two matrices, in which its {heads} heads have no axis: compute "
             "all of them at once, with q and k as [batch, heads, tokens, d_k]"
         )
+
+
+def _is_meta(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.is_meta

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
-from typing import TypeVar
 
 from torch.autograd import Function
 
-V = TypeVar("V")
 LIBRARIES = {"torch", "einops", "betahook"}
 WATCHED = "watched"
 """The function of `watching` that calls the forward of a hooked module: the search for callers ends there."""
@@ -36,34 +33,12 @@ class Site:
             torch's forward.
         line: file and line of the innermost.
         obstacle: the reason why beta would not act in the backward, with the line; None where it does.
-        inside: the functions of torch on that way.
     """
 
     operation: str
     callers: tuple[tuple[CodeType, int], ...]
     line: str = field(compare=False)
     obstacle: str | None = field(compare=False)
-    inside: tuple[tuple[CodeType, int], ...] = field(default=(), compare=False)
-
-    def is_at(self, other: Site) -> bool:
-        """Tell if this is the same call but for a function around torch's, as a profiler puts there for a while."""
-        if self.operation != other.operation:
-            return False
-        if self.callers == self.inside or other.callers == other.inside:
-            return _positions(self.inside) == _positions(other.inside)
-        depth = min(len(self.callers), len(other.callers))
-        return _positions(self.callers[-depth:]) == _positions(other.callers[-depth:])
-
-
-def alike(known: Mapping[Site, V], site: Site) -> dict[Site, V]:
-    """Things known of the call at a site by other sites, as that site knows them; empty if they differ."""
-    values = {value for other, value in known.items() if other.is_at(site)}
-    return {site: values.pop()} if len(values) == 1 else {}
-
-
-def _positions(callers: tuple[tuple[CodeType, int], ...]) -> list[object]:
-    """Lines and columns of calls: that of a Python function has another offset in its code than one of torch's own."""
-    return [(code, next(itertools.islice(code.co_positions(), offset // 2, None))) for code, offset in callers]
 
 
 def find_site(operation: str) -> Site:
@@ -85,7 +60,7 @@ def find_site(operation: str) -> Site:
             callers.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     line = line or "a line of torch"
-    return Site(operation, tuple(callers or inside), line, obstacle and obstacle.format(line), tuple(inside))
+    return Site(operation, tuple(callers or inside), line, obstacle and obstacle.format(line))
 
 
 def _out_of_sight(module: str, code: CodeType) -> str | None:

