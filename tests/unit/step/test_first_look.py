@@ -1,6 +1,7 @@
 """W_q and W_k are judged as they were before the first update."""
 
 import gc
+import sys
 import weakref
 
 import pytest
@@ -115,6 +116,7 @@ def test_without_an_optimizer_of_torch_the_weights_are_looked_at_in_the_step():
         assert phases(hook) == {Phase.WAIT}
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="torch 2.14 runs the step of an optimizer uncompiled there")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_a_compiled_optimizer_has_no_code_of_ours():
     model = fresh()
