@@ -18,6 +18,9 @@ from betahook.control.base import Controller
 from betahook.layer import Layers
 from betahook.state.state import State
 
+_registered: dict[weakref.ref[State], RemovableHandle] = {}
+"""The hook on all optimizers that looks for each state."""
+
 
 def connect(state: State, layers: Layers, controllers: Sequence[Controller], undo: ExitStack) -> None:
     """Look at W_q and W_k once, in the first step of an optimizer after a forward, unless `undo` is closed before.
@@ -40,9 +43,6 @@ def connect(state: State, layers: Layers, controllers: Sequence[Controller], und
 
     handle = _registered[references[0]] = register_optimizer_step_pre_hook(look)
     undo.callback(handle.remove)
-
-
-_registered: dict[weakref.ref[State], RemovableHandle] = {}
 
 
 def _forget_what_is_gone() -> None:
