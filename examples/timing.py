@@ -95,4 +95,4 @@ def write(result: dict[str, Any], name: str, options: argparse.Namespace) -> Non
     """Write a result with the machine and the options that made it."""
     settings = {key: str(value) for key, value in vars(options).items()}
     text = json.dumps({"machine": machine(options.device), "settings": settings, "result": result}, indent=1)
-    (options.output / f"{name}.json").write_text(text)
+    (options.output / f"{name}.json").write_text(text, encoding="utf-8")

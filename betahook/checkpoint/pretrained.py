@@ -78,7 +78,7 @@ def is_marked_folder(folder: Path) -> bool:
     """Tell if a config in a folder of weights, or that of an adapter, says that beta is in a file."""
     marks = {folder / CONFIG_NAME: MARK}
     marks |= {path: ADAPTER_MARK for path in (*folder.glob(ADAPTER_CONFIG), *folder.glob(f"*/{ADAPTER_CONFIG}"))}
-    return any(path.is_file() and mark in json.loads(path.read_text()) for path, mark in marks.items())
+    return any(path.is_file() and mark in json.loads(path.read_bytes()) for path, mark in marks.items())
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def _mark_files(model: nn.Module, folder: Path) -> None:
         marks[folder / CONFIG_NAME] = MARK
     for path, mark in marks.items():
         if path.is_file():
-            path.write_text(json.dumps({**json.loads(path.read_text()), mark: NOTE}, indent=2, sort_keys=True))
+            path.write_text(json.dumps({**json.loads(path.read_bytes()), mark: NOTE}, indent=2, sort_keys=True))
 
 
 def follow_adapters(model: nn.Module, hook: Stateful, layers: Layers, undo: ExitStack) -> None:

@@ -133,7 +133,7 @@ def _read_checkpoints(root: Path, run: Run) -> None:
 def _history(file: Path) -> list[dict[str, Any]]:
     """Return the history in a state of the Trainer; an empty one if its process ended while it wrote that."""
     try:
-        history: list[dict[str, Any]] = json.loads(file.read_text()).get("log_history", [])
+        history: list[dict[str, Any]] = json.loads(file.read_bytes()).get("log_history", [])
     except ValueError:
         return []
     return history

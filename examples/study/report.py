@@ -272,7 +272,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not results:
         parser.error(f"--output: there is no result in {store}; give the folder into which run.py has put some")
     text = report(results, options.output)
-    (options.output / "report.md").write_text(text)
+    (options.output / "report.md").write_text(text, encoding="utf-8")
     print(text)
 
 
