@@ -73,7 +73,7 @@ TOGETHER = ("tests/unit/measure/test_together.py",)
 SCORES = ("tests/unit/measure/test_scores.py",)
 
 
-def of_trainer(test: str, file: str = "test_trainer.py") -> tuple[str]:
+def of_trainer(test: str, file: str) -> tuple[str]:
     """One of the tests of the Trainer, which take long together."""
     return (f"tests/unit/integrations/{file}::test_{test}",)
 
@@ -949,7 +949,7 @@ FAULTS = [
         "integrations/trainer.py",
         "hooks_of(model) & set(_training)",
         "hooks_of(model)",
-        of_trainer("the_hook_of_a_training_that_was_broken_off_is_replaced"),
+        of_trainer("the_hook_of_a_training_that_was_broken_off_is_replaced", "test_further_trainings.py"),
     ),
     Fault(
         "integrations/checkpoints.py",
@@ -978,7 +978,7 @@ FAULTS = [
         "integrations/trainer.py",
         "or self.hook.steps == 0):",
         "or self.hook.steps < 0):",
-        of_trainer("a_first_batch_that_did_not_fit_leaves_nothing"),
+        of_trainer("a_first_batch_that_did_not_fit_leaves_nothing", "test_further_trainings.py"),
     ),
     Fault("betahook/tap/by_hand/head_axes.py", "device=device_of(scores)", "device=scores.device", RIGHT),
     Fault(
