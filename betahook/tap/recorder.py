@@ -87,6 +87,11 @@ class _Inputs:
         return entries
 
 
+def shows_shapes(tensor: Tensor | None, state: State) -> bool:
+    """Return True for a tensor of a forward on the meta device: a look at shapes, unless the state is there too."""
+    return tensor is not None and tensor.is_meta and state.device.type != "meta"
+
+
 class Recorder:
     """Records the attention calls of one module.
 
@@ -182,7 +187,7 @@ class Recorder:
                 self.state.note_default(self._head_range, beta)
 
     def follow(self, device: torch.device) -> None:
-        """Move the state to where the model went, unless that is the meta device: which is a look at shapes."""
+        """Move the state to where the model went, but not to the meta device, see `shows_shapes`."""
         if device.type not in ("cpu", "meta") and self.state.device.type == "cpu":
             self.state.to(device)
 
@@ -242,7 +247,7 @@ class Recorder:
         With a mask that nobody has looked at yet, a small call may wait until the last layer's: all that wait are then
         measured at once.
         """
-        if query.numel() == 0 or key.numel() == 0 or query.is_meta:
+        if query.numel() == 0 or key.numel() == 0 or shows_shapes(query, self.state):
             return
         state, local = self.state, self._local_range
         state.recorded = True
@@ -278,7 +283,7 @@ class Recorder:
     @torch.no_grad()
     def record_input(self, tensor: Tensor, sides: list[str], *, shared: bool = True) -> None:
         """Add the entries that enter the projections `sides`; at once, if not `shared`: their memory is used again."""
-        if tensor.is_meta:
+        if shows_shapes(tensor, self.state):
             return
         tensor = materialise.local(tensor)  # a DTensor under tensor parallelism, the same on all ranks
         self.follow(tensor.device)

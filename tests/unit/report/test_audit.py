@@ -117,7 +117,7 @@ def test_a_mask_that_hides_no_token_changes_no_correlation():
     model[0].mix = lambda q, k, v: model[0].values(q @ k.mT / math.sqrt(q.shape[-1]), v)
     with betahook.attach(model, controller="monitor") as hook:
         model(tokens)
-        assert hook.audit()[0].correlations == causal
+        assert repr(hook.audit()[0].correlations) == repr(causal)  # NaN equals none
 
 
 @pytest.mark.oldest_skips("T5 writes its attention by hand", family="t5")

@@ -2,8 +2,10 @@
 
 import gc
 import math
+import os
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -400,4 +402,5 @@ torch.testing.assert_close(other(**batch).logits, model(**batch).logits)
 @pytest.mark.parametrize("again", ["importlib.reload(sys.modules[name])", "del sys.modules[name]"])
 def test_betahook_may_be_imported_again_while_a_model_is_hooked(again):
     """As a notebook does after an update; beta acts once."""
-    subprocess.run([sys.executable, "-c", AGAIN.format(again=again)], check=True)
+    paths = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", AGAIN.format(again=again)], check=True, env=paths)
