@@ -40,6 +40,10 @@ modules go on without them in a saved model."""
 NESTED_TENSORS = "use_nested_tensor"
 """Attribute by which `nn.TransformerEncoder` packs padded batches, past all hooks; nothing public stops it later."""
 
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/parallel/replicate.py
+REPLICATE = "_replicate_for_data_parallel"
+"""The method by which `nn.DataParallel` copies a module for each GPU."""
+
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/overrides.py
 TRANSPOSING_GETTERS = {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
 """Getters that a `TorchFunctionMode` sees for `x.T` and `x.mT`. Those of all properties are called `__get__`, so that

@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -49,6 +49,7 @@ def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) 
         opaque.register(recorder)
         _watch_inputs(recorder, undo)
         if recorder.route != "interface":
+            Override(recorder.module, compat.REPLICATE, functools.partial(_refuse_replica, recorder.name), undo)
             undo.enter_context(guards.blinded(recorder.module))
             watching.connect(recorder, undo)
     watched = [each for each in recorders if each.route != "interface"]
@@ -68,6 +69,18 @@ def _refuse_copy(recorder: Recorder, attributes: copies.Attributes) -> None:
             "a hooked model whose beta is adapted cannot be copied or pickled, as the copy would lack that beta: copy "
             "it before attach, fold() or detach() first, or copy its state_dict() and that of its hook"
         )
+
+
+def _refuse_replica(name: str) -> NoReturn:
+    """Refuse a replica, which would run the forward of the module on the first GPU.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"{name or 'the model'} is attention by hand, which cannot run in nn.DataParallel while it is hooked. Use one "
+        "process for each GPU, as torchrun and accelerate launch do, or one GPU alone (CUDA_VISIBLE_DEVICES=0)"
+    )
 
 
 def _keep_padding(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) -> None:

@@ -67,6 +67,11 @@ def test_leaves_are_what_lies_in_nested_arguments():
     assert compat.leaves(nested) == [1, 2.0, None, "text", cache]
 
 
+def test_data_parallel_asks_a_module_for_its_replica():
+    assert compat.REPLICATE in torch.nn.parallel.replicate.__code__.co_names
+    assert callable(getattr(nn.Module, compat.REPLICATE))
+
+
 def test_every_model_asks_one_method_of_the_interface_for_its_attention(monkeypatch):
     asked = []
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+import sys
 
 import pytest
 import torch
@@ -142,3 +143,24 @@ def test_a_hook_is_not_copied(copied):
         ),
     ):
         copied(hook)
+
+
+@pytest.fixture
+def replicate(monkeypatch):
+    """That of `nn.DataParallel`, for one device that need not be there."""
+    module = sys.modules[torch.nn.parallel.replicate.__module__]
+    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", lambda tensors, devices, detach=False: [tensors])
+    return lambda model: torch.nn.parallel.replicate(model, [0])
+
+
+def test_data_parallel_says_that_it_takes_no_attention_by_hand(replicate):
+    """A replica would call the forward of the module that it was made of, whose weights are on the first GPU."""
+    model = nn.Sequential(ByHandAttention())
+    with betahook.attach(model, "monitor"), pytest.raises(RuntimeError, match="0 is attention by hand, which cannot"):
+        replicate(model)
+    assert torch.equal(replicate(model)[0][0].q_proj.weight, model[0].q_proj.weight)
+
+
+def test_data_parallel_takes_attention_of_the_interface(replicate):
+    with betahook.attach(build("llama"), "monitor") as hook:
+        replicate(hook.model)
