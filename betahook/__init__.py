@@ -17,6 +17,7 @@ from betahook.report.alerts import Alert, Alerts
 from betahook.report.audit import Audit, LayerAudit
 from betahook.report.conditions import Condition
 from betahook.report.findings import Finding, Findings
+from betahook.report.glance import Picture
 from betahook.report.metrics import MetricName
 from betahook.report.precision import Precision
 from betahook.version import __version__ as __version__
@@ -44,6 +45,7 @@ __all__ = [
     "MetricName",
     "Monitor",
     "Observation",
+    "Picture",
     "Precision",
     "Search",
     "Statistics",

@@ -16,8 +16,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import betahook
 from betahook.integrations.tensorboard import TensorBoardWriter
-from betahook.report.history import History
-from betahook.report.pictures import draw
 from language_model import BYTES, Windows, read_library
 
 
@@ -50,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     windows = Windows(read_library()[0], options.length).windows
     optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
-    history = History()
+    picture = betahook.Picture()
     with (
         betahook.attach(model, controller=options.controller) as hook,
         TensorBoardWriter(str(options.output)) as writer,
@@ -65,10 +63,10 @@ def main(arguments: list[str] | None = None) -> None:
             hook.step()
             if step % options.every == 0:
                 writer.write(hook, step, loss=loss.item())
-                history.add(hook.findings(), step)
+                picture.add(hook.findings(), step)
         print(hook.findings())
         if options.picture is not None:
-            options.picture.write_bytes(draw(history, hook.findings().labels))
+            options.picture.write_bytes(picture.png())
 
 
 if __name__ == "__main__":

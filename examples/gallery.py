@@ -19,8 +19,6 @@ from transformers import GPT2LMHeadModel
 
 import betahook
 from at_a_glance import build
-from betahook.report.history import History
-from betahook.report.pictures import draw
 from language_model import Windows, read_library
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH = 6, 6, 96, 64, 8
@@ -85,7 +83,7 @@ def train(run: Run, steps: int, every: int, seed: int) -> tuple[bytes, betahook.
     run.prepare(model)
     windows = Windows(read_library()[0], LENGTH).windows
     optimizer = torch.optim.AdamW(model.parameters(), run.learning_rate)
-    history, losses = History(), []
+    picture, losses = betahook.Picture(), []
     with betahook.attach(model, controller=run.controller) as hook:
         for step in range(1, steps + 1):
             ids = windows[torch.randint(len(windows), (BATCH,))].long()
@@ -96,10 +94,10 @@ def train(run: Run, steps: int, every: int, seed: int) -> tuple[bytes, betahook.
             hook.step()
             losses.append(loss.item())
             if step % every == 0:
-                history.add(hook.findings(), step)
+                picture.add(hook.findings(), step)
         found = hook.findings()
     last = losses[-max(1, steps // 4) :]
-    return draw(history, found.labels), found, sum(last) / len(last)
+    return picture.png(), found, sum(last) / len(last)
 
 
 def main(arguments: list[str] | None = None) -> None:

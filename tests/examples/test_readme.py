@@ -1,6 +1,7 @@
 """The Python in the README and in docs runs, block by block."""
 
 import copy
+import itertools
 import logging
 import re
 import textwrap
@@ -13,6 +14,7 @@ import transformers
 
 import betahook
 from betahook.integrations.tensorboard import CALM
+from betahook.report.pictures import PIXELS
 from support.models import build, inputs
 from support.pages import blocks, run, tables
 from support.trainer import Tokens
@@ -82,9 +84,19 @@ def test_the_blocks_of_the_page_of_findings(capsys):
     assert said == pytest.approx([shares[128, std] for std in stds], abs=0.006)
 
 
+def test_the_picture_of_the_page_of_metrics(names):
+    pytest.importorskip("matplotlib")
+    shows, *_ = blocks("docs/METRICS.md")
+    logged, wandb = [], SimpleNamespace(Image=lambda image: image)
+    with betahook.attach(names["model"].train(), controller="monitor") as hook:
+        batches = itertools.islice(itertools.cycle(names["batches"]), 10)
+        run(shows, **{**names, "batches": batches}, hook=hook, wandb=wandb, run=SimpleNamespace(log=logged.append))
+    assert logged[0]["attention"].size == PIXELS
+
+
 def test_the_blocks_of_the_page_of_metrics(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    logs, remarks = blocks("docs/METRICS.md")
+    _, logs, remarks = blocks("docs/METRICS.md")
     lines = []
     model, messages = build("llama").train(), logging.getLogger("betahook")
     before = messages.level, list(messages.handlers)

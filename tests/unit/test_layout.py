@@ -64,6 +64,7 @@ PUBLIC = [
     "MetricName",
     "Monitor",
     "Observation",
+    "Picture",
     "Precision",
     "Search",
     "Statistics",

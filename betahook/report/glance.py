@@ -1,0 +1,70 @@
+"""`Picture`: the picture at a glance, for those who do not look at it in TensorBoard."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from betahook.report import pictures
+from betahook.report.findings import Findings
+from betahook.report.history import History
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class Picture:
+    """The picture at a glance of a run, for a notebook, a file, or any tracker that takes images. Needs matplotlib.
+
+        picture = betahook.Picture()
+        for step, batch in enumerate(batches, 1):
+            ...
+            hook.step()
+            if step % 10 == 0:
+                picture.add(hook.findings(), step)
+        picture  # as the last line of a cell, it is shown
+
+    It is drawn when it is asked for, which takes a fifth of a second. However many findings it holds, it has at most 64
+    columns: of several findings, a column shows the sharpest.
+    """
+
+    def __init__(self) -> None:
+        self._history = History()
+
+    def add(self, findings: Findings, step: int | None = None) -> None:
+        """Add what `hook.findings()` returned, as that of a step of the run; by default, of the step of the hook.
+
+        Those of a step before the last one begin the picture anew.
+
+        Raises:
+            TypeError: these are no findings.
+        """
+        if not isinstance(findings, Findings):
+            raise TypeError(f"add(findings, step) takes what hook.findings() returned; got {type(findings).__name__}")
+        self._history.add(findings, findings.step if step is None else step)
+
+    def png(self) -> bytes:
+        """Draw it as a PNG of 1200 x 760 pixels.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: no findings were added.
+        """
+        latest = self._history.latest
+        if latest is None:
+            raise ValueError("the picture is empty: add(hook.findings()) first")
+        return pictures.draw(self._history, latest.labels)
+
+    def image(self) -> Image:
+        """Draw it as an image of Pillow, as trackers take it: `wandb.Image(picture.image())`.
+
+        Raises: as `png`.
+        """
+        png = self.png()
+        from PIL import Image
+
+        return Image.open(io.BytesIO(png))
+
+    def _repr_png_(self) -> bytes | None:
+        """Show it in a notebook."""
+        return None if self._history.latest is None else self.png()
