@@ -21,8 +21,9 @@ from transformers.trainer_callback import CallbackHandler
 
 from betahook.hook import Hook
 from betahook.report.alerts import Alert, Alerts
+from betahook.report.glance import Picture
 from betahook.report.metrics import MetricName, chosen
-from betahook.report.summary import Summary
+from betahook.report.summary import GROUP, Summary
 from betahook.tap.override import Override
 
 from .tensorboard import TensorBoardWriter
@@ -35,8 +36,8 @@ REPORTERS: dict[str, type[TrainerCallback]] = {
     if name != "tensorboard" and getattr(reporter, "on_log", None) is not TrainerCallback.on_log
 }
 """Classes of reporters that take logs, by their names in `report_to`, but TensorBoard's: its pages are our own."""
-SHOWING_ALERTS = {"wandb", "trackio"}
-"""Names in `report_to` of the trackers that show alerts."""
+SHOWING = ("wandb", "trackio")
+"""Names in `report_to` of the trackers that show alerts and pictures, which are also those of their packages."""
 
 
 class Reports:
@@ -58,6 +59,8 @@ class Reports:
         self._step = -1  # that of the hook at which the next two were read
         self._metrics: Mapping[str, float] = {}
         self._summary: Mapping[str, float] = {}
+        self._picture: Picture | None = Picture()  # None once it cannot be drawn
+        self._image: Any = None  # of the last step, if it was due
         self._undo = ExitStack()
         reported = args.report_to or ()
         missing = [name for name in reported if name in REPORTERS]
@@ -88,10 +91,11 @@ class Reports:
         """Let reporters log the metrics in the row of the training loss."""
         callbacks: list[TrainerCallback] = handler.callbacks
         for callback in callbacks:
-            if isinstance(callback, tuple(REPORTERS.values())):
-                Override(callback, "on_log", self._with_metrics(callback.on_log), self._undo)
+            names = [name for name, kind in REPORTERS.items() if isinstance(callback, kind)]
+            if names:
+                Override(callback, "on_log", self._with_metrics(names[0], callback.on_log), self._undo)
 
-    def _with_metrics(self, on_log: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_metrics(self, name: str, on_log: Callable[..., Any]) -> Callable[..., Any]:
         """Return the `on_log` of a reporter, which gets the metrics too in a dictionary of its own."""
 
         def joined(
@@ -103,7 +107,7 @@ class Reports:
         ) -> Any:
             if logs is not None and is_training(logs):
                 self._read()
-                logs = {**logs, **self._summary, **chosen(self._metrics, self._quantities)}
+                logs = {**logs, **self._summary, **chosen(self._metrics, self._quantities), **self._shown(name)}
             return on_log(args, state, control, logs=logs, **kwargs)
 
         return joined
@@ -112,7 +116,22 @@ class Reports:
         """Read the last step, once for all that log it."""
         if self._step != self._hook.steps:
             self._step, self._metrics = self._hook.steps, self._hook.metrics()
-            self._summary = self._summarise(self._hook.findings())
+            findings = self._hook.findings()
+            self._summary, self._image = self._summarise(findings), None
+            if self._picture is not None:
+                self._picture.add(findings)
+
+    def _shown(self, name: str) -> dict[str, Any]:
+        """The picture at a glance, for a tracker that shows pictures, where it is due."""
+        if name not in SHOWING:
+            return {}
+        if self._picture is not None and self._picture.is_due:
+            try:
+                self._image = self._picture.image()
+            except ImportError as error:
+                logger.warning("no picture in %s: %s", name, error)
+                self._picture = None
+        return {} if self._image is None else {f"{GROUP}/at a glance": sys.modules[name].Image(self._image)}
 
 
 def is_training(logs: Mapping[str, Any] | None) -> bool:
@@ -122,7 +141,7 @@ def is_training(logs: Mapping[str, Any] | None) -> bool:
 
 def with_trackers(alerts: Alerts | None, args: TrainingArguments) -> Alerts | None:
     """Return alerts that are also shown by the trackers that the Trainer reports to, where these can."""
-    if alerts is None or not SHOWING_ALERTS & set(args.report_to or ()):
+    if alerts is None or not {*SHOWING} & set(args.report_to or ()):
         return alerts
     on_alert = alerts.on_alert
 

@@ -12,15 +12,12 @@ from typing import Any, Literal
 from betahook.hook import Hook
 from betahook.report import pictures
 from betahook.report.findings import Findings
-from betahook.report.history import History
+from betahook.report.glance import Picture
 from betahook.report.metrics import MetricName, check_names
 from betahook.report.names import short_names, zero_padded
 from betahook.report.summary import GROUP, Summary
 
 logger = logging.getLogger(__name__)
-
-SPACING = 1.4
-"""From one picture to the next, the number of logs grows by this factor: some 25 pictures in 10,000 logs."""
 
 BINS = 30
 """Bins of a histogram, from its smallest to its largest value."""
@@ -57,9 +54,8 @@ class TensorBoardWriter:
         except ImportError as error:
             raise ImportError("TensorBoard is not installed: pip install tensorboard") from error
         self.writer: Any = SummaryWriter(logdir, filename_suffix=".betahook")
-        self._history = History()
-        self._logs = 0
-        self._next_picture = 1
+        self._picture = Picture()
+        self._findings: Findings | None = None
         self._drawn: int | None = None
         self._step = 0
         self._written: dict[str, float] = {}
@@ -89,29 +85,28 @@ class TensorBoardWriter:
             ) from error
         metrics = hook.metrics() if metrics is None else metrics
         findings = hook.findings()
-        if not self._logs:
+        if self._findings is None:
             measured = {key.partition("/")[0] for key in metrics}
             charts = layout(filter(measured.__contains__, self.quantities), with_loss=loss is not None)
             self.writer.add_custom_scalars(charts)
-        self._history.add(findings, step)
-        self._logs, self._step = self._logs + 1, step
+        self._picture.add(findings, step)
+        self._findings, self._step = findings, step
         whole = {**self._summary(findings), **({} if loss is None else {f"{GROUP}/loss": loss})}
         for tag, value in whole.items():
             if tag not in PLACES:
                 self.writer.add_scalar(tag, value, step)
         self._write_details(hook, metrics, step)
         self._write_histograms(findings, step)
-        if self._logs >= self._next_picture:
-            self._next_picture = math.ceil(self._logs * SPACING)
-            self._draw()
+        if self._picture.is_due:
+            self._draw(findings)
         elif findings.news:
             self.writer.add_text(f"{GROUP}/findings", findings.markdown(), step)
         self.writer.flush()
 
     def close(self) -> None:
         """Draw the last picture and finish the file."""
-        if self._logs and self._drawn != self._step:
-            self._draw()
+        if self._findings is not None and self._drawn != self._step:
+            self._draw(self._findings)
         self.writer.close()
 
     def __enter__(self) -> TensorBoardWriter:
@@ -149,15 +144,13 @@ class TensorBoardWriter:
             if len(values) > 1 and values.min() < values.max():
                 self.writer.add_histogram(f"{GROUP}_heads/{name}", values, step, bins=BINS)
 
-    def _draw(self) -> None:
-        """Write the findings in words, and a picture of the history."""
+    def _draw(self, latest: Findings) -> None:
+        """Write the findings in words, and the picture of all so far."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 
-        latest = self._history.latest
-        assert latest is not None
         self.writer.add_text(f"{GROUP}/findings", latest.markdown(), self._step)
         try:
-            picture = pictures.draw(self._history, latest.labels)
+            picture = self._picture.png()
         except ImportError as error:
             if self._drawn is None:
                 logger.warning("no picture in TensorBoard: %s", error)

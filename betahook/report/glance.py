@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import TYPE_CHECKING
 
 from betahook.report import pictures
@@ -11,6 +12,9 @@ from betahook.report.history import History
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+SPACING = 1.4
+"""From one picture to the next that is due, the number of findings grows by this factor: some 25 in 10,000."""
 
 
 class Picture:
@@ -26,10 +30,18 @@ class Picture:
 
     It is drawn when it is asked for, which takes a fifth of a second. However many findings it holds, it has at most 64
     columns: of several findings, a column shows the sharpest.
+
+    Attributes:
+        is_due: True after 1, 2, 3, 5, 7, 10, 14 ... findings if it was drawn whenever that was so: for a tracker.
     """
 
     def __init__(self) -> None:
         self._history = History()
+        self._added = self._drawn = 0
+
+    @property
+    def is_due(self) -> bool:
+        return self._added >= max(1, math.ceil(self._drawn * SPACING))
 
     def add(self, findings: Findings, step: int | None = None) -> None:
         """Add what `hook.findings()` returned, as that of a step of the run; by default, of the step of the hook.
@@ -42,6 +54,7 @@ class Picture:
         if not isinstance(findings, Findings):
             raise TypeError(f"add(findings, step) takes what hook.findings() returned; got {type(findings).__name__}")
         self._history.add(findings, findings.step if step is None else step)
+        self._added += 1
 
     def png(self) -> bytes:
         """Draw it as a PNG of 1200 x 760 pixels.
@@ -53,6 +66,7 @@ class Picture:
         latest = self._history.latest
         if latest is None:
             raise ValueError("the picture is empty: add(hook.findings()) first")
+        self._drawn = self._added
         return pictures.draw(self._history, latest.labels)
 
     def image(self) -> Image:
@@ -63,7 +77,7 @@ class Picture:
         png = self.png()
         from PIL import Image
 
-        return Image.open(io.BytesIO(png))
+        return Image.open(io.BytesIO(png)).convert("RGB")
 
     def _repr_png_(self) -> bytes | None:
         """Show it in a notebook."""

@@ -15,12 +15,14 @@ import betahook
 from betahook.integrations import reports
 from betahook.integrations.trainer import BetaHookCallback, watch
 from betahook.report.alerts import Alert
+from betahook.report.pictures import PIXELS
 from support.models import build, inputs
 from support.trainer import make_trainer
 from support.training import LAYER
 
 TAG = f"score_std/{LAYER}"
 LARGEST = "attention/max_logit"
+GLANCE = "attention/at a glance"
 
 
 class Reporter(TrainerCallback):
@@ -91,6 +93,32 @@ def test_a_resumed_run_goes_on_at_its_step(tmp_path, reporter):
     rows = [(step, row) for step, row in reporter.rows if "loss" in row]
     assert [step for step, _ in rows] == [2, 4, 6]
     assert rows[-1][1][TAG] == seen.metrics[6][TAG]
+
+
+@pytest.fixture
+def showing(monkeypatch):
+    """A reporter to a tracker that shows pictures."""
+    monkeypatch.setitem(reports.REPORTERS, "shown", Reporter)
+    monkeypatch.setattr(reports, "SHOWING", ("shown",))
+    monkeypatch.setitem(sys.modules, "shown", SimpleNamespace(Image=lambda image: image))
+    return Reporter()
+
+
+def test_a_tracker_that_shows_pictures_gets_one_when_it_is_due(tmp_path, showing):
+    pytest.importorskip("matplotlib")
+    train(tmp_path, BetaHookCallback("monitor"), showing, max_steps=10)
+    shown = {step: row[GLANCE] for step, row in showing.rows if GLANCE in row}
+    assert list(shown) == [2, 4, 6, 10]  # logs 1, 2, 3 and 5
+    assert {image.size for image in shown.values()} == {PIXELS}
+    assert shown[10].tobytes() != shown[6].tobytes()
+
+
+def test_without_matplotlib_one_warning_says_that_there_is_no_picture(tmp_path, showing, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    train(tmp_path, BetaHookCallback("monitor"), showing)
+    assert caplog.text.count("no picture in shown: pictures need matplotlib: pip install matplotlib") == 1
+    assert not any(GLANCE in row for _, row in showing.rows)
+    assert sum(LARGEST in row for _, row in showing.rows) == 3
 
 
 def test_metrics_are_read_once_for_all_reporters(tmp_path, reporter, monkeypatch):
@@ -267,6 +295,8 @@ def test_real_trackers_get_each_metric_once_at_its_step_after_a_resume_too(store
     assert logged == [(step, pytest.approx(values[step])) for step in (2, 4, 6)]
     if tracker == "trackio":
         assert all("train/loss" in row for row in rows if f"train/{TAG}" in row)
+    pictures = [row["train/global_step"] for row in rows if f"train/{GLANCE}" in row]
+    assert pictures == ([] if tracker == "mlflow" else [2, 4, 6])
     if tracker != "mlflow":
         assert texts == [str(alert) for alert in heard]
         assert len(texts) == 6  # two layers, three logs

@@ -208,7 +208,7 @@ def test_a_step_that_is_no_whole_number_is_refused_and_not_remembered(tmp_path, 
         with pytest.raises(TypeError, match=r"takes a whole number as its step, such as hook.steps; got .*[1235N]"):
             writer.write(hook, step)
         writer.write(hook, torch.tensor(5))
-    assert [column.last for column in writer._history.columns] == [1, 5]
+    assert [column.last for column in writer._picture._history.columns] == [1, 5]
 
 
 def test_an_unknown_quantity_is_refused(tmp_path):
