@@ -112,7 +112,15 @@ FAULTS = [
     ),
     Fault("betahook/report/summary.py", "{**self._seen, **summarise(findings)}", "summarise(findings)"),
     Fault("betahook/report/pictures.py", "if classify(numbers) is condition", "if numbers.sink > 0.5"),
-    Fault("integrations/reports.py", "**chosen(self._metrics, self._quantities)}", "**self._metrics}"),
+    Fault("betahook/report/glance.py", "self._drawn * SPACING", "self._drawn"),
+    Fault("betahook/report/glance.py", "findings.step if step is None else step", "findings.step"),
+    Fault(
+        "integrations/reports.py",
+        "self._summarise(findings), None",
+        "self._summarise(findings), self._image",
+        ("tests/unit/integrations/test_reports.py",),
+    ),
+    Fault("integrations/reports.py", "**chosen(self._metrics, self._quantities),", "**self._metrics,"),
     Fault("betahook/report/summary.py", "max(measured, key=lambda each", "min(measured, key=lambda each"),
     Fault(
         "integrations/tensorboard.py",

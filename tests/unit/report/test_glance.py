@@ -3,6 +3,7 @@
 import pytest
 
 import betahook
+from betahook.report import pictures
 from betahook.report.history import History
 from betahook.report.pictures import PIXELS, draw
 from support.made_up_findings import findings
@@ -40,3 +41,14 @@ def test_an_empty_picture_is_not_drawn():
     assert picture._repr_png_() is None
     with pytest.raises(ValueError, match=r"the picture is empty: add\(hook.findings\(\)\) first"):
         picture.image()
+
+
+def test_it_is_due_ever_more_rarely(monkeypatch):
+    monkeypatch.setattr(pictures, "draw", lambda history, labels: b"")
+    picture, drawn = betahook.Picture(), []
+    for step in range(1, 21):
+        picture.add(findings(step))
+        if picture.is_due:
+            picture.png()
+            drawn.append(step)
+    assert drawn == [1, 2, 3, 5, 7, 10, 14, 20]
