@@ -5,9 +5,11 @@ Needs the package `lightning`; nothing else of betahook imports this file.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+import numpy
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
@@ -16,11 +18,15 @@ from betahook.hook import Hook, attach, check_options
 from betahook.keep.folding import check_end, fold_or_warn, warn_of_refusals
 from betahook.keep.transition import Unfinished
 from betahook.models.discovery import survey
+from betahook.report.findings import Findings
+from betahook.report.glance import Picture
 from betahook.report.metrics import MetricName, check_names, chosen
-from betahook.report.summary import Summary
+from betahook.report.summary import GROUP, Summary
 from betahook.step import training_loss
 
 __all__ = ["BetaHook"]
+
+logger = logging.getLogger(__name__)
 
 
 class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not installed
@@ -29,8 +35,9 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         trainer = lightning.Trainer(max_epochs=3, callbacks=[BetaHook()])
 
     It hooks the one child of the `LightningModule` that has attention, or all of it if several have. A summary of
-    all layers, a dozen numbers that begin with `attention/`, goes to all loggers every `log_every_n_steps` steps. When
-    a layer gets into another condition, a line is logged. A checkpoint holds the weights without beta, and
+    all layers, a dozen numbers that begin with `attention/`, goes to all loggers every `log_every_n_steps` steps, and
+    now and then the picture at a glance to those of TensorBoard and W&B. When a layer gets into another condition, a
+    line is logged. A checkpoint holds the weights without beta, and
     the state of the hook beside them: any `Trainer` with this callback that loads it, to fit or to test, has the beta
     that belongs to the weights. At the end of fitting, beta is folded into the weights.
 
@@ -62,6 +69,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         self._options = check_options(**options)
         self._quantities = check_names(quantities)
         self._summarise = Summary()
+        self._picture: Picture | None = Picture()  # None once it cannot be drawn
         self._on_end = on_end
         self._unfinished = unfinished
         self._loaded: dict[str, Any] | None = None
@@ -101,14 +109,35 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         loss = self._loss_of_step(self.hook, trainer)
         self.hook.step(getattr(trainer.precision_plugin, "scaler", None), loss=loss)
         if trainer.is_global_zero and trainer.global_step % trainer.log_every_n_steps == 0:
-            details = chosen(self.hook.metrics(), self._quantities)
-            logs = {**self._summarise(self.hook.findings()), **details}
+            details, findings = chosen(self.hook.metrics(), self._quantities), self.hook.findings()
+            logs, step = {**self._summarise(findings), **details}, trainer.global_step - 1
             for each in trainer.loggers:  # Lightning logs the loss of the first step as that of step 0
-                each.log_metrics(dict(logs), step=trainer.global_step - 1)
+                each.log_metrics(dict(logs), step=step)
+            self._show(findings, trainer.loggers, step)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._on_end == "fold" and self.hook is not None and self.hook.attached:
             fold_or_warn(self.hook, self._unfinished)
+
+    def _show(self, findings: Findings, loggers: Iterable[Any], step: int) -> None:
+        """Send the picture at a glance, where it is due, to the loggers that show images: of TensorBoard and W&B."""
+        showing = [each for each in loggers if hasattr(each, "log_image") or hasattr(each.experiment, "add_image")]
+        if self._picture is None or not showing:
+            return
+        self._picture.add(findings)
+        if not self._picture.is_due:
+            return
+        try:
+            image = self._picture.image()
+        except ImportError as error:
+            logger.warning("no picture in the loggers: %s", error)
+            self._picture = None
+            return
+        for each in showing:
+            if hasattr(each, "log_image"):
+                each.log_image(f"{GROUP}/at a glance", [image], step=step)
+            else:
+                each.experiment.add_image(f"{GROUP}/at a glance", numpy.array(image), step, dataformats="HWC")
 
     def _loss_of_step(self, hook: Hook, trainer: Trainer) -> Tensor | None:
         """Return the mean loss of `training_step` since the last step, and begin anew; None if nobody looks at it.

@@ -7,11 +7,13 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._pytree import tree_leaves
 
 import betahook
 from betahook.integrations.lightning import BetaHook
+from betahook.report.pictures import PIXELS
 from betahook.step import training_loss
 from support.models import build
 from support.pages import blocks, run
@@ -77,6 +79,21 @@ def test_the_numbers_stand_beside_the_loss(tmp_path, accumulated):
     rows = list(csv.DictReader(file.read_text().splitlines()))
     for name in ("training_loss", "attention/max_logit"):
         assert [row["step"] for row in rows if row[name]] == [str(step) for step in range(1, 8 // accumulated, 2)]
+
+
+def test_the_picture_goes_to_the_loggers_that_show_images(tmp_path):
+    shown = []
+
+    class Showing(CSVLogger):
+        def log_image(self, key, images, step):
+            shown.append((key, images[0].size, step))
+
+    board = TensorBoardLogger(tmp_path)
+    options = {"logger": [Showing(tmp_path), board, CSVLogger(tmp_path)], "log_every_n_steps": 2}
+    make_trainer(tmp_path, BetaHook(controller="monitor"), 1, **options).fit(Module(), batches())
+    assert shown == [("attention/at a glance", PIXELS, step) for step in (1, 3, 5)]
+    events = EventAccumulator(board.log_dir).Reload()
+    assert [event.step for event in events.Images("attention/at a glance")] == [1, 3, 5]
 
 
 @pytest.mark.parametrize(("automatic", "size"), [(True, 3), (False, 2)])
