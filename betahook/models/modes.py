@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,19 +47,21 @@ class _Eager(AbstractContextManager[None]):
     """
 
     def __init__(self) -> None:
-        self._lock, self._users, self._stance = threading.Lock(), 0, ExitStack()
+        self._lock, self._users = threading.Lock(), 0
+        self._stance: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> None:
         with self._lock:
             if self._users == 0:
-                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
             self._users += 1
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                self._stance.close()
+                self._stance.__exit__(*error)
 
 
 _eager = _Eager()

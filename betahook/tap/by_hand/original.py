@@ -7,6 +7,7 @@ a notebook that loads the file of the class again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -20,26 +21,31 @@ class Original:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.at_first: Callable[..., Any] = module.forward
-        self._module = None if "forward" in vars(module) else module  # one of its own hides that of its class
-        self._found = _find(module)
-        self._code = _code(self._found)
+        self._last = self.at_first = module.forward
+        self._function = _function(module)
+        self._code = _code(self._function)
+        # A forward of its own hides that of its class; what is no function may be another object at each look.
+        is_followed = "forward" not in vars(module) and isinstance(self._function, FunctionType)
+        self._module = module if is_followed else None
 
     def now(self) -> tuple[Callable[..., Any], bool]:
         """Return the forward as it is now, and True if it is another one than at the last call, or has other code."""
-        if self._module is None:
+        module = self._module
+        if module is None:
             return self.at_first, False
-        found = _find(self._module)
-        code = _code(found)
-        is_new = found is not self._found or code != self._code
-        self._found, self._code = found, code
-        return found.__get__(self._module) if hasattr(found, "__get__") else found, is_new
+        function = _function(module)
+        code = _code(function)
+        if function is self._function and code is self._code:
+            return self._last, False
+        self._function, self._code = function, code
+        self._last = function.__get__(module) if hasattr(function, "__get__") else function
+        return self._last, True
 
 
-def _find(module: nn.Module) -> Any:
-    """The forward among the members of the classes of a module, not bound to it."""
-    return next(vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind))
+def _function(module: nn.Module) -> Any:
+    """The forward of the class of a module, not bound to it."""
+    return type(module).forward
 
 
-def _code(found: Any) -> Any:
-    return getattr(found, "__code__", None)
+def _code(function: Any) -> Any:
+    return getattr(function, "__code__", None)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.proxy import Attribute, Proxy
 from torch.overrides import TorchFunctionMode
 
 from betahook import compat
@@ -64,6 +65,8 @@ HANDED_OVER = (
 )
 """The reason to leave a module alone whose guard is not found, see `models.guards`."""
 
+PROXIES = {Proxy, Attribute}
+"""Stand-ins for a tensor in `torch.fx.symbolic_trace`."""
 SYMBOLIC = (
     "{}: what torch.fx.symbolic_trace makes would lack its beta, which acts outside of what is traced: fold() or "
     "detach() first"
@@ -140,10 +143,11 @@ def _is_symbolic(layer: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
     Raises:
         RuntimeError: what it makes would lack the beta of the layer.
     """
-    found = any(isinstance(x, torch.fx.Proxy) for x in (*args, *kwargs.values()))
-    if found and bool(layer.is_set.any()):
+    if PROXIES.isdisjoint(map(type, (*args, *kwargs.values()))):
+        return False
+    if bool(layer.is_set.any()):
         raise RuntimeError(SYMBOLIC.format(layer.name or "the model"))
-    return found
+    return True
 
 
 def _refuse_nested(layer: Recorder, plan: Plan) -> None:
