@@ -20,6 +20,8 @@ SPACING = 1.4
 class Picture:
     """The picture at a glance of a run, for a notebook, a file, or any tracker that takes images. Needs matplotlib.
 
+    Keep one beside the loop of training::
+
         picture = betahook.Picture()
         for step, batch in enumerate(batches, 1):
             ...
