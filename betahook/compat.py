@@ -164,6 +164,9 @@ def version(tensor: Tensor) -> int:
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/functional.py
+_OF_TORCH = inspect.unwrap(F.multi_head_attention_forward)
+
+
 def multi_head_attention_forward() -> Callable[..., Any]:
     """`F.multi_head_attention_forward` without the first lines, which hand it back to a `TorchFunctionMode`."""
     original = F.multi_head_attention_forward
@@ -173,9 +176,6 @@ def multi_head_attention_forward() -> Callable[..., Any]:
     copy = types.FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
     copy.__kwdefaults__ = original.__kwdefaults__
     return copy
-
-
-_OF_TORCH = inspect.unwrap(F.multi_head_attention_forward)
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_subclasses/fake_tensor.py

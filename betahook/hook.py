@@ -22,7 +22,6 @@ from betahook import options
 from betahook.checkpoint import pretrained, schema
 from betahook.control.base import Controller
 from betahook.layer import AttentionLayer, Layers, size_of
-from betahook.measure.dtypes import for_sums
 from betahook.models.discovery import Survey
 from betahook.options import ControllerChoice, LayerChoice, Settings
 from betahook.report import findings, metrics
@@ -325,9 +324,8 @@ class Hook(Uncopied):
         if not self.attached:
             raise RuntimeError("load_state_dict() on a detached hook: attach to the model again")
         own, parsed = self._state, schema.parse(state)
-        beta = for_sums(own.units.geometric_mean(own.current_beta))
         with pretrained.unmarked(self.model):  # scripts of diffusers take the saved config too when they resume
-            schema.restore(own, schema.match(parsed, self.state_dict(), self.controllers, beta))
+            schema.restore(own, schema.match(parsed, self.state_dict(), self.controllers))
         self.trained_by = list(parsed["trained_by"])
         own.turn = stages.turn(own, self.controllers, self.settings.interval)
 

@@ -164,13 +164,8 @@ def parse(given: object) -> dict[str, Any]:
     return {**state, "version": VERSION, "rows": {name: list(rows) for name, rows in ROWS.items()}}
 
 
-def match(
-    state: dict[str, Any], own: dict[str, Any], controllers: Sequence[Controller], beta: Tensor
-) -> dict[str, Any]:
-    """Return a state from `parse` as a hook continues from it.
-
-    The hook has its `own` state dict, its controllers, and `beta [units]` as these get it, which shapes what they
-    remember.
+def match(state: dict[str, Any], own: dict[str, Any], controllers: Sequence[Controller]) -> dict[str, Any]:
+    """Return a state from `parse` as a hook continues from it, which has its `own` state dict and its controllers.
 
     Raises:
         ValueError: the state is of another model, other options or other controllers; the message says which.
@@ -183,14 +178,14 @@ def match(
         raise ValueError(f"the state belongs to a hook with {state['options']}, this one has {own['options']}")
     for name in TENSORS:
         _check_shape(name, state[name], own[name].shape)
-    matched = _match_controllers(state["controllers"], own["controllers"], controllers, beta)
+    matched = _match_controllers(state["controllers"], own["controllers"], controllers)
     if state["steps"] == 0:  # they begin in the first step, when beta is known
         matched = [{**entry, "state": {}} for entry in matched]
     return {**state, "controllers": matched}
 
 
 def _match_controllers(
-    given: list[dict[str, Any]], own: list[dict[str, Any]], controllers: Sequence[Controller], beta: Tensor
+    given: list[dict[str, Any]], own: list[dict[str, Any]], controllers: Sequence[Controller]
 ) -> list[dict[str, Any]]:
     """Return the entries of the same controllers with the same options, their memories in the present form.
 
@@ -215,21 +210,21 @@ def _match_controllers(
             )
         if {**defaults(type(controller)), **entry["options"]} != like["options"]:
             raise ValueError(other)
-        matched.append({**entry, "state": _memory(controller, entry["state"], beta)})
+        matched.append({**entry, "state": _memory(controller, entry["state"], like["state"])})
     return matched
 
 
-def _memory(controller: Controller, given: dict[str, Tensor], beta: Tensor) -> dict[str, Tensor]:
-    """Return what a controller remembers, in its present form."""
-    name, start = type(controller).__qualname__, controller.start(beta)
+def _memory(controller: Controller, given: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what a controller remembers, in its present form, which is that of its `own` memory."""
+    name = type(controller).__qualname__
     memory = controller.migrate(given) if given else given
-    is_known = not memory or memory.keys() == start.keys()
-    _check(is_known, f"damaged: the memory of {name} is not that of {', '.join(start)}")
+    is_known = not memory or memory.keys() == own.keys()
+    _check(is_known, f"damaged: the memory of {name} is not that of {', '.join(own)}")
     for key, value in memory.items():
-        like = start[key]
+        like = own[key]
         _check_shape(f"{key} of {name}", value, like.shape)
         _check(is_of_kind(value, like), f"damaged: {key} of {name} should be of {like.dtype}, got {value.dtype}")
-    return {key: memory[key].cpu().to(like.dtype) for key, like in start.items() if memory}
+    return {key: memory[key].cpu().to(like.dtype) for key, like in own.items() if memory}
 
 
 def restore(state: State, given: dict[str, Any]) -> None:
