@@ -5,7 +5,6 @@ Needs the package `lightning`; nothing else of betahook imports this file.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -19,14 +18,12 @@ from betahook.keep.folding import check_end, fold_or_warn, warn_of_refusals
 from betahook.keep.transition import Unfinished
 from betahook.models.discovery import survey
 from betahook.report.findings import Findings
-from betahook.report.glance import Picture
+from betahook.report.glance import TAG, TrackedPicture
 from betahook.report.metrics import MetricName, check_names, chosen
-from betahook.report.summary import GROUP, Summary
+from betahook.report.summary import Summary
 from betahook.step import training_loss
 
 __all__ = ["BetaHook"]
-
-logger = logging.getLogger(__name__)
 
 
 class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not installed
@@ -69,7 +66,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         self._options = check_options(**options)
         self._quantities = check_names(quantities)
         self._summarise = Summary()
-        self._picture: Picture | None = Picture()  # None once it cannot be drawn
+        self._picture = TrackedPicture()
         self._on_end = on_end
         self._unfinished = unfinished
         self._loaded: dict[str, Any] | None = None
@@ -122,22 +119,13 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
     def _show(self, findings: Findings, loggers: Iterable[Any], step: int) -> None:
         """Send the picture at a glance, where it is due, to the loggers that show images: of TensorBoard and W&B."""
         showing = [each for each in loggers if hasattr(each, "log_image") or hasattr(each.experiment, "add_image")]
-        if self._picture is None or not showing:
-            return
         self._picture.add(findings)
-        if not self._picture.is_due:
-            return
-        try:
-            image = self._picture.image()
-        except ImportError as error:
-            logger.warning("no picture in the loggers: %s", error)
-            self._picture = None
-            return
-        for each in showing:
+        image = self._picture.image_if_due("the loggers") if showing else None
+        for each in showing if image is not None else ():
             if hasattr(each, "log_image"):
-                each.log_image(f"{GROUP}/at a glance", [image], step=step)
+                each.log_image(TAG, [image], step=step)
             else:
-                each.experiment.add_image(f"{GROUP}/at a glance", numpy.array(image), step, dataformats="HWC")
+                each.experiment.add_image(TAG, numpy.array(image), step, dataformats="HWC")
 
     def _loss_of_step(self, hook: Hook, trainer: Trainer) -> Tensor | None:
         """Return the mean loss of `training_step` since the last step, and begin anew; None if nobody looks at it.

@@ -21,9 +21,9 @@ from transformers.trainer_callback import CallbackHandler
 
 from betahook.hook import Hook
 from betahook.report.alerts import Alert, Alerts
-from betahook.report.glance import Picture
+from betahook.report.glance import TAG, TrackedPicture
 from betahook.report.metrics import MetricName, chosen
-from betahook.report.summary import GROUP, Summary
+from betahook.report.summary import Summary
 from betahook.tap.override import Override
 
 from .tensorboard import TensorBoardWriter
@@ -59,7 +59,7 @@ class Reports:
         self._step = -1  # that of the hook at which the next two were read
         self._metrics: Mapping[str, float] = {}
         self._summary: Mapping[str, float] = {}
-        self._picture: Picture | None = Picture()  # None once it cannot be drawn
+        self._picture = TrackedPicture()
         self._image: Any = None  # of the last step, if it was due
         self._undo = ExitStack()
         reported = args.report_to or ()
@@ -118,20 +118,14 @@ class Reports:
             self._step, self._metrics = self._hook.steps, self._hook.metrics()
             findings = self._hook.findings()
             self._summary, self._image = self._summarise(findings), None
-            if self._picture is not None:
-                self._picture.add(findings)
+            self._picture.add(findings)
 
     def _shown(self, name: str) -> dict[str, Any]:
         """The picture at a glance, for a tracker that shows pictures, where it is due."""
         if name not in SHOWING:
             return {}
-        if self._picture is not None and self._picture.is_due:
-            try:
-                self._image = self._picture.image()
-            except ImportError as error:
-                logger.warning("no picture in %s: %s", name, error)
-                self._picture = None
-        return {} if self._image is None else {f"{GROUP}/at a glance": sys.modules[name].Image(self._image)}
+        self._image = self._picture.image_if_due(name) or self._image
+        return {} if self._image is None else {TAG: sys.modules[name].Image(self._image)}
 
 
 def is_training(logs: Mapping[str, Any] | None) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from betahook.hook import Hook
 from betahook.report import pictures
 from betahook.report.findings import Findings
-from betahook.report.glance import Picture
+from betahook.report.glance import TAG, Picture
 from betahook.report.metrics import MetricName, check_names
 from betahook.report.names import short_names, zero_padded
 from betahook.report.summary import GROUP, Summary
@@ -158,7 +158,7 @@ class TensorBoardWriter:
             image = Summary.Image(
                 encoded_image_string=picture, width=pictures.PIXELS[0], height=pictures.PIXELS[1], colorspace=3
             )
-            value = Summary.Value(tag=f"{GROUP}/at a glance", image=image)
+            value = Summary.Value(tag=TAG, image=image)
             self.writer.file_writer.add_summary(Summary(value=[value]), self._step)
         self._drawn = self._step
 

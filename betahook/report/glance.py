@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 from typing import TYPE_CHECKING
 
 from betahook.report import pictures
 from betahook.report.findings import Findings
 from betahook.report.history import History
+from betahook.report.summary import GROUP
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+logger = logging.getLogger(__name__)
+
+TAG = f"{GROUP}/at a glance"
+"""Its name in every tracker."""
 SPACING = 1.4
 """From one picture to the next that is due, the number of findings grows by this factor: some 25 in 10,000."""
 
@@ -84,3 +90,22 @@ class Picture:
     def _repr_png_(self) -> bytes | None:
         """Show it in a notebook."""
         return None if self._history.latest is None else self.png()
+
+
+class TrackedPicture(Picture):
+    """The picture of a run that reports to trackers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._can_draw = True
+
+    def image_if_due(self, where: str) -> Image | None:
+        """Draw it where it is due. Without matplotlib, one warning says `where` there will be none."""
+        if not (self._can_draw and self.is_due):
+            return None
+        try:
+            return self.image()
+        except ImportError as error:
+            logger.warning("no picture in %s: %s", where, error)
+            self._can_draw = False
+            return None
