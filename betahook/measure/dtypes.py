@@ -13,8 +13,15 @@ from torch import Tensor
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of sums: float64, except where the device has none."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    """The dtype of sums: float64, except where the device has none, as Apple's GPUs and some of Intel's."""
+    lacks = device.type == "mps" or (device.type == "xpu" and not _has_float64(device))
+    return torch.float32 if lacks else torch.float64
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile cannot trace the question
+def _has_float64(device: torch.device) -> bool:
+    """True for a GPU of Intel's that computes in float64; the Arc A-series does not."""
+    return bool(torch.xpu.get_device_properties(device).has_fp64)
 
 
 def for_sums(tensor: Tensor) -> Tensor:

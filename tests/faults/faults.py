@@ -610,6 +610,7 @@ FAULTS = [
         "column.double() for column in quantities.values()]).tolist",
         MPS,
     ),
+    Fault("betahook/measure/dtypes.py", "not _has_float64(device)", "_has_float64(device)"),
     Fault("betahook/measure/statistics.py", 'values.device.type == "mps"', "False", MPS),
     Fault("betahook/checkpoint/schema.py", ".cpu().to(like.dtype)", "", MPS),
     Fault("betahook/models/modes.py", 'device.type == "mps" for device', "False for device", MPS),
