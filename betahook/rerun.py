@@ -7,7 +7,7 @@ model, its hook and the random state are as they were, whatever happens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
@@ -110,13 +110,15 @@ def tensors(output: Any, depth: int = 8) -> Iterator[Tensor]:
         yield from tensors(part, depth - 1)
 
 
-def distances(one: list[Tensor], other: list[Tensor]) -> Tensor:
-    """`distance` of each pair of tensors, `[pairs]` on the CPU."""
-    return torch.tensor([distance(a, b) for a, b in zip(one, other, strict=True)], dtype=torch.double, device="cpu")
+def distances(one: Sequence[Any], other: Sequence[Any]) -> Tensor:
+    """Norm of the difference of each pair of outputs, `[pairs]`, float64 on the CPU.
+
+    NaN if shapes differ; what is NaN or infinite in both does not count.
+    """
+    return torch.tensor([_distance(a, b) for a, b in zip(one, other, strict=True)], dtype=torch.double, device="cpu")
 
 
-def distance(one: Any, other: Any) -> float:
-    """Norm of the difference of two outputs, NaN if shapes differ; what is NaN or infinite in both does not count."""
+def _distance(one: Any, other: Any) -> float:
     total = 0.0
     for a, b in zip(tensors(one), tensors(other), strict=True):
         if a.shape != b.shape:  # of a length that is drawn, say
@@ -127,13 +129,12 @@ def distance(one: Any, other: Any) -> float:
     return math.sqrt(total)
 
 
-def norms(outputs: list[Tensor]) -> Tensor:
-    """`norm` of each tensor, `[tensors]` on the CPU."""
-    return torch.tensor([norm(tensor) for tensor in outputs], dtype=torch.double, device="cpu")
+def norms(outputs: Sequence[Any]) -> Tensor:
+    """Norm of what is finite in each output, `[outputs]`, float64 on the CPU."""
+    return torch.tensor([_norm(output) for output in outputs], dtype=torch.double, device="cpu")
 
 
-def norm(output: Any) -> float:
-    """Norm of what is finite in an output."""
+def _norm(output: Any) -> float:
     finite = (tensor.nan_to_num(0, 0, 0) for tensor in tensors(output))
     return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=sum_dtype(tensor.device))) for tensor in finite))
 

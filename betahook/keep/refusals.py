@@ -86,6 +86,10 @@ class FoldPlan:
         torch.distributed.all_reduce(squares)
         return squares.sqrt().cpu()
 
+    def is_on_any_rank(self, here: bool) -> bool:
+        """Tell if something is the case here, or on another rank that holds a part of the model."""
+        return bool(self.pooled(torch.tensor([float(here)], device="cpu")))
+
     @cached_property
     def modules(self) -> dict[nn.Module, str]:
         """All modules, of the hooked model and the given one, with their names."""
@@ -248,8 +252,8 @@ def _parameters(plan: FoldPlan, layer: AttentionLayer) -> Iterator[nn.Parameter]
 def weight_would_overflow(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """The scaled weight is beyond the range of its dtype, or was not finite before."""
     weights = [weight for place in plan.places[layer] for weight in place.weights]
-    overflows = torch.tensor([float(not weight.stays_finite(plan.gains[layer])) for weight in weights])
-    overflow = bool(plan.pooled(overflows).any())
+    finite = [weight.stays_finite(plan.gains[layer]) for weight in weights]
+    overflow = plan.is_on_any_rank(not all(finite))
     is_narrow = any(weight.parameter.dtype == torch.float16 for weight in weights)
     wider = ", call model.float() and run a forward" if is_narrow else ""
     reason = f"a folded weight would be NaN or infinite; look at the weight{wider}, or lower hook.layers[name].beta"

@@ -6,7 +6,6 @@ state are as they were, whatever happens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -35,7 +34,7 @@ def exact_places(plan: FoldPlan) -> dict[AttentionLayer, Scaling]:
     Raises:
         FoldError: a layer has no such place, the model does not run again or not use the layer, or its output differs.
     """
-    if _pooled(plan, float(plan.hook.last_call.input is None)):
+    if plan.is_on_any_rank(plan.hook.last_call.input is None):
         raise FoldError(
             "fold() checks itself on the input of the model's last forward, and there was none. Run "
             f"{type(plan.hook.model).__name__}, or the part of it that holds all hooked layers, once without a cache"
@@ -97,12 +96,11 @@ def _check_model(
         raise plan.error(f"the output of {name} has another shape each time")
     errors = plan.pooled(rerun.distances(actual, expected))
     norms = plan.pooled(rerun.norms(expected))
-    limits = max(1e-5, precision / 4) * norms
-    for seed in range(ROUNDINGS):
-        if bool((errors <= limits).all()):
-            return
-        limits = limits.maximum(4 * plan.pooled(rerun.distances(actual, run_folded(precision, seed))))
-    beyond = ~(errors <= limits)
+
+    def blurred(seed: int) -> Tensor:
+        return plan.pooled(rerun.distances(actual, run_folded(precision, seed)))
+
+    beyond = _beyond_rounding(errors, norms, precision, blurred)
     if bool(beyond.any()):
         worst = float((errors / norms)[beyond].max())
         reason = (
@@ -185,27 +183,38 @@ class _LayerCheck:
         for factors in (self._probe, self._gain):
             expected, actual = self._run(factors), self._run_scaled(place, factors)
             error = self._distance(actual, expected)
-            effect = math.inf if factors is self._gain else self._distance(plain, expected)
-            if not error < effect / 4:
+            if factors is self._probe and not error < self._distance(plain, expected) / 4:
                 return False
             precision = rerun.precision([expected, place.parameters])
-            limit = max(1e-5, precision / 4) * _pooled(self._plan, rerun.norm(expected))
-            for seed in range(ROUNDINGS):  # where a row looks at one key, few of them may show another one
-                if error <= limit:
-                    break
-                blurred = self._run_scaled(place, factors, precision, seed)
-                limit = max(limit, 4 * self._distance(actual, blurred))
-            if not error <= limit:
+            blurred = partial(self._blurred, actual, place, factors, precision)
+            if _beyond_rounding(error, self._norm(expected), precision, blurred):
                 return False
         return True
+
+    def _blurred(self, actual: Any, place: Scaling, factors: Tensor, precision: float, seed: int) -> Tensor:
+        """Distance by which rounding of the scaled weights moves the output."""
+        return self._distance(actual, self._run_scaled(place, factors, precision, seed))
 
     def _is_random(self) -> bool:
         """Tell if the output differs by more than rounding without a change: it draws numbers that are not torch's."""
         one, other = self._run(self._own), self._run(self._own)
-        return self._distance(one, other) > max(1e-5, rerun.precision(one)) * _pooled(self._plan, rerun.norm(one))
+        return bool(self._distance(one, other) > max(1e-5, rerun.precision(one)) * self._norm(one))
 
-    def _distance(self, one: Any, other: Any) -> float:
-        return _pooled(self._plan, rerun.distance(one, other))
+    def _distance(self, one: Any, other: Any) -> Tensor:
+        return self._plan.pooled(rerun.distances([one], [other]))
+
+    def _norm(self, output: Any) -> Tensor:
+        return self._plan.pooled(rerun.norms([output]))
+
+
+def _beyond_rounding(errors: Tensor, norms: Tensor, precision: float, blurred: Callable[[int], Tensor]) -> Tensor:
+    """Tell which errors of outputs with these norms rounding does not explain; `blurred` measures it, given a seed."""
+    limits = max(1e-5, precision / 4) * norms
+    for seed in range(ROUNDINGS):  # where a row looks at one key, few of them may show another one
+        if bool((errors <= limits).all()):
+            break
+        limits = limits.fmax(4 * blurred(seed))
+    return ~(errors <= limits)
 
 
 def _coarse(precision: float) -> str:
@@ -213,7 +222,3 @@ def _coarse(precision: float) -> str:
     if precision <= torch.finfo(torch.float32).eps:
         return ""
     return ". Or half precision is too coarse to tell: call model.float(), run a forward and fold then"
-
-
-def _pooled(plan: FoldPlan, norm: float) -> float:
-    return plan.pooled(torch.tensor([norm], dtype=torch.double, device="cpu")).item()

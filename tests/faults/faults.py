@@ -561,17 +561,14 @@ FAULTS = [
         ("tests/unit/models/test_scaling.py",),
     ),
     Fault("betahook/keep/refusals.py", "(gain != gain[0]).any()", "(gain != gain[0]).all()"),
-    Fault("betahook/keep/refusals.py", "plan.pooled(overflows).any()", "plan.pooled(overflows).all()"),
+    Fault("betahook/keep/refusals.py", "not all(finite)", "not any(finite)"),
     Fault("betahook/keep/refusals.py", "plan.users[id(parameter)] > 1", "plan.users[id(parameter)] > 2"),
     Fault("betahook/keep/refusals.py", "    memory_is_shared,\n", ""),
     Fault(
         "betahook/models/scaling.py", ".isfinite().all()", ".isfinite().any()", ("tests/unit/keep/test_refusals.py",)
     ),
     Fault("betahook/keep/verification.py", "self._gain / self._gain.max() / 2", "self._gain"),
-    Fault(
-        "betahook/keep/verification.py", "limits = limits.maximum(4 *", "limits = limits.maximum(4000 *", VERIFICATION
-    ),
-    Fault("betahook/keep/verification.py", "max(limit, 4 * self.", "max(limit, 4000 * self.", VERIFICATION),
+    Fault("betahook/keep/verification.py", "limits.fmax(4 * blurred", "limits.fmax(4000 * blurred", VERIFICATION),
     Fault(
         "betahook/models/modes.py",
         '"training", part.training)',
