@@ -16,13 +16,12 @@ from betahook.cli.runs import Points, Run
 from betahook.control.base import Controller, written
 from betahook.examination import Examination
 from betahook.measure.statistics import geometric_mean
-from betahook.report import pictures
+from betahook.report import glance
 from betahook.report.audit import Audit
 from betahook.report.charts import steps_of
 from betahook.report.conditions import HELP, Condition
 from betahook.report.document import Block, Chart, Document, Picture, Table, Text
 from betahook.report.findings import Findings
-from betahook.report.history import History
 from betahook.report.names import short_names
 from betahook.report.precision import Precision
 from betahook.report.summary import GROUP
@@ -58,7 +57,7 @@ def examination(title: str, source: str, found: Examination, *, pictured: bool) 
         Text(summary[0].upper() + summary[1:], strong=True),
         *advice(found.findings.remarks()),
         Text(source),
-        *(glance(found.findings) if pictured else []),
+        *(at_a_glance(found.findings) if pictured else []),
         conditions(found.findings).compact(without=["since step", "beta / own"]),
         formats(found.precision, found.findings.labels),
         *audit(found.audit),
@@ -67,12 +66,12 @@ def examination(title: str, source: str, found: Examination, *, pictured: bool) 
     return Document(title, blocks)
 
 
-def glance(findings: Findings) -> list[Picture]:
+def at_a_glance(findings: Findings) -> list[Picture]:
     """Return the picture of one look; none without matplotlib."""
-    history = History()
-    history.add(findings, findings.step)
+    picture = glance.Picture()
+    picture.add(findings)
     try:
-        png = pictures.draw(history, findings.labels)
+        png = picture.png()
     except ImportError:
         return []
     return [Picture(png, "layer by head", "At a glance", "Blue is flat, orange sharp, dark red looks at one key.")]

@@ -71,11 +71,10 @@ class Picture:
             ImportError: matplotlib is not installed.
             ValueError: no findings were added.
         """
-        latest = self._history.latest
-        if latest is None:
+        if self._history.latest is None:
             raise ValueError("the picture is empty: add(hook.findings()) first")
         self._drawn = self._added
-        return pictures.draw(self._history, latest.labels)
+        return pictures.draw(self._history)
 
     def image(self) -> Image:
         """Draw it as an image of Pillow, as trackers take it: `wandb.Image(picture.image())`.

@@ -19,7 +19,7 @@ import numpy
 
 from betahook.control.base import DECADES
 from betahook.report.conditions import RULES, Condition, Numbers
-from betahook.report.history import History
+from betahook.report.history import Column
 
 if TYPE_CHECKING:
     from matplotlib.colors import Colormap
@@ -71,11 +71,11 @@ class Panel:
         return 2.0 if self.scale == "meaning" and numbers.nonfinite > 0 else self.of_numbers(numbers, gain)
 
 
-def panels(history: History) -> list[Panel]:
-    """Return what to show of a history, the ticks being those of its number of keys."""
-    keys = _typical_keys(history)
+def panels(last: Column) -> list[Panel]:
+    """Return what to show of a history, the ticks being those of the number of keys in its last column."""
+    keys = _typical_keys(last)
     counted = keys > 1
-    measured = any(numbers.logit_std == numbers.logit_std for numbers in history.columns[-1].numbers)
+    measured = any(numbers.logit_std == numbers.logit_std for numbers in last.numbers)
     return [
         Panel(
             "Std of the logits",
@@ -145,8 +145,8 @@ def place_of_gain(gain: float) -> float:
     return 0.5 + 0.5 * math.copysign(min(abs(decades), 1.0) ** 0.5, decades)
 
 
-def _typical_keys(history: History) -> float:
-    flat = [x.flat_entropy for x in history.columns[-1].numbers if x.flat_entropy == x.flat_entropy]
+def _typical_keys(last: Column) -> float:
+    flat = [x.flat_entropy for x in last.numbers if x.flat_entropy == x.flat_entropy]
     return math.exp(median_high(flat)) if flat else math.nan
 
 

@@ -68,12 +68,11 @@ class Box:
         return self.top + self.height * share
 
 
-def draw(history: History, labels: Sequence[str]) -> bytes:
-    """Draw the history as a PNG, with a short label for each layer.
+def draw(history: History) -> bytes:
+    """Draw a history with findings in it as a PNG.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: the history is empty.
     """
     try:
         from PIL import Image
@@ -81,18 +80,18 @@ def draw(history: History, labels: Sequence[str]) -> bytes:
         page = new_page()
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install matplotlib") from error
-    if history.latest is None:
-        raise ValueError("the history is empty: add the findings of a step first")
-    _write_header(page, history)
-    labels = fitting(labels, LABEL)
+    latest, columns = history.latest, history.columns
+    assert latest is not None
+    _write_header(page, columns, latest)
+    labels = fitting(latest.labels, LABEL)
     margin = max(NARROWEST, 48 + max(_width(page, label, 8) for label in labels))
     between = margin + 84
     width = (RIGHT - margin - between) / 2
-    for index, panel in enumerate(panels(history)):
+    for index, panel in enumerate(panels(columns[-1])):
         row, column = divmod(index, 2)
         box = Box(margin + column * (width + between), TOPS[row], width, HEIGHT)
         _write(page, box.left + NARROWEST - margin, box.top - 24, panel.title, 11.5, weight="bold")  # above the labels
-        _draw_panel(page, box, panel, history, labels)
+        _draw_panel(page, box, panel, columns, latest, labels)
     canvas: Any = page.figure.canvas
     canvas.draw()
     image = Image.frombuffer("RGBA", PIXELS, bytes(canvas.buffer_rgba())).convert("RGB")
@@ -134,10 +133,8 @@ def _write(
     page.text(x, y, text, fontsize=size, color=color, ha=ha, va="center", **options)
 
 
-def _write_header(page: Axes, history: History) -> None:
+def _write_header(page: Axes, columns: Sequence[Column], latest: Findings) -> None:
     """Write the summary in one line, or in two where it does not fit; and what yellow is where it occurs."""
-    latest, columns = history.latest, history.columns
-    assert latest is not None
     summary = latest.summary.removeprefix(f"Step {latest.step}: ")
     first, _, rest = f"Step {columns[-1].last}: {summary}".partition(". ")
     first = first.removesuffix(".")
@@ -153,10 +150,10 @@ def _write_header(page: Axes, history: History) -> None:
         _write(page, 480, 750, "yellow: NaN or infinity; grey: not measured", 9, color=GREY)
 
 
-def _draw_panel(page: Axes, box: Box, panel: Panel, history: History, labels: Sequence[str]) -> None:
+def _draw_panel(
+    page: Axes, box: Box, panel: Panel, columns: Sequence[Column], latest: Findings, labels: Sequence[str]
+) -> None:
     """Draw a map of layers by step, one of layers by head, and the scale."""
-    columns, latest = history.columns, history.latest
-    assert latest is not None
     gap = box.width / 32
     part = (box.width - 2 * gap) / 5
     over_time = Box(box.left, box.top, 3.3 * part, box.height)

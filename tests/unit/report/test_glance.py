@@ -16,7 +16,7 @@ def test_it_is_that_of_the_findings_so_far():
     for step in (10, 20, 30):
         picture.add(findings(step), step)
         history.add(findings(step), step)
-    expected = draw(history, findings(30).labels)
+    expected = draw(history)
     assert picture.png() == picture._repr_png_() == expected
     assert picture.image().size == PIXELS
 
@@ -44,7 +44,7 @@ def test_an_empty_picture_is_not_drawn():
 
 
 def test_it_is_due_ever_more_rarely(monkeypatch):
-    monkeypatch.setattr(pictures, "draw", lambda history, labels: b"")
+    monkeypatch.setattr(pictures, "draw", lambda history: b"")
     picture, drawn = betahook.Picture(), []
     for step in range(1, 21):
         picture.add(findings(step))

@@ -33,7 +33,7 @@ def drawn(logs, layers, heads, at=None):
             "layer_2": finding(2, [numbers(0.9999, logit_std=0.05)] * heads, **beta),
         }
         history.add(findings(step, layers, heads, **changes), step)
-    return draw(history, history.latest.labels)
+    return draw(history)
 
 
 def colours(picture):
@@ -63,7 +63,7 @@ def test_colours_tell_flat_healthy_and_one_key_apart():
 def test_the_colours_of_beta_are_others():
     history = History()
     history.add(findings(1, 2, layer_1=finding(1, [numbers()] * 2, gain=100.0)), 1)
-    image = colours(draw(history, history.latest.labels))
+    image = colours(draw(history))
     assert min(image.getpixel((800, 500))) > 220  # the model's own
     red, green, blue = image.getpixel((800, 650))
     assert green > max(red, blue)
@@ -100,24 +100,19 @@ def test_the_scale_agrees_with_the_conditions():
 def test_what_was_not_measured_has_no_colour():
     assert math.isnan(panels.place_of_entropy(numbers(math.nan)))
     assert math.isnan(panels.place_of_gain(math.nan))
-    nothing = finding(0, [numbers(math.nan, math.nan, math.nan)], gain=math.nan)
+    nothing = replace(finding(0, [numbers(math.nan, math.nan, math.nan)], gain=math.nan), layer="0")
     history = History()
     history.add(findings(0, 1, layer_0=nothing), 0)
-    red, green, blue = colours(draw(history, ["0"])).getpixel((800, 220))
+    red, green, blue = colours(draw(history)).getpixel((800, 220))
     assert red == green == blue
-
-
-def test_an_empty_history_cannot_be_drawn():
-    with pytest.raises(ValueError, match="the history is empty: add the findings of a step first"):
-        draw(History(), [])
 
 
 def test_heads_that_are_sinks_or_dead_are_marked():
     def shades(head):
         """Of the map of keys by head, where layer 0 has one head."""
         history = History()
-        history.add(findings(1, 1, layer_0=finding(0, [head])), 1)
-        return {pixel for _, pixel in colours(draw(history, ["0"])).crop((990, 120, 1080, 330)).getcolors()}
+        history.add(findings(1, 1, layer_0=replace(finding(0, [head]), layer="0")), 1)
+        return {pixel for _, pixel in colours(draw(history)).crop((990, 120, 1080, 330)).getcolors()}
 
     dead, flat = numbers(1.0, logit_std=0.001), numbers(1.0, logit_std=0.003)
     assert len(shades(numbers())) == len(shades(flat)) == 1
@@ -137,9 +132,9 @@ def shares(columns):
 
 
 def test_long_labels_stay_on_the_page_and_off_the_maps():
-    history = history_of(1, layers=4)
-    labels = [f"decoder.block.{index}.layer.1.EncDecAttention" for index in range(4)]
-    image = colours(draw(history, labels))
+    names = {index: f"{index}.block.layer.1.EncDecAttention.{index}" for index in range(4)}
+    layers = {f"layer_{index}": replace(finding(index, [numbers()]), layer=name) for index, name in names.items()}
+    image = colours(draw(history_of(1, layers=4, **layers)))
     for left, right in ((0, 15), (580, 618)):  # before the labels of the left maps, and of the right ones
         assert image.crop((left, 96, right, 340)).getcolors() == [((right - left) * 244, (255, 255, 255))]
 
@@ -150,7 +145,7 @@ def test_the_header_takes_two_lines_where_one_is_too_short(layers, lines):
     alike = {f"layer_{index}": finding(index, [kinds[index % 6]]) for index in range(layers)}
     history = History()
     history.add(findings(1, 0, **alike), 1)
-    second = colours(draw(history, history.latest.labels)).crop((0, 34, 1200, 52))
+    second = colours(draw(history)).crop((0, 34, 1200, 52))
     assert (len(second.getcolors()) > 1) is (lines == 2)
 
 
@@ -158,7 +153,7 @@ def test_the_header_names_the_step_of_the_axis():
     def header(step_of_hook):
         history = History()
         history.add(findings(step_of_hook), 4000)
-        return colours(draw(history, history.latest.labels)).crop((0, 0, 1200, 50)).tobytes()
+        return colours(draw(history)).crop((0, 0, 1200, 50)).tobytes()
 
     assert header(7) == header(4000)
 
@@ -180,12 +175,12 @@ def test_no_column_begins_before_the_run(steps, edges):
 def test_rows_of_one_key_have_no_ticks():
     one_key = Numbers(0.0, 8.0, 0.0, math.nan, math.nan)
     history = history_of(1, layers=1, layer_0=replace(finding(0, [one_key]), numbers=one_key))
-    panel = panels.panels(history)[1]
+    panel = panels.panels(history.columns[-1])[1]
     assert (panel.hint, panel.ticks) == ("one key a row", [])
     nothing = replace(one_key, logit_std=math.nan)
     history = history_of(1, layers=1, layer_0=replace(finding(0, [nothing]), numbers=nothing))
-    assert panels.panels(history)[1].hint == "exp(entropy)"
-    assert panels.panels(history_of(1))[1].hint == "exp(entropy), of 100"
+    assert panels.panels(history.columns[-1])[1].hint == "exp(entropy)"
+    assert panels.panels(history_of(1).columns[-1])[1].hint == "exp(entropy), of 100"
 
 
 @pytest.mark.parametrize("share", range(1, 10))
@@ -220,7 +215,7 @@ def test_marks_on_dark_cells_are_white():
         note = Note(Phase.SEARCH, 0.1 * (-1) ** step)
         layers = {f"layer_{i}": finding(i, [numbers()], gain=gain, note=note) for i, gain in enumerate((1e3, 1.1))}
         history.add(findings(step, 0, **layers), step)
-    image = colours(draw(history, ["0", "1"]))
+    image = colours(draw(history))
     dark, pale = image.crop((680, 460, 940, 580)), image.crop((680, 585, 940, 705))
     assert max(min(pixel) for _, pixel in dark.getcolors()) > 200
     assert min(max(pixel) for _, pixel in pale.getcolors()) < 60
@@ -244,14 +239,14 @@ def test_marks_too_small_to_read_are_left_out(heads, layers, are_marked):
     alike = {f"layer_{index}": finding(index, [numbers(1.0, logit_std=0.001)] * heads) for index in range(layers)}
     history = History()
     history.add(findings(1, 0, **alike), 1)
-    image = colours(draw(history, history.latest.labels))
+    image = colours(draw(history))
     assert (len(image.crop((970, 100, 1085, 340)).getcolors()) > 1) is are_marked
 
 
 def test_what_was_not_finite_is_neither_grey_nor_on_the_scale():
     lost = Numbers(1.0, math.nan, math.nan, math.nan, math.nan)
     history = history_of(1, layers=2, layer_0=replace(finding(0, [lost, numbers()]), numbers=lost))
-    image = colours(draw(history, ["0", "1"]))
+    image = colours(draw(history))
     for y in (150, 520):
         assert image.getpixel((200, y)) == (255, 225, 25)
     assert image.getpixel((990, 150)) == (255, 225, 25)  # its first head
