@@ -159,10 +159,9 @@ class Hook(Uncopied):
         self.layers = Layers([AttentionLayer(*each) for each in parts])
         recorders = [Recorder(*each, owner=self, when=settings.when) for each in parts]
 
-        # Called once, by detach or when the hook is collected together with its model.
-        self._release = weakref.finalize(self, install.acquire(recorders))
         with ExitStack() as undo:  # also if something below fails
-            undo.callback(self._release)
+            # Called once, by detach or when the hook is collected together with its model.
+            undo.callback(weakref.finalize(self, install.acquire(recorders)))
             install.connect(model, recorders, undo)
             adapters.connect(model, self._state, undo)
             training_loss.connect(model, self._state, controllers, undo)
@@ -175,8 +174,8 @@ class Hook(Uncopied):
     def detach(self) -> None:
         """Leave the model exactly as it was before `attach`; beta is the model's own again."""
         if self.attached:
-            self._undo.close()
             self._state.is_detached = True
+            self._undo.close()
             self.last_call.input = None
 
     def pause(self) -> AbstractContextManager[None]:
@@ -191,7 +190,7 @@ class Hook(Uncopied):
     @property
     def attached(self) -> bool:
         """True while the hook acts on the model."""
-        return self._release.alive
+        return not self._state.is_detached
 
     @property
     def steps(self) -> int:
