@@ -119,7 +119,7 @@ class AttentionLayer:
 
     def _statistics(self, lengths: Tensor | None) -> Statistics:
         table, moments = self._state.latest_of(self._head_range)
-        widths = torch.full((self.heads,), self.head_dim, device=table.device)
+        widths = self._state.layers.widths[self._head_range.heads]
         return Statistics.from_table(components.described(table, moments, widths), lengths)
 
     @property

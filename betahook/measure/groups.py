@@ -47,6 +47,7 @@ class HeadGroups:
         head_dim: d_k, `[groups]`.
         query_width, key_width: d_x of each projection, `[groups]`; NaN where the projection was not found.
         of_head: the group of each head, int64 `[heads]`.
+        widths: d_k of each head, int64 `[heads]`.
     """
 
     lengths: Tensor
@@ -54,14 +55,16 @@ class HeadGroups:
     query_width: Tensor
     key_width: Tensor
     of_head: Tensor
+    widths: Tensor
 
     @classmethod
     def of(cls, layers: Sequence[LayerSize], device: torch.device) -> HeadGroups:
         """Group the heads by layer."""
         rows = [[layer.heads, layer.head_dim, layer.query_width, layer.key_width] for layer in layers]
         lengths, head_dim, query_width, key_width = torch.tensor(rows, dtype=torch.float32, device=device).T
-        of_head = torch.tensor([index for index, layer in enumerate(layers) for _ in range(layer.heads)], device=device)
-        return cls(lengths.long(), head_dim, query_width, key_width, of_head)
+        heads = [(index, layer.head_dim) for index, layer in enumerate(layers) for _ in range(layer.heads)]
+        of_head, widths = torch.tensor(heads, device=device).T
+        return cls(lengths.long(), head_dim, query_width, key_width, of_head.contiguous(), widths.contiguous())
 
     def by_head(self) -> HeadGroups:
         """Return the same heads, each a group of its own."""
@@ -69,7 +72,7 @@ class HeadGroups:
             values.index_select(0, self.of_head) for values in (self.head_dim, self.query_width, self.key_width)
         )
         each = torch.arange(len(self.of_head), device=self.of_head.device)
-        return HeadGroups(torch.ones_like(each), head_dim, query_width, key_width, each)
+        return HeadGroups(torch.ones_like(each), head_dim, query_width, key_width, each, self.widths)
 
     def to(self, device: torch.device) -> HeadGroups:
         """Return the same groups with their tensors on another device."""
@@ -96,15 +99,14 @@ class HeadGroups:
         """The value of its group for each head, `[groups] -> [heads]`."""
         return values if self.are_heads else values.index_select(0, self.of_head)
 
-    def observe(self, table: Tensor, moments: Tensor, widths: Tensor) -> Statistics:
+    def observe(self, table: Tensor, moments: Tensor) -> Statistics:
         """Statistics of each group from the sums over all heads.
 
         Args:
             table: `[quantities, heads]`, see `measure.statistics`; not written to from now on.
             moments: `[4, components]`, see `measure.components`.
-            widths: d_k of each head, `[heads]`.
         """
-        described = functools.partial(components.described, moments=moments, widths=widths)
+        described = functools.partial(components.described, moments=moments, widths=self.widths)
         return Statistics.from_table(table, None if self.are_heads else self.lengths, described)
 
     def weight_std(self, sums: Tensor) -> WeightStd:

@@ -101,7 +101,7 @@ class Audit(tuple[LayerAudit, ...]):
         # A model without weights has what its state says of them.
         if not all(parameter.is_meta for parameter in hook.model.parameters()):
             layers.read_weights()
-        observed, weight_std = groups.observe(table, moments, state.widths), groups.weight_std(state.weights)
+        observed, weight_std = groups.observe(table, moments), groups.weight_std(state.weights)
         correlations = _correlations(hook, layers, state)
         query, key = groups.projected_variances(observed, weight_std)
         predictions = {

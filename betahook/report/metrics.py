@@ -107,7 +107,7 @@ def numbers(state: State, groups: HeadGroups) -> dict[str, list[float]]:
 
 def columns(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
     """Return every metric, `[groups]` each; NaN where it was not measured."""
-    observed = groups.observe(state.recent, state.recent_moments, state.widths)
+    observed = groups.observe(state.recent, state.recent_moments)
     weight_std = groups.weight_std(state.weights)
     acting = state.current_beta
     beta = groups.geometric_mean(acting)

@@ -58,7 +58,7 @@ class State:
 
     Attributes:
         layers, units: the heads grouped by layer, and by what has a beta of its own, a layer or a head.
-        widths, ranges: int64 `[heads]`, d_k of each; and the ranges of the layers' heads.
+        ranges: those of the layers' heads.
         turn: the layers that are measured in this step, by index.
         overflow: the largest logit whose exponential is finite, see `measure.dtypes.overflow_logit`.
         beta: float32 `[heads]`, the inverse temperature; NaN stands for the model's own.
@@ -109,11 +109,9 @@ class State:
             device: of all tensors.
             dtype: of the model.
         """
-        widths = torch.tensor([layer.head_dim for layer in layers for _ in range(layer.heads)], device="cpu")
-        heads = len(widths)
+        heads = sum(layer.heads for layer in layers)
         self.layers = HeadGroups.of(layers, device)
         self.units = self.layers.by_head() if per_head else self.layers
-        self.widths = widths.to(device)
         self.ranges = head_ranges(layers)
         self.turn = range(len(layers))
         self.overflow = overflow_logit(dtype)
@@ -121,7 +119,8 @@ class State:
         self.beta_default = self.beta.clone()
         self.factors = Factors([layer.heads for layer in layers], self.beta)
         self.table, self.recent = (statistics.empty(heads, device) for _ in range(2))
-        self.moments, self.recent_moments = (components.empty(int(widths.sum()), device) for _ in range(2))
+        width = sum(layer.heads * layer.head_dim for layer in layers)
+        self.moments, self.recent_moments = (components.empty(width, device) for _ in range(2))
         self.window = self.table.new_zeros(2, heads)
         self.weights = weights.empty(heads, device)
         self.nonfinite_since = torch.zeros(heads, dtype=torch.int64, device=device)
@@ -173,7 +172,7 @@ class State:
 
     def by_component(self, values: Tensor) -> Tensor:
         """Repeat the value of each head for each of its components, `[heads] -> [components]`."""
-        return values.repeat_interleave(self.widths, output_size=self.moments.shape[1])
+        return values.repeat_interleave(self.layers.widths, output_size=self.moments.shape[1])
 
     @contextmanager
     def pause(self) -> Iterator[None]:

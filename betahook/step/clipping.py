@@ -64,7 +64,7 @@ class Clipping:
         if not self._rules:
             return
         state, beta = self._state, self._state.current_beta
-        observed = state.layers.by_head().observe(state.recent, state.recent_moments, state.widths)
+        observed = state.layers.by_head().observe(state.recent, state.recent_moments)
         healthy = measured & observed.finite
         factors, exceeding = torch.ones_like(beta), torch.zeros_like(healthy)
         for rule in self._rules:

@@ -145,7 +145,7 @@ def observe(state: State, layers: Layers, current: Tensor) -> tuple[Tensor, Obse
     """Return beta `[units]`, pooled from that of the heads, and the observation that controllers get beside it."""
     units = state.units
     beta, default = units.geometric_mean(torch.stack([current, state.beta_default], 1)).unbind(1)
-    observed = units.observe(state.recent, state.recent_moments, state.widths)
+    observed = units.observe(state.recent, state.recent_moments)
 
     def predicted_std() -> Tensor:
         layers.read_weights()

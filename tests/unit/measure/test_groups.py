@@ -25,7 +25,7 @@ def test_groups_are_layers_or_heads(groups):
     assert groups.spread(torch.tensor([7.0, 8.0])).tolist() == [7, 7, 7, 7, 8, 8]
     assert groups.head_dim.tolist() == [8, 16]
     assert heads.largest(values).tolist() == heads.spread(values).tolist() == values.tolist()
-    assert heads.head_dim.tolist() == [8] * 4 + [16] * 2
+    assert heads.head_dim.tolist() == heads.widths.tolist() == groups.widths.tolist() == [8] * 4 + [16] * 2
     for each in (groups, heads):
         assert len(each.of_head) == 6
         assert (each.query_width[0], each.key_width[0]) == (24, 12)
@@ -34,8 +34,7 @@ def test_groups_are_layers_or_heads(groups):
 
 
 def observe(groups, table):
-    widths = groups.by_head().head_dim.long()
-    return groups.observe(table, components.empty(int(widths.sum()), CPU), widths)
+    return groups.observe(table, components.empty(int(groups.widths.sum()), CPU))
 
 
 def test_groups_are_observed_from_one_table(groups):
@@ -71,5 +70,5 @@ def test_std_is_pooled_over_the_heads_of_a_group():
 def test_groups_move_to_a_device(groups):
     moved = groups.to(torch.device("meta"))
     tensors = [x for x in vars(moved).values() if isinstance(x, torch.Tensor)]
-    assert len(tensors) == 5
+    assert len(tensors) == 6
     assert {x.device.type for x in tensors} == {"meta"}
