@@ -98,13 +98,6 @@ def population_std(count: Tensor, total: Tensor, square: Tensor) -> Tensor:
     return (square / count - (total / count).square()).clamp(min=0).sqrt()
 
 
-def keep_measured(new: Tensor, old: Tensor, measured: Tensor) -> Tensor:
-    """`new`, with the columns of `old` for heads not `measured`; the loss is always the new one."""
-    kept = torch.where(measured, new, old)
-    kept[OF_STEP] = new[OF_STEP]
-    return kept
-
-
 def is_distributed() -> bool:
     """True if there are several ranks."""
     distributed = torch.distributed

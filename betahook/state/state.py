@@ -236,10 +236,11 @@ class State:
         return table
 
     def latest(self, table: Tensor, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return both with what was last measured of heads that are idle in them, and which heads are not."""
+        """Return both with what heads that are idle in them last measured, the loss apart; and which heads are not."""
         measured = table[statistics.ROW["pairs"]] > 0
-        kept = torch.where(self.by_component(measured), moments, self.recent_moments)
-        return statistics.keep_measured(table, self.recent, measured), kept, measured
+        kept = torch.where(measured, table, self.recent)
+        kept[statistics.OF_STEP] = table[statistics.OF_STEP]
+        return kept, torch.where(self.by_component(measured), moments, self.recent_moments), measured
 
     def latest_of(self, head_range: HeadRange) -> tuple[Tensor, Tensor]:
         """Return copies of table and moments of a layer: since the last pooling, or as pooled if it was idle since."""

@@ -274,7 +274,7 @@ FAULTS = [
     ),
     Fault("betahook/measure/statistics.py", "maxima[rank] = torch.cat", "maxima[0] = torch.cat"),
     Fault("betahook/measure/statistics.py", 'ratios.log(), "mean"', 'ratios, "mean"'),
-    Fault("betahook/measure/statistics.py", "torch.where(measured, new, old)", "new.clone()"),
+    Fault("betahook/state/state.py", "torch.where(measured, table, self.recent)", "table.clone()", STATE),
     Fault("betahook/measure/components.py", "torch.where(known, with_averages, table)", "with_averages"),
     Fault("betahook/state/state.py", "return self.steps - self.skipped_steps", "return self.steps", WINDOW),
     Fault("betahook/state/pending.py", "sensitivity.masked_fill(broken, 0)", "sensitivity"),

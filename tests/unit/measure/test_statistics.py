@@ -161,18 +161,6 @@ def test_a_maximum_of_all_rows_is_its_own_bound():
     assert measured.max_logit_bound.tolist() == [5, 6]  # never below, by rounding
 
 
-def test_heads_without_scores_keep_what_was_last_measured():
-    new, old = random_table(3, seed=1), random_table(3, seed=2)
-    copies = new.clone(), old.clone()
-    kept = statistics.keep_measured(new, old, torch.tensor([True, False, True]))
-    expected = torch.stack([new[:, 0], old[:, 1], new[:, 2]], 1)
-    for name in ("losses", "loss"):
-        expected[ROW[name], 1] = new[ROW[name], 1]
-    assert torch.equal(kept, expected)
-    assert torch.equal(new, copies[0])
-    assert torch.equal(old, copies[1])
-
-
 def test_statistics_are_those_of_the_raw_numbers(raw):
     samples, entropy, weighted, sensitivity = raw
     # Two micro-batches of different size.

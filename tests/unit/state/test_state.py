@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from betahook.measure.groups import HeadGroups, LayerSize
+from betahook.measure.statistics import ROW
 from betahook.state.ranges import HeadRange, head_ranges
 from betahook.state.state import is_beta
 from support.layers import attention, make
@@ -31,6 +32,23 @@ def test_everything_follows_the_model():
     assert {x.device.type for x in found} == {"meta"}
     assert len(found) == 13 + 6 + 6 + 1 + 2 + 2
     assert all(probe.is_leaf and probe.requires_grad for probe in state.factors.probes)
+
+
+def test_heads_without_scores_keep_what_was_last_measured():
+    state, _, _ = make(attention(nn.Module(), 2, 8), attention(nn.Module(), 1, 4))
+    new, old = (torch.rand(len(ROW), 3, dtype=torch.float64) + number for number in (1, 3))
+    new[ROW["pairs"], 1] = 0
+    state.recent, state.recent_moments, moments = old, torch.full((4, 20), 3.0), torch.ones(4, 20)
+    copies = new.clone(), old.clone()
+    kept, kept_moments, measured = state.latest(new, moments)
+    expected = torch.stack([new[:, 0], old[:, 1], new[:, 2]], 1)
+    for name in ("losses", "loss"):
+        expected[ROW[name], 1] = new[ROW[name], 1]
+    assert torch.equal(kept, expected)
+    assert kept_moments.tolist() == 4 * [8 * [1] + 8 * [3] + 4 * [1]]
+    assert measured.tolist() == [True, False, True]
+    assert torch.equal(new, copies[0])
+    assert torch.equal(old, copies[1])
 
 
 def test_a_device_without_float64_gets_none(monkeypatch):
