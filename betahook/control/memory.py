@@ -16,13 +16,15 @@ SEPARATOR = "/"
 """Between the names on the way to a tensor in a checkpoint."""
 
 
-def check_started(owner: object, memory: Mapping[str, Tensor], beta: Tensor) -> None:
+def check_started(owner: object, memory: object, beta: Tensor) -> None:
     """Check the memory that a controller begins with.
 
     Raises:
         ValueError: a name is none that a checkpoint can hold.
-        TypeError: a tensor is not `[units]`, or of another dtype.
+        TypeError: it is no dictionary of tensors; or one of them is not `[units]`, or of another dtype.
     """
+    if not isinstance(memory, dict) or not all(isinstance(value, Tensor) for value in memory.values()):
+        raise TypeError(f"start() of {owner} must return a dictionary of tensors, {{}} for no memory; got {memory!r}")
     for name, value in memory.items():
         if not isinstance(name, str) or not name or SEPARATOR in name:
             raise ValueError(
@@ -38,11 +40,17 @@ def check_started(owner: object, memory: Mapping[str, Tensor], beta: Tensor) -> 
 
 
 def check_updated(owner: object, memory: Mapping[str, object], before: Mapping[str, Tensor]) -> None:
-    """Check the memory that an update returned, of the names of before.
+    """Check the memory that an update returned.
 
     Raises:
+        ValueError: its names are not those of before.
         TypeError: a tensor is of another shape or kind than before.
     """
+    if memory.keys() != before.keys():
+        raise ValueError(
+            f"update() of {owner} made the memory {sorted(memory)}, but start() {sorted(before)}; start() must return "
+            "every name of the memory"
+        )
     for name, value in memory.items():
         like = before[name]
         if not isinstance(value, Tensor) or value.shape != like.shape or not is_of_kind(value, like):
