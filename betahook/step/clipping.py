@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Literal
 
@@ -23,6 +23,7 @@ from betahook.models import materialise
 from betahook.models.scaling import NoScalingError, Scaling, find_scalings
 from betahook.options import UnsupportedModelError
 from betahook.rerun import Hooked
+from betahook.state.ranges import HeadRange
 from betahook.state.state import State
 
 logger = logging.getLogger(__name__)
@@ -43,14 +44,8 @@ class Clipping:
         self._state = state
         self._rules = [controller for controller in controllers if isinstance(controller, Clip)]
         writes = not all(rule.log_only for rule in self._rules)
-        clipped = zip(layers.values(), state.ranges, strict=True) if writes else ()
-        self._heads = {layer: each.heads for layer, each in clipped}
-        self._found: dict[AttentionLayer, tuple[list[nn.Module], list[Scaling]]] = {}
-        self._choice = dict.fromkeys(self._heads, 0)
-        self._unchecked = list(self._heads)
+        self._clipped = [_Clipped(*each) for each in zip(layers.values(), state.ranges, strict=True) if writes]
         self._is_sharded: bool | None = None
-        for layer in self._heads:
-            self._find(layer)
 
     def step(self, hook: Hooked, measured: Tensor) -> None:
         """Count the heads that exceed a threshold, and scale their weights.
@@ -73,7 +68,7 @@ class Clipping:
             if not rule.log_only:
                 factors = torch.minimum(factors, clipped)
         state.clips += exceeding
-        if self._heads:
+        if self._clipped:
             self._scale(hook, factors)
 
     @torch.no_grad()
@@ -92,8 +87,8 @@ class Clipping:
         self._check(hook)
         if self._is_sharded:
             materialise.reshard(hook.model)
-        for layer, heads in self._heads.items():
-            self._find(layer).scale(factors[heads])
+        for each in self._clipped:
+            each.weights().scale(factors[each.heads])
 
     def _check(self, hook: Hooked) -> None:
         """Check each layer once, on the input of the last forward.
@@ -102,65 +97,52 @@ class Clipping:
         that was not used yet is checked when it is, and all of them wait for a step with such an input. Ranks ask one
         another, so each must come to all questions: beta and what is left alone are those of all ranks since pooling.
         """
-        self._unchecked = [layer for layer in self._unchecked if layer.refusal is None]
-        layers = [layer for layer in self._unchecked if not math.isnan(layer.beta_default)]
-        if not (layers and self._on_any_rank(hook.last_call.input is not None)):
+        unchecked = [each for each in self._clipped if not each.is_checked and each.layer.refusal is None]
+        due = [each for each in unchecked if not math.isnan(each.layer.beta_default)]
+        if not (due and self._on_any_rank(hook.last_call.input is not None)):
             return
-        self._find_together(layers)
+        self._find_again(due)
         with rerun.without_side_effects(hook):
-            if self._differs(hook, layers):
-                wrong = [layer for layer in layers if not self._settle(hook, layer)]
-                if wrong or self._differs(hook, layers):
-                    raise _refusal(wrong or layers, NOT_PROPORTIONAL)
-        self._unchecked = [layer for layer in self._unchecked if layer not in layers]
+            if self._differs(hook, due):
+                wrong = [each for each in due if not self._settle(hook, each)]
+                if wrong or self._differs(hook, due):
+                    raise _refusal([each.layer for each in wrong or due], NOT_PROPORTIONAL)
+        for each in due:
+            each.is_checked = True
 
-    def _find(self, layer: AttentionLayer) -> Scaling:
-        """The weights of a layer, found again where adapters came or went."""
-        owners = [owner for projection in layer.projections or () for owner in projection.owners]
-        known, scalings = self._found.get(layer, (None, []))
-        if known != owners:
-            try:
-                scalings = list(find_scalings(layer.module, layer.projections, layer.heads, layer.head_dim))
-                scalings[self._choice[layer]].check()
-            except NoScalingError as error:
-                raise _refusal([layer], error) from error
-            self._found[layer] = owners, scalings
-        return scalings[self._choice[layer]]
-
-    def _find_together(self, layers: Collection[AttentionLayer]) -> None:
+    def _find_again(self, due: Sequence[_Clipped]) -> None:
         """Find the weights of layers anew; all ranks raise where one finds weights that take no factor."""
         error: UnsupportedModelError | None = None
         try:
-            for layer in layers:
-                self._found.pop(layer, None)  # of before the first forward, which may have shown other W_q and W_k
-                self._find(layer)
+            for each in due:
+                each.weights(anew=True)  # the first forward may have shown other W_q and W_k
         except UnsupportedModelError as found:
             error = found
         if self._on_any_rank(error is not None):
             raise error or UnsupportedModelError("cannot clip on another rank, whose error says why")
 
-    def _settle(self, hook: Hooked, layer: AttentionLayer) -> bool:
-        """Take the first weights of a layer that do what beta does; False if none do."""
-        for choice in range(self._reduced(len(self._found[layer][1]), "MIN")):
-            self._choice[layer] = choice
-            if not self._differs(hook, [layer]):
+    def _settle(self, hook: Hooked, clipped: _Clipped) -> bool:
+        """Choose the first weights of a layer that do what beta does; False if none do."""
+        for choice in range(self._reduced(len(clipped.scalings), "MIN")):
+            clipped.choice = choice
+            if not self._differs(hook, [clipped]):
                 return True
         return False
 
-    def _differs(self, hook: Hooked, layers: Collection[AttentionLayer]) -> bool:
+    def _differs(self, hook: Hooked, clipped: Sequence[_Clipped]) -> bool:
         """Tell if scaled weights and a beta that makes up for them change the output, on any rank."""
         differs = False
         if hook.last_call.input is not None:  # an idle rank leaves it to the others
             expected, again = rerun.run_model(hook), rerun.run_model(hook)
             with ExitStack() as undo:
-                for layer in layers:
+                for layer, weights in ((each.layer, each.weights()) for each in clipped):
                     factors = 4.0 ** -(1 + torch.arange(layer.heads, device=layer.current_gain.device) % 2)
-                    factors = factors.amin().expand_as(factors) if self._find(layer).as_one else factors
+                    factors = factors.amin().expand_as(factors) if weights.as_one else factors
                     undo.enter_context(layer.acting(layer.current_gain / factors))
-                    undo.enter_context(self._find(layer).scaled(factors))
+                    undo.enter_context(weights.scaled(factors))
                 actual = rerun.run_model(hook)
             # Weights that a norm adds 1 to round; the other ones do not.
-            offsets = [weight for layer in layers for weight in self._find(layer).weights if weight.offset]
+            offsets = [weight for each in clipped for weight in each.weights().weights if weight.offset]
             share = max(1e-5, rerun.precision([weight.parameter for weight in offsets]))
             limits = share * rerun.norms(expected)
             limits += 4 * rerun.distances(again, expected)
@@ -174,9 +156,39 @@ class Clipping:
         """Return the smallest or the largest number of all ranks."""
         if not statistics.is_distributed():
             return here
-        number = torch.tensor(float(here), device=next(iter(self._heads)).current_gain.device)
+        number = torch.tensor(float(here), device=self._state.device)
         torch.distributed.all_reduce(number, getattr(torch.distributed.ReduceOp, operation))
         return int(number)
+
+
+class _Clipped:
+    """A layer, and the weights that take its factors: one of several `scalings`, see `find_scalings`.
+
+    Attributes:
+        choice: which one; the first until it proves not to do what beta does.
+        is_checked: True once that was tried.
+    """
+
+    def __init__(self, layer: AttentionLayer, head_range: HeadRange) -> None:
+        self.layer = layer
+        self.heads = head_range.heads
+        self.choice = 0
+        self.is_checked = False
+        self._owners: list[nn.Module] | None = None
+        self.weights()
+
+    def weights(self, *, anew: bool = False) -> Scaling:
+        """Return the weights, found again where adapters came or went; refuse a layer whose weights take no factor."""
+        layer = self.layer
+        owners = [owner for projection in layer.projections or () for owner in projection.owners]
+        if anew or owners != self._owners:
+            try:
+                self.scalings = list(find_scalings(layer.module, layer.projections, layer.heads, layer.head_dim))
+                self.scalings[self.choice].check()
+            except NoScalingError as error:
+                raise _refusal([layer], error) from error
+            self._owners = owners
+        return self.scalings[self.choice]
 
 
 def _refusal(layers: Sequence[AttentionLayer], reason: object) -> UnsupportedModelError:
