@@ -244,6 +244,11 @@ def restore(state: State, given: dict[str, Any]) -> None:
     forget_refused(state)
 
 
+def makers(state: Mapping[str, Any]) -> list[str]:
+    """Return the controllers that made the beta of a state, in words, without the options that are their defaults."""
+    return state["trained_by"] or [written(entry["class"], entry["options"]) for entry in state["controllers"]]
+
+
 def _check_layers(layers: dict[Any, Any]) -> None:
     for name, heads in layers.items():
         are_heads = isinstance(name, str) and type(heads) is int and heads >= 1

@@ -17,6 +17,7 @@ from transformers.utils import CONFIG_NAME
 import betahook
 from betahook import checkpoint
 from betahook.checkpoint.pretrained import ADAPTER_CONFIG
+from betahook.checkpoint.schema import makers
 from betahook.cli import models, pages, runs
 from betahook.examination import examine_hooked
 from betahook.keep.refusals import foresee
@@ -91,7 +92,7 @@ def show(folder: str) -> Document:
             "already, or was never changed"
         )
     state = saved.state
-    made = Text(f"From {pages.controllers(state)}{', and still on its way' * pages.is_on_its_way(state)}")
+    made = Text(f"From {', '.join(makers(state))}{', and still on its way' * pages.is_on_its_way(state)}")
     return Document(f"{folder}: beta at step {state['steps']}", [pages.betas(state), made])
 
 

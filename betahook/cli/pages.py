@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 import betahook
+from betahook.checkpoint.schema import makers
 from betahook.cli.runs import Points, Run
-from betahook.control.base import Controller, written
+from betahook.control.base import Controller
 from betahook.examination import Examination
 from betahook.measure.statistics import geometric_mean
 from betahook.report import glance
@@ -160,7 +161,7 @@ def sources(found: Run) -> str:
         newest = found.states[max(found.states)]
         steps = ", ".join(map(str, found.states))
         options = ", ".join(f"{name}={value!r}" for name, value in newest["options"].items())
-        lines.append(f"checkpoints after {steps} steps; {controllers(newest)}; {options}")
+        lines.append(f"checkpoints after {steps} steps; {', '.join(makers(newest))}; {options}")
     return f"From {' and '.join(lines)}"
 
 
@@ -237,12 +238,6 @@ def footer(*lines: str) -> Text:
     """Return what was used: these lines, and the versions."""
     packages = " · ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     return Text("\n".join([*lines, f"betahook {betahook.__version__} · {packages}"]))
-
-
-def controllers(state: dict[str, Any]) -> str:
-    """Write the controllers that made the beta of a state, without the options that are their defaults."""
-    present = [written(entry["class"], entry["options"]) for entry in state["controllers"]]
-    return ", ".join(state["trained_by"] or present)
 
 
 def is_on_its_way(state: dict[str, Any]) -> bool:

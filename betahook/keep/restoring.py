@@ -15,7 +15,7 @@ from torch import nn
 
 from betahook import checkpoint
 from betahook.checkpoint.file import Saved, naming
-from betahook.control.base import written
+from betahook.checkpoint.schema import makers
 from betahook.hook import Hook, attach, hooks_of
 from betahook.models.discovery import named_modules
 from betahook.options import ControllerChoice, Settings
@@ -61,8 +61,7 @@ def restore_saved(model: nn.Module, saved: Saved, controller: ControllerChoice |
     with checkpoint.unmarked(model):
         hook = attach(model, controller=controller or "monitor", layers=lambda name, module: name in names, **chosen)
         if controller is None:
-            made_by = [written(entry["class"], entry["options"]) for entry in state["controllers"]]
-            state["trained_by"] = state["trained_by"] or made_by
+            state["trained_by"] = makers(state)
             state["controllers"] = hook.state_dict()["controllers"]
         with ExitStack() as undo:
             undo.callback(hook.detach)
