@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from betahook import theory
-from betahook.measure import components, weights
-from betahook.measure.groups import LayerSize
+from betahook.measure import weights
+from betahook.measure.groups import HeadGroups, LayerSize
 from betahook.measure.statistics import Statistics
 from betahook.models.discovery import AttentionModule
 from betahook.models.projections import KNOWN_FORMS, Pair
@@ -110,17 +110,16 @@ class AttentionLayer:
         count included. The sensitivity is that of the backwards since the last step, or of the pooling if there were
         none. What is not pooled yet is of this rank alone: its batches and, under tensor parallelism, its heads.
         """
-        return self._statistics(torch.tensor([self.heads], device=self._state.device))[0]
+        return self._groups.observe(*self._state.latest_of(self._head_range))[0]
 
     @property
     def head_statistics(self) -> Statistics:
         """The same for each head; tensors `[heads]`."""
-        return self._statistics(None)
+        return self._groups.by_head().observe(*self._state.latest_of(self._head_range))
 
-    def _statistics(self, lengths: Tensor | None) -> Statistics:
-        table, moments = self._state.latest_of(self._head_range)
-        widths = self._state.layers.widths[self._head_range.heads]
-        return Statistics.from_table(components.described(table, moments, widths), lengths)
+    @property
+    def _groups(self) -> HeadGroups:
+        return HeadGroups.of([size_of(self._attention)], self._state.device)
 
     @property
     def weight_std_q(self) -> float:
