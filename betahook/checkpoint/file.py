@@ -64,6 +64,11 @@ class Saved:
     state: dict[str, Any]
     entries: dict[str, Tensor]
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the file."""
+        return Path(self.place).parent
+
     def check(self, model: nn.Module) -> None:
         """Check that the weights of a model are those of the fingerprint, as far as both name the same ones.
 
@@ -81,7 +86,7 @@ class Saved:
         """
         try:
             with naming(self.place):
-                fingerprint.refuse_other_files(self.entries, Path(self.place).parent)
+                fingerprint.refuse_other_files(self.entries, self.folder)
         except SafetensorError as error:
             raise ValueError(
                 f"{self.place}: the weights beside it are damaged ({error}); take another checkpoint"

@@ -197,8 +197,7 @@ def _places(layer: betahook.AttentionLayer) -> list[str]:
 
 def _is_left_over(saved: checkpoint.Saved) -> bool:
     """Tell if the state in a folder is not that of the model there: its config has no mark, its weights are others."""
-    folder = Path(saved.place).parent
-    if not (folder / CONFIG_NAME).is_file() or checkpoint.is_marked_folder(folder):
+    if not (saved.folder / CONFIG_NAME).is_file() or checkpoint.is_marked_folder(saved.folder):
         return False
     try:
         saved.check_files()

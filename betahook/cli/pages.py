@@ -81,9 +81,9 @@ def at_a_glance(findings: Findings) -> list[Picture]:
 def run(folder: str, found: Run, judged: tuple[Findings, Audit] | None) -> Document:
     """Return what the files of a run say."""
     tables: list[Table] = []
-    if found.states:
-        last = max(found.states)
-        tables = [replace(betas(found.states[last]), title=f"Beta at step {last}")]
+    if found.checkpoints:
+        last = max(found.checkpoints)
+        tables = [replace(betas(found.checkpoints[last].state), title=f"Beta at step {last}")]
     if judged is not None:
         findings, audited = judged
         summary, remarks = findings.summary, findings.remarks()
@@ -157,9 +157,9 @@ def betas(state: dict[str, Any]) -> Table:
 def sources(found: Run) -> str:
     """Say what the page was made from."""
     lines = ["TensorBoard files"] if found.scalars else []
-    if found.states:
-        newest = found.states[max(found.states)]
-        steps = ", ".join(map(str, found.states))
+    if found.checkpoints:
+        newest = found.checkpoints[max(found.checkpoints)].state
+        steps = ", ".join(map(str, found.checkpoints))
         options = ", ".join(f"{name}={value!r}" for name, value in newest["options"].items())
         lines.append(f"checkpoints after {steps} steps; {', '.join(makers(newest))}; {options}")
     return f"From {' and '.join(lines)}"
@@ -192,10 +192,10 @@ def _betas(state: dict[str, Any]) -> tuple[list[float], list[float]]:
 def _gains(found: Run) -> dict[str, Points]:
     """Return beta over the model's own of each layer, over the checkpoints."""
     lines: dict[str, Points] = {}
-    for step, state in found.states.items():
-        for label, own, beta in zip(short_names(state["layers"]), *_betas(state), strict=True):
+    for step, saved in found.checkpoints.items():
+        for label, own, beta in zip(short_names(saved.state["layers"]), *_betas(saved.state), strict=True):
             lines.setdefault(f"layer {label}", []).append((step, beta / own))
-    return lines if len(found.states) > 1 else {}
+    return lines if len(found.checkpoints) > 1 else {}
 
 
 def conditions(findings: Findings) -> Table:

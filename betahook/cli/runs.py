@@ -9,9 +9,10 @@ from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-import betahook
 from betahook import checkpoint, compat
+from betahook.checkpoint import Saved
 from betahook.cli import models
+from betahook.keep.restoring import restore_saved
 from betahook.report.audit import Audit
 from betahook.report.findings import Findings
 from betahook.report.summary import GROUP
@@ -31,16 +32,14 @@ class Run:
         scalars: tag to points (step, value), in order of the steps: of TensorBoard, or else of the Trainer's history.
         picture: the last picture of TensorBoard, a PNG; None without one.
         words: the last findings in words, as Markdown; empty without any.
-        states: step to the state of the hook in a checkpoint, in order.
-        folders: step to the folder of that checkpoint.
+        checkpoints: step to the state of the hook in a checkpoint, in order.
         remarks: on what could not be read.
     """
 
     scalars: dict[str, Points] = field(default_factory=dict)
     picture: bytes | None = None
     words: str = ""
-    states: dict[int, dict[str, Any]] = field(default_factory=dict)
-    folders: dict[int, Path] = field(default_factory=dict)
+    checkpoints: dict[int, Saved] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
     def curve(self, *tags: str) -> Points:
@@ -62,7 +61,7 @@ def read(folder: str) -> Run:
     run = Run()
     place = _read_events(root, run) if any(root.rglob(FILES)) else root
     _read_checkpoints(_folder_of_checkpoints(root, place), run)
-    if not run.states and not run.remarks and not any(tag.startswith(f"{GROUP}/") for tag in run.scalars):
+    if not run.checkpoints and not run.remarks and not any(tag.startswith(f"{GROUP}/") for tag in run.scalars):
         raise FileNotFoundError(
             f"{folder} holds nothing of betahook: neither TensorBoard files with its numbers nor {checkpoint.FILE}"
         )
@@ -111,16 +110,16 @@ def _read_checkpoints(root: Path, run: Run) -> None:
     here = root / checkpoint.FILE
     for folder in [root] if here.is_file() else checkpoint.finished(root):
         try:
-            state = checkpoint.read(folder).state
+            saved = checkpoint.read(folder)
         except ValueError as error:
             if here.is_file():
                 raise
             run.remarks.append(f"left out: {error}")
             continue
-        run.states[state["steps"]], run.folders[state["steps"]] = state, folder
-    if len({tuple(state["layers"].items()) for state in run.states.values()}) > 1:
+        run.checkpoints[saved.state["steps"]] = saved
+    if len({tuple(saved.state["layers"].items()) for saved in run.checkpoints.values()}) > 1:
         raise ValueError(f"{root} holds checkpoints of different models; give the folder of one run")
-    run.states = dict(sorted(run.states.items()))
+    run.checkpoints = dict(sorted(run.checkpoints.items()))
     logs = root.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{compat.trainer_state_name()}")
     files = [file for file in (*logs, root / compat.trainer_state_name()) if file.is_file()]
     curves: dict[str, Points] = {}
@@ -151,16 +150,11 @@ def judge(run: Run) -> tuple[Findings, Audit] | None:
 
     None without one, where the config is not that of the hooked model, or where nothing was measured.
     """
-    usable = (step for step in reversed(run.states) if models.obstacle(str(run.folders[step])) is None)
-    if (step := next(usable, None)) is None:
+    newest = reversed(run.checkpoints.values())
+    if (saved := next((each for each in newest if models.obstacle(str(each.folder)) is None), None)) is None:
         return None
-    state, folder = run.states[step], str(run.folders[step])
-    names, per_head = state["layers"], state["options"]["per_head"]
-    chosen: dict[str, Any] = {"layers": lambda name, module: name in names, "per_head": per_head}
     try:
-        model = models.without_weights(folder)
-        with checkpoint.unmarked(model), betahook.attach(model, controller="monitor", **chosen) as hook:
-            hook.load_state_dict({**state, "controllers": hook.state_dict()["controllers"]})
+        with restore_saved(models.without_weights(str(saved.folder)), saved) as hook:
             return hook.findings(), hook.audit()
     except (OSError, ValueError, RuntimeError):
         return None
