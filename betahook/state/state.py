@@ -200,8 +200,7 @@ class State:
         self.refused[head_range.layer], self.seen = reason, True
         self.alone[head_range.heads] = True
         self.settle()
-        _forget(self, head_range)
-        release_refused(self)
+        forget_refused(self)
 
     def refusal(self, head_range: HeadRange) -> str | None:
         """Return the reason why this rank leaves a layer alone, None if it does not."""
@@ -271,15 +270,6 @@ def writing_to(state: State, table: Tensor, moments: Tensor, beta_default: Tenso
         state.table, state.moments, state.beta_default = kept
 
 
-def _forget(state: State, head_range: HeadRange) -> None:
-    """Forget everything that was measured of a layer."""
-    for sums in (state.table, state.recent, state.window):
-        sums[:, head_range.heads] = 0
-    for sums in (state.moments, state.recent_moments):
-        sums[:, head_range.components] = 0
-    state.factors.drop(head_range.layer)
-
-
 def is_pooled(state: State) -> bool:
     """Return True if sums are added up over several ranks."""
     return statistics.is_distributed() and not state.is_local
@@ -307,9 +297,12 @@ def release_refused(state: State) -> None:
 
 def forget_refused(state: State) -> None:
     """Forget what was measured of the layers that are left alone, and give them the model's own beta."""
-    for head_range in state.ranges:
-        if state.refusal(head_range) is not None:
-            _forget(state, head_range)
+    for sums in (state.table, state.recent, state.window):
+        sums.masked_fill_(state.alone, 0)
+    for sums in (state.moments, state.recent_moments):
+        sums.masked_fill_(state.by_component(state.alone), 0)
+    for layer in state.refused:
+        state.factors.drop(layer)
     release_refused(state)
 
 
