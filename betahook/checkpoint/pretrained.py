@@ -60,7 +60,10 @@ def connect(model: nn.Module, hook: Stateful, layers: Layers, undo: ExitStack) -
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             save(hook, save_directory, options.get("state_dict"))
         acts = layers.are_adapted
-        with _marked(model, acts):
+        with ExitStack() as afterwards:
+            if acts and takes_notes(model):
+                setattr(model.config, MARK, NOTE)
+                afterwards.callback(delattr, model.config, MARK)
             saved = original(save_directory, *args, **kwargs)
         if options.get("is_main_process", True) and acts:
             _mark_files(model, Path(save_directory))
@@ -72,6 +75,11 @@ def connect(model: nn.Module, hook: Stateful, layers: Layers, undo: ExitStack) -
 def is_marked(model: nn.Module) -> bool:
     """Tell if the config of a model says that its beta is in a file."""
     return hasattr(getattr(model, "config", None), MARK)
+
+
+def takes_notes(model: nn.Module) -> bool:
+    """Tell if the config of a model is one of transformers, which saves whatever is set on it."""
+    return hasattr(getattr(model, "config", None), "to_json_file")
 
 
 def is_marked_folder(folder: Path) -> bool:
@@ -117,17 +125,3 @@ def follow_adapters(model: nn.Module, hook: Stateful, layers: Layers, undo: Exit
         for config in configs.values():
             if "save_pretrained" not in vars(config):
                 connect(config, hook, layers, undo)
-
-
-@contextmanager
-def _marked(model: nn.Module, acts: bool) -> Iterator[None]:
-    """Put the mark into the config of a model for a while, if beta acts."""
-    config = getattr(model, "config", None)
-    marks = acts and hasattr(config, "to_json_file")  # it is a config of transformers
-    if marks:
-        setattr(config, MARK, NOTE)
-    try:
-        yield
-    finally:
-        if marks:
-            delattr(config, MARK)

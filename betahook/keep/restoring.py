@@ -15,6 +15,7 @@ from torch import nn
 
 from betahook import checkpoint
 from betahook.checkpoint.file import Saved, naming
+from betahook.checkpoint.pretrained import takes_notes
 from betahook.checkpoint.schema import makers
 from betahook.hook import Hook, attach, hooks_of
 from betahook.models.discovery import named_modules
@@ -102,9 +103,8 @@ def read_for(model: nn.Module, folder: str | os.PathLike[str]) -> Saved:
             f"there is no folder {path.parent}: name the one that the hooked model was saved to, with {checkpoint.FILE}"
         )
     marked = checkpoint.is_marked(model)
-    # Only a config of transformers takes the mark, and not where the one beside the weights is an adapter's.
-    takes = hasattr(getattr(model, "config", None), "to_json_file") and not hasattr(model, "peft_config")
-    if takes and not marked:
+    # Where the config beside the weights is an adapter's, that of the model has no mark.
+    if takes_notes(model) and not hasattr(model, "peft_config") and not marked:
         load = f"; for a new model, load the weights of {path.parent} first, with from_pretrained"
         raise ValueError(
             f"this {type(model).__name__} was not loaded from a checkpoint that needs betahook: its beta is in the "
