@@ -239,15 +239,9 @@ def observe(
     state.condition_since.copy_(torch.tensor(since, device="cpu"))
     state.findings_step = state.steps
     found = Findings.at(state.steps, findings)
-    if is_first_look:
-        _log_news(found)
-    return found
-
-
-def _log_news(found: Findings) -> None:
-    """Log what began in this step, as a warning if it asks for attention."""
-    if found.news:
+    if is_first_look and found.news:
         logger.log(logging.WARNING if found.is_worrying else logging.INFO, "%s", found.news)
+    return found
 
 
 def _beginning(state: State, condition: Condition, broken: Sequence[int]) -> int:
