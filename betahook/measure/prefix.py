@@ -126,12 +126,15 @@ class _SlabSums:
         earlier, visible = derive(block_factors, self.mask, query, blocks)
         sums = self._in_front_of(key, earlier)
         parts = [sums[..., :-1], key[..., :-1].mT, sums[..., -1:], self.mean.expand(-1, blocks, -1, -1)]
+        # Columns: of the keys in front what gives the squares of their scores, each key of the own block, the sum of
+        # those in front, the mean.
+        in_front, own, every_score = slice(width), slice(width, width + BLOCK), slice(width, width + BLOCK + 1)
         products = query @ torch.cat(parts, -1)
-        products.view(-1, BLOCK, width + BLOCK + 2)[..., width:-2].mul_(visible)
-        score = products[..., width:-1].sum(-1)
-        products[..., :width].mul_(query)
-        products[..., width:-2].square_()
-        return products[..., -1], score, products[..., :-2].sum(-1)
+        products.view(-1, BLOCK, width + BLOCK + 2)[..., own].mul_(visible)
+        score = products[..., every_score].sum(-1)
+        products[..., in_front].mul_(query)
+        products[..., own].square_()
+        return products[..., -1], score, products[..., : width + BLOCK].sum(-1)
 
     def _of_all(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sum over the keys that were taken."""
