@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -83,13 +84,9 @@ class HeadGroups:
         """True if each head is a group of its own."""
         return len(self.lengths) == len(self.of_head)
 
-    def largest(self, values: Tensor) -> Tensor:
-        """The largest value in each group, `[heads] -> [groups]`."""
-        return values if self.are_heads else statistics.by_segment(values, "max", self.lengths)
-
-    def total(self, counts: Tensor) -> Tensor:
-        """The sum of whole numbers in each group, `[heads] -> [groups]`, in floating point."""
-        return statistics.by_segment(counts.to(self.head_dim), "sum", self.lengths)
+    def reduce(self, values: Tensor, reduction: Literal["sum", "max"]) -> Tensor:
+        """The sum or the largest of floating-point values in each group, `[heads] -> [groups]`."""
+        return values if self.are_heads else statistics.by_segment(values, reduction, self.lengths)
 
     def geometric_mean(self, values: Tensor) -> Tensor:
         """The geometric mean of the positive values in each group, `[heads] -> [groups]`."""

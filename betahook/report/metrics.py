@@ -136,8 +136,8 @@ def columns(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
         "sink": observed.sink.masked_fill(observed.sink == 0, torch.nan),
         "sensitivity": measured(observed.sensitivity),
         "nonfinite": measured(~observed.finite),
-        "at_bound": groups.largest(at_bound(acting, state.beta_default).to(state.recent)),
+        "at_bound": groups.reduce(at_bound(acting, state.beta_default).to(state.recent), "max"),
         "exact": measured(observed.exact),
         # Left out until there are any, for those who clip nothing.
-        "clips": (clips := groups.total(state.clips)).masked_fill(clips == 0, torch.nan),
+        "clips": (clips := groups.reduce(state.clips.to(state.recent), "sum")).masked_fill(clips == 0, torch.nan),
     }

@@ -226,7 +226,7 @@ FAULTS = [
     Fault("betahook/measure/rows.py", "allowed.sum(-1, dtype", "allowed[..., :1].sum(-1, dtype", MATRIX),
     Fault(
         "betahook/measure/groups.py",
-        'statistics.by_segment(values, "max", self.lengths)',
+        "statistics.by_segment(values, reduction, self.lengths)",
         'statistics.by_segment(values, "mean", self.lengths)',
     ),
     Fault(

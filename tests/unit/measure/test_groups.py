@@ -20,11 +20,12 @@ def groups():
 def test_groups_are_layers_or_heads(groups):
     values = torch.tensor([1.0, 2, 3, 4, 5, 6])
     heads = groups.by_head()
-    assert groups.largest(values).tolist() == [4, 6]
+    assert groups.reduce(values, "max").tolist() == [4, 6]
+    assert groups.reduce(values, "sum").tolist() == [10, 11]
     assert groups.geometric_mean(values).tolist() == pytest.approx([24**0.25, 30**0.5])
     assert groups.spread(torch.tensor([7.0, 8.0])).tolist() == [7, 7, 7, 7, 8, 8]
     assert groups.head_dim.tolist() == [8, 16]
-    assert heads.largest(values).tolist() == heads.spread(values).tolist() == values.tolist()
+    assert heads.reduce(values, "max").tolist() == heads.spread(values).tolist() == values.tolist()
     assert heads.head_dim.tolist() == heads.widths.tolist() == groups.widths.tolist() == [8] * 4 + [16] * 2
     for each in (groups, heads):
         assert len(each.of_head) == 6
