@@ -31,7 +31,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 import betahook
-from betahook.measure import calls, components, devices, statistics
+from betahook.measure import calls, devices, statistics
 from betahook.measure.masks import Band, Mask
 from betahook.measure.rows import PLAIN
 from betahook.tap import gain, recorder
@@ -159,7 +159,8 @@ def memory(length: int, dtype: torch.dtype, *, cpu: bool = False) -> tuple[int, 
     """Bytes that one layer of 8 heads of 64, all with keys of their own, needs while it is measured, and keeps."""
     heads, width = 8, 64
     query, key = torch.randn(2, 1, length, heads, width, dtype=dtype).transpose(2, 3)
-    table, moments = statistics.empty(heads, query.device), components.empty(heads * width, query.device)
+    table = statistics.empty(heads, query.device)
+    moments = table.new_zeros(4, heads * width)
     operands = query, key, Mask(Band(None, 0)), torch.ones(2, heads), PLAIN
 
     def measure() -> None:

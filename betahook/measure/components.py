@@ -11,16 +11,11 @@ import torch
 from torch import Tensor
 
 from betahook import theory
-from betahook.measure.dtypes import sum_dtype
 from betahook.measure.scores import Components
 from betahook.measure.statistics import ROW, by_segment
 
 ROWS = ("query_sum", "query_square", "key_sum", "key_square")
-
-
-def empty(components: int, device: torch.device) -> Tensor:
-    """Zeros `[4, components]` for the sums of q, q^2, k and k^2 over tokens; the table holds the number of tokens."""
-    return torch.zeros(4, components, dtype=sum_dtype(device), device=device)
+"""Sums of q, q^2, k and k^2 over tokens, whose number the table holds."""
 
 
 def add(moments: Tensor, query: Components, key: Components, tokens: Tensor) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from betahook.measure.dtypes import product_dtype, sum_dtype
+from betahook.measure.dtypes import product_dtype
 
 ROWS = ("query_count", "query_sum", "query_square", "key_count", "key_sum", "key_square")
 """Number, sum and sum of squares of the entries of W_q, and of those of W_k."""
@@ -22,11 +22,6 @@ class WeightStd:
 
     query: Tensor
     key: Tensor
-
-
-def empty(heads: int, device: torch.device) -> Tensor:
-    """Return sums `[6, heads]` of nothing: zeros, in float64 except where the device has none."""
-    return torch.zeros(len(ROWS), heads, dtype=sum_dtype(device), device=device)
 
 
 def entry_sums(weight: Tensor) -> Tensor:

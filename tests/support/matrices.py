@@ -119,7 +119,7 @@ def recorded(query, key, mask, beta=1.0, *, exact_max_logit=False, inputs=(), **
     """Everything that a layer adds to the table for one call, by the names of its rows."""
     heads, width = query.shape[1], query.shape[3]
     table = statistics.empty(heads, query.device)
-    moments = components.empty(heads * width, query.device)
+    moments = table.new_zeros(4, heads * width)
     beta = torch.as_tensor(beta, device=query.device).expand(heads)
     scales = torch.stack([torch.ones_like(beta), beta])
     operands = query, key, mask, scales, rows.ScoreMod(**score_mod)

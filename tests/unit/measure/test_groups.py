@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from betahook.measure import components, weights
+from betahook.measure import weights
 from betahook.measure.groups import HeadGroups, LayerSize
 from betahook.measure.statistics import ROW, empty
 from betahook.measure.weights import WeightStd
@@ -35,7 +35,7 @@ def test_groups_are_layers_or_heads(groups):
 
 
 def observe(groups, table):
-    return groups.observe(table, components.empty(int(groups.widths.sum()), CPU))
+    return groups.observe(table, table.new_zeros(4, int(groups.widths.sum())))
 
 
 def test_groups_are_observed_from_one_table(groups):
@@ -59,7 +59,7 @@ def test_groups_predict_from_weights_and_inputs(groups):
 
 def test_std_is_pooled_over_the_heads_of_a_group():
     query, key = torch.randn(2, 4, 3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    sums = weights.empty(5, CPU)
+    sums = torch.zeros(6, 5, dtype=torch.float64)
     sums[:3, :4], sums[3:, :4] = weights.entry_sums(query), weights.entry_sums(key)
     std = HeadGroups.of([LayerSize(heads, 3, 5, 5) for heads in (3, 1, 1)], CPU).weight_std(sums)
     for got, entries in ((std.query, query), (std.key, key)):
