@@ -170,10 +170,8 @@ def match(state: dict[str, Any], own: dict[str, Any], controllers: Sequence[Cont
     Raises:
         ValueError: the state is of another model, other options or other controllers; the message says which.
     """
-    here, there = own["layers"], state["layers"]
-    different = [name for name in sorted({**there, **here}) if here.get(name) != there.get(name)]
-    if different:
-        raise ValueError(f"the state belongs to a model with other layers; these differ: {', '.join(different)}")
+    if state["layers"] != own["layers"]:
+        raise ValueError(_difference(state["layers"], own["layers"]))
     if state["options"].get("per_head") is not own["options"]["per_head"]:
         raise ValueError(f"the state belongs to a hook with {state['options']}, this one has {own['options']}")
     for name in TENSORS:
@@ -182,6 +180,18 @@ def match(state: dict[str, Any], own: dict[str, Any], controllers: Sequence[Cont
     if state["steps"] == 0:  # they begin in the first step, when beta is known
         matched = [{**entry, "state": {}} for entry in matched]
     return {**state, "controllers": matched}
+
+
+def _difference(there: dict[str, int], here: dict[str, int]) -> str:
+    """Say which layers a state has that a hook lacks, and the other way round, and what to do."""
+    differing = [name for name in there.keys() & here.keys() if there[name] != here[name]]
+    names = {
+        "only the state has": there.keys() - here.keys(),
+        "only this hook has": here.keys() - there.keys(),
+        "the number of heads differs in": differing,
+    }
+    said = "; ".join(f"{which} {', '.join(sorted(each))}" for which, each in names.items() if each)
+    return f"the state belongs to other layers: {said}. Attach to the model of the state, with the same layers=..."
 
 
 def _match_controllers(

@@ -85,7 +85,9 @@ def _model_with(names: list[str], model: nn.Module, place: str | Path) -> nn.Mod
     base: Any = getattr(model, "get_base_model", None)
     if base is not None and set(names) <= {name for name, _ in named_modules(base())}:
         return cast(nn.Module, base())
-    raise ValueError(f"{place}: the state belongs to a model with other layers; these differ: {', '.join(missing)}")
+    raise ValueError(
+        f"{place}: the state has layers that this model lacks: {', '.join(missing)}. Restore its own model"
+    )
 
 
 def read_for(model: nn.Module, folder: str | os.PathLike[str]) -> Saved:

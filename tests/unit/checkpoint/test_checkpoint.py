@@ -122,7 +122,10 @@ def rewrite(**changes):
         (replace({"x": torch.zeros(1)}, {"betahook": f'{{"state": {"9" * 5000}}}'}), "is damaged"),
         (rewrite(version=0), "expected a betahook state of version 3, got 0"),
         (rewrite(table=torch.zeros(2, 8)), "table should have the shape"),
-        (rewrite(layers={"a": 8}), "other layers; these differ: a, model.layers.0.self_attn"),
+        (
+            rewrite(layers={"a": 8}),
+            "other layers: only the state has a; only this hook has model.layers.0.self_attn, model.layers.1",
+        ),
     ],
 )
 def test_bad_files_are_refused_and_change_nothing(tmp_path, damage, message):
@@ -278,8 +281,8 @@ def test_what_cannot_be_restored_leaves_the_model_as_it_was(tmp_path):
     wider = type(model).from_pretrained(tmp_path, num_attention_heads=2, ignore_mismatched_sizes=True)
     same = type(model).from_pretrained(tmp_path)
     for other, options, message in (
-        (smaller, {}, "a model with other layers; these differ: model.layers.1.self_attn"),
-        (wider, {}, "these differ: model.layers.0.self_attn, model.layers.1.self_attn"),
+        (smaller, {}, "the state has layers that this model lacks: model.layers.1.self_attn"),
+        (wider, {}, "the number of heads differs in model.layers.0.self_attn, model.layers.1.self_attn. Attach to"),
         (
             same,
             {"controller": betahook.Gradient()},
