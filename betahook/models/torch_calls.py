@@ -39,14 +39,14 @@ class Call:
 
     Attributes:
         function, args, kwargs: the function and its arguments.
-        name: of the function; "transpose" for a property that does so.
+        name: see `name_of`.
     """
 
     __slots__ = ("_operands", "_tensors", "args", "function", "kwargs", "name")
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
-        self.name: str = "transpose" if function in compat.TRANSPOSING_GETTERS else function.__name__
+        self.name = name_of(function)
         self._operands: list[Any] | None = None
         self._tensors: list[Tensor] | None = None
 
@@ -100,6 +100,14 @@ class Call:
             return other.contiguous() if self.name == "view" and other.stride() != tensor.stride() else other
 
         return self.function(*rebuilt(self.args, replace), **rebuilt(dict(self.kwargs), replace))
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function; "transpose" for a property that does so, and "foreach.mul" for a `mul` of lists."""
+    if function in compat.TRANSPOSING_GETTERS:
+        return "transpose"
+    of_lists = getattr(function, "__module__", None) == "torch.foreach"
+    return f"foreach.{function.__name__}" if of_lists else function.__name__
 
 
 def axes_of(call: Call) -> tuple[str, str, str] | None:

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from betahook.models.torch_calls import Call, tensors_in
+from betahook.models.torch_calls import Call, name_of, tensors_in
+from support import foreach
 
 
 @pytest.mark.parametrize("sizes", [(4,), (3, 4), (2, 3, 4), (5, 2, 3, 4)])
@@ -43,10 +44,17 @@ def test_operands_are_in_the_order_of_the_signature():
         (Tensor.__setitem__, True),
         (torch.mul, False),
         (Tensor.__mul__, False),
+        (foreach.mul_, True),
+        (foreach.mul, False),
     ],
 )
 def test_a_call_in_place_is_known_by_its_name(function, in_place):
     assert Call(function, (), {}).in_place is in_place
+
+
+def test_a_function_of_lists_is_not_taken_for_that_of_tensors():
+    assert [name_of(function) for function in (foreach.mm, torch.mm, Tensor.mm)] == ["foreach.mm", "mm", "mm"]
+    assert name_of(Tensor.T.__get__) == "transpose"
 
 
 def test_tensors_are_found_in_nested_arguments_and_replaced_there():

@@ -10,6 +10,7 @@ from torch import nn
 
 import betahook
 from betahook.tap.by_hand import sites
+from support import foreach
 from support.attention import HEADS, LENGTH, Block
 from support.mixing import ROOT, make
 
@@ -107,6 +108,17 @@ def behind_two_views(module, q, k, v):
     return scores.softmax(-1) @ v
 
 
+def in_a_product_of_lists(module, q, k, v):
+    scores = torch.stack(foreach.mm(list(q.flatten(0, 1)), list(k.mT.flatten(0, 1))))
+    return (scores * ROOT).softmax(-1).unflatten(0, (-1, HEADS)) @ v
+
+
+def scaled_in_a_list(module, q, k, v):
+    scores = q @ k.mT
+    foreach.mul_([scores], ROOT)
+    return scores.softmax(-1) @ v
+
+
 def one_lost_of_two(module, q, k, v):
     return (q @ k.mT * ROOT).softmax(-1) @ (by_exponential(module, k, q, v))
 
@@ -185,6 +197,12 @@ REFUSED = {
     "changed through a view": (behind_a_view, "test_left_alone.py:"),
     "changed through two views": (behind_two_views, "test_left_alone.py:"),
     "put elsewhere": (put_elsewhere, "test_left_alone.py:"),
+    "a product of lists": (in_a_product_of_lists, "no product of q and k was seen to reach its softmax"),
+    "scaled in a list": (
+        lambda module, q, k, v: foreach.mul([q @ k.mT], ROOT)[0].softmax(-1) @ v,
+        "come to foreach.mul at ",
+    ),
+    "scaled in place, in a list": (scaled_in_a_list, "come to foreach.mul_ at "),
     "one of two": (one_lost_of_two, "exp at test_left_alone.py:"),
     "added in the product": (
         lambda module, q, k, v: (
