@@ -30,7 +30,7 @@ Route = Literal["interface", "torch", "by hand"]
 kernel, which takes the softmax too, or "by hand"."""
 
 TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
-KERNELS = {"flex_attention", "flash_attn_func", "flash_attn_varlen_func", "memory_efficient_attention"}
+KERNELS = {"flex_attention", "flash_attn_func", "flash_attn_varlen_func", "varlen_attn", "memory_efficient_attention"}
 """Functions that take the softmax too, called by name in users' code; `tap.kernels` has their signatures."""
 ASKED = TORCH_ATTENTION | KERNELS
 SOFTMAX = {"softmax", "Softmax", "log_softmax", "LogSoftmax", "XSoftmax"}

@@ -61,8 +61,9 @@ class Kernel:
         for name in self.unknown:
             if given.get(name) is not None:
                 return f"{name}, which is not followed"
-        if given.get("cu_seqlens_q") is not given.get("cu_seqlens_k"):
-            return "two tensors as cu_seqlens_q and cu_seqlens_k: give it one, as both"
+        for of_queries, of_keys in ENDS.items():
+            if given.get(of_queries) is not given.get(of_keys):
+                return f"two tensors as {of_queries} and {of_keys}: give it one, as both"
         return None
 
     def run(self, call: Call, query: Tensor) -> Any:
@@ -98,9 +99,9 @@ def _of_flex(given: Arguments, query: Tensor, key: Tensor, batched: Batched, exp
 def _of_flash(given: Arguments, query: Tensor, key: Tensor, batched: Batched, expected: Band) -> Mask:
     """Masks count positions from the end of the keys; a window has -1 for an open side."""
     left, right = given.get("window_size") or (-1, -1)
-    last, right = key.shape[-2] - query.shape[-2], 0 if given.get("causal") else right
+    last, right = key.shape[-2] - query.shape[-2], 0 if given.get("causal") or given.get("is_causal") else right
     band = Band(last - left - 1 if left >= 0 else None, last + right if right >= 0 else None)
-    ends = given.get("cu_seqlens_q")
+    ends = next((given[name] for name in ENDS if name in given), None)
     if ends is None:
         return Mask(band)
     return masks.from_documents(documents(ends, query.shape[-2]), band)
@@ -141,6 +142,8 @@ def dense(mask: Any, queries: int, keys: int, device: torch.device) -> Tensor:
     return create_mask(mask.mask_mod, batch, heads, queries, keys, device=str(device))
 
 
+ENDS = {"cu_seqlens_q": "cu_seqlens_k", "cu_seq_q": "cu_seq_k"}
+"""Arguments that say where packed queries begin and end, and those that say it of the keys."""
 FLASH_OPTIONS = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes")
 FLASH = Kernel(
     names=("q", "k", "v", *FLASH_OPTIONS),
@@ -171,6 +174,15 @@ KERNELS = {
         FLASH,
         names=("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *FLASH_OPTIONS),
         unknown=("alibi_slopes", "block_table"),
+        dims=3,
+    ),
+    "varlen_attn": Kernel(
+        names=("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal"),  # the last until 2.10
+        scale="scale",
+        heads=-2,
+        describe=_of_flash,
+        package="torch",
+        unknown=("seqused_k", "block_table"),
         dims=3,
     ),
     "memory_efficient_attention": Kernel(

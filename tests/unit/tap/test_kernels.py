@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import inspect
 import itertools
 import sys
 import types
@@ -14,7 +15,9 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import betahook
+from betahook.measure.masks import Band
 from betahook.models import discovery
+from betahook.models.torch_calls import Call
 from betahook.tap import kernels
 from support.attention import HEADS, WIDTH, Block
 
@@ -45,6 +48,16 @@ def flash_attn_varlen_func(
     return torch.cat(made, 1).transpose(0, 1)
 
 
+def varlen_attn(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), seqused_k=None
+):
+    last, right = (LENGTH if side < 0 else side for side in window_size)
+    of_document = torch.bucketize(torch.arange(LENGTH), cu_seq_q[1:], right=True)
+    pairs = (of_document == of_document[:, None]).triu(-last).tril(right)
+    made = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (query, key, value)), pairs, scale=scale)
+    return made.transpose(0, 1)
+
+
 def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=None):
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     causal = isinstance(attn_bias, LowerTriangularMask)
@@ -58,6 +71,7 @@ class LowerTriangularMask:
 
 flash_attn_func.__module__ = flash_attn_varlen_func.__module__ = "flash_attn.flash_attn_interface"
 memory_efficient_attention.__module__ = "xformers.ops.fmha"
+varlen_attn.__module__ = "torch.nn.attention.varlen"  # torch's own runs on a GPU alone, and torch 2.6 has none
 compiled_flex_attention = torch.compile(flex_attention, backend="eager")
 xops = types.ModuleType("xformers.ops")
 xops.memory_efficient_attention = memory_efficient_attention
@@ -99,6 +113,18 @@ class Varlen(Block):
         return out.transpose(0, 1)[None]
 
 
+class VarlenOfTorch(Block):
+    def mix(self, q, k, v):
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return varlen_attn(q, k, v, ENDS, ENDS, 6, 6, scale=0.5, window_size=(-1, 0)).transpose(0, 1)[None]
+
+
+class VarlenWindow(Block):
+    def mix(self, q, k, v):
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return varlen_attn(q, k, v, ENDS, ENDS, 6, 6, scale=0.5, window_size=(3, 0)).transpose(0, 1)[None]
+
+
 class Xformers(Block):
     def mix(self, q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -124,7 +150,7 @@ class Reference(Block):
 def called():
     """The kernels by the names under which the modules find them."""
     own = flex_attention, compiled_flex_attention, flash_attn_func, flash_attn_varlen_func, memory_efficient_attention
-    return *own, xops.memory_efficient_attention, flex.flex_attention
+    return *own, varlen_attn, xops.memory_efficient_attention, flex.flex_attention
 
 
 def run(model, x, factor):
@@ -150,6 +176,8 @@ CASES = {
     Flash: CAUSAL,
     FlashWindow: WINDOW,
     Varlen: PACKED,
+    VarlenOfTorch: PACKED,
+    VarlenWindow: PACKED & WINDOW,
     Xformers: CAUSAL,
     XformersBias: WINDOW,
 }
@@ -161,7 +189,7 @@ def test_a_kernel_called_by_name_is_measured_and_scaled_as_that_of_torch(kind):
     model, reference = kind(), Reference()
     reference.load_state_dict(model.state_dict())
     reference.pairs = CASES[kind]
-    x = torch.randn(1 if kind is Varlen else BATCH, LENGTH, WIDTH)
+    x = torch.randn(1 if "Varlen" in kind.__name__ else BATCH, LENGTH, WIDTH)
     for each in (model, reference):
         each.requires_grad_("flex" not in str(kind.mix.__code__.co_names))  # it has no backward on a CPU
     before = called()
@@ -247,6 +275,8 @@ def test_a_kernel_that_was_replaced_meanwhile_stays_replaced():
             "flex_attention at .* gets score_mod, which is not followed",
         ),
         (dict(cu=ENDS.clone()), "gets two tensors as cu_seqlens_q and cu_seqlens_k: give it one, as both"),
+        (dict(cu_seq_k=ENDS.clone()), "varlen_attn at .* gets two tensors as cu_seq_q and cu_seq_k: give it one"),
+        (dict(seqused_k=ENDS.diff()), "varlen_attn at .* gets seqused_k, which is not followed"),
     ],
 )
 def test_what_is_not_followed_is_left_alone_by_name(arguments, message):
@@ -254,6 +284,10 @@ def test_what_is_not_followed_is_left_alone_by_name(arguments, message):
         def mix(self, q, k, v):
             if "score_mod" in arguments:
                 return flex_attention(q, k, v, **arguments)
+            if arguments.keys() & {"cu_seq_k", "seqused_k"}:
+                q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+                packed = dict(cu_seq_q=ENDS, cu_seq_k=ENDS, max_q=6, max_k=6) | arguments
+                return varlen_attn(q, k, v, **packed).transpose(0, 1)[None]
             if "cu" in arguments:
                 q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
                 return flash_attn_varlen_func(q, k, v, ENDS, arguments["cu"], 6, 6).transpose(0, 1)[None]
@@ -274,6 +308,27 @@ def test_flex_attention_returns_no_maxima_on_a_cpu():
     q = torch.randn(1, 1, LENGTH, 8)
     with pytest.raises(NotImplementedError, match="max scores is not supported on CPU"):
         flex_attention(q, q, q, return_aux=flex.AuxRequest(max_scores=True))
+
+
+@pytest.mark.oldest_skips("torch has no attention of packed sequences")
+def test_torch_names_the_arguments_of_packed_sequences_so():
+    from torch.nn.attention import varlen
+
+    kernel, names = kernels.KERNELS["varlen_attn"], list(inspect.signature(varlen.varlen_attn).parameters)
+    positional = kernel.names[: kernel.names.index("is_causal")]
+    assert tuple(names[: len(positional)]) == positional
+    followed = {"scale", "window_size", "return_aux", "enable_gqa", "num_splits"}
+    assert {*names[len(positional) :]} == followed | {*kernel.unknown}
+    assert kernels._is_kernel(varlen.varlen_attn)
+
+
+def test_torch_2_10_says_by_position_that_packed_sequences_are_causal():
+    kernel, q = kernels.KERNELS["varlen_attn"], torch.randn(HEADS, LENGTH, 8)
+    packed = ENDS, ENDS, 6, 6
+    given = [((True,), {}), ((), {"window_size": (-1, 0)})]
+    calls = [Call(varlen_attn, (q, q, q, *packed, *args), kwargs) for args, kwargs in given]
+    bands = [kernel.describe(kernel.read(call), q, q, lambda pairs: pairs, Band()).band for call in calls]
+    assert bands == [Band(None, 0)] * 2
 
 
 def test_the_table_holds_what_discovery_finds():
