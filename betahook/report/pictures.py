@@ -264,7 +264,8 @@ def _draw_turns(page: Axes, box: Box, columns: Sequence[Column], shares: Sequenc
     for sign, marker in ((1, "^"), (-1, "v")):
         if marked[sign]:
             xs, ys, inks = zip(*marked[sign], strict=True)
-            page.scatter(xs, ys, s=size**2, marker=marker, color=inks, linewidths=0)
+            # Two colours in a tuple are one and its alpha to matplotlib 3.8.
+            page.scatter(xs, ys, s=size**2, marker=marker, color=[*inks], linewidths=0)
     return size > 0
 
 
