@@ -71,6 +71,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.oldest_skips("T5 writes its attention by hand, with the method that the stand-in replaces", case="t5")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_numbers_are_those_of_the_cpu_and_fold(case, options):
     model, batch = case

@@ -34,6 +34,7 @@ def test_state_dict_goes_on_bit_identically():
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")  # in a single process it says so
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # which torch 2.6 itself uses
 def test_torch_distributed_checkpoint_brings_everything_back(tmp_path):
     """It loads what the state of the fresh hook has, and leaves out the rest of what was saved."""
     rules = [betahook.Search(window=2, warmup=0, rise=False), betahook.Gradient()]
