@@ -93,7 +93,7 @@ def _codegen(module: Any, heads: int, head_dim: int, rows: int) -> Selections:
 
 def _multi_query(module: Any, *sizes: int) -> Selections | None:
     """GPT BigCode, older Falcon: one key for all heads behind the queries, or else head by head."""
-    return (layouts.stacked if module.multi_query else layouts.interleaved)(module, *sizes)
+    return (layouts.stacked if module.multi_query else layouts.head_by_head)(module, *sizes)
 
 
 def _falcon(module: Any, *sizes: int) -> Selections | None:
@@ -109,7 +109,7 @@ _NORMED = Facts(remark="q carries a constant factor behind its norm" + _NOT_BETA
 _POSITIONAL = Facts(remark="q carries a factor that grows with the position" + _NOT_BETA)
 _LEARNED = Facts(remark="q carries a learned factor for each component" + _NOT_BETA)
 _SPARSE = Facts(remark="short inputs make the model replace it by full attention, which is not hooked")
-_INTERLEAVED = Facts(fused=layouts.interleaved)
+_BY_HEAD = Facts(fused=layouts.head_by_head)
 _UPCAST = Facts(bypasses_interface=lambda module: getattr(module, "reorder_and_upcast_attn", False))  # in eager
 _MAP = Facts(not_attention="it makes a map for segmentation, not weights for values")
 _ADDITIVE = Facts(not_attention="its scores are additive, not products")
@@ -121,13 +121,13 @@ FACTS = {
     "AudioFlamingo3Attention": _PRESCALED,
     "BigBirdBlockSparseAttention": _SPARSE,
     "BigBirdPegasusBlockSparseAttention": _SPARSE,
-    "BloomAttention": _INTERLEAVED,
+    "BloomAttention": _BY_HEAD,
     "CodeGenAttention": Facts(fused=_codegen),
     "ConditionalDetrMHAttentionMap": _MAP,
     "DabDetrMHAttentionMap": _MAP,
     "DecisionTransformerGPT2Attention": _UPCAST,
     "DetrMHAttentionMap": _MAP,
-    "DisentangledSelfAttention": _INTERLEAVED,
+    "DisentangledSelfAttention": _BY_HEAD,
     "DogeCDMoE": Facts(not_attention="it routes tokens to experts"),
     "EsmFold2RowAttentionPooling": Facts(not_attention="it pools with learned weights, without queries"),
     "EsmSelfAttention": Facts(prescale=lambda module: module.attention_head_size**-0.5),
@@ -136,8 +136,8 @@ FACTS = {
     "Gemma4AudioAttention": _LEARNED,
     "GPT2Attention": _UPCAST,
     "GPTBigCodeAttention": Facts(fused=_multi_query),
-    "GPTNeoXAttention": _INTERLEAVED,
-    "GPTNeoXJapaneseAttention": _INTERLEAVED,
+    "GPTNeoXAttention": _BY_HEAD,
+    "GPTNeoXJapaneseAttention": _BY_HEAD,
     "GptOssAttention": _ROTATED,
     "GroupViTAssignAttention": Facts(heads=1),
     "ImageGPTAttention": _UPCAST,
@@ -163,7 +163,7 @@ FACTS = {
     "NystromformerSelfAttention": Facts(not_attention="it approximates the softmax by landmarks"),
     "OpenAIPrivacyFilterAttention": Facts(prescale=lambda module: module.scaling**2, remark=_ROTATED.remark),
     "OPTAttention": _PRESCALED,
-    "PersimmonAttention": _INTERLEAVED,
+    "PersimmonAttention": _BY_HEAD,
     "Qwen2AudioAttention": _PRESCALED,
     "SLANetAttentionGRUCell": _ADDITIVE,
     "SLANeXtAttentionGRUCell": _ADDITIVE,

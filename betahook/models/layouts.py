@@ -35,10 +35,10 @@ def stacked(module: Any, heads: int, head_dim: int, rows: int) -> Selections | N
 def usual(module: Any, heads: int, head_dim: int, rows: int) -> Selections | None:
     """All of q first, unless the module says that it goes head by head: `head_first`, or a width of v of its own."""
     by_head = getattr(module, "head_first", False) is True or hasattr(module, "val_dim")
-    return head_by_head(heads, head_dim, rows) if by_head else stacked(module, heads, head_dim, rows)
+    return (head_by_head if by_head else stacked)(module, heads, head_dim, rows)
 
 
-def head_by_head(heads: int, head_dim: int, rows: int) -> Selections | None:
+def head_by_head(module: Any, heads: int, head_dim: int, rows: int) -> Selections | None:
     """The query, key and value of one head after another; v may be of another width (timm: MaxViT, TinyViT)."""
     if rows % heads or rows <= 2 * head_dim * heads:
         return None
@@ -47,11 +47,6 @@ def head_by_head(heads: int, head_dim: int, rows: int) -> Selections | None:
         return lambda weight: weight.unflatten(0, (heads, -1))[:, part]
 
     return select(slice(head_dim)), select(slice(head_dim, 2 * head_dim))
-
-
-def interleaved(module: Any, heads: int, head_dim: int, rows: int) -> Selections | None:
-    """The query, key and value of one head after another."""
-    return grouped(heads, heads, head_dim, rows)
 
 
 def grouped(groups: int, heads: int, head_dim: int, rows: int) -> Selections | None:

@@ -25,9 +25,8 @@ def picked(selections, rows):
         (layouts.stacked, 16, [0, 2, 4, 6], [8, 10]),
         (layouts.stacked, 12, [0, 2, 4, 6], [8]),
         (layouts.usual, 24, [0, 2, 4, 6], [8, 10, 12, 14]),
-        (lambda module, *sizes: layouts.head_by_head(*sizes), 24, [0, 6, 12, 18], [2, 8, 14, 20]),
-        (lambda module, *sizes: layouts.head_by_head(*sizes), 28, [0, 7, 14, 21], [2, 9, 16, 23]),
-        (layouts.interleaved, 24, [0, 6, 12, 18], [2, 8, 14, 20]),
+        (layouts.head_by_head, 24, [0, 6, 12, 18], [2, 8, 14, 20]),
+        (layouts.head_by_head, 28, [0, 7, 14, 21], [2, 9, 16, 23]),
         (lambda module, *sizes: layouts.grouped(2, *sizes), 16, [0, 2, 8, 10], [4, 12]),
         (lambda module, *sizes: layouts.grouped(1, *sizes), 12, [0, 2, 4, 6], [8]),
     ],
@@ -46,9 +45,8 @@ def test_a_module_says_that_its_rows_go_head_by_head(says):
     ("layout", "rows"),
     [
         *[(layouts.stacked, rows) for rows in (8, 10, 25)],
-        *[(layouts.interleaved, rows) for rows in (8, 16, 25)],
         (lambda module, *sizes: layouts.grouped(2, *sizes), 24),
-        *[(lambda module, *sizes: layouts.head_by_head(*sizes), rows) for rows in (16, 25)],
+        *[(layouts.head_by_head, rows) for rows in (8, 16, 25)],
     ],
 )
 def test_a_weight_of_another_size_does_not_fit(layout, rows):
