@@ -21,8 +21,8 @@ from betahook.models import trial
 from betahook.models.code import PRODUCTS, is_users, names_held, names_used
 from betahook.models.families import Facts, facts
 from betahook.models.heads import count_heads, from_scale, missing, stated
-from betahook.models.labels import Linear, MadeOf, are_alike
-from betahook.models.places import Place, places_of
+from betahook.models.labels import Linear, MadeOf
+from betahook.models.places import Place, places_of, places_of_all
 from betahook.models.projections import Pair, at_places, locate
 
 Route = Literal["interface", "torch", "by hand"]
@@ -79,7 +79,8 @@ class AttentionModule:
             # An owner of a user's class may do more than to multiply; and ranks must agree on what they gather.
             owners = {self.module.get_submodule(place.owner) for place in places} - {self.module}
             plain = is_users(self.module) and not any(map(is_users, owners))
-            if plain and are_alike(made_of) and not any(one.is_sharded for one in shown):
+            is_common = places_of_all(self.module, made_of, linears, {}) is not None
+            if plain and is_common and not any(one.is_sharded for one in shown):
                 self.places = places
         elif all(one.stored is other.stored for one, other in zip(pair, shown, strict=True)):
             query, key = (replace(place, argument=one.argument) for place, one in zip(places, pair, strict=True))

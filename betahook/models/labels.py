@@ -63,18 +63,6 @@ MadeOf = tuple[Features | None, Features | None]
 """The features that q and k are made of, each None where labels do not show it."""
 
 
-def are_alike(made_of: Sequence[MadeOf]) -> bool:
-    """True if all q are made of the same features, and so are all k."""
-    return all(
-        one is not None
-        and other is not None
-        and one.projection == other.projection
-        and torch.equal(one.rows, other.rows)
-        for each in made_of
-        for one, other in zip(made_of[0], each, strict=True)
-    )
-
-
 @dataclass(frozen=True)
 class Linear:
     """The linear map of a projection.

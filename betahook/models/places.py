@@ -91,6 +91,16 @@ def places_of(
     return None if query is None or key is None else (query, key)
 
 
+def places_of_all(
+    module: nn.Module, made_of: Sequence[MadeOf], linears: Sequence[Linear | None], calls: Calls
+) -> tuple[Place, Place] | None:
+    """The places that all products of an attention have in common; None if they have not, or as `places_of`."""
+    first, *others = (places_of(module, each, linears, calls) for each in made_of)
+    if first is None or any(other is None or not all(map(Place.is_that, first, other)) for other in others):
+        return None
+    return first
+
+
 def _place_of(
     module: nn.Module, side: str, features: Features | None, linears: Sequence[Linear | None], calls: Calls
 ) -> Place | None:

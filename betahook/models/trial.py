@@ -26,8 +26,8 @@ from betahook.models.by_tensor import ByTensor
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.guards import blinded, is_handed_over
 from betahook.models.heads import count_heads
-from betahook.models.labels import Labels, features_of_heads
-from betahook.models.places import ModuleCall, Place, places_of
+from betahook.models.labels import Labels, MadeOf, features_of_heads
+from betahook.models.places import ModuleCall, Place, places_of_all
 from betahook.models.torch_calls import Call, summed_axes, tensors_in
 
 BATCH, LENGTH = 3, 7
@@ -110,7 +110,7 @@ def run(module: nn.Module) -> Outcome | None:
     if watch.found is None:
         return Outcome()
     sizes = (size for size in (count_heads(module), watch.found.size) if size is not None)
-    places = (_places_of_all(module, watch, size) for size in sizes)
+    places = (_places(module, watch, size) for size in sizes)
     return Outcome(True, watch.found.size, next((found for found in places if found is not None), None))
 
 
@@ -171,22 +171,20 @@ def _fixed(names: list[str]) -> Fixed:
     return fixed | dict.fromkeys(BOTH_SIDES.intersection(names), (SIDE, SIDE))
 
 
-def _places_of_all(module: nn.Module, watch: _Watch, size: tuple[int, int]) -> tuple[Place, Place] | None:
+def _places(module: nn.Module, watch: _Watch, size: tuple[int, int]) -> tuple[Place, Place] | None:
     """The places of W_q and W_k, for so many heads and such a d_k, if they are those of every attention."""
-    first, *others = (_places(module, watch, each, size) for each in watch.attentions)
-    if first is None or any(other is None or not all(map(Place.is_that, first, other)) for other in others):
-        return None
-    return first
+    made_of = [_made_of(each, size) for each in watch.attentions]
+    places = places_of_all(module, made_of, watch.labels.linears, watch.calls)
+    return places if places is not None and len(places[0].rows) == size[0] else None
 
 
-def _places(module: nn.Module, watch: _Watch, found: Attention, size: tuple[int, int]) -> tuple[Place, Place] | None:
-    """The places of W_q and W_k, of whose features the operands are made, for so many heads and such a d_k."""
+def _made_of(found: Attention, size: tuple[int, int]) -> MadeOf:
+    """The features that q and k of an attention are made of, for so many heads and such a d_k."""
     query, key = (
         None if labels is None else features_of_heads(labels, components, *size, BATCH)
         for labels, components in zip(found.labels, found.components, strict=True)
     )
-    places = places_of(module, (query, key), watch.labels.linears, watch.calls)
-    return places if places is not None and len(places[0].rows) == size[0] else None
+    return query, key
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

@@ -636,7 +636,7 @@ FAULTS = [
     Fault("betahook/models/discovery.py", "sum(size > 1 for size in parameter.shape) > 1", "True", TRIAL),
     Fault("betahook/models/discovery.py", "is_lazy(parameter) or", "", TRIAL),
     Fault("betahook/models/trial.py", "len(moving) < 2, summed", "False, summed", PLACES),
-    Fault("betahook/models/trial.py", "for each in watch.attentions)", "for each in watch.attentions[:1])", PLACES),
+    Fault("betahook/models/trial.py", "for each in watch.attentions]", "for each in watch.attentions[:1]]", PLACES),
     Fault("betahook/models/trial.py", "for width in _widths(module) if contexts", "for width in ()", PLACES),
     Fault("betahook/models/labels.py", 'if name == "batch_norm":', "if False:", PLACES),
     Fault("betahook/models/trial.py", "if compat.is_adapter(child):", "if False:", PLACES),
@@ -707,7 +707,7 @@ FAULTS = [
         "betahook/tap/by_hand/softmaxes.py", "each.made_of for each in in_order", "each.made_of for each in ()", PLACES
     ),
     Fault("betahook/tap/by_hand/softmaxes.py", "forward.made_of.append(made)", "pass", PLACES),
-    Fault("betahook/models/discovery.py", "if plain and are_alike(made_of) and", "if plain and", PLACES),
+    Fault("betahook/models/discovery.py", "if plain and is_common and", "if plain and", PLACES),
     Fault("betahook/models/discovery.py", "and not any(map(is_users, owners))", "", PLACES),
     Fault("betahook/models/guards.py", "not has_mode and guard", "guard", ("tests/unit/models/test_guards.py",)),
     Fault("betahook/step/clipping.py", "each.weights(anew=True)", "pass", PLACES),
