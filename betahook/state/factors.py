@@ -67,6 +67,10 @@ class Factors:
         self._made_of = None  # what a graph of the compiler writes counts as no version
         return True
 
+    def is_number(self, layer: int) -> bool:
+        """True unless the inverse temperature that a layer itself applied last was a tensor."""
+        return self._noted[layer] is not None
+
     def recall(self, own: Tensor) -> None:
         """Take the inverse temperatures `[heads]` for those of the last forward: that of a layer if it is one number.
 

@@ -38,12 +38,12 @@ def _columns(state: State, head_range: HeadRange) -> tuple[Tensor, Tensor]:
     return state.table[:, head_range.heads], state.moments[:, head_range.components]
 
 
-def _scales(state: State, heads: slice, default: float | None, device: torch.device) -> Tensor:
-    """1 and beta of heads, `[2, heads]`, by the number that the model itself applies, if it is one."""
-    if default is not None and not compat.is_captured(device):
+def _scales(state: State, head_range: HeadRange, device: torch.device) -> Tensor:
+    """1 and beta of heads, `[2, heads]`: made once for all layers where the model's own beta is a number."""
+    heads = head_range.heads
+    if state.factors.is_number(head_range.layer) and not compat.is_captured(device):
         return state.factors.scales()[:, heads].to(device)
-    beta = state.beta[heads]
-    beta = torch.where(beta.isnan(), state.beta_default[heads] if default is None else default, beta)
+    beta = state.current_beta[heads]
     return torch.stack([torch.ones_like(beta), beta]).to(device)
 
 
@@ -124,7 +124,6 @@ class Recorder:
         self.always = when == "always"
         self._local_range = head_range  # all heads of the layer, unless this rank computes only some of them
         self._local_heads = attention.heads
-        self._default: float | None = None
         self._inputs = _Inputs()
         self.tensors = state.parts[head_range.layer]
         self.runs, self.ran_in = 0, set[bool]()
@@ -179,7 +178,6 @@ class Recorder:
         """
         if compat.is_exporting():
             return
-        self._default = None if isinstance(beta, Tensor) else float(beta)
         if not compat.is_transformed():
             self.state.note_default(self._head_range, beta)
         elif not isinstance(beta, Tensor):
@@ -252,7 +250,7 @@ class Recorder:
         state, local = self.state, self._local_range
         state.recorded = True
         exact, entries = state.exact_max_logit, state.waiting.inputs.take(local.heads)
-        is_number = self._default is not None
+        is_number = state.factors.is_number(local.layer)
         if is_number and isinstance(mask, GivenMask) and _may_wait(state, local, query, key, mask, score_mod):
             scales, columns = state.factors.scales(), (local.heads, local.components)
             call = AttentionCall(*columns, query.detach(), key.detach(), mask, scales, score_mod, exact, entries)
@@ -262,7 +260,7 @@ class Recorder:
             return
         if isinstance(mask, GivenMask):
             mask = mask.describe(query.shape[2], key.shape[2])
-        scales = _scales(state, local.heads, self._default, query.device)
+        scales = _scales(state, local, query.device)
         sums, query, key = _columns(state, local), query.detach(), key.detach()
         calls.add_scores(*sums, query, key, mask, scales, score_mod, exact_max_logit=exact, inputs=entries)
 
@@ -277,7 +275,7 @@ class Recorder:
         if raw.numel() == 0:
             return
         self.state.recorded = True
-        scales = _scales(self.state, self._local_range.heads, self._default, raw.device)
+        scales = _scales(self.state, self._local_range, raw.device)
         calls.add_pairs(*_columns(self.state, self._local_range), raw / factor, logits, allowed, *operands, scales)
 
     @torch.no_grad()
