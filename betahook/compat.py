@@ -127,12 +127,12 @@ def is_without_data() -> bool:
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py
 def is_transformed() -> bool:
-    """True in `torch.func.grad` and the like, in forward-mode AD, in `torch.jit.trace`, and in a `FakeTensorMode`.
+    """True in `torch.func.grad` and the like, forward-mode AD, `torch.export`, `torch.jit.trace`, a `FakeTensorMode`.
 
     There only what the model computes may run: what is made there means nothing outside.
     """
     if torch.compiler.is_compiling():
-        return False
+        return is_exporting()
     in_func = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     return in_func or is_without_data() or torch._C._is_tracing()
 

@@ -64,7 +64,7 @@ def _record(
     A forward that is told the number of items in the batch, as by the Trainer, returns its share of the loss of a step:
     the shares add up to one loss.
     """
-    if compat.is_exporting() or compat.is_transformed():
+    if compat.is_transformed():
         return
     # In compiled code the number of the batch would be a reason to compile again.
     if not (is_judged or torch.compiler.is_compiling() or state.batch < batches):

@@ -139,7 +139,7 @@ class Recorder:
     def is_recording(self) -> bool:
         """True if the forward that runs now is to be measured: once, though gradient checkpointing runs it twice."""
         measured = self.always or (self.module.training and torch.is_grad_enabled())
-        if not (self.is_due() and measured) or self.state.paused or compat.is_exporting() or compat.is_transformed():
+        if not (self.is_due() and measured) or self.state.paused or compat.is_transformed():
             return False
         return not is_repeated(self)
 

@@ -468,7 +468,7 @@ FAULTS = [
         "healthy",
         ["tests/unit/control/test_decades.py"],
     ),
-    Fault("betahook/step/training_loss.py", "compat.is_exporting() or compat.is_transformed()", "False", TRANSFORMED),
+    Fault("betahook/step/training_loss.py", "compat.is_transformed()", "False", TRANSFORMED),
     Fault("betahook/step/training_loss.py", "loss.requires_grad) or state.paused", "loss.requires_grad)"),
     Fault("betahook/step/training_loss.py", 'state.table[ROW["losses"]] = 1', "pass"),
     Fault("betahook/step/training_loss.py", "state.recent[OF_STEP].sum(1)", "state.recent[OF_STEP].flip(0).sum(1)"),
@@ -775,7 +775,7 @@ FAULTS = [
     Fault(
         "betahook/models/code.py", "value.func if isinstance(value, functools.partial) else value", "value", DISCOVERED
     ),
-    Fault("betahook/tap/by_hand/traces.py", "compat.is_exporting() or compat.is_transformed()", "False", TRANSFORMED),
+    Fault("betahook/tap/by_hand/traces.py", "compat.is_transformed()", "False", TRANSFORMED),
     Fault(
         "betahook/tap/by_hand/plan.py", "return self.since.get(site, step) < step", "return site in self.since", SETTLED
     ),
@@ -814,7 +814,7 @@ FAULTS = [
     Fault("betahook/step/stages.py", "        _forget_nonfinite(state)\n", "", WINDOW),
     Fault("betahook/step/stages.py", "state.table.sum(0) * 0 != 0", "state.table.sum(0) == state.table.sum(0)", WINDOW),
     Fault("betahook/report/warnings.py", "min(first.values()) > 1", "max(first.values()) > 1", WINDOW),
-    Fault("betahook/tap/recorder.py", " or compat.is_exporting() or compat.is_transformed()", "", TRANSFORMED),
+    Fault("betahook/tap/recorder.py", " or compat.is_transformed()", "", TRANSFORMED),
     Fault("betahook/tap/recorder.py", "if compat.is_exporting():", "if False:", TRANSFORMED),
     Fault(
         "betahook/tap/by_hand/rearranging.py",
@@ -873,7 +873,7 @@ FAULTS = [
         ":\n        return _times",
         TRANSFORMED,
     ),
-    Fault("betahook/tap/by_hand/forward.py", " or compat.is_transformed() or self", " or self", TRANSFORMED),
+    Fault("betahook/tap/by_hand/forward.py", "compat.is_transformed() or self", "self", TRANSFORMED),
     Fault("betahook/tap/by_hand/following.py", "into.before if isinstance(into, Weights) else into", "into", RIGHT),
     Fault("betahook/tap/by_hand/rearranging.py", "trace_of=lambda _: before", "trace_of=lambda _: trace", RIGHT),
     Fault("betahook/tap/by_hand/forward.py", "(rehearsal and compat.is_transformed())", "False", TRANSFORMED),

@@ -194,13 +194,13 @@ def test_an_export_is_told_from_a_compilation():
 
     class Asks(nn.Module):
         def forward(self, x):
-            seen.append((torch.compiler.is_compiling(), compat.is_exporting()))
+            seen.append((torch.compiler.is_compiling(), compat.is_exporting(), compat.is_transformed()))
             return x + 1
 
     torch.export.export(Asks(), (torch.ones(2),), strict=False)
     Asks()(torch.ones(2))
-    assert seen[0] == (True, True)
-    assert seen[-1] == (False, False)
+    assert seen[0] == (True, True, True)
+    assert seen[-1] == (False, False, False)
 
 
 @pytest.mark.filterwarnings("ignore")  # tracing is deprecated

@@ -76,7 +76,7 @@ def _check(watch: Watch, projection: nn.Module, args: Any) -> None:
     layer = watch.layer
     if layer.refusal is not None or any(other.runs for other in watch.sharing) or layer.module.training in layer.ran_in:
         return
-    if compat.is_exporting() or compat.is_transformed():
+    if compat.is_transformed():
         return
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and id(frame.f_locals.get("self")) not in watch.around:

@@ -186,8 +186,8 @@ class Forward:
         layer = self.layer
         if self.is_empty:
             layer.state.seen = layer.state.recorded = True
-        # The tensors of an export or a transform mean nothing outside of it, those of an empty batch nothing at all.
-        if not (compat.is_exporting() or compat.is_transformed() or self.is_empty):
+        # The tensors of a transform mean nothing outside of it, those of an empty batch nothing at all.
+        if not (compat.is_transformed() or self.is_empty):
             self._learn()
         for product in self.products:
             product.counts = product.acts and layer.refusal is None and product.reached

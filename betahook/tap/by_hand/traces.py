@@ -188,9 +188,8 @@ class Traces(ByTensor[Trace]):
 
     def changed(self, tensor: Any) -> None:
         """Lose the scores that share the memory of a tensor that was changed in place."""
-        # Tensors of an export or a transform show no memory, and no layer is left alone for what happens there.
-        passing = compat.is_exporting() or compat.is_transformed()
-        if passing or not isinstance(tensor, Tensor):
+        # Tensors of a transform show no memory, and no layer is left alone for what happens there.
+        if compat.is_transformed() or not isinstance(tensor, Tensor):
             return
         trace, base = self.get(tensor), compat.owner(tensor)
         if not isinstance(trace, Scores) and base is tensor:
