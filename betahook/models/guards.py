@@ -25,10 +25,10 @@ GUARDS = (has_torch_function, has_torch_function_unary, has_torch_function_varia
 @contextmanager
 def blinded(module: nn.Module) -> Iterator[None]:
     """Replace the guards that the code of a module and its parts calls by name, for as long as the context lasts."""
-    found = {(id(each.__globals__), name): each.__globals__ for each in functions_of(module) for name in _guards(each)}
     with ExitStack() as stack:
-        for (_, name), namespace in found.items():
-            stack.enter_context(stand_ins.put(namespace, name, _blind))
+        for function in functions_of(module):
+            for name in _guards(function):
+                stack.enter_context(stand_ins.put(function.__globals__, name, _blind))
         yield
 
 

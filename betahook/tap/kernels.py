@@ -198,9 +198,9 @@ KERNELS = {
 
 def connect(layers: Iterable[Recorder], undo: ExitStack) -> None:
     """Let the tap see the kernels that the code of some layers calls by name, until `undo` is closed."""
-    found = (binding for layer in layers for binding in _bindings(layer))
-    for namespace, name in {(id(namespace), name): (namespace, name) for namespace, name in found}.values():
-        undo.enter_context(stand_ins.put(namespace, name, _visible))
+    for layer in layers:
+        for namespace, name in _bindings(layer):
+            undo.enter_context(stand_ins.put(namespace, name, _visible))
 
 
 def are_called(layer: Recorder) -> bool:
