@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from betahook import compat
-from betahook.compat import class_of
 from betahook.models import trial
 from betahook.models.code import PRODUCTS, is_users, names_held, names_used
 from betahook.models.families import Facts, facts
@@ -120,7 +119,6 @@ class Verdict:
 
 
 NO_ATTENTION = Verdict()
-NOTHING_SHOWN = trial.Outcome()
 UNKNOWN_CODE = Verdict(
     obstacle="no product with a softmax behind it was found in its code, nor in the functions that this calls by name; "
     "attention by F.scaled_dot_product_attention would be",
@@ -151,39 +149,44 @@ def survey(model: nn.Module) -> Survey:
     able = {module for module, verdict in verdicts.items() if verdict.route is not None}
     found: dict[str, AttentionModule] = {}
     refused: dict[str, tuple[nn.Module, Verdict]] = {}
-    holding: dict[str, nn.Module] = {}
+    around: dict[str, nn.Module] = {}
     for name, module in named_modules(model):
         verdict = verdicts[module]
         if verdict == NO_ATTENTION:
             continue
         # Where one contains another, the inner one computes the scores, unless the outer one asks the interface.
-        if verdict.route != "interface" and able & ({*module.modules()} - {module}):
-            # Not by its config, which a whole model has too.
-            attends = names(class_of(module)) & ASKED or stated(module)[0] or _is_named(module)
-            if is_users(module) and verdict.route is not None and attends:
-                holding[name] = module
-            continue
-        if verdict.route is None:
+        if verdict.route != "interface" and not able.isdisjoint(_inside(module)):
+            around[name] = module
+        elif verdict.route is None:
             refused[name] = module, verdict
-            continue
-        attention = _measured(module, verdict.route, tried)
-        if attention is None:
+        elif (attention := _measured(module, verdict.route, tried)) is None:
             refused[name] = module, Verdict(obstacle=missing(module))
         else:
             found[name] = attention
     hooked = {one.module for one in found.values()}
-    for name, module in holding.items():
-        if hooked & {*module.modules()}:
-            refused[name] = module, HOLDS_ATTENTION
-        elif _is_named(module) and verdicts[module].route is not None:
-            refused[name] = module, HOLDS_ANOTHER
+    for name, module in around.items():
+        if module in able and _attends_itself(module, names(compat.class_of(module))):
+            if not hooked.isdisjoint(module.modules()):
+                refused[name] = module, HOLDS_ATTENTION
+            elif _is_named(module):
+                refused[name] = module, HOLDS_ANOTHER
     reached = {part for one in found.values() for part in one.module.modules()}
     not_reached = {
-        name or "the model": f"{class_of(module).__name__}: {verdict.obstacle}"
+        name or "the model": f"{compat.class_of(module).__name__}: {verdict.obstacle}"
         for name, (module, verdict) in refused.items()
         if not (verdict.by_name_only and module in reached)
     }
     return Survey(model, found, not_reached)
+
+
+def _inside(module: nn.Module) -> set[nn.Module]:
+    """The modules that another one holds."""
+    return {*module.modules()} - {module}
+
+
+def _attends_itself(module: nn.Module, used: Set[str]) -> bool:
+    """True if a module around others is an attention too; its config does not tell, which a whole model has as well."""
+    return is_users(module) and bool(used & ASKED or stated(module)[0] or _is_named(module))
 
 
 Try = Callable[[nn.Module], trial.Outcome | None]
@@ -194,7 +197,7 @@ def _measured(module: nn.Module, route: Route, tried: Try) -> AttentionModule | 
     said = count_heads(module)
     # transformers' own classes state their size, and most have projections of known names.
     is_known = not is_users(module) and (said is None or locate(module, *said) is not None)
-    shown = (None if is_known else tried(module)) or NOTHING_SHOWN
+    shown = (None if is_known else tried(module)) or trial.Outcome()
     # A size that contradicts the module is of some of the queries only, as in ProbSparse attention.
     fits = shown.size is not None and stated(module)[0] in (None, shown.size[0])
     size = said or (shown.size if fits else None) or (from_scale(module) if is_users(module) else None)
@@ -209,7 +212,7 @@ def _decide(verdicts: dict[nn.Module, Verdict], tried: Try) -> None:
     for module, verdict in reversed(list(verdicts.items())):
         if not is_users(module) or (verdict.route is None and verdict != UNKNOWN_CODE):
             continue
-        inner = {part for part in module.modules() if part is not module and verdicts[part].route is not None}
+        inner = {part for part in _inside(module) if verdicts[part].route is not None}
         whole = {part for part in inner if _has_matrix(part) or count_heads(part) is not None}
         if verdict.unnamed and whole and count_heads(module) is None:
             verdicts[module] = NO_ATTENTION
@@ -253,14 +256,14 @@ class Suspect:
 
 def classify(module: nn.Module, names: Callable[[type], frozenset[str]]) -> Verdict:
     """The verdict of the first classifier that comes to one; `names` are those that the code of a class uses."""
-    used = names(class_of(module))
+    used = names(compat.class_of(module))
     if hasattr(module, "processor"):  # diffusers keeps the attention apart from the module that owns the weights
         used |= names(type(module.processor))
     if is_users(module):
         used |= names_held(module)
     # A product or a softmax may be a module of its own, with a scale at most, and in another one.
     parts = (part for child in module.children() if not _has_matrix(child) for part in child.modules())
-    suspect = Suspect(module, used, used.union(*(names(class_of(part)) for part in parts)))
+    suspect = Suspect(module, used, used.union(*(names(compat.class_of(part)) for part in parts)))
     verdicts = (classifier(suspect) for classifier in CLASSIFIERS)
     return next((verdict for verdict in verdicts if verdict is not None), NO_ATTENTION)
 
@@ -311,7 +314,7 @@ def asks_torch(suspect: Suspect) -> Verdict | None:
 
 def _is_named(module: nn.Module) -> bool:
     """True for a module whose class is called attention."""
-    return IN_NAME.search(class_of(module).__name__) is not None
+    return IN_NAME.search(compat.class_of(module).__name__) is not None
 
 
 def has_no_name(suspect: Suspect) -> Verdict | None:
@@ -331,7 +334,7 @@ def is_by_hand(suspect: Suspect) -> Verdict | None:
 
 def has_name_only(suspect: Suspect) -> Verdict | None:
     """Code that is called an attention, and not a part of one, its output say."""
-    name = class_of(suspect.module).__name__
+    name = compat.class_of(suspect.module).__name__
     return UNKNOWN_CODE if re.search("(attention|attn)[0-9]*$", name, re.IGNORECASE) else None
 
 
