@@ -195,9 +195,8 @@ class Labels(ByTensor[Tensor]):
                 labels = list(tensors_in(same.run_on(self._labels_or_none)))
             except (RuntimeError, TypeError, ValueError, IndexError):  # it does not work on labels
                 return
-            if len(labels) == len(parts):
-                for part, moved in zip(parts, labels, strict=True):
-                    self.put(part, moved)
+            for part, moved in zip(parts, labels, strict=True):
+                self.put(part, moved)
             return
         labelled = [found for tensor in call.tensors if (found := self.get(tensor)) is not None and found.numel()]
         mixed = len(labelled) > 1 and len({int(found.amax()) // FAR for found in labelled}) > 1
