@@ -272,8 +272,6 @@ class Recorder:
 
         `operands` are q and k, `[1, heads, tokens, d_k]`. `raw` carries a `factor`, which is not part of a score.
         """
-        if raw.numel() == 0:
-            return
         self.state.recorded = True
         scales = _scales(self.state, self._local_range, raw.device)
         calls.add_pairs(*_columns(self.state, self._local_range), raw / factor, logits, allowed, *operands, scales)
