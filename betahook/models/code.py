@@ -53,6 +53,14 @@ def functions_of(module: nn.Module) -> list[FunctionType]:
     return held + [function for kind in kinds if is_own(kind) for function in reachable(kind)]
 
 
+def argument_names(module: nn.Module) -> list[str]:
+    """The names of the arguments of a module; none where its forward does not tell, as what `torch.jit` traced."""
+    try:
+        return list(inspect.signature(module.forward).parameters)
+    except ValueError:
+        return []
+
+
 def _held(module: nn.Module) -> Iterator[object]:
     return (value.func if isinstance(value, functools.partial) else value for value in vars(module).values())
 

@@ -106,7 +106,8 @@ def _is_whole(weight: Tensor, module: nn.Module) -> bool:
     """False for the weight of a linear module with fewer entries than it states, as FSDP 1 and ZeRO-3 leave it."""
     out, width = getattr(module, "out_features", None), getattr(module, "in_features", None)
     # A parameter of an attention is no weight of that size, whatever the attention states.
-    is_of_linear = module._parameters.get("weight", vars(module).get("weight")) is weight
+    parameters = dict(module.named_parameters(recurse=False))
+    is_of_linear = parameters.get("weight", vars(module).get("weight")) is weight
     return not is_of_linear or out is None or width is None or weight.numel() == out * width
 
 

@@ -6,7 +6,6 @@ again. Nothing here reads an entry of a weight.
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from betahook import compat
 from betahook.models import materialise
+from betahook.models.code import argument_names
 from betahook.models.labels import Features, Linear, MadeOf
 
 ModuleCall = tuple[Sequence[Any], Any]
@@ -185,7 +185,7 @@ def _bias(owner: nn.Module, bias: Tensor | None, rows: Tensor) -> tuple[str, int
 
 def _argument(side: str, source: Tensor, owner: nn.Module, calls: Sequence[ModuleCall]) -> int | None:
     """The argument of its owner that a projection got; of several that are the same, that called "query" or "key"."""
-    names = list(inspect.signature(owner.forward).parameters)
+    names = argument_names(owner)
     for args, _ in calls:
         alike = [index for index, x in enumerate(args) if _is_all_of(source, x)]
         if len(alike) > 1:

@@ -6,7 +6,6 @@ Attention that transformers computes passes `betahook.tap.interface`, any other 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import Any, NoReturn
@@ -17,6 +16,7 @@ from torch import nn
 from betahook import compat
 from betahook.measure.inputs import SIDES
 from betahook.models import guards
+from betahook.models.code import argument_names
 from betahook.tap import copies, kernels, opaque
 from betahook.tap.by_hand import bypassed, watching
 from betahook.tap.override import Override
@@ -107,12 +107,13 @@ def _watch_inputs(recorder: Recorder, undo: ExitStack) -> None:
 
 def _watch_input(recorder: Recorder, module: nn.Module, argument: int, sides: list[str], undo: ExitStack) -> None:
     """Record a positional argument of a module, which may also be given by name."""
-    name = _name_of(argument, module)
+    names = argument_names(module)
+    name = names[argument] if argument < len(names) else ""
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not recorder.is_recording:
             return
-        given = args[argument] if len(args) > argument else kwargs.get(name or "")
+        given = args[argument] if len(args) > argument else kwargs.get(name)
         if given is None:
             return
         if given.is_nested:
@@ -124,12 +125,3 @@ def _watch_input(recorder: Recorder, module: nn.Module, argument: int, sides: li
                 recorder.record_input(given, sides)
 
     copies.keep_hook(module, module.register_forward_pre_hook(record, with_kwargs=True), undo)
-
-
-def _name_of(argument: int, module: nn.Module) -> str | None:
-    """Return the name of a positional argument of a module; None where its forward does not tell."""
-    try:
-        names = list(inspect.signature(module.forward).parameters)
-    except ValueError:  # of code that is not Python's
-        return None
-    return names[argument] if argument < len(names) else None

@@ -309,3 +309,29 @@ def test_projections_that_fit_the_heads(keys):
     query, key = projections.locate(TwoScoreMatrices(32, keys), 4, 8)
     assert query.entries.shape == (4, 8, 32)
     assert key.entries.shape == (keys // 8, 8, 32)
+
+
+class ByHandAttention(nn.Module):
+    num_heads, head_dim = HEADS, HEAD_DIM
+
+    def __init__(self, wrapped):
+        super().__init__()
+        self.q_proj, self.k_proj = wrapped(linear()), wrapped(linear())
+
+    def forward(self, x):
+        query, key = (side(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for side in (self.q_proj, self.k_proj))
+        return (query @ key.mT / HEAD_DIM**0.5).softmax(-1) @ key
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_projections_that_torch_jit_traced_are_measured():
+    """They do not tell what their arguments are called."""
+    model = nn.Sequential(ByHandAttention(lambda module: torch.jit.trace(module, torch.ones(2, WIDTH))))
+    x = torch.randn(2, 6, WIDTH)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x).sum().backward()
+        hook.step()
+        layer = hook.layers["0"]
+        weight = model[0].q_proj.weight.detach()
+        assert layer.weight_std_q == pytest.approx(weight.std(correction=0).item(), rel=1e-5)
+        assert layer.statistics.input_std_q.item() == pytest.approx(x.std(correction=0).item(), rel=1e-5)
