@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from betahook import compat
 from betahook.models import trial
-from betahook.models.code import PRODUCTS, is_users, names_held, names_used
+from betahook.models.code import PRODUCTS, SOFTMAXES, is_users, names_held, names_used
 from betahook.models.families import Facts, facts
 from betahook.models.heads import count_heads, from_scale, missing, stated
 from betahook.models.labels import Linear, MadeOf
@@ -32,7 +32,7 @@ TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward
 KERNELS = {"flex_attention", "flash_attn_func", "flash_attn_varlen_func", "varlen_attn", "memory_efficient_attention"}
 """Functions that take the softmax too, called by name in users' code; `tap.kernels` has their signatures."""
 ASKED = TORCH_ATTENTION | KERNELS
-SOFTMAX = {"softmax", "Softmax", "log_softmax", "LogSoftmax", "XSoftmax"}
+SOFTMAX = {*SOFTMAXES, "Softmax", "LogSoftmax", "XSoftmax"}
 IN_NAME = re.compile("attention|attn", re.IGNORECASE)
 
 
