@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import betahook
+from betahook.tap.by_hand.handlers import HANDLERS
+from betahook.tap.by_hand.rearranging import keep
 from betahook.tap.by_hand.shadows import GAIN, Shadows
 from betahook.tap.by_hand.traces import Scores
 from support.attention import HEADS, WIDTH, Block
@@ -66,6 +68,14 @@ def test_a_factor_that_is_not_the_true_one_is_contradicted(wrong):
     shadows.put(logits, logits + (GAIN - 1) * 0.3 * value)
     assert not shadows.contradict(scores, logits, -1)
     assert shadows.contradict(scores._replace(**wrong), logits, -1)
+
+
+def test_attention_that_is_followed_wrongly_is_left_alone(monkeypatch):
+    monkeypatch.setitem(HANDLERS, "tanh", keep)
+    model = make(lambda q, k, v: torch.tanh(q @ k.mT).softmax(-1) @ v)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(2, LENGTH, WIDTH))
+        assert "do not follow beta as its operations say" in hook.layers["0"].refusal
 
 
 def test_rows_that_an_addend_masks_as_a_whole_contradict_nothing():
