@@ -105,7 +105,7 @@ class Recorder:
         owner: the hook, so that it lives as long as the hooked model even if nobody else holds it.
         always: True if every forward is recorded, also in evaluation mode and under `no_grad`.
         tensors: of the layer alone, see `state.LayerTensors`.
-        runs: how many forwards of the module run now, of those that the tap watches.
+        runs, projected: how many forwards that the tap watches run now; True if one called the query projection.
         ran_in: True if one ran in training mode, False if one ran in evaluation mode.
     """
 
@@ -126,7 +126,7 @@ class Recorder:
         self._local_heads = attention.heads
         self._inputs = _Inputs()
         self.tensors = state.parts[head_range.layer]
-        self.runs, self.ran_in = 0, set[bool]()
+        self.runs, self.projected, self.ran_in = 0, False, set[bool]()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse: `tap.copies` leaves the recorder out, unless a module copies itself in a way of its own."""

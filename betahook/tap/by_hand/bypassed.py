@@ -74,6 +74,7 @@ def _check(watch: Watch, projection: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
     layer = watch.layer
+    layer.projected |= layer.runs > 0
     if layer.refusal is not None or any(other.runs for other in watch.sharing) or layer.module.training in layer.ran_in:
         return
     if compat.is_transformed():

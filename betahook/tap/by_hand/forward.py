@@ -25,6 +25,8 @@ from betahook.tap.recorder import Recorder, shows_shapes
 
 ALIKE = 1e-4
 """Relative difference up to which two numbers count as the same, but for rounding."""
+UNSEEN = "a forward of it projects queries, and no attention of them is seen: it may lie in a kernel out of sight"
+"""The reason to leave a module alone in which another forward, perhaps, showed one."""
 
 
 class Forward:
@@ -215,7 +217,8 @@ class Forward:
         if self.has_softmax:
             return self._unseen()
         line = self.products[0].site.line if self.products else self.unscored
-        return None if line is None else f"the product at {line} reaches no softmax"
+        reason = line and f"the product at {line} reaches no softmax"
+        return reason or (UNSEEN if self.layer.projected else None)
 
     def _unseen(self) -> str:
         if self.without_heads is None:

@@ -134,3 +134,45 @@ def test_a_projection_may_run_again_in_the_backward(x, reentrant):
     with betahook.attach(model[1], controller="monitor") as hook:
         model[1].train_on(model[0](x))
         assert hook.layers[""].refusal is None
+
+
+def out_of_sight(q, k, v):
+    """A kernel that torch shows to no mode."""
+    with torch._C.DisableTorchFunction():
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+class FastInEvaluation(ByHandAttention):
+    def mix(self, q, k, v):
+        return super().mix(q, k, v) if self.training else out_of_sight(q, k, v)
+
+
+class Skipping(ByHandAttention):
+    """As with stochastic depth."""
+
+    def forward(self, x):
+        return super().forward(x) if self.training else x
+
+
+def test_a_kernel_out_of_sight_is_named_where_another_branch_is_followed(x):
+    model = make(FastInEvaluation)
+    expected = model(x)
+    with betahook.attach(model, controller="monitor") as hook:
+        layer = hook.layers["1"]
+        model(x).sum().backward()
+        hook.step()
+        layer.beta = 2 * layer.beta_default
+        model.eval()(x)
+        assert layer.refusal == (
+            "a forward of it projects queries, and no attention of them is seen: it may lie in a kernel out of sight"
+        )
+        assert torch.equal(model.train()(x), expected)
+
+
+def test_a_forward_that_projects_no_queries_may_do_without_attention(x):
+    model = make(Skipping)
+    with betahook.attach(model, controller="monitor") as hook:
+        for _ in range(2):
+            model.train()(x)
+            model.eval()(x)
+        assert hook.layers["1"].refusal is None
