@@ -25,8 +25,7 @@ from betahook.models.places import Place, places_of, places_of_all
 from betahook.models.projections import Pair, at_places, locate
 
 Route = Literal["interface", "torch", "by hand"]
-"""The source of scores: transformers' attention "interface", "torch" or another
-kernel, which takes the softmax too, or "by hand"."""
+"""The source of scores: the attention "interface" of transformers, "torch" or another kernel, or "by hand"."""
 
 TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 KERNELS = {"flex_attention", "flash_attn_func", "flash_attn_varlen_func", "varlen_attn", "memory_efficient_attention"}
@@ -46,7 +45,7 @@ class AttentionModule:
         head_dim: d_k.
         route: the source of its scores.
         facts: about its class.
-        places: those of W_q and W_k, as far as a forward showed them: the first one, or before it a trial.
+        places, has_changed: those of W_q and W_k that a forward or a trial showed; True once the forward is another.
     """
 
     module: nn.Module
@@ -55,6 +54,7 @@ class AttentionModule:
     route: Route
     facts: Facts
     places: tuple[Place, Place] | None = None
+    has_changed: bool = False
 
     @property
     def projections(self) -> Pair | None:
@@ -74,16 +74,16 @@ class AttentionModule:
         shown = None if places is None else at_places(self.module, places)
         if places is None or shown is None:
             return
-        if pair is None:
+        if pair and all(one.stored is other.stored for one, other in zip(pair, shown, strict=True)):
+            query, key = (replace(place, argument=one.argument) for place, one in zip(places, pair, strict=True))
+            self.places = query, key
+        elif pair is None or self.has_changed:
             # An owner of a user's class may do more than to multiply; and ranks must agree on what they gather.
             owners = {self.module.get_submodule(place.owner) for place in places} - {self.module}
             plain = is_users(self.module) and not any(map(is_users, owners))
             is_common = places_of_all(self.module, made_of, linears, {}) is not None
             if plain and is_common and not any(one.is_sharded for one in shown):
                 self.places = places
-        elif all(one.stored is other.stored for one, other in zip(pair, shown, strict=True)):
-            query, key = (replace(place, argument=one.argument) for place, one in zip(places, pair, strict=True))
-            self.places = query, key
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The forward that a hooked module would run without its hook, which is an attribute of the module and covers it.
 
 Who changes the class meanwhile expects the new forward to run: `module.__class__ = ...`, `Attention.forward = ...`, or
-a notebook that loads the file of the class again.
+a notebook that loads the file of the class again. So does who gives a module of diffusers another `processor`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Original:
     def __init__(self, module: nn.Module) -> None:
         self._last = self.at_first = module.forward
         self._function = _function(module)
-        self._code = _code(self._function)
+        self._with_processor = module if hasattr(module, "processor") else None
+        self._code = _code(self._function, self._with_processor)
         # A forward of its own hides that of its class; what is no function may be another object at each look.
         is_followed = "forward" not in vars(module) and isinstance(self._function, FunctionType)
         self._module = module if is_followed else None
@@ -34,8 +35,8 @@ class Original:
         if module is None:
             return self.at_first, False
         function = _function(module)
-        code = _code(function)
-        if function is self._function and code is self._code:
+        code = _code(function, self._with_processor)
+        if function is self._function and code == self._code:
             return self._last, False
         self._function, self._code = function, code
         self._last = function.__get__(module) if hasattr(function, "__get__") else function
@@ -47,5 +48,5 @@ def _function(module: nn.Module) -> Any:
     return type(module).forward
 
 
-def _code(function: Any) -> Any:
-    return getattr(function, "__code__", None)
+def _code(function: Any, with_processor: nn.Module | None) -> tuple[object, type]:
+    return getattr(function, "__code__", None), type(getattr(with_processor, "processor", None))

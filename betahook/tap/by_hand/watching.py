@@ -89,6 +89,7 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
             return forward(*args, **kwargs)
         if is_new:
             plan.forget()
+            layer.attention.has_changed = True
         with bypassed.running(layer):
             return _follow(layer, plan, forward, uncompiled, args, kwargs)
 

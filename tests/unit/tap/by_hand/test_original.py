@@ -100,3 +100,72 @@ def test_what_was_detached_is_freed_at_once(kind):
         assert [each() for each in known] == [None, None]
     finally:
         gc.enable()
+
+
+class Apart(nn.Module):
+    """An attention that its processor computes, as in diffusers."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.head_dim, self.processor = HEADS, WIDTH // HEADS, ByProducts()
+        self.to_q, self.to_k, self.to_v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        return self.processor(self, x)
+
+    def fuse(self):
+        """Leave the parts where they are, as diffusers does."""
+        self.to_qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.to_qkv.weight.data[: 2 * WIDTH] *= 4
+        self.processor = Fused()
+
+
+class ByProducts:
+    def __call__(self, attention, x):
+        q, k, v = self.project(attention, x)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (q, k, v))
+        return ((q @ k.mT / 3).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    def project(self, attention, x):
+        return attention.to_q(x), attention.to_k(x), attention.to_v(x)
+
+
+class ByEinsum(ByProducts):
+    def __call__(self, attention, x):
+        q, k, v = (part.unflatten(-1, (HEADS, -1)) for part in self.project(attention, x))
+        weights = (torch.einsum("bihd,bjhd->bhij", q, k) / 3).softmax(-1)
+        return torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)
+
+
+class Fused(ByProducts):
+    def project(self, attention, x):
+        return attention.to_qkv(x).chunk(3, -1)
+
+
+def test_beta_acts_where_another_processor_computes():
+    model = make(Apart)
+    with betahook.attach(model, controller="monitor") as hook:
+        layer = hook.layers["1"]
+        model(BATCH)
+        layer.beta = 0.7
+        expected = model(BATCH)
+        model[1].processor = ByEinsum()
+        torch.testing.assert_close(model(BATCH), expected, rtol=1e-5, atol=1e-5)
+        assert layer.refusal is None
+
+
+def test_projections_that_take_the_place_of_others_are_found():
+    model = make(Apart)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        layer = hook.layers["1"]
+        model(BATCH).sum().backward()
+        hook.step()
+        model[1].fuse()
+        model(BATCH).sum().backward()
+        hook.step()
+        rows = model[1].to_qkv.weight[:WIDTH]
+        assert layer.weight_std_q == pytest.approx(rows.std(correction=0).item(), rel=1e-5)
+        layer.beta = 0.7
+        expected = model(BATCH)
+        betahook.fold(model)
+    torch.testing.assert_close(model(BATCH), expected, rtol=1e-4, atol=1e-4)
