@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, KeysView, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ from betahook import theory
 from betahook.measure import weights
 from betahook.measure.groups import HeadGroups, LayerSize
 from betahook.measure.statistics import Statistics
-from betahook.models.discovery import AttentionModule
+from betahook.models.code import names_used
+from betahook.models.discovery import AttentionModule, classify
 from betahook.models.projections import KNOWN_FORMS, Pair
 from betahook.state.ranges import HeadRange
 from betahook.state.state import LARGEST_BETA, SMALLEST_BETA, State, is_beta, refusal_anywhere
@@ -257,6 +259,13 @@ class Layers(Mapping[str, AttentionLayer]):
     def use_interface(self) -> bool:
         """True if any layer asks transformers for its attention function."""
         return any(layer._attention.route == "interface" for layer in self.values())
+
+    @property
+    def replaced(self) -> set[str]:
+        """The names of layers whose class asked transformers for its attention at `attach`, and no longer does."""
+        names = functools.cache(names_used)
+        asked = {name: layer.module for name, layer in self.items() if layer._attention.route == "interface"}
+        return {name for name, module in asked.items() if classify(module, names).route != "interface"}
 
     def spectral_ratio(self) -> Tensor:
         """Return the largest `AttentionLayer.spectral_ratio`, a scalar; NaN where one is. Every rank must call this."""

@@ -14,17 +14,23 @@ logger = logging.getLogger("betahook")
 
 NAMED = 3
 """Most layers that a warning names; it counts the others."""
+REPLACED = (
+    "the forward of its class was replaced by one that does not ask transformers for its attention, in which beta does "
+    "not act: detach, and attach again"
+)
 
 
 def find_unreached(state: State, layers: Layers, model: nn.Module) -> dict[str, str]:
     """Name the layers that no forward of the model reaches, with the reason; none before any forward."""
     if not state.seen:
         return {}
-    modules, unreached = set(model.modules()), {}
+    modules, unreached, replaced = set(model.modules()), {}, layers.replaced
     unused = state.layers.geometric_mean(state.beta_default).isnan().tolist()
     for (name, layer), is_unused in zip(layers.items(), unused, strict=True):
         if layer.module not in modules:
             unreached[name] = "it is no longer part of the model: detach, and attach again"
+        elif name in replaced:
+            unreached[name] = REPLACED
         elif is_unused and layer.refusal is None:
             unreached[name] = "no forward has reached it yet"
     return unreached

@@ -180,3 +180,18 @@ def test_layers_that_no_forward_reaches_say_so(caplog):
     assert f"0.{LAYER}, no forward has reached it yet" in caplog.records[-1].message
     assert "  not reached: 0.model.layers.0-1.self_attn, no forward" in repr(hook)
     hook.detach()
+
+
+def test_a_class_of_transformers_that_no_longer_asks_for_its_attention_is_named(caplog, monkeypatch):
+    model = build("llama")
+    kind = type(model.model.layers[0].self_attn)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        train(model, hook, 1)
+        monkeypatch.setattr(kind, "forward", lambda self, hidden_states, **_: (self.o_proj(hidden_states), None))
+        train(model, hook, 1)
+        assert not [key for key in hook.metrics() if key.endswith(LAYER)]
+        (record,) = caplog.records
+        assert (
+            f"{LAYER}, the forward of its class was replaced by one that does not ask transformers for its attention, "
+            "in which beta does not act: detach, and attach again" in record.message
+        )
