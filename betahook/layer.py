@@ -196,7 +196,9 @@ class AttentionLayer:
     @torch.no_grad()
     def read_weights(self, *, sharded: bool = False) -> None:
         """Read W_q and W_k as they are now into the state: whole ones, or those `sharded`, which takes all ranks."""
-        for side, projection in enumerate(self.projections or ()):
+        if (projections := self.projections) is None:  # any more
+            self._state.weights[:, self._head_range.heads].zero_()
+        for side, projection in enumerate(projections or ()):
             if projection.is_sharded is not sharded:
                 continue
             sums = self._state.weights[3 * side : 3 * side + 3, self._head_range.heads]

@@ -270,7 +270,7 @@ def classify(module: nn.Module, names: Callable[[type], frozenset[str]]) -> Verd
 
 def _has_matrix(module: nn.Module) -> bool:
     """True for a module with more parameters than a scale, or one of each head."""
-    return any(
+    return any(hasattr(part, "in_features") for part in module.modules()) or any(  # quantised, it holds no parameter
         is_lazy(parameter) or compat.is_zero3(parameter) or sum(size > 1 for size in parameter.shape) > 1
         for parameter in module.parameters()
     )

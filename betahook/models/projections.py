@@ -106,15 +106,21 @@ def at_places(module: nn.Module, places: tuple[Place, Place]) -> Pair | None:
 
 
 def _at_place(module: nn.Module, place: Place) -> Projection | None:
-    owner = operator.attrgetter(place.owner)(module) if place.owner else module
+    try:
+        owner = operator.attrgetter(place.owner)(module) if place.owner else module
+    except AttributeError:  # it was taken out, as where projections are fused
+        return None
     adapter = owner if compat.is_adapter(owner) else None
     if place.owner and place.weight == "weight" and not isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         owner = _linear(owner)  # which may be wrapped by now
     if owner is None or not isinstance(materialise.stored(owner, place.weight), Tensor):
         return None
-    return Projection(
+    found = Projection(
         owner, place.select, adapter, place.weight, place.bias, place.bias_offset, place.axes, place.argument
     )
+    stored = found.stored
+    is_whole = stored.is_floating_point() and found.obstacle is None
+    return None if is_whole and int(place.rows.max()) >= found.features else found  # heads were pruned
 
 
 def locate(module: nn.Module, heads: int, head_dim: int) -> Pair | None:

@@ -145,7 +145,9 @@ def _try(
 
     A mask is given as each of `masks`, and `[batch, tokens, width]` as each of `contexts`, names to widths.
     """
-    like, watch = next(module.parameters()), _Watch(BATCH * tokens)
+    numbers = (buffer for buffer in module.buffers() if buffer.is_floating_point())  # for one that is quantised
+    like = next(itertools.chain(module.parameters(), numbers, [torch.empty(0)]))
+    watch = _Watch(BATCH * tokens)
     try:
         x = torch.zeros(shape, dtype=like.dtype, device=like.device)
         others = {name: x.new_zeros(BATCH, tokens, width) for name, width in contexts.items()}

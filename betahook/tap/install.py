@@ -6,8 +6,9 @@ Attention that transformers computes passes `betahook.tap.interface`, any other 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -110,8 +111,9 @@ def _watch_input(recorder: Recorder, module: nn.Module, argument: int, sides: li
     names = argument_names(module)
     name = names[argument] if argument < len(names) else ""
 
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not recorder.is_recording:
+    # Quantisation in place moves it to another module, which calls it without the arguments by name, and keeps it.
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})) -> None:
+        if recorder.state.is_detached or not recorder.is_recording:
             return
         given = args[argument] if len(args) > argument else kwargs.get(name)
         if given is None:

@@ -58,6 +58,8 @@ CHARTS = ("tests/unit/report/test_html.py",)
 COMMANDS = ("tests/unit/cli",)
 COPIES = ("tests/unit/tap/test_copies.py",)
 RECORDER = ("tests/unit/tap/test_recorder.py",)
+BYPASSED = ("tests/unit/tap/by_hand/test_bypassed.py",)
+ORIGINAL = ("tests/unit/tap/by_hand/test_original.py",)
 DISCOVERED = ("tests/unit/models/test_discovery.py",)
 FORMS = ("tests/unit/tap/by_hand/test_products_forms.py",)
 SETTLED = ("tests/unit/tap/by_hand/test_settled.py",)
@@ -551,6 +553,24 @@ FAULTS = [
     ),
     Fault("betahook/tap/by_hand/bypassed.py", "any(other.runs for other in watch.sharing)", "watch.layer.runs"),
     Fault("betahook/tap/by_hand/bypassed.py", "layer.module.training in layer.ran_in", "layer.ran_in"),
+    Fault("betahook/tap/by_hand/bypassed.py", "layer.projected |= layer.runs > 0", "pass"),
+    Fault("betahook/tap/by_hand/forward.py", "(UNSEEN if self.layer.projected else None)", "UNSEEN", BYPASSED),
+    Fault("betahook/tap/by_hand/watching.py", "(args, kwargs)), False\n", "(args, kwargs)), True\n", BYPASSED),
+    Fault("betahook/tap/by_hand/original.py", 'module if hasattr(module, "processor") else None', "None"),
+    Fault("betahook/tap/by_hand/watching.py", "layer.attention.has_changed = True", "pass", ORIGINAL),
+    Fault("betahook/tap/install.py", "recorder.state.is_detached or not", "not", PLACES),
+    Fault("betahook/keep/refusals.py", "    weight_makes_keys,\n", ""),
+    Fault("betahook/models/scaling.py", "own[0] if len(own) == 1 else", ""),
+    Fault("betahook/models/scaling.py", ' if each != "bias"', ""),
+    Fault("betahook/models/projections.py", "int(place.rows.max()) >= found.features", "False", PLACES),
+    Fault("betahook/models/trial.py", "numbers, [torch.empty(0)]", "numbers", PLACES),
+    Fault(
+        "betahook/layer.py",
+        "projections := self.projections) is None:",
+        "projections := self.projections) is ...:",
+        PLACES,
+    ),
+    Fault("betahook/report/warnings.py", "elif name in replaced:", "elif False:", ("tests/unit/test_hook_metrics.py",)),
     Fault("betahook/tap/by_hand/bypassed.py", " or layer.module.training in layer.ran_in", ""),
     Fault("betahook/tap/install.py", "if recorder.state.beta_acts", "if False", COPIES),
     # keep

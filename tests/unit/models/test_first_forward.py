@@ -1,5 +1,8 @@
 """W_q, W_k and the heads of attention in which no trial runs, as its first forward or its attributes show them."""
 
+import math
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +10,7 @@ from torch.nn import functional as F
 
 import betahook
 from betahook.models import heads
+from betahook.tap.recorder import Recorder
 from support.projections import (
     HEADS,
     WIDTH,
@@ -214,3 +218,94 @@ def test_heads_and_a_scale_tell_the_width_of_a_head(scale):
             betahook.UnsupportedModelError, match="does not say how wide its 4 heads are: set its attribute head_dim"
         ):
             betahook.attach(attention)
+
+
+class Plain(nn.Module):
+    """An attention whose name does not say so."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, D
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        return self.attend(self.q_proj(x), self.k_proj(x), self.v_proj(x))
+
+    def attend(self, *qkv):
+        q, k, v = (part.unflatten(-1, (-1, D)).transpose(1, 2) for part in qkv)
+        return ((q @ k.mT * D**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+class FusedLater(Plain):
+    def forward(self, x):
+        return self.attend(*self.all_three(x).chunk(3, -1))
+
+
+def fuse(module):
+    module.all_three, module.__class__ = nn.Linear(WIDTH, 3 * WIDTH), FusedLater
+    del module.q_proj, module.k_proj, module.v_proj
+
+
+def prune(module):
+    module.q_proj, module.k_proj, module.v_proj = (nn.Linear(WIDTH, D) for _ in range(3))
+
+
+def test_projections_that_were_taken_out_or_pruned_are_not_measured_any_more():
+    """Fused ones are found again in a forward; a head less is left alone."""
+    x = torch.randn(2, 9, WIDTH)
+    for change in (fuse, prune):
+        model = Plain()
+        with betahook.attach(model, controller="monitor", interval=1) as hook:
+            (layer,) = hook.layers.values()
+            model(x).sum().backward()
+            hook.step()
+            assert layer.weight_std_q > 0
+            change(model)
+            assert math.isnan(layer.weight_std_q)
+            model(x).sum().backward()
+            hook.step()
+            assert math.isnan(layer.weight_std_q) is (change is prune)
+            assert (layer.refusal is None) is (change is fuse)
+
+
+class Quantised(nn.Module):
+    """A linear map that holds no parameter, as those of torch.ao."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features, self.out_features, self._packed = linear.in_features, linear.out_features, [linear]
+        for each in linear._forward_pre_hooks.values():  # as torch.ao does, whoever they belong to
+            self.register_forward_pre_hook(each)
+
+    def weight(self):
+        return self._packed[0].weight
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight(), self._packed[0].bias)
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_attention_over_quantised_projections_is_measured(is_hooked):
+    model, x = nn.Sequential(Plain()), torch.randn(2, 9, WIDTH)
+
+    def quantise():
+        for name, linear in list(model[0].named_children()):
+            setattr(model[0], name, Quantised(linear))
+
+    if not is_hooked:
+        quantise()
+    with betahook.attach(model, controller="monitor", when="always", interval=1) as hook:
+        if is_hooked:
+            model(x)
+            hook.step()
+            quantise()
+        model(x)
+        hook.step()
+        metrics = hook.metrics()
+        q, k = (part(x).unflatten(-1, (-1, D)).transpose(1, 2).double() for part in (model[0].q_proj, model[0].k_proj))
+        expected = (q @ k.mT).transpose(0, 1).flatten(1).var(1, correction=0).mean().sqrt().item()
+        assert metrics["score_std/0"] == pytest.approx(expected, rel=1e-5)
+        assert "weight_std_q/0" not in metrics
+    with mock.patch.object(Recorder, "record_input") as record:
+        model(x)
+    record.assert_not_called()
