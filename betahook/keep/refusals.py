@@ -206,6 +206,19 @@ def projection_is_unknown(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     return f"its query projection has no known form. {KNOWN_FORMS}" if layer.projections is None else None
 
 
+def weight_makes_keys(plan: FoldPlan, layer: AttentionLayer) -> str | None:
+    """A factor on the weight would act twice, on the query and on the key."""
+    if layer.projections is None or query_norms(layer):
+        return None
+    query, key = layer.projections
+    if query.stored is not key.stored or not query.stored.is_floating_point():
+        return None
+    features = torch.arange(query.features, device="cpu")[:, None]
+    shared = bool(torch.isin(query.select(features), key.select(features)).any())
+    reason = "its query weight makes its keys too, where beta would act a second time"
+    return f"{reason}. Exclude the layer with attach(layers=...)" if shared else None
+
+
 def weight_is_computed(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """A parametrisation overwrites the weight in every forward."""
     computed = not all(isinstance(tensor, nn.Parameter) for tensor in carriers(layer))
@@ -265,6 +278,7 @@ FORESEEN: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [
     query_is_clipped,
     norm_is_shared_by_heads,
     projection_is_unknown,
+    weight_makes_keys,
     weight_is_computed,
 ]
 """Refusals that need no numbers of the weights."""

@@ -240,14 +240,16 @@ def of_linear(projection: Projection, exponent: Tensor | float) -> Iterator[Weig
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm that learns an entry for each component of one head, or of all."""
+    """A norm that learns an entry for each component of one head, or of all, under a name of its own."""
 
     module: nn.Module
+    name: str = "weight"
 
     @property
     def tensors(self) -> list[Tensor]:
         """Its weight and, where it has one, its bias."""
-        return [x for x in (self.module.weight, getattr(self.module, "bias", None)) if isinstance(x, Tensor)]
+        both = (getattr(self.module, name, None) for name in (self.name, "bias"))
+        return [x for x in both if isinstance(x, Tensor)]
 
     @property
     def size(self) -> int:
@@ -258,30 +260,34 @@ class Norm:
         """Its weight and its bias; one that all heads share is that of the first. None as offset: run it alone."""
         total, rows_of_head = len(self.tensors[0]), 1 if self.tensors[0].dim() == 2 else head_dim
         rows = Rows.of(torch.arange(total, device="cpu").view(-1, rows_of_head), exponent, total)
-        offset = _offset(self.module) if offset is None else offset
+        offset = _offset(self.module, self.name) if offset is None else offset
         bias = [Weight(self.module, "bias", rows)] if len(self.tensors) > 1 else []
-        return [Weight(self.module, "weight", rows, offset=offset), *bias]
+        return [Weight(self.module, self.name, rows, offset=offset), *bias]
 
 
 def learned_norm(module: nn.Module, name: str, heads: int, head_dim: int) -> Norm | None:
     """The norm of this name; None if its weight has no entry for each component, of one head or of all."""
     norm = getattr(module, name, None)
-    weight = getattr(norm, "weight", None)
-    if not isinstance(norm, nn.Module) or not isinstance(weight, Tensor):
+    if not isinstance(norm, nn.Module):
         return None
-    return Norm(norm) if weight.shape in ((head_dim,), (heads * head_dim,), (heads, head_dim)) else None
+    own = [each for each, _ in norm.named_parameters(recurse=False) if each != "bias"]
+    learned = own[0] if len(own) == 1 else "weight"  # or "scale", as in torchtune
+    weight = getattr(norm, learned, None)
+    if not isinstance(weight, Tensor):
+        return None
+    return Norm(norm, learned) if weight.shape in ((head_dim,), (heads * head_dim,), (heads, head_dim)) else None
 
 
 @torch.no_grad()
-def _offset(norm: nn.Module) -> float:
+def _offset(norm: nn.Module, name: str) -> float:
     """The number that a norm adds to its weight, 0 or 1: seen from what it returns for weights of 0, 1 and 2."""
     state = dict(chain(norm.named_parameters(), norm.named_buffers()))
     on_cpu = {name: torch.zeros(tensor.shape, device="cpu") for name, tensor in state.items()}
-    weight = on_cpu["weight"]
+    weight = on_cpu[name]
     tokens = torch.linspace(-1, 2, weight.numel(), device="cpu").view(1, *weight.shape)
     try:
         zero, one, two = (
-            torch.func.functional_call(norm, {**on_cpu, "weight": weight + value}, (tokens,)) for value in (0, 1, 2)
+            torch.func.functional_call(norm, {**on_cpu, name: weight + value}, (tokens,)) for value in (0, 1, 2)
         )
     except (TypeError, ValueError, RuntimeError) as error:
         raise NoScalingError(f"its {type(norm).__name__} does not run alone ({error})") from error

@@ -100,6 +100,19 @@ def test_refusals_change_nothing(family, change, per_head, message):
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
+def test_a_projection_that_makes_the_keys_too_is_refused():
+    """As in the cross-attention of LightGlue."""
+    model, x = nn.Sequential(FusedAttention()), torch.randn(2, LENGTH, WIDTH)
+    model[0].k_proj = model[0].q_proj
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        move(hook, False)
+        with pytest.raises(
+            betahook.FoldError, match="its query weight makes its keys too, where beta would act a second"
+        ):
+            betahook.fold(model)
+
+
 def test_a_weight_that_overflows_is_not_written():
     model, batch = build("llama", dtype=torch.float16).eval(), inputs("llama")
     with torch.no_grad():

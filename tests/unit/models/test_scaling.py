@@ -71,6 +71,36 @@ def test_a_norm_takes_the_factor_instead_of_the_projection(norm, offset, both):
     assert {float(weight.rows.exponent[0]) for weight in scaling.weights} == {0.5 if both else 1.0}
 
 
+class Scale(nn.Module):
+    """A norm whose weight has another name, as in torchtune."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return nn.functional.rms_norm(x, self.scale.shape) * self.scale
+
+
+class Shift(Scale):
+    """One that learns no factor."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.bias = nn.Parameter(torch.zeros(width))
+        del self.scale
+
+
+def test_the_weight_of_a_norm_may_have_any_name():
+    (weight,) = next(scalings_of(Normed(Scale(D)))).weights
+    assert (weight.name, weight.offset) == ("scale", 0.0)
+    assert not any(weight.module is module.q_norm for module in [Normed(Shift(D))] for weight in first_weights(module))
+
+
+def first_weights(module):
+    return next(scalings_of(module)).weights
+
+
 class Squared(nn.RMSNorm):
     def forward(self, x):
         return super().forward(x) * self.weight
