@@ -18,6 +18,7 @@ from torch.overrides import has_torch_function, has_torch_function_unary, has_to
 
 from betahook.models import stand_ins
 from betahook.models.code import functions_of, is_users_function
+from betahook.models.torch_calls import in_place_of_torch
 
 GUARDS = (has_torch_function, has_torch_function_unary, has_torch_function_variadic)
 
@@ -33,8 +34,9 @@ def blinded(module: nn.Module) -> Iterator[None]:
 
 
 def is_handed_over(function: object) -> bool:
-    """True for a function of users that handed itself over to a mode; not for what stands in the place of a kernel."""
-    return is_users_function(function) and not hasattr(function, "__wrapped__")
+    """True for a function of users that handed itself over to a mode; not for what wraps a kernel or one of torch's."""
+    is_theirs = is_users_function(function) and not hasattr(function, "__wrapped__")
+    return is_theirs and in_place_of_torch(function) is None
 
 
 def _guards(function: FunctionType) -> Iterator[str]:

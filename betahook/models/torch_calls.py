@@ -8,8 +8,11 @@ from __future__ import annotations
 import itertools
 import string
 from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from betahook import compat
@@ -102,12 +105,25 @@ class Call:
         return self.function(*rebuilt(self.args, replace), **rebuilt(dict(self.kwargs), replace))
 
 
+def in_place_of_torch(function: object) -> str | None:
+    """The name of the function of torch in whose place one of users' stands, as the profiler of DeepSpeed puts it."""
+    functions = itertools.chain(*(vars(place).items() for place in (F, torch.Tensor, torch)))
+    return next((name for name, value in functions if value is function), None)
+
+
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function; "transpose" for a property that does so, and "foreach.mul" for a `mul` of lists."""
+    """The name of a function; "transpose" for a property that does so, and "foreach.mul" for a `mul` of lists.
+
+    That of torch for a function that stands in its place under another.
+    """
     if function in compat.TRANSPOSING_GETTERS:
         return "transpose"
-    of_lists = getattr(function, "__module__", None) == "torch.foreach"
-    return f"foreach.{function.__name__}" if of_lists else function.__name__
+    name, module = function.__name__, getattr(function, "__module__", None) or ""
+    if module == "torch.foreach":
+        return f"foreach.{name}"
+    if type(function) is not FunctionType or module.startswith("torch") or hasattr(function, "__wrapped__"):
+        return name
+    return in_place_of_torch(function) or name
 
 
 def axes_of(call: Call) -> tuple[str, str, str] | None:

@@ -59,6 +59,7 @@ COMMANDS = ("tests/unit/cli",)
 COPIES = ("tests/unit/tap/test_copies.py",)
 RECORDER = ("tests/unit/tap/test_recorder.py",)
 BYPASSED = ("tests/unit/tap/by_hand/test_bypassed.py",)
+WRAPPED = ("tests/unit/tap/by_hand/test_wrapped.py",)
 ORIGINAL = ("tests/unit/tap/by_hand/test_original.py",)
 DISCOVERED = ("tests/unit/models/test_discovery.py",)
 FORMS = ("tests/unit/tap/by_hand/test_products_forms.py",)
@@ -558,6 +559,8 @@ FAULTS = [
     Fault("betahook/tap/by_hand/watching.py", "(args, kwargs)), False\n", "(args, kwargs)), True\n", BYPASSED),
     Fault("betahook/tap/by_hand/original.py", 'module if hasattr(module, "processor") else None', "None"),
     Fault("betahook/tap/by_hand/watching.py", "layer.attention.has_changed = True", "pass", ORIGINAL),
+    Fault("betahook/models/torch_calls.py", "return in_place_of_torch(function) or name", "return name", WRAPPED),
+    Fault("betahook/models/guards.py", " and in_place_of_torch(function) is None", "", WRAPPED),
     Fault("betahook/tap/install.py", "recorder.state.is_detached or not", "not", PLACES),
     Fault("betahook/keep/refusals.py", "    weight_makes_keys,\n", ""),
     Fault("betahook/models/scaling.py", "own[0] if len(own) == 1 else", ""),

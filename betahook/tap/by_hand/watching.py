@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from betahook.models import modes
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.guards import is_handed_over
 from betahook.models.modes import random_state_kept
-from betahook.models.torch_calls import Call, is_in_place
+from betahook.models.torch_calls import Call, is_in_place, name_of
 from betahook.tap import kernels
 from betahook.tap.by_hand import bypassed, following, handlers, matrices, nested, softmaxes
 from betahook.tap.by_hand.arithmetic import divide, multiply
@@ -199,8 +200,10 @@ class ScoreProducts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         forward, kwargs = self._forward, kwargs or {}
-        if forward.is_settled and not _concerns(forward, func.__name__, args, kwargs):
-            return func(*args, **kwargs)
+        if forward.is_settled:
+            given = name_of(func) if type(func) is FunctionType else func.__name__  # most are none of Python's
+            if not _concerns(forward, given, args, kwargs):
+                return func(*args, **kwargs)
         call = Call(func, args, kwargs)
         name = call.name
         if func is F.multi_head_attention_forward:

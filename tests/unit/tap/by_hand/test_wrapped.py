@@ -11,21 +11,21 @@ from torch.overrides import handle_torch_function, has_torch_function
 import betahook
 from support.attention import HEADS, LENGTH, WIDTH, ByHandAttention, FusedAttention, make
 
-NAMES = [(torch.Tensor, "__matmul__"), (torch, "softmax"), (F, "softmax"), (F, "scaled_dot_product_attention")]
+NAMES = [(torch.Tensor, name) for name in ("__matmul__", "matmul")] + [(torch, name) for name in ("softmax", "bmm")]
+NAMES += [(F, name) for name in ("softmax", "scaled_dot_product_attention")]
 ATTENTION = (F, "multi_head_attention_forward")
 
 
-def wrap(monkeypatch, names):
-    """Wrap functions; returns a list of the calls to come."""
+def wrap(monkeypatch, names, *, says_so=True):
+    """Wrap functions; returns a list of the calls to come. DeepSpeed's wrappers do not say what they wrap."""
     calls = []
 
     def wrapped(original):
-        @functools.wraps(original)
         def wrapper(*args, **kwargs):
             calls.append(original)
             return original(*args, **kwargs)
 
-        return wrapper
+        return functools.wraps(original)(wrapper) if says_so else wrapper
 
     for owner, name in names:
         monkeypatch.setattr(owner, name, wrapped(getattr(owner, name)))
@@ -37,9 +37,15 @@ def encoder():
     return nn.Sequential(nn.Identity(), nn.TransformerEncoderLayer(WIDTH, HEADS, WIDTH, 0.0, batch_first=True))
 
 
+class Functional(ByHandAttention):
+    def values(self, logits, v):
+        return F.softmax(logits, -1) @ v
+
+
+@pytest.mark.parametrize("says_so", [True, False])
 @pytest.mark.parametrize("begins", [0, 1])
-@pytest.mark.parametrize("kind", [ByHandAttention, FusedAttention, encoder])
-def test_a_wrapper_that_comes_or_goes_changes_nothing(kind, begins, monkeypatch):
+@pytest.mark.parametrize("kind", [ByHandAttention, Functional, FusedAttention, encoder])
+def test_a_wrapper_that_comes_or_goes_changes_nothing(kind, begins, says_so, monkeypatch):
     x = torch.randn(HEADS - 1, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
 
     def outputs(*, wrapped):
@@ -49,7 +55,7 @@ def test_a_wrapper_that_comes_or_goes_changes_nothing(kind, begins, monkeypatch)
             (layer,) = hook.layers.values()
             for step in range(3):
                 with monkeypatch.context() as patches:
-                    calls = wrap(patches, NAMES if wrapped and step % 2 == begins else [])
+                    calls = wrap(patches, NAMES if wrapped and step % 2 == begins else [], says_so=says_so)
                     found.append(model(x))
                 found[-1].square().sum().backward()
                 hook.step()
