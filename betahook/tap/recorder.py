@@ -105,7 +105,8 @@ class Recorder:
         owner: the hook, so that it lives as long as the hooked model even if nobody else holds it.
         always: True if every forward is recorded, also in evaluation mode and under `no_grad`.
         tensors: of the layer alone, see `state.LayerTensors`.
-        runs, projected: how many forwards that the tap watches run now; True if one called the query projection.
+        runs: how many forwards of the module run now, of those that the tap watches.
+        projected: True if the last one called the query projection, as far as that is a module of its own.
         ran_in: True if one ran in training mode, False if one ran in evaluation mode.
     """
 

@@ -215,17 +215,20 @@ class Forward:
         if reason is not None or self.attended:
             return reason
         if self.has_softmax:
-            return self._unseen()
+            return _obstacle(self)
         line = self.products[0].site.line if self.products else self.unscored
-        reason = line and f"the product at {line} reaches no softmax"
-        return reason or (UNSEEN if self.layer.projected else None)
+        if line is not None:
+            return f"the product at {line} reaches no softmax"
+        concerns = self.recording or self.layer.state.beta_acts  # else it may pass, as one in evaluation
+        return UNSEEN if self.layer.projected and concerns else None
 
-    def _unseen(self) -> str:
-        if self.without_heads is None:
-            made = self.unread and f"its softmax takes what {self.unread} made, a product that is not followed"
-            return made or "no product of q and k was seen to reach its softmax"
-        heads = self.layer.heads
-        return (
-            f"the product at {self.without_heads} is of two matrices, in which its {heads} heads have no axis: compute "
-            "all of them at once, with q and k as [batch, heads, tokens, d_k]"
-        )
+
+def _obstacle(forward: Forward) -> str:
+    """The reason why no product of q and k was seen to reach the softmax of a forward."""
+    if forward.without_heads is None:
+        made = forward.unread and f"its softmax takes what {forward.unread} made, a product that is not followed"
+        return made or "no product of q and k was seen to reach its softmax"
+    return (
+        f"the product at {forward.without_heads} is of two matrices, in which its {forward.layer.heads} heads have no "
+        "axis: compute all of them at once, with q and k as [batch, heads, tokens, d_k]"
+    )

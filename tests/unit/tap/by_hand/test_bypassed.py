@@ -169,9 +169,27 @@ def test_a_kernel_out_of_sight_is_named_where_another_branch_is_followed(x):
         assert torch.equal(model.train()(x), expected)
 
 
+def test_a_kernel_out_of_sight_in_evaluation_does_not_concern_who_watches_training(x):
+    model = make(FastInEvaluation)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        for _ in range(2):
+            model.eval()(x)
+            model.train()(x).sum().backward()
+            hook.step()
+        assert hook.layers["1"].refusal is None
+        assert hook.layers["1"].statistics.count > 0
+
+
+def test_a_kernel_out_of_sight_is_named_to_who_watches_it(x):
+    model = make(FastInEvaluation)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        model.eval()(x)
+        assert "kernel out of sight" in hook.layers["1"].refusal
+
+
 def test_a_forward_that_projects_no_queries_may_do_without_attention(x):
     model = make(Skipping)
-    with betahook.attach(model, controller="monitor") as hook:
+    with betahook.attach(model, controller="monitor", when="always") as hook:
         for _ in range(2):
             model.train()(x)
             model.eval()(x)
