@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -31,6 +32,11 @@ def keep_out(owner: object, take_off: Callable[[Attributes], None], undo: ExitSt
         reduce = vars(owner)[_REDUCE] = _Reduce(owner)
     reduce.changes.append(take_off)
     undo.callback(reduce.forget, take_off)
+
+
+def takes_hooks(module: nn.Module) -> bool:
+    """True unless `torch.jit.script` compiled a module, which then raises where a hook is put on it."""
+    return not isinstance(module, torch.jit.RecursiveScriptModule)  # type: ignore[attr-defined]
 
 
 def keep_hook(module: nn.Module, handle: RemovableHandle, undo: ExitStack) -> None:

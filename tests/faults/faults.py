@@ -735,7 +735,7 @@ FAULTS = [
     Fault("betahook/models/discovery.py", "replace(place, argument=one.argument) for", "place for", PLACES),
     Fault("betahook/models/materialise.py", "weight.dim() < 2 or", "", PARAMETERS),
     Fault("betahook/models/materialise.py", "return not is_of_linear or out", "return out", PARAMETERS),
-    Fault("betahook/tap/install.py", "if projection.argument is not None:", "if True:", PARAMETERS),
+    Fault("betahook/tap/install.py", "projection.argument is not None and ", "", PARAMETERS),
     Fault("betahook/models/labels.py", "if mixed else alike", "if False else alike", PLACES),
     Fault("betahook/models/labels.py", "len(rows) != head_dim for", "len(rows) == 0 for", PLACES),
     Fault("betahook/models/labels.py", "every[::shared]", "every[:own]", PLACES),

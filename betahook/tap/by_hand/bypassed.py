@@ -60,7 +60,7 @@ def connect(model: nn.Module, layers: Collection[Recorder], undo: ExitStack) -> 
         if layer.attention.projections is None:
             continue
         projection = layer.attention.projections[0].module
-        if projection is not layer.module:
+        if projection is not layer.module and copies.takes_hooks(projection):
             sharing = [other for other in layers if id(other.module) in around[projection]]
             check = functools.partial(_check, Watch(layer, sharing, around[layer.module]))
             copies.keep_hook(projection, projection.register_forward_pre_hook(check), undo)

@@ -335,3 +335,22 @@ def test_projections_that_torch_jit_traced_are_measured():
         weight = model[0].q_proj.weight.detach()
         assert layer.weight_std_q == pytest.approx(weight.std(correction=0).item(), rel=1e-5)
         assert layer.statistics.input_std_q.item() == pytest.approx(x.std(correction=0).item(), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_projections_that_torch_jit_scripted_are_measured_without_their_inputs():
+    """They take no hooks."""
+    model = nn.Sequential(ByHandAttention(torch.jit.script))
+    x = torch.randn(2, 6, WIDTH)
+    expected = model(x)
+    with betahook.attach(model) as hook:
+        model(x).sum().backward()
+        hook.step()
+        layer = hook.layers["0"]
+        assert layer.weight_std_q == pytest.approx(model[0].q_proj.weight.detach().std(correction=0).item(), rel=1e-5)
+        assert layer.statistics.input_std_q.isnan()
+        layer.beta = 2 * layer.beta_default
+        doubled = model(x)
+        assert not torch.allclose(doubled, expected)
+        betahook.fold(model)
+    torch.testing.assert_close(model(x), doubled)
