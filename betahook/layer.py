@@ -14,8 +14,9 @@ from betahook import theory
 from betahook.measure import weights
 from betahook.measure.groups import HeadGroups, LayerSize
 from betahook.measure.statistics import Statistics
+from betahook.models.classifiers import classify
 from betahook.models.code import names_used
-from betahook.models.discovery import AttentionModule, classify
+from betahook.models.discovery import AttentionModule
 from betahook.models.projections import KNOWN_FORMS, Pair
 from betahook.state.ranges import HeadRange
 from betahook.state.state import LARGEST_BETA, SMALLEST_BETA, State, is_beta, refusal_anywhere

@@ -1,38 +1,35 @@
-"""Discovery of the attention modules of a model: read off their code, which shows them before any forward.
+"""Discovery of the attention modules of a model before any forward: by their code, or by a trial where that is mute.
 
-`options.find_layers` calls `survey` when a hook is attached; nothing here runs or changes the model.
+`options.find_layers` calls `survey` when a hook is attached.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from betahook import compat
 from betahook.models import trial
-from betahook.models.code import PRODUCTS, SOFTMAXES, is_users, names_held, names_used
+from betahook.models.classifiers import (
+    ASKED,
+    NO_ATTENTION,
+    UNKNOWN_CODE,
+    Route,
+    Verdict,
+    classify,
+    has_matrix,
+    is_named,
+)
+from betahook.models.code import is_users, names_used
 from betahook.models.families import Facts, facts
 from betahook.models.heads import count_heads, from_scale, missing, stated
 from betahook.models.labels import Linear, MadeOf
 from betahook.models.places import Place, places_of, places_of_all
 from betahook.models.projections import Pair, at_places, locate
-
-Route = Literal["interface", "torch", "by hand"]
-"""The source of scores: the attention "interface" of transformers, "torch" or another kernel, or "by hand"."""
-
-TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
-KERNELS = {"flex_attention", "flash_attn_func", "flash_attn_varlen_func", "varlen_attn", "memory_efficient_attention"}
-"""Functions that take the softmax too, called by name in users' code; `tap.kernels` has their signatures."""
-ASKED = TORCH_ATTENTION | KERNELS
-SOFTMAX = {*SOFTMAXES, "Softmax", "LogSoftmax", "XSoftmax"}
-IN_NAME = re.compile("attention|attn", re.IGNORECASE)
 
 
 @dataclass
@@ -45,7 +42,8 @@ class AttentionModule:
         head_dim: d_k.
         route: the source of its scores.
         facts: about its class.
-        places, has_changed: those of W_q and W_k that a forward or a trial showed; True once the forward is another.
+        places: those of W_q and W_k, as far as a forward showed them: the first one, or before it a trial.
+        has_changed: True once its forward is another one than at first.
     """
 
     module: nn.Module
@@ -101,29 +99,6 @@ class Survey:
     not_reached: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The result of classifying a module, which is no attention if there is neither a route nor an obstacle.
-
-    Attributes:
-        route: the source of its scores, where betahook can reach them.
-        obstacle: the reason why it cannot.
-        by_name_only: nothing but its name makes it look like attention.
-        unnamed: its code may be an attention's, its name is not: a trial decides.
-    """
-
-    route: Route | None = None
-    obstacle: str | None = None
-    by_name_only: bool = False
-    unnamed: bool = False
-
-
-NO_ATTENTION = Verdict()
-UNKNOWN_CODE = Verdict(
-    obstacle="no product with a softmax behind it was found in its code, nor in the functions that this calls by name; "
-    "attention by F.scaled_dot_product_attention would be",
-    by_name_only=True,
-)
 HOLDS_ATTENTION = Verdict(
     obstacle="its own attention is not reached beside that of the modules in it, which are hooked: move it into a "
     "module of its own"
@@ -168,7 +143,7 @@ def survey(model: nn.Module) -> Survey:
         if module in able and _attends_itself(module, names(compat.class_of(module))):
             if not hooked.isdisjoint(module.modules()):
                 refused[name] = module, HOLDS_ATTENTION
-            elif _is_named(module):
+            elif is_named(module):
                 refused[name] = module, HOLDS_ANOTHER
     reached = {part for one in found.values() for part in one.module.modules()}
     not_reached = {
@@ -186,7 +161,7 @@ def _inside(module: nn.Module) -> set[nn.Module]:
 
 def _attends_itself(module: nn.Module, used: Set[str]) -> bool:
     """True if a module around others is an attention too; its config does not tell, which a whole model has as well."""
-    return is_users(module) and bool(used & ASKED or stated(module)[0] or _is_named(module))
+    return is_users(module) and bool(used & ASKED or stated(module)[0] or is_named(module))
 
 
 Try = Callable[[nn.Module], trial.Outcome | None]
@@ -213,7 +188,7 @@ def _decide(verdicts: dict[nn.Module, Verdict], tried: Try) -> None:
         if not is_users(module) or (verdict.route is None and verdict != UNKNOWN_CODE):
             continue
         inner = {part for part in _inside(module) if verdicts[part].route is not None}
-        whole = {part for part in inner if _has_matrix(part) or count_heads(part) is not None}
+        whole = {part for part in inner if has_matrix(part) or count_heads(part) is not None}
         if verdict.unnamed and whole and count_heads(module) is None:
             verdicts[module] = NO_ATTENTION
             continue
@@ -237,114 +212,3 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Names and modules, the names as those of the weights in a saved model, without what wrappers add to them."""
     for path, module in model.named_modules():
         yield ".".join(part for part in path.split(".") if part not in compat.WRAPPERS), module
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """A module, and what its code shows.
-
-    Attributes:
-        module: the module.
-        used: names that its code uses.
-        used_below: those, and the names that the code of its parts uses.
-    """
-
-    module: nn.Module
-    used: Set[str]
-    used_below: Set[str]
-
-
-def classify(module: nn.Module, names: Callable[[type], frozenset[str]]) -> Verdict:
-    """The verdict of the first classifier that comes to one; `names` are those that the code of a class uses."""
-    used = names(compat.class_of(module))
-    if hasattr(module, "processor"):  # diffusers keeps the attention apart from the module that owns the weights
-        used |= names(type(module.processor))
-    if is_users(module):
-        used |= names_held(module)
-    # A product or a softmax may be a module of its own, with a scale at most, and in another one.
-    parts = (part for child in module.children() if not _has_matrix(child) for part in child.modules())
-    suspect = Suspect(module, used, used.union(*(names(compat.class_of(part)) for part in parts)))
-    verdicts = (classifier(suspect) for classifier in CLASSIFIERS)
-    return next((verdict for verdict in verdicts if verdict is not None), NO_ATTENTION)
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    """True for a module with more parameters than a scale, or one of each head."""
-    return any(hasattr(part, "in_features") for part in module.modules()) or any(  # quantised, it holds no parameter
-        is_lazy(parameter) or compat.is_zero3(parameter) or sum(size > 1 for size in parameter.shape) > 1
-        for parameter in module.parameters()
-    )
-
-
-def known_otherwise(suspect: Suspect) -> Verdict | None:
-    """A class that is known to be something else."""
-    reason = facts(suspect.module).not_attention
-    return None if reason is None else Verdict(obstacle=reason)
-
-
-def is_scripted(suspect: Suspect) -> Verdict | None:
-    """Attention that `torch.jit` compiled: nothing that it calls is seen."""
-    name = suspect.module.original_name if isinstance(suspect.module, torch.jit.ScriptModule) else ""
-    reason = f"torch.jit compiled this {name}, so that its products are out of sight; leave it in Python"
-    return Verdict(obstacle=reason) if IN_NAME.search(name) else None
-
-
-def is_called_otherwise(suspect: Suspect) -> Verdict | None:
-    """A module with a `__call__` of its own, past its forward: what it computes is a part of what calls it."""
-    return None if type(suspect.module).__call__ is nn.Module.__call__ else NO_ATTENTION
-
-
-def asks_interface(suspect: Suspect) -> Verdict | None:
-    """Attention that asks transformers for its attention function."""
-    if "get_interface" not in suspect.used:
-        return None
-    bypasses = facts(suspect.module).bypasses_interface
-    return Verdict("by hand" if bypasses is not None and bypasses(suspect.module) else "interface")
-
-
-def asks_torch(suspect: Suspect) -> Verdict | None:
-    """Attention that torch computes, unless its code has a softmax of its own for other cases."""
-    used, kernels = suspect.used, {"scaled_dot_product_attention"}
-    if is_users(suspect.module):
-        used, kernels = suspect.used_below, kernels | KERNELS
-    if not used & (TORCH_ATTENTION | kernels):
-        return None
-    return Verdict("torch" if used & kernels and not used & SOFTMAX else "by hand")
-
-
-def _is_named(module: nn.Module) -> bool:
-    """True for a module whose class is called attention."""
-    return IN_NAME.search(compat.class_of(module).__name__) is not None
-
-
-def has_no_name(suspect: Suspect) -> Verdict | None:
-    """Code that is not called attention, and asks nobody for one."""
-    if _is_named(suspect.module):
-        return None
-    has_weights = _has_matrix(suspect.module)  # else it is a part of what calls it
-    computes = is_users(suspect.module) and _has_product_and_softmax(suspect)
-    return Verdict("by hand", unnamed=True) if computes and has_weights else NO_ATTENTION
-
-
-def is_by_hand(suspect: Suspect) -> Verdict | None:
-    """Attention with a product and a softmax in its code, or past `get_interface` in the registry of transformers."""
-    by_hand = _has_product_and_softmax(suspect) or "ALL_ATTENTION_FUNCTIONS" in suspect.used
-    return Verdict("by hand") if by_hand else None
-
-
-def has_name_only(suspect: Suspect) -> Verdict | None:
-    """Code that is called an attention, and not a part of one, its output say."""
-    name = compat.class_of(suspect.module).__name__
-    return UNKNOWN_CODE if re.search("(attention|attn)[0-9]*$", name, re.IGNORECASE) else None
-
-
-def _has_product_and_softmax(suspect: Suspect) -> bool:
-    """True for code with a product and a softmax."""
-    return bool(suspect.used_below & SOFTMAX and suspect.used_below & {"@", *PRODUCTS})
-
-
-CLASSIFIERS = (
-    *(known_otherwise, is_scripted, is_called_otherwise, asks_interface, asks_torch, has_no_name, is_by_hand),
-    has_name_only,
-)
-"""In the order in which they are asked."""

@@ -10,8 +10,7 @@ import transformers
 from torch import nn
 
 from betahook.models import discovery
-from betahook.models.discovery import Survey, Verdict, survey
-from betahook.models.families import FACTS, Facts
+from betahook.models.discovery import Survey, survey
 from support.models import CONFIGS, build
 
 
@@ -167,47 +166,6 @@ def test_a_class_that_gets_another_forward_is_read_again(monkeypatch):
     assert survey(module).found[""].route == "by hand"
     monkeypatch.setattr(type(module), "forward", Calls.forward)
     assert survey(module).found[""].route == "interface"
-
-
-def bypassing(answer):
-    return Facts(bypasses_interface=lambda module: answer)
-
-
-CLASSIFIERS = {
-    "known otherwise": (discovery.known_otherwise, dict(facts=Facts(not_attention="no")), Verdict(obstacle="no")),
-    "not known": (discovery.known_otherwise, {}, None),
-    "the interface": (discovery.asks_interface, dict(used={"get_interface", "softmax", "@"}), Verdict("interface")),
-    "past it": (discovery.asks_interface, dict(used={"get_interface"}, facts=bypassing(True)), Verdict("by hand")),
-    "through it": (
-        discovery.asks_interface,
-        dict(used={"get_interface"}, facts=bypassing(False)),
-        Verdict("interface"),
-    ),
-    "no interface": (discovery.asks_interface, dict(used={"softmax"}, facts=bypassing(True)), None),
-    "torch": (discovery.asks_torch, dict(used={"scaled_dot_product_attention", "@"}), Verdict("torch")),
-    "or by hand": (discovery.asks_torch, dict(used={"scaled_dot_product_attention", "softmax"}), Verdict("by hand")),
-    "all of torch's": (discovery.asks_torch, dict(used={"multi_head_attention_forward"}), Verdict("by hand")),
-    "no torch": (discovery.asks_torch, dict(used={"softmax", "bmm"}), None),
-    "no name": (discovery.has_no_name, dict(name="Mixer"), discovery.NO_ATTENTION),
-    "a short name": (discovery.has_no_name, dict(name="SelfAttnBlock"), None),
-    "a product and a softmax": (discovery.is_by_hand, dict(used={"bmm", "Softmax"}), Verdict("by hand")),
-    "a softmax in a part": (discovery.is_by_hand, dict(used={"einsum"}, below={"softmax"}), Verdict("by hand")),
-    "the registry": (discovery.is_by_hand, dict(used={"ALL_ATTENTION_FUNCTIONS"}), Verdict("by hand")),
-    "the registry in a part": (discovery.is_by_hand, dict(below={"ALL_ATTENTION_FUNCTIONS"}), None),
-    "a product": (discovery.is_by_hand, dict(used={"bmm"}), None),
-    "a name only": (discovery.has_name_only, dict(name="LinearAttention2"), discovery.UNKNOWN_CODE),
-    "the name of a part": (discovery.has_name_only, dict(name="AttentionOutput"), None),
-}
-
-
-@pytest.mark.parametrize("case", CLASSIFIERS)
-def test_a_classifier_judges_what_it_knows(case, monkeypatch):
-    classifier, signs, expected = CLASSIFIERS[case]
-    name, used = signs.get("name", "Made"), signs.get("used", set())
-    monkeypatch.setitem(FACTS, name, signs.get("facts", Facts()))
-    module = type(name, (nn.Module,), {})()
-    suspect = discovery.Suspect(module, used, used | signs.get("below", set()))
-    assert classifier(suspect) == expected
 
 
 def test_of_two_that_hold_one_another_the_inner_one_is_found():

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import betahook
 from betahook.measure.masks import Band
-from betahook.models import discovery
+from betahook.models import classifiers
 from betahook.models.torch_calls import Call
 from betahook.tap import kernels
 from support.attention import HEADS, WIDTH, Block
@@ -332,7 +332,7 @@ def test_torch_2_10_says_by_position_that_packed_sequences_are_causal():
 
 
 def test_the_table_holds_what_discovery_finds():
-    assert set(kernels.KERNELS) == discovery.KERNELS | {"scaled_dot_product_attention"}
+    assert set(kernels.KERNELS) == classifiers.KERNELS | {"scaled_dot_product_attention"}
     assert sys.modules[flex_attention.__module__] is flex
 
 
