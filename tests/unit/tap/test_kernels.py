@@ -33,8 +33,8 @@ BLOCK_MASK = create_block_mask(lambda b, h, q, k: q >= k, None, None, LENGTH, LE
 def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None
 ):
-    left = LENGTH if window_size[0] < 0 else window_size[0]
-    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(0 if causal else LENGTH).triu(-left)
+    left, right = (LENGTH if side < 0 else side for side in window_size)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(0 if causal else right).triu(-left)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
 
@@ -106,6 +106,17 @@ class FlashWindow(Block):
         return flash_attn_func(q=q, k=k, v=v, softmax_scale=0.5, causal=True, window_size=(3, 0)).transpose(1, 2)
 
 
+class FlashUnmasked(Block):
+    def mix(self, q, k, v):
+        return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=0.5).transpose(1, 2)
+
+
+class FlashBothWays(Block):
+    def mix(self, q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return flash_attn_func(q, k, v, softmax_scale=0.5, window_size=(2, 1)).transpose(1, 2)
+
+
 class Varlen(Block):
     def mix(self, q, k, v):
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
@@ -175,6 +186,8 @@ CASES = {
     OfModule: torch.ones_like(CAUSAL),
     Flash: CAUSAL,
     FlashWindow: WINDOW,
+    FlashUnmasked: torch.ones_like(CAUSAL),
+    FlashBothWays: torch.ones_like(CAUSAL).tril(1).triu(-2),
     Varlen: PACKED,
     VarlenOfTorch: PACKED,
     VarlenWindow: PACKED & WINDOW,
