@@ -268,6 +268,16 @@ def test_projections_that_were_taken_out_or_pruned_are_not_measured_any_more():
             assert (layer.refusal is None) is (change is fuse)
 
 
+def test_a_projection_that_lost_a_single_row_is_not_measured():
+    model = Plain()
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        (layer,) = hook.layers.values()
+        model(torch.randn(2, 9, WIDTH))
+        assert layer.weight_std_q > 0
+        model.q_proj = nn.Linear(WIDTH, WIDTH - 1)
+        assert math.isnan(layer.weight_std_q)
+
+
 class Quantised(nn.Module):
     """A linear map that holds no parameter, as those of torch.ao."""
 

@@ -511,3 +511,23 @@ def test_attach_before_the_weights_are_there(kind):
         hook.model(x).sum().backward()
         hook.step()
     assert hooks[1].metrics() == hooks[0].metrics()
+
+
+class Packed(nn.Module):
+    """A linear map without parameters, its entries of a byte each."""
+
+    in_features = WIDTH
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("entries", torch.randint(256, (3 * WIDTH, WIDTH), dtype=torch.uint8))
+        self.register_buffer("scale", torch.tensor(0.01))
+
+    def forward(self, x):
+        return x @ (self.entries * self.scale).mT
+
+
+def test_a_trial_runs_in_the_dtype_of_the_numbers_and_not_of_packed_entries():
+    module = Mixer()
+    module.projection = Packed()
+    assert trial.run(module.double()).size == (HEADS, HEAD_DIM)
