@@ -10,7 +10,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import betahook
 from betahook.keep.folding import warn_of_refusals
 from betahook.models.scaling import NoScalingError
-from support.attention import LENGTH, WIDTH, FusedAttention
+from support.attention import HEADS, LENGTH, WIDTH, FusedAttention
 from support.models import build, inputs
 from support.training import move
 
@@ -111,6 +111,26 @@ def test_a_projection_that_makes_the_keys_too_is_refused():
             betahook.FoldError, match="its query weight makes its keys too, where beta would act a second"
         ):
             betahook.fold(model)
+
+
+class Normed(FusedAttention):
+    def __init__(self):
+        super().__init__()
+        self.k_proj = self.q_proj
+        self.q_norm = nn.RMSNorm(WIDTH // HEADS)
+
+    def mix(self, q, k, v):
+        return super().mix(self.q_norm(q), k, v)
+
+
+def test_a_norm_of_the_query_takes_beta_where_one_projection_makes_the_keys_too():
+    model, x = nn.Sequential(Normed()), torch.randn(2, LENGTH, WIDTH)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        move(hook, False)
+        expected = model(x)
+        betahook.fold(model)
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_a_weight_that_overflows_is_not_written():
