@@ -97,6 +97,15 @@ def test_foreign_states_are_refused_and_change_nothing():
         assert repr(hook.state_dict()) == repr(state)
 
 
+def test_a_state_of_fewer_layers_says_which_the_hook_has_besides():
+    model = build("llama")
+    with betahook.attach(model, layers=LAYER) as hook:
+        state = hook.state_dict()
+    message = r"other layers: only this hook has model\.layers\.1\.self_attn\. Attach to the model"
+    with betahook.attach(model) as hook, pytest.raises(ValueError, match=message):
+        hook.load_state_dict(state)
+
+
 def test_a_state_in_the_middle_of_a_step_has_its_sensitivity():
     model = build("llama")
     hook = betahook.attach(model, controller=betahook.Gradient())
