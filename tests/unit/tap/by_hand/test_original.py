@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import betahook
+from betahook.tap.by_hand.original import Original
 from support.attention import HEADS, LENGTH, WIDTH, Block, ByHandAttention, FusedAttention, components, make
 
 BATCH = torch.randn(HEADS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -75,6 +76,14 @@ def test_the_forward_of_another_class_runs_with_beta(kind, forward, change, beta
         hidden = model.double()[0](BATCH.double())
         expected = 2 * ((beta or 0.1) * (q @ k.mT)).softmax(-1) @ model[1].split(model[1].v_proj(hidden))
     torch.testing.assert_close(output.double(), expected.transpose(1, 2).flatten(2), rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_is_another_one_once():
+    module = ByHandAttention()
+    original = Original(module)
+    assert original.now() == (module.forward, False)
+    module.__class__ = type("Other", (ByHandAttention,), {"forward": lambda self, x: x})
+    assert [original.now() for _ in range(2)] == [(module.forward, True), (module.forward, False)]
 
 
 def test_a_forward_of_the_module_itself_hides_that_of_its_class():
