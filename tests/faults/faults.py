@@ -542,6 +542,12 @@ FAULTS = [
     Fault("betahook/tap/override.py", "if attributes.get(self._name) is self._value", "if self._name in attributes"),
     Fault("betahook/tap/override.py", "attributes[self._name] is not self._value", "False", COPIES),
     Fault("betahook/tap/copies.py", "if key != identity", "if key == identity"),
+    Fault(
+        "betahook/state/state.py",
+        "sums.masked_fill_(state.by_component(state.alone), 0)",
+        "pass",
+        ("tests/unit/tap/by_hand/test_settled.py",),
+    ),
     Fault("betahook/tap/kernels.py", '0 if given.get("causal") or given.get("is_causal") else right', "0"),
     Fault("betahook/tap/copies.py", "len(reduced) < 3 or ", ""),
     Fault("betahook/step/first_look.py", "if state.seen and", "if"),

@@ -99,6 +99,8 @@ def test_a_layer_that_is_left_alone_later_has_no_sensitivity(x):
         model[1].sharpens = True
         output = model(x)
         assert "pow" in hook.layers["1"].refusal
+        state = hook.state_dict()
+        assert not any(state[name].any() for name in ("table", "recent", "moments", "recent_moments", "window"))
         output.square().mean().backward()
         assert hook.layers["1"].statistics.sensitivity == 0
         hook.step()
