@@ -575,7 +575,7 @@ FAULTS = [
         BYPASSED,
     ),
     Fault("betahook/tap/by_hand/forward.py", "concerns = self.recording or ", "concerns = ", BYPASSED),
-    Fault("betahook/tap/by_hand/watching.py", "(args, kwargs)), False\n", "(args, kwargs)), True\n", BYPASSED),
+    Fault("betahook/tap/by_hand/forward.py", "layer.projected = False", "layer.projected = True", BYPASSED),
     Fault("betahook/tap/by_hand/original.py", 'module if hasattr(module, "processor") else None', "None"),
     Fault("betahook/tap/by_hand/watching.py", "layer.attention.has_changed = True", "pass", ORIGINAL),
     Fault("betahook/models/torch_calls.py", "return in_place_of_torch(function) or name", "return name", WRAPPED),

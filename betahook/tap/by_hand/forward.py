@@ -61,6 +61,7 @@ class Forward:
 
     def __init__(self, layer: Recorder, plan: Plan, inputs: Any, *, rehearsal: bool = False) -> None:
         self.layer, self.plan, self.rehearsal = layer, plan, rehearsal
+        layer.projected = False
         given = next(tensors_in(inputs), None)
         is_dry = rehearsal or shows_shapes(given, layer.state)
         self.recording = layer.is_recording and not (is_dry or layer.refusal)

@@ -132,7 +132,7 @@ def _follow(
     if unknown and not (compat.is_exporting() or compat.is_without_data()) and bool(layer.is_set.any()):
         with uncompiled():
             _rehearse(layer, plan, forward, args, kwargs)
-    known, layer.projected = Forward(layer, plan, (args, kwargs)), False
+    known = Forward(layer, plan, (args, kwargs))
     with uncompiled(), ScoreProducts(known):
         output = forward(*args, **kwargs)
     known.finish()
@@ -164,7 +164,7 @@ def _rehearse(
     """Run a forward dry, to learn about its products before a beta that was loaded acts on them."""
     if not all(isinstance(x, Tensor | bool | int | float | str | None) for x in compat.leaves((args, kwargs))):
         return  # a cache, say, would be filled twice
-    known, layer.projected = Forward(layer, plan, (args, kwargs), rehearsal=True), False
+    known = Forward(layer, plan, (args, kwargs), rehearsal=True)
     given = (x for x in compat.leaves((args, kwargs)) if isinstance(x, Tensor))
     # Non-reentrant checkpointing counts what is saved for the backward, and its recomputation rehearses nothing.
     unsaved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
