@@ -78,7 +78,6 @@ RUNS = {
 
 def train(run: Run, steps: int, every: int, seed: int) -> tuple[bytes, betahook.Findings, float]:
     """Train a model; return its picture, its findings and the mean loss of the last quarter."""
-    torch.set_num_threads(1)  # the rounding of sums decides such a run, and the number of threads the rounding
     torch.manual_seed(seed)
     model = build(LAYERS, HEADS, WIDTH, LENGTH)
     run.prepare(model)
@@ -110,6 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/gallery"), help="folder for the pictures")
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # the rounding of sums decides such a run, and the number of threads the rounding
     for name in options.only:
         picture, found, loss = train(RUNS[name], options.steps or RUNS[name].steps, options.every, options.seed)
         (options.output / f"{name}.png").write_bytes(picture)
