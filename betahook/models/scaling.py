@@ -248,7 +248,7 @@ class Norm:
     @property
     def tensors(self) -> list[Tensor]:
         """Its weight and, where it has one, its bias."""
-        both = (getattr(self.module, name, None) for name in (self.name, "bias"))
+        both = (getattr(self.module, each, None) for each in (self.name, "bias"))
         return [x for x in both if isinstance(x, Tensor)]
 
     @property
@@ -282,7 +282,7 @@ def learned_norm(module: nn.Module, name: str, heads: int, head_dim: int) -> Nor
 def _offset(norm: nn.Module, name: str) -> float:
     """The number that a norm adds to its weight, 0 or 1: seen from what it returns for weights of 0, 1 and 2."""
     state = dict(chain(norm.named_parameters(), norm.named_buffers()))
-    on_cpu = {name: torch.zeros(tensor.shape, device="cpu") for name, tensor in state.items()}
+    on_cpu = {each: torch.zeros(tensor.shape, device="cpu") for each, tensor in state.items()}
     weight = on_cpu[name]
     tokens = torch.linspace(-1, 2, weight.numel(), device="cpu").view(1, *weight.shape)
     try:
