@@ -10,7 +10,7 @@ from betahook.measure import calls, components, rows, scores, statistics
 from betahook.measure.masks import Band, derive
 from betahook.measure.pairs import keys_per_query, row_pairs
 
-HEAD_DIM = 8
+HEAD_DIM, CPU = 8, torch.device("cpu")
 
 BANDS = {
     "full": (Band(), 0),
@@ -115,11 +115,16 @@ def looked_at(query, key, mask, beta=1.0, **score_mod):
     )
 
 
+def empty_sums(heads, width, device=CPU):
+    """The table and the moments of heads that measured nothing yet, all components together of this width."""
+    table = statistics.empty(heads, device)
+    return table, table.new_zeros(len(components.ROWS), width)
+
+
 def recorded(query, key, mask, beta=1.0, *, exact_max_logit=False, inputs=(), **score_mod):
     """Everything that a layer adds to the table for one call, by the names of its rows."""
     heads, width = query.shape[1], query.shape[3]
-    table = statistics.empty(heads, query.device)
-    moments = table.new_zeros(4, heads * width)
+    table, moments = empty_sums(heads, heads * width, query.device)
     beta = torch.as_tensor(beta, device=query.device).expand(heads)
     scales = torch.stack([torch.ones_like(beta), beta])
     operands = query, key, mask, scales, rows.ScoreMod(**score_mod)

@@ -7,7 +7,7 @@ from betahook.measure import calls, masks, pairs, rows, statistics
 from betahook.measure.largest import norm_bound
 from betahook.measure.masks import Band, Mask
 from betahook.measure.statistics import ROW
-from support.matrices import BANDS, assert_scores, assert_sums, full, make, pairs_of, recorded, used
+from support.matrices import BANDS, assert_scores, assert_sums, empty_sums, full, make, pairs_of, recorded, used
 
 
 @pytest.mark.parametrize("name", BANDS)
@@ -28,8 +28,7 @@ def test_every_form_measures_the_same(name, monkeypatch):
 
 def test_calls_add_up():
     (query, key), mask = make(20, 20), Mask(Band(None, 0))
-    table = statistics.empty(2, query.device)
-    moments = table.new_zeros(4, 16)
+    table, moments = empty_sums(2, 16)
     for beta in (2.0, 1.0):
         scales = torch.tensor([[1.0], [beta]]).expand(2, 2)
         calls.add_scores(table, moments, query, key, mask, scales, rows.PLAIN, exact_max_logit=False)
@@ -73,8 +72,7 @@ def test_half_precision_is_measured_in_single():
 @pytest.mark.parametrize("band", [Band(), Band(None, 0), Band(-99, 0)], ids=["full", "causal", "window"])
 def test_sequences_weigh_by_their_rows_whichever_form_measures_them(band):
     """One of 1,000 tokens, of which some rows are looked at, and four of 60, of which all are."""
-    table = statistics.empty(2, torch.device("cpu"))
-    moments = table.new_zeros(4, 16)
+    table, moments = empty_sums(2, 16)
     of_rows = {"rows": [], "entropy": [], "sink": [], "flat_entropy": []}
     for length in (1000, 60, 60, 60, 60):
         query, key = make(length, length)

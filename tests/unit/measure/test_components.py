@@ -6,6 +6,7 @@ import torch
 from betahook import theory
 from betahook.measure import components, scores, statistics
 from betahook.measure.statistics import ROW, Statistics
+from support.matrices import empty_sums
 
 CPU = torch.device("cpu")
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8
@@ -25,8 +26,7 @@ def draw(mean, spread=1.0, tokens=60):
 
 def measured(calls):
     """Statistics of each head of calls `(query, key, valid or None)`."""
-    table = statistics.empty(HEADS, CPU)
-    sums = table.new_zeros(4, HEADS * WIDTH)
+    table, sums = empty_sums(HEADS, HEADS * WIDTH)
     for query, key, valid in calls:
         of_query, of_key = scores.components(query, valid), scores.components(key, valid)
         counts = [len(x) * x.shape[2] if valid is None else valid.sum() for x in (query, key)]
@@ -86,8 +86,7 @@ def test_heads_may_have_different_widths():
     """Each head as if it were alone."""
     widths, tokens = [2, 5, 3], 40
     parts = [torch.randn(1, 1, tokens, width, generator=torch.Generator().manual_seed(width)) for width in widths]
-    table = statistics.empty(3, CPU)
-    sums = table.new_zeros(4, sum(widths))
+    table, sums = empty_sums(3, sum(widths))
     for index, (part, columns) in enumerate(zip(parts, sums.split(widths, 1), strict=True)):
         found = scores.components(part, None)
         count = torch.full((2, 1), tokens)
@@ -125,8 +124,7 @@ def test_the_table_has_a_row_for_everything_that_is_written():
 
 
 def test_heads_without_moments_keep_the_averages_of_an_old_file():
-    table = statistics.empty(2, CPU)
-    moments = table.new_zeros(4, 2 * WIDTH)
+    table, moments = empty_sums(2, 2 * WIDTH)
     table[[ROW["queries"], ROW["keys"]]] = 4
     table[ROW["query_variance"]] = 7
     moments[:, WIDTH:] = 4
