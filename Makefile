@@ -4,10 +4,11 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+BETWEEN := .venv-between
 STACKS := .venv-stacks
 PACKAGE := .venv-package
 
-.PHONY: demo test test-slow test-families test-faults test-generated test-oldest test-newest test-stacks support docs package lint format clean
+.PHONY: demo test test-slow test-families test-faults test-generated test-oldest test-newest test-torch test-stacks support docs package lint format clean
 
 demo: $(VENV)/ready
 	$(RUN) examples/flip/run.py --columns plain betahook --seeds 7 --output runs/demo
@@ -41,6 +42,13 @@ test-newest:
 	$(PYTHON) -m venv --clear $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	$(NEWEST)/bin/python -m pytest -n 2
+
+# A torch between those: what compiles differs most. TORCH=2.9.1 picks another.
+TORCH := 2.11.0
+test-torch:
+	$(PYTHON) -m venv --clear $(BETWEEN)
+	$(BETWEEN)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) -e '.[test]'
+	$(BETWEEN)/bin/python -m pytest -n 2 -W ignore tests/unit tests/models
 
 # With the packages that others train in; their warnings are theirs.
 test-stacks: $(STACKS)/ready
@@ -99,4 +107,4 @@ $(STACKS)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(STACKS) $(PACKAGE) runs build dist betahook.egg-info
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(BETWEEN) $(STACKS) $(PACKAGE) runs build dist betahook.egg-info

@@ -115,8 +115,10 @@ def is_captured(device: torch.device) -> bool:
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/compiler/__init__.py
-is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
-"""True for a forward that `torch.export` looks at; torch 2.6 does not tell."""
+def is_exporting() -> bool:
+    """True for a forward that `torch.export` looks at; torch 2.6 does not tell."""
+    # In a graph, torch 2.7 to 2.11 take `torch.compiler.is_exporting()`, which returns this, for True.
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_python_dispatch.py

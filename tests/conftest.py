@@ -25,6 +25,9 @@ def pytest_collection_modifyitems(items):
         for mark in item.iter_markers("oldest_skips"):
             if _is_meant(item, mark) and oldest:
                 item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]} in the oldest versions"))
+        for mark in item.iter_markers("needs_torch"):
+            if _is_meant(item, mark) and Version(torch.__version__) < Version(mark.args[0]):
+                item.add_marker(pytest.mark.skip(reason=f"before torch {mark.args[0]}, {mark.args[1]}"))
 
 
 def pytest_collection_finish():
@@ -37,5 +40,5 @@ def _is_meant(item, mark):
     """A mark may name parameters of its test, and is then of the cases whose values match."""
     values = item.callspec.params if mark.kwargs else {}
     if unknown := mark.kwargs.keys() - values.keys():
-        raise pytest.UsageError(f"{item.nodeid}: oldest_skips names {sorted(unknown)}, which are no parameters of it")
+        raise pytest.UsageError(f"{item.nodeid}: {mark.name} names {sorted(unknown)}, which are no parameters of it")
     return all(fnmatch.fnmatchcase(str(values[name]), pattern) for name, pattern in mark.kwargs.items())

@@ -109,7 +109,7 @@ class GivenMask:
 
     kind: Kind
     tensor: Tensor | None = None
-    band: Band = Band()
+    band: Band = field(default_factory=Band)  # as torch 2.11 has no way to trace a default that is an object
 
     def describe(self, queries: int, keys: int, *, shared: bool = True) -> Mask:
         """Look at the tensor, for a call of so many queries and keys; other layers profit from it if it is `shared`."""

@@ -128,6 +128,7 @@ ONE_LAYER = {
 
 
 @pytest.mark.oldest_skips("torch cannot trace the models at all")
+@pytest.mark.needs_torch("2.13", "the caches of transformers are not traced", family="t5")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
 @pytest.mark.parametrize("family", ["llama", *ONE_LAYER])
 def test_one_graph_serves_every_beta(family):
@@ -207,6 +208,7 @@ def test_a_mask_that_is_left_to_broadcast():
             assert bool(b.layers[layer].statistics.exact)
 
 
+@pytest.mark.needs_torch("2.10", "a graph counts the pairs of both runs")
 @pytest.mark.oldest_skips("torch cannot trace the models at all")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of the same
@@ -265,6 +267,7 @@ def test_one_graph_measures_the_layers_in_turn():
     assert counts == inputs_counted == [[True] * 4, [False, False, True, True], [True, True, False, False]]
 
 
+@pytest.mark.needs_torch("2.11", "each module with hooks is compiled anew")
 @pytest.mark.oldest_skips("torch cannot trace the models at all")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of the same

@@ -349,9 +349,9 @@ def test_learned_sinks_take_part_in_the_entropy():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's compiler
-@pytest.mark.parametrize(
-    "compiled", [False, pytest.param(True, marks=pytest.mark.oldest_skips("torch cannot trace the models at all"))]
-)
+@pytest.mark.oldest_skips("torch cannot trace the models at all", compiled="True")
+@pytest.mark.needs_torch("2.10", "a graph rounds otherwise", compiled="True")
+@pytest.mark.parametrize("compiled", [False, True])
 def test_a_query_of_other_heads_than_a_module_states_is_left_alone(compiled, caplog):
     model, batch = build("llama").train(), inputs("llama")
     attention = model.model.layers[0].self_attn
