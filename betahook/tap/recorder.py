@@ -38,10 +38,10 @@ def _columns(state: State, head_range: HeadRange) -> tuple[Tensor, Tensor]:
     return state.table[:, head_range.heads], state.moments[:, head_range.components]
 
 
-def _scales(state: State, head_range: HeadRange, device: torch.device) -> Tensor:
-    """1 and beta of heads, `[2, heads]`: made once for all layers where the model's own beta is a number."""
+def _scales(state: State, head_range: HeadRange, device: torch.device, *, shared: bool = True) -> Tensor:
+    """1 and beta of heads, `[2, heads]`: made once for all layers if `shared`, and the model's own beta is a number."""
     heads = head_range.heads
-    if state.factors.is_number(head_range.layer) and not compat.is_captured(device):
+    if shared and state.factors.is_number(head_range.layer) and not compat.is_captured(device):
         return state.factors.scales()[:, heads].to(device)
     beta = state.current_beta[heads]
     return torch.stack([torch.ones_like(beta), beta]).to(device)
@@ -261,7 +261,7 @@ class Recorder:
             return
         if isinstance(mask, GivenMask):
             mask = mask.describe(query.shape[2], key.shape[2])
-        scales = _scales(state, local, query.device)
+        scales = _scales(state, local, query.device, shared=mask.facts is not None)
         sums, query, key = _columns(state, local), query.detach(), key.detach()
         calls.add_scores(*sums, query, key, mask, scales, score_mod, exact_max_logit=exact, inputs=entries)
 

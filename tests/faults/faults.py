@@ -894,6 +894,7 @@ FAULTS = [
     Fault(
         "betahook/models/modes.py", "if compat.has_compiled() else nullcontext()", "if False else nullcontext()", TRIAL
     ),
+        "betahook/tap/recorder.py", "if shared and state.factors", "if state.factors", ("tests/models/test_cost.py",)
     Fault("betahook/models/modes.py", "self._users -= 1", "self._users = 0", ("tests/unit/models/test_modes.py",)),
     Fault(
         "betahook/tap/by_hand/watching.py",

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import betahook
-from betahook.tap import gain
+from betahook.tap import gain, opaque
 from support.models import build, inputs
 from support.operations import Operations
 
@@ -322,3 +322,35 @@ def test_memory_that_a_layer_keeps_for_its_backward(small, compiled, queries, mo
     query = 4 * 32 * batch["input_ids"].numel()
     assert added == pytest.approx(queries * query, abs=256)
     assert query > 1000
+
+
+class Made(TorchDispatchMode):
+    """Remember which tensors operations make."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.tensors += [weakref.ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        return result
+
+
+@pytest.mark.oldest_skips("torch cannot trace the models at all")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of the same
+def test_what_a_graph_measures_leaves_no_tensor_behind(monkeypatch):
+    """The memory is that of the graph: where CUDA graphs are to be captured, torch raises if anything stays in it."""
+    model, batch, made = build("llama", "sdpa"), inputs("llama", padded=False), Made()
+    run = opaque._run
+
+    def watched(*args):
+        with made:
+            run(*args)
+
+    monkeypatch.setattr(opaque, "_run", watched)
+    with betahook.attach(model, interval=1) as hook:
+        step(torch.compile(model, backend="aot_eager", fullgraph=True), hook, batch)
+        assert len(made.tensors) > 100
+        assert [tensor() for tensor in made.tensors if tensor() is not None] == []
