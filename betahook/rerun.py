@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from betahook.measure.dtypes import for_sums, sum_dtype
 from betahook.models import materialise
-from betahook.models.modes import eagerly, evaluating, random_state_kept
+from betahook.models.modes import eagerly, evaluating, full_precision, random_state_kept
 from betahook.models.torch_calls import rebuilt
 from betahook.tap.last_call import LastCall
 
@@ -35,12 +35,13 @@ class Hooked(Protocol):
 
 @contextmanager
 def without_side_effects(hook: Hooked) -> Iterator[None]:
-    """Evaluation mode, without caches, compilation and measuring; afterwards everything is as it was."""
+    """Evaluation mode in full precision, without caches, compilation and measuring; afterwards all is as it was."""
     configs = {id(c): c for c in (getattr(m, "config", None) for m in hook.model.modules()) if c is not None}
     with ExitStack() as stack:
         stack.enter_context(hook.pause())
         stack.callback(setattr, hook.last_call, "input", hook.last_call.input)
         stack.enter_context(eagerly())
+        stack.enter_context(full_precision())  # a check could not tell an error from the rounding of TF32
         for config in configs.values():
             if getattr(config, "use_cache", False) is True:
                 config.use_cache = False

@@ -1,10 +1,10 @@
-"""Modes for a while: evaluation and random numbers, of a model that is run again or a weight; and no compiled code."""
+"""Modes for a while, of a model that is run again: evaluation, random numbers, full precision, no compiled code."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -32,6 +32,39 @@ def random_state_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
         if any(device.type == "mps" for device in devices):  # has one state, which fork_rng cannot ask for
             stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
         yield
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Float32 products and convolutions in float32, not in TF32 or bfloat16; afterwards as it was chosen."""
+    cudnn, parts = torch.backends.cudnn, _float32_parts()
+    with ExitStack() as stack:
+        for part in parts:
+            stack.callback(_set_precision, part, part.fp32_precision)
+        # These switches must agree with the parts, and raise where the choice was made for the parts alone.
+        with suppress(RuntimeError):
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        with suppress(RuntimeError):
+            stack.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
+        torch.set_float32_matmul_precision("highest")
+        cudnn.allow_tf32 = False
+        for part in parts:
+            part.fp32_precision = "ieee"
+        yield
+
+
+def _float32_parts() -> list[Any]:
+    """The parts of `torch.backends` that have a float32 precision of their own, of which torch before 2.9 has none."""
+    names = ("cuda", "matmul"), ("cudnn", "conv"), ("cudnn", "rnn"), ("mkldnn", "matmul"), ("mkldnn", "conv")
+    parts = (getattr(getattr(torch.backends, owner), name, None) for owner, name in names)
+    return [part for part in parts if hasattr(part, "fp32_precision")]
+
+
+def _set_precision(part: Any, precision: str) -> None:
+    """Give a part of `torch.backends` back its precision: what it inherits, where that is the same."""
+    part.fp32_precision = "none"
+    if part.fp32_precision != precision:
+        part.fp32_precision = precision
 
 
 def eagerly() -> AbstractContextManager[None]:

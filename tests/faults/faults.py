@@ -33,6 +33,7 @@ FINGERPRINT = ("tests/unit/checkpoint/test_fingerprint.py",)
 STATE = ("tests/unit/state",)
 COMPILED = ("tests/models/test_compiled.py",)
 MPS = ("tests/models/test_mps.py",)
+MODES = ("tests/unit/models/test_modes.py",)
 TRANSFORMED = ("tests/models/test_transforms.py",)
 EXPORTED = ("tests/models/test_backends.py::test_an_exported_model_keeps_beta_without_its_hook",)
 VERIFICATION = ("tests/unit/keep/test_verification.py", "tests/unit/keep/test_other_uses.py")
@@ -894,8 +895,13 @@ FAULTS = [
     Fault(
         "betahook/models/modes.py", "if compat.has_compiled() else nullcontext()", "if False else nullcontext()", TRIAL
     ),
+    Fault("betahook/models/modes.py", '            part.fp32_precision = "ieee"\n', "            pass\n", MODES),
+    Fault("betahook/models/modes.py", '    part.fp32_precision = "none"\n', "", MODES),
+    Fault("betahook/rerun.py", "stack.enter_context(full_precision())", "pass", ("tests/unit/keep/test_folding.py",)),
+    Fault(
         "betahook/tap/recorder.py", "if shared and state.factors", "if state.factors", ("tests/models/test_cost.py",)
-    Fault("betahook/models/modes.py", "self._users -= 1", "self._users = 0", ("tests/unit/models/test_modes.py",)),
+    ),
+    Fault("betahook/models/modes.py", "self._users -= 1", "self._users = 0", MODES),
     Fault(
         "betahook/tap/by_hand/watching.py",
         "with uncompiled(), ScoreProducts(known):",

@@ -294,6 +294,24 @@ def test_half_precision_folds_up_to_rounding(dtype):
     torch.testing.assert_close(model(**batch).logits, adapted, rtol=5e-2, atol=5e-2)
 
 
+def test_a_fold_is_checked_in_full_precision_whatever_the_model_trains_in():
+    """A check in TF32, or in bfloat16 on a CPU that multiplies in it, would see nothing but rounding."""
+    model, batch = build("llama", hidden_size=256, num_attention_heads=4, head_dim=64), inputs("llama")
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with betahook.attach(model, controller="monitor") as hook:
+            model(**batch)
+            move(hook, per_head=True)
+            adapted, precisions = model(**batch).logits, set()
+            model.model.register_forward_hook(lambda *_: precisions.add(torch.get_float32_matmul_precision()))
+            betahook.fold(model)
+        assert precisions == {"highest"}
+        assert torch.get_float32_matmul_precision() == "medium"
+        torch.testing.assert_close(model(**batch).logits, adapted, rtol=0, atol=0.1)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_bfloat16_does_not_see_the_bias_that_nearly_flat_attention_loses():
     """As docs/LIMITATIONS.md says: DeBERTa's p2c bias has a query projection of its own, which fold does not scale."""
     sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)

@@ -1,10 +1,13 @@
 """Modes for a while."""
 
 import threading
+from contextlib import suppress
 
+import pytest
 import torch
 
-from betahook.models.modes import eagerly
+from betahook.models import modes
+from betahook.models.modes import eagerly, full_precision
 
 
 def stance():
@@ -33,3 +36,81 @@ def test_threads_that_overlap_leave_the_stance_of_the_compiler():
     left.set()
     thread.join()
     assert stance() == "default"
+
+
+def precisions():
+    """All that torch says about the precision of float32, and None where it will not say."""
+    found = [part.fp32_precision for part in modes._float32_parts()]
+    for switch in (torch.get_float32_matmul_precision, lambda: torch.backends.cudnn.allow_tf32):
+        found.append(None)
+        with suppress(RuntimeError):
+            found[-1] = switch()
+    return found
+
+
+def choose_for_all(precision):
+    torch.backends.fp32_precision = precision
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+def choose_for_products(precision):
+    torch.backends.cuda.matmul.fp32_precision = precision
+
+
+@pytest.fixture
+def _of_torch():
+    """What torch begins with, whatever other tests have chosen."""
+
+    def reset():
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
+        torch.backends.mkldnn.matmul.fp32_precision = torch.backends.mkldnn.conv.fp32_precision = "none"
+        torch.backends.cudnn.allow_tf32 = True
+
+    reset()
+    yield
+    reset()
+
+
+@pytest.mark.usefixtures("_of_torch")
+@pytest.mark.needs_torch("2.9", "one precision is for all")
+@pytest.mark.parametrize(
+    ("choose", "precision"),
+    [
+        (torch.set_float32_matmul_precision, "highest"),
+        (torch.set_float32_matmul_precision, "high"),
+        (torch.set_float32_matmul_precision, "medium"),
+        (choose_for_all, "tf32"),
+        (choose_for_products, "tf32"),
+    ],
+)
+def test_full_precision_is_for_a_while(choose, precision):
+    choose(precision)
+    before = precisions()
+    with full_precision():
+        assert precisions() == ["ieee"] * 5 + ["highest", False]
+    assert precisions() == before
+
+
+@pytest.mark.usefixtures("_of_torch")
+@pytest.mark.needs_torch("2.9", "one precision is for all")
+def test_what_inherits_its_precision_does_so_afterwards():
+    with full_precision():
+        pass
+    torch.backends.fp32_precision = "tf32"
+    assert torch.backends.cuda.matmul.fp32_precision == torch.backends.mkldnn.matmul.fp32_precision == "tf32"
+
+
+def test_full_precision_of_torch_before_2_9(monkeypatch):
+    """Where `torch.backends` has one switch for products and one for convolutions."""
+    monkeypatch.setattr(modes, "_float32_parts", list)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with full_precision():
+            assert torch.get_float32_matmul_precision() == "highest"
+            assert not torch.backends.cudnn.allow_tf32
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cudnn.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision("highest")
