@@ -56,7 +56,7 @@ class Place:
 
     def select(self, weight: Tensor) -> Tensor:
         """Take the rows out of a weight `[out, d_x]`, as `[heads, d_k, d_x]`."""
-        return weight[self.rows.to(weight.device)]
+        return weight[self.rows.to(weight.device, non_blocking=True)]  # else the host would wait for a GPU
 
 
 def takes_key_first(module: nn.Module, made_of: MadeOf, linears: Sequence[Linear | None]) -> bool:
