@@ -128,31 +128,6 @@ def test_forward_and_step_write_to_the_same_places_all_the_time(family):
         assert len(betas) == 3
 
 
-def losses_and_statistics(compiled, model, batch):
-    """Of four steps with a beta that moves."""
-    said = []
-    with betahook.attach(model, controller=betahook.Search(warmup=0, window=1, rise=False)) as hook:
-        forward = torch.compile(model, **compiled) if compiled else model
-        for _ in range(4):
-            model.zero_grad()
-            loss = forward(**batch).loss
-            loss.backward()
-            hook.step()
-            said.append([loss.item(), *hook.metrics().values()])
-    return said
-
-
-@pytest.mark.oldest_skips("torch cannot trace the models at all")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_cuda_graphs_know_of_beta_and_of_the_statistics():
-    model, batch = build("llama", "sdpa").cuda(), inputs("llama", padded=False)
-    batch = {name: tensor.cuda() for name, tensor in batch.items()}
-    plain = losses_and_statistics({}, model, batch)
-    captured = losses_and_statistics(dict(mode="reduce-overhead", fullgraph=True), model, batch)
-    for a, b in zip(plain, captured, strict=True):
-        assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
-
-
 @pytest.mark.oldest_skips("torch cannot trace the models at all")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of the import of inductor
@@ -192,22 +167,6 @@ def test_a_graph_that_is_launched_without_python_measures_all_layers_by_the_beta
     assert written <= found_again
     for eager, replayed in zip(*said, strict=True):
         assert replayed == pytest.approx(eager, rel=1e-4, abs=1e-6)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("controller", CONTROLLERS)
-def test_the_host_never_waits_for_a_gpu(controller):
-    # Without padding: transformers reads a padding mask back to see whether it masks anything.
-    model, batch = build("llama", "sdpa").cuda(), inputs("llama", padded=False)
-    batch = {name: tensor.cuda() for name, tensor in batch.items()}
-    with betahook.attach(model, controller=CONTROLLERS[controller](), interval=2) as hook:
-        step(model, hook, batch)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for _ in range(3):
-                step(model, hook, batch)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["no backward", "backward"])
