@@ -17,9 +17,9 @@ def example(monkeypatch):
 
 
 def test_every_way_is_compared_with_the_unhooked_model(example, tmp_path, capsys):
-    example.main(["--tiny", "--device", "cpu", "--modes", "eager", "--blocks", "2", "--output", str(tmp_path)])
+    example.main(["--size", "tiny", "--device", "cpu", "--modes", "eager", "--blocks", "2", "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "gpu.json").read_text())["result"]["eager"]
-    assert list(rows) == list(example.ways())
+    assert list(rows) == list(example.ways("eager"))
     assert rows["unhooked"]["ratio"] + rows["unhooked again"]["ratio"] == pytest.approx(2)
     assert all(row["seconds"]["median"] > 0 for row in rows.values())
     assert "\ndefault, spread " in capsys.readouterr().out

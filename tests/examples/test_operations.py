@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from support.examples import imported
 
@@ -42,15 +41,3 @@ def test_it_prints_what_it_counted(example, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("added to a layer in a measured step: ")
     assert "bytes for each entry of a query" in printed
-
-
-@pytest.mark.oldest_skips("its Llama does not run on the meta device")
-def test_a_step_on_a_gpu_is_estimated_from_its_operations(example, capsys, monkeypatch):
-    config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=8)
-    monkeypatch.setattr(example, "MODELS", {"tiny": (config, 1, 256)})
-    example.main(["--estimate"])
-    name, operations, host, device, every, spread, idle = capsys.readouterr().out.splitlines()[1].split()
-    assert name == "tiny"
-    assert int(operations) * example.LAUNCH == pytest.approx(float(host) / 1000, rel=0.1)
-    assert float(device) > 0
-    assert 1 < float(idle) < float(spread) < float(every) < 3
