@@ -323,7 +323,7 @@ def test_flex_attention_returns_no_maxima_on_a_cpu():
         flex_attention(q, q, q, return_aux=flex.AuxRequest(max_scores=True))
 
 
-@pytest.mark.needs_torch("2.11", "varlen_attn had other arguments, or was not there")
+@pytest.mark.needs_torch("2.12", "varlen_attn had other arguments, or was not there")
 @pytest.mark.oldest_skips("torch has no attention of packed sequences")
 def test_torch_names_the_arguments_of_packed_sequences_so():
     from torch.nn.attention import varlen
