@@ -337,8 +337,10 @@ def test_a_model_that_draws_random_numbers_in_evaluation_folds():
         assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_a_layer_that_drops_out_in_evaluation_folds_if_torch_draws(own):
+@pytest.mark.parametrize(("own", "seed"), [(False, 0), (True, 0), (True, 48), (True, 76), (True, 129)])
+def test_a_layer_that_drops_out_in_evaluation_folds_if_torch_draws(own, seed):
+    """With the last seeds, numbers of its own happen to make its outputs alike."""
+    torch.manual_seed(seed)
     generator = random.Random(0)
 
     class Dropping(FusedAttention):
