@@ -95,10 +95,11 @@ def test_full_precision_is_for_a_while(choose, precision):
 @pytest.mark.usefixtures("_of_torch")
 @pytest.mark.needs_torch("2.9", "one precision is for all")
 def test_what_inherits_its_precision_does_so_afterwards():
+    choose_for_all("tf32")
     with full_precision():
         pass
-    torch.backends.fp32_precision = "tf32"
-    assert torch.backends.cuda.matmul.fp32_precision == torch.backends.mkldnn.matmul.fp32_precision == "tf32"
+    torch.backends.fp32_precision = "ieee"
+    assert torch.backends.cuda.matmul.fp32_precision == torch.backends.mkldnn.matmul.fp32_precision == "ieee"
 
 
 def test_full_precision_of_torch_before_2_9(monkeypatch):
