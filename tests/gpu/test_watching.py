@@ -10,12 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import betahook
 from support.gpu import HEAD_DIM, HEADS, LENGTH, WIDTH, ByHand, Fused, components, expected, llama, network
+from support.training import CONTROLLERS, float32_precision
 
-CONTROLLERS = {
-    "monitor": lambda: "monitor",
-    "default": lambda: "default",
-    "all": lambda: [betahook.Variance(), betahook.Search(warmup=1), betahook.Gradient(), betahook.Cap(30.0)],
-}
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 
 
@@ -60,14 +56,10 @@ def test_statistics_equal_those_of_the_score_matrix(kind, length, precision):
         error = 1e-2  # of the scores that the model itself made
     model, _ = network(kind, dtype)
     x = torch.randn(2, length, WIDTH, device="cuda", dtype=dtype) + 0.5
-    torch.set_float32_matmul_precision(products)
-    try:
-        with betahook.attach(model, controller="monitor", interval=1) as hook:
-            model(x).float().square().mean().backward()
-            measured = hook.layers["1"].head_statistics
-            q, k = components(model, x)
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    with float32_precision(products), betahook.attach(model, controller="monitor", interval=1) as hook:
+        model(x).float().square().mean().backward()
+        measured = hook.layers["1"].head_statistics
+        q, k = components(model, x)
     allowed = torch.ones(length, length, dtype=torch.bool, device="cuda").tril()
     for name, value in expected(q, k, allowed, HEAD_DIM**-0.5).items():
         if length == 100 or name not in ("max_logit", "entropy"):  # of 32 rows
@@ -197,13 +189,13 @@ class Convolved(ByHand):
         return self.mix(q, k, v, padding).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize("kind", [ByHand, Fused, Convolved])
 def test_beta_folds_where_the_model_computes_in_tf32(kind):
     model, x = network(kind)
-    with betahook.attach(model, controller="monitor") as hook:
-        model(x)
-        hook.layers["1"].beta = 1.7 * hook.layers["1"].beta
-        adapted = model(x)
-        betahook.fold(model)
-    assert float((model(x) - adapted).norm() / adapted.norm()) < 1e-2
+    with float32_precision("high"):
+        with betahook.attach(model, controller="monitor") as hook:
+            model(x)
+            hook.layers["1"].beta = 1.7 * hook.layers["1"].beta
+            adapted = model(x)
+            betahook.fold(model)
+        assert float((model(x) - adapted).norm() / adapted.norm()) < 1e-2

@@ -14,12 +14,7 @@ import betahook
 from betahook.tap import gain, opaque
 from support.models import build, inputs
 from support.operations import Operations
-
-CONTROLLERS = {
-    "monitor": lambda: "monitor",
-    "default": lambda: "default",
-    "all": lambda: [betahook.Variance(), betahook.Search(warmup=1), betahook.Gradient(), betahook.Cap(30.0)],
-}
+from support.training import CONTROLLERS
 
 
 def step(model, hook, batch):

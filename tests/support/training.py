@@ -1,11 +1,31 @@
 """Steps of plain training, and what to compare before and after."""
 
+from contextlib import contextmanager
+
 import torch
 
+import betahook
 from support.models import inputs
 
 LAYER = "model.layers.0.self_attn"
 """The first layer of the tiny Llama."""
+
+CONTROLLERS = {
+    "monitor": lambda: "monitor",
+    "default": lambda: "default",
+    "all": lambda: [betahook.Variance(), betahook.Search(warmup=1), betahook.Gradient(), betahook.Cap(30.0)],
+}
+"""Map a name to a function that makes what `attach` gets."""
+
+
+@contextmanager
+def float32_precision(precision):
+    """Let torch multiply float32 tensors in a precision: "high" is TF32 on a GPU."""
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def train(model, hook, steps, batch=None):

@@ -11,7 +11,7 @@ from transformers import DebertaV2Config, DebertaV2Model
 import betahook
 from support.attention import HEADS, LENGTH, PADDING, WIDTH, ByHandAttention, FusedAttention, padded_encoder
 from support.models import CONFIGS, NORMED, build, inputs
-from support.training import move
+from support.training import float32_precision, move
 
 FOLDABLE = [family for family in (*CONFIGS, *NORMED) if family != "stablelm"]
 
@@ -297,8 +297,7 @@ def test_half_precision_folds_up_to_rounding(dtype):
 def test_a_fold_is_checked_in_full_precision_whatever_the_model_trains_in():
     """A check in TF32, or in bfloat16 on a CPU that multiplies in it, would see nothing but rounding."""
     model, batch = build("llama", hidden_size=256, num_attention_heads=4, head_dim=64), inputs("llama")
-    torch.set_float32_matmul_precision("medium")
-    try:
+    with float32_precision("medium"):
         with betahook.attach(model, controller="monitor") as hook:
             model(**batch)
             move(hook, per_head=True)
@@ -308,8 +307,6 @@ def test_a_fold_is_checked_in_full_precision_whatever_the_model_trains_in():
         assert precisions == {"highest"}
         assert torch.get_float32_matmul_precision() == "medium"
         torch.testing.assert_close(model(**batch).logits, adapted, rtol=0, atol=0.1)
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 def test_bfloat16_does_not_see_the_bias_that_nearly_flat_attention_loses():

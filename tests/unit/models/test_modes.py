@@ -8,6 +8,7 @@ import torch
 
 from betahook.models import modes
 from betahook.models.modes import eagerly, full_precision
+from support.training import float32_precision
 
 
 def stance():
@@ -106,12 +107,9 @@ def test_full_precision_of_torch_before_2_9(monkeypatch):
     """Where `torch.backends` has one switch for products and one for convolutions."""
     monkeypatch.setattr(modes, "_float32_parts", list)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    torch.set_float32_matmul_precision("high")
-    try:
+    with float32_precision("high"):
         with full_precision():
             assert torch.get_float32_matmul_precision() == "highest"
             assert not torch.backends.cudnn.allow_tf32
         assert torch.get_float32_matmul_precision() == "high"
         assert torch.backends.cudnn.allow_tf32
-    finally:
-        torch.set_float32_matmul_precision("highest")
