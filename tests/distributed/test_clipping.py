@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import betahook
 from support.models import build, inputs
-from support.processes import run_ranks, tensor_parallel
+from support.processes import run_ranks, shard, tensor_parallel
 
 pytestmark = pytest.mark.oldest_skips("FSDP 2 does not run on a CPU")
 
@@ -36,16 +36,10 @@ def weights(model):
     return {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
 
 
-def shard(model, by_layer):
-    for layer in model.model.layers if by_layer else ():
-        fully_shard(layer)
-    return fully_shard(model)
-
-
 def of_shards(rank, family, by_layer):
     model = build(family)
     hook = betahook.attach(model, controller=betahook.Clip(THRESHOLD))
-    shard(model, by_layer)
+    shard(model, by_layer=by_layer)
     train(model, hook, rows(rank, rank + 1))
     hook.detach()
     return weights(model)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM, TrainerControl, TrainerState
@@ -20,7 +20,7 @@ from betahook import checkpoint
 from betahook.keep import folding
 from betahook.step import training_loss
 from support.models import build, inputs
-from support.processes import run_ranks, tensor_parallel
+from support.processes import run_ranks, shard, tensor_parallel
 
 pytestmark = pytest.mark.oldest_skips("FSDP 2 does not run on a CPU")
 
@@ -52,12 +52,6 @@ def rows(start, stop):
 def skip(layer):
     """The decoder layer does nothing, as an expert that gets no token."""
     layer.forward = lambda hidden_states, *args, **kwargs: hidden_states
-
-
-def shard(model):
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
 
 
 def check_spectral_ratio(model, hook):
@@ -171,7 +165,7 @@ def save_sharded(rank, folder, whole):
     """The end of training under FSDP 2; sharded as one unit (`whole`), the weights are not sharded after a forward."""
     model = build("llama")
     hook = attach(model)
-    shard(model) if not whole else fully_shard(model)
+    shard(model, by_layer=not whole)
     train(model, hook, [rows(rank, rank + 1)] * 2)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     save(model.eval(), folder, rank, state_dict=state)

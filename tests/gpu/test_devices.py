@@ -4,13 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import dispatch_model
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import betahook
 from betahook.integrations.trainer import BetaHookCallback
 from support.gpu import llama
 from support.models import build, inputs
+from support.processes import shard
 from support.trainer import make_trainer
 
 
@@ -88,12 +88,6 @@ def _world(tmp_path):
     )
     yield
     dist.destroy_process_group()
-
-
-def shard(model):
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
 
 
 @pytest.mark.usefixtures("_world")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM
 
 from support.models import build
@@ -52,6 +53,13 @@ def _rank(rank: int, function: Callable[..., None], world: int, folder: str, arg
     function(rank, *arguments)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def shard(model: nn.Module, *, by_layer: bool = True) -> nn.Module:
+    """A Llama in shards of FSDP 2, each of its layers by itself or all of it at once."""
+    for layer in model.model.layers if by_layer else ():
+        fully_shard(layer)
+    return fully_shard(model)
 
 
 def tensor_parallel(rank: int, folder: str) -> nn.Module:
