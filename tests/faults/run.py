@@ -179,7 +179,7 @@ def main(part: str = "") -> int:
         folder = Path(name)
         copy_tree(folder / "original")
         chosen = [fault for fault in FAULTS if part in fault.file]
-        runs = [Run(fault, fault.noticed_by, folder / str(index)) for index, fault in enumerate(chosen)]
+        runs = [Run(fault, [fault.noticed_by], folder / str(index)) for index, fault in enumerate(chosen)]
         well = all_is_well(runs, folder / "original")
     print(f"{time.monotonic() - started:.0f} s")
     return 0 if well else 1
