@@ -53,7 +53,7 @@ TEXT = DEEP + "return all(document, 'td, strong, li').map(each => each.textConte
 LINES = (
     DEEP
     + """return all(document, 'tf-custom-scalar-multi-line-chart-card').map(card =>
-  all(card.shadowRoot || card, 'path').filter(path => (path.getAttribute('d') || '').length > 20).length)"""
+  all(card.shadowRoot || card, 'path.line').filter(path => (path.getAttribute('d') || '').length > 20).length)"""
 )
 PICTURES = (
     DEEP
