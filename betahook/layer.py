@@ -44,7 +44,7 @@ class AttentionLayer:
         self._head_range = head_range
 
     def __repr__(self) -> str:
-        return f"AttentionLayer({self.name!r}, heads={self.heads}, head_dim={self.head_dim})"
+        return f"AttentionLayer({self.name!r}, heads={self.heads}, head_dim={self.head_dim}, beta={self.beta:.4g})"
 
     @property
     def beta_default(self) -> float:

@@ -220,6 +220,11 @@ class Statistics:
         vars(self)[name] = value
         return value
 
+    def __repr__(self) -> str:
+        numbers = {field.name: getattr(self, field.name).tolist() for field in fields(self)}
+        lines = [f"  {name}={_rounded(value)},\n" for name, value in numbers.items()]
+        return f"Statistics(\n{''.join(lines)})"
+
     def __getitem__(self, group: int | slice) -> Statistics:
         """Statistics of one group, or of a slice of groups."""
         return Statistics(**{field.name: getattr(self, field.name)[group] for field in fields(self)})
@@ -290,6 +295,13 @@ class Pooled:
     def std(self, count: str, total: str) -> Tensor:
         """The `population_std` of what these rows count and sum up."""
         return population_std(self[count], self[total], self[f"{total}_square"])
+
+
+def _rounded(value: float | list[float]) -> str:
+    """Write a number, or a list of them, in five digits; a boolean as it is."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_rounded, value))}]"
+    return str(value) if isinstance(value, bool) else f"{value:.5g}"
 
 
 def _mean_part(table: Tensor) -> Tensor:

@@ -129,8 +129,10 @@ def test_layers_are_found_by_name(pair):
         mapping["c"]
 
 
-def test_a_layer_shows_its_size(pair):
-    assert repr(pair[1]) == "AttentionLayer('b', heads=2, head_dim=16)"
+def test_a_layer_shows_its_size_and_beta(pair):
+    assert repr(pair[1]) == "AttentionLayer('b', heads=2, head_dim=16, beta=nan)"  # before the first forward
+    pair[1].beta = 1 / 3
+    assert repr(pair[1]) == "AttentionLayer('b', heads=2, head_dim=16, beta=0.3333)"
     assert repr(Layers(pair)).splitlines() == [repr(layer) for layer in pair]
     assert repr(Layers(pair).keys()) == "dict_keys(['a', 'b'])"
 

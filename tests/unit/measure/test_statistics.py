@@ -273,9 +273,18 @@ def test_a_statistic_is_computed_when_it_is_asked_for():
         before = operations.calls.total()
         assert found.sensitivity is found.sensitivity
         assert operations.calls.total() - before == 2  # the sums of all rows, of a copy that lies head by head
-    assert repr(found).startswith("Statistics(count=tensor(")
     with pytest.raises(AttributeError, match="'Statistics' object has no attribute 'spread'"):
         _ = found.spread
+
+
+def test_statistics_are_shown_as_plain_numbers_a_line_each():
+    found = Statistics.from_table(random_table(2))
+    heads, head = repr(found).splitlines(), repr(found[0]).splitlines()
+    assert len(heads) == len(head) == len(fields(Statistics)) + 2
+    assert [heads[0], head[0], heads[-1], head[-1]] == ["Statistics("] * 2 + [")"] * 2
+    assert f"  std=[{found.std[0]:.5g}, {found.std[1]:.5g}]," in heads
+    assert f"  std={found.std[0]:.5g}," in head
+    assert f"  exact={bool(found.exact[0])}," in head
 
 
 def test_a_change_of_a_statistic_leaves_the_others():
