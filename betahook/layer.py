@@ -21,6 +21,9 @@ from betahook.models.projections import KNOWN_FORMS, Pair
 from betahook.state.ranges import HeadRange
 from betahook.state.state import LARGEST_BETA, SMALLEST_BETA, State, is_beta, refusal_anywhere
 
+NAMED = 4
+"""Most layers that an error names; it counts the others."""
+
 
 class AttentionLayer:
     """One attention layer of a hooked model.
@@ -237,7 +240,9 @@ class Layers(Mapping[str, AttentionLayer]):
 
     def __getitem__(self, name: str) -> AttentionLayer:
         if name not in self._layers:
-            raise KeyError(f"no hooked layer is called {name!r}; there are {', '.join(self._layers)}")
+            first, others = list(self)[:NAMED], len(self) - NAMED
+            more = f" and {others} more" if others > 0 else ""
+            raise KeyError(f"no hooked layer is called {name!r}; there are {', '.join(first)}{more}")
         return self._layers[name]
 
     def __repr__(self) -> str:

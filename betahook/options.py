@@ -16,6 +16,7 @@ from betahook.control.rules import Monitor
 from betahook.control.search import Search
 from betahook.models.discovery import Survey, survey
 from betahook.report.alerts import Alerts
+from betahook.report.names import grouped
 from betahook.tap.recorder import ATTRIBUTE
 
 INTERVAL = 10
@@ -144,7 +145,8 @@ def find_layers(model: nn.Module, choice: LayerChoice | None) -> Survey:
     unmatched = [each for each in globs if not any(fnmatch.fnmatchcase(path, each) for path in seen.found)]
     if unmatched or not chosen:
         wrong = ", ".join(map(repr, unmatched)) if chosen else repr(choice)
-        raise ValueError(f"layers={wrong} matches none of the attention layers of {name}: {', '.join(seen.found)}")
+        there = ", ".join(path for path, _ in grouped((path, "") for path in seen.found))
+        raise ValueError(f"layers={wrong} matches none of the attention layers of {name}: {there}")
     if (getattr(model, "tp_size", None) or 1) > 1 and any(found.route != "interface" for found in chosen.values()):
         raise UnsupportedModelError(
             f"cannot attach to {name}: it is tensor-parallel, and outside of the attention interface of transformers "

@@ -20,7 +20,7 @@ def make(*attentions, when="training", per_head=False):
     """The state of attention modules called a, b, ..., with a layer and a recorder for each."""
     sizes = [size_of(each) for each in attentions]
     state = State(sizes, per_head=per_head, controllers=1, device=CPU)
-    placed = [(name, each, state, place) for name, each, place in zip("abcd", attentions, state.ranges, strict=False)]
+    placed = [(name, each, state, place) for name, each, place in zip("abcdef", attentions, state.ranges, strict=False)]
     layers = [AttentionLayer(*each) for each in placed]
     return state, layers, [Recorder(*each, owner=None, when=when) for each in placed]
 

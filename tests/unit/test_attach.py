@@ -28,7 +28,7 @@ LAYER = "model.layers.0.self_attn"
         ),
         ({"controller": []}, ValueError, 'use "monitor"'),
         ({"controller": [betahook.Cap(), 3]}, TypeError, "or a list of them"),
-        ({"layers": "*.attention"}, ValueError, f"matches none of the attention layers of LlamaForCausalLM: {LAYER}"),
+        ({"layers": "*.attention"}, ValueError, "none of the attention layers of LlamaForCausalLM: model.layers.0-1."),
         ({"layers": 3}, TypeError, "glob, a list of globs or a predicate"),
         ({"layers": ["*", 3]}, TypeError, "glob, a list of globs or a predicate"),
         ({"per_head": 1}, TypeError, "per_head must be True or False; got 1"),

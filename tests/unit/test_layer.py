@@ -129,6 +129,12 @@ def test_layers_are_found_by_name(pair):
         mapping["c"]
 
 
+def test_an_error_names_the_first_layers_of_a_deep_model():
+    _, layers, _ = make(*(attention(nn.Module(), 2, 16) for _ in range(6)))
+    with pytest.raises(KeyError, match="there are a, b, c, d and 2 more"):
+        Layers(layers)["x"]
+
+
 def test_a_layer_shows_its_size_and_beta(pair):
     assert repr(pair[1]) == "AttentionLayer('b', heads=2, head_dim=16, beta=nan)"  # before the first forward
     pair[1].beta = 1 / 3

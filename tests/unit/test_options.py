@@ -190,6 +190,12 @@ def test_layers_of_which_there_are_none(choice):
     assert said == f"layers={choice!r} matches none of the attention layers of Model: first, second"
 
 
+def test_layers_of_a_deep_model_are_named_in_one():
+    deep = nn.Sequential(*(Model() for _ in range(40)))
+    said = refused(ValueError, options.find_layers, deep, "x")
+    assert said == "layers='x' matches none of the attention layers of Sequential: 0-39.first, 0-39.second"
+
+
 def test_a_glob_of_several_that_matches_nothing():
     said = refused(ValueError, options.find_layers, Model(), ["first", "secnd", "third*"])
     assert said == "layers='secnd', 'third*' matches none of the attention layers of Model: first, second"
