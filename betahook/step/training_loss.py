@@ -70,8 +70,8 @@ def _record(
     if not (is_judged or torch.compiler.is_compiling() or state.batch < batches):
         return
     loss = rerun.loss_in(output)
-    # A loss without a graph is one of an evaluation.
-    if not (isinstance(loss, Tensor) and loss.requires_grad) or state.paused:
+    # A loss without a graph is one of an evaluation, one on the meta device that of a look at shapes.
+    if not (isinstance(loss, Tensor) and loss.requires_grad) or state.paused or loss.is_meta:
         return
     state.table[OF_STEP] += _sums(loss, state, is_judged)
     if kwargs.get("num_items_in_batch") is not None:

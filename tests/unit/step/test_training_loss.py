@@ -128,6 +128,16 @@ def test_the_default_records_it_in_the_warmup_of_a_fresh_model():
         assert math.isnan(pooled(hook))
 
 
+@pytest.mark.oldest_skips("its Llama does not run on the meta device")
+def test_a_loss_on_the_meta_device_is_none():
+    model = build("llama")
+    with betahook.attach(model) as hook:
+        model.to("meta")
+        loss = model(**{name: value.to("meta") for name, value in inputs("llama").items()}).loss
+        assert loss.is_meta
+        assert not hook._state.table[ROW["losses"]].any()
+
+
 def test_a_loss_that_is_not_finite_does_not_hold_beta_where_nothing_is_judged_by_it():
     """Of a model that is trained by another loss, say."""
 
