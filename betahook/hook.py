@@ -24,12 +24,11 @@ from betahook.control.base import Controller
 from betahook.layer import AttentionLayer, Layers, size_of
 from betahook.models.discovery import Survey
 from betahook.options import ControllerChoice, LayerChoice, Settings
-from betahook.report import findings, metrics
+from betahook.report import findings, metrics, warnings
 from betahook.report.alerts import Alerts
 from betahook.report.audit import Audit
 from betahook.report.findings import Findings
 from betahook.report.names import grouped
-from betahook.report.warnings import find_unreached, warn_of_missing_steps, warn_of_nonfinite, warn_of_unreached
 from betahook.state.state import State
 from betahook.step import first_look, stages, training_loss
 from betahook.step.clipping import Clipping
@@ -216,7 +215,7 @@ class Hook(Uncopied):
         named = [(layer.name or "the model", layer) for layer in self.layers.values()]
         heads = [(name, f"{layer.heads} head{'s' * (layer.heads > 1)} of {layer.head_dim}") for name, layer in named]
         remarks = [(name, remark) for name, layer in named for remark in layer.remarks + layer.obstacles]
-        missed = {**self.not_reached, **find_unreached(self._state, self.layers, self.model)}
+        missed = {**self.not_reached, **warnings.find_unreached(self._state, self.layers, self.model)}
         lines += [f"  {name}: {text}" for texts in (heads, remarks) for name, text in grouped(texts)]
         lines += [f"  not reached: {name}, {reason}" for name, reason in grouped(missed.items())]
         return "\n".join(lines)
@@ -265,12 +264,13 @@ class Hook(Uncopied):
         """
         state = stages.refreshed(self._state)
         self.layers.read_weights()
-        unreached = find_unreached(state, self.layers, self.model)
+        unreached = warnings.find_unreached(state, self.layers, self.model)
         values = metrics.by_layer(state, self.layers, stages.explain(state, self.layers, self.controllers))
         values = {key: value for key, value in values.items() if key.split("/", 1)[1] not in unreached}
-        warn_of_missing_steps(state, "metrics()")
-        warn_of_unreached(state, unreached)
-        warn_of_nonfinite(state, self.layers, self.settings.interval)
+        warnings.warn_of_missing_steps(state, "metrics()")
+        warnings.warn_of_idle_steps(state, "metrics()", unreached, self.settings.interval)
+        warnings.warn_of_unreached(state, unreached)
+        warnings.warn_of_nonfinite(state, self.layers, self.settings.interval)
         if self._alerts is not None and state.alerts_step < state.steps:
             state.alerts_step = state.steps
             self._alerts.check(values, state.steps)
@@ -288,9 +288,10 @@ class Hook(Uncopied):
         condition began, a warning if it asks for attention. Like `metrics`, it reads the device back.
         """
         state = stages.refreshed(self._state)
-        warn_of_missing_steps(state, "findings()")
+        warnings.warn_of_missing_steps(state, "findings()")
         notes = stages.explain(state, self.layers, self.controllers)
-        unreached = find_unreached(state, self.layers, self.model)
+        unreached = warnings.find_unreached(state, self.layers, self.model)
+        warnings.warn_of_idle_steps(state, "findings()", unreached, self.settings.interval)
         is_limited = any(controller.limits_logits for controller in self.controllers)
         return findings.observe(state, self.layers, notes, unreached, is_limited=is_limited)
 

@@ -14,6 +14,8 @@ logger = logging.getLogger("betahook")
 
 NAMED = 3
 """Most layers that a warning names; it counts the others."""
+IDLE = 20
+"""Fewest steps without a measurement that are worth a warning."""
 REPLACED = (
     "the forward of its class was replaced by one that does not ask transformers for its attention, in which beta does "
     "not act: detach, and attach again"
@@ -48,6 +50,23 @@ def warn_of_missing_steps(state: State, asked: str) -> None:
             asked,
         )
     state.asked.add(asked)
+
+
+def warn_of_idle_steps(state: State, asked: str, unreached: Mapping[str, str], interval: int) -> None:
+    """Warn once when `asked` shows numbers of long ago, as after an evaluation that nobody ended."""
+    idle = state.idle_steps - 1  # the step that measured last counts
+    was_measured = state.recorded or state.steps > state.idle_steps  # if not, the first step has said so
+    left_alone = unreached or len(state.refused) == len(state.ranges)
+    if state.warned_of_idle_steps or idle < max(IDLE, 2 * interval) or left_alone or not was_measured:
+        return
+    state.warned_of_idle_steps = True
+    logger.warning(
+        "no attention was measured in the last %d steps, and %s shows the numbers of before: the hooked layers ran in "
+        "evaluation mode, under torch.no_grad or not at all. Call model.train() after an evaluation, or "
+        'attach(..., when="always")',
+        idle,
+        asked,
+    )
 
 
 def warn_of_unreached(state: State, unreached: Mapping[str, str]) -> None:

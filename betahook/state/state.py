@@ -8,6 +8,7 @@ device, is here. Elsewhere is only what the next forward or step finds out again
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ class State:
         asked, warned_of_missing_steps: reports requested before the first `step`, and whether the warning was logged.
         exact_max_logit, paused: True if the largest score is to be that of all pairs; how many pauses are in force.
         seen, recorded, has_loss: True once attention has passed the tap, was measured, and a training loss recorded.
+        idle_steps, warned_of_idle_steps: steps ended since attention was last measured; True once that was reported.
         has_broken_graphs, resets: True if compiled code breaks a graph that could go on by now; how often it was reset.
         refused, changed: layers by index: those left alone, with the reason; those whose condition has just begun.
         alone: boolean `[heads]`, those that this rank leaves alone, or at the last pooling any rank.
@@ -128,8 +130,8 @@ class State:
         self.condition, self.condition_since = (self.clips.new_zeros(len(layers)) for _ in range(2))
         self.memories: list[dict[str, Tensor]] = [{} for _ in range(controllers)]
         self.batches = self.steps = self.skipped_steps = self.alerts_step = self.findings_step = self.paused = 0
-        self.loss_scale, self.resets = 0.0, 0
-        self.warned_of_nonfinite = self.warned_of_unreached = False
+        self.loss_scale, self.idle_steps, self.resets = 0.0, 0.0, 0
+        self.warned_of_nonfinite = self.warned_of_unreached = self.warned_of_idle_steps = False
         self.asked, self.changed, self.refused = set[str](), set[int](), dict[int, str]()
         self.warned_of_missing_steps = self.exact_max_logit = self.is_detached = False
         self.seen = self.recorded = self.has_loss = self.has_broken_graphs = self.is_local = False
@@ -268,6 +270,15 @@ def writing_to(state: State, table: Tensor, moments: Tensor, beta_default: Tenso
         yield
     finally:
         state.table, state.moments, state.beta_default = kept
+
+
+def note_measured(state: State) -> None:
+    """Remember that attention was measured; a graph that is captured now will measure without telling."""
+    state.recorded = True
+    if compat.is_captured(state.device):
+        state.idle_steps = -math.inf
+    elif state.idle_steps > 0:  # what was captured may still run
+        state.idle_steps = 0
 
 
 def is_pooled(state: State) -> bool:

@@ -22,7 +22,7 @@ from betahook.models import materialise
 from betahook.models.discovery import AttentionModule
 from betahook.state.factors import gain_of
 from betahook.state.ranges import HeadRange
-from betahook.state.state import State
+from betahook.state.state import State, note_measured
 
 logger = logging.getLogger(__name__)
 ATTRIBUTE = "_betahook"
@@ -249,7 +249,7 @@ class Recorder:
         if query.numel() == 0 or key.numel() == 0 or shows_shapes(query, self.state):
             return
         state, local = self.state, self._local_range
-        state.recorded = True
+        note_measured(state)
         exact, entries = state.exact_max_logit, state.waiting.inputs.take(local.heads)
         is_number = state.factors.is_number(local.layer)
         if is_number and isinstance(mask, GivenMask) and _may_wait(state, local, query, key, mask, score_mod):
@@ -273,7 +273,7 @@ class Recorder:
 
         `operands` are q and k, `[1, heads, tokens, d_k]`. `raw` carries a `factor`, which is not part of a score.
         """
-        self.state.recorded = True
+        note_measured(self.state)
         scales = _scales(self.state, self._local_range, raw.device)
         calls.add_pairs(*_columns(self.state, self._local_range), raw / factor, logits, allowed, *operands, scales)
 

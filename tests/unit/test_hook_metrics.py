@@ -157,6 +157,46 @@ def test_one_warning_says_that_nobody_calls_step(ask, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("ask", ["metrics", "findings"])
+def test_one_warning_says_that_the_numbers_are_old(ask, caplog):
+    """As after an evaluation, when nobody calls `model.train()`."""
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        for _ in range(3):  # the layers are measured in the first step of ten
+            train(model, hook, 15)
+            getattr(hook, ask)()
+        model.eval()
+        train(model, hook, 14)
+        getattr(hook, ask)()
+        assert not caplog.records
+        for _ in range(2):
+            train(model, hook, 10)
+            getattr(hook, ask)()
+        (record,) = caplog.records
+        assert record.message.startswith(
+            f"no attention was measured in the last 28 steps, and {ask}() shows the numbers of before: "
+        )
+        assert record.message.endswith('Call model.train() after an evaluation, or attach(..., when="always")')
+
+
+def test_numbers_are_not_old_after_a_resume_or_in_a_graph_that_was_captured(caplog, monkeypatch):
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        train(model, hook, 1)
+        state = hook.state_dict()
+    with betahook.attach(model, controller="monitor") as hook:
+        hook.load_state_dict({**state, "steps": 1000})
+        train(model, hook, 1)
+        hook.metrics()
+        monkeypatch.setattr("betahook.compat.is_captured", lambda device: True)
+        train(model, hook, 1)
+        monkeypatch.undo()
+        model.eval()
+        train(model, hook, 30)
+        hook.metrics()
+    assert not caplog.records
+
+
 def test_layers_that_no_forward_reaches_say_so(caplog):
     """One that was replaced after attach, and one that the model has and does not use."""
     model = build("llama")

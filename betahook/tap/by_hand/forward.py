@@ -14,6 +14,7 @@ from torch import Tensor
 from betahook import compat
 from betahook.models.labels import Labels, MadeOf
 from betahook.models.torch_calls import Call, tensors_in
+from betahook.state.state import note_measured
 from betahook.tap.by_hand import head_axes
 from betahook.tap.by_hand.contraction import Axis
 from betahook.tap.by_hand.plan import Plan, form_of
@@ -188,7 +189,8 @@ class Forward:
         """Take stock of a forward that has ended: learn from it, or leave the module alone from now on."""
         layer = self.layer
         if self.is_empty:
-            layer.state.seen = layer.state.recorded = True
+            layer.state.seen = True
+            note_measured(layer.state)
         # The tensors of a transform mean nothing outside of it, those of an empty batch nothing at all.
         if not (compat.is_transformed() or self.is_empty):
             self._learn()
