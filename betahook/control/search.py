@@ -190,7 +190,7 @@ class Search(Controller):
             limited = phase == Phase.CLIMB and held
             words = WORDS[phase] if self.rise or phase != Phase.UNSEEN else "waits for the search"
             reason = f"holds the std of the logits at {self.rise_logit_std:g}" if limited else words
-            return Note(phase, reason=f"{reason}, {left:.0f} batches left")
+            return Note(phase, reason=f"{reason}, {left:.0f} batch{'es' * (left != 1)} left")
         if not direction and without_gradient:
             return Note(phase, reason=WITHOUT_GRADIENT)
         if not direction:

@@ -274,7 +274,7 @@ def _cells(finding: Finding, label: str) -> list[str]:
 
 def _layers(labels: Sequence[str], total: int) -> str:
     if len(labels) == total and total > 1:
-        return f"all {total} layers"
+        return "both layers" if total == 2 else f"all {total} layers"
     named = list(labels[:NAMED])
     if len(labels) > NAMED:
         named.append(_others(len(labels) - NAMED))

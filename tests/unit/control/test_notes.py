@@ -61,6 +61,7 @@ def test_search_says_what_keeps_it_from_a_move():
         (dict(warmup=5), 1.2, 1.0, Phase.WAIT, "trained weights wait for the search, 4 batches left"),
         (dict(warmup=5, rise=False), 0.9, 1.0, Phase.UNSEEN, "waits for the search, 4 batches left"),
         (dict(warmup=5), 0.9, 1.0, Phase.WARM_UP, "beta is low while the weights are fresh, 4 batches left"),
+        (dict(warmup=2), 0.9, 1.0, Phase.WARM_UP, "beta is low while the weights are fresh, 1 batch left"),
         (dict(warmup=0), 0.9, 1.0, Phase.PLATEAU, "beta is very low while W_q and W_k have not begun to learn"),
         (dict(warmup=0, plateau_batches=0), 0.9, 1e-3, Phase.CLIMB, "beta rises whatever the sensitivity, 9 batches"),
         (dict(warmup=0, plateau_batches=0), 0.9, 9e3, Phase.CLIMB, "holds the std of the logits at 3, 9 batches left"),

@@ -128,7 +128,7 @@ def test_one_line_a_step_and_only_of_what_began(monitored, caplog):
     hook.findings()
     (record,) = caplog.records
     assert record.levelno == logging.INFO
-    assert record.message == "step 1: attention is now healthy in all 2 layers"
+    assert record.message == "step 1: attention is now healthy in both layers"
     caplog.clear()
     forward_and_step(model, hook)
     assert caplog.records == []
