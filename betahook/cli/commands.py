@@ -127,7 +127,7 @@ def fold(folder: str, out: str) -> Document:
     changed, low, high = sum(gain != 1 for gain in gains), f"{min(gains):.3g}", f"{max(gains):.3g}"
     said = (
         f"Beta, {low if low == high else f'{low} to {high}'} times the model's own, is in the weights of {changed} of "
-        f"{len(gains)} layers. The outputs before and after agree; the model needs betahook no longer."
+        f"{len(gains)} layers. The outputs before and after agree; the model no longer needs betahook."
     )
     blocks = [Text(said), *([Text(STOPPED_EARLY)] if pages.is_on_its_way(saved.state) else [])]
     return Document(f"{out}: a plain {type(model).__name__}", blocks)

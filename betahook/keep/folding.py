@@ -1,4 +1,4 @@
-"""`fold`: bake beta into the weights, so that the model needs betahook no longer.
+"""`fold`: bake beta into the weights, so that the model no longer needs betahook.
 
 Reads as refuse, find the exact places, write, detach. Until the whole model is checked, nothing stays written. The
 callbacks of trainers fold by `fold_or_warn`.
