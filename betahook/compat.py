@@ -44,6 +44,10 @@ NESTED_TENSORS = "use_nested_tensor"
 REPLICATE = "_replicate_for_data_parallel"
 """The method by which `nn.DataParallel` copies a module for each GPU."""
 
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/decorators.py
+CALLED_BY_GRAPHS = "_dynamo_marked_constant"
+"""Attribute of a function that a compiler calls instead of tracing it; `assume_constant_result` loads the compiler."""
+
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/overrides.py
 TRANSPOSING_GETTERS = {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
 """Getters that a `TorchFunctionMode` sees for `x.T` and `x.mT`. Those of all properties are called `__get__`, so that
@@ -260,14 +264,11 @@ def trainer_state_name() -> str:
 
 # PEFT, whose layers have no documented way to ask for the weight as it acts, short of changing it.
 # https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/tuners_utils.py
-
-
 def is_adapter(module: object) -> bool:
     """True for a layer that stands around another and adds to what that returns."""
     return hasattr(module, "base_layer")
 
 
-# https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/tuners_utils.py
 def first_adapter(model: nn.Module) -> Any:
     """Return the first adapter in a model that PEFT switches on and off; None without any."""
     adapters = filter(is_adapter, model.modules())  # a model of transformers has the method too

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from betahook import compat
+
 
 def sum_dtype(device: torch.device) -> torch.dtype:
     """The dtype of sums: float64, except where the device has none, as Apple's GPUs and some of Intel's."""
@@ -18,10 +20,12 @@ def sum_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if lacks else torch.float64
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile cannot trace the question
 def _has_float64(device: torch.device) -> bool:
     """True for a GPU of Intel's that computes in float64; the Arc A-series does not."""
     return bool(torch.xpu.get_device_properties(device).has_fp64)
+
+
+setattr(_has_float64, compat.CALLED_BY_GRAPHS, True)  # torch.compile cannot trace the question
 
 
 def for_sums(tensor: Tensor) -> Tensor:

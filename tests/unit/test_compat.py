@@ -179,13 +179,17 @@ def test_compiled_modules_are_known():
     assert compat.is_compiled(torch.compile(nn.Linear(2, 2)))
 
 
-def test_the_compiler_is_loaded_by_what_is_compiled_and_not_by_torch():
+def test_the_compiler_is_loaded_by_what_is_compiled_and_not_by_torch_or_betahook():
     loaded = "'torch._dynamo' in sys.modules"
-    code = f"import sys, torch; before = {loaded}; torch.compile(torch.nn.Linear(1, 1)); print(before, {loaded})"
+    code = f"import sys, torch, betahook; print({loaded}); torch.compile(torch.nn.Linear(1, 1)); print({loaded})"
     output = subprocess.check_output([sys.executable, "-W", "ignore", "-c", code], text=True)
     assert output.split() == ["False", "True"]
     torch.compile(print)
     assert compat.has_compiled()
+
+
+def test_a_graph_calls_what_says_so():
+    assert vars(torch.compiler.assume_constant_result(lambda: True)) == {compat.CALLED_BY_GRAPHS: True}
 
 
 @pytest.mark.oldest_skips("torch does not tell")
