@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
@@ -113,8 +114,18 @@ class BetaHookCallback(TrainerCallback):
         self._unfinished = unfinished
         self._reports: Reports | None = None
         self._handler: CallbackHandler | None = None  # set by `watch`
+        self._taking_marked: RemovableHandle | None = None
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if model is not None:  # a checkpoint is loaded before the training begins
+            self._taking_marked = checkpoint.take_marked(model)
         with args.main_process_first(local=args.save_on_each_node, desc="looking for unfinished checkpoints"):
             if args.should_save:
                 checkpoints.set_unfinished_aside(Path(args.output_dir or "."))
@@ -123,6 +134,8 @@ class BetaHookCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         resumed, model = state.global_step > 0, kwargs["model"]
+        if self._taking_marked is not None:
+            self._taking_marked.remove()
         _refuse_second(self, checkpoints.owner_in(state))
         if self._given is None:
             self._leave_last(model)
@@ -272,7 +285,7 @@ def watch(trainer: Trainer, callback: BetaHookCallback | None = None) -> BetaHoo
     chosen = own or callback or BetaHookCallback()
     if own is None:
         trainer.add_callback(chosen)
-        chosen.on_init_end(trainer.args, trainer.state, trainer.control)
+        chosen.on_init_end(trainer.args, trainer.state, trainer.control, trainer.model)
     chosen._handler = handler
     return chosen
 

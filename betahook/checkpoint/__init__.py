@@ -13,7 +13,7 @@ from betahook.checkpoint.file import (
     read_exported,
     save,
 )
-from betahook.checkpoint.pretrained import MARK, is_marked, is_marked_folder, unmarked
+from betahook.checkpoint.pretrained import MARK, is_marked, is_marked_folder, take_marked, unmarked
 
 __all__ = [
     "FILE",
@@ -30,5 +30,6 @@ __all__ = [
     "read",
     "read_exported",
     "save",
+    "take_marked",
     "unmarked",
 ]

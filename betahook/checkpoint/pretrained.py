@@ -1,6 +1,7 @@
-"""A hooked model's `save_pretrained`, which also saves the state of the hook, and the mark in the model's config.
+"""A hooked model's `save_pretrained`, which also saves the state of the hook, and the marks of a model that lacks beta.
 
-The weights of a hooked model lack beta. Where it acts, config.json says so, for `attach` to refuse the weights alone.
+The weights of a hooked model lack beta. Where it acts, config.json says so, for `attach` to refuse the weights alone,
+and so does a tensor beside them, which whatever loads them without betahook names as unexpected.
 """
 
 from __future__ import annotations
@@ -10,23 +11,27 @@ import inspect
 import json
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from betahook import compat
 from betahook.checkpoint.file import FILE, Stateful, save
 from betahook.layer import Layers
+from betahook.tap import copies
 from betahook.tap.override import Override
 
 MARK = "betahook"
 """Config key that marks a saved model whose beta is not in its weights but in `FILE`."""
 ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_MARK = "needs_betahook_restore"
-"""Key of the config of a saved adapter, which PEFT names in a warning when it loads it."""
+NEEDS_RESTORE = "needs_betahook_restore"
+"""Name of the tensor beside the weights, and a key of the config of a saved adapter: who loads them warns of it."""
 NOTE = f"beta is in {FILE}: load the model, then call betahook.restore(model, folder)"
 
 
@@ -60,16 +65,41 @@ def connect(model: nn.Module, hook: Stateful, layers: Layers, undo: ExitStack) -
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             save(hook, save_directory, options.get("state_dict"))
         acts = layers.are_adapted
-        with ExitStack() as afterwards:
-            if acts and takes_notes(model):
-                setattr(model.config, MARK, NOTE)
-                afterwards.callback(delattr, model.config, MARK)
+        with _marked(model, options.get("state_dict")) if acts else nullcontext():
             saved = original(save_directory, *args, **kwargs)
         if options.get("is_main_process", True) and acts:
             _mark_files(model, Path(save_directory))
         return saved
 
     override = Override(model, "save_pretrained", save_pretrained, undo)
+    if isinstance(model, PreTrainedModel):
+        copies.keep_hook(model, take_marked(model), undo)
+
+
+def take_marked(model: nn.Module) -> RemovableHandle:
+    """Let a model load weights with the mark as those without it, until the handle is removed."""
+    handle: RemovableHandle = model.register_load_state_dict_pre_hook(_take_off_mark)
+    return handle
+
+
+def _take_off_mark(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    state_dict.pop(prefix + NEEDS_RESTORE, None)
+
+
+@contextmanager
+def _marked(model: nn.Module, weights: dict[str, Any] | None) -> Iterator[None]:
+    """Mark a model while it is saved, and the weights that are saved in place of its own."""
+    with ExitStack() as undo:
+        if takes_notes(model):
+            setattr(model.config, MARK, NOTE)
+            undo.callback(delattr, model.config, MARK)
+        if isinstance(model, PreTrainedModel):
+            model.register_buffer(NEEDS_RESTORE, torch.ones(1))
+            undo.callback(delattr, model, NEEDS_RESTORE)
+            if weights is not None:
+                weights[NEEDS_RESTORE] = model.get_buffer(NEEDS_RESTORE)
+                undo.callback(weights.pop, NEEDS_RESTORE, None)
+        yield
 
 
 def is_marked(model: nn.Module) -> bool:
@@ -85,7 +115,7 @@ def takes_notes(model: nn.Module) -> bool:
 def is_marked_folder(folder: Path) -> bool:
     """Tell if a config in a folder of weights, or that of an adapter, says that beta is in a file."""
     marks = {folder / CONFIG_NAME: MARK}
-    marks |= {path: ADAPTER_MARK for path in (*folder.glob(ADAPTER_CONFIG), *folder.glob(f"*/{ADAPTER_CONFIG}"))}
+    marks |= {path: NEEDS_RESTORE for path in (*folder.glob(ADAPTER_CONFIG), *folder.glob(f"*/{ADAPTER_CONFIG}"))}
     return any(path.is_file() and mark in json.loads(path.read_bytes()) for path, mark in marks.items())
 
 
@@ -107,7 +137,7 @@ def unmarked(model: nn.Module) -> Iterator[None]:
 def _mark_files(model: nn.Module, folder: Path) -> None:
     """Let PEFT and diffusers say, where they load a config, that beta is missing: they name what they do not know."""
     adapters = getattr(model, "peft_config", ["default"])  # `model` is perhaps the config of one
-    marks = {(folder if name == "default" else folder / name) / ADAPTER_CONFIG: ADAPTER_MARK for name in adapters}
+    marks = {(folder if name == "default" else folder / name) / ADAPTER_CONFIG: NEEDS_RESTORE for name in adapters}
     if hasattr(model, "register_to_config"):  # a model of diffusers
         marks[folder / CONFIG_NAME] = MARK
     for path, mark in marks.items():

@@ -1023,6 +1023,19 @@ FAULTS = [
         SCHEMA,
     ),
     Fault("betahook/checkpoint/fingerprint.py", "entries.to(got.dtype), got", "entries, got"),
+    Fault("betahook/checkpoint/pretrained.py", "state_dict.pop(prefix + NEEDS_RESTORE, None)", "pass", CHECKPOINT),
+    Fault(
+        "betahook/checkpoint/pretrained.py",
+        "weights[NEEDS_RESTORE] = model.get_buffer(NEEDS_RESTORE)",
+        "pass",
+        CHECKPOINT,
+    ),
+    Fault(
+        "integrations/trainer.py",
+        "self._taking_marked = checkpoint.take_marked(model)",
+        "pass",
+        of_trainer("the_mark_of_weights_without_beta_is_expected_where_a_run_goes_on", "test_checkpoints.py"),
+    ),
     Fault("betahook/tap/last_call.py", " or depth > self._depth", ""),
     Fault(
         "betahook/tap/last_call.py",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from transformers import TrainerCallback
@@ -258,6 +258,32 @@ def test_saved_while_hooked_it_comes_back(tmp_path):
     ):
         betahook.restore(again, tmp_path)
     torch.testing.assert_close(again(**batch).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weights_given", [False, True])
+def test_weights_that_lack_beta_say_so_to_whatever_loads_them(tmp_path, weights_given):
+    """As those of a checkpoint of the Trainer, which gives the weights."""
+    model, mark = build("llama"), "needs_betahook_restore"
+    names = set(model.state_dict())
+    own, weights = ({"state_dict": model.state_dict()} if weights_given else {} for _ in range(2))
+    with betahook.attach(model, controller="monitor") as hook:
+        model(**inputs("llama"))
+        model.save_pretrained(tmp_path / "own", **own)
+        assert not copy.deepcopy(model)._load_state_dict_pre_hooks
+        adapted(hook)
+        model.save_pretrained(tmp_path, **weights)
+        assert set(model.state_dict()) == names
+        saved = load_file(tmp_path / "model.safetensors")
+        assert set(saved) == {*load_file(tmp_path / "own/model.safetensors"), mark}
+        assert mark not in weights.get("state_dict", ())
+        model.load_state_dict({**model.state_dict(), mark: saved[mark]})
+    assert not model._load_state_dict_pre_hooks
+    again, said = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert said["unexpected_keys"] == {mark}
+    with pytest.raises(RuntimeError, match=f"Unexpected key.*{mark}"):
+        model.load_state_dict({**model.state_dict(), mark: saved[mark]})
+    betahook.restore(again, tmp_path)
+    assert mark not in again.state_dict()
 
 
 def test_a_restored_run_goes_on(tmp_path):

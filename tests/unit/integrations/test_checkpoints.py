@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 import betahook
 from betahook import checkpoint
-from betahook.integrations.trainer import BetaHookCallback, last_checkpoint
+from betahook.integrations.trainer import BetaHookCallback, last_checkpoint, watch
 from support.models import build
 from support.trainer import make_trainer
 
@@ -112,6 +112,20 @@ class Nothing(TrainerCallback):
     """In place of betahook."""
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_the_mark_of_weights_without_beta_is_expected_where_a_run_goes_on(copy_of_run, caplog, watched):
+    """Also where the best checkpoint is loaded at the end."""
+    assert "needs_betahook_restore" in load_file(copy_of_run / "checkpoint-4/model.safetensors")
+    steps = dict(max_steps=8, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
+    callback = Nothing() if watched else BetaHookCallback()
+    trainer = make_trainer(copy_of_run, callback, load_best_model_at_end=True, **steps)
+    if watched:
+        watch(trainer)
+    trainer.train(resume_from_checkpoint=str(copy_of_run / "checkpoint-4"))
+    assert "unexpected" not in caplog.text
+    assert not trainer.model._load_state_dict_pre_hooks
+
+
 @pytest.mark.parametrize("controller", ["monitor", betahook.Search(window=1, warmup=0, rise=False)])
 def test_a_run_that_has_checkpoints_already_may_go_on_with_betahook(tmp_path, caplog, controller):
     saving = dict(save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True)
@@ -168,6 +182,8 @@ def test_a_later_training_without_betahook_is_that_of_its_checkpoints(copy_of_ru
     """It leaves the files of beta where they were, and hands on the state that it resumed from."""
     trainer = make_trainer(copy_of_run, Nothing(), save_strategy="steps", save_steps=2, learning_rate=1e-2)
     trainer.train(resume_from_checkpoint=str(copy_of_run / "checkpoint-2") if resumed else None)
+    assert ("unexpected keys in the checkpoint model loaded: ['needs_betahook_restore']" in caplog.text) == resumed
+    caplog.clear()
     for step in (4, 6):
         assert checkpoint.is_begun(copy_of_run / f"checkpoint-{step}")
         if not config:
