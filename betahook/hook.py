@@ -211,7 +211,8 @@ class Hook(Uncopied):
     def __repr__(self) -> str:
         state = "" if self.attached else ", detached"
         count = f"{len(self.layers)} layer{'s' * (len(self.layers) > 1)}"
-        lines = [f"Hook({type(self.model).__name__}, {count}, {self.controllers}{state})"]
+        makers = f", beta trained by {', '.join(self.trained_by)}" if self.trained_by else ""
+        lines = [f"Hook({type(self.model).__name__}, {count}, {self.controllers}{makers}{state})"]
         named = [(layer.name or "the model", layer) for layer in self.layers.values()]
         heads = [(name, f"{layer.heads} head{'s' * (layer.heads > 1)} of {layer.head_dim}") for name, layer in named]
         remarks = [(name, remark) for name, layer in named for remark in layer.remarks + layer.obstacles]

@@ -54,6 +54,7 @@ def test_what_trained_the_beta_is_saved_again(folder, tmp_path, capsys):
     model = load(tmp_path / "again")
     hook = betahook.restore(model, tmp_path / "again")
     assert hook.trained_by == [repr(betahook.Gradient(0.1))]
+    assert f"2 layers, [Monitor()], beta trained by {betahook.Gradient(0.1)!r})" in repr(hook)
     model(**inputs("llama"))
     betahook.fold(model)
     assert model.config.betahook_folded["controllers"] == hook.trained_by
