@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from betahook import compat
+from betahook.models import selective
 
 IN_PLACE = {"__imul__", "__itruediv__", "__iadd__", "__isub__", "__setitem__"}
 """Functions without an underscore at the end that change their first operand."""
@@ -90,7 +91,8 @@ class Call:
 
     def run(self) -> Any:
         """Call the function."""
-        return self.function(*self.args, **self.kwargs)
+        with selective.shown():
+            return self.function(*self.args, **self.kwargs)
 
     def run_on(self, replacement: Callable[[Tensor], Tensor]) -> Any:
         """Call the function with another tensor in the place of each floating-point or complex one."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from betahook import compat, rerun
 from betahook.control.base import Controller
 from betahook.measure.statistics import OF_STEP, ROW, is_distributed
-from betahook.models import materialise
+from betahook.models import materialise, selective
 from betahook.state.state import State
 from betahook.tap import copies
 
@@ -73,10 +73,14 @@ def _record(
     # A loss without a graph is one of an evaluation, one on the meta device that of a look at shapes.
     if not (isinstance(loss, Tensor) and loss.requires_grad) or state.paused or loss.is_meta:
         return
-    state.table[OF_STEP] += _sums(loss, state, is_judged)
-    if kwargs.get("num_items_in_batch") is not None:
-        state.table[ROW["losses"]] = 1
+    selective.uncounted(_add, loss, state, is_judged, is_share=kwargs.get("num_items_in_batch") is not None)
     state.has_loss |= is_judged
+
+
+def _add(loss: Tensor, state: State, is_judged: bool, *, is_share: bool) -> None:
+    state.table[OF_STEP] += _sums(loss, state, is_judged)
+    if is_share:
+        state.table[ROW["losses"]] = 1
 
 
 def take(state: State, controllers: Sequence[Controller], given: Tensor | float | None) -> None:

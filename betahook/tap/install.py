@@ -16,7 +16,7 @@ from torch import nn
 
 from betahook import compat
 from betahook.measure.inputs import SIDES
-from betahook.models import guards
+from betahook.models import guards, selective
 from betahook.models.code import argument_names
 from betahook.tap import copies, kernels, opaque
 from betahook.tap.by_hand import bypassed, watching
@@ -121,9 +121,9 @@ def _watch_input(recorder: Recorder, module: nn.Module, argument: int, sides: li
         if given.is_nested:
             given = torch.cat(given.detach().unbind())
         if recorder.route == "interface" or torch.compiler.is_compiling():
-            opaque.record_input(recorder, given, sides)
+            selective.uncounted(opaque.record_input, recorder, given, sides)
         else:  # the functions of this module pass through the tap, our own need not
-            with compat.unwatched():
+            with compat.unwatched(), selective.hidden():
                 recorder.record_input(given, sides)
 
     copies.keep_hook(module, module.register_forward_pre_hook(record, with_kwargs=True), undo)

@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from betahook.measure.masks import Band, GivenMask
 from betahook.measure.rows import ScoreMod
+from betahook.models import selective
 from betahook.tap import kernels, opaque
 from betahook.tap.gain import scale_query
 from betahook.tap.recorder import ATTRIBUTE, Recorder
@@ -97,6 +98,21 @@ def _hooked(
     # A graph, which is run in every step, asks the recorder when it runs.
     if (not torch.compiler.is_compiling() and layer.is_idle) or _passes_by(layer, query):
         return function(module, query, key, value, *args, **kwargs)
+    query = selective.uncounted(_tapped, layer, implementation, module, query, key, value, *args, **kwargs)
+    return function(module, query, key, value, *args, **kwargs)
+
+
+def _tapped(
+    layer: Recorder,
+    implementation: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Record a call, and return its query as beta scales it."""
     scaling = kwargs.get("scaling")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5  # what every backend does without one
@@ -111,8 +127,7 @@ def _hooked(
         opaque.record_call(layer, raw, key, given, default, score_mod)
     else:
         opaque.note_default(layer, default)
-    query = scale_query(layer, query, (key, value), default)
-    return function(module, query, key, value, *args, **kwargs)
+    return scale_query(layer, query, (key, value), default)
 
 
 def _passes_by(layer: Recorder, query: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from betahook.measure import masks
 from betahook.measure.masks import Band, Mask
-from betahook.models import stand_ins
+from betahook.models import selective, stand_ins
 from betahook.models.code import functions_of
 from betahook.models.torch_calls import Call
 from betahook.tap.recorder import Recorder
@@ -68,9 +68,10 @@ class Kernel:
 
     def run(self, call: Call, query: Tensor) -> Any:
         """Call the kernel with another query."""
-        if call.args:
-            return call.function(query, *call.args[1:], **call.kwargs)
-        return call.function(**{**call.kwargs, self.names[0]: query})
+        with selective.shown():
+            if call.args:
+                return call.function(query, *call.args[1:], **call.kwargs)
+            return call.function(**{**call.kwargs, self.names[0]: query})
 
     def heads_before_tokens(self, tensor: Tensor) -> Tensor:
         """An operand as `[..., heads, tokens, d_k]`, where the kernel says where its heads are; its own inverse."""

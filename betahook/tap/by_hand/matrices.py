@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from betahook.measure.masks import masked_by
+from betahook.models import selective
 from betahook.models.places import takes_key_first
 from betahook.models.torch_calls import Call
 from betahook.tap.by_hand import contraction
@@ -103,7 +104,8 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
         product.left, axis, layer.heads, lambda left, axis: scale_query(layer, left, others, known.default, axis, known)
     )
     query = product.laid_out(query)
-    output = product.run(query)
+    with selective.shown():
+        output = product.run(query)
     if output.grad_fn is not None:
         forward.nodes[known] = output.grad_fn
     with torch.no_grad():  # a checkpointed forward must save as much for its backward as its recomputation

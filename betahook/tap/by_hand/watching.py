@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from betahook import compat
 from betahook.measure.masks import Band
-from betahook.models import modes
+from betahook.models import modes, selective
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.guards import is_handed_over
 from betahook.models.modes import random_state_kept
@@ -129,13 +129,15 @@ def _follow(
             return nested.run_each(forward, lambda *args, **kwargs: each(args, kwargs), args, kwargs)
         _refuse_nested(layer, plan)
         return forward(*args, **kwargs)
-    if unknown and not (compat.is_exporting() or compat.is_without_data()) and bool(layer.is_set.any()):
-        with uncompiled():
-            _rehearse(layer, plan, forward, args, kwargs)
-    known = Forward(layer, plan, (args, kwargs))
+    with selective.hidden():
+        if unknown and not (compat.is_exporting() or compat.is_without_data()) and bool(layer.is_set.any()):
+            with uncompiled(), selective.apart():
+                _rehearse(layer, plan, forward, args, kwargs)
+        known = Forward(layer, plan, (args, kwargs))
     with uncompiled(), ScoreProducts(known):
         output = forward(*args, **kwargs)
-    known.finish()
+    with selective.hidden():
+        known.finish()
     return output
 
 
@@ -204,11 +206,14 @@ class ScoreProducts(TorchFunctionMode):
             given = name_of(func) if type(func) is FunctionType else func.__name__  # most are none of Python's
             if not _concerns(forward, given, args, kwargs):
                 return func(*args, **kwargs)
-        call = Call(func, args, kwargs)
-        name = call.name
         if func is F.multi_head_attention_forward:
             with self:
-                return compat.multi_head_attention_forward()(*args, **call.kwargs)
+                return compat.multi_head_attention_forward()(*args, **kwargs)
+        return selective.uncounted(self._follow, Call(func, args, kwargs))
+
+    def _follow(self, call: Call) -> Any:
+        """Run a call that has to be looked at."""
+        forward, name, func = self._forward, call.name, call.function
         if name == "multi_head_attention_forward" or is_handed_over(func):
             forward.refuse(HANDED_OVER.format(name, find_line()))
         handler, shadows = handlers.HANDLERS.get(name), forward.shadows

@@ -1,0 +1,121 @@
+"""Selective activation checkpointing: a hooked model gets the outputs that were saved for it, and no others."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import betahook
+from betahook.models import selective
+from support.attention import LENGTH, WIDTH, ByHandAttention, FusedAttention, make
+from support.models import build, inputs
+
+ATEN = torch.ops.aten
+SAVED = [ATEN.mm.default, ATEN.addmm.default, ATEN.bmm.default, ATEN._softmax.default, ATEN.sum.dim_IntList]
+SAVED += [ATEN.mul.Tensor, ATEN.div.Tensor, ATEN.add.Tensor, ATEN.where.self, ATEN.stack.default]
+"""Operations of models, and of betahook, whose outputs are saved."""
+
+
+class Itself(nn.MultiheadAttention):
+    """torch's own, by one argument."""
+
+    def __init__(self):
+        super().__init__(WIDTH, 4, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+def checkpointed(function):
+    contexts = functools.partial(create_selective_checkpoint_contexts, SAVED)
+    return functools.partial(checkpoint, function, use_reentrant=False, context_fn=contexts, early_stop=False)
+
+
+def train(kind, controller, wrap, state=None):
+    """Three steps; returns the gradients of each, beta after each, and the state of the hook at the end."""
+    if isinstance(kind, str):
+        model = build("llama", kind, use_cache=False)
+        batches = [{name: x[:, : 12 + 2 * step] for name, x in inputs("llama").items()} for step in range(3)]
+    else:
+        model = make(kind)
+        generator = torch.Generator().manual_seed(3)
+        batches = [{"input": torch.randn(3, LENGTH, WIDTH, generator=generator)} for _ in range(3)]
+    hook = None if controller is None else betahook.attach(model, controller=controller)
+    if state is not None:
+        hook.load_state_dict(state)
+    gradients, betas = [], []
+    for batch in batches:
+        output = wrap(model)(**batch)
+        loss = output.loss if isinstance(kind, str) else output.square().mean()
+        loss.backward()
+        gradients += [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        if hook is not None:
+            hook.step()
+            betas.append(hook.state_dict()["beta"])
+    return gradients, betas, hook and hook.state_dict()
+
+
+def equal(one, other):
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+KINDS = ["eager", "sdpa", ByHandAttention, FusedAttention, Itself]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_monitoring_changes_no_bit(kind):
+    alone, monitored = (train(kind, controller, checkpointed)[0] for controller in (None, "monitor"))
+    assert equal(alone, monitored)
+
+
+@pytest.mark.parametrize("controller", [betahook.Gradient(0.2), betahook.Decades(window=1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_beta_and_gradients_are_those_without_it(kind, controller):
+    if controller.uses_loss and not isinstance(kind, str):
+        pytest.skip("the model returns no loss")
+    state = None
+    for _ in range(2):  # the second time with a beta that was loaded
+        expected = train(kind, controller, lambda model: model, state)
+        found = train(kind, controller, checkpointed, state)
+        assert equal(expected[0] + expected[1], found[0] + found[1])
+        state = found[2]
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_hidden_has_no_number_but_for_what_is_shown():
+    """Another mode sees all of it; and where nothing counts, nothing is hidden."""
+    one = torch.ones(2)
+    with selective.hidden(), selective.shown(), selective.apart():
+        assert not selective.is_counted()
+    numbering, _ = create_selective_checkpoint_contexts(SAVED)
+    with numbering, Counting() as counting:
+        assert selective.is_counted()
+        with selective.hidden():
+            assert not selective.is_counted()
+            one.add(one)
+            with selective.shown():
+                one.add(one)
+                with selective.hidden():
+                    one.add(one)
+            with selective.apart(), selective.shown():
+                one.add(one)
+            with pytest.raises(RuntimeError), selective.shown():
+                one.add(torch.ones(3))
+            assert not selective.is_counted()
+        assert selective.uncounted(one.add, one).tolist() == [2, 2]
+        assert selective.is_counted()
+    assert numbering.func_counter[ATEN.add.Tensor] == 1
+    assert counting.seen > 5
