@@ -233,7 +233,8 @@ class Hook(Uncopied):
             loss: of the training, for controllers that look at it; by default the mean `loss` of the model's outputs.
 
         Raises:
-            RuntimeError: the hook is detached; or no attention was seen before the first step, or no loss to judge by.
+            RuntimeError: the hook is detached; no attention was seen before the first step, or no loss to judge by; or
+                ranks have different layers.
             TypeError: the scaler is not a `GradScaler`, or the loss is neither a tensor nor a number.
             UnsupportedModelError: the weights of a layer do not act as `Clip` needs them to.
             Exception: any that a controller raises; beta stays, and the step counts all the same.
@@ -249,6 +250,7 @@ class Hook(Uncopied):
         stages.add(state, self.layers, loss_scale)
         try:
             if stages.is_due(state, self.controllers, self.settings.interval, loss_scale):
+                stages.check_ranks(state, self.layers)
                 with torch.inference_mode(False), torch.no_grad(), stages.pooling(state, loss_scale) as measured:
                     stages.control(state, self.layers, self.controllers)
                     self._clipping.step(self, measured)

@@ -104,6 +104,14 @@ def is_distributed() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
+def is_same_on_all_ranks(number: int, device: torch.device) -> bool:
+    """Tell, alike on all ranks, if they give the same number of 24 bits; every rank must ask. Reads the device back."""
+    sums = torch.tensor([number, number**2], dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(sums)
+    total, squares = sums.tolist()
+    return bool(squares * torch.distributed.get_world_size() == total**2)
+
+
 def all_reduce(
     table: Tensor, window: Tensor, moments: Tensor, beta_default: Tensor, age: Tensor, alone: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -87,6 +87,7 @@ class State:
         has_broken_graphs, resets: True if compiled code breaks a graph that could go on by now; how often it was reset.
         refused, changed: layers by index: those left alone, with the reason; those whose condition has just begun.
         alone: boolean `[heads]`, those that this rank leaves alone, or at the last pooling any rank.
+        ranks_agree: True once all ranks were seen to have the same layers.
         is_local, is_detached: True if nothing is pooled over ranks, as this one measures alone; once the hook is off.
         knows_refusals: True while `refused` says all that `alone` does.
         first_spectral_ratio: of W_q and W_k before the first update, see `step.first_look`; None if nobody looked.
@@ -133,7 +134,7 @@ class State:
         self.loss_scale, self.idle_steps, self.resets = 0.0, 0.0, 0
         self.warned_of_nonfinite = self.warned_of_unreached = self.warned_of_idle_steps = False
         self.asked, self.changed, self.refused = set[str](), set[int](), dict[int, str]()
-        self.warned_of_missing_steps = self.exact_max_logit = self.is_detached = False
+        self.warned_of_missing_steps = self.exact_max_logit = self.is_detached = self.ranks_agree = False
         self.seen = self.recorded = self.has_loss = self.has_broken_graphs = self.is_local = False
         self.alone, self.knows_refusals = self.beta > 0, True  # none: beta is NaN
         self.beta_acts = True

@@ -7,6 +7,7 @@ the `State`; nothing but `explain` reads a value back to the host.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
@@ -50,6 +51,25 @@ def check_seen(state: State, layers: Layers) -> None:
             "torch.no_grad or in torch.func only, and beta stays where it is. Call model.train() and run the forward "
             'with gradients, or attach(..., when="always")'
         )
+
+
+def check_ranks(state: State, layers: Layers) -> None:
+    """Refuse to pool ranks that hook other layers than this one; looks once, before the first pooling.
+
+    Raises:
+        RuntimeError: a rank does; on all ranks.
+    """
+    if state.ranks_agree or not is_pooled(state):
+        return
+    sizes = [f"{name}: {layer.heads} heads of {layer.head_dim}" for name, layer in layers.items()]
+    digest = zlib.crc32("\n".join(sizes).encode()) % 2**24
+    if not statistics.is_same_on_all_ranks(digest, state.device):
+        raise RuntimeError(
+            f"statistics are pooled over all ranks, which must have the same attention layers; ranks differ, and this "
+            f"one has {len(sizes)}, from {sizes[0]} to {sizes[-1]}. Stages of a pipeline and several models in one job "
+            "cannot be measured: hook a model that all ranks hold, or train each model in a job of its own"
+        )
+    state.ranks_agree = True
 
 
 def add(state: State, layers: Layers, loss_scale: LossScale) -> None:

@@ -129,7 +129,7 @@ def test_ranks_exchange_sums_only_where_they_are_pooled(controller, expected, mo
         for _ in range(12):
             train(model, hook, 1)
             hook.metrics()
-    assert exchanged == expected
+    assert exchanged == [0, *expected]  # at first they make sure that they have the same layers
 
 
 def spoil(hook, value):
