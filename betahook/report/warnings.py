@@ -23,7 +23,10 @@ REPLACED = (
 
 
 def find_unreached(state: State, layers: Layers, model: nn.Module) -> dict[str, str]:
-    """Name the layers that no forward of the model reaches, with the reason; none before any forward."""
+    """Name the layers that no forward of the model reaches, with the reason; none before any forward.
+
+    Where no beta acts, one that was dropped in the first step is not looked at before its turn.
+    """
     if not state.seen:
         return {}
     modules, unreached, replaced = set(model.modules()), {}, layers.replaced
@@ -34,7 +37,7 @@ def find_unreached(state: State, layers: Layers, model: nn.Module) -> dict[str, 
         elif name in replaced:
             unreached[name] = REPLACED
         elif is_unused and layer.refusal is None:
-            unreached[name] = "no forward has reached it yet"
+            unreached[name] = "no forward that is measured has reached it yet"
     return unreached
 
 

@@ -217,9 +217,23 @@ def test_layers_that_no_forward_reaches_say_so(caplog):
     model[1](**inputs("llama")).loss.backward()
     hook.step()
     hook.metrics()
-    assert f"0.{LAYER}, no forward has reached it yet" in caplog.records[-1].message
+    assert f"0.{LAYER}, no forward that is measured has reached it yet" in caplog.records[-1].message
     assert "  not reached: 0.model.layers.0-1.self_attn, no forward" in repr(hook)
     hook.detach()
+
+
+def test_a_layer_that_was_dropped_in_the_first_step_is_measured_in_its_turn(caplog):
+    model = build("llama", num_hidden_layers=4)
+    with betahook.attach(model, controller="monitor", interval=4) as hook:
+        model.model.layers[0].forward = lambda hidden_states, *args, **kwargs: hidden_states
+        train(model, hook, 1)
+        del model.model.layers[0].forward
+        train(model, hook, 1)  # the turn of others
+        assert f"score_std/{LAYER}" not in hook.metrics()
+        assert f"{LAYER}, no forward that is measured has reached it yet" in caplog.records[-1].message
+        train(model, hook, 3)
+        assert f"score_std/{LAYER}" in hook.metrics()
+        assert "not reached" not in repr(hook)
 
 
 def test_a_class_of_transformers_that_no_longer_asks_for_its_attention_is_named(caplog, monkeypatch):
