@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from betahook.tap.by_hand.arithmetic import beside_unread, united
 from betahook.tap.by_hand.situation import Situation, other, unless_unread, unread_in
-from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift, Weights, same_factor
+from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift, Weights, is_learned, same_factor
 
 
 def keep(situation: Situation) -> Derived:
@@ -63,10 +63,10 @@ def move(situation: Situation, *, heads_stay: bool = True, rows_stay: bool = Tru
     if isinstance(first, nn.Parameter):
         return Operand(learned=True)
     if isinstance(first, Tensor):  # further ones, as those of `view_as`, give their shapes alone
-        if trace is None:
-            return None
+        if trace is None or isinstance(trace, Operand):
+            return trace
         situation = situation._replace(trace_of=lambda tensor: trace if tensor is first else None)
-    elif not situation.traces:
+    elif not situation.traces and not any(isinstance(x, nn.Parameter) for x in situation.call.tensors):
         return None
     if isinstance(trace, Scores) and trace.shifted and not rows_stay:
         return situation.lose(trace, "after a shift of rows")
@@ -155,8 +155,10 @@ def _linear_in_operands(situation: Situation) -> Derived:
     operands = [trace for trace in traces if isinstance(trace, Operand)]
     if len(operands) < len(traces) or not all(same_factor(each.factor, operands[0].factor) for each in operands):
         return other(situation)
-    unread = unread_in(operands)
-    if len(operands) == sum(x.is_floating_point() for x in situation.call.tensors):
-        return operands[0]._replace(unread=unread)
-    # What is put beside it, out of a cache say, carries the same.
-    return operands[0]._replace(mixed=any(each.mixed for each in operands), learned=False, unread=unread)
+    numbers = [x for x in situation.call.tensors if x.is_floating_point()]
+    learned = bool(numbers) and all(is_learned(x, situation.trace_of(x)) for x in numbers)
+    if not operands:
+        return Operand(learned=True) if learned else None
+    # What is put beside it, out of a cache say, carries the same factor.
+    mixed = any(each.mixed for each in operands)
+    return operands[0]._replace(mixed=mixed, learned=learned, unread=unread_in(operands))

@@ -325,6 +325,26 @@ def test_a_view_of_a_parameter_is_learned():
     assert derived == Operand(learned=True)
 
 
+LEARNED, ROWS = Operand(learned=True), nn.Parameter(normal(4, 6))
+
+
+@pytest.mark.parametrize("function", [torch.cat, torch.stack])
+def test_what_is_put_together_is_learned_if_all_of_it_is(function):
+    other = ROWS.detach() + 1
+    assert derive(function, [ROWS, ROWS])[0] == LEARNED
+    assert derive(function, [ROWS, other])[0] is None
+    assert derive(function, [other, other])[0] is None
+    assert derive(function, [other, ROWS], traces=[LEARNED])[0] == LEARNED
+    assert derive(function, [S, S + 1], traces=[LEARNED, LEARNED])[0] == LEARNED
+    assert derive(function, [S, S + 1], traces=[LEARNED, Operand()])[0] == Operand()
+    assert derive(function, [S, S + 1], traces=[Operand(), LEARNED])[0] == Operand()
+    assert derive(function, [S, S + 1], traces=[Operand(), Operand(mixed=True)])[0] == Operand(mixed=True)
+
+
+def test_a_tensor_that_gives_its_shape_alone_is_no_part_of_the_result():
+    assert derive(Tensor.view_as, S, S + 1, traces=[LEARNED])[0] == LEARNED
+
+
 def test_every_function_of_the_table_exists():
     """In torch, in `torch.nn.functional` or on tensors."""
     owners = (torch, F, Tensor)

@@ -28,7 +28,17 @@ def smooth(table):
     return torch.cat([table, table.flip(0)])[: 2 * LENGTH - 1]
 
 
-@pytest.mark.parametrize("made", [resized, smooth])
+def extended(table):
+    """A table whose first row stands for all offsets below those that it has."""
+    return torch.cat([table[:1].expand(2 * LENGTH - 1 - len(table), -1), table])
+
+
+def mirrored(table):
+    """Two tables, one after the other."""
+    return torch.cat([table, table])[: 2 * LENGTH - 1]
+
+
+@pytest.mark.parametrize("made", [resized, smooth, extended, mirrored])
 def test_positions_out_of_a_table_are_a_bias(x, made):
     """As in SAM, whose heads share an axis with the batch, and whose table has none."""
     logits = []
@@ -88,6 +98,20 @@ def test_keys_that_are_projected_from_a_table_are_keys(x):
 
     model = make(mix)
     model[1].latents = torch.nn.Parameter(torch.randn(1, 5, WIDTH))
+    check_doubled(model, x)
+
+
+@pytest.mark.parametrize("learned_first", [True, False])
+def test_learned_keys_beside_scaled_ones_are_keys(x, learned_first):
+    """A memory that is learned, which attention sees beside the tokens."""
+
+    def mix(module, q, k, v):
+        memory = module.latents.expand(len(x), HEADS, -1, -1)
+        k, v = (torch.cat([memory, t] if learned_first else [t, memory], 2) for t in (1.0 * k, v))
+        return (ROOT * (q @ k.mT)).softmax(-1) @ v
+
+    model = make(mix)
+    model[1].latents = torch.nn.Parameter(torch.randn(1, 1, 3, WIDTH // HEADS))
     check_doubled(model, x)
 
 
