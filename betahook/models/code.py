@@ -10,6 +10,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TypeGuard
 
 from torch import nn
+from torch.autograd import Function
 
 from betahook.compat import class_of
 
@@ -128,7 +129,7 @@ def _inherited(kind: type) -> Iterator[FunctionType]:
 
 
 def _called(function: FunctionType) -> Iterator[FunctionType]:
-    """The Python functions that the code of a function names."""
+    """The Python functions that the code of a function names, and what a named function of autograd runs."""
     names = set(_names(function.__code__))
     values = [function.__globals__.get(name) for name in names]
     for cell in function.__closure__ or ():
@@ -140,6 +141,8 @@ def _called(function: FunctionType) -> Iterator[FunctionType]:
         if isinstance(value, ModuleType) and not _is_of_library(value.__name__):
             values += [vars(value).get(name) for name in names]
     for value in values:
+        if isinstance(value, type) and issubclass(value, Function):
+            value = value.forward
         called = inspect.unwrap(value) if callable(value) else None
         if is_users_function(called):
             yield called

@@ -251,6 +251,30 @@ def test_a_function_that_a_module_holds_is_read(function, route):
     assert [each.route for each in found.values()] == ([route] if route else [])
 
 
+class WeightsWithBackward(torch.autograd.Function):
+    """Attention weights with a backward of their own, as in EDM."""
+
+    @staticmethod
+    def forward(ctx, q, k):
+        return (q @ k.mT).softmax(-1)
+
+
+class Block(nn.Module):
+    """Attention by such a function, and nothing that calls it one."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.head_dim, self.qkv = 4, 8, nn.Linear(32, 96)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        return (WeightsWithBackward.apply(q, k) @ v).transpose(1, 2).flatten(2)
+
+
+def test_a_function_with_a_backward_of_its_own_is_read():
+    assert [each.route for each in survey(Block()).found.values()] == ["by hand"]
+
+
 class Pooled(nn.Module):
     """Has an attention of its own, written in its forward, behind that of its layers."""
 
