@@ -100,12 +100,20 @@ class Labels(ByTensor[Tensor]):
         """
         super().__init__()
         self.linears: list[Linear | None] = []
+        self._of_numbers: int | None = None  # the index of the entry in `linears` for numbers that are no features
         self._is_learned, self._apart = is_learned, apart
 
     def put(self, tensor: Tensor, labels: Tensor) -> None:
         """Label a tensor, unless the labels were computed without data."""
         if type(labels) is Tensor:
             self[tensor] = labels
+
+    def put_numbers(self, tensor: Tensor, numbers: Tensor) -> None:
+        """Label a tensor by numbers that are no features: as if one projection, which is not known, made them all."""
+        if self._of_numbers is None:
+            self._of_numbers = len(self.linears)
+            self.linears.append(None)
+        self.put(tensor, numbers + FAR * self._of_numbers)
 
     def _put_features(self, tensor: Tensor, axes: Sequence[int], linear: Linear | None) -> None:
         """Label a tensor that a projection made, whose features lie along some of its axes, numbered in that order."""

@@ -43,7 +43,7 @@ def put_heads(labels: Labels, scores: Tensor, axis: Axis, heads: int) -> None:
     """Label scores by the numbers of their heads."""
     if axis != "single":
         numbers = along(torch.arange(heads, device=device_of(scores)), axis, scores)
-        labels.put(scores, numbers.expand(scores.shape).contiguous())
+        labels.put_numbers(scores, numbers.expand(scores.shape).contiguous())
 
 
 def varying(labels: Tensor, summed: int | None) -> list[int]:

@@ -371,3 +371,25 @@ def test_an_input_whose_tokens_are_as_many_as_its_features_tells_no_heads_apart(
     with betahook.attach(module, controller="monitor", when="always") as hook:
         module[0](*torch.randn(3, WIDTH, 2, WIDTH))
         assert "heads are not told apart" in hook.layers["0"].refusal
+
+
+def test_a_bias_on_scores_of_what_was_projected_outside_is_none_of_a_projection():
+    """As in audio-diffusion, whose attention gets q, k and v."""
+
+    class CoreAttention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_heads, self.head_dim = HEADS, WIDTH // HEADS
+            self.bias = nn.Parameter(torch.randn(HEADS, 1, LENGTH))
+
+        def forward(self, q, k, v):
+            q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k, v))
+            return ((q @ k.mT * ROOT + self.bias).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    core, x = CoreAttention(), torch.randn(3, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    expected = core(2 * x, x, x)
+    with betahook.attach(core, controller="monitor") as hook:
+        assert torch.equal(core(2 * x, x, x), expected)
+        layer = hook.layers[""]
+        layer.beta = 2 * ROOT
+        torch.testing.assert_close(core(x, x, x), expected, rtol=1e-4, atol=1e-5)
