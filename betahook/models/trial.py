@@ -115,13 +115,19 @@ def run(module: nn.Module) -> Outcome | None:
 
 
 def _first(watches: Iterable[_Watch | None]) -> _Watch | None:
-    """The first forward that ran without an attention or with one of known size, or else the first that ran."""
-    unclear = None
+    """The first forward that ran to its end, without an attention or with one of known size; or else the first one."""
+    stopped = unclear = None
     for watch in watches:
-        if watch is not None and (watch.found is None or watch.found.size is not None):
-            return watch
+        if watch is None:
+            continue
+        if watch.found is None:
+            return stopped or watch
+        if watch.found.size is not None:
+            if watch.ended:
+                return watch
+            stopped = stopped or watch
         unclear = unclear or watch
-    return unclear
+    return stopped or unclear
 
 
 def _drop_adapters(module: nn.Module) -> None:
@@ -159,6 +165,7 @@ def _try(
         watch.note_call(module, inputs)
         with watch, register_module_forward_hook(watch.note_call):
             module.forward(*inputs, **given)
+        watch.ended = True
     except Exception:  # another shape may fit
         return None if watch.found is None else watch
     return watch
@@ -254,6 +261,7 @@ class _Watch(TorchFunctionMode):
         labels: the features that entries are made of.
         calls: of the module and of its parts.
         attentions: in their order, one for each product with weights.
+        ended: the forward came to its end: else its input may have had another shape than the module takes.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -261,6 +269,7 @@ class _Watch(TorchFunctionMode):
         self.tokens = tokens
         self.calls: dict[nn.Module, list[ModuleCall]] = {}
         self.attentions: list[Attention] = []
+        self.ended = False
         self.activations = ByTensor[_Activation]()
         self.labels = Labels(lambda tensor: tensor not in self.activations, compat.untransformed)
         self.weights = ByTensor[Attention]()  # that made them

@@ -531,3 +531,22 @@ def test_a_trial_runs_in_the_dtype_of_the_numbers_and_not_of_packed_entries():
     module = Mixer()
     module.projection = Packed()
     assert trial.run(module.double()).size == (HEADS, HEAD_DIM)
+
+
+class OutOfAnEmbedding(nn.Module):
+    """Gets q, k and v, whose width shows behind the attention only; other numbers of its weights fit as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 4
+        self.table = nn.Embedding(8, 4)
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, q, k, v):
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in (q, k, v))
+        return self.out(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_an_input_that_the_module_does_not_take_to_its_end_tells_no_width():
+    attention = type("CoreAttention", (OutOfAnEmbedding,), {})()
+    assert trial.run(attention).size == (4, 8)
