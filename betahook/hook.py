@@ -270,8 +270,7 @@ class Hook(Uncopied):
         unreached = warnings.find_unreached(state, self.layers, self.model)
         values = metrics.by_layer(state, self.layers, stages.explain(state, self.layers, self.controllers))
         values = {key: value for key, value in values.items() if key.split("/", 1)[1] not in unreached}
-        warnings.warn_of_missing_steps(state, "metrics()")
-        warnings.warn_of_idle_steps(state, "metrics()", unreached, self.settings.interval)
+        warnings.warn_of_steps(state, "metrics()", unreached, self.settings.interval)
         warnings.warn_of_unreached(state, unreached)
         warnings.warn_of_nonfinite(state, self.layers, self.settings.interval)
         if self._alerts is not None and state.alerts_step < state.steps:
@@ -291,10 +290,9 @@ class Hook(Uncopied):
         condition began, a warning if it asks for attention. Like `metrics`, it reads the device back.
         """
         state = stages.refreshed(self._state)
-        warnings.warn_of_missing_steps(state, "findings()")
         notes = stages.explain(state, self.layers, self.controllers)
         unreached = warnings.find_unreached(state, self.layers, self.model)
-        warnings.warn_of_idle_steps(state, "findings()", unreached, self.settings.interval)
+        warnings.warn_of_steps(state, "findings()", unreached, self.settings.interval)
         is_limited = any(controller.limits_logits for controller in self.controllers)
         return findings.observe(state, self.layers, notes, unreached, is_limited=is_limited)
 

@@ -10,6 +10,7 @@ import functools
 import inspect
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from betahook import compat
@@ -72,7 +72,7 @@ def connect(model: nn.Module, hook: Stateful, layers: Layers, undo: ExitStack) -
         return saved
 
     override = Override(model, "save_pretrained", save_pretrained, undo)
-    if isinstance(model, PreTrainedModel):
+    if _is_of_transformers(model):
         copies.keep_hook(model, take_marked(model), undo)
 
 
@@ -86,6 +86,11 @@ def _take_off_mark(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_
     state_dict.pop(prefix + NEEDS_RESTORE, None)
 
 
+def _is_of_transformers(model: object) -> bool:
+    modeling = sys.modules.get("transformers.modeling_utils")  # not imported for the models of others
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
 @contextmanager
 def _marked(model: nn.Module, weights: dict[str, Any] | None) -> Iterator[None]:
     """Mark a model while it is saved, and the weights that are saved in place of its own."""
@@ -93,7 +98,7 @@ def _marked(model: nn.Module, weights: dict[str, Any] | None) -> Iterator[None]:
         if takes_notes(model):
             setattr(model.config, MARK, NOTE)
             undo.callback(delattr, model.config, MARK)
-        if isinstance(model, PreTrainedModel):
+        if _is_of_transformers(model):
             model.register_buffer(NEEDS_RESTORE, torch.ones(1))
             undo.callback(delattr, model, NEEDS_RESTORE)
             if weights is not None:

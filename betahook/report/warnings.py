@@ -1,8 +1,9 @@
-"""Warnings that come once: of a NaN or an infinity, of layers that no forward reaches, of steps that are missing."""
+"""Warnings that come once: of a NaN or an infinity, of layers that no forward reaches, of numbers that are old."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -41,7 +42,13 @@ def find_unreached(state: State, layers: Layers, model: nn.Module) -> dict[str, 
     return unreached
 
 
-def warn_of_missing_steps(state: State, asked: str) -> None:
+def warn_of_steps(state: State, asked: str, unreached: Mapping[str, str], interval: int) -> None:
+    """Warn of steps that are missing, or that measured nothing: `asked` then shows no numbers, or old ones."""
+    _warn_of_missing_steps(state, asked)
+    _warn_of_idle_steps(state, asked, unreached, interval)
+
+
+def _warn_of_missing_steps(state: State, asked: str) -> None:
     """Warn once when `asked` is called a second time although `step` never was."""
     if state.steps > 0 or not state.recorded or state.warned_of_missing_steps:
         return
@@ -55,14 +62,14 @@ def warn_of_missing_steps(state: State, asked: str) -> None:
     state.asked.add(asked)
 
 
-def warn_of_idle_steps(state: State, asked: str, unreached: Mapping[str, str], interval: int) -> None:
+def _warn_of_idle_steps(state: State, asked: str, unreached: Mapping[str, str], interval: int) -> None:
     """Warn once when `asked` shows numbers of long ago, as after an evaluation that nobody ended."""
     idle = state.idle_steps - 1  # the step that measured last counts
     was_measured = state.recorded or state.steps > state.idle_steps  # if not, the first step has said so
     left_alone = unreached or len(state.refused) == len(state.ranges)
-    if state.warned_of_idle_steps or idle < max(IDLE, 2 * interval) or left_alone or not was_measured:
+    if idle < max(IDLE, 2 * interval) or left_alone or not was_measured:
         return
-    state.warned_of_idle_steps = True
+    state.idle_steps = -math.inf
     logger.warning(
         "no attention was measured in the last %d steps, and %s shows the numbers of before: the hooked layers ran in "
         "evaluation mode, under torch.no_grad or not at all. Call model.train() after an evaluation, or "

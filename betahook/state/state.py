@@ -83,12 +83,11 @@ class State:
         asked, warned_of_missing_steps: reports requested before the first `step`, and whether the warning was logged.
         exact_max_logit, paused: True if the largest score is to be that of all pairs; how many pauses are in force.
         seen, recorded, has_loss: True once attention has passed the tap, was measured, and a training loss recorded.
-        idle_steps, warned_of_idle_steps: steps ended since attention was last measured; True once that was reported.
+        idle_steps: steps ended since attention was last measured; minus infinity once nobody is to hear of them.
         has_broken_graphs, resets: True if compiled code breaks a graph that could go on by now; how often it was reset.
         refused, changed: layers by index: those left alone, with the reason; those whose condition has just begun.
         alone: boolean `[heads]`, those that this rank leaves alone, or at the last pooling any rank.
-        ranks_agree: True once all ranks were seen to have the same layers.
-        is_local, is_detached: True if nothing is pooled over ranks, as this one measures alone; once the hook is off.
+        is_local, ranks_agree, is_detached: True if no ranks are pooled; once all had the same layers; once off.
         knows_refusals: True while `refused` says all that `alone` does.
         first_spectral_ratio: of W_q and W_k before the first update, see `step.first_look`; None if nobody looked.
         waiting, pending: calls that are not in the table yet, and steps that are not in the window: see `settle`.
@@ -132,9 +131,9 @@ class State:
         self.memories: list[dict[str, Tensor]] = [{} for _ in range(controllers)]
         self.batches = self.steps = self.skipped_steps = self.alerts_step = self.findings_step = self.paused = 0
         self.loss_scale, self.idle_steps, self.resets = 0.0, 0.0, 0
-        self.warned_of_nonfinite = self.warned_of_unreached = self.warned_of_idle_steps = False
         self.asked, self.changed, self.refused = set[str](), set[int](), dict[int, str]()
-        self.warned_of_missing_steps = self.exact_max_logit = self.is_detached = self.ranks_agree = False
+        self.warned_of_nonfinite = self.warned_of_unreached = self.warned_of_missing_steps = False
+        self.exact_max_logit = self.is_detached = self.ranks_agree = False
         self.seen = self.recorded = self.has_loss = self.has_broken_graphs = self.is_local = False
         self.alone, self.knows_refusals = self.beta > 0, True  # none: beta is NaN
         self.beta_acts = True

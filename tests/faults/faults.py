@@ -699,7 +699,8 @@ FAULTS = [
     Fault("betahook/models/trial.py", "size = None if left else (heads, head_dim)", "size = heads, head_dim", TRIAL),
     Fault("betahook/models/labels.py", "enumerate(labels.shape[:-1])", "enumerate(labels.shape)", PLACES),
     Fault("betahook/models/torch_calls.py", ", tuple(map(right.index, ", ", tuple(map(left.index, ", PLACES),
-    Fault("betahook/models/trial.py", "watch.found is None or watch.found.size is not None", "True", TRIAL),
+    Fault("betahook/models/trial.py", "if watch.found.size is not None:", "if True:", TRIAL),
+    Fault("betahook/models/trial.py", "if watch.ended:", "if True:", TRIAL),
     Fault("betahook/models/trial.py", "if kind is nn.Conv2d:", "if False:", TRIAL),
     Fault("betahook/models/trial.py", "if func is torch.equal:", "if False:", TRIAL),
     Fault(
