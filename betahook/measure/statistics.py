@@ -104,12 +104,14 @@ def is_distributed() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def is_same_on_all_ranks(number: int, device: torch.device) -> bool:
-    """Tell, alike on all ranks, if they give the same number of 24 bits; every rank must ask. Reads the device back."""
-    sums = torch.tensor([number, number**2], dtype=torch.int64, device=device)
-    torch.distributed.all_reduce(sums)
-    total, squares = sums.tolist()
-    return bool(squares * torch.distributed.get_world_size() == total**2)
+def extremes(number: int, device: torch.device) -> tuple[int, int]:
+    """Return the least and the largest number that a rank gives; every rank must ask. Reads the device back."""
+    if not is_distributed():
+        return number, number
+    both = torch.tensor([-number, number], device=device)
+    torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX)
+    negative, largest = both.tolist()
+    return -negative, largest
 
 
 def all_reduce(

@@ -9,7 +9,6 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +122,8 @@ class Clipping:
 
     def _settle(self, hook: Hooked, clipped: _Clipped) -> bool:
         """Choose the first weights of a layer that do what beta does; False if none do."""
-        for choice in range(self._reduced(len(clipped.scalings), "MIN")):
+        fewest, _ = statistics.extremes(len(clipped.scalings), self._state.device)
+        for choice in range(fewest):
             clipped.choice = choice
             if not self._differs(hook, [clipped]):
                 return True
@@ -150,15 +150,8 @@ class Clipping:
         return self._on_any_rank(differs)
 
     def _on_any_rank(self, here: bool) -> bool:
-        return self._reduced(int(here), "MAX") > 0
-
-    def _reduced(self, here: int, operation: Literal["MIN", "MAX"]) -> int:
-        """Return the smallest or the largest number of all ranks."""
-        if not statistics.is_distributed():
-            return here
-        number = torch.tensor(float(here), device=self._state.device)
-        torch.distributed.all_reduce(number, getattr(torch.distributed.ReduceOp, operation))
-        return int(number)
+        _, largest = statistics.extremes(int(here), self._state.device)
+        return largest > 0
 
 
 class _Clipped:

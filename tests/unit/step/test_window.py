@@ -124,7 +124,10 @@ def test_ranks_exchange_sums_only_where_they_are_pooled(controller, expected, mo
     pair = dict(is_initialized=lambda: True, get_world_size=lambda: 2, get_rank=lambda: 0)
     model = build("llama")
     with betahook.attach(model, controller=controller) as hook:
-        for name, value in {**pair, "all_reduce": lambda sums: (exchanged.append(hook.steps), sums.mul_(2))}.items():
+        for name, value in {
+            **pair,
+            "all_reduce": lambda sums, *_: (exchanged.append(hook.steps), sums.mul_(2)),
+        }.items():
             monkeypatch.setattr(torch.distributed, name, value)
         for _ in range(12):
             train(model, hook, 1)
