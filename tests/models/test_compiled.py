@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import betahook
+from support.attention import HEADS, WIDTH, OfTorch
 
-HEADS, D, WIDTH = 4, 8, 32
+D = WIDTH // HEADS
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # of torch's own tracing
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # of the same
@@ -60,14 +61,6 @@ class Grouped(FusedAttention):
 class OneHead(FusedAttention):
     def __init__(self):
         super().__init__(heads=1, key_heads=1)
-
-
-class OfTorch(nn.MultiheadAttention):
-    def __init__(self):
-        super().__init__(WIDTH, HEADS, batch_first=True)
-
-    def forward(self, x):
-        return super().forward(x, x, x, need_weights=False)[0]
 
 
 class ByHand(FusedAttention):

@@ -42,6 +42,16 @@ class ByHandAttention(Block):
         return torch.softmax(logits, -1) @ v
 
 
+class OfTorch(nn.MultiheadAttention):
+    """torch's own, by one argument."""
+
+    def __init__(self):
+        super().__init__(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
 class LengthDependent(Block):
     """Sorts the scores of more than 6 tokens, which is not followed."""
 

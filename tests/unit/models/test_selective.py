@@ -4,8 +4,6 @@ import functools
 
 import pytest
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -15,23 +13,14 @@ from torch.utils.checkpoint import (
 
 import betahook
 from betahook.models import selective
-from support.attention import LENGTH, WIDTH, ByHandAttention, FusedAttention, make
+from support.attention import LENGTH, WIDTH, ByHandAttention, FusedAttention, OfTorch, make
 from support.models import build, inputs
+from support.operations import Operations
 
 ATEN = torch.ops.aten
 SAVED = [ATEN.mm.default, ATEN.addmm.default, ATEN.bmm.default, ATEN._softmax.default, ATEN.sum.dim_IntList]
 SAVED += [ATEN.mul.Tensor, ATEN.div.Tensor, ATEN.add.Tensor, ATEN.where.self, ATEN.stack.default]
 """Operations of models, and of betahook, whose outputs are saved."""
-
-
-class Itself(nn.MultiheadAttention):
-    """torch's own, by one argument."""
-
-    def __init__(self):
-        super().__init__(WIDTH, 4, batch_first=True)
-
-    def forward(self, x):
-        return super().forward(x, x, x, need_weights=False)[0]
 
 
 def checkpointed(function):
@@ -69,7 +58,7 @@ def equal(one, other):
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-KINDS = ["eager", "sdpa", ByHandAttention, FusedAttention, Itself]
+KINDS = ["eager", "sdpa", ByHandAttention, FusedAttention, OfTorch]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,16 +80,6 @@ def test_beta_and_gradients_are_those_without_it(kind, controller):
         state = found[2]
 
 
-class Counting(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_what_is_hidden_has_no_number_but_for_what_is_shown():
     """Another mode sees all of it; and where nothing counts, nothing is hidden."""
     one, numbered = torch.ones(2), []
@@ -112,7 +91,7 @@ def test_what_is_hidden_has_no_number_but_for_what_is_shown():
     with selective.hidden(), selective.shown(), selective.apart():
         assert not selective.is_counted()
     numbering, _ = create_selective_checkpoint_contexts(policy)
-    with numbering, Counting() as counting:
+    with numbering, Operations() as operations:
         assert selective.is_counted()
         with selective.hidden():
             assert not selective.is_counted()
@@ -129,4 +108,4 @@ def test_what_is_hidden_has_no_number_but_for_what_is_shown():
         assert selective.uncounted(one.add, one).tolist() == [2, 2]
         assert selective.is_counted()
     assert numbered.count(ATEN.add.Tensor) == 1
-    assert counting.seen > 5
+    assert operations.calls.total() > 5
