@@ -1,5 +1,6 @@
 """betahook: measure the scale of attention scores while a model trains, and adapt beta, the factor on them."""
 
+from betahook import log
 from betahook.control.base import Controller, Observation
 from betahook.control.beta_search import BetaSearch
 from betahook.control.decades import Decades
@@ -57,3 +58,5 @@ __all__ = [
     "fold",
     "restore",
 ]
+
+log.name_warnings()

@@ -243,7 +243,7 @@ def _warn_of_short_training(hook: Hook, steps: int) -> None:
             "training ends after %d steps, and %s may need %d to bring beta to where it wants it: train longer, choose "
             'a controller without such an opening, as Search(rise=False), or only watch, with "monitor"',
             steps,
-            hook.controllers,
+            ", ".join(map(repr, hook.controllers)),
             opening,
         )
 

@@ -50,7 +50,7 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack) -> None:
         "fold() at step %d, while %s was still moving beta: folding %s%s. Train a few hundred steps longer%s, or "
         "choose another beta with unfinished=%s",
         hook.steps,
-        hook.controllers,
+        ", ".join(map(repr, hook.controllers)),
         "the model's own beta, which leaves the weights as they are" if own else "the beta in force",
         "" if math.isnan(losses[0]) and math.isnan(losses[1]) else compared,
         ", or use Search(rise=False)" if any(isinstance(x, Search) for x in hook.controllers) else "",

@@ -1172,4 +1172,7 @@ FAULTS = [
     ),
     Fault("betahook/measure/rows.py", "sinks.expand(-1, -1, queries)", "sinks[..., :1].expand(-1, -1, queries)"),
     Fault("betahook/measure/pairs.py", "else of_rows(self.sinks)", "else self.sinks[..., rows]", ROWS),
+    Fault("betahook/log.py", " and not logging.root.handlers", ""),
+    Fault("betahook/log.py", "LOGGER.handlers == [self] and ", ""),
+    Fault("betahook/__init__.py", "\nlog.name_warnings()", "", "tests/unit/test_log.py"),
 ]

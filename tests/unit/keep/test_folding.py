@@ -154,7 +154,7 @@ def test_a_fold_before_the_search_says_so(rise, caplog):
             hook.step()
         betahook.fold(model)
     messages = [record.message for record in caplog.records]
-    assert ["fold() at step 2, while [Search(" in message for message in messages] == [True] * rise
+    assert ["fold() at step 2, while Search(" in message for message in messages] == [True] * rise
     way = ', or use Search(rise=False), or choose another beta with unfinished="own" or "better"'
     assert all(message.endswith(way) for message in messages)
 
