@@ -130,7 +130,7 @@ ONE_LAYER = {
 @pytest.mark.oldest_skips("torch cannot trace the models at all")
 @pytest.mark.needs_torch("2.13", "the caches of transformers are not traced", family="t5")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
-@pytest.mark.parametrize("family", ["llama", *ONE_LAYER])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", pytest.param("t5", marks=pytest.mark.slow)])
 def test_one_graph_serves_every_beta(family):
     model, batch = build(family, "sdpa", **ONE_LAYER.get(family, {})), inputs(family)
     betas = [0.2 * 1.1**n for n in range(20)]
@@ -208,6 +208,7 @@ def test_a_mask_that_is_left_to_broadcast():
             assert bool(b.layers[layer].statistics.exact)
 
 
+@pytest.mark.slow
 @pytest.mark.needs_torch("2.10", "a graph counts the pairs of both runs")
 @pytest.mark.oldest_skips("torch cannot trace the models at all")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
@@ -233,6 +234,7 @@ def test_compiled_checkpointing_counts_once(regional, reentrant):
     torch.testing.assert_close(*measured, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.oldest_skips("torch cannot trace the models at all")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of the same

@@ -179,6 +179,7 @@ def test_compiled_modules_are_known():
     assert compat.is_compiled(torch.compile(nn.Linear(2, 2)))
 
 
+@pytest.mark.slow
 def test_the_compiler_is_loaded_by_what_is_compiled_and_not_by_torch_or_betahook():
     loaded = "'torch._dynamo' in sys.modules"
     code = f"import sys, torch, betahook; print({loaded}); torch.compile(torch.nn.Linear(1, 1)); print({loaded})"

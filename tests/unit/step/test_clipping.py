@@ -127,11 +127,11 @@ def test_a_key_that_several_heads_share_stays_as_it_was():
     model, x = GroupedAttention(), torch.randn(1, LENGTH, WIDTH)
     kept = {name: value.clone() for name, value in model.state_dict().items() if not name.startswith("q_proj")}
     with betahook.attach(model, controller=betahook.Clip(1.0)) as hook:
-        for _ in range(1000):
+        for _ in range(100):
             model.q_proj.weight.data.mul_(1.5)  # as an optimizer might
             model(x)
             hook.step()
-        assert hook.head_metrics()["clips/"].min() > 900
+        assert hook.head_metrics()["clips/"].min() > 90
         model(x)
         assert hook.layers[""].head_statistics.max_logit.tolist() == pytest.approx([1.0] * HEADS, rel=1e-4)
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in kept.items())

@@ -399,6 +399,7 @@ torch.testing.assert_close(other(**batch).logits, model(**batch).logits)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", ["importlib.reload(sys.modules[name])", "del sys.modules[name]"])
 def test_betahook_may_be_imported_again_while_a_model_is_hooked(again):
     """As a notebook does after an update; beta acts once."""
