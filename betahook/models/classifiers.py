@@ -135,9 +135,10 @@ def is_by_hand(suspect: Suspect) -> Verdict | None:
 
 
 def has_name_only(suspect: Suspect) -> Verdict | None:
-    """Code that is called an attention, and not a part of one, its output say."""
+    """Code that is called an attention, and not a part of one, its output say, unless a softmax shows that it is."""
     name = compat.class_of(suspect.module).__name__
-    return UNKNOWN_CODE if re.search("(attention|attn)[0-9]*$", name, re.IGNORECASE) else None
+    normalises = is_users(suspect.module) and any("softmax" in used.lower() for used in suspect.used)
+    return UNKNOWN_CODE if normalises or re.search("(attention|attn)[0-9]*$", name, re.IGNORECASE) else None
 
 
 def is_named(module: nn.Module) -> bool:

@@ -35,6 +35,11 @@ CLASSIFIERS = {
     "a product": (classifiers.is_by_hand, dict(used={"bmm"}), None),
     "a name only": (classifiers.has_name_only, dict(name="LinearAttention2"), classifiers.UNKNOWN_CODE),
     "the name of a part": (classifiers.has_name_only, dict(name="AttentionOutput"), None),
+    "a softmax in it": (
+        classifiers.has_name_only,
+        dict(name="AttentionLayer", used={"edge_softmax"}),
+        classifiers.UNKNOWN_CODE,
+    ),
 }
 
 
