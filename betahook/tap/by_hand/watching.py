@@ -225,7 +225,8 @@ class ScoreProducts(TorchFunctionMode):
             output = matrices.follow_other(forward, call)
         else:
             output = following.follow(forward, call, handler or other)
-        if shadows is not None and (handler is not None or name == "__setitem__"):
+        # What goes by the shape alone may be random, and must not be run twice.
+        if shadows is not None and handler is not handlers.ignore and (handler is not None or name == "__setitem__"):
             shadows.follow(call, output)
         if forward.labels is not None and name not in UNLABELLED:
             forward.labels.note(call, output)

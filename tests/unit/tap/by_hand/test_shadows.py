@@ -91,3 +91,33 @@ def test_rows_that_an_addend_masks_as_a_whole_contradict_nothing():
         layer = hook.layers["0"]
         assert layer.refusal is None
         assert int(layer.statistics.count) == 2 * HEADS * (LENGTH - 3) * (LENGTH - 2) / 2
+
+
+def with_noise(q, k, v):
+    scores = q @ k.mT * 0.3
+    return (scores + torch.randn_like(scores)).softmax(-1) @ v
+
+
+def with_noise_in_place(q, k, v):
+    scores = q @ k.mT * 0.3
+    return (scores + torch.empty_like(scores).normal_()).softmax(-1) @ v
+
+
+def with_pairs_left_out(q, k, v):
+    scores = q @ k.mT * 0.3
+    return scores.masked_fill(torch.rand_like(scores) < 0.1, -torch.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("mix", [with_noise, with_noise_in_place, with_pairs_left_out])
+def test_nothing_random_is_run_twice(mix):
+    model, x = make(mix), torch.randn(2, LENGTH, WIDTH)
+
+    def forward():
+        torch.manual_seed(1)
+        return model(x), torch.rand(1)
+
+    (alone, next_alone), hook = forward(), betahook.attach(model, controller="monitor")
+    hooked, next_hooked = forward()
+    assert torch.equal(hooked, alone)
+    assert torch.equal(next_hooked, next_alone)
+    assert hook.layers["0"].refusal is None
