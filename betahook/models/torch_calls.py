@@ -89,13 +89,18 @@ class Call:
         """True if the call changes its first operand."""
         return is_in_place(self.name)
 
+    @property
+    def has_target(self) -> bool:
+        """True if the call writes into a tensor that it was given as `out`."""
+        return self.kwargs.get("out") is not None
+
     def run(self) -> Any:
         """Call the function."""
         with selective.shown():
             return self.function(*self.args, **self.kwargs)
 
     def run_on(self, replacement: Callable[[Tensor], Tensor]) -> Any:
-        """Call the function with another tensor in the place of each floating-point or complex one."""
+        """Call the function with another tensor in the place of each floating-point or complex one, and no target."""
 
         def replace(tensor: Tensor) -> Tensor:
             if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -104,7 +109,8 @@ class Call:
             # A mask may have been broadcast, whose memory has no such view.
             return other.contiguous() if self.name == "view" and other.stride() != tensor.stride() else other
 
-        return self.function(*rebuilt(self.args, replace), **rebuilt(dict(self.kwargs), replace))
+        options = {name: value for name, value in self.kwargs.items() if name != "out"}
+        return self.function(*rebuilt(self.args, replace), **rebuilt(options, replace))
 
 
 def in_place_of_torch(function: object) -> str | None:

@@ -26,6 +26,8 @@ def follow(forward: Forward, call: Call, handler: Handler) -> Any:
     first: Any = call.operands[0] if call.operands else None
     if handler is other and not (forward.is_learned(first) or any(tensor in forward.traces for tensor in call.tensors)):
         return call.run()
+    if call.has_target and any(isinstance(forward.traces.get(tensor), Scores) for tensor in call.tensors):
+        handler = other  # others may share the memory of the target
     before = forward.traces.get(first)
     if call.in_place and isinstance(before, Scores) and before.value is not None:
         # The value may share the memory that is about to change.
@@ -40,6 +42,8 @@ def follow(forward: Forward, call: Call, handler: Handler) -> Any:
         if derived is None:
             forward.traces.pop(first)
         forward.traces.changed(first)
+    elif call.has_target:
+        forward.traces.changed(output)
     return output
 
 

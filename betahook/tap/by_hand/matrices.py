@@ -96,7 +96,7 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
         forward.traces.note(output, trace.losing(trouble))
         return output
     # The values, not seen yet, may ask for a gradient where q and k do not; a product into a buffer has none.
-    others = itertools.chain([product.right], () if "out" in call.kwargs else layer.module.parameters())
+    others = itertools.chain([product.right], () if call.has_target else layer.module.parameters())
     known.default = _default_of(forward, known, trace)
     if known.default is not None:
         layer.note_default(known.default)
@@ -114,7 +114,7 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
             operands = divided(left, factors[0]), divided(right, factors[1])
             value = product.alone(query) if product.biased else output.detach()
             trace = trace._replace(value=value, operands=operands)
-            if forward.shadows is not None and "out" not in call.kwargs:
+            if forward.shadows is not None and not call.has_target:
                 forward.shadows.put(output, output + (GAIN - 1) * product.alpha * value)
             if not pure:
                 trace = trace.without(masked_by(call.operands[0].detach()).expand(value.shape))

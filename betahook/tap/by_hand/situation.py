@@ -61,7 +61,7 @@ def other(situation: Situation) -> Derived:
         return Weights(any(trace.projected for trace in weights))
     scores = next((trace for trace in traces if isinstance(trace, Scores)), None)
     if scores is not None:
-        return situation.lose(scores)
+        return situation.lose(scores, "with out=" if situation.call.has_target else "")
     if any(isinstance(trace, Shift) for trace in traces):
         return Shift()
     if any(isinstance(trace, Operand) and trace.mixed for trace in traces):

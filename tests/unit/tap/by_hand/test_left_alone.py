@@ -119,6 +119,20 @@ def scaled_in_a_list(module, q, k, v):
     return scores.softmax(-1) @ v
 
 
+def scaled_into_a_target(module, q, k, v):
+    target = torch.empty(*q.shape[:3], LENGTH)
+    with torch.no_grad():
+        torch.mul(q @ k.mT, ROOT, out=target)
+    return target.softmax(-1) @ v
+
+
+def scaled_into_themselves(module, q, k, v):
+    with torch.no_grad():
+        scores = q @ k.mT
+        torch.mul(scores, ROOT, out=scores)
+    return scores.softmax(-1) @ v
+
+
 def one_lost_of_two(module, q, k, v):
     return (q @ k.mT * ROOT).softmax(-1) @ (by_exponential(module, k, q, v))
 
@@ -203,6 +217,8 @@ REFUSED = {
         "come to foreach.mul at ",
     ),
     "scaled in place, in a list": (scaled_in_a_list, "come to foreach.mul_ at "),
+    "scaled into a target": (scaled_into_a_target, "come to mul with out= at test_left_alone.py:"),
+    "scaled into themselves": (scaled_into_themselves, "come to mul with out= at test_left_alone.py:"),
     "one of two": (one_lost_of_two, "exp at test_left_alone.py:"),
     "added in the product": (
         lambda module, q, k, v: (
