@@ -5,6 +5,7 @@ Made by the tap in `watching` for every forward; the functions of `matrices`, `s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -174,6 +175,12 @@ class Forward:
             self.default = default
         elif not self._is_alike(self.default, default):
             self.refuse(f"its softmax at {find_line()} and one before it get scores that are scaled differently")
+
+    def note_way(self, leader: Product, total: Factor) -> None:
+        """Note the factor on the way of a product to its softmax, where that is not all that scales it."""
+        way, scalings = total / leader.prescale, math.prod(leader.scalings, start=1.0)
+        if leader.site in self.plan.ways or not self._is_alike(way, scalings):
+            leader.way = way
 
     def _is_alike(self, one: Factor, other: Factor) -> bool:
         """True for factors that differ by rounding; tensors are read in the first forward only."""

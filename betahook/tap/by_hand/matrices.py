@@ -85,8 +85,9 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
     axis, trouble = _head_axis(forward, product, known)
     forward.products.append(known)
     factors = forward.factors_of(known.site, product.left, product.right)
+    known.prescale = factors[0] * factors[1]
     pure = not product.biased or call.kwargs.get("beta") == 0
-    trace = Scores(product.alpha, prescale=factors[0] * factors[1], products=(known,), pure=pure)
+    trace = Scores(product.alpha, prescale=known.prescale, products=(known,), pure=pure)
     if product.alpha != 1:
         known.scalings.append(product.alpha)
     if product.biased and isinstance(forward.traces.get(call.operands[0]), Scores):

@@ -37,6 +37,7 @@ class Plan:
         axes: the axis of the heads in a left operand, or in what a softmax gets, for inputs of each form; None where
             the first forward did not tell.
         scalings: the factors that followed on a product, see `Product.scalings`.
+        ways: of products that are scaled on several ways, see `Product.way`.
         key_factors: the factor that a key carried in the last forward in which that showed.
         since: the step in which a product was first seen to reach a softmax.
         varying: the sites of scales that changed from one forward to another.
@@ -53,6 +54,7 @@ class Plan:
     leaders: dict[Site, Site] = field(default_factory=dict)
     axes: dict[Form, dict[Site, Axis | None]] = field(default_factory=dict)
     scalings: dict[Site, list[Factor]] = field(default_factory=dict)
+    ways: dict[Site, Factor] = field(default_factory=dict)
     key_factors: dict[Site, Factor] = field(default_factory=dict)
     since: dict[Site, int] = field(default_factory=dict)
     varying: set[Site] = field(default_factory=set)
@@ -78,6 +80,8 @@ class Plan:
                 return f"the product at {line} reaches a softmax at times and at times it does not"
             if product.reached:
                 self.scalings[site] = product.scalings
+                if product.way is not None:
+                    self.ways[site] = product.way
                 self.since.setdefault(site, step)
         return None
 
@@ -112,9 +116,13 @@ class Plan:
         return self.firsts.setdefault(find_site("at first"), now)
 
     def after(self, product: Product) -> Factor | None:
-        """The factor that all further scalings put on a product in the last forward; None if there was none."""
+        """The factor that further scalings put on a product up to its softmax in the last forward; None if none was."""
         scalings = self.scalings.get(product.site)
-        return None if scalings is None else math.prod(scalings[len(product.scalings) :], start=1.0)
+        if scalings is None:
+            return None
+        if product.site in self.ways:
+            return self.ways[product.site] / math.prod(product.scalings, start=1.0)
+        return math.prod(scalings[len(product.scalings) :], start=1.0)
 
     def expected(self, product: Product) -> Factor | None:
         """The scaling that came next upon a product in the last forward; None if there was none."""

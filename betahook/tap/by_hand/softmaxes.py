@@ -69,6 +69,7 @@ def _end(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
         forward.refuse(f"the logits at {find_line()} do not follow beta as its operations say")
     forward.note_default(total)
     leader = min(trace.products, key=lambda product: product.index)
+    forward.note_way(leader, total)
     forward.plan.leaders.update({product.site: leader.site for product in trace.products})
     is_recorded = trace.value is not None and forward.recording and input.numel() > 0
     axis = None

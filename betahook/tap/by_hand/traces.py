@@ -35,6 +35,8 @@ class Product:
         settled: steps before this one have shown that it makes scores.
         acting: that factor, `beta / beta_default`, `[heads]`; ones where it does not act, None where it cannot.
         scalings: the factors put on the product since, multiplied up: one entry after each scaling.
+        prescale: the factor that its operands carry.
+        way: the factor put on it on the way to its softmax, where it is scaled on other ways too; None elsewhere.
         reached: it came to a softmax.
         consumed: it made an operand of a product that did.
         lost: the operation after which nothing more is known, None for none.
@@ -51,6 +53,8 @@ class Product:
     settled: bool = False
     acting: Tensor | None = None
     scalings: list[Factor] = field(default_factory=list)
+    prescale: Factor = 1.0
+    way: Factor | None = None
     reached: bool = False
     consumed: bool = False
     lost: str | None = None

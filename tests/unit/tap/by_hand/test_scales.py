@@ -65,6 +65,32 @@ OWN_SCALES = {
 }
 
 
+def for_another_use(module, q, k):
+    scores = q @ k.mT
+    module.logits = (scores * 0.5).detach()
+    return scores * ROOT
+
+
+def changed_in_part(module, q, k):
+    scores = q @ k.mT * ROOT
+    scores[..., :5] *= 0.5
+    return scores
+
+
+SEVERAL_WAYS = {
+    "for another use": for_another_use,
+    "and not": lambda module, q, k: torch.where(torch.eye(LENGTH) == 1, s := q @ k.mT * ROOT, s * 0.5),
+    "in two parts": lambda module, q, k: torch.cat([(s := q @ k.mT)[..., :5] * 0.1, s[..., 5:] * ROOT], -1),
+    "in part": changed_in_part,
+    "added up": lambda module, q, k: (s := (q * 0.7) @ k.mT) * 0.1 + s * 0.2,
+}
+
+
+@pytest.mark.parametrize("way", SEVERAL_WAYS)
+def test_one_product_may_be_scaled_on_several_ways(x, way):
+    check_doubled(make(lambda module, q, k, v: SEVERAL_WAYS[way](module, q, k).softmax(-1) @ v), x)
+
+
 @pytest.mark.parametrize("way", OWN_SCALES)
 def test_products_with_scales_of_their_own_keep_their_proportion(x, way):
     def mix(module, q, k, v):
