@@ -74,7 +74,7 @@ def find(labels: Tensor, summed: int | None, heads: int) -> Axis | None:
         return axis
     if size % heads:
         return None
-    labels_along = labels.movedim(axis, 0).flatten(1).amax(1)
+    labels_along = labels.movedim(axis, 0).reshape(size, -1).amax(1)
     if torch.equal(labels_along, labels_along[:heads].repeat(size // heads)):
         return Shared(axis)
     if torch.equal(labels_along, labels_along[:: size // heads].repeat_interleave(size // heads)):
