@@ -21,6 +21,8 @@ from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift
 def bend(situation: Situation) -> Derived:
     """Follow a function of each element that is not linear, as a soft cap is."""
     trace = situation.first_trace
+    if sum(isinstance(each, Scores) for each in situation.traces) > 1:
+        return other(situation)
     if isinstance(trace, Scores):
         return trace._replace(linear=False, pure=False)
     return other(situation)

@@ -108,6 +108,12 @@ def behind_two_views(module, q, k, v):
     return scores.softmax(-1) @ v
 
 
+def through_a_flat_view(module, q, k, v):
+    scores = (q @ k.mT).clone()
+    scores.view(-1).mul_(ROOT)
+    return scores.softmax(-1) @ v
+
+
 def in_a_product_of_lists(module, q, k, v):
     scores = torch.stack(foreach.mm(list(q.flatten(0, 1)), list(k.mT.flatten(0, 1))))
     return (scores * ROOT).softmax(-1).unflatten(0, (-1, HEADS)) @ v
@@ -166,6 +172,10 @@ REFUSED = {
         lambda module, q, k, v: module.conv(q @ k.mT * ROOT).softmax(-1) @ v,
         "conv2d at test_left_alone.py:",
     ),
+    "the larger of two": (
+        lambda module, q, k, v: torch.maximum(q @ k.mT, q @ v.mT).mul(ROOT).softmax(-1) @ v,
+        "its scores come to maximum at test_left_alone.py:",
+    ),
     "normalised scores": (
         lambda module, q, k, v: ((s := q @ k.mT) / s.std()).softmax(-1) @ v,
         "test_left_alone.py:",
@@ -210,6 +220,7 @@ REFUSED = {
     ),
     "changed through a view": (behind_a_view, "test_left_alone.py:"),
     "changed through two views": (behind_two_views, "test_left_alone.py:"),
+    "scaled through a flat view": (through_a_flat_view, "a change of a view of them at test_left_alone.py:"),
     "put elsewhere": (put_elsewhere, "test_left_alone.py:"),
     "a product of lists": (in_a_product_of_lists, "no product of q and k was seen to reach its softmax"),
     "scaled in a list": (
