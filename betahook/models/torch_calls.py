@@ -87,7 +87,7 @@ class Call:
     @property
     def in_place(self) -> bool:
         """True if the call changes its first operand."""
-        return is_in_place(self.name)
+        return is_in_place(self.name) or self.kwargs.get("inplace") is True
 
     @property
     def has_target(self) -> bool:

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 
 import betahook
 from support.attention import HEADS, LENGTH, WIDTH
-from support.mixing import ROOT, check_doubled, make, raw_scores
+from support.mixing import ROOT, check_doubled, check_measured, make, raw_scores
 
 
 def test_both_products_of_differential_attention_get_beta(x):
@@ -63,6 +64,10 @@ OWN_SCALES = {
     "learned, on the scores": lambda module, q, k, r: q @ k.mT * module.temperature.exp() + q @ r.mT * 0.1,
     "learned, on the query": lambda module, q, k, r: (q * module.temperature.exp()) @ k.mT + q @ r.mT,
 }
+
+
+def test_scores_are_measured_as_they_were_before_a_bound_in_place(x):
+    check_measured(make(lambda m, q, k, v: (F.hardtanh(q @ k.mT, inplace=True) * ROOT).softmax(-1) @ v), x)
 
 
 def for_another_use(module, q, k):
