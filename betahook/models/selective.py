@@ -7,9 +7,8 @@ of the operation and its number. What only one of the two runs computes would sh
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeVar
 
 import torch
 
@@ -19,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-Result = TypeVar("Result")
 _NOTHING = nullcontext()
 
 
@@ -45,14 +43,6 @@ def _counts(mode: object) -> bool:
 def hidden() -> AbstractContextManager[None]:
     """Return a context whose operations have no number, but for those in `shown`."""
     return _hide() if is_counted() else _NOTHING
-
-
-def uncounted(function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
-    """Call a function whose operations have no number; compiled code, whose operations none has, calls it as it is."""
-    if not is_counted():
-        return function(*args, **kwargs)
-    with _hide():
-        return function(*args, **kwargs)
 
 
 def shown() -> AbstractContextManager[None]:

@@ -73,14 +73,11 @@ def _record(
     # A loss without a graph is one of an evaluation, one on the meta device that of a look at shapes.
     if not (isinstance(loss, Tensor) and loss.requires_grad) or state.paused or loss.is_meta:
         return
-    selective.uncounted(_add, loss, state, is_judged, is_share=kwargs.get("num_items_in_batch") is not None)
+    with selective.hidden():
+        state.table[OF_STEP] += _sums(loss, state, is_judged)
+        if kwargs.get("num_items_in_batch") is not None:
+            state.table[ROW["losses"]] = 1
     state.has_loss |= is_judged
-
-
-def _add(loss: Tensor, state: State, is_judged: bool, *, is_share: bool) -> None:
-    state.table[OF_STEP] += _sums(loss, state, is_judged)
-    if is_share:
-        state.table[ROW["losses"]] = 1
 
 
 def take(state: State, controllers: Sequence[Controller], given: Tensor | float | None) -> None:

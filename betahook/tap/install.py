@@ -120,10 +120,11 @@ def _watch_input(recorder: Recorder, module: nn.Module, argument: int, sides: li
             return
         if given.is_nested:
             given = torch.cat(given.detach().unbind())
-        if recorder.route == "interface" or torch.compiler.is_compiling():
-            selective.uncounted(opaque.record_input, recorder, given, sides)
-        else:  # the functions of this module pass through the tap, our own need not
-            with compat.unwatched(), selective.hidden():
-                recorder.record_input(given, sides)
+        with selective.hidden():
+            if recorder.route == "interface" or torch.compiler.is_compiling():
+                opaque.record_input(recorder, given, sides)
+            else:  # the functions of this module pass through the tap, our own need not
+                with compat.unwatched():
+                    recorder.record_input(given, sides)
 
     copies.keep_hook(module, module.register_forward_pre_hook(record, with_kwargs=True), undo)

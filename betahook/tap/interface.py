@@ -98,7 +98,8 @@ def _hooked(
     # A graph, which is run in every step, asks the recorder when it runs.
     if (not torch.compiler.is_compiling() and layer.is_idle) or _passes_by(layer, query):
         return function(module, query, key, value, *args, **kwargs)
-    query = selective.uncounted(_tapped, layer, implementation, module, query, key, value, *args, **kwargs)
+    with selective.hidden():
+        query = _tapped(layer, implementation, module, query, key, value, *args, **kwargs)
     return function(module, query, key, value, *args, **kwargs)
 
 

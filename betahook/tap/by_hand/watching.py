@@ -209,7 +209,8 @@ class ScoreProducts(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return compat.multi_head_attention_forward()(*args, **kwargs)
-        return selective.uncounted(self._follow, Call(func, args, kwargs))
+        with selective.hidden():
+            return self._follow(Call(func, args, kwargs))
 
     def _follow(self, call: Call) -> Any:
         """Run a call that has to be looked at."""

@@ -105,7 +105,6 @@ def test_what_is_hidden_has_no_number_but_for_what_is_shown():
             with pytest.raises(RuntimeError), selective.shown():
                 one.mul(torch.ones(3))
             assert not selective.is_counted()
-        assert selective.uncounted(one.add, one).tolist() == [2, 2]
         assert selective.is_counted()
     assert numbered.count(ATEN.add.Tensor) == 1
     assert operations.calls.total() > 5
