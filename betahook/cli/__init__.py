@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     examine.add_argument("--length", type=_positive, default=512, help="tokens in a window (default: %(default)s)")
     examine.add_argument("--batch", type=_positive, default=4, help="windows in a forward (default: %(default)s)")
     examine.add_argument("--batches", type=_positive, default=8, help="forwards (default: %(default)s)")
-    examine.add_argument("--html", type=Path, metavar="FILE", help="also write a page with pictures")
+    examine.add_argument("--html", type=_page, metavar="FILE", help="also write a page with pictures")
     examine.set_defaults(
         act=lambda commands, options: commands.examine(
             options.model,
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     report = _command(group, "report", "write what a run measured to one HTML file")
     report.add_argument("run", metavar="RUN", help="a folder with TensorBoard files, checkpoints or both")
     page, where = Path("betahook.html"), "default: %(default)s in the current folder"
-    report.add_argument("--html", type=Path, metavar="FILE", default=page, help=where)
+    report.add_argument("--html", type=_page, metavar="FILE", default=page, help=where)
     report.set_defaults(act=lambda commands, options: commands.report(options.run))
 
     show = _command(group, "show", "show the beta of each layer of a checkpoint")
@@ -103,3 +103,11 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number, 1 or more; got {text!r}")
     return int(text)
+
+
+def _page(text: str) -> Path:
+    """A file that can be written: refused before the model runs, not after."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists; got {text!r}")
+    return path

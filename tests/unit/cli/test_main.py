@@ -28,6 +28,8 @@ def test_arguments_that_make_no_sense(capsys):
             ["examine", "m", "--text", "t", "--batch", "0"],
             "argument --batch: expected a whole number, 1 or more; got '0'",
         ),
+        (["report", "run", "--html", "."], "argument --html: expected a file in a folder that exists; got '.'"),
+        (["report", "run", "--html", "no/x.html"], "expected a file in a folder that exists; got 'no/x.html'"),
         (["fold", "one"], "the following arguments are required: out"),
     ]:
         with pytest.raises(SystemExit, match="2"):
