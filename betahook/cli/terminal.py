@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from io import TextIOWrapper
+
 from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -17,7 +20,9 @@ BETWEEN, FOLDED, NAME = 3, 24, 12
 
 
 def show(document: Document) -> None:
-    """Print a document to the standard output."""
+    """Print a document to the standard output, with a ? for what its encoding lacks."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     console = Console(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = PIPED

@@ -1,11 +1,13 @@
 """The `betahook` command: its help, its arguments, and what it does on errors."""
 
 import runpy
+from io import BytesIO, TextIOWrapper
 
 import pytest
 
 import betahook
-from betahook.cli import main
+from betahook.cli import main, terminal
+from betahook.report.document import Document
 
 
 def test_without_a_command_there_is_help(capsys):
@@ -49,3 +51,9 @@ def test_ctrl_c_is_no_fault(monkeypatch):
 
     monkeypatch.setattr("betahook.cli.commands.show", interrupt)
     assert main(["show", "folder"]) == 130
+
+
+def test_a_terminal_of_ascii_shows_what_it_can(monkeypatch):
+    monkeypatch.setattr("sys.stdout", TextIOWrapper(written := BytesIO(), encoding="ascii"))
+    terminal.show(Document("β · q", []))
+    assert written.getvalue() == b"? ? q\n"
