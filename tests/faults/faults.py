@@ -385,7 +385,12 @@ FAULTS = [
         "elif self._is_alike",
         TRACES,
     ),
-    Fault("betahook/tap/by_hand/forward.py", "if self.labels is None and (isinstance", "if (isinstance", SCALES),
+    Fault(
+        "betahook/tap/by_hand/forward.py",
+        "if self.labels is None:\n            return True\n        return bool(",
+        "return True\n        return bool(",
+        SCALES,
+    ),
     Fault("betahook/tap/by_hand/arithmetic.py", "return trace if isinstance(trace, Operand) else", "return", SCALES),
     Fault("betahook/layer.py", "torch.where(gain == 1, torch.nan, gain * default)", "gain * default"),
     Fault("betahook/models/labels.py", 'UNKNOWN if mode == "constant" else value', "value", AXES),

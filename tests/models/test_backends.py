@@ -213,7 +213,7 @@ def test_a_mask_that_is_left_to_broadcast():
 @pytest.mark.oldest_skips("torch cannot trace the models at all")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of the same
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # of torch 2.11, without gradients
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # of torch 2.11
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("regional", [False, True])
 def test_compiled_checkpointing_counts_once(regional, reentrant):

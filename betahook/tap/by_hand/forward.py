@@ -178,15 +178,18 @@ class Forward:
 
     def note_way(self, leader: Product, total: Factor) -> None:
         """Note the factor on the way of a product to its softmax, where that is not all that scales it."""
-        way, scalings = total / leader.prescale, math.prod(leader.scalings, start=1.0)
-        if leader.site in self.plan.ways or not self._is_alike(way, scalings):
-            leader.way = way
+        known = leader.prescale * math.prod(leader.scalings, start=1.0)
+        if leader.site in self.plan.ways or not self._is_alike(total, known):
+            leader.way = total / leader.prescale
 
     def _is_alike(self, one: Factor, other: Factor) -> bool:
         """True for factors that differ by rounding; tensors are read in the first forward only."""
-        if self.labels is None and (isinstance(one, Tensor) or isinstance(other, Tensor)):
+        # No quotient: scores may be scaled by 0 for another use.
+        if not (isinstance(one, Tensor) or isinstance(other, Tensor)):
+            return math.isclose(one, other, rel_tol=ALIKE)
+        if self.labels is None:
             return True
-        return bool(torch.as_tensor(one / other - 1).abs().max() < ALIKE)
+        return bool((torch.as_tensor(one - other).abs() < ALIKE * torch.as_tensor(other).abs()).all())
 
     def refuse(self, reason: str) -> None:
         """Leave the module alone when the forward has ended."""

@@ -82,8 +82,15 @@ def changed_in_part(module, q, k):
     return scores
 
 
+def for_no_use(module, q, k):
+    scores = q @ k.mT
+    module.logits = (scores * 0.0).detach()
+    return scores * ROOT
+
+
 SEVERAL_WAYS = {
     "for another use": for_another_use,
+    "for no use": for_no_use,
     "and not": lambda module, q, k: torch.where(torch.eye(LENGTH) == 1, s := q @ k.mT * ROOT, s * 0.5),
     "in two parts": lambda module, q, k: torch.cat([(s := q @ k.mT)[..., :5] * 0.1, s[..., 5:] * ROOT], -1),
     "in part": changed_in_part,
