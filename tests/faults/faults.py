@@ -46,6 +46,7 @@ AXES = "tests/unit/tap/by_hand/test_head_axes.py"
 LOADED = "tests/unit/tap/by_hand/test_loaded_beta.py"
 MASKS_OR_BIASES = "tests/unit/tap/by_hand/test_masks_or_biases.py"
 TRACES = "tests/unit/tap/by_hand/test_traces.py"
+SHADOWS = "tests/unit/tap/by_hand/test_shadows.py"
 REPORTS = "tests/unit/cli/test_report.py"
 SHOW_AND_FOLD = "tests/unit/cli/test_show_and_fold.py"
 LEFT_ALONE = "tests/unit/tap/by_hand/test_left_alone.py"
@@ -1180,4 +1181,16 @@ FAULTS = [
     Fault("betahook/log.py", " and not logging.root.handlers", ""),
     Fault("betahook/log.py", "LOGGER.handlers == [self] and ", ""),
     Fault("betahook/__init__.py", "\nlog.name_warnings()", "", "tests/unit/test_log.py"),
+    Fault("betahook/tap/by_hand/forward.py", "if leader.site in self.plan.ways or not", "if not", SCALES),
+    Fault("betahook/tap/by_hand/forward.py", "leader.way = total / leader.prescale", "pass", SCALES),
+    Fault("betahook/tap/by_hand/plan.py", "return self.ways[product.site] / math", "return math", SCALES),
+    Fault("betahook/models/torch_calls.py", ' or self.kwargs.get("inplace") is True', "", SCALES),
+    Fault("betahook/models/torch_calls.py", ' if name != "out"', "", LEFT_ALONE),
+    Fault("betahook/tap/by_hand/following.py", "if call.has_target and any(", "if any([]) and any(", LEFT_ALONE),
+    Fault("betahook/tap/by_hand/watching.py", "handler is not handlers.ignore and (", "(", SHADOWS),
+    Fault("betahook/tap/by_hand/handlers.py", "for each in situation.traces) > 1", "for each in ()) > 1", LEFT_ALONE),
+    Fault("betahook/tap/by_hand/head_axes.py", "reshape(size, -1).amax(1)", "flatten(1).amax(1)", LEFT_ALONE),
+    Fault("betahook/models/classifiers.py", "normalises or re.search", "re.search"),
+    Fault("betahook/cli/__init__.py", "path.is_dir() or ", "", "tests/unit/cli/test_main.py"),
+    Fault("betahook/cli/terminal.py", 'errors="replace"', 'errors="strict"', "tests/unit/cli/test_main.py"),
 ]

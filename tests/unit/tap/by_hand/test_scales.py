@@ -120,6 +120,8 @@ SCALES = {
     "learned, on the scores": lambda module, q, k: q @ k.mT * module.temperature.exp(),
     "learned, as a divisor": lambda module, q, k: (q @ k.mT) / module.temperature.exp(),
     "learned by head": lambda module, q, k: q @ k.mT * module.temperatures.exp(),
+    "learned, and another": lambda module, q, k: [s := q @ k.mT, s * 0.5, s * module.temperature.exp()][-1],
+    "of the length, and another": lambda m, q, k: [s := q @ k.mT, s * 0.5, s * (ROOT * math.log(q.shape[-2]))][-1],
 }
 
 
