@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
@@ -114,7 +113,7 @@ class BetaHookCallback(TrainerCallback):
         self._unfinished = unfinished
         self._reports: Reports | None = None
         self._handler: CallbackHandler | None = None  # set by `watch`
-        self._taking_marked: RemovableHandle | None = None
+        self._taking_marked: list[weakref.finalize[Any, BetaHookCallback]] = []
 
     def on_init_end(
         self,
@@ -124,8 +123,8 @@ class BetaHookCallback(TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        if model is not None:  # a checkpoint is loaded before the training begins
-            self._taking_marked = checkpoint.take_marked(model)
+        if model is not None:  # a checkpoint is loaded before the training begins, if one ever does
+            self._taking_marked.append(weakref.finalize(self, checkpoint.take_marked(model).remove))
         with args.main_process_first(local=args.save_on_each_node, desc="looking for unfinished checkpoints"):
             if args.should_save:
                 checkpoints.set_unfinished_aside(Path(args.output_dir or "."))
@@ -134,8 +133,8 @@ class BetaHookCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         resumed, model = state.global_step > 0, kwargs["model"]
-        if self._taking_marked is not None:
-            self._taking_marked.remove()
+        while self._taking_marked:
+            self._taking_marked.pop()()
         _refuse_second(self, checkpoints.owner_in(state))
         if self._given is None:
             self._leave_last(model)
@@ -173,11 +172,11 @@ class BetaHookCallback(TrainerCallback):
             self.hook = None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        assert self.hook is not None
+        hook = _begun(self.hook)
         # Accelerate's optimizer knows the scaler of the loss, None but in float16 training.
-        self.hook.step(getattr(kwargs.get("optimizer"), "scaler", None))
-        if self.hook.steps == 1 and state.is_world_process_zero:  # which tells if W_q and W_k are fresh
-            _warn_of_short_training(self.hook, state.max_steps)
+        hook.step(getattr(kwargs.get("optimizer"), "scaler", None))
+        if hook.steps == 1 and state.is_world_process_zero:  # which tells if W_q and W_k are fresh
+            _warn_of_short_training(hook, state.max_steps)
 
     def on_log(
         self,
@@ -214,25 +213,32 @@ class BetaHookCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        assert self.hook is not None
-        _training.discard(self.hook)
+        hook = _begun(self.hook)
+        _training.discard(hook)
         unfinished = self._unfinished
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
-        if best is not None and checkpoints.load_best(self.hook, best):
+        if best is not None and checkpoints.load_best(hook, best):
             # The evaluation judged these weights with this beta; one batch is no reason to take another.
             unfinished = "keep" if unfinished == "better" else unfinished
         elif hasattr(kwargs.get("optimizer"), "eval"):
             kwargs["optimizer"].eval()  # a schedule-free one trains other weights than those that it ends with
         try:
-            if self._on_end == "fold" and self.hook.attached:
-                _provide_input(self.hook, kwargs.get("train_dataloader"))
-                fold_or_warn(self.hook, unfinished)
-            if not self.hook.attached:
+            if self._on_end == "fold" and hook.attached:
+                _provide_input(hook, kwargs.get("train_dataloader"))
+                fold_or_warn(hook, unfinished)
+            if not hook.attached:
                 checkpoints.forget(state)
         finally:
             if self._reports is not None:
                 self._reports.close()
                 self._reports = None
+
+
+def _begun(hook: Hook | None) -> Hook:
+    """Return the hook of a callback whose training has begun."""
+    if hook is None:
+        raise RuntimeError("BetaHookCallback was added to a Trainer in training: add it before trainer.train()")
+    return hook
 
 
 def _warn_of_short_training(hook: Hook, steps: int) -> None:

@@ -382,14 +382,14 @@ FAULTS = [
     ),
     Fault(
         "betahook/tap/by_hand/forward.py",
-        "elif not self._is_alike",
-        "elif self._is_alike",
+        "elif not _are_alike",
+        "elif _are_alike",
         TRACES,
     ),
     Fault(
         "betahook/tap/by_hand/forward.py",
-        "if self.labels is None:\n            return True\n        return bool(",
-        "return True\n        return bool(",
+        "if not are_read:",
+        "if True:",
         SCALES,
     ),
     Fault("betahook/tap/by_hand/arithmetic.py", "return trace if isinstance(trace, Operand) else", "return", SCALES),
@@ -1039,7 +1039,7 @@ FAULTS = [
     ),
     Fault(
         "integrations/trainer.py",
-        "self._taking_marked = checkpoint.take_marked(model)",
+        "self._taking_marked.append(weakref.finalize(self, checkpoint.take_marked(model).remove))",
         "pass",
         of_trainer("the_mark_of_weights_without_beta_is_expected_where_a_run_goes_on", "test_checkpoints.py"),
     ),
@@ -1193,4 +1193,16 @@ FAULTS = [
     Fault("betahook/models/classifiers.py", "normalises or re.search", "re.search"),
     Fault("betahook/cli/__init__.py", "path.is_dir() or ", "", "tests/unit/cli/test_main.py"),
     Fault("betahook/cli/terminal.py", 'errors="replace"', 'errors="strict"', "tests/unit/cli/test_main.py"),
+    Fault(
+        "integrations/trainer.py",
+        "weakref.finalize(self, ",
+        "weakref.finalize(type(self), ",
+        of_trainer("a_trainer_that_never_trains_leaves_nothing_on_its_model", "test_trainer.py"),
+    ),
+    Fault(
+        "integrations/trainer.py",
+        "self._taking_marked.pop()()",
+        "self._taking_marked.pop()",
+        of_trainer("the_mark_of_weights_without_beta_is_expected_where_a_run_goes_on", "test_checkpoints.py"),
+    ),
 ]

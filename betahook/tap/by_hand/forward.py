@@ -173,23 +173,14 @@ class Forward:
             self.layer.note_default(default)
         if self.default is None:
             self.default = default
-        elif not self._is_alike(self.default, default):
+        elif not _are_alike(self.default, default, are_read=self.labels is not None):
             self.refuse(f"its softmax at {find_line()} and one before it get scores that are scaled differently")
 
     def note_way(self, leader: Product, total: Factor) -> None:
         """Note the factor on the way of a product to its softmax, where that is not all that scales it."""
         known = leader.prescale * math.prod(leader.scalings, start=1.0)
-        if leader.site in self.plan.ways or not self._is_alike(total, known):
+        if leader.site in self.plan.ways or not _are_alike(total, known, are_read=self.labels is not None):
             leader.way = total / leader.prescale
-
-    def _is_alike(self, one: Factor, other: Factor) -> bool:
-        """True for factors that differ by rounding; tensors are read in the first forward only."""
-        # No quotient: scores may be scaled by 0 for another use.
-        if not (isinstance(one, Tensor) or isinstance(other, Tensor)):
-            return math.isclose(one, other, rel_tol=ALIKE)
-        if self.labels is None:
-            return True
-        return bool((torch.as_tensor(one - other).abs() < ALIKE * torch.as_tensor(other).abs()).all())
 
     def refuse(self, reason: str) -> None:
         """Leave the module alone when the forward has ended."""
@@ -245,3 +236,13 @@ def _obstacle(forward: Forward) -> str:
         f"the product at {forward.without_heads} is of two matrices, in which its {forward.layer.heads} heads have no "
         "axis: compute all of them at once, with q and k as [batch, heads, tokens, d_k]"
     )
+
+
+def _are_alike(one: Factor, other: Factor, *, are_read: bool) -> bool:
+    """Tell if factors differ by rounding at most; tensors are held to be alike where they are not read."""
+    # No quotient: scores may be scaled by 0 for another use.
+    if not (isinstance(one, Tensor) or isinstance(other, Tensor)):
+        return math.isclose(one, other, rel_tol=ALIKE)
+    if not are_read:
+        return True
+    return bool((torch.as_tensor(one - other).abs() < ALIKE * torch.as_tensor(other).abs()).all())

@@ -1,11 +1,12 @@
 """The Trainer callback: one line for the user, values beside the loss."""
 
+import gc
 import json
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import betahook
 from betahook.integrations.trainer import BetaHookCallback
@@ -175,6 +176,30 @@ def test_two_callbacks_are_refused_by_name_and_leave_nothing(tmp_path):
         ):
             trainer.train()
         assert hook.attached
+
+
+def test_a_callback_that_is_added_in_training_is_refused(tmp_path):
+    class Late(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            trainer.add_callback(BetaHookCallback())
+
+    trainer = make_trainer(tmp_path, Late(), max_steps=2)
+    with pytest.raises(RuntimeError, match=r"was added to a Trainer in training: add it before trainer.train\(\)"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "in two Trainers"])
+def test_a_trainer_that_never_trains_leaves_nothing_on_its_model(tmp_path, again):
+    callback = BetaHookCallback()
+    trainers = [make_trainer(tmp_path, callback)]
+    model = trainers[0].model
+    if again:
+        trainers.append(Trainer(model, trainers[0].args, callbacks=[callback]))
+    assert model._load_state_dict_pre_hooks
+    trainers.clear()
+    del callback
+    gc.collect()
+    assert not model._load_state_dict_pre_hooks
 
 
 def test_a_model_in_place_of_its_hook_is_refused_at_once():
