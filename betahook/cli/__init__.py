@@ -76,8 +76,8 @@ def _parser() -> argparse.ArgumentParser:
 
     report = _command(group, "report", "write what a run measured to one HTML file")
     report.add_argument("run", metavar="RUN", help="a folder with TensorBoard files, checkpoints or both")
-    page, where = Path("betahook.html"), "default: %(default)s in the current folder"
-    report.add_argument("--html", type=_page, metavar="FILE", default=page, help=where)
+    where = "default: %(default)s in the current folder"
+    report.add_argument("--html", type=_page, metavar="FILE", default="betahook.html", help=where)
     report.set_defaults(act=lambda commands, options: commands.report(options.run))
 
     show = _command(group, "show", "show the beta of each layer of a checkpoint")

@@ -152,8 +152,8 @@ def examine(name: str, text: str, *, length: int, batch: int, batches: int, pict
             fresh = hook.state_dict()
             hook.load_state_dict({**fresh, "beta": state["beta"], "beta_default": state["beta_default"]})
         found = examine_hooked(hook, ({"input_ids": ids} for ids in windows.split(batch)))
-    size = f"{batch} x {windows.shape[1]}"
-    source = f"{windows.numel():,} tokens of {Path(text).name}, in {found.batches} forwards of up to {size}"
+    forwards = f"{found.batches} forward{'s' * (found.batches > 1)} of up to {batch} x {windows.shape[1]}"
+    source = f"{windows.numel():,} tokens of {Path(text).name}, in {forwards}"
     return pages.examination(f"{name}: {type(model).__name__}", source, found, pictured=pictured)
 
 

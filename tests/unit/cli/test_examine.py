@@ -50,7 +50,7 @@ def test_examine_reads_no_more_tokens_than_a_model_has_positions_for(saved, tmp_
     model().save_pretrained(tmp_path)
     arguments = ["--text", str(saved / "text.txt"), "--length", "32", "--batch", "2", "--batches", "1"]
     assert main(["examine", str(tmp_path), *arguments]) == 0
-    assert f"in 1 forwards of up to 2 x {length}" in capsys.readouterr().out
+    assert f"in 1 forward of up to 2 x {length}" in capsys.readouterr().out
 
 
 @pytest.mark.oldest_skips("it makes up a tokenizer where there is none")

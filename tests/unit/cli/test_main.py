@@ -45,6 +45,14 @@ def test_a_fault_of_ours_shows_where_it_is(monkeypatch):
         main(["show", "folder"])
 
 
+def test_a_folder_in_the_place_of_the_page_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "betahook.html").mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", "run"])
+    assert "expected a file in a folder that exists; got 'betahook.html'" in capsys.readouterr().err
+
+
 def test_ctrl_c_is_no_fault(monkeypatch):
     def interrupt(folder):
         raise KeyboardInterrupt
