@@ -39,9 +39,15 @@ WRAPPED = ("linear", "base_layer")
 """Attributes under which a wrapper keeps the linear module that owns the weight; the second is an adapter's."""
 TRANSPOSED = {"Conv1D"}
 """Classes of linear modules that store their weight as `[in, out]`."""
-QUERY_NORMS = ("q_norm", "q_layernorm", "q_b_norm", "query_layernorm", "query_norm", "norm_q", "q_layer_norm", "q_ln")
+QUERY_NORMS = (
+    *("q_norm", "q_layernorm", "q_b_norm", "query_layernorm", "query_norm", "norm_q"),
+    *("q_layer_norm", "q_ln", "query_ln"),
+)
 """Attributes that hold a norm of the query between its projection and the scores."""
-KEY_NORMS = ("k_norm", "k_layernorm", "k_b_norm", "key_layernorm", "key_norm", "norm_k", "k_layer_norm", "k_ln")
+KEY_NORMS = (
+    *("k_norm", "k_layernorm", "k_b_norm", "key_layernorm", "key_norm", "norm_k"),
+    *("k_layer_norm", "k_ln", "key_ln"),
+)
 """Attributes that hold the norm of the key, in the same order."""
 ADDED_QUERIES, ADDED_QUERY_NORMS = ("add_q_proj",), ("norm_added_q",)
 """Attributes that hold the same for a second sequence, which is put behind the first: joint attention of diffusers."""

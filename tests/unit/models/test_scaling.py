@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from betahook.models import projections
+from betahook.models import families, projections
 from betahook.models.scaling import NoScalingError, Rows, Scaling, Weight, find_scalings, of_linear
 from support.attention import HEADS, WIDTH, ByHandAttention
 from support.models import build
@@ -69,6 +69,15 @@ def test_a_norm_takes_the_factor_instead_of_the_projection(norm, offset, both):
     assert {weight.offset for weight in scaling.weights if weight.name == "weight"} == {offset}
     assert scaling.as_one is (norm.weight.numel() == D)
     assert {float(weight.rows.exponent[0]) for weight in scaling.weights} == {0.5 if both else 1.0}
+
+
+@pytest.mark.parametrize("names", [*zip(families.QUERY_NORMS, families.KEY_NORMS, strict=True)], ids=", ".join)
+def test_norms_are_found_under_any_of_their_names(names):
+    module = ByHandAttention()
+    for name in names:
+        module.add_module(name, nn.RMSNorm(D))
+    weights = next(scalings_of(module)).weights
+    assert [weight.module for weight in weights] == [module.get_submodule(name) for name in names]
 
 
 class Scale(nn.Module):
