@@ -135,10 +135,10 @@ def is_by_hand(suspect: Suspect) -> Verdict | None:
 
 
 def has_name_only(suspect: Suspect) -> Verdict | None:
-    """Code that is called an attention, and not a part of one, its output say, unless a softmax shows that it is."""
+    """Code that is called an attention; where more follows in the name, as in that of an output, it takes a softmax."""
     name = compat.class_of(suspect.module).__name__
-    normalises = is_users(suspect.module) and any("softmax" in used.lower() for used in suspect.used)
-    return UNKNOWN_CODE if normalises or re.search("(attention|attn)[0-9]*$", name, re.IGNORECASE) else None
+    has_softmax = is_users(suspect.module) and any("softmax" in used.lower() for used in suspect.used)
+    return UNKNOWN_CODE if has_softmax or re.search("(attention|attn)[0-9]*$", name, re.IGNORECASE) else None
 
 
 def is_named(module: nn.Module) -> bool:

@@ -1190,7 +1190,7 @@ FAULTS = [
     Fault("betahook/tap/by_hand/watching.py", "handler is not handlers.ignore and (", "(", SHADOWS),
     Fault("betahook/tap/by_hand/handlers.py", "for each in situation.traces) > 1", "for each in ()) > 1", LEFT_ALONE),
     Fault("betahook/tap/by_hand/head_axes.py", "reshape(size, -1).amax(1)", "flatten(1).amax(1)", LEFT_ALONE),
-    Fault("betahook/models/classifiers.py", "normalises or re.search", "re.search"),
+    Fault("betahook/models/classifiers.py", "has_softmax or re.search", "re.search"),
     Fault("betahook/cli/__init__.py", "path.is_dir() or ", "", "tests/unit/cli/test_main.py"),
     Fault("betahook/cli/terminal.py", 'errors="replace"', 'errors="strict"', "tests/unit/cli/test_main.py"),
     Fault(

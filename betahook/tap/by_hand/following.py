@@ -27,7 +27,7 @@ def follow(forward: Forward, call: Call, handler: Handler) -> Any:
     if handler is other and not (forward.is_learned(first) or any(tensor in forward.traces for tensor in call.tensors)):
         return call.run()
     if call.has_target and any(isinstance(forward.traces.get(tensor), Scores) for tensor in call.tensors):
-        handler = other  # others may share the memory of the target
+        handler = other  # what else has the memory of the target would change unseen
     before = forward.traces.get(first)
     if call.in_place and isinstance(before, Scores) and before.value is not None:
         # The value may share the memory that is about to change.
