@@ -100,12 +100,12 @@ class Survey:
 
 
 HOLDS_ATTENTION = Verdict(
-    obstacle="its own attention is not reached beside that of the modules in it, which are hooked: move it into a "
-    "module of its own"
+    obstacle="its own attention, if it has one, is not reached beside that of the modules in it, which are hooked: "
+    "move it into a module of its own"
 )
 HOLDS_ANOTHER = Verdict(
-    obstacle="its own attention is not reached beside a module in it that looks like another: move it into a module of "
-    "its own"
+    obstacle="its own attention, if it has one, is not reached beside a module in it that looks like another: move it "
+    "into a module of its own"
 )
 UNKNOWN_UNNAMED = Verdict(
     obstacle="it takes a softmax and multiplies; if that is an attention, set its attributes num_heads and head_dim "
