@@ -48,6 +48,7 @@ def test_the_schedule_warms_up_and_ends_at_zero(flip):
     assert rates[75] == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.75)))
 
 
+@pytest.mark.slow
 def test_a_table_from_runs_to_report_and_not_twice(flip, tmp_path, monkeypatch, capsys):
     row = flip["task"].Row(4, 6, 512, 2.0, 0.25, 1.0)
     monkeypatch.setattr(flip["run"], "TABLE_1", (row,))

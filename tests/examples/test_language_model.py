@@ -44,6 +44,7 @@ def test_nothing_to_train_is_refused(example, capsys, option):
     assert f"argument {option}: must be at least 1, not 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mtime may not be reliable")  # transformers 5.1, of two checkpoints in one second
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*")
 def test_an_interrupted_comparison_goes_on_where_it_was(example, tmp_path, capsys, monkeypatch):
