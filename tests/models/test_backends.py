@@ -220,7 +220,7 @@ def test_compiled_checkpointing_counts_once(regional, reentrant):
     """And what ran without gradients not at all."""
     measured = []
     for compiles in (False, True):
-        model = build("llama", num_hidden_layers=1).train()
+        model = build("llama").train()
         with betahook.attach(model, controller="monitor") as hook:
             if compiles:
                 enable_checkpointing(model, reentrant)

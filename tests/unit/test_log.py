@@ -5,7 +5,7 @@ import pytest
 
 from betahook import log
 
-RECORD = logging.getLogger("betahook.somewhere")
+logger = logging.getLogger("betahook.somewhere")
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def unconfigured(monkeypatch):
 
 def test_a_warning_says_that_it_is_of_betahook_where_nobody_configured_logging(unconfigured, capsys):
     unconfigured()
-    RECORD.warning("beta of %d layers", 3)
-    RECORD.info("nothing")
+    logger.warning("beta of %d layers", 3)
+    logger.info("nothing")
     assert capsys.readouterr().err == "[betahook] beta of 3 layers\n"
 
 
@@ -35,7 +35,7 @@ def test_a_program_that_configured_logging_shows_it_in_its_own_form_alone(unconf
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     place.addHandler(handler)
-    RECORD.warning("said")
+    logger.warning("said")
     assert (stream.getvalue(), capsys.readouterr().err) == ("betahook.somewhere: said\n", "")
 
 
