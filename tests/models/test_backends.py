@@ -130,7 +130,9 @@ ONE_LAYER = {
 @pytest.mark.oldest_skips("torch cannot trace the models at all")
 @pytest.mark.needs_torch("2.13", "the caches of transformers are not traced", family="t5")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["llama", "bert", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt2", "t5"))]
+)
 def test_one_graph_serves_every_beta(family):
     model, batch = build(family, "sdpa", **ONE_LAYER.get(family, {})), inputs(family)
     betas = [0.2 * 1.1**n for n in range(20)]
@@ -162,7 +164,10 @@ def test_an_exported_model_keeps_beta_without_its_hook(training):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
-@pytest.mark.parametrize("same", [True, False], ids=["the model itself", "another of its class"])
+@pytest.mark.parametrize(
+    "same",
+    [pytest.param(True, id="the model itself"), pytest.param(False, id="another of its class", marks=pytest.mark.slow)],
+)
 def test_graphs_from_before_the_hook_are_not_used(same):
     """torch.compile keeps them by class, and does not notice that the tap was registered."""
     model, batch = build("llama", "sdpa", num_hidden_layers=1), inputs("llama")

@@ -99,7 +99,13 @@ class Model(nn.Module):
         return x
 
 
-FITTING = [FusedAttention, Padded, Biased, Grouped, OneHead, OfTorch]
+FITTING = [
+    FusedAttention,
+    Padded,
+    Grouped,
+    OfTorch,
+    *(pytest.param(x, marks=pytest.mark.slow) for x in (Biased, OneHead)),
+]
 OUTSIDE = [ByHand, ScaledQuery]
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 CPU, MPS = torch.device("cpu"), torch.device("mps", 0)
 LACKING = {torch.ops.aten.segment_reduce.default}
@@ -50,7 +49,7 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = [*_tensors(args), *_tensors(kwargs.values())]
         if kwargs.get("device") is not None:
             there = torch.device(kwargs["device"]).type == "mps"
             kwargs["device"] = CPU
@@ -64,10 +63,18 @@ class _Mode(TorchDispatchMode):
             raise RuntimeError(f"{func}: Expected all tensors to be on the same device, found mps:0 and cpu")
         output = func(*args, **kwargs)
         if there:
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor):
-                    _put(tensor)
+            for tensor in _tensors((output,)):
+                _put(tensor)
         return output
+
+
+def _tensors(values):
+    """Those among values and in lists of them, which is all that operations take."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 def _is_there(tensor):

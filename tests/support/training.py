@@ -52,6 +52,19 @@ def fingerprint(model):
     return [(name, sorted(vars(module)), len(module._forward_pre_hooks)) for name, module in model.named_modules()]
 
 
+def bits(state):
+    """A state to compare bit by bit; the text of a tensor shows four digits."""
+    match state:
+        case torch.Tensor():
+            return state.dtype, state.shape, state.contiguous().view(torch.uint8).tolist()
+        case dict():
+            return {name: bits(value) for name, value in state.items()}
+        case list() | tuple():
+            return [bits(value) for value in state]
+        case _:
+            return state
+
+
 def move(hook, per_head):
     """Give every layer, or every head, a beta of its own."""
     for index, layer in enumerate(hook.layers.values()):

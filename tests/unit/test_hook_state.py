@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 import betahook
 from support.attention import LengthDependent, make
 from support.models import build, inputs
-from support.training import LAYER, train
+from support.training import LAYER, bits, train
 
 
 def test_state_dict_goes_on_bit_identically():
@@ -42,10 +42,10 @@ def test_torch_distributed_checkpoint_brings_everything_back(tmp_path):
     with betahook.attach(model, controller=rules) as hook:
         train(model, hook, 3)
         dcp.save({"model": model, "betahook": hook}, checkpoint_id=tmp_path)
-        saved, expected = repr(hook.state_dict()), train(model, hook, 3)
+        saved, expected = bits(hook.state_dict()), train(model, hook, 3)
     with betahook.attach(model, controller=rules) as again:
         dcp.load({"model": model, "betahook": again}, checkpoint_id=tmp_path)
-        assert repr(again.state_dict()) == saved
+        assert bits(again.state_dict()) == saved
         assert train(model, again, 3) == expected
 
 
@@ -94,7 +94,7 @@ def test_foreign_states_are_refused_and_change_nothing():
         ):
             with pytest.raises(ValueError, match=message):
                 hook.load_state_dict(foreign)
-        assert repr(hook.state_dict()) == repr(state)
+        assert bits(hook.state_dict()) == bits(state)
 
 
 def test_a_state_of_fewer_layers_says_which_the_hook_has_besides():

@@ -18,7 +18,7 @@ from betahook import checkpoint
 from betahook.integrations.trainer import BetaHookCallback
 from support.models import build, inputs
 from support.trainer import make_trainer
-from support.training import LAYER, fingerprint, train
+from support.training import LAYER, bits, fingerprint, train
 
 
 def attach(model):
@@ -133,12 +133,12 @@ def test_bad_files_are_refused_and_change_nothing(tmp_path, damage, message):
     with attach(model) as hook:
         train(model, hook, 2)
         path = checkpoint.save(hook, tmp_path)
-        before = repr(hook.state_dict())
+        before = bits(hook.state_dict())
         damage(path)
         with pytest.raises(ValueError, match=message) as caught:
             checkpoint.read(tmp_path).load(hook)
         assert str(path) in str(caught.value)
-        assert repr(hook.state_dict()) == before
+        assert bits(hook.state_dict()) == before
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def trained(tmp_path_factory):
 @settings(max_examples=100, deadline=None)
 def test_no_byte_of_a_file_can_change_unseen(trained, data):
     hook, path = trained
-    good, state = path.read_bytes(), repr(hook.state_dict())
+    good, state = path.read_bytes(), bits(hook.state_dict())
     cut = data.draw(st.integers(0, len(good)))
     junk = data.draw(st.binary(max_size=8))
     bad = good[:cut] + junk + good[cut + data.draw(st.sampled_from([0, len(junk), len(good)])) :]
@@ -168,7 +168,7 @@ def test_no_byte_of_a_file_can_change_unseen(trained, data):
     finally:
         path.write_bytes(good)
     assert str(path) in message
-    assert repr(hook.state_dict()) == state
+    assert bits(hook.state_dict()) == state
 
 
 JUNK = st.one_of(
@@ -211,7 +211,7 @@ def test_a_state_with_a_foreign_part_is_refused_or_works(trained, data):
         train(hook.model, hook, 1)
         hook.load_state_dict(original)
     assert len(message) > 20
-    assert repr(hook.state_dict()) == repr(original)
+    assert bits(hook.state_dict()) == bits(original)
     assert all(layer.beta > 0 for layer in hook.layers.values())
 
 

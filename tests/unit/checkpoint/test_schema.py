@@ -19,7 +19,7 @@ from betahook.measure.statistics import ROW
 from betahook.report.conditions import Condition
 from support.models import build
 from support.trainer import make_trainer
-from support.training import LAYER, train
+from support.training import LAYER, bits, train
 
 VERSION_2 = Path(__file__).parent / "version-2"
 """What version 0.1 saved in the middle of the sixth step of a tiny Llama, and what it reported then."""
@@ -56,7 +56,7 @@ def reordered(state, seed):
 def test_the_order_of_names_means_nothing(trained, seed):
     hook, state = trained
     hook.load_state_dict(reordered(state, seed))
-    assert repr(hook.state_dict()) == repr(state)
+    assert bits(hook.state_dict()) == bits(state)
 
 
 def test_a_row_that_a_state_lacks_was_not_measured(trained):
@@ -132,10 +132,10 @@ def test_a_new_option_with_a_default_loads_an_old_state():
 def test_other_options_are_refused_by_name(controller, message):
     state = saved(Old())
     with betahook.attach(build("llama"), controller=controller) as hook:
-        before = repr(hook.state_dict())
+        before = bits(hook.state_dict())
         with pytest.raises(ValueError, match=message):
             hook.load_state_dict(state)
-        assert repr(hook.state_dict()) == before
+        assert bits(hook.state_dict()) == before
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def test_memories_that_are_not_of_floats(tmp_path):
         state, beta = hook.state_dict(), hook.layers[LAYER].beta
     with betahook.attach(model, Counting(), interval=1) as hook:
         checkpoint.read(tmp_path).load(hook)
-        assert repr(hook.state_dict()) == repr(state)
+        assert bits(hook.state_dict()) == bits(state)
         train(model, hook, 1)
         assert hook.layers[LAYER].beta == pytest.approx(0.8 * beta)
         (memory,) = (entry["state"] for entry in hook.state_dict()["controllers"])
@@ -257,7 +257,7 @@ def test_a_state_of_version_2_in_memory_is_the_same():
         prefix = f"controllers.{index}."
         names = [name for name in tensors if name.startswith(prefix)]
         entry["state"] = {name.removeprefix(prefix): tensors.pop(name) for name in names}
-    assert repr(schema.parse({**old, **tensors})) == repr(state)
+    assert bits(schema.parse({**old, **tensors})) == bits(state)
 
 
 def craft(folder, **changes):

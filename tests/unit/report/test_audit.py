@@ -9,6 +9,7 @@ import torch
 import betahook
 from support.attention import HEADS, LENGTH, WIDTH, ByHandAttention, FusedAttention
 from support.models import build, inputs
+from support.training import bits
 
 
 def audited(mix=None, query_bias=None, key_bias=None):
@@ -79,11 +80,11 @@ def test_the_audit_leaves_no_trace_and_says_where_it_cannot_look():
     with betahook.attach(model, controller="monitor") as hook:
         model(tokens)
         hook.audit()  # reads W_q and W_k
-        before, given, state = torch.get_rng_state(), hook.last_call.input, repr(hook.state_dict())
+        before, given, state = torch.get_rng_state(), hook.last_call.input, bits(hook.state_dict())
         assert "(iv) corr" in str(hook.audit())
         assert torch.equal(torch.get_rng_state(), before)
         assert hook.last_call.input is given
-        assert repr(hook.state_dict()) == state
+        assert bits(hook.state_dict()) == state
         assert model.training
         assert model[1].training
         hook.last_call.input = None
