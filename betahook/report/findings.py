@@ -117,9 +117,7 @@ class Findings(tuple[Finding, ...]):
     @property
     def summary(self) -> str:
         """All of it in a few sentences."""
-        total, layers = len(self), "layer" if len(self) == 1 else "layers"
-        parts = [f"{number} {condition}" for condition, number in self.counts.items()]
-        sentences = [f"Step {self.step}: of {total} {layers}, {_listed(parts)}."]
+        sentences = [f"Step {self.step}: {self._share()}."]
         measured = [pair for pair in zip(self, self.labels, strict=True) if pair[0].numbers.max_logit >= 0]
         if measured:
             largest, label = max(measured, key=lambda pair: pair[0].numbers.max_logit)
@@ -133,6 +131,13 @@ class Findings(tuple[Finding, ...]):
                 times = "" if low == high == "1" else f"{low if low == high else f'{low} to {high}'} times "
                 sentences.append(f"Beta is {times}the model's own.")
         return " ".join(sentences)
+
+    def _share(self) -> str:
+        """How many layers are in which condition, in words."""
+        total, counts = len(self), self.counts
+        if len(counts) == 1:
+            return f"{_layers(self.labels, total)} {next(iter(counts))}"
+        return f"of {total} layers, {_listed([f'{number} {condition}' for condition, number in counts.items()])}"
 
     @property
     def news(self) -> str:

@@ -42,7 +42,7 @@ def test_blocks_of_the_readme_one_after_the_other(names, capsys):
     assert len(codes) == 4
     for code in codes:
         run(code, **names)
-    assert "of 2 layers" in capsys.readouterr().out
+    assert "both layers" in capsys.readouterr().out
     assert [*Path("runs/attention").iterdir()]
     assert {"model.safetensors"} == {file.name for file in Path("trained").glob("*.safetensors")}
     saved, plain, resumed = torch.load("checkpoint.pt"), build("llama"), build("llama")
@@ -71,7 +71,7 @@ def test_the_blocks_of_the_page_of_findings(capsys):
         run(reads, hook=hook)
     run(makes_the_table)
     printed = capsys.readouterr().out
-    assert "Step 1: of 2 layers" in printed
+    assert "Step 1: both layers healthy" in printed
     lines = re.findall(r"^(\d+) ([\d.]+) tensor\(([\d.]+)\) tensor\(([\d.]+)\)$", printed, re.MULTILINE)
     ratios, shares = ({(int(line[0]), line[1]): float(line[at]) for line in lines} for at in (2, 3))
     rows = {row[0]: row[1:] for row in tables("docs/FINDINGS.md")}

@@ -36,7 +36,7 @@ def test_numbers_are_those_of_the_attention_itself():
     assert len(found.findings) == len(found.audit) == 2
     assert not any(key.startswith("sensitivity") for key in found.metrics)
     assert "Of 2 layers" not in str(found)
-    assert "of 2 layers, 2 healthy" in str(found)
+    assert "both layers healthy" in str(found)
 
 
 def draw_a_number(*_):

@@ -25,7 +25,7 @@ def test_examine_looks_at_a_model_with_its_beta(saved, tmp_path, capsys):
     arguments = ["--text", str(saved / "text.txt"), "--length", "32", "--batch", "2", "--batches", "3"]
     assert main(["examine", str(saved / "hooked"), *arguments, "--html", str(page)]) == 0
     said = capsys.readouterr().out
-    assert "Of 2 layers, 2 healthy." in said
+    assert "Both layers healthy." in said
     assert "Beta is 1 to 1.4 times the model's own." in said
     assert "192 tokens of text.txt, in 3 forwards of up to 2 x 32" in said
     assert "float8_e4m3fn" in said

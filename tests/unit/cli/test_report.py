@@ -39,7 +39,7 @@ def test_report_of_a_run_is_one_file_that_needs_no_other(run, tmp_path, capsys):
     assert {"Loss", "Beta at step 6", "Assumptions behind 1/sqrt(d_k)", "from W_q and W_k"} <= set(shown.texts)
     assert "?" not in shown.texts
     assert [shown.texts.count(name) for name in ("attention", "beta / own", "own beta", "since step")] == [1] * 4
-    assert any(re.match("Step 6: of 2 layers", text) for text in shown.texts)
+    assert any(re.match("Step 6: both layers", text) for text in shown.texts)
     assert any("Search()" in text for text in shown.texts)
     assert not list(tmp_path.glob("*.unfinished"))
 
@@ -88,7 +88,7 @@ def test_report_judges_the_newest_whole_checkpoint(run, tmp_path, aside):
     assert main(["report", str(folder), "--html", str(page)]) == 0
     shown = Page(page)
     assert f"Beta at step {3 if aside else 6}" in shown.texts
-    assert any(re.match("Step 3: of 2 layers", text) for text in shown.texts)
+    assert any(re.match("Step 3: both layers", text) for text in shown.texts)
 
 
 def test_report_of_a_checkpoint_that_measured_nothing(tmp_path):
@@ -114,7 +114,7 @@ def test_report_of_a_checkpoint_has_the_loss_of_its_evaluations(run, tmp_path):
 
 def test_report_of_tensorboard_files_alone(tmp_path):
     page = tmp_path / "page.html"
-    table = "**Step 2: of 1 layer, 1 flat.**\n\n| layer | attention |\n| --- | --- |\n| 0 | flat |\n"
+    table = "**Step 2: layer 0 flat.**\n\n| layer | attention |\n| --- | --- |\n| 0 | flat |\n"
     with SummaryWriter(str(tmp_path / "older")) as writer:
         writer.add_scalar("attention/max_logit", 99.0, 0)
     with SummaryWriter(str(tmp_path / "logs")) as writer:
@@ -127,7 +127,7 @@ def test_report_of_tensorboard_files_alone(tmp_path):
         writer.add_scalar("loss", 1.0, 0)
     assert main(["report", str(tmp_path), "--html", str(page)]) == 0
     shown = Page(page)
-    assert {"Largest logit", "Step 2: of 1 layer, 1 flat.", "attention", "flat"} <= set(shown.texts)
+    assert {"Largest logit", "Step 2: layer 0 flat.", "attention", "flat"} <= set(shown.texts)
     tips = [text for text in shown.texts if "at step" in text]
     assert tips == ["largest logit: 4 at step 0, 6 at 2", "one key: 0.5 at step 0, 0.5 at 2"]
     assert "img" in shown.seen

@@ -256,7 +256,7 @@ def test_nothing_is_said_before_the_first_step():
         found = hook.findings()
         assert {each.condition for each in found} == {Condition.UNMEASURED}
         assert found.news == ""
-        assert found.summary == "Step 0: of 2 layers, 2 not measured."
+        assert found.summary == "Step 0: both layers not measured."
         assert "nan" not in str(found)
 
 
