@@ -39,7 +39,8 @@ def find_places(layer: AttentionLayer) -> Iterator[Scaling]:
 def carriers(layer: AttentionLayer) -> list[Tensor]:
     """The tensors of a layer that a factor may go into."""
     of_norms = [tensor for norms in query_norms(layer) for norm in norms for tensor in norm.tensors]
-    return of_norms + [projection.stored for projection in _query_projections(layer)]
+    pairs = [(projection.stored, projection.stored_bias) for projection in _query_projections(layer)]
+    return of_norms + [tensor for pair in pairs for tensor in pair if tensor is not None]
 
 
 def _query_biases(layer: AttentionLayer) -> list[Weight]:

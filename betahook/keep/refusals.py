@@ -49,16 +49,17 @@ class FoldPlan:
         adapted = None if self.adapters is None else compat.parameters_of_adapters(self.hook.model)
 
         def is_saved(place: Scaling) -> bool:
-            return adapted is None or set(map(id, place.parameters)) <= adapted
+            parameters = place.parameters
+            return adapted is None or set(map(id, parameters)) <= adapted
 
         places = {}
         for layer in self.gains:
             try:
-                found = list(find_places(layer))
+                found = [(place, is_saved(place)) for place in find_places(layer)]
             except NoScalingError as error:
                 raise self.error(f"{error}; {self.adapters or 'fold the whole, plain model'}", layer) from error
             # The first is the norm of the query where it has one: what is before it does nothing.
-            places[layer] = [place for place in found if is_saved(found[0]) and is_saved(place)]
+            places[layer] = [place for place, saved in found if found[0][1] and saved]
         return places
 
     @cached_property
@@ -220,10 +221,10 @@ def weight_makes_keys(plan: FoldPlan, layer: AttentionLayer) -> str | None:
 
 
 def weight_is_computed(plan: FoldPlan, layer: AttentionLayer) -> str | None:
-    """A parametrisation overwrites the weight in every forward."""
+    """A parametrisation overwrites the weight, or the bias beside it, in every forward."""
     computed = not all(isinstance(tensor, nn.Parameter) for tensor in carriers(layer))
     remedy = "remove the parametrization or pruning first, or fold the unsharded model"
-    return f"its query weight is computed anew in every forward; {remedy}" if computed else None
+    return f"its query weight, or its bias, is computed anew in every forward; {remedy}" if computed else None
 
 
 def weight_is_elsewhere(plan: FoldPlan, layer: AttentionLayer) -> str | None:

@@ -174,13 +174,13 @@ class _Clipped:
         """Return the weights, found again where adapters came or went; refuse a layer whose weights take no factor."""
         layer = self.layer
         owners = [owner for projection in layer.projections or () for owner in projection.owners]
-        if anew or owners != self._owners:
-            try:
+        try:
+            if anew or owners != self._owners:
                 self.scalings = list(find_scalings(layer.module, layer.projections, layer.heads, layer.head_dim))
-                self.scalings[self.choice].check()
-            except NoScalingError as error:
-                raise _refusal([layer], error) from error
-            self._owners = owners
+                self._owners = owners
+            self.scalings[self.choice].check()  # they may be pruned or parametrised by now
+        except NoScalingError as error:
+            raise _refusal([layer], error) from error
         return self.scalings[self.choice]
 
 

@@ -1157,7 +1157,7 @@ FAULTS = [
     Fault(
         "betahook/compat.py", "if is_active_adapter(adapter) else {}", "if True else {}", "tests/unit/test_compat.py"
     ),
-    Fault("betahook/keep/refusals.py", "is_saved(found[0]) and ", "", ADAPTERS),
+    Fault("betahook/keep/refusals.py", "found[0][1] and ", "", ADAPTERS),
     Fault(
         "betahook/tap/interface.py",
         "return layer.refusal is not None",

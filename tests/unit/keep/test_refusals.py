@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
 import betahook
@@ -57,6 +58,10 @@ def parametrise(model):
     weight_norm(model.model.layers[0].self_attn.q_proj)
 
 
+def prune_bias(model):
+    prune.l1_unstructured(model.transformer.h[0].attn.c_attn, "bias", 0.5)
+
+
 def partition(model):
     """What DeepSpeed's ZeRO-3 leaves on its parameters."""
     model.lm_head.weight.ds_id = 0
@@ -77,6 +82,7 @@ def partition(model):
             False,
             "computed anew in every forward; remove the parametrization or pruning first",
         ),
+        ("gpt2", prune_bias, False, "or its bias, is computed anew in every forward; remove the .* pruning first"),
         ("llama", partition, False, "its weights are sharded over ranks. Save the whole model"),
         (
             "llama",

@@ -416,6 +416,18 @@ def test_weights_that_take_no_factor_any_more_are_refused_in_every_step():
                 hook.step()
 
 
+def test_weights_that_are_pruned_in_the_middle_of_training_are_refused_by_name():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), FusedAttention()), torch.randn(3, LENGTH, WIDTH)
+    with betahook.attach(model, controller=betahook.Clip(1e-3)) as hook:
+        model(x).sum().backward()
+        hook.step()
+        nn.utils.prune.l1_unstructured(model[1].q_proj, "weight", 0.5)
+        model(x).sum().backward()
+        with pytest.raises(betahook.UnsupportedModelError, match=r"cannot clip 1 \(.*made of others"):
+            hook.step()
+
+
 def test_a_step_in_which_several_clips_find_a_head_too_large_counts_once():
     model, batch = build("llama"), inputs("llama")
     rules = [betahook.Clip(threshold, log_only=True) for threshold in (1e-3, 1e-2)]
