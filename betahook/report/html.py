@@ -32,10 +32,14 @@ PAGE = """<!doctype html>
 
 
 def write(document: Document, path: str | os.PathLike[str]) -> None:
-    """Write a document to a file, which appears whole or not at all."""
-    file = Path(path)
+    """Write a document to a file, which appears whole or not at all; into a device or a pipe, which stays one."""
+    page, file = render(document), Path(path)
+    if file.exists() and not file.is_file():
+        file.write_text(page, encoding="utf-8")
+        return
+    file = file.resolve()  # a link stays, too
     unfinished = file.with_name(f"{file.name}.unfinished")
-    unfinished.write_text(render(document), encoding="utf-8")
+    unfinished.write_text(page, encoding="utf-8")
     os.replace(unfinished, file)
 
 

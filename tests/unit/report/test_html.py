@@ -1,6 +1,7 @@
 """Documents as pages: escaped, closed, and charts whose lines are where the numbers are."""
 
 import math
+import os
 import re
 
 import pytest
@@ -46,6 +47,21 @@ def test_a_page_replaces_an_older_one_at_once(tmp_path):
 
 def points(svg):
     return [tuple(map(float, pair.split(","))) for pair in re.search(r'points="([^"]+)"', svg).group(1).split()]
+
+
+def test_a_page_goes_through_a_link_and_into_a_pipe(tmp_path):
+    link, file, pipe = (tmp_path / name for name in ("link.html", "file.html", "pipe"))
+    link.symlink_to(file)
+    html.write(Document("title", []), link)
+    assert link.is_symlink()
+    assert "<h1>title</h1>" in file.read_text(encoding="utf-8")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    html.write(Document("title", []), pipe)
+    assert os.read(reader, 2**16).decode() == file.read_text(encoding="utf-8")
+    os.close(reader)
+    assert sorted(tmp_path.iterdir()) == [file, link, pipe]
+    assert pipe.is_fifo()
 
 
 def test_lines_are_where_the_numbers_are():
