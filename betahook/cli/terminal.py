@@ -44,9 +44,12 @@ def _show_table(console: Console, table: Table) -> None:
         shown.add_column(
             RichText(name), justify="right" if numeric else "left", overflow="fold", no_wrap=numeric or column == 0
         )
-    for name, row in zip(_names(table, console.width), table.rows, strict=True):
+    names = _names(table, console.width)
+    for name, row in zip(names, table.rows, strict=True):
         shown.add_row(name, *map(RichText, row[1:]))
-    console.print(shown)
+    if (least := _least_width(table, names)) > console.width:  # rich would cut numbers short, and leave columns out
+        shown.width = least
+    console.print(shown, crop=False)
     if table.note:
         console.print(RichText(table.note, style="dim"))
 
@@ -57,3 +60,13 @@ def _names(table: Table, width: int) -> list[str]:
     widths = [max(map(len, (name, *cells))) for name, cells in zip(table.header[1:], others, strict=False)]
     left = width - sum(min(each, FOLDED) + BETWEEN for each in widths)
     return fitting(first, max(left, NAME))
+
+
+def _least_width(table: Table, names: list[str]) -> int:
+    """Return the width in which every number is whole, and so are most words of the columns that are folded."""
+    widths = [max(map(len, (table.header[0], *names)))]
+    for column, (name, *cells) in enumerate(zip(table.header[1:], *(row[1:] for row in table.rows), strict=True), 1):
+        words = [word for text in (name, *cells) for word in text.split()]
+        folded = min(FOLDED, max(map(len, words)))
+        widths.append(max(map(len, (name, *cells))) if table.is_numeric(column) else folded)
+    return sum(widths) + BETWEEN * (len(widths) - 1)

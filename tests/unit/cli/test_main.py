@@ -1,5 +1,6 @@
 """The `betahook` command: its help, its arguments, and what it does on errors."""
 
+import re
 import runpy
 from io import BytesIO, TextIOWrapper
 
@@ -7,7 +8,7 @@ import pytest
 
 import betahook
 from betahook.cli import main, terminal
-from betahook.report.document import Document
+from betahook.report.document import Document, Table
 
 
 def test_without_a_command_there_is_help(capsys):
@@ -65,3 +66,15 @@ def test_a_terminal_of_ascii_shows_what_it_can(monkeypatch):
     monkeypatch.setattr("sys.stdout", TextIOWrapper(written := BytesIO(), encoding="ascii"))
     terminal.show(Document("β · q", []))
     assert written.getvalue() == b"? ? q\n"
+
+
+@pytest.mark.parametrize("columns", [20, 40, 70])
+def test_a_narrow_terminal_cuts_no_number_short(monkeypatch, capsys, columns):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, for rich
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    rows = [[f"model.layers.{layer}.attention", "1234.5", "0.25", "from q and k"] for layer in range(2)]
+    terminal.show(Document("std", [Table(["layer", "measured", "from W_q and W_k", "closest"], rows)]))
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert ["layer", "measured", "from", "W_q", "and", "W_k", "closest"] in [line.split() for line in lines]
+    assert [line.split()[1:4] for line in lines if "1234" in line] == [["1234.5", "0.25", "from"]] * 2
