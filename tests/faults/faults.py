@@ -798,6 +798,13 @@ FAULTS = [
         FIRST_FORWARD,
     ),
     Fault("betahook/tap/by_hand/softmaxes.py", "forward.made_of.append(made)", "pass", FIRST_FORWARD),
+    Fault("betahook/tap/by_hand/softmaxes.py", "axis) == input.dim() - 1:", "axis) == input.dim():", LEFT_ALONE),
+    Fault(
+        "betahook/tap/by_hand/softmaxes.py",
+        "(axis.dim if isinstance(axis, contraction.Shared) else axis)",
+        "axis",
+        LEFT_ALONE,
+    ),
     Fault("betahook/models/discovery.py", "if plain and is_common and", "if plain and", PLACES),
     Fault("betahook/models/discovery.py", "and not any(map(is_users, owners))", "", PLACES),
     Fault("betahook/models/guards.py", "not has_mode and guard", "guard", "tests/unit/models/test_guards.py"),

@@ -75,6 +75,8 @@ def _end(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     axis = None
     if is_recorded or forward.labels is not None:  # a later forward, which has none, may be the first that is recorded
         axis = forward.score_axis(input, "softmax", dim)
+        if (axis.dim if isinstance(axis, contraction.Shared) else axis) == input.dim() - 1:  # as score_axis moves rows
+            forward.refuse(f"its softmax at {find_line()} runs over its heads, too")
     if forward.labels is not None:
         in_order = sorted(trace.products, key=lambda product: product.index)
         forward.made_of += [each.made_of for each in in_order if each.made_of is not None]

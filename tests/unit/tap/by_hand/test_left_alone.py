@@ -162,6 +162,13 @@ REFUSED = {
         lambda module, q, k, v: ((s := q @ k.mT * ROOT) - s.amax(-1, keepdim=True)).softmax(-2) @ v,
         "along another axis than their rows were shifted",
     ),
+    "over heads": (lambda module, q, k, v: (q @ k.mT * ROOT).softmax(1) @ v, "runs over its heads, too"),
+    "over heads and keys": (
+        lambda module, q, k, v: (
+            (q @ k.mT * ROOT).transpose(1, 2).flatten(2).softmax(-1).unflatten(2, (HEADS, -1)).transpose(1, 2) @ v
+        ),
+        "runs over its heads, too",
+    ),
     "softplus": (lambda module, q, k, v: F.softplus(q @ k.mT).softmax(-1) @ v, "softplus at test_left_alone.py:"),
     "square": (lambda module, q, k, v: (q @ k.mT).square().softmax(-1) @ v, "square at test_left_alone.py:"),
     "gated by itself": (
