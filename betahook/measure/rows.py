@@ -217,8 +217,7 @@ def pair_sums(scores: Tensor, logits: Tensor, allowed: Tensor) -> tuple[Tensor, 
     log_weights = at_least_float32(logits).log_softmax(-1).clamp_(min=LOWEST)
     weights = log_weights.exp()
     sink = weights.gather(-1, allowed.byte().argmax(-1, keepdim=True)).squeeze(-1)
-    # A masked pair would give 0 * inf.
-    entropy = -weights.mul_(log_weights.masked_fill_(masked, 0)).sum(-1)
+    entropy = -weights.mul_(log_weights).sum(-1)  # of all that a row attends to: sinks are no pairs
     seen = count > 0
     of_rows = (x.masked_fill(~seen, 0) for x in (entropy, sink))
     sums = pool_rows(count, mean, square, *of_rows)

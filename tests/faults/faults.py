@@ -805,6 +805,12 @@ FAULTS = [
         "axis",
         LEFT_ALONE,
     ),
+    Fault(
+        "betahook/measure/rows.py",
+        "weights.mul_(log_weights).sum(-1)",
+        "weights.mul_(log_weights).masked_fill_(masked, 0).sum(-1)",
+        MASKS_OR_BIASES,
+    ),
     Fault("betahook/models/discovery.py", "if plain and is_common and", "if plain and", PLACES),
     Fault("betahook/models/discovery.py", "and not any(map(is_users, owners))", "", PLACES),
     Fault("betahook/models/guards.py", "not has_mode and guard", "guard", "tests/unit/models/test_guards.py"),

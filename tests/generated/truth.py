@@ -17,7 +17,7 @@ class Truth:
     Attributes:
         output: of the module.
         scores: raw, without the model's own scale and without biases.
-        weights: what the softmax makes of the logits; a sink is left out.
+        weights: what the softmax makes of the logits, a sink included.
         allowed: boolean, the pairs that are not masked, the same for all.
     """
 
@@ -61,8 +61,9 @@ def of(module: GeneratedAttention, x: Tensor, beta: Tensor) -> Truth:
             sink = module.sink[None] if recipe.sink == "column" else torch.zeros(1, 1, 1, 1, dtype=logits.dtype)
             logits = torch.cat([logits, sink.expand(batch, module.num_heads, queries, 1)], -1)
         rows = torch.softmax(logits, -1)
-        weights.append(rows[..., :-1] if recipe.sink else rows)
+        weights.append(rows)
     a = weights[0] if len(weights) == 1 else weights[0] - 0.5 * weights[1]
+    a = a[..., :-1] if recipe.sink else a
     output = module.out(module.afterwards(a) @ v, x)
     allowed = (~(masked | padded)).expand_as(raw[0])
     return Truth(output, [scores.detach() for scores in raw], [rows.detach() for rows in weights], allowed)

@@ -116,7 +116,7 @@ def statistics(expected: truth.Truth, beta: Tensor) -> dict[str, Tensor]:
     mean = scores.sum(of_all) / pairs
     from_mean = (scores - mean.view(-1, 1, 1)).masked_fill(~allowed, 0)
     from_row = (scores - (scores.sum(-1) / count)[..., None]).masked_fill(~allowed, 0)
-    weights = torch.stack(expected.weights).masked_fill(~allowed, 0)
+    weights = torch.stack(expected.weights)
     return {
         "count": pairs,
         "mean": mean,

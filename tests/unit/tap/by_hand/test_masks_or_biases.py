@@ -128,3 +128,20 @@ def test_an_exploded_logit_behind_a_shift_is_capped(x, by_whom):
             model(100 * x).sum().backward()
             hook.step()
         assert hook.layers["1"].beta * float(raw_scores(model, 100 * x).abs().max()) == pytest.approx(100, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("way", "keys"),
+    [
+        (lambda s: torch.cat([s, torch.linspace(-1, 1, LENGTH)[:, None].expand(*s.shape[:2], -1, 1)], -1), LENGTH),
+        (lambda s: s.masked_fill(MASKED, 1e-9), None),  # for -1e9, and so no mask at all
+    ],
+    ids=["a sink", "filled with nothing"],
+)
+def test_the_entropy_is_that_of_the_whole_softmax(x, way, keys):
+    model = make(lambda module, q, k, v: way(q @ k.mT * ROOT).softmax(-1)[..., :keys] @ v)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        entropy = hook.layers["1"].statistics.entropy
+    expected = torch.special.entr(way(raw_scores(model, x) * ROOT).softmax(-1)).sum(-1).mean()
+    torch.testing.assert_close(entropy.double(), expected, rtol=1e-5, atol=0)
