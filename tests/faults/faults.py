@@ -798,6 +798,7 @@ FAULTS = [
         FIRST_FORWARD,
     ),
     Fault("betahook/tap/by_hand/softmaxes.py", "forward.made_of.append(made)", "pass", FIRST_FORWARD),
+    Fault("betahook/tap/by_hand/softmaxes.py", "REDUCED if isinstance(trace, Shift) else HIDDEN", "HIDDEN", LEFT_ALONE),
     Fault("betahook/tap/by_hand/softmaxes.py", "axis) == input.dim() - 1:", "axis) == input.dim():", LEFT_ALONE),
     Fault(
         "betahook/tap/by_hand/softmaxes.py",

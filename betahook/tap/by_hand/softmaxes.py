@@ -20,9 +20,12 @@ from betahook.tap.by_hand.contraction import Axis
 from betahook.tap.by_hand.forward import Forward
 from betahook.tap.by_hand.head_axes import REMEDY, made_of
 from betahook.tap.by_hand.sites import Site, find_line, find_site
-from betahook.tap.by_hand.traces import Operand, Scores, Trace, Weights, divided
+from betahook.tap.by_hand.traces import Operand, Scores, Shift, Trace, Weights, divided
 from betahook.tap.gain import scale_query
 from betahook.tap.kernels import KERNELS, Arguments, Kernel, find_band
+
+REDUCED = "reduced along its last axis, which is not followed"
+HIDDEN = "by a function that torch shows to nobody, as those of torch.jit.script: leave that function in Python"
 
 
 def softmax(forward: Forward, call: Call) -> Tensor:
@@ -41,10 +44,8 @@ def softmax(forward: Forward, call: Call) -> Tensor:
     if isinstance(trace, Scores):
         _end(forward, trace, input, call.dim)
     if (product := hidden.behind(input, forward.nodes)) is not None:
-        forward.refuse(
-            f"the product at {product.site.line} comes to its softmax at {find_line()} by a function that torch shows "
-            "to nobody, as those of torch.jit.script: leave that function in Python"
-        )
+        by = REDUCED if isinstance(trace, Shift) else HIDDEN
+        forward.refuse(f"the product at {product.site.line} comes to its softmax at {find_line()} {by}")
     return output
 
 

@@ -238,6 +238,10 @@ REFUSED = {
     "scaled into a target": (scaled_into_a_target, "come to mul with out= at test_left_alone.py:"),
     "scaled into themselves": (scaled_into_themselves, "come to mul with out= at test_left_alone.py:"),
     "one of two": (one_lost_of_two, "exp at test_left_alone.py:"),
+    "mean of two along a last axis": (
+        lambda module, q, k, v: torch.stack([q @ k.mT, q @ v.mT], -1).mean(-1).mul(ROOT).softmax(-1) @ v,
+        "reduced along its last axis",
+    ),
     "added in the product": (
         lambda module, q, k, v: (
             torch.baddbmm((q @ v.mT).flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1).mT)
