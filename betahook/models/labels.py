@@ -90,18 +90,23 @@ class Labels(ByTensor[Tensor]):
     """
 
     def __init__(
-        self, is_learned: Callable[[Tensor], bool], apart: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        is_learned: Callable[[Tensor], bool],
+        apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+        *,
+        everywhere: bool = False,
     ) -> None:
         """Begin without labels.
 
         Args:
             is_learned: tells if a tensor holds weights: what a product with it makes is labelled.
             apart: the context in which labels are computed.
+            everywhere: tell features apart that one projection makes of others along any axis, not only the batch.
         """
         super().__init__()
         self.linears: list[Linear | None] = []
         self._of_numbers: int | None = None  # the index of the entry in `linears` for numbers that are no features
-        self._is_learned, self._apart = is_learned, apart
+        self._is_learned, self._apart, self._everywhere = is_learned, apart, everywhere
 
     def put(self, tensor: Tensor, labels: Tensor) -> None:
         """Label a tensor, unless the labels were computed without data."""
@@ -128,16 +133,20 @@ class Labels(ByTensor[Tensor]):
         """Label an input, along whose last axis lie features that something else made."""
         self._put_features(tensor, [tensor.dim() - 1], None)
 
-    def _tell_heads_apart(self, tensor: Tensor, source: Tensor) -> None:
-        """Tell apart the features of heads that lie in the batch, and that one projection makes alike."""
+    def _tell_heads_apart(self, tensor: Tensor, source: Tensor, alike: int) -> None:
+        """Tell apart the features of heads that lie in the batch, and that one projection makes alike.
+
+        `alike` is the number of the first axes that tensor and source have in common, which are all of the batch here.
+        """
         labels, of = self.get(tensor), self.get(source)
-        if labels is None or of is None or of.numel() == 0 or len(of) != len(labels):
+        alike = alike if self._everywhere else min(alike, 1)
+        if labels is None or of is None or of.numel() == 0 or not alike or of.shape[:alike] != labels.shape[:alike]:
             return
-        _, heads = (of.flatten(1).amin(1) % FAR).unique(return_inverse=True)
+        _, heads = (of.flatten(alike).amin(alike) % FAR).unique(return_inverse=True)
         if heads.any():
             self.linears[-1] = None  # which all of them share
             apart = heads * int(labels.max() - labels.min() + 1)
-            self.put(tensor, labels + apart.view(-1, *(1 for _ in labels.shape[1:])))
+            self.put(tensor, labels + apart.view(*heads.shape, *(1 for _ in labels.shape[alike:])))
 
     def note(self, call: Call, output: Any) -> None:
         """Label what a call returned."""
@@ -145,8 +154,9 @@ class Labels(ByTensor[Tensor]):
         with self._apart():
             if name in PROJECTIONS:
                 linear = _linear_of(call, output)
-                self._put_features(output, [PROJECTIONS[name] % output.dim()], linear)
-                self._tell_heads_apart(output, linear.source)
+                axis = PROJECTIONS[name] % output.dim()
+                self._put_features(output, [axis], linear)
+                self._tell_heads_apart(output, linear.source, axis)
             elif name in PRODUCTS:
                 self._note_product(call, output)
             elif name == "__setitem__":
@@ -172,8 +182,8 @@ class Labels(ByTensor[Tensor]):
             linear = Linear(source, weight, tuple(map(of_weight.index, made)), None, (output,))
             is_linear = _sums_all_but(made, weight, *axes)
             self._put_features(output, [*map(of_output.index, made)], linear if is_linear else None)
-            if of_source[:1] == of_output[:1]:
-                self._tell_heads_apart(output, source)
+            alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(of_source, of_output, strict=False))
+            self._tell_heads_apart(output, source, sum(1 for _ in alike))
 
     def _note_bias(self, added: list[Tensor], output: Tensor) -> None:
         """Note the bias of a projection that multiplies only: what is added to its features, one number for each."""

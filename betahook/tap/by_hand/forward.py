@@ -46,7 +46,7 @@ class Forward:
         is_empty: True where the first of them has no entries, as in a batch without samples: it shows nothing.
         axes: the axes of the heads with inputs of this form, as far as they are known.
         labels: the features that entries come from, in the first forward with inputs of this form.
-        of_inputs: the same, from those of the inputs, for q and k that were projected outside; None if there are none.
+        of_inputs: the same, where entries of inputs are features, too, and heads may share a projection.
         shadows: what another beta would do, in the first forward that is measured.
         is_settled: True if neither labels nor shadows are needed.
         traces: of the tensors that are followed.
@@ -125,18 +125,23 @@ class Forward:
         labels = None if labels is None else labels.movedim(dim, -1)
         return self.head_axis(rows, labels, None, range(rows.dim() - 2), find_site(operation))
 
-    def labels_of(self, tensor: Tensor) -> Tensor | None:
-        """The labels of a tensor; None where it has none, or no forward needs them any more."""
-        found = None if self.labels is None else self.labels.get(tensor)
-        return self.of_inputs.get(tensor) if found is None and self.of_inputs is not None else found
+    def labels_of(self, tensor: Tensor, summed: int | None = None) -> Tensor | None:
+        """The labels of a tensor; None where it has none, or no forward needs them any more.
 
-    def _label_inputs(self, inputs: Any) -> Labels | None:
+        In an operand, where features alone do not tell of heads, those that its projection made them of may.
+        """
+        found = None if self.labels is None else self.labels.get(tensor)
+        if self.of_inputs is None or (found is not None and (summed is None or head_axes.varying(found, summed))):
+            return found
+        return self.of_inputs.get(tensor)
+
+    def _label_inputs(self, inputs: Any) -> Labels:
         """Labels of the inputs `[..., ..., heads * d_k]`, if any; one with a second axis of this size tells nothing."""
-        labels, width = Labels(self.is_learned), self.layer.heads * self.layer.head_dim
+        labels, width = Labels(self.is_learned, everywhere=True), self.layer.heads * self.layer.head_dim
         for tensor in tensors_in(inputs):
             if tensor.is_floating_point() and tensor.dim() == 3 and tensor.shape[-1] == width not in tensor.shape[:-1]:
                 labels.note_input(tensor)
-        return labels if labels.linears else None
+        return labels
 
     def head_axis(
         self, tensor: Tensor, labels: Tensor | None, summed: int | None, shared: Sequence[int], site: Site

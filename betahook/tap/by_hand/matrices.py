@@ -164,7 +164,7 @@ def _head_axis(forward: Forward, product: Contraction, known: Product) -> tuple[
     if known.site.obstacle is not None:
         return None, known.site.obstacle
     count, summed = forward.layer.heads, product.left_axes.index(product.summed)
-    labels = forward.labels_of(product.left)
+    labels = forward.labels_of(product.left, summed)
     shared = [dim for dim, axis in enumerate(product.left_axes) if axis in product.batch]
     axis = forward.head_axis(product.left, labels, summed, shared, known.site)
     if axis is not None:

@@ -393,3 +393,52 @@ def test_a_bias_on_scores_of_what_was_projected_outside_is_none_of_a_projection(
         layer = hook.layers[""]
         layer.beta = 2 * ROOT
         torch.testing.assert_close(core(x, x, x), expected, rtol=1e-4, atol=1e-5)
+
+
+class SharedAttention(nn.Module):
+    """One projection makes the query of each head of its part of the input, another one the key."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, WIDTH // HEADS
+        self.q_proj, self.k_proj = (nn.Linear(self.head_dim, self.head_dim, bias=False) for _ in range(2))
+        self.first = nn.Linear(WIDTH, WIDTH) if way == "behind a projection of all" else nn.Identity()
+        self.by_matrix, self.is_fused = way == "by a matrix", way == "fused"
+
+    def operands(self, x):
+        parts = self.first(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        if self.by_matrix:
+            return [torch.einsum("bhnd,ed->bhne", parts, p.weight) for p in (self.q_proj, self.k_proj)]
+        return [p(parts) for p in (self.q_proj, self.k_proj)]
+
+    def forward(self, x, beta=ROOT):
+        (q, k), v = self.operands(x), x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        if self.is_fused:
+            out = F.scaled_dot_product_attention(q * beta, k, v, scale=1.0)
+        else:
+            out = (q @ k.mT * beta).softmax(-1) @ v
+        return out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("way", ["of the input", "behind a projection of all", "by a matrix", "fused"])
+def test_heads_that_share_a_projection_are_told_apart_by_what_it_projects(way):
+    """As in many a Transformer from scratch; batch and heads are as many."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(SharedAttention(way)), torch.randn(HEADS, LENGTH, WIDTH)
+    beta = torch.tensor([0.1, 0.3, 0.9, 2.7])
+    with betahook.attach(model, controller="monitor", per_head=True, when="always") as hook:
+        layer = hook.layers["0"]
+        model(x)
+        assert layer.weight_std_q == pytest.approx(model[0].q_proj.weight.std(correction=0).item())
+        measured = layer.head_statistics.std.double()
+        layer.head_beta = beta
+        output = model(x)
+    torch.testing.assert_close(output, model[0](x, beta.view(-1, 1, 1)), rtol=1e-5, atol=1e-6)
+    q, k = (operand.double() for operand in model[0].operands(x))
+    torch.testing.assert_close(measured, (q @ k.mT).transpose(0, 1).flatten(1).std(1, correction=0), rtol=1e-5, atol=0)
+    hook = betahook.attach(model, controller="monitor", when="always")
+    model(x)
+    hook.layers["0"].beta = 0.9
+    expected = model(x)
+    betahook.fold(model)
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
