@@ -216,7 +216,7 @@ class State:
         """
         beta, own = self.beta[heads], self.beta_default[heads]
         if isinstance(default, Tensor):
-            own = default.to(beta).flatten().expand_as(beta)
+            own = torch.where((given := default.to(beta).flatten()) == 0, beta, given)  # 0 hides what beta is
         elif default is not None:
             own = torch.full_like(beta, default)
         return gain_of(beta, own)

@@ -18,7 +18,7 @@ from betahook.tap.by_hand.forward import Forward
 from betahook.tap.by_hand.rearranging import keep
 from betahook.tap.by_hand.sites import find_line
 from betahook.tap.by_hand.situation import Handler, other
-from betahook.tap.by_hand.traces import Derived, Factor, Scores, Trace, Weights, number, same_factor
+from betahook.tap.by_hand.traces import Derived, Factor, Scores, Trace, Weights, is_zero, number, same_factor
 
 
 def follow(forward: Forward, call: Call, handler: Handler) -> Any:
@@ -67,14 +67,16 @@ def _rescaled(forward: Forward, call: Call, output: Tensor, scores: Scores) -> t
     if not before.pure and (differs or (isinstance(by, Tensor) and by.requires_grad)):
         return output, scores.losing(f"a scale behind a bias at {find_line()} that changes")
     own = factor if expected[0] is None else expected[0]
-    if not forward.plan.varies(own, factor):
+    if is_zero(factor) or not forward.plan.varies(own, factor):
         return output, scores
     axis = forward.score_axis(scaled, "rescale")
     if axis is None:
         return output, scores.losing(f"a scale at {find_line()} that changes, where the heads are not told apart")
     ratio = torch.as_tensor(own / factor, device=output.device)
     is_set = along(forward.layer.is_set.to(output.device), axis, scaled)
-    ratio = torch.where(is_set, ratio, 1.0).to(output.dtype)
+    # A tensor may be 0 in one of both forwards.
+    ratio = torch.where(is_set & ratio.isfinite() & (ratio != 0), ratio, 1.0).to(output.dtype)
+    forward.shadows = None  # which lack the ratio
     return (output.mul_(ratio) if call.in_place else output * ratio), scores
 
 

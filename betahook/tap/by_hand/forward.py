@@ -22,7 +22,7 @@ from betahook.tap.by_hand.plan import Plan, form_of
 from betahook.tap.by_hand.shadows import Shadows
 from betahook.tap.by_hand.sites import Site, find_line, find_site
 from betahook.tap.by_hand.situation import Situation
-from betahook.tap.by_hand.traces import Factor, Operand, Product, Scores, Traces, is_learned
+from betahook.tap.by_hand.traces import Factor, Operand, Product, Scores, Traces, is_learned, is_zero
 from betahook.tap.recorder import Recorder, shows_shapes
 
 ALIKE = 1e-4
@@ -77,7 +77,7 @@ class Forward:
                 "forward of the model outside of torch.export, torch.func and torch.jit.trace first"
             )
         self.labels = Labels(self.is_learned) if is_first and not compat.is_without_data() else None
-        self.of_inputs = None if self.labels is None else self._label_inputs(inputs)
+        self.of_inputs = None if self.labels is None else _label_inputs(self, inputs)
         self.shadows = Shadows() if self.recording and not plan.checked else None
         self.products: list[Product] = []
         self.nodes: dict[Product, Any] = {}
@@ -135,14 +135,6 @@ class Forward:
             return found
         return self.of_inputs.get(tensor)
 
-    def _label_inputs(self, inputs: Any) -> Labels:
-        """Labels of the inputs `[..., ..., heads * d_k]`, if any; one with a second axis of this size tells nothing."""
-        labels, width = Labels(self.is_learned, everywhere=True), self.layer.heads * self.layer.head_dim
-        for tensor in tensors_in(inputs):
-            if tensor.is_floating_point() and tensor.dim() == 3 and tensor.shape[-1] == width not in tensor.shape[:-1]:
-                labels.note_input(tensor)
-        return labels
-
     def head_axis(
         self, tensor: Tensor, labels: Tensor | None, summed: int | None, shared: Sequence[int], site: Site
     ) -> Axis | None:
@@ -174,6 +166,9 @@ class Forward:
 
     def note_default(self, default: Factor) -> None:
         """Note the model's own beta at a softmax; where another one had another, no beta can be that of both."""
+        if is_zero(default):
+            self._note_nothing()
+            return
         if self.layer.refusal is None:
             self.layer.note_default(default)
         if self.default is None:
@@ -183,6 +178,8 @@ class Forward:
 
     def note_way(self, leader: Product, total: Factor) -> None:
         """Note the factor on the way of a product to its softmax, where that is not all that scales it."""
+        if is_zero(total):
+            return
         known = leader.prescale * math.prod(leader.scalings, start=1.0)
         if leader.site in self.plan.ways or not _are_alike(total, known, are_read=self.labels is not None):
             leader.way = total / leader.prescale
@@ -195,14 +192,18 @@ class Forward:
         """Take stock of a forward that has ended: learn from it, or leave the module alone from now on."""
         layer = self.layer
         if self.is_empty:
-            layer.state.seen = True
-            note_measured(layer.state)
+            self._note_nothing()
         # The tensors of a transform mean nothing outside of it, those of an empty batch nothing at all.
         if not (compat.is_transformed() or self.is_empty):
             self._learn()
         for product in self.products:
             product.counts = product.acts and layer.refusal is None and product.reached
         self.labels = self.of_inputs = None  # they hold on to the forward, and so to the graph of autograd
+
+    def _note_nothing(self) -> None:
+        """Note that the layer was reached, in a forward that shows nothing."""
+        self.layer.state.seen = True
+        note_measured(self.layer.state)
 
     def _learn(self) -> None:
         """Learn from a forward whose tensors mean something, or leave the module alone."""
@@ -232,6 +233,15 @@ class Forward:
         return UNSEEN if self.layer.projected and concerns else None
 
 
+def _label_inputs(forward: Forward, inputs: Any) -> Labels:
+    """Labels of the inputs `[..., ..., heads * d_k]`, if any; one with a second axis of this size tells nothing."""
+    labels, width = Labels(forward.is_learned, everywhere=True), forward.layer.heads * forward.layer.head_dim
+    for tensor in tensors_in(inputs):
+        if tensor.is_floating_point() and tensor.dim() == 3 and tensor.shape[-1] == width not in tensor.shape[:-1]:
+            labels.note_input(tensor)
+    return labels
+
+
 def _obstacle(forward: Forward) -> str:
     """The reason why no product of q and k was seen to reach the softmax of a forward."""
     if forward.without_heads is None:
@@ -250,4 +260,4 @@ def _are_alike(one: Factor, other: Factor, *, are_read: bool) -> bool:
         return math.isclose(one, other, rel_tol=ALIKE)
     if not are_read:
         return True
-    return bool((torch.as_tensor(one - other).abs() < ALIKE * torch.as_tensor(other).abs()).all())
+    return bool((torch.as_tensor(one - other).abs() <= ALIKE * torch.as_tensor(other).abs()).all())

@@ -21,7 +21,7 @@ from betahook.tap.by_hand.head_axes import REMEDY, made_of, put_heads, varying
 from betahook.tap.by_hand.shadows import GAIN
 from betahook.tap.by_hand.sites import find_line, find_site
 from betahook.tap.by_hand.situation import other
-from betahook.tap.by_hand.traces import Derived, Factor, Operand, Product, Scores, Shift, Weights, divided
+from betahook.tap.by_hand.traces import Derived, Factor, Operand, Product, Scores, Shift, Weights, divided, is_zero
 from betahook.tap.gain import scale_query
 
 
@@ -156,7 +156,8 @@ def _default_of(forward: Forward, product: Product, trace: Scores) -> Factor | N
         if found is not None:
             return found
     after = forward.plan.after(product)
-    return None if after is None else trace.prescale * trace.factor * after
+    default = None if after is None else trace.prescale * trace.factor * after
+    return None if default is None or is_zero(default) else default
 
 
 def _head_axis(forward: Forward, product: Contraction, known: Product) -> tuple[Axis | None, str]:

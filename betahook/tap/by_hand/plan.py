@@ -16,7 +16,7 @@ from betahook.measure.masks import Band
 from betahook.models.torch_calls import tensors_in
 from betahook.tap.by_hand.contraction import Axis
 from betahook.tap.by_hand.sites import Site, find_site
-from betahook.tap.by_hand.traces import Factor, Product, same_factor
+from betahook.tap.by_hand.traces import Factor, Product, is_zero, same_factor
 
 Form = tuple[tuple[bool, ...], ...]
 """True for sizes of 1 in some inputs: there an axis of heads and batch, say, looks like one of heads."""
@@ -79,7 +79,8 @@ class Plan:
             if self.makes_scores.setdefault(site, product.reached) != product.reached:
                 return f"the product at {line} reaches a softmax at times and at times it does not"
             if product.reached:
-                self.scalings[site] = product.scalings
+                if not any(map(is_zero, product.scalings)):
+                    self.scalings[site] = product.scalings
                 if product.way is not None:
                     self.ways[site] = product.way
                 self.since.setdefault(site, step)

@@ -20,7 +20,7 @@ from betahook.tap.by_hand.contraction import Axis
 from betahook.tap.by_hand.forward import Forward
 from betahook.tap.by_hand.head_axes import REMEDY, made_of
 from betahook.tap.by_hand.sites import Site, find_line, find_site
-from betahook.tap.by_hand.traces import Operand, Scores, Shift, Trace, Weights, divided
+from betahook.tap.by_hand.traces import Operand, Scores, Shift, Trace, Weights, divided, is_zero
 from betahook.tap.gain import scale_query
 from betahook.tap.kernels import KERNELS, Arguments, Kernel, find_band
 
@@ -61,7 +61,7 @@ def _end(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
         product.reach()
     if trace.shifted and dim not in (-1, input.dim() - 1):
         trace = trace.losing(f"a softmax at {find_line()} along another axis than their rows were shifted")
-    if isinstance(total, float) and total <= 0:
+    if isinstance(total, float) and total < 0:
         trace = trace.losing(f"a negative factor before {find_line()}")
     if trace.lost is not None:
         forward.refuse(f"its scores come to {trace.lost}, which is not followed")
@@ -72,7 +72,7 @@ def _end(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     leader = min(trace.products, key=lambda product: product.index)
     forward.note_way(leader, total)
     forward.plan.leaders.update({product.site: leader.site for product in trace.products})
-    is_recorded = trace.value is not None and forward.recording and input.numel() > 0
+    is_recorded = trace.value is not None and forward.recording and input.numel() > 0 and not is_zero(total)
     axis = None
     if is_recorded or forward.labels is not None:  # a later forward, which has none, may be the first that is recorded
         axis = forward.score_axis(input, "softmax", dim)
@@ -119,14 +119,15 @@ def fused(forward: Forward, call: Call) -> Any:
     forward.attended = True
     if axis is not None:
         forward.note_default(default)
-        if forward.recording:
+        own = None if is_zero(default) else default  # else that of the last call
+        if forward.recording and own is not None:
             raw = divided(query.detach(), factors[0]), divided(key.detach(), factors[1])
             q, k = (contraction.batched(x, axis, layer.heads) for x in raw)
             q, k = (x.expand(max(len(q), len(k)), *x.shape[1:]) for x in (q, k))  # one may be the same for all
             mask = _describe(forward, kernel, given, query, key, axis)
             layer.record(q, k, mask, ScoreMod(softcap=given.get("softcap") or None))
         query = contraction.on_heads(
-            query, axis, layer.heads, lambda query, axis: scale_query(layer, query, (key, value), default, axis)
+            query, axis, layer.heads, lambda query, axis: scale_query(layer, query, (key, value), own, axis)
         )
     output = kernel.run(call, kernel.heads_before_tokens(query))
     forward.traces.note(output, forward.trace_of_values())

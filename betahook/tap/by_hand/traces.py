@@ -220,6 +220,11 @@ def same_factor(a: Factor, b: Factor) -> bool:
     return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
 
 
+def is_zero(factor: Factor) -> bool:
+    """Return True for the number 0, as the log of a single token: all keys count alike then, whatever beta is."""
+    return not isinstance(factor, Tensor) and factor == 0
+
+
 def is_learned(tensor: Any, trace: Trace | None) -> bool:
     """Return True for a parameter, a view of one, or what was made of parameters alone."""
     return isinstance(tensor, nn.Parameter) or (isinstance(trace, Operand) and trace.learned)

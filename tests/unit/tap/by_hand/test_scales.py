@@ -326,3 +326,66 @@ def test_a_function_that_is_compiled_by_itself_is_followed_as_it_is_written(x, f
         model(x)
         assert hook.layers["1"].beta_default == pytest.approx(ROOT)
     check_doubled(model, x)
+
+
+def also_for_another_use(q, k, v, scale):
+    scores = q * (scale / ROOT) @ k.mT
+    (scores * 3.0).detach()
+    return (scores * ROOT).softmax(-1) @ v
+
+
+def tensor(number):
+    return torch.tensor(number).requires_grad_()  # which nobody reads
+
+
+BY_LENGTH = {
+    "scores": lambda q, k, v, scale: (q @ k.mT * scale).softmax(-1) @ v,
+    "a query": lambda q, k, v, scale: (q * scale @ k.mT).softmax(-1) @ v,
+    "a query and scores": lambda q, k, v, scale: (q * (scale / ROOT) @ k.mT * ROOT).softmax(-1) @ v,
+    "a query, for another use too": also_for_another_use,
+    "a query, by a tensor": lambda q, k, v, scale: (q * tensor(scale / ROOT) @ k.mT * ROOT).softmax(-1) @ v,
+    "scores, by a tensor": lambda q, k, v, scale: (q @ k.mT * tensor(scale)).softmax(-1) @ v,
+    "a kernel": lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v, scale=scale),
+}
+
+
+@pytest.mark.parametrize("lengths", [[LENGTH, 1, 7, LENGTH], [1, LENGTH, 1, 7, LENGTH]], ids=str)
+@pytest.mark.parametrize("way", BY_LENGTH)
+def test_the_log_of_a_single_token_scales_by_zero(way, lengths):
+    """Scores are multiplied by log n, as in scalable softmax: what beta is makes no difference then."""
+    model = make(lambda module, q, k, v: BY_LENGTH[way](q, k, v, ROOT * math.log(q.shape[2])))
+    inputs = [torch.randn(2, n, WIDTH, generator=torch.Generator().manual_seed(n)) for n in lengths]
+    alone = [model(x) for x in inputs]
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        layer = hook.layers["1"]
+        for x, expected in zip(inputs, alone, strict=True):
+            assert torch.equal(model(x), expected)
+            hook.step()
+            assert "tensor" in way or not hook.metrics().get("nonfinite/1")
+        assert layer.refusal is None
+        own = ROOT * math.log(LENGTH)
+        assert layer.beta_default == pytest.approx(own)
+        expected = raw_scores(model, inputs[-1]).var((0, 2, 3), correction=0).mean().sqrt()
+        assert layer.statistics.std == pytest.approx(expected.item(), rel=1e-5)
+        layer.beta = 2 * own
+        outputs = [model(x) for x in inputs]
+    which = slice(-1, None) if way == "scores, by a tensor" else slice(None)  # others come behind a 0 that nobody reads
+    for x, output in zip(inputs[which], outputs[which], strict=True):
+        q, k, v = (model[1].split(p(model[0](x))) for p in (model[1].q_proj, model[1].k_proj, model[1].v_proj))
+        doubled = ((2 * own * q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        torch.testing.assert_close(output, doubled, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scale_that_changes_before_anything_is_measured_is_checked_later(x):
+    """After a resume, where an evaluation comes before the training."""
+    model = make(lambda module, q, k, v: (q @ k.mT * (ROOT * math.log(q.shape[2]))).softmax(-1) @ v)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        model(x)
+        hook.layers["1"].beta = ROOT
+        hook.step()
+        state, expected = hook.state_dict(), model(x)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        hook.load_state_dict(state)
+        model.eval()(x[:, :-3])
+        torch.testing.assert_close(model.train()(x), expected, rtol=1e-5, atol=1e-6)
+        assert hook.layers["1"].refusal is None
