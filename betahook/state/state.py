@@ -216,7 +216,8 @@ class State:
         """
         beta, own = self.beta[heads], self.beta_default[heads]
         if isinstance(default, Tensor):
-            own = torch.where((given := default.to(beta).flatten()) == 0, beta, given)  # 0 hides what beta is
+            given = default.to(beta).flatten()
+            own = torch.where(given == 0, beta, given)  # scores that are scaled by 0 are so by any beta
         elif default is not None:
             own = torch.full_like(beta, default)
         return gain_of(beta, own)

@@ -97,7 +97,10 @@ def test_overrides_are_json_where_they_can_be(example, text, value):
     assert example.override(text) == (text.split("=")[0], value)
 
 
-@pytest.mark.parametrize(("small", "held"), [(0, 1.1), (gain.SMALL, 3.2)], ids=["usual", "small"])
+@pytest.mark.parametrize(
+    ("small", "held"),
+    [pytest.param(0, 1.1, id="usual", marks=pytest.mark.slow), pytest.param(gain.SMALL, 3.2, id="small")],
+)
 def test_a_hook_holds_no_more_than_the_queries(example, monkeypatch, small, held):
     """The scaled ones are what the attention keeps for its backward. Of small ones the unscaled are held too, in GPT-2
     inside q, k and v, of which its attention keeps copies."""

@@ -54,7 +54,7 @@ def test_even_a_whole_last_line_counts_only_once_it_ends(study, tmp_path):
     assert study["runs"].Results(path) == [{"a": 1}]
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_runs_are_executed_with_their_arguments(study, jobs):
     assert dict(study["runs"].execute(math.pow, {"a": (2, 3), "b": (3, 2)}, jobs)) == {"a": 8, "b": 9}
 

@@ -208,6 +208,7 @@ def test_case_table_turns_variances_into_betas(variance):
     ]
 
 
+@pytest.mark.slow
 def test_main_prints_both_tables_and_writes_a_png(variance, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     state = torch.get_rng_state()

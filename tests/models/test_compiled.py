@@ -180,6 +180,7 @@ def test_what_is_compiled_before_any_forward_is_compiled_again(counter):
     assert counter.frame_count == 1  # of the second step on; a loop that leaves a graph is not compiled at all
 
 
+@pytest.mark.slow
 def test_graphs_that_end_within_the_attention(counter):
     assert_same(trained(Interrupted, lambda model: torch.compile(model, backend=counter)), trained(Interrupted))
 

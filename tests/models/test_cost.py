@@ -261,7 +261,10 @@ def kept_for_the_backward(model, batch):
 @pytest.mark.oldest_skips("torch cannot trace the models at all")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the same
-@pytest.mark.parametrize(("small", "compiled", "queries"), [(True, False, 1), (False, False, 0), (True, True, 0)])
+@pytest.mark.parametrize(
+    ("small", "compiled", "queries"),
+    [(True, False, 1), (False, False, 0), pytest.param(True, True, 0, marks=pytest.mark.slow)],
+)
 def test_memory_that_a_layer_keeps_for_its_backward(small, compiled, queries, monkeypatch):
     """Of a small query the unscaled one too; a large one is scaled where the attention keeps it, compiled ones are."""
     if not small:

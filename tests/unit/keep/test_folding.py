@@ -334,7 +334,7 @@ def test_bfloat16_does_not_see_the_bias_that_nearly_flat_attention_loses():
 
 @pytest.mark.oldest_skips("torch cannot trace the models at all")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("in_place", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_compiled_model_folds(in_place):
     model, batch = build("llama", "sdpa").eval(), inputs("llama")
     with betahook.attach(model, controller="monitor") as hook:

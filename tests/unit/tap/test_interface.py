@@ -259,6 +259,7 @@ def test_a_transformers_without_the_interface_is_named(monkeypatch, change):
         betahook.attach(model)
 
 
+@pytest.mark.slow
 def test_models_of_transformers_are_loaded_where_one_is_hooked():
     """They take longer to import than all else; a model of one's own does not need them."""
     code = """
