@@ -211,13 +211,12 @@ class State:
     def gain(self, heads: slice, default: float | Tensor | None = None) -> Tensor:
         """Return `beta / beta_default` of some heads: 1 where beta is the model's own, NaN where that is unknown.
 
-        By the `default` given where there is one: compiled graphs may compute the gain once more in the backward, when
-        the layers after this one have written theirs into the tensor of all defaults.
+        By the `default` if given: compiled graphs may ask again in the backward, when later layers have written theirs.
         """
         beta, own = self.beta[heads], self.beta_default[heads]
         if isinstance(default, Tensor):
-            given = default.to(beta).flatten()
-            own = torch.where(given == 0, beta, given)  # scores that are scaled by 0 are so by any beta
+            own = default.to(beta).flatten()
+            own = torch.where(own == 0, beta, own)  # scores that are scaled by 0 are so by any beta
         elif default is not None:
             own = torch.full_like(beta, default)
         return gain_of(beta, own)

@@ -731,7 +731,7 @@ FAULTS = [
     Fault("betahook/tap/by_hand/forward.py", "if is_zero(default):", "if False:", SCALES),
     Fault("betahook/tap/by_hand/forward.py", "if is_zero(total):", "if False:", SCALES),
     Fault("betahook/tap/by_hand/forward.py", ".abs() <= ALIKE", ".abs() < ALIKE", SCALES),
-    Fault("betahook/state/state.py", "torch.where(given == 0,", "torch.where(given == -1,", SCALES),
+    Fault("betahook/state/state.py", "torch.where(own == 0,", "torch.where(own == -1,", SCALES),
     Fault("betahook/tap/by_hand/forward.py", "or head_axes.varying(found, summed)", "or True", AXES),
     Fault("betahook/tap/by_hand/matrices.py", "labels_of(product.left, summed)", "labels_of(product.left)", AXES),
     Fault("betahook/tap/by_hand/softmaxes.py", "labels_of(query, query.dim() - 1)", "labels_of(query)", AXES),
