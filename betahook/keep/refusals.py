@@ -49,7 +49,7 @@ class FoldPlan:
         adapted = None if self.adapters is None else compat.parameters_of_adapters(self.hook.model)
 
         def is_saved(place: Scaling) -> bool:
-            parameters = place.parameters
+            parameters = place.parameters  # raises where one is made of others, whoever asks
             return adapted is None or set(map(id, parameters)) <= adapted
 
         places = {}

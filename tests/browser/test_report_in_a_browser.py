@@ -35,7 +35,7 @@ def test_what_one_sees(tmp_path, browser):
     assert main(["report", str(tmp_path / "run"), "--html", str(page)]) == 0
     browser.get(page.as_uri())
     assert browser.title == "Attention in run"
-    assert "4 layers" in browser.find_element("css selector", "p.strong").text
+    assert "all 4 layers" in browser.find_element("css selector", "p.strong").text
     parts = dict(browser.execute_script(PARTS))
     assert {"At a glance", "Loss", "Attention, layer by layer", "Beta at step 12"} <= parts.keys()
     assert [title for title, filled in parts.items() if not filled] == []

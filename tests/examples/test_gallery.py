@@ -26,7 +26,7 @@ def test_every_run_has_its_picture_on_the_page(gallery):
 def test_what_is_done_to_the_heads_is_found_in_them(gallery, tmp_path, capsys):
     gallery.main(["--only", "dead-head", "--steps", "2", "--every", "1", "--output", str(tmp_path)])
     assert (tmp_path / "dead-head.png").read_bytes().startswith(b"\x89PNG")
-    assert "6 layers" in capsys.readouterr().out
+    assert "Step 2: all 6 layers" in capsys.readouterr().out
     _, found, _ = gallery.train(gallery.RUNS["dead-head"], steps=2, every=2, seed=0)
     logits = {
         (layer, head): x.max_logit for layer, each in enumerate(found) for head, x in enumerate(each.head_numbers)

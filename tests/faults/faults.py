@@ -734,7 +734,7 @@ FAULTS = [
     Fault("betahook/state/state.py", "torch.where(own == 0,", "torch.where(own == -1,", SCALES),
     Fault("betahook/tap/by_hand/forward.py", "or head_axes.varying(found, summed)", "or True", AXES),
     Fault("betahook/tap/by_hand/matrices.py", "labels_of(product.left, summed)", "labels_of(product.left)", AXES),
-    Fault("betahook/tap/by_hand/softmaxes.py", "labels_of(query, query.dim() - 1)", "labels_of(query)", AXES),
+    Fault("betahook/tap/by_hand/softmaxes.py", "labels_of(query, summed)", "labels_of(query)", AXES),
     Fault("betahook/models/labels.py", "alike if self._everywhere else min(alike, 1)", "min(alike, 1)", AXES),
     Fault("betahook/models/labels.py", "self._everywhere else", "True else", AXES),
     Fault("betahook/models/labels.py", "sum(1 for _ in alike)", "1", AXES),

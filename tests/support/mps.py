@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from betahook.models.torch_calls import tensors_in
+
 CPU, MPS = torch.device("cpu"), torch.device("mps", 0)
 LACKING = {torch.ops.aten.segment_reduce.default}
 """Operations used here that native_functions.yaml of torch 2.13 has for CPU and CUDA, and not for MPS."""
@@ -49,7 +51,7 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        tensors = [*_tensors(args), *_tensors(kwargs.values())]
+        tensors = list(tensors_in((args, kwargs)))
         if kwargs.get("device") is not None:
             there = torch.device(kwargs["device"]).type == "mps"
             kwargs["device"] = CPU
@@ -63,18 +65,9 @@ class _Mode(TorchDispatchMode):
             raise RuntimeError(f"{func}: Expected all tensors to be on the same device, found mps:0 and cpu")
         output = func(*args, **kwargs)
         if there:
-            for tensor in _tensors((output,)):
+            for tensor in tensors_in(output):
                 _put(tensor)
         return output
-
-
-def _tensors(values):
-    """Those among values and in lists of them, which is all that operations take."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 def _is_there(tensor):

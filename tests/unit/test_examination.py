@@ -35,7 +35,7 @@ def test_numbers_are_those_of_the_attention_itself():
     assert found.batches == 3
     assert len(found.findings) == len(found.audit) == 2
     assert not any(key.startswith("sensitivity") for key in found.metrics)
-    assert "Of 2 layers" not in str(found)
+    assert "Both layers" not in str(found)
     assert "both layers healthy" in str(found)
 
 

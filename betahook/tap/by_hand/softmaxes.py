@@ -157,8 +157,8 @@ def _fused_axis(forward: Forward, call: Call, kernel: Kernel, given: Arguments, 
     elif (obstacle := kernel.obstacle(given)) is not None:
         forward.refuse(f"{call.name} at {site.line} gets {obstacle}")
     elif not kernel.states_heads(query):
-        labels, summed = forward.labels_of(query, query.dim() - 1), query.dim() - 1
-        axis = forward.head_axis(query, labels, summed, range(len(sizes)), site)
+        summed = query.dim() - 1
+        axis = forward.head_axis(query, forward.labels_of(query, summed), summed, range(len(sizes)), site)
         if axis is None:
             forward.refuse(f"its heads are not told apart from the batch at {site.line}: {REMEDY}")
         return axis
