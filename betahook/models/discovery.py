@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence, Set
+import itertools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from betahook import compat
 from betahook.models import trial
@@ -119,7 +122,7 @@ def survey(model: nn.Module) -> Survey:
     # Cached for this survey: a class may be patched before the next one.
     names: Callable[[type], frozenset[str]] = functools.cache(names_used)
     verdicts = {module: classify(module, names) for module in model.modules()}
-    tried = functools.cache(trial.run)
+    tried = _trials()
     _decide(verdicts, tried)
     able = {module for module, verdict in verdicts.items() if verdict.route is not None}
     found: dict[str, AttentionModule] = {}
@@ -165,6 +168,33 @@ def _attends_itself(module: nn.Module, used: Set[str]) -> bool:
 
 
 Try = Callable[[nn.Module], trial.Outcome | None]
+
+ENOUGH = 2
+"""Modules alike that run on no made-up input: for others of the kind none is tried, which takes up to a second each."""
+
+
+def _trials() -> Try:
+    """Give a `trial.run` for one survey."""
+    failures = Counter[Hashable]()
+
+    @functools.cache
+    def tried(module: nn.Module) -> trial.Outcome | None:
+        kind = _kind(module)
+        if failures[kind] == ENOUGH:
+            return None
+        outcome = trial.run(module)
+        failures[kind] += outcome is None
+        return outcome
+
+    return tried
+
+
+def _kind(module: nn.Module) -> Hashable:
+    """Class, flags and shapes of a module: equal ones run on the same inputs. Of its numbers, one may be its index."""
+    flags = [(name, value) for name, value in vars(module).items() if isinstance(value, bool | str | None)]
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    shapes = [(name, None if is_lazy(tensor) else tensor.shape) for name, tensor in named]
+    return compat.class_of(module), *flags, *shapes
 
 
 def _measured(module: nn.Module, route: Route, tried: Try) -> AttentionModule | None:

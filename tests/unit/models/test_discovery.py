@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from betahook.models import discovery
+from betahook.models import discovery, trial
 from betahook.models.discovery import Survey, survey
 from support.models import CONFIGS, build
 
@@ -481,3 +481,25 @@ class HoldsUnsized(nn.Module):
 def test_an_attention_around_one_that_is_not_hooked_is_not_said_to_be_in_its_way():
     survey = discovery.survey(nn.Sequential(HoldsUnsized()))
     assert list(survey.not_reached) == ["0.inner"]
+
+
+class TakesPairAttention(nn.Module):
+    """Runs on no made-up input."""
+
+    def __init__(self, index, width=16, rotates=True):
+        super().__init__()
+        self.index, self.num_heads, self.rotates = index, 4, rotates
+        self.q, self.k = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x, angles):
+        (cos, sin), q, k = angles, self.q(x).view(3, 7, 4, -1), self.k(x).view(3, 7, 4, -1)
+        return (q * cos @ (k * sin).mT).softmax(-1) @ k
+
+
+def test_no_more_than_two_of_a_kind_are_tried_in_vain(monkeypatch):
+    tried, run = [], trial.run
+    monkeypatch.setattr(trial, "run", lambda module: tried.append(module) or run(module))
+    alike = [TakesPairAttention(index) for index in range(4)]
+    others = [TakesPairAttention(4, width=32), TakesPairAttention(5, rotates=False)]
+    assert len(survey(nn.ModuleList([*alike, *others])).found) == 6
+    assert tried == [*alike[:2], *others]
