@@ -1005,7 +1005,7 @@ FAULTS = [
     ),
     Fault("betahook/models/discovery.py", "if module in able and", "if"),
     Fault("betahook/models/discovery.py", "failures[kind] == ENOUGH", "failures[kind] == 3"),
-    Fault("betahook/models/discovery.py", "*flags, *shapes", "*shapes"),
+    Fault("betahook/models/discovery.py", "class_of(module), *flags", "class_of(module)"),
     Fault("betahook/models/discovery.py", "*flags, *shapes", "*flags"),
     Fault("betahook/models/places.py", "not any(returned)", "any(returned)", PLACES),
     Fault("betahook/models/places.py", "if path and own_calls and", "if path and", PARAMETERS),
