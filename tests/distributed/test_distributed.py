@@ -22,7 +22,10 @@ from betahook.step import training_loss
 from support.models import build, inputs
 from support.processes import run_ranks, shard, tensor_parallel
 
-pytestmark = pytest.mark.oldest_skips("FSDP 2 does not run on a CPU")
+pytestmark = [
+    pytest.mark.oldest_skips("FSDP 2 does not run on a CPU"),
+    pytest.mark.xdist_group("ranks"),  # whose runs take long, and serve all tests here
+]
 
 LAYERS = ("model.layers.0.self_attn", "model.layers.1.self_attn")
 

@@ -13,7 +13,8 @@ def test_generated_attention_is_right_or_left_alone(first):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_many_generated_attentions_are_right_or_left_alone():
-    summary = verify_all(range(800))
+@pytest.mark.parametrize("first", range(0, 800, 200))
+def test_many_generated_attentions_are_right_or_left_alone(first):
+    summary = verify_all(range(first, first + 200))
     assert summary.supported >= 0.8
-    assert summary.plain["left alone late"] <= 20
+    assert summary.plain["left alone late"] <= 5
