@@ -14,10 +14,10 @@ demo: $(VENV)/ready
 	$(RUN) examples/flip/run.py --columns plain betahook --seeds 7 --output runs/demo
 
 test: $(VENV)/ready
-	$(RUN) -m pytest -n 2 --dist loadgroup
+	$(RUN) -m pytest -n 2
 
 test-slow: $(VENV)/ready
-	$(RUN) -m pytest -n 2 --dist loadgroup -m slow
+	$(RUN) -m pytest -n 2 -m slow
 
 # A tiny model of each model type of transformers, against what torch's own operations show of it; `make test` has a few.
 test-families: $(VENV)/ready
