@@ -193,18 +193,33 @@ def query_is_clipped(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     return "it clips q, k and v after the projection. Exclude the layer with attach(layers=...)" if clips else None
 
 
+def betas_differ(plan: FoldPlan, layer: AttentionLayer) -> bool:
+    """True if the heads need factors that what they share has no room for."""
+    gain = plan.gains[layer]
+    return bool((gain != gain[0]).any())
+
+
 def norm_is_shared_by_heads(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """One weight has no room for a factor of each head."""
-    gain = plan.gains[layer]
     shared = any(norm.size == layer.head_dim for norm, *_ in query_norms(layer))
-    if not (shared and bool((gain != gain[0]).any())):
-        return None
-    return "its query norm is shared by all heads, whose betas differ. Attach with per_head=False"
+    reason = "its query norm is shared by all heads, whose betas differ. Attach with per_head=False"
+    return reason if shared and betas_differ(plan, layer) else None
 
 
 def projection_is_unknown(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """The rows of q are not known."""
     return f"its query projection has no known form. {KNOWN_FORMS}" if layer.projections is None else None
+
+
+def projection_is_shared_by_heads(plan: FoldPlan, layer: AttentionLayer) -> str | None:
+    """Nor has a weight that projects the input of each head in turn, so that its rows are those of one head."""
+    if layer.projections is None or query_norms(layer):
+        return None
+    query, _ = layer.projections
+    rows = query.select(torch.arange(query.features, device="cpu")[:, None])
+    shared = rows.dim() == 3 and len(rows) == 1 < layer.heads
+    reason = "its query projection is shared by all heads, whose betas differ. Attach with per_head=False"
+    return reason if shared and betas_differ(plan, layer) else None
 
 
 def weight_makes_keys(plan: FoldPlan, layer: AttentionLayer) -> str | None:
@@ -279,6 +294,7 @@ FORESEEN: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [
     query_is_clipped,
     norm_is_shared_by_heads,
     projection_is_unknown,
+    projection_is_shared_by_heads,
     weight_makes_keys,
     weight_is_computed,
 ]

@@ -671,6 +671,12 @@ FAULTS = [
     Fault("betahook/models/torch_calls.py", "return in_place_of_torch(function) or name", "return name", WRAPPED),
     Fault("betahook/models/guards.py", " and in_place_of_torch(function) is None", "", WRAPPED),
     Fault("betahook/tap/install.py", "recorder.state.is_detached or not", "not", FIRST_FORWARD),
+    Fault(
+        "betahook/keep/refusals.py",
+        "len(rows) == 1 < layer.heads",
+        "False",
+        f"{AXES}::test_heads_that_share_a_projection_are_told_apart_by_what_it_projects",
+    ),
     Fault("betahook/keep/refusals.py", "    weight_makes_keys,\n", ""),
     Fault("betahook/models/scaling.py", "own[0] if len(own) == 1 else", ""),
     Fault("betahook/models/scaling.py", ' if each != "bias"', ""),

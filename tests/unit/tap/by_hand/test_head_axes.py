@@ -433,6 +433,8 @@ def test_heads_that_share_a_projection_are_told_apart_by_what_it_projects(way):
         measured = layer.head_statistics.std.double()
         layer.head_beta = beta
         output = model(x)
+        with pytest.raises(betahook.FoldError, match="its query projection is shared by all heads, whose betas differ"):
+            betahook.fold(model)
     torch.testing.assert_close(output, model[0](x, beta.view(-1, 1, 1)), rtol=1e-5, atol=1e-6)
     q, k = (operand.double() for operand in model[0].operands(x))
     torch.testing.assert_close(measured, (q @ k.mT).transpose(0, 1).flatten(1).std(1, correction=0), rtol=1e-5, atol=0)
