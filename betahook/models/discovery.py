@@ -170,7 +170,7 @@ def _attends_itself(module: nn.Module, used: Set[str]) -> bool:
 Try = Callable[[nn.Module], trial.Outcome | None]
 
 ENOUGH = 2
-"""Modules alike that run on no made-up input: for others of the kind none is tried, which takes up to a second each."""
+"""Modules of a kind that run on no made-up input, after which no other is tried: that takes up to a second each."""
 
 
 def _trials() -> Try:
