@@ -38,7 +38,10 @@ SIDE, SIDES = 9, ({"H", "W"}, {"h", "w"}, {"height", "width"})
 BOTH_SIDES = {"size", "feat_size", "hw_shape"}
 """Arguments for both at once."""
 
-CONTEXTS = {"context", "cond", "encoder_hidden_states", "memory", "y", "key_value_states", "kv", "key", "value"}
+CONTEXTS = {
+    *("context", "cond", "encoder_hidden_states", "memory", "y"),
+    *("key_value_states", "kv", "key", "value"),
+}
 """Arguments for what queries look at, which may be of another width than they; without one, a second argument may."""
 
 Fixed: TypeAlias = dict[str, int | tuple[int, int] | None]
@@ -95,15 +98,12 @@ def run(module: nn.Module) -> Outcome | None:
             return None
         names = [name for name, each in parameters.items() if _is_required(each)]
         fixed, masks = _fixed(names), [name for name in parameters if "mask" in name]
-        lengths = [SIDE**2, SIDE**2 + 1] if any(fixed.values()) else _lengths(module)  # one more for a class token
+        shapes = [*_shapes(module, is_picture=any(fixed.values()))]
         masked = [[], masks] if masks else [[]]
         others = [name for name in names[1:] if name not in fixed]
         contexts = [name for name in parameters if name in CONTEXTS] or (others if len(others) == 1 else [])
-        looked_at = [dict.fromkeys(contexts, width) for width in _widths(module) if contexts]
-        forms = itertools.chain(
-            itertools.product([{}], masked, _shapes(module, lengths)),
-            itertools.product(looked_at, masked, _shapes(module, lengths[:1])),
-        )
+        looked_at = [{}, *(dict.fromkeys(contexts, width) for width in _widths(module) if contexts)]
+        forms = itertools.product(looked_at, masked, shapes)
         watch = _first(_try(module, names, fixed, widths, given, *shape) for widths, given, shape in forms)
     if watch is None:
         return None
@@ -201,9 +201,10 @@ def _is_required(parameter: inspect.Parameter) -> bool:
     return positional and parameter.default is parameter.empty
 
 
-def _shapes(module: nn.Module, lengths: list[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+def _shapes(module: nn.Module, *, is_picture: bool) -> Iterator[tuple[tuple[int, ...], int]]:
     """Shapes that an input of the module may have, the likeliest first, and how many tokens a sequence then has."""
-    widths, (length, *others) = _widths(module), lengths
+    length, *others = [SIDE**2, SIDE**2 + 1] if is_picture else _lengths(module)  # one more for a class token
+    widths = _widths(module)
     for width in widths:
         yield (BATCH, length, width), length
     for axes, kind in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1):

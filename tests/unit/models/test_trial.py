@@ -321,6 +321,26 @@ def test_the_one_length_of_a_sequence_is_found(kind):
         assert hook.layers["layer"].statistics.count > 0
 
 
+class Resampler(nn.Module):
+    """As many queries as it states look at tokens of another width."""
+
+    def __init__(self, tokens=5, width=40):
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(tokens, WIDTH))
+        self.tokens, self.of_query, self.of_rest = tokens, nn.Linear(WIDTH, WIDTH), nn.Linear(width, 2 * WIDTH)
+
+    def forward(self, x, context):
+        q, (k, v) = self.of_query(x + self.positions), self.of_rest(context).chunk(2, -1)
+        q, k, v = (t.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for t in (q, k, v))
+        return ((q @ k.mT * HEAD_DIM**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def test_a_length_and_the_width_of_a_context_are_found_together():
+    shown = trial.run(Resampler())
+    assert shown.size == (HEADS, HEAD_DIM)
+    assert [place.owner for place in shown.places] == ["of_query", "of_rest"]
+
+
 class ChannelsFirst(nn.Module):
     """Sequences as one-dimensional convolutions take them, with a number that might be taken for their length."""
 
