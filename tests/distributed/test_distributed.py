@@ -1,6 +1,7 @@
 """Many processes against one on the joined batch."""
 
 import os
+import shutil
 import signal
 from types import SimpleNamespace
 from unittest import mock
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from filelock import FileLock
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -219,27 +221,32 @@ def run(rank, folder, steps):
             save_sharded(rank, f"{folder}/{'one unit' if whole else 'by layer'}", whole)
 
 
-STEPS = 4
+RUNS = [(2, 4), *(pytest.param((world, 60), marks=pytest.mark.slow) for world in (2, 4))]
+"""Ranks and steps: after 50, the search goes to and fro by its smallest step, and the trials of Decades have ended."""
 
 
-def said_in(folder, world, steps):
-    """Run all scenarios, and map each to what each rank said."""
-    run_ranks(run, world, str(folder), str(folder), steps, limit=60 + 5 * steps)
-    names = [scenario.__name__ for scenario in SCENARIOS]
-    return {name: [torch.load(folder / f"{name}-{rank}") for rank in range(world)] for name in names}
-
-
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=RUNS, ids=str)
 def results(request, tmp_path_factory):
-    """What the ranks of a world said in each scenario, and the folder of what they saved."""
-    folder = tmp_path_factory.mktemp("ranks")
-    return said_in(folder, request.param, STEPS), folder
+    """Scenario to what each rank said, and the number of steps."""
+    world, steps = request.param
+    base = tmp_path_factory.getbasetemp()
+    # Side by side, processes of pytest-xdist would each run the ranks: they share the folder above theirs.
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"ranks-{world}-{steps}"
+    with FileLock(f"{folder}.lock"):
+        if not (ended := folder / "ended").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that failed
+            folder.mkdir()
+            run_ranks(run, world, str(folder), str(folder), steps, limit=60 + 5 * steps)
+            ended.touch()
+    names = [scenario.__name__ for scenario in SCENARIOS]
+    results = {name: [torch.load(folder / f"{name}-{rank}") for rank in range(world)] for name in names}
+    return results, steps, folder
 
 
-def assert_same_on_all_ranks(said, steps):
-    """Metrics and beta, which moves, after each step."""
-    first, *others = said
-    assert len(first) == steps
+@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
+def test_all_ranks_have_the_same_beta_at_every_step(results, scenario):
+    first, *others = results[0][scenario]
+    assert len(first) == results[1]
     assert len({tuple(beta.tolist()) for _, beta in first}) > 1
     for other in others:
         for (metrics, beta), (metrics_other, beta_other) in zip(first, other, strict=True):
@@ -247,29 +254,14 @@ def assert_same_on_all_ranks(said, steps):
             assert metrics == metrics_other
 
 
-@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
-def test_all_ranks_have_the_same_beta_at_every_step(results, scenario):
-    assert_same_on_all_ranks(results[0][scenario], STEPS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_all_ranks_have_the_same_beta_for_long(tmp_path, world):
-    """After 50 steps the search goes to and fro by its smallest step, and the trials of Decades have ended."""
-    for said in said_in(tmp_path, world, 60).values():
-        assert_same_on_all_ranks(said, 60)
-    if world == 2:
-        assert_same_on_all_ranks([torch.load(tmp_path / f"divided-{rank}") for rank in range(2)], 60)
-
-
 @pytest.mark.parametrize(
     "scenario", ["even", "judged", "sharded_first", "sharded_last", "sharded_flat", "sharded_views"]
 )
 def test_ranks_measure_what_one_process_does_on_the_joined_batch(results, scenario):
     """In the first steps: later ones are those of another model, as rounding errors grow."""
-    alone = judged(None, STEPS) if scenario == "judged" else even(None, STEPS)
+    alone = judged(None, results[1])[:4] if scenario == "judged" else even(None, 4)
     hidden = ("weight_std", "predicted_std") if scenario in ("sharded_flat", "sharded_views") else ("no metric",)
-    for (metrics, _), (expected, _) in zip(results[0][scenario][0], alone, strict=True):
+    for (metrics, _), (expected, _) in zip(results[0][scenario][0], alone, strict=False):
         expected = {key: value for key, value in expected.items() if not key.startswith(hidden)}
         assert metrics.keys() == expected.keys()
         for key, value in expected.items():
@@ -304,7 +296,7 @@ def test_a_layer_that_one_rank_never_used_has_the_statistics_of_the_other(result
 
 def test_tensor_parallel_ranks_measure_what_one_process_does(results):
     """Head by head, since each has a beta of its own."""
-    folder = results[1]
+    folder = results[2]
     if not (folder / "divided").exists():
         pytest.skip("by two ranks")
     first, second = (torch.load(folder / f"divided-{rank}") for rank in range(2))
@@ -312,14 +304,14 @@ def test_tensor_parallel_ranks_measure_what_one_process_does(results):
     for (metrics, beta), (metrics_other, beta_other) in zip(first, second, strict=True):
         assert metrics == metrics_other
         assert torch.equal(beta, beta_other)
-    for (metrics, beta), (expected, beta_alone) in zip(first, even(None, STEPS, per_head=True), strict=True):
+    for (metrics, beta), (expected, beta_alone) in zip(first, even(None, 4, per_head=True), strict=False):
         assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-5)
         torch.testing.assert_close(beta, beta_alone, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("how", ["by layer", "one unit", "divided"])
 def test_what_was_trained_in_shards_is_folded_there_and_in_one_process(results, how):
-    folder = results[1] / how
+    folder = results[2] / how
     if not folder.exists():
         pytest.skip("saved by two ranks")
     model = LlamaForCausalLM.from_pretrained(folder).eval()
