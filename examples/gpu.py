@@ -111,7 +111,7 @@ def measure(
 ) -> dict[str, Any]:
     """Train a model, and return the seconds of a step and of the first one, and the peak memory in bytes."""
     device = next(model.parameters()).device
-    model.loss_function = model.loss_function  # to find that of GPT-2 logs a warning, which no graph can
+    model.loss_function = model.loss_function  # that of GPT-2 is found with a warning, which the compiler refuses
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     ids = torch.randint(0, model.config.vocab_size, (batch, length), device=device)
     with way(model) as further:
