@@ -21,7 +21,7 @@ from betahook.keep.places import carriers, find_places, overlap, query_norms
 from betahook.layer import AttentionLayer
 from betahook.models import materialise
 from betahook.models.families import QUERY_CLIPS
-from betahook.models.projections import KNOWN_FORMS
+from betahook.models.projections import KNOWN_FORMS, Pair
 from betahook.models.scaling import NoScalingError, Scaling
 
 
@@ -211,26 +211,28 @@ def projection_is_unknown(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     return f"its query projection has no known form. {KNOWN_FORMS}" if layer.projections is None else None
 
 
-def projection_is_shared_by_heads(plan: FoldPlan, layer: AttentionLayer) -> str | None:
-    """Nor has a weight that projects the input of each head in turn, so that its rows are those of one head."""
-    if layer.projections is None or query_norms(layer):
+def scaled_projections(layer: AttentionLayer) -> Pair | None:
+    """W_q and W_k where a factor goes into W_q; None where it goes into a norm, or W_q is not stored in its shape."""
+    if layer.projections is None or query_norms(layer) or not layer.projections[0].stored.is_floating_point():
         return None
-    query, _ = layer.projections
-    rows = query.select(torch.arange(query.features, device="cpu")[:, None])
-    shared = rows.dim() == 3 and len(rows) == 1 < layer.heads
+    return layer.projections
+
+
+def projection_is_shared_by_heads(plan: FoldPlan, layer: AttentionLayer) -> str | None:
+    """A weight that projects the input of each head in turn has rows for one head alone."""
+    pair = scaled_projections(layer)
+    shared = pair is not None and len(pair[0].rows) == 1 < layer.heads
     reason = "its query projection is shared by all heads, whose betas differ. Attach with per_head=False"
     return reason if shared and betas_differ(plan, layer) else None
 
 
 def weight_makes_keys(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """A factor on the weight would act twice, on the query and on the key."""
-    if layer.projections is None or query_norms(layer):
+    pair = scaled_projections(layer)
+    if pair is None or pair[0].stored is not pair[1].stored:
         return None
-    query, key = layer.projections
-    if query.stored is not key.stored or not query.stored.is_floating_point():
-        return None
-    features = torch.arange(query.features, device="cpu")[:, None]
-    shared = bool(torch.isin(query.select(features), key.select(features)).any())
+    query, key = pair
+    shared = bool(torch.isin(query.rows, key.rows).any())
     reason = "its query weight makes its keys too, where beta would act a second time"
     return f"{reason}. Exclude the layer with attach(layers=...)" if shared else None
 

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -77,6 +78,11 @@ class Projection:
     def features(self) -> int:
         """The number of features that the whole weight makes, as far as it is stored in its shape."""
         return math.prod(self.stored.shape[axis] for axis in self.axes)
+
+    @property
+    def rows(self) -> Tensor:
+        """The numbers of the features that are those of q, or of k, `[heads, d_k]`; of a weight stored in its shape."""
+        return self.select(torch.arange(self.features, device="cpu")[:, None]).squeeze(-1)
 
     @property
     def obstacle(self) -> str | None:

@@ -217,7 +217,7 @@ def _rows(projection: Projection) -> Tensor:
     """The rows of q, or of k, in their weight, `[heads, rows of one head]`."""
     if projection.obstacle is not None:
         raise NoScalingError(f"its weight is {projection.obstacle}")
-    return projection.select(torch.arange(projection.features, device="cpu")[:, None]).squeeze(-1)
+    return projection.rows
 
 
 def of_linear(projection: Projection, exponent: Tensor | float) -> Iterator[Weight]:

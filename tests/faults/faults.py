@@ -673,7 +673,7 @@ FAULTS = [
     Fault("betahook/tap/install.py", "recorder.state.is_detached or not", "not", FIRST_FORWARD),
     Fault(
         "betahook/keep/refusals.py",
-        "len(rows) == 1 < layer.heads",
+        "len(pair[0].rows) == 1 < layer.heads",
         "False",
         f"{AXES}::test_heads_that_share_a_projection_are_told_apart_by_what_it_projects",
     ),
