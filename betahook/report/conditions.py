@@ -53,6 +53,11 @@ class Condition(IntEnum):
             self, self.name.lower().replace("_", " ")
         )
 
+    @property
+    def predicate(self) -> str:
+        """The condition in a sentence, after `attention is`."""
+        return {Condition.ONE_KEY: "on one key", Condition.SINK: "on a sink"}.get(self, str(self))
+
 
 @dataclass(frozen=True)
 class Numbers:

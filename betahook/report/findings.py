@@ -136,8 +136,9 @@ class Findings(tuple[Finding, ...]):
         """How many layers are in which condition, in words."""
         total, counts = len(self), self.counts
         if len(counts) == 1:
-            return f"{_layers(self.labels, total)} {next(iter(counts))}"
-        return f"of {total} layers, {_listed([f'{number} {condition}' for condition, number in counts.items()])}"
+            return f"{_layers(self.labels, total)} {next(iter(counts)).predicate}"
+        shares = [f"{number} {condition.predicate}" for condition, number in counts.items()]
+        return f"of {total} layers, {_listed(shares)}"
 
     @property
     def news(self) -> str:
@@ -148,8 +149,9 @@ class Findings(tuple[Finding, ...]):
                 began.setdefault(finding.condition, []).append(label)
         if not began:
             return ""
-        parts = [f"{condition} in {_layers(began[condition], len(self))}" for condition in sorted(began, reverse=True)]
-        if advice := self._advice(max(began)):  # beside the gravest, to which it belongs
+        conditions = sorted(began, reverse=True)
+        parts = [f"{each.predicate} in {_layers(began[each], len(self))}" for each in conditions]
+        if advice := self._advice(conditions[0]):  # beside the gravest, to which it belongs
             parts[0] += f" ({advice})"
         return f"step {self.step}: attention is now {_listed(parts)}"
 

@@ -175,9 +175,8 @@ class Traces(ByTensor[Trace]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._before = ByTensor[
-            tuple[Tensor, Scores]
-        ]()  # the view whose change lost scores, and their trace until then
+        # The view whose change lost scores, and their trace until then.
+        self._before = ByTensor[tuple[Tensor, Scores]]()
 
     def note(self, output: Any, derived: Derived) -> None:
         """Remember the traces of what a function returned."""

@@ -280,11 +280,11 @@ def test_words():
     found = Findings.at(130, layers)
     assert found.counts == {Condition.ONE_KEY: 1, Condition.SHARP: 6, Condition.HEALTHY: 1}
     assert found.news == (
-        "step 130: attention is now one key in layer 7 (some tasks ask for it; else lower the learning rate or beta, "
-        "or hold the logits with QK-norm, betahook.Clip or betahook.Cap), sharp in layers 1, 2, 3, 4 and 2 others and "
-        "healthy in layer 0"
+        "step 130: attention is now on one key in layer 7 (some tasks ask for it; else lower the learning rate or "
+        "beta, or hold the logits with QK-norm, betahook.Clip or betahook.Cap), sharp in layers 1, 2, 3, 4 and 2 "
+        "others and healthy in layer 0"
     )
-    assert found.summary.startswith("Step 130: of 8 layers, 1 one key, 6 sharp and 1 healthy. The largest logit is 8 ")
+    assert found.summary.startswith("Step 130: of 8 layers, 1 on one key, 6 sharp and 1 healthy. The largest logit is ")
     assert found.summary.endswith("Beta is 2 times the model's own.")
 
 
