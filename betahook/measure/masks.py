@@ -218,10 +218,10 @@ def _shared_structure(mask: Tensor, band: Band) -> Mask:
         return _structure(mask, band)
     owner, version = compat.owner(mask), compat.version(mask)  # the views that layers make are new each time
     known_version, known = _structures.get(owner, (None, {}))
-    if known_version != version:
+    view = mask.storage_offset(), mask.shape, mask.stride(), band
+    if known_version != version or (len(known) >= KEPT and view not in known):
         known = {}
         _structures[owner] = version, known
-    view = mask.storage_offset(), mask.shape, mask.stride(), band
     structure: Mask = known[view] if view in known else known.setdefault(view, _structure(mask, band))
     return structure
 

@@ -86,7 +86,7 @@ def _of_torch(given: Arguments, query: Tensor, key: Tensor, batched: Batched, ex
     mask = given.get("attn_mask")
     if mask is None:
         return Mask(Band(None, 0 if given.get("is_causal") else None))
-    pairs = mask.detach().expand(max(len(query), len(key)), *query.shape[1:-1], key.shape[-2])
+    pairs = mask.expand(max(len(query), len(key)), *query.shape[1:-1], key.shape[-2])
     return masks.from_tensor(batched(pairs), expected)
 
 
@@ -116,7 +116,7 @@ def _of_xformers(given: Arguments, query: Tensor, key: Tensor, batched: Batched,
         return Mask(Band(None, 0))
     if not isinstance(bias, Tensor):
         bias = bias.materialize((*query.shape[:-1], key.shape[-2]), device=query.device)
-    return masks.from_tensor(batched(bias.detach().expand(*query.shape[:-1], key.shape[-2])), expected)
+    return masks.from_tensor(batched(bias.expand(*query.shape[:-1], key.shape[-2])), expected)
 
 
 def find_band(pairs: Tensor) -> Band:

@@ -193,6 +193,16 @@ def test_layers_share_what_is_known_of_their_mask(structures, padding):
     assert not masks.from_tensor(tensor[..., :9], Band(None, 2)).structured
 
 
+def test_no_more_is_kept_of_a_mask_than_a_few_of_its_views(structures):
+    tensor = torch.ones(1, 1, 40, 40, dtype=torch.bool)
+    lengths = [*range(1, 40), 39]
+    for length in lengths:
+        assert masks.from_tensor(tensor[..., :length, :length], Band()).structured
+    assert structures.call_count == len(set(lengths))
+    _, known = masks._structures[tensor]
+    assert len(known) <= masks.KEPT
+
+
 def test_what_is_known_of_a_mask_is_forgotten_with_it(structures):
     tensor = torch.ones(1, 1, 7, 9, dtype=torch.bool)
     known = [weakref.ref(tensor), weakref.ref(masks.from_tensor(tensor[:, :], Band()).structured)]

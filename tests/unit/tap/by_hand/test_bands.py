@@ -1,6 +1,7 @@
 """Mask tensors that a user gives to `F.scaled_dot_product_attention`: those with a structure are measured in full."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import betahook
+from betahook.measure import masks
 from betahook.measure.masks import Band
 from betahook.tap.kernels import find_band
 from support.attention import HEADS, WIDTH, Block
@@ -67,6 +69,22 @@ def test_scores_under_a_mask_with_a_structure_are_measured_in_full(kind):
     assert statistics.std.tolist() == pytest.approx([each.std(correction=0).item() for each in scores], rel=1e-6)
     pairs = (model.mask if model.mask.dtype == torch.bool else model.mask == 0).expand(2, 1, -1, -1)
     assert find_band(pairs) == band
+
+
+@pytest.mark.parametrize("kind", ["causal", "causal, to be added"])
+@pytest.mark.parametrize(("is_shared", "looks"), [(True, 1), (False, 3)])
+def test_a_mask_is_looked_at_once_for_all_layers_that_share_it(kind, is_shared, looks):
+    model, (mask, _) = nn.Sequential(Masked(), Masked(), Masked()), MASKS[kind]
+    mask = mask.clone().requires_grad_(mask.is_floating_point())
+    for module in model:
+        module.mask = mask if is_shared else mask.detach().clone()
+    with betahook.attach(model, controller="monitor", when="always", interval=1) as hook:
+        for _ in range(2):  # the first forward shows which structure to expect
+            masks._structures.clear()
+            with mock.patch.object(masks, "_structure", wraps=masks._structure) as calls:
+                model(torch.ones(2, LENGTH, WIDTH))
+            hook.step()
+    assert calls.call_count == looks
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(4, 4), (3, 5), (5, 3), (1, 4)])
