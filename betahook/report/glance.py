@@ -45,11 +45,11 @@ class Picture:
 
     def __init__(self) -> None:
         self._history = History()
-        self._added = self._drawn = 0
+        self._drawn = 0
 
     @property
     def is_due(self) -> bool:
-        return self._added >= max(1, math.ceil(self._drawn * SPACING))
+        return self._history.added >= max(1, math.ceil(self._drawn * SPACING))
 
     def add(self, findings: Findings, step: int | None = None) -> None:
         """Add what `hook.findings()` returned, as that of a step of the run; by default, of the step of the hook.
@@ -62,7 +62,7 @@ class Picture:
         if not isinstance(findings, Findings):
             raise TypeError(f"add(findings, step) takes what hook.findings() returned; got {type(findings).__name__}")
         self._history.add(findings, findings.step if step is None else step)
-        self._added += 1
+        self._drawn = 0 if self._history.added == 1 else self._drawn
 
     def png(self) -> bytes:
         """Draw it as a PNG of 1200 x 760 pixels.
@@ -73,7 +73,7 @@ class Picture:
         """
         if self._history.latest is None:
             raise ValueError("the picture is empty: add(hook.findings()) first")
-        self._drawn = self._added
+        self._drawn = self._history.added
         return pictures.draw(self._history)
 
     def image(self) -> Image:

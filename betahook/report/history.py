@@ -60,11 +60,13 @@ class History:
     Attributes:
         columns: from old to new.
         latest: the findings that were added last; None before.
+        added: number of logs since it began, or began anew.
     """
 
     def __init__(self, limit: int = COLUMNS) -> None:
         self.columns: list[Column] = []
         self.latest: Findings | None = None
+        self.added = 0
         self._limit = limit
         self._logs = 1
         self._moves: list[float] = []
@@ -72,11 +74,13 @@ class History:
     def add(self, findings: Findings, step: int) -> None:
         """Add the findings of a log at `step`, the step of the run that its other charts use.
 
-        A second log of a step becomes a part of the first; one of an earlier step begins the history anew.
+        A second log of a step becomes a part of the first. One of an earlier step, or of another number of layers,
+        begins the history anew.
         """
         last = self.columns[-1].last if self.columns else step
-        if step < last:
-            self.columns, self._logs, self._moves = [], 1, []
+        if step < last or (self.latest is not None and len(findings) != len(self.latest)):
+            self.columns, self.added, self._logs, self._moves = [], 0, 1, []
+        self.added += 1
         column = Column(
             step,
             step,

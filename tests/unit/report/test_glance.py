@@ -52,3 +52,10 @@ def test_it_is_due_ever_more_rarely(monkeypatch):
             picture.png()
             drawn.append(step)
     assert drawn == [1, 2, 3, 5, 7, 10, 14, 20]
+    drawn.clear()
+    for step in range(1, 11):  # another run
+        picture.add(findings(step))
+        if picture.is_due:
+            picture.png()
+            drawn.append(step)
+    assert drawn == [1, 2, 3, 5, 7, 10]

@@ -97,3 +97,12 @@ def test_a_log_of_an_earlier_step_begins_the_history_anew():
         history.add(findings(step), step)
     assert [(column.first, column.last, column.logs) for column in history.columns] == [(30, 30, 1), (40, 40, 1)]
     assert history.latest.step == 40
+
+
+def test_a_log_of_another_model_begins_the_history_anew():
+    history = History()
+    for step in (10, 20):
+        history.add(findings(step), step)
+    history.add(findings(20, layers=5), 20)
+    assert [(column.first, column.last, len(column.gains)) for column in history.columns] == [(20, 20, 5)]
+    assert history.added == 1
