@@ -49,8 +49,8 @@ CALLED_BY_GRAPHS = "_dynamo_marked_constant"
 """Attribute of a function that a compiler calls instead of tracing it; `assume_constant_result` loads the compiler."""
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/overrides.py
-TRANSPOSING_GETTERS = {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
-"""Getters that a `TorchFunctionMode` sees for `x.T` and `x.mT`. Those of all properties are called `__get__`, so that
+TRANSPOSING_GETTERS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
+"""Getters that a `TorchFunctionMode` sees for `x.T` and the like. Those of all properties are called `__get__`, so that
 only their identity tells them apart, as in `torch.overrides` itself."""
 
 

@@ -122,8 +122,8 @@ def test_an_encoder_without_the_switch_packs_nothing():
 def test_the_getters_that_transpose_are_known_by_identity():
     x = torch.zeros(2, 3)
     with Names() as mode:
-        x.T, x.mT, x.shape  # noqa: B018
-    assert [func in compat.TRANSPOSING_GETTERS for func in mode.seen] == [True, True, False]
+        x.T, x.mT, x.H, x.mH, x.shape  # noqa: B018
+    assert [func in compat.TRANSPOSING_GETTERS for func in mode.seen] == [True] * 4 + [False]
     assert {func.__name__ for func in mode.seen} == {"__get__"}
 
 

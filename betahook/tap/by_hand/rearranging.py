@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from betahook.models.torch_calls import tensors_in
 from betahook.tap.by_hand.arithmetic import beside_unread, united
 from betahook.tap.by_hand.situation import Situation, other, unless_unread, unread_in
 from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift, Weights, is_learned, same_factor
@@ -87,8 +88,10 @@ def pad(situation: Situation) -> Derived:
 def where(situation: Situation) -> Derived:
     """Follow the choice between scores and a mask, or between two scores."""
     traces = situation.traces
+    if not traces or len(situation.call.operands) < 3:  # one alone gives indices
+        return None
     if len(traces) != 1 or not isinstance(traces[0], Scores):
-        return linear(situation) if traces else None
+        return linear(situation)
     condition, left, _ = situation.call.operands
     if isinstance(left, Tensor) and left.dtype == torch.bool:  # the method of a tensor
         condition, left = left, condition
@@ -138,13 +141,11 @@ def linear(situation: Situation, *, heads_stay: bool = True) -> Derived:
         trace = trace_of(tensor)
         return trace.pairs if isinstance(trace, Scores) else torch.zeros_like(tensor, dtype=torch.bool)
 
-    moved = situation.call.run_on(value)
-    parts = [moved] if isinstance(moved, Tensor) else list(moved)
+    parts = list(tensors_in(situation.call.run_on(value)))
     masks: list[Any] = [None] * len(parts)
     others = any(x.is_floating_point() and not isinstance(trace_of(x), Scores) for x in situation.call.tensors)
     if others or any(trace.allowed is not None for trace in scores):
-        allowed = situation.call.run_on(pairs)
-        masks = [allowed] if isinstance(allowed, Tensor) else list(allowed)
+        masks = list(tensors_in(situation.call.run_on(pairs)))
     if not heads_stay or any(part.dim() != first.value.dim() for part in parts):
         first = first._replace(axis=None)
     return [first._replace(value=part, allowed=mask) for part, mask in zip(parts, masks, strict=True)]

@@ -176,6 +176,11 @@ def test_masked_pairs_are_not_allowed(name):
     torch.testing.assert_close(derived.value, S)
 
 
+def test_the_places_of_scores_are_no_scores():
+    derived, _ = derive(torch.where, 0.5 * S, traces=[scores()])
+    assert derived is None
+
+
 @pytest.mark.parametrize("bias", [normal(5, 6), -40 * torch.arange(6.0), -300 * normal(5, 6).abs()])
 def test_a_bias_masks_nothing(bias):
     derived, _ = derive(torch.add, 0.5 * S, bias, traces=[scores()])
