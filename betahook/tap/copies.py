@@ -49,7 +49,7 @@ def keep_hook(module: nn.Module, handle: RemovableHandle, undo: ExitStack) -> No
 
 def _take_off_hook(identity: int, names: Sequence[str], attributes: Attributes) -> None:
     """Take a hook out of the dictionaries in which torch keeps it."""
-    for name in names:
+    for name in set(names) & attributes.keys():  # a class may give a copy other attributes
         held = attributes[name]
         attributes[name] = type(held)((key, hook) for key, hook in held.items() if key != identity)
 

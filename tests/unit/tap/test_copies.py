@@ -106,6 +106,20 @@ def test_a_module_that_copies_itself_is_refused():
     copy.deepcopy(module)
 
 
+def test_a_part_that_pickles_itself_is_copied():
+    class Own(ByHandAttention):
+        def __getstate__(self):
+            return {name: value for name, value in vars(self).items() if not name.endswith("_hooks")}
+
+        def __setstate__(self, state):
+            super().__init__()
+            vars(self).update(state)
+
+    module = Own()
+    with betahook.attach(module, "monitor"):
+        assert not hooks_of(copy.deepcopy(module))
+
+
 def restored():
     return ByHandAttention()
 
