@@ -17,18 +17,13 @@ import torch
 from torch import Tensor
 
 from betahook.measure.dtypes import sum_dtype
+from betahook.measure.pairs import COUNTS
 
 DESCRIBED = ("query_mean_square", "query_variance", "key_mean_square", "key_variance", "independent_variance")
 """Rows that `betahook.measure.components` computes from the moments when somebody asks for them; they do not add up.
 Weighted by numbers of tokens: averages over the components of q and k, and the variance that independence predicts."""
 SUMS = (
-    # `pairs.COUNTS` of the calls.
-    "pairs",
-    "exact_pairs",
-    "rows",
-    "flat_entropy",
-    "queries",
-    "keys",
+    *COUNTS,  # of the calls
     # Sums over pairs, the third of the squares of the scores about the mean of their row, and over rows.
     "score",
     "score_square",

@@ -79,28 +79,10 @@ _get_interface.betahook_original = _original  # type: ignore[attr-defined]
 
 def _attention(function: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     layer: Recorder | None = getattr(module, ATTRIBUTE, None)
-    if layer is None or layer.route != "interface":
-        return function(module, *args, **kwargs)
-    return _hooked(layer, function, implementation, module, *args, **kwargs)
-
-
-def _hooked(
-    layer: Recorder,
-    function: Callable[..., Any],
-    implementation: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    # A graph, which is run in every step, asks the recorder when it runs.
-    if (not torch.compiler.is_compiling() and layer.is_idle) or _passes_by(layer, query):
-        return function(module, query, key, value, *args, **kwargs)
-    with selective.hidden():
-        query = _tapped(layer, implementation, module, query, key, value, *args, **kwargs)
-    return function(module, query, key, value, *args, **kwargs)
+    if layer is not None and layer.route == "interface":
+        query = _tapped(layer, implementation, module, *args, **kwargs)
+        args, kwargs = ((query, *args[1:]), kwargs) if args else (args, {**kwargs, "query": query})
+    return function(module, *args, **kwargs)
 
 
 def _tapped(
@@ -110,25 +92,29 @@ def _tapped(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *args: Any,
-    **kwargs: Any,
+    mask: Any = None,
+    *_: Any,
+    **options: Any,
 ) -> Tensor:
-    """Record a call, and return its query as beta scales it."""
-    scaling = kwargs.get("scaling")
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5  # what every backend does without one
-    facts = layer.attention.facts
-    prescale = 1.0 if facts.prescale is None else facts.prescale(module)
-    default = scaling * prescale
-    if layer.is_recording:
-        mask = args[0] if args else kwargs.get("attention_mask")
-        given = given_mask(implementation, module, query, key, mask, kwargs)
-        raw = query if prescale == 1 else query / prescale
-        score_mod = ScoreMod(kwargs.get("position_bias"), kwargs.get("softcap"), _sinks(query, **kwargs))
-        opaque.record_call(layer, raw, key, given, default, score_mod)
-    else:
-        opaque.note_default(layer, default)
-    return scale_query(layer, query, (key, value), default)
+    """Record a call, and return its query as beta scales it; as it is, where the layer is idle or left alone."""
+    mask = options.pop("attention_mask", mask)
+    # A graph, which is run in every step, asks the recorder when it runs.
+    if (not torch.compiler.is_compiling() and layer.is_idle) or _passes_by(layer, query):
+        return query
+    with selective.hidden():
+        scaling = options.get("scaling")
+        if scaling is None:
+            scaling = query.shape[-1] ** -0.5  # what every backend does without one
+        prescale = 1.0 if layer.attention.facts.prescale is None else layer.attention.facts.prescale(module)
+        default = scaling * prescale
+        if layer.is_recording:
+            given = given_mask(implementation, module, query, key, mask, options)
+            raw = query if prescale == 1 else query / prescale
+            score_mod = ScoreMod(options.get("position_bias"), options.get("softcap"), _sinks(query, **options))
+            opaque.record_call(layer, raw, key, given, default, score_mod)
+        else:
+            opaque.note_default(layer, default)
+        return scale_query(layer, query, (key, value), default)
 
 
 def _passes_by(layer: Recorder, query: Tensor) -> bool:

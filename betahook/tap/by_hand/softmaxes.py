@@ -69,7 +69,8 @@ def _end(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     if forward.shadows is not None and forward.shadows.contradict(trace, input, dim):
         forward.refuse(f"the logits at {find_line()} do not follow beta as its operations say")
     forward.note_default(total)
-    leader = min(trace.products, key=lambda product: product.index)
+    in_order = sorted(trace.products, key=lambda product: product.index)
+    leader = in_order[0]
     forward.note_way(leader, total)
     forward.plan.leaders.update({product.site: leader.site for product in trace.products})
     is_recorded = trace.value is not None and forward.recording and input.numel() > 0 and not is_zero(total)
@@ -79,7 +80,6 @@ def _end(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
         if (axis.dim if isinstance(axis, contraction.Shared) else axis) == input.dim() - 1:  # as score_axis moves rows
             forward.refuse(f"its softmax at {find_line()} runs over its heads, too")
     if forward.labels is not None:
-        in_order = sorted(trace.products, key=lambda product: product.index)
         forward.made_of += [each.made_of for each in in_order if each.made_of is not None]
     if is_recorded:
         _record(forward, trace, input, dim, axis)
