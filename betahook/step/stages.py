@@ -114,10 +114,17 @@ def is_due(state: State, controllers: Sequence[Controller], interval: int, loss_
     return due and not (loss_scale.skipped and state.batches > 0)
 
 
-def pool(state: State, *, skipped: bool = False) -> Tensor:
-    """Add up the sums of all ranks; they become the recent ones. Return which heads they measured, `[heads]`."""
+def pool(state: State, *, skipped: bool = False, begun: range = range(0)) -> Tensor:
+    """Add up the sums of all ranks; they become the recent ones. Return which heads they measured, `[heads]`.
+
+    Args:
+        state: the state.
+        skipped: the optimizer skipped its step.
+        begun: the layers that are measured in a step which has not ended: they may have no sensitivity yet.
+    """
     state.settle()
     table, summed, moments = state.table, state.window, state.moments
+    before = state.recent[statistics.ROW["sensitivity"]]
     if skipped:  # tells all ranks that the step was skipped on one
         summed.fill_(torch.nan)
     if is_pooled(state):
@@ -135,7 +142,11 @@ def pool(state: State, *, skipped: bool = False) -> Tensor:
     if state.beta_acts:
         torch.div(*summed, out=sensitivity)  # NaN where none was finite
     else:  # a layer that had no turn keeps the last one
-        torch.where(measured, torch.div(*summed), sensitivity, out=sensitivity)
+        has_ended = measured.clone()
+        if begun:
+            heads = heads_of(state.ranges, begun)
+            has_ended[heads] &= summed[1, heads] > 0
+        torch.where(has_ended, torch.div(*summed), before, out=sensitivity)
     return measured
 
 
@@ -157,7 +168,7 @@ def refreshed(state: State) -> State:
     """
     state.settle()
     if state.batches > 0 and not is_pooled(state):
-        pool(state)
+        pool(state, begun=state.turn)
     return state
 
 

@@ -117,6 +117,27 @@ def test_where_no_beta_acts_the_sensitivity_is_that_of_the_turn_of_a_layer():
         assert said[2, last] == pytest.approx(said[1, even][:2] + said[1, odd][2:], rel=1e-6)
 
 
+@pytest.mark.parametrize("when", ["after backward", "after an evaluation"])
+def test_a_layer_in_the_midst_of_its_step_keeps_the_sensitivity_of_its_last_one(when):
+    """It has none of this step yet, which is no sign of a NaN."""
+    model, batch = build("llama", num_hidden_layers=4), inputs("llama")
+    with betahook.attach(model, controller="monitor", interval=10, when="always") as hook:
+        for _ in range(10):
+            train(model, hook, 1)
+            before = hook.metrics()
+            if when == "after backward":
+                model(**batch).loss.backward()
+            else:
+                with torch.no_grad():
+                    model.eval()(**batch)
+                model.train()
+            between = hook.metrics()
+            for name in hook.layers:
+                assert between[f"sensitivity/{name}"] == before[f"sensitivity/{name}"]
+                assert between[f"nonfinite/{name}"] == 0
+            assert betahook.Condition.NONFINITE not in hook.findings().counts
+
+
 @pytest.mark.parametrize(("controller", "expected"), [("monitor", [0, 9]), (search(), [0, 1, 2, 3, 7, 9, 11])], ids=str)
 def test_ranks_exchange_sums_only_where_they_are_pooled(controller, expected, monkeypatch):
     """Counted with a second rank that is the mirror of this one; metrics exchange nothing."""
