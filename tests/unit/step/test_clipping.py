@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import betahook
 from support.attention import HEADS, LENGTH, WIDTH, ByHandAttention, FusedAttention
@@ -422,7 +423,7 @@ def test_weights_that_are_pruned_in_the_middle_of_training_are_refused_by_name()
     with betahook.attach(model, controller=betahook.Clip(1e-3)) as hook:
         model(x).sum().backward()
         hook.step()
-        nn.utils.prune.l1_unstructured(model[1].q_proj, "weight", 0.5)
+        prune.l1_unstructured(model[1].q_proj, "weight", 0.5)
         model(x).sum().backward()
         with pytest.raises(betahook.UnsupportedModelError, match=r"cannot clip 1 \(.*made of others"):
             hook.step()
