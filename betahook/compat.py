@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode, unset_fake_temporarily
@@ -52,12 +51,6 @@ CALLED_BY_GRAPHS = "_dynamo_marked_constant"
 TRANSPOSING_GETTERS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
 """Getters that a `TorchFunctionMode` sees for `x.T` and the like. Those of all properties are called `__get__`, so that
 only their identity tells them apart, as in `torch.overrides` itself."""
-
-
-# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_pytree.py
-def leaves(nested: object) -> list[object]:
-    """Everything in nested lists, tuples and dictionaries that is none of these."""
-    return torch.utils._pytree.tree_leaves(nested)
 
 
 def is_in_backward() -> bool:

@@ -61,12 +61,6 @@ def test_a_weak_reference_tells_when_its_tensor_is_gone():
     assert gone == [reference]
 
 
-def test_leaves_are_what_lies_in_nested_arguments():
-    cache = object()
-    nested = ((1, [2.0]), {"mask": None, "more": ("text", cache)})
-    assert compat.leaves(nested) == [1, 2.0, None, "text", cache]
-
-
 def test_data_parallel_asks_a_module_for_its_replica():
     assert compat.REPLICATE in torch.nn.parallel.replicate.__code__.co_names
     assert callable(getattr(nn.Module, compat.REPLICATE))

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -27,9 +27,9 @@ from betahook.models import modes, selective
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.guards import is_handed_over
 from betahook.models.modes import random_state_kept
-from betahook.models.torch_calls import Call, is_in_place, name_of
+from betahook.models.torch_calls import Call, is_in_place, name_of, tensors_in
 from betahook.tap import kernels
-from betahook.tap.by_hand import bypassed, following, handlers, matrices, nested, softmaxes
+from betahook.tap.by_hand import bypassed, dry_run, following, handlers, matrices, nested, softmaxes
 from betahook.tap.by_hand.arithmetic import divide, multiply
 from betahook.tap.by_hand.forward import Forward
 from betahook.tap.by_hand.original import Original
@@ -164,31 +164,16 @@ def _rehearse(
     layer: Recorder, plan: Plan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Run a forward dry, to learn about its products before a beta that was loaded acts on them."""
-    if not all(isinstance(x, Tensor | bool | int | float | str | None) for x in compat.leaves((args, kwargs))):
+    if not dry_run.is_repeatable(layer.module, (args, kwargs)):
         return  # a cache, say, would be filled twice
+    args, kwargs = dry_run.copied((args, kwargs))
     known = Forward(layer, plan, (args, kwargs), rehearsal=True)
-    given = (x for x in compat.leaves((args, kwargs)) if isinstance(x, Tensor))
+    given = tensors_in((args, kwargs))
     # Non-reentrant checkpointing counts what is saved for the backward, and its recomputation rehearses nothing.
     unsaved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with random_state_kept(given), layer.state.pause(), _put_back(layer.module), unsaved, ScoreProducts(known):
+    with random_state_kept(given), layer.state.pause(), dry_run.put_back(layer.module), unsaved, ScoreProducts(known):
         forward(*args, **kwargs)
     known.finish()
-
-
-@contextmanager
-def _put_back(module: nn.Module) -> Iterator[None]:
-    """Undo what a forward does to the buffers and attributes of a module, not to what an attribute holds."""
-    kept = [(names, dict(names)) for part in module.modules() for names in (vars(part), part._buffers)]
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        for names, before in kept:
-            names.clear()
-            names.update(before)
-        with torch.no_grad():
-            for buffer, values in buffers:
-                buffer.copy_(values)
 
 
 class ScoreProducts(TorchFunctionMode):

@@ -1,5 +1,8 @@
 """A loaded beta acts in the first forward, whose products nobody has seen yet."""
 
+import copy
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -81,3 +84,98 @@ def test_the_first_forward_with_a_loaded_beta_leaves_the_module_as_one_forward_d
         assert attention.calls == 2
         assert attention.seen.shape[2] == 2 * LENGTH
         assert attention.total == 2 * attention.last.sum()
+
+
+class Decoding(Block):
+    """One token at a time, with the keys and values of earlier ones in one kind of cache."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.table, self.entries, self.object = kind, {}, [], types.SimpleNamespace(entries=[])
+
+    def forward(self, x, cache=None, again=None):
+        assert again is None or again is x  # as a self-attention may ask
+        q, k, v = (self.split(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        k, v = self.grown(k, v, cache) if cache is not None else (k, v)
+        return self.mix(q, k, v).transpose(1, 2).flatten(2)
+
+    def mix(self, q, k, v):
+        return (q @ k.mT * ROOT).softmax(-1) @ v
+
+    def grown(self, k, v, cache):
+        if self.kind == "tensors":  # of which the last is how many entries the others have
+            keys, values, length = cache
+            entry = slice(int(length), int(length) + 1)
+            keys[:, :, entry], values[:, :, entry] = k, v
+            length += 1
+            return keys[:, :, : entry.stop], values[:, :, : entry.stop]
+        entries = {
+            "list": cache,
+            "dictionary": cache.setdefault("entries", []) if isinstance(cache, dict) else None,
+            "own list": self.entries,
+            "own dictionary": self.table.setdefault("entries", []),
+            "own object": self.object.entries,
+        }[self.kind]
+        entries.append((k, v))
+        return (torch.cat(parts, 2) for parts in zip(*entries, strict=True))
+
+
+CACHES = {
+    "tensors": lambda: [*torch.zeros(2, 3, HEADS, LENGTH, WIDTH // HEADS), torch.zeros((), dtype=torch.int64)],
+    "list": list,
+    "dictionary": dict,
+    "own list": list,
+    "own dictionary": list,
+    "own object": list,
+}
+
+
+@torch.no_grad()
+def decoded(model, x, cache):
+    return torch.cat([model(part, cache, part) for part in x.split(1, 1)], 1)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_loaded_beta_decodes_from_the_first_token_on(x, kind):
+    """A dry run that fills a cache would leave a token in it twice."""
+    torch.manual_seed(0)
+    model = Decoding(kind)
+    fresh = copy.deepcopy(model)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        hook.layers[""].beta = 1.5
+        state, expected = hook.state_dict(), decoded(model, x, CACHES[kind]())
+    with betahook.attach(fresh, controller="monitor") as hook:
+        hook.load_state_dict(state)
+        torch.testing.assert_close(decoded(fresh, x, CACHES[kind]()), expected)
+
+
+def test_a_loaded_beta_decodes_where_forward_hooks_fill_a_cache(x):
+    """As in openai/whisper."""
+    torch.manual_seed(0)
+    model, fresh = (Decoding("by hooks") for _ in range(2))
+    fresh.load_state_dict(model.state_dict())
+
+    def filling(cache):
+        def fill(module, args, output):
+            cache[module] = torch.cat([cache[module], output], 1) if module in cache else output
+            return cache[module]
+
+        return fill
+
+    def run(model):
+        fill = filling({})
+        hooks = [part.register_forward_hook(fill) for part in (model.k_proj, model.v_proj)]
+        with torch.no_grad():
+            outputs = [model(part) for part in x.split(1, 1)]
+        for each in hooks:
+            each.remove()
+        return torch.cat(outputs, 1)
+
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        hook.layers[""].beta = 1.5
+        state, expected = hook.state_dict(), run(model)
+    with betahook.attach(fresh, controller="monitor") as hook:
+        hook.load_state_dict(state)
+        assert torch.equal(run(fresh), expected)
