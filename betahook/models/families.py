@@ -17,7 +17,8 @@ from betahook.models.layouts import Layout, Select, Selections
 
 HEADS = (
     *("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads", "attention_heads", "heads"),
-    *("nb_heads", "no_heads", "head_count", "head_num", "num_head", "num_attention_heads_per_partition"),
+    *("nb_heads", "no_heads", "head_count", "head_num", "heads_num", "num_head"),
+    "num_attention_heads_per_partition",
 )
 """Attributes that hold the number of query heads."""
 HEAD_DIM = (

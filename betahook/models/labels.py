@@ -148,6 +148,17 @@ class Labels(ByTensor[Tensor]):
             apart = heads * int(labels.max() - labels.min() + 1)
             self.put(tensor, labels + apart.view(*heads.shape, *(1 for _ in labels.shape[alike:])))
 
+    def streams(self, query: Tensor, length: int) -> int:
+        """Count the projections whose features lie one behind the other in a query, with so many tokens of each."""
+        labels = self.get(query)
+        if labels is None:
+            return 1
+        with self._apart():
+            made_by = labels // FAR
+            count = len(made_by.unique())
+            axes = (axis for axis, size in enumerate(labels.shape) if size == count * length)
+            return count if any(bool((made_by.amax(axis) > made_by.amin(axis)).any()) for axis in axes) else 1
+
     def note(self, call: Call, output: Any) -> None:
         """Label what a call returned."""
         name = call.name

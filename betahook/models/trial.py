@@ -44,6 +44,7 @@ CONTEXTS = {
 }
 """Arguments for what queries look at, which may be of another width than they; without one, a second argument may."""
 
+POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 Fixed: TypeAlias = dict[str, int | tuple[int, int] | None]
 """The values of arguments in each trial, by their names."""
 
@@ -96,7 +97,7 @@ def run(module: nn.Module) -> Outcome | None:
             _drop_adapters(module)
         except Exception:  # code of others: whatever it raises, there is no trial
             return None
-        names = [name for name, each in parameters.items() if _is_required(each)]
+        names = [name for name, each in parameters.items() if each.kind in POSITIONAL and each.default is each.empty]
         fixed, masks = _fixed(names), [name for name in parameters if "mask" in name]
         shapes = [*_shapes(module, is_picture=any(fixed.values()))]
         masked = [[], masks] if masks else [[]]
@@ -194,11 +195,6 @@ def _made_of(found: Attention, size: tuple[int, int]) -> MadeOf:
         for labels, components in zip(found.labels, found.components, strict=True)
     )
     return query, key
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    return positional and parameter.default is parameter.empty
 
 
 def _shapes(module: nn.Module, *, is_picture: bool) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -330,19 +326,22 @@ class _Watch(TorchFunctionMode):
         scores = call.operands[0]
         self.activations[output] = _Activation()
         made = self.activations.get(scores, _Activation())
-        heads, left = divmod(scores.numel(), scores.shape[call.dim] * self.tokens)
         if made.factors and made.summed is not None:
             head_dim = math.prod(made.factors[0].shape[axis] for axis in made.summed[0])
-            size = None if left else (heads, head_dim)  # with more or fewer queries than tokens
+            size = self._size(scores.numel() // scores.shape[call.dim], head_dim, made.factors[0])
             self.weights[output] = Attention(size, tuple(map(self.labels.get, made.factors)), made.summed)
         elif made.factors:
             self.weights[output] = Attention(None)
 
     def _settle(self, query: Tensor, key: Tensor) -> None:
         """Note the size of an attention that takes its softmax itself."""
-        heads, left = divmod(query.numel(), self.tokens * query.shape[-1])
-        size = None if left else (heads, query.shape[-1])
+        size = self._size(query.numel() // query.shape[-1], query.shape[-1], query)
         self.attentions.append(Attention(size, (self.labels.get(query), self.labels.get(key))))
+
+    def _size(self, rows: int, head_dim: int, query: Tensor) -> tuple[int, int] | None:
+        """The heads that have so many rows, and d_k; None with more or fewer queries than tokens."""
+        heads, left = divmod(rows, self.tokens * self.labels.streams(query, self.tokens // BATCH))
+        return None if left else (heads, head_dim)
 
 
 def _rank(known: _Activation) -> tuple[bool, bool, int]:

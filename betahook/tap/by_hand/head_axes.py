@@ -67,6 +67,10 @@ def find(labels: Tensor, summed: int | None, heads: int) -> Axis | None:
     if len(found) > 1:  # sequences of two projections lie one behind the other, as where an image attends to a text
         labels = torch.where(labels == UNKNOWN, labels, labels % FAR)
         found = varying(labels, summed)
+    if len(found) > 1 and summed is not None:  # rotary positions move the components of one of them only
+        least = labels.masked_fill(labels == UNKNOWN, FAR).amin(summed, keepdim=True)
+        labels = least.masked_fill(least == FAR, UNKNOWN)
+        found = varying(labels, summed)
     if len(found) != 1:
         return None
     axis, size = found[0], labels.shape[found[0]]
