@@ -74,11 +74,11 @@ class History:
     def add(self, findings: Findings, step: int) -> None:
         """Add the findings of a log at `step`, the step of the run that its other charts use.
 
-        A second log of a step becomes a part of the first. One of an earlier step, or of another number of layers,
-        begins the history anew.
+        A second log of a step becomes a part of the first. One of an earlier step, or of other layers, begins
+        the history anew.
         """
         last = self.columns[-1].last if self.columns else step
-        if step < last or (self.latest is not None and len(findings) != len(self.latest)):
+        if step < last or not self._has_the_layers_of(findings):
             self.columns, self.added, self._logs, self._moves = [], 0, 1, []
         self.added += 1
         column = Column(
@@ -102,6 +102,9 @@ class History:
             pairs = [self.columns[index : index + 2] for index in range(0, len(self.columns), 2)]
             self.columns = [pair[0].merge(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
             self._logs *= 2
+
+    def _has_the_layers_of(self, findings: Findings) -> bool:
+        return self.latest is None or [each.layer for each in findings] == [each.layer for each in self.latest]
 
     def _turns(self, findings: Findings) -> tuple[int, ...]:
         moves = [finding.note.move for finding in findings]

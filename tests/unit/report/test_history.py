@@ -106,3 +106,5 @@ def test_a_log_of_another_model_begins_the_history_anew():
     history.add(findings(20, layers=5), 20)
     assert [(column.first, column.last, len(column.gains)) for column in history.columns] == [(20, 20, 5)]
     assert history.added == 1
+    history.add(findings(30, layers=5, layer_1=finding(7, [numbers()] * 2)), 30)
+    assert [column.first for column in history.columns] == [30]
