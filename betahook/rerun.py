@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from betahook.measure.dtypes import for_sums, sum_dtype
 from betahook.models import materialise
 from betahook.models.modes import eagerly, evaluating, full_precision, random_state_kept
-from betahook.models.torch_calls import rebuilt
+from betahook.models.torch_calls import copied
 from betahook.tap.last_call import LastCall
 
 CHUNK = 2**24
@@ -87,15 +87,7 @@ def _output(hook: Hooked) -> Any:
     kwargs = {**kwargs, "use_cache": False} if "use_cache" in kwargs else kwargs
     with random_state_kept(hook.model.parameters()), ExitStack() as afterwards:
         afterwards.callback(materialise.reshard, hook.model)  # which the caller may write to
-        copies: dict[int, Tensor] = {}
-
-        def copy(tensor: Tensor) -> Tensor:
-            # A forward may write to it. One that is given twice, as query and key say, has a single copy.
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.clone()
-            return copies[id(tensor)]
-
-        args, kwargs = rebuilt((args, kwargs), copy)
+        args, kwargs = copied((args, kwargs))
         return module(*args, **kwargs)
 
 

@@ -5,6 +5,7 @@ Used by `betahook.models.trial` and by the tap in `betahook.tap.by_hand.watching
 
 from __future__ import annotations
 
+import functools
 import itertools
 import string
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from betahook import compat
 from betahook.models import selective
@@ -205,3 +206,8 @@ def rebuilt(nested: Any, of_tensor: Callable[[Tensor], Tensor]) -> Any:
     if kind is dict:
         return {name: rebuilt(item, of_tensor) for name, item in nested.items()}
     return kind([rebuilt(item, of_tensor) for item in nested]) if kind is tuple or kind is list else nested
+
+
+def copied(inputs: Any) -> Any:
+    """Copy the tensors of nested inputs, to which a forward may write; query and key may be one, and stay so."""
+    return rebuilt(inputs, functools.cache(lambda x: x if isinstance(x, nn.Parameter) else x.clone()))

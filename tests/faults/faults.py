@@ -393,8 +393,8 @@ FAULTS = [
     ),
     Fault("betahook/tap/by_hand/dry_run.py", "tensor.copy_(values)", "pass", LOADED),
     Fault("betahook/tap/by_hand/dry_run.py", "DEPTH = 4", "DEPTH = 1", LOADED),
-    Fault("betahook/tap/by_hand/dry_run.py", "x.clone())", "x)", LOADED),
-    Fault("betahook/tap/by_hand/dry_run.py", "functools.cache(lambda x:", "(lambda x:", LOADED),
+    Fault("betahook/models/torch_calls.py", "x.clone())", "x)", LOADED),
+    Fault("betahook/models/torch_calls.py", "functools.cache(lambda x:", "(lambda x:", LOADED),
     Fault("betahook/tap/by_hand/dry_run.py", "and not any(", "or not any(", LOADED),
     Fault(
         "betahook/tap/by_hand/forward.py",
@@ -1470,7 +1470,7 @@ FAULTS = [
         "if True else rebuilt",
         VERIFICATION,
     ),
-    Fault("betahook/rerun.py", "rebuilt((args, kwargs), copy)", "(args, kwargs)", VERIFICATION),
+    Fault("betahook/rerun.py", "copied((args, kwargs))", "(args, kwargs)", VERIFICATION),
     Fault("betahook/tap/last_call.py", "if module is not self.module:", "if False:"),
     Fault(
         "betahook/tap/by_hand/nested.py",

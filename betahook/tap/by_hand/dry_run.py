@@ -1,11 +1,10 @@
-"""A forward that is run twice: first dry, on copies of its inputs, with what its module holds put back afterwards.
+"""A forward that is run twice: first dry, after which what its module holds is put back.
 
 `watching` does so where a beta was loaded before any forward showed on which products it acts.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from betahook import compat
-from betahook.models.torch_calls import rebuilt
 from betahook.tap.recorder import Recorder
 
 CONTAINERS = dict, list, set, OrderedDict, defaultdict
@@ -35,11 +33,6 @@ def _is_plain(nested: Any) -> bool:
     if type(nested) in (list, tuple, dict):
         return all(map(_is_plain, nested.values() if isinstance(nested, dict) else nested))
     return isinstance(nested, Tensor | torch.Size | bool | int | float | str | None)
-
-
-def copied(inputs: Any) -> Any:
-    """Copy the tensors of nested inputs, to which a forward may write; one in two places is the same in both."""
-    return rebuilt(inputs, functools.cache(lambda x: x if isinstance(x, nn.Parameter) else x.clone()))
 
 
 @contextmanager

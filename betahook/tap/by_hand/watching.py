@@ -27,7 +27,7 @@ from betahook.models import modes, selective
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.guards import is_handed_over
 from betahook.models.modes import random_state_kept
-from betahook.models.torch_calls import Call, is_in_place, name_of, tensors_in
+from betahook.models.torch_calls import Call, copied, is_in_place, name_of, tensors_in
 from betahook.tap import kernels
 from betahook.tap.by_hand import bypassed, dry_run, following, handlers, matrices, nested, softmaxes
 from betahook.tap.by_hand.arithmetic import divide, multiply
@@ -166,7 +166,7 @@ def _rehearse(
     """Run a forward dry, to learn about its products before a beta that was loaded acts on them."""
     if not dry_run.is_repeatable(layer.module, (args, kwargs)):
         return  # a cache, say, would be filled twice
-    args, kwargs = dry_run.copied((args, kwargs))
+    args, kwargs = copied((args, kwargs))
     known = Forward(layer, plan, (args, kwargs), rehearsal=True)
     given = tensors_in((args, kwargs))
     # Non-reentrant checkpointing counts what is saved for the backward, and its recomputation rehearses nothing.
