@@ -204,9 +204,9 @@ class Traces(ByTensor[Trace]):
             if other.untyped_storage().data_ptr() == memory:
                 if of_other.lost is None:
                     self._before[other] = tensor, of_other
-                self[other] = of_other.losing(f"a change of a view of them at {find_line()}")
+                self[other] = of_other.losing(f"an in-place operation on a view of them at {find_line()}")
         if isinstance(trace, Scores) and base not in self:
-            self[base] = trace.losing(f"a change of a view at {find_line()}")
+            self[base] = trace.losing(f"an in-place operation on a view at {find_line()}")
 
     def before_change(self, tensor: Tensor, view: Tensor) -> Scores | None:
         """Look up the trace of scores before a change of this view of them."""

@@ -227,7 +227,7 @@ REFUSED = {
     ),
     "changed through a view": (behind_a_view, "test_left_alone.py:"),
     "changed through two views": (behind_two_views, "test_left_alone.py:"),
-    "scaled through a flat view": (through_a_flat_view, "a change of a view of them at test_left_alone.py:"),
+    "scaled through a flat view": (through_a_flat_view, "an in-place operation on a view of them at test_left"),
     "put elsewhere": (put_elsewhere, "test_left_alone.py:"),
     "a product of lists": (in_a_product_of_lists, "no product of q and k was seen to reach its softmax"),
     "scaled in a list": (
