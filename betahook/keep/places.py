@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from betahook.layer import AttentionLayer
-from betahook.models.families import ADDED_QUERY_NORMS, QUERY_BIASES, QUERY_NORMS
-from betahook.models.projections import Projection, added_queries
-from betahook.models.scaling import Norm, Rows, Scaling, Weight, learned_norm, of_linear
+from betahook.models.families import ADDED_QUERY_NORMS, QUERY_NORMS
+from betahook.models.scaling import Norm, Scaling, learned_norm, query_projections, query_weights
 
 
 def find_places(layer: AttentionLayer) -> Iterator[Scaling]:
@@ -29,36 +27,16 @@ def find_places(layer: AttentionLayer) -> Iterator[Scaling]:
         weights = [weight for norm in norms for weight in norm.weights(layer.head_dim, 1.0, offset=0.0)]
         yield Scaling(weights)
         yield Scaling([replace(weight, offset=float(weight.name == "weight")) for weight in weights])
-    if projections := _query_projections(layer):
-        weights = [weight for projection in projections for weight in of_linear(projection, 1.0)]
-        if biases := _query_biases(layer):
-            yield Scaling([*weights, *biases])
-        yield Scaling(weights)
+    if layer.projections is not None:
+        yield from map(Scaling, query_weights(layer.module, layer.projections[0], layer.heads, layer.head_dim, 1.0))
 
 
 def carriers(layer: AttentionLayer) -> list[Tensor]:
     """The tensors of a layer that a factor may go into."""
     of_norms = [tensor for norms in query_norms(layer) for norm in norms for tensor in norm.tensors]
-    pairs = [(projection.stored, projection.stored_bias) for projection in _query_projections(layer)]
+    projections = () if layer.projections is None else query_projections(layer.module, layer.projections[0])
+    pairs = [(projection.stored, projection.stored_bias) for projection in projections]
     return of_norms + [tensor for pair in pairs for tensor in pair if tensor is not None]
-
-
-def _query_biases(layer: AttentionLayer) -> list[Weight]:
-    """The biases that may be the query's, though no projection has them."""
-    size, found = layer.heads * layer.head_dim, []
-    for name in QUERY_BIASES:
-        bias = getattr(layer.module, name, None)
-        if isinstance(bias, nn.Parameter) and bias.shape[-1:] == (size,) and bias.numel() == size:
-            rows = Rows.of(torch.arange(size, device="cpu").view(layer.heads, -1), 1.0, size)
-            found.append(Weight(layer.module, name, rows, axes=(bias.dim() - 1,)))
-    return found
-
-
-def _query_projections(layer: AttentionLayer) -> list[Projection]:
-    """The projections that make the query: one, or one of each sequence that attends."""
-    if layer.projections is None:
-        return []
-    return [layer.projections[0], *added_queries(layer.module, layer.projections[0])]
 
 
 def query_norms(layer: AttentionLayer) -> list[list[Norm]]:

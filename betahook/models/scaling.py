@@ -2,9 +2,9 @@
 
 For `betahook.step.clipping`, `find_scalings` reads it off a module, without a forward, so that a layer without such
 weights is refused when attached. Where scores `q . k` take a factor, q and k take its square root each, unless several
-query heads share a key: then q takes all of it. For `betahook.keep`, `of_linear` and `learned_norm` are the places that
-may hold beta, on the side of q alone. Weights that FSDP 2 or a mesh shards are scaled where they are, each rank its
-rows. Nothing here reads a value back to the host.
+query heads share a key: then q takes all of it. For `betahook.keep`, `query_weights` and `learned_norm` are the places
+that may hold beta, on the side of q alone. Weights that FSDP 2 or a mesh shards are scaled where they are, each rank
+its rows. Nothing here reads a value back to the host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from betahook import compat
 from betahook.models import families, materialise
-from betahook.models.projections import Pair, Projection
+from betahook.models.projections import Pair, Projection, added_queries
 
 
 class NoScalingError(ValueError):
@@ -209,8 +209,36 @@ def find_scalings(module: nn.Module, pair: Pair | None, heads: int, head_dim: in
         # The components of q that meet a part of k which all heads share, as in MLA, take all of the factor.
         exponent = torch.ones(head_dim, device="cpu")
         exponent[:unshared] = 0.5
-        yield Scaling([*of_linear(query, exponent), *of_linear(key, 0.5)])
-    yield Scaling([*of_linear(query, 1.0)])
+        of_key = list(of_linear(key, 0.5))
+        yield from (
+            Scaling([*of_query, *of_key]) for of_query in query_weights(module, query, heads, head_dim, exponent)
+        )
+    yield from map(Scaling, query_weights(module, query, heads, head_dim, 1.0))
+
+
+def query_weights(
+    module: nn.Module, query: Projection, heads: int, head_dim: int, exponent: Tensor | float
+) -> Iterator[Sequence[Weight]]:
+    """The weights that make the query: first with the biases that may be its own, though no projection has them."""
+    weights = [weight for each in query_projections(module, query) for weight in of_linear(each, exponent)]
+    if biases := list(_query_biases(module, heads, head_dim, exponent)):
+        yield [*weights, *biases]
+    yield weights
+
+
+def query_projections(module: nn.Module, query: Projection) -> list[Projection]:
+    """The projections that make the query: one, or one of each sequence that attends."""
+    return [query, *added_queries(module, query)]
+
+
+def _query_biases(module: nn.Module, heads: int, head_dim: int, exponent: Tensor | float) -> Iterator[Weight]:
+    """Parameters of the attention itself that have the name and the size of a bias of its query."""
+    size = heads * head_dim
+    for name in families.QUERY_BIASES:
+        bias = getattr(module, name, None)
+        if isinstance(bias, nn.Parameter) and bias.shape[-1:] == (size,) and bias.numel() == size:
+            rows = Rows.of(torch.arange(size, device="cpu").view(heads, -1), exponent, size)
+            yield Weight(module, name, rows, axes=(bias.dim() - 1,))
 
 
 def _rows(projection: Projection) -> Tensor:

@@ -735,7 +735,12 @@ FAULTS = [
         "alike = x == y",
         f"{VERIFICATION}::test_what_is_nan_with_and_without_the_hook_does_not_keep_it_from_folding",
     ),
-    Fault("betahook/keep/places.py", "yield Scaling([*weights, *biases])", "pass"),
+    Fault(
+        "betahook/models/scaling.py",
+        "yield [*weights, *biases]",
+        "pass",
+        f"{CLIPPING}::test_a_query_that_several_parameters_make",
+    ),
     Fault(
         "betahook/keep/verification.py",
         "random_state_kept(self._plan.hook.model.parameters()), self.",
@@ -1595,8 +1600,8 @@ FAULTS = [
         f"{ADAPTERS}::test_beta_is_off_with_the_adapters",
     ),
     Fault(
-        "betahook/keep/places.py",
-        "*added_queries(layer.module, layer.projections[0])",
+        "betahook/models/scaling.py",
+        "*added_queries(module, query)",
         "",
         "tests/unit/tap/by_hand/test_products_forms.py",
     ),

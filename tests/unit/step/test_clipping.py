@@ -323,6 +323,69 @@ def test_the_first_step_finds_that_the_query_has_to_take_all_of_the_factor(kind)
     assert changed == {"1.q_proj.weight", "1.q_proj.bias"}
 
 
+class BiasApart(nn.Module):
+    """As in timm's BEiT: a bias of q and one of v, which are the attention's own."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, WIDTH // HEADS
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.q_bias, self.v_bias = nn.Parameter(bias * torch.randn(WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+    def project(self, x):
+        bias = torch.cat([self.q_bias, torch.zeros_like(self.v_bias), self.v_bias])
+        return nn.functional.linear(x, self.qkv.weight, bias).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+
+    def forward(self, x):
+        q, k, v = self.project(x)
+        return self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class JointAttention(ByHandAttention):
+    """The second half of the sequence has projections of its own, as text beside an image in SD 3."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_q_proj, self.add_k_proj, self.add_v_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def project(self, x):
+        sides = [[getattr(self, f"{start}{name}_proj") for start in ("", "add_")] for name in "qkv"]
+        return [
+            self.split(torch.cat([part(y) for part, y in zip(side, x.chunk(2, 1), strict=True)], 1)) for side in sides
+        ]
+
+    def forward(self, x):
+        return self.mix(*self.project(x)).transpose(1, 2).flatten(2)
+
+    def mix(self, q, k, v):
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+@torch.no_grad()
+def logits_of(model, x):
+    """In float64, by the module's own projections: `[batch, heads, tokens, tokens]`."""
+    q, k, _ = copy.deepcopy(model).double().project(x.double())
+    return q @ k.mT / math.sqrt(WIDTH // HEADS)
+
+
+@pytest.mark.parametrize("make", [lambda: BiasApart(3.0), lambda: BiasApart(0.0), JointAttention])
+def test_a_query_that_several_parameters_make(make):
+    """A bias that is zero when the weights are checked may grow."""
+    torch.manual_seed(0)
+    model, x = make(), 4 * torch.randn(3, LENGTH, WIDTH)
+    with betahook.attach(model, controller=betahook.Clip(1.0), when="always") as hook:
+        model(x)
+        hook.step()
+        nn.init.normal_(model.q_bias if isinstance(model, BiasApart) else model.add_q_proj.weight, std=3.0)
+        before = logits_of(model, x)
+        model(x)
+        hook.step()
+    largest = before.abs().amax((0, 2, 3))
+    expected = before * (1 / largest).clamp(max=1)[:, None, None]
+    assert (largest > 1).any()
+    torch.testing.assert_close(logits_of(model, x), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", [NormalisedAttention, AttentionTwice])
 def test_weights_that_do_not_act_as_they_look_are_refused_at_the_first_step(kind):
     torch.manual_seed(0)
