@@ -273,8 +273,8 @@ class Hook(Uncopied):
         warnings.warn_of_steps(state, "metrics()", unreached, self.settings.interval)
         warnings.warn_of_unreached(state, unreached)
         warnings.warn_of_nonfinite(state, self.layers, self.settings.interval)
-        if self._alerts is not None and state.alerts_step < state.steps:
-            state.alerts_step = state.steps
+        if self._alerts is not None and state.reported.alerts_step < state.steps:
+            state.reported.alerts_step = state.steps
             self._alerts.check(values, state.steps)
         return values
 

@@ -30,16 +30,14 @@ ROWS = {
     "weights": weights.ROWS,
 }
 """Tensors with a name for each row."""
-COUNTERS = {
-    "batches": int,
-    "steps": int,
-    "skipped_steps": int,
-    "loss_scale": float,
+COUNTERS = {"batches": int, "steps": int, "skipped_steps": int, "loss_scale": float}
+REPORTED = {
     "alerts_step": int,
     "findings_step": int,
     "warned_of_nonfinite": bool,
     "warned_of_unreached": bool,
 }
+"""Entries of `State.reported`."""
 BY_LAYER = ("condition", "condition_since")
 """Tensors with an entry for each layer instead of each head."""
 NEWER = "damaged, or of a newer betahook than this"
@@ -60,6 +58,7 @@ TYPES: dict[str, type] = {
     "trained_by": list,
     "rows": dict,
     **COUNTERS,
+    **REPORTED,
     **dict.fromkeys(TENSORS, Tensor),
 }
 """Every entry of a state but its version."""
@@ -100,6 +99,7 @@ def dump(
         "options": dict(settings),
         "trained_by": list(trained_by),
         **{name: getattr(state, name) for name in COUNTERS},
+        **{name: getattr(state.reported, name) for name in REPORTED},
         **{name: getattr(state, name).clone() for name in TENSORS},
         "table": table,
         "rows": {name: list(rows) for name, rows in ROWS.items()},
@@ -244,6 +244,8 @@ def restore(state: State, given: dict[str, Any]) -> None:
         getattr(state, name).copy_(given[name])
     for name in COUNTERS:
         setattr(state, name, given[name])
+    for name in REPORTED:
+        setattr(state.reported, name, given[name])
     state.beta_acts |= not bool(state.beta.isnan().all())
     state.factors.recall(state.beta_default)
     state.factors.set_sensitivity(state.table[statistics.ROW["sensitivity"]])

@@ -207,8 +207,8 @@ def observe(
     The notes of the controllers, one a layer, go into the findings. Of the layers in `unreached`, names to reasons,
     nothing is said but that. The first look at a step logs its news, one line at most. Reads the device back.
     """
-    is_first_look = state.findings_step < state.steps
-    state.changed = set() if is_first_look else state.changed
+    is_first_look = state.reported.findings_step < state.steps
+    state.reported.changed = set() if is_first_look else state.reported.changed
     by_layer = metrics.numbers(state, state.layers)
     by_head = _numbers(metrics.numbers(state, state.layers.by_head()))
     own = state.layers.geometric_mean(state.beta_default).tolist()
@@ -224,7 +224,7 @@ def observe(
         was = Condition(before[index])
         condition = classify(numbers, was)
         if condition != before[index]:
-            state.changed.add(index)
+            state.reported.changed.add(index)
             before[index], since[index] = int(condition), _beginning(state, condition, broken[head_range.heads])
         findings.append(
             Finding(
@@ -238,13 +238,13 @@ def observe(
                 note=note,
                 head_numbers=of_heads,
                 head_gains=of_gains,
-                is_new=index in state.changed,
+                is_new=index in state.reported.changed,
                 is_limited=is_limited,
             )
         )
     state.condition.copy_(torch.tensor(before, device="cpu"))
     state.condition_since.copy_(torch.tensor(since, device="cpu"))
-    state.findings_step = state.steps
+    state.reported.findings_step = state.steps
     found = Findings.at(state.steps, findings)
     if is_first_look and found.news:
         logger.log(logging.WARNING if found.is_worrying else logging.INFO, "%s", found.news)
@@ -253,7 +253,7 @@ def observe(
 
 def _beginning(state: State, condition: Condition, broken: Sequence[int]) -> int:
     """The step at which a condition began that the last look did not see, given the first step that broke each head."""
-    later = [step for step in broken if step > state.findings_step]
+    later = [step for step in broken if step > state.reported.findings_step]
     return min(later) if condition is Condition.NONFINITE and later else state.steps
 
 

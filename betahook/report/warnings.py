@@ -50,26 +50,26 @@ def warn_of_steps(state: State, asked: str, unreached: Mapping[str, str], interv
 
 def _warn_of_missing_steps(state: State, asked: str) -> None:
     """Warn once when `asked` is called a second time although `step` never was."""
-    if state.steps > 0 or not state.recorded or state.warned_of_missing_steps:
+    if state.steps > 0 or not state.recorded or state.reported.warned_of_missing_steps:
         return
-    if asked in state.asked:
-        state.warned_of_missing_steps = True
+    if asked in state.reported.asked:
+        state.reported.warned_of_missing_steps = True
         logger.warning(
             "%s shows no scores: forwards were measured, but hook.step() was never called. Call it once per optimizer "
             "step, after it",
             asked,
         )
-    state.asked.add(asked)
+    state.reported.asked.add(asked)
 
 
 def _warn_of_idle_steps(state: State, asked: str, unreached: Mapping[str, str], interval: int) -> None:
     """Warn once when `asked` shows numbers of long ago, as after an evaluation that nobody ended."""
-    idle = state.idle_steps - 1  # the step that measured last counts
-    was_measured = state.recorded or state.steps > state.idle_steps  # if not, the first step has said so
+    idle = state.reported.idle_steps - 1  # the step that measured last counts
+    was_measured = state.recorded or state.steps > state.reported.idle_steps  # if not, the first step has said so
     left_alone = unreached or len(state.refused) == len(state.ranges)
     if idle < max(IDLE, 2 * interval) or left_alone or not was_measured:
         return
-    state.idle_steps = -math.inf
+    state.reported.idle_steps = -math.inf
     logger.warning(
         "no attention was measured in the last %d steps, and %s shows the numbers of before: the hooked layers ran in "
         "evaluation mode, under torch.no_grad or not at all. Call model.train() after an evaluation, or "
@@ -81,9 +81,9 @@ def _warn_of_idle_steps(state: State, asked: str, unreached: Mapping[str, str], 
 
 def warn_of_unreached(state: State, unreached: Mapping[str, str]) -> None:
     """Log a warning of layers that no forward reaches, names to reasons, unless one was logged before."""
-    if state.warned_of_unreached or state.steps == 0 or not unreached:
+    if state.reported.warned_of_unreached or state.steps == 0 or not unreached:
         return
-    state.warned_of_unreached = True
+    state.reported.warned_of_unreached = True
     places = [f"{name}, {reason}" for name, reason in unreached.items()]
     logger.warning("%s: not measured, hence not in the metrics", _listed(places, "; "))
 
@@ -93,13 +93,13 @@ def warn_of_nonfinite(state: State, layers: Layers, interval: int) -> None:
 
     Where no beta acts, a layer is looked at once in `interval` steps only, so the warning says how late it may be.
     """
-    if state.warned_of_nonfinite:
+    if state.reported.warned_of_nonfinite:
         return
     heads = state.nonfinite_since.cpu().split([layer.heads for layer in layers.values()])
     first = {name: int(since[since > 0].min()) for name, since in zip(layers, heads, strict=True) if since.any()}
     if not first:
         return
-    state.warned_of_nonfinite = True
+    state.reported.warned_of_nonfinite = True
     places = [f"{name} in step {first[name]}" for name in sorted(first, key=first.__getitem__)]
     if state.has_loss:  # to a controller that is judged by it, such a step is a bad trial
         logger.warning("NaN or infinity in the loss, or in the scores or gradients of %s", _listed(places, ", "))

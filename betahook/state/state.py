@@ -24,6 +24,7 @@ from betahook.measure.together import WaitingCalls
 from betahook.state.factors import Factors, gain_of
 from betahook.state.pending import Step, add_steps
 from betahook.state.ranges import HeadRange, head_ranges
+from betahook.state.reported import Reported
 
 SMALLEST_BETA, LARGEST_BETA = 1e-10, 1e10
 """Any beta outside of these is a mistake: the scaled query would vanish or overflow in half precision."""
@@ -58,39 +59,48 @@ class State:
     `beta`, `beta_default`, `table` and `moments` are written to in place: a CUDA graph knows them by their addresses.
 
     Attributes:
-        layers, units: the heads grouped by layer, and by what has a beta of its own, a layer or a head.
+        layers: the heads grouped by layer.
+        units: the heads grouped by what has a beta of its own, a layer or a head.
         ranges: those of the layers' heads.
         turn: the layers that are measured in this step, by index.
         overflow: the largest logit whose exponential is finite, see `measure.dtypes.overflow_logit`.
         beta: float32 `[heads]`, the inverse temperature; NaN stands for the model's own.
         beta_default: float32 `[heads]`, the model's own; NaN until the first forward.
         beta_acts: False while no beta was set and no controller moves one: what is not measured then runs unhooked.
-        factors, parts: gain and probe of each layer, and its tensors alone, as its forward gets them.
+        factors: gain and probe of each layer.
+        parts: the tensors of each layer alone, as its forward gets them.
         table: sums over the steps since the last pooling, `[quantities, heads]`, see `measure.statistics`.
         moments: sums of q and k over the same steps, `[4, components]`, see `measure.components`.
         window: `[2, heads]`, the sum of the sensitivities of these steps where they were finite, and their number.
-        recent, recent_moments: table and moments as they were pooled when they last measured each head.
+        recent: the table as it was pooled when it last measured each head.
+        recent_moments: the moments of the same steps.
         weights: sums of the entries of W_q and W_k when they were last read, `[6, heads]`, see `measure.weights`.
         nonfinite_since: int64 `[heads]`, the first step that saw a NaN or an infinity, from 1 on; 0 for none.
-        condition, condition_since: int64 `[layers]`, a `report.conditions.Condition`, and the step that first saw it.
+        condition: int64 `[layers]`, a `report.conditions.Condition` each.
+        condition_since: int64 `[layers]`, the step that first saw it.
         clips: int64 `[heads]`, in how many steps a `Clip` scaled the weights of each, or would have.
         memories: what each controller remembers, tensors `[units]` by name; empty before its first update.
         batches: steps since the last pooling, skipped ones not counted.
-        steps, skipped_steps: how often `Hook.step` was called, and for how many of these the optimizer skipped its own.
+        steps: how often `Hook.step` was called.
+        skipped_steps: for how many of these the optimizer skipped its own.
         loss_scale: factor on the loss of the next backward in float16 training; 0 for unknown.
-        alerts_step, findings_step: the last step whose metrics were held against the alerts, or findings logged.
-        warned_of_nonfinite, warned_of_unreached: True once a NaN or an infinity, or layers out of reach were reported.
-        asked, warned_of_missing_steps: reports requested before the first `step`, and whether the warning was logged.
-        exact_max_logit, paused: True if the largest score is to be that of all pairs; how many pauses are in force.
-        seen, recorded, has_loss: True once attention has passed the tap, was measured, and a training loss recorded.
-        idle_steps: steps ended since attention was last measured; minus infinity once nobody is to hear of them.
-        has_broken_graphs, resets: True if compiled code breaks a graph that could go on by now; how often it was reset.
-        refused, changed: layers by index: those left alone, with the reason; those whose condition has just begun.
+        reported: what was said of the run, or is to be said.
+        exact_max_logit: True if the largest score is to be that of all pairs.
+        paused: how many pauses are in force.
+        seen: True once attention has passed the tap.
+        recorded: True once attention was measured.
+        has_loss: True once a training loss was recorded.
+        has_broken_graphs: True if compiled code breaks a graph that could go on by now.
+        resets: how often such code was thrown away.
+        refused: the layers that this rank leaves alone, by index, with the reason.
         alone: boolean `[heads]`, those that this rank leaves alone, or at the last pooling any rank.
-        is_local, ranks_agree, is_detached: True if no ranks are pooled; once all had the same layers; once off.
+        is_local: True if no ranks are pooled.
+        ranks_agree: True once all ranks had the same layers.
+        is_detached: True once the hook is off.
         knows_refusals: True while `refused` says all that `alone` does.
         first_spectral_ratio: of W_q and W_k before the first update, see `step.first_look`; None if nobody looked.
-        waiting, pending: calls that are not in the table yet, and steps that are not in the window: see `settle`.
+        waiting: calls that are not in the table yet, see `settle`.
+        pending: steps that are not in the window yet.
     """
 
     def __init__(
@@ -129,10 +139,8 @@ class State:
         self.clips = self.nonfinite_since.clone()
         self.condition, self.condition_since = (self.clips.new_zeros(len(layers)) for _ in range(2))
         self.memories: list[dict[str, Tensor]] = [{} for _ in range(controllers)]
-        self.batches = self.steps = self.skipped_steps = self.alerts_step = self.findings_step = self.paused = 0
-        self.loss_scale, self.idle_steps, self.resets = 0.0, 0.0, 0
-        self.asked, self.changed, self.refused = set[str](), set[int](), dict[int, str]()
-        self.warned_of_nonfinite = self.warned_of_unreached = self.warned_of_missing_steps = False
+        self.batches = self.steps = self.skipped_steps = self.paused = self.resets = 0
+        self.loss_scale, self.reported, self.refused = 0.0, Reported(), dict[int, str]()
         self.exact_max_logit = self.is_detached = self.ranks_agree = False
         self.seen = self.recorded = self.has_loss = self.has_broken_graphs = self.is_local = False
         self.alone, self.knows_refusals = self.beta > 0, True  # none: beta is NaN
@@ -195,18 +203,6 @@ class State:
             with torch.no_grad():
                 own = self.beta_default[heads]
                 own.copy_(default.flatten()) if isinstance(default, Tensor) else own.fill_(default)
-
-    @torch.no_grad()
-    def refuse(self, head_range: HeadRange, reason: str) -> None:
-        """Leave a layer alone from now on, and forget what was measured of it."""
-        self.refused[head_range.layer], self.seen = reason, True
-        self.alone[head_range.heads] = True
-        self.settle()
-        forget_refused(self)
-
-    def refusal(self, head_range: HeadRange) -> str | None:
-        """Return the reason why this rank leaves a layer alone, None if it does not."""
-        return self.refused.get(head_range.layer)
 
     def gain(self, heads: slice, default: float | Tensor | None = None) -> Tensor:
         """Return `beta / beta_default` of some heads: 1 where beta is the model's own, NaN where that is unknown.
@@ -276,14 +272,23 @@ def note_measured(state: State) -> None:
     """Remember that attention was measured; a graph that is captured now will measure without telling."""
     state.recorded = True
     if compat.is_captured(state.device):
-        state.idle_steps = -math.inf
-    elif state.idle_steps > 0:  # what was captured may still run
-        state.idle_steps = 0
+        state.reported.idle_steps = -math.inf
+    elif state.reported.idle_steps > 0:  # what was captured may still run
+        state.reported.idle_steps = 0
 
 
 def is_pooled(state: State) -> bool:
     """Return True if sums are added up over several ranks."""
     return statistics.is_distributed() and not state.is_local
+
+
+@torch.no_grad()
+def refuse(state: State, head_range: HeadRange, reason: str) -> None:
+    """Leave a layer alone from now on, and forget what was measured of it."""
+    state.refused[head_range.layer], state.seen = reason, True
+    state.alone[head_range.heads] = True
+    state.settle()
+    forget_refused(state)
 
 
 def refusal_anywhere(state: State, head_range: HeadRange) -> str | None:
@@ -294,10 +299,10 @@ def refusal_anywhere(state: State, head_range: HeadRange) -> str | None:
     if not state.knows_refusals:
         alone = state.alone.tolist()
         for each in state.ranges:
-            if alone[each.heads.start] and state.refusal(each) is None:
-                state.refuse(each, ELSEWHERE)
+            if alone[each.heads.start] and each.layer not in state.refused:
+                refuse(state, each, ELSEWHERE)
         state.knows_refusals = True
-    return state.refusal(head_range)
+    return state.refused.get(head_range.layer)
 
 
 def release_refused(state: State) -> None:

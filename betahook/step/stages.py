@@ -224,7 +224,7 @@ def pooling(state: State, loss_scale: LossScale) -> Iterator[Tensor]:
 def finish(state: State, controllers: Sequence[Controller], loss_scale: LossScale, interval: int) -> None:
     """Count the step and begin the next one."""
     state.steps += 1
-    state.idle_steps += 1
+    state.reported.idle_steps += 1
     state.skipped_steps += loss_scale.skipped
     state.loss_scale = loss_scale.of_next
     state.factors.set_sensitivity(None)

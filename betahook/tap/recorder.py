@@ -22,7 +22,7 @@ from betahook.models import materialise
 from betahook.models.discovery import AttentionModule
 from betahook.state.factors import gain_of
 from betahook.state.ranges import HeadRange
-from betahook.state.state import State, note_measured
+from betahook.state.state import State, note_measured, refuse
 
 logger = logging.getLogger(__name__)
 ATTRIBUTE = "_betahook"
@@ -165,11 +165,11 @@ class Recorder:
     @property
     def refusal(self) -> str | None:
         """The reason why the layer is left alone, None if it is not."""
-        return self.state.refusal(self._head_range)
+        return self.state.refused.get(self._head_range.layer)
 
     def leave_alone(self, reason: str, advice: str = "") -> None:
         """Leave the layer alone from now on, with a warning; `advice` stands before what can always be done."""
-        self.state.refuse(self._head_range, reason)
+        refuse(self.state, self._head_range, reason)
         logger.warning(LEFT_ALONE, self.name or "the model", reason, advice)
 
     def note_default(self, beta: float | Tensor) -> None:

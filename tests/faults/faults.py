@@ -146,7 +146,7 @@ FAULTS = [
     Fault("betahook/report/findings.py", "and later else state.steps", "and later else 1"),
     Fault(
         "betahook/report/findings.py",
-        "is_first_look = state.findings_step < state.steps",
+        "is_first_look = state.reported.findings_step < state.steps",
         "is_first_look = state.steps > 0",
     ),
     Fault("betahook/report/findings.py", "100 * (10**finding.note.move - 1)", "100 * finding.note.move"),
