@@ -165,18 +165,20 @@ class Search(Controller):
 
     def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
         bound = self._bound(state["fresh"], observation)
-        columns = [state["phase"], state["left"], state["direction"], state["step"], bound]
-        limited = [
-            is_at(bound, beta, observation.statistics.max_score),
-            beta * observation.statistics.std >= self.rise_logit_std * (1 - 1e-4),
-            observation.statistics.sensitivity == 0,
-        ]
-        numbers = torch.stack([column.to(beta) for column in [*columns, *limited]]).T.tolist()
-        return [self._note(Phase(int(phase)), *values) for phase, *values in numbers]
+        columns = {
+            **{name: state[name] for name in ("phase", "left", "direction", "step")},
+            "bound": bound,
+            "at_bound": is_at(bound, beta, observation.statistics.max_score),
+            "held": beta * observation.statistics.std >= self.rise_logit_std * (1 - 1e-4),
+            "without_gradient": observation.statistics.sensitivity == 0,
+        }
+        rows = torch.stack([column.to(beta) for column in columns.values()]).T.tolist()
+        return [self._note(**dict(zip(columns, row, strict=True))) for row in rows]
 
     def _note(
         self,
-        phase: Phase,
+        *,
+        phase: float,
         left: float,
         direction: float,
         step: float,
@@ -186,19 +188,20 @@ class Search(Controller):
         without_gradient: float,
     ) -> Note:
         """Explain one unit."""
-        if phase != Phase.SEARCH:
-            limited = phase == Phase.CLIMB and held
-            words = WORDS[phase] if self.rise or phase != Phase.UNSEEN else "waits for the search"
+        stage = Phase(int(phase))
+        if stage != Phase.SEARCH:
+            limited = stage == Phase.CLIMB and held
+            words = WORDS[stage] if self.rise or stage != Phase.UNSEEN else "waits for the search"
             reason = f"holds the std of the logits at {self.rise_logit_std:g}" if limited else words
-            return Note(phase, reason=f"{reason}, {left:.0f} batch{'es' * (left != 1)} left")
+            return Note(stage, reason=f"{reason}, {left:.0f} batch{'es' * (left != 1)} left")
         if not direction and without_gradient:
-            return Note(phase, reason=WITHOUT_GRADIENT)
+            return Note(stage, reason=WITHOUT_GRADIENT)
         if not direction:
-            return Note(phase, reason="waits for the end of its first window")
+            return Note(stage, reason="waits for the end of its first window")
         if direction > 0 and at_bound:
-            return Note(phase, reason=f"no move beyond a largest logit of {bound:.3g}, though {downhill(direction)}")
+            return Note(stage, reason=f"no move beyond a largest logit of {bound:.3g}, though {downhill(direction)}")
         move = direction * step
-        return Note(phase, move, downhill(direction))
+        return Note(stage, move, downhill(direction))
 
     def _bound(self, fresh: Tensor, observation: Observation) -> Tensor:
         """The largest logit that a step up may make."""
