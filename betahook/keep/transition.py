@@ -33,29 +33,33 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack) -> None:
     check(choice)
     if not hook.in_transition:
         return
-    losses = _losses(hook) if choice == "better" else (torch.nan, torch.nan)
+    in_force, of_own = _losses(hook) if choice == "better" else (math.nan, math.nan)
     # A loss that is NaN beside one that is not is the worse one; two of them, or two alike, say nothing.
-    own_is_better = not math.isnan(losses[1]) and not losses[0] <= losses[1]
-    own = choice == "own" or own_is_better
-    if own:
+    takes_own = choice == "own" or not (math.isnan(of_own) or in_force <= of_own)
+    if takes_own:
         _let_own_act(hook, undo)
     if is_distributed() and torch.distributed.get_rank() > 0:  # all ranks choose alike
         return
-    other = "the beta in force" if own else "the model's own"
-    digits = _digits(*losses)
-    compared = (
-        f" (loss of the last batch: {losses[int(own)]:.{digits}g}; {losses[int(not own)]:.{digits}g} with {other})"
-    )
     logger.warning(
         "fold() at step %d, while %s was still moving beta: folding %s%s. Train a few hundred steps longer%s, or "
         "choose another beta with unfinished=%s",
         hook.steps,
         ", ".join(map(repr, hook.controllers)),
-        "the model's own beta, which leaves the weights as they are" if own else "the beta in force",
-        "" if math.isnan(losses[0]) and math.isnan(losses[1]) else compared,
+        "the model's own beta, which leaves the weights as they are" if takes_own else "the beta in force",
+        _compared(in_force, of_own, takes_own=takes_own),
         ", or use Search(rise=False)" if any(isinstance(x, Search) for x in hook.controllers) else "",
         " or ".join(f'"{each}"' for each in get_args(Unfinished) if each != choice),
     )
+
+
+def _compared(in_force: float, of_own: float, *, takes_own: bool) -> str:
+    """Return both losses in brackets, that of the chosen beta first; nothing where there are none."""
+    if math.isnan(in_force) and math.isnan(of_own):
+        return ""
+    digits = _digits(in_force, of_own)
+    chosen, other = (of_own, in_force) if takes_own else (in_force, of_own)
+    name = "the beta in force" if takes_own else "the model's own"
+    return f" (loss of the last batch: {chosen:.{digits}g}; {other:.{digits}g} with {name})"
 
 
 def _digits(first: float, second: float) -> int:

@@ -774,8 +774,8 @@ FAULTS = [
     ),
     Fault(
         "betahook/keep/transition.py",
-        "not losses[0] <= losses[1]",
-        "losses[0] <= losses[1]",
+        "or in_force <= of_own",
+        "or in_force > of_own",
         "tests/unit/keep/test_folding.py::test_an_unfinished_beta_is_folded_by_choice",
     ),
     Fault(
