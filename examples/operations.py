@@ -118,7 +118,7 @@ def memory(length: int, dtype: torch.dtype, *, cpu: bool = False) -> tuple[int, 
     operands = query, key, Mask(Band(None, 0)), torch.ones(2, heads), PLAIN
 
     def measure() -> None:
-        calls.add_scores(table, moments, *operands, exact_max_logit=False)
+        calls.add_scores(table, moments, *operands, exact_max_logit=False, inputs=())
 
     with mock.patch.object(devices, "is_cpu", return_value=cpu):
         measure()  # what all layers share is made here

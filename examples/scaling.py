@@ -20,7 +20,7 @@ import timing
 from betahook.measure import scores
 from betahook.measure.largest import extreme_scores, norm_bound
 from betahook.measure.masks import Band, Mask
-from betahook.measure.rows import row_sums
+from betahook.measure.rows import PLAIN, row_sums
 from timing import seconds, summary
 
 
@@ -33,7 +33,7 @@ def functions_of(heads: int, head_dim: int, length: int, device: str, dtype: tor
     return {
         "attention": lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True),
         "exact std": lambda: scores.score_sums(query, key, mask, query_mean),
-        "sampled rows": lambda: row_sums(query, key, mask, beta),
+        "sampled rows": lambda: row_sums(query, key, mask, beta, PLAIN, moments=True),
         "moments of q": lambda: scores.components(query, None),
         "bound on max logit": lambda: norm_bound(query, key, mask),
         "exact max logit": lambda: extreme_scores(query, key, mask),

@@ -163,7 +163,7 @@ class TensorBoardWriter:
         self._drawn = self._step
 
 
-def layout(quantities: Iterable[str] = (), *, with_loss: bool = True) -> dict[str, dict[str, list[Any]]]:
+def layout(quantities: Iterable[str], *, with_loss: bool) -> dict[str, dict[str, list[Any]]]:
     """The custom-scalars layout: category to chart to `["Multiline", [tag pattern, ...]]`, a quantity each.
 
     TensorBoard matches the patterns as regular expressions, from the start of a tag.

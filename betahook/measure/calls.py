@@ -32,7 +32,7 @@ def add_scores(
     score_mod: ScoreMod,
     *,
     exact_max_logit: bool,
-    inputs: Sequence[Entries] = (),
+    inputs: Sequence[Entries],
 ) -> None:
     """Add one attention call to the sums of its layer, in place.
 

@@ -54,7 +54,7 @@ PLAIN = ScoreMod()
 
 
 def row_sums(
-    query: Tensor, key: Tensor, mask: Mask, beta: Tensor, score_mod: ScoreMod = PLAIN, *, moments: bool = True
+    query: Tensor, key: Tensor, mask: Mask, beta: Tensor, score_mod: ScoreMod, *, moments: bool
 ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
     """Scores, largest score and entropy of all rows of a short sequence, or of `pairs.ROWS` evenly spaced ones.
 

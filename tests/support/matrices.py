@@ -100,7 +100,8 @@ def with_key_moments(query, key, mask):
 
 def looked_at(query, key, mask, beta=1.0, **score_mod):
     """What `row_sums` finds, with the numbers of pairs and rows that it looks at."""
-    parts, largest = rows.row_sums(query, key, mask, torch.as_tensor(beta), rows.ScoreMod(**score_mod))
+    operands = query, key, mask, torch.as_tensor(beta), rows.ScoreMod(**score_mod)
+    parts, largest = rows.row_sums(*operands, moments=True)
     sums = torch.cat([part if part.dim() == 2 else part[None] for part in parts])
     count = row_pairs(mask, query, query.shape[2], key.shape[2]).count.expand(*query.shape[:2], -1).double()
     flat = count.clamp(min=1).log().sum((0, 2))

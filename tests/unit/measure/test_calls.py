@@ -31,7 +31,7 @@ def test_calls_add_up():
     table, moments = empty_sums(2, 16)
     for beta in (2.0, 1.0):
         scales = torch.tensor([[1.0], [beta]]).expand(2, 2)
-        calls.add_scores(table, moments, query, key, mask, scales, rows.PLAIN, exact_max_logit=False)
+        calls.add_scores(table, moments, query, key, mask, scales, rows.PLAIN, exact_max_logit=False, inputs=())
     once = recorded(query, key, mask)
     for row in ("pairs", "exact_pairs", "rows", "flat_entropy", "queries", "keys", "score", "score_square"):
         torch.testing.assert_close(table[ROW[row]], 2 * getattr(once, row), rtol=1e-12, atol=1e-9)
@@ -76,7 +76,9 @@ def test_sequences_weigh_by_their_rows_whichever_form_measures_them(band):
     of_rows = {"rows": [], "entropy": [], "sink": [], "flat_entropy": []}
     for length in (1000, 60, 60, 60, 60):
         query, key = make(length, length)
-        calls.add_scores(table, moments, query, key, Mask(band), torch.ones(2, 2), rows.PLAIN, exact_max_logit=False)
+        calls.add_scores(
+            table, moments, query, key, Mask(band), torch.ones(2, 2), rows.PLAIN, exact_max_logit=False, inputs=()
+        )
         allowed = pairs_of(band, length, length)
         weights = full(query, key).masked_fill(~allowed, -torch.inf).softmax(-1)
         first = allowed.byte().argmax(-1)[:, None].expand(*weights.shape[:-1], 1)
