@@ -9,8 +9,7 @@ from typing import Literal
 
 from torch import nn
 
-from betahook import compat
-from betahook.checkpoint import is_marked
+from betahook import checkpoint, compat
 from betahook.control.base import Controller, check_controller
 from betahook.control.rules import Monitor
 from betahook.control.search import Search
@@ -44,7 +43,7 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(f"the model is wrapped in {name}: attach to the model inside, betahook.attach(model.module)")
     if compat.is_compiled(model):
         raise ValueError(f"{name} is compiled already: attach first, then compile")
-    if is_marked(model):
+    if checkpoint.is_marked(model):
         raise ValueError(
             f"{name} was saved with its beta beside the weights: betahook.restore(model, folder) attaches with that "
             "beta and returns the hook; BetaHookCallback(hook=...) trains on with it"

@@ -1,4 +1,7 @@
-"""The state of a hook in a folder: its schema, its file, and what `save_pretrained` of a hooked model does."""
+"""The state of a hook in a folder: its schema, its file, and what `save_pretrained` of a hooked model does.
+
+Other rooms take all of it from here, as `checkpoint.read`; `hook.py` alone also calls `schema` and `pretrained`.
+"""
 
 from betahook.checkpoint.file import (
     FILE,
@@ -9,13 +12,24 @@ from betahook.checkpoint.file import (
     finished,
     is_begun,
     names_weights,
+    naming,
     read,
     read_exported,
     save,
 )
-from betahook.checkpoint.pretrained import MARK, is_marked, is_marked_folder, take_marked, unmarked
+from betahook.checkpoint.pretrained import (
+    ADAPTER_CONFIG,
+    MARK,
+    is_marked,
+    is_marked_folder,
+    take_marked,
+    takes_notes,
+    unmarked,
+)
+from betahook.checkpoint.schema import makers
 
 __all__ = [
+    "ADAPTER_CONFIG",
     "FILE",
     "MARK",
     "UNFINISHED",
@@ -26,10 +40,13 @@ __all__ = [
     "is_begun",
     "is_marked",
     "is_marked_folder",
+    "makers",
     "names_weights",
+    "naming",
     "read",
     "read_exported",
     "save",
     "take_marked",
+    "takes_notes",
     "unmarked",
 ]

@@ -16,8 +16,6 @@ from transformers.utils import CONFIG_NAME
 
 import betahook
 from betahook import checkpoint
-from betahook.checkpoint.pretrained import ADAPTER_CONFIG
-from betahook.checkpoint.schema import makers
 from betahook.cli import models, pages, runs
 from betahook.examination import examine_hooked
 from betahook.keep.refusals import foresee
@@ -92,7 +90,7 @@ def show(folder: str) -> Document:
             "already, or was never changed"
         )
     state = saved.state
-    made = Text(f"From {', '.join(makers(state))}{', and still on its way' * pages.is_on_its_way(state)}")
+    made = Text(f"From {', '.join(checkpoint.makers(state))}{', and still on its way' * pages.is_on_its_way(state)}")
     return Document(f"{folder}: beta at step {state['steps']}", [pages.betas(state), made])
 
 
@@ -217,7 +215,7 @@ def _check_state(folder: str) -> None:
     inside = sorted(names, key=lambda name: (len(name), name))  # checkpoint-10 behind checkpoint-9
     if inside:
         where = f"; name one of its checkpoints: {', '.join(inside)}"
-    elif any((path / config).is_file() for config in (CONFIG_NAME, ADAPTER_CONFIG)):
+    elif any((path / config).is_file() for config in (CONFIG_NAME, checkpoint.ADAPTER_CONFIG)):
         where = ": beta is in the weights already, or was never changed"
     else:
         where = f" and no {CONFIG_NAME}; give a checkpoint of a run with betahook"

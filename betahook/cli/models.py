@@ -17,7 +17,6 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from betahook import checkpoint
-from betahook.checkpoint.pretrained import ADAPTER_CONFIG
 
 
 def without_weights(name: str) -> PreTrainedModel:
@@ -113,7 +112,7 @@ def obstacle(name: str, *, for_adapter: str = "give the folder of its base model
         return None
     if folder.is_file():
         return "is a file; give the folder of the model"
-    if (folder / ADAPTER_CONFIG).is_file():
+    if (folder / checkpoint.ADAPTER_CONFIG).is_file():
         return f"holds an adapter and no model; {for_adapter}"
     return f"has no {CONFIG_NAME}; give the folder of a model saved by save_pretrained()"
 

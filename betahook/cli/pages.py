@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import betahook
-from betahook.checkpoint.schema import makers
+from betahook import checkpoint
 from betahook.cli.runs import Points, Run
 from betahook.control.base import Controller
 from betahook.examination import Examination
@@ -161,7 +161,7 @@ def sources(found: Run) -> str:
         newest = found.checkpoints[max(found.checkpoints)].state
         steps = ", ".join(map(str, found.checkpoints))
         options = ", ".join(f"{name}={value!r}" for name, value in newest["options"].items())
-        lines.append(f"checkpoints after {steps} steps; {', '.join(makers(newest))}; {options}")
+        lines.append(f"checkpoints after {steps} steps; {', '.join(checkpoint.makers(newest))}; {options}")
     return f"From {' and '.join(lines)}"
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from betahook import checkpoint, compat
-from betahook.checkpoint import Saved
 from betahook.cli import models
 from betahook.keep.restoring import restore_saved
 from betahook.report.audit import Audit
@@ -39,7 +38,7 @@ class Run:
     scalars: dict[str, Points] = field(default_factory=dict)
     picture: bytes | None = None
     words: str = ""
-    checkpoints: dict[int, Saved] = field(default_factory=dict)
+    checkpoints: dict[int, checkpoint.Saved] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
     def curve(self, *tags: str) -> Points:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betahook.checkpoint.pretrained import takes_notes
+from betahook import checkpoint
 from betahook.hook import Hook, hooks_of
 from betahook.keep import transition
 from betahook.keep.refusals import FoldError, FoldPlan, foresee, refuse
@@ -117,7 +117,7 @@ def fold_or_warn(hook: Hook, unfinished: Unfinished) -> None:
 def _leave_note(hook: Hook, gains: Tensor) -> None:
     """Note in the config of a model what was folded, and tag the model card that the Hub gets; nothing reads either."""
     model: Any = hook.model
-    if takes_notes(model):
+    if checkpoint.takes_notes(model):
         note = {
             "version": __version__,
             "controllers": hook.trained_by or [repr(controller) for controller in hook.controllers],

@@ -14,9 +14,6 @@ from typing import Any, cast
 from torch import nn
 
 from betahook import checkpoint
-from betahook.checkpoint.file import Saved, naming
-from betahook.checkpoint.pretrained import takes_notes
-from betahook.checkpoint.schema import makers
 from betahook.hook import Hook, attach, hooks_of
 from betahook.models.discovery import named_modules
 from betahook.options import ControllerChoice, Settings
@@ -45,7 +42,7 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
     return restore_saved(model, read_for(model, folder), controller)
 
 
-def restore_saved(model: nn.Module, saved: Saved, controller: ControllerChoice | None = None) -> Hook:
+def restore_saved(model: nn.Module, saved: checkpoint.Saved, controller: ControllerChoice | None = None) -> Hook:
     """Attach to a model with what was read for it; arguments and errors as for `restore`."""
     place, state = saved.place, dict(saved.state)
     names, known = list(state["layers"]), {field.name for field in fields(Settings)}
@@ -62,11 +59,11 @@ def restore_saved(model: nn.Module, saved: Saved, controller: ControllerChoice |
     with checkpoint.unmarked(model):
         hook = attach(model, controller=controller or "monitor", layers=lambda name, module: name in names, **chosen)
         if controller is None:
-            state["trained_by"] = makers(state)
+            state["trained_by"] = checkpoint.makers(state)
             state["controllers"] = hook.state_dict()["controllers"]
         with ExitStack() as undo:
             undo.callback(hook.detach)
-            with naming(place):
+            with checkpoint.naming(place):
                 hook.load_state_dict(state)
             saved.check(model)
             undo.pop_all()
@@ -90,7 +87,7 @@ def _model_with(names: list[str], model: nn.Module, place: str | Path) -> nn.Mod
     )
 
 
-def read_for(model: nn.Module, folder: str | os.PathLike[str]) -> Saved:
+def read_for(model: nn.Module, folder: str | os.PathLike[str]) -> checkpoint.Saved:
     """Read what was saved in a folder, if neither a hook nor the config of the model speaks against it."""
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"restore(model, folder) takes a folder second; got {type(folder).__name__}")
@@ -106,7 +103,7 @@ def read_for(model: nn.Module, folder: str | os.PathLike[str]) -> Saved:
         )
     marked = checkpoint.is_marked(model)
     # Where the config beside the weights is an adapter's, that of the model has no mark.
-    if takes_notes(model) and not hasattr(model, "peft_config") and not marked:
+    if checkpoint.takes_notes(model) and not hasattr(model, "peft_config") and not marked:
         load = f"; for a new model, load the weights of {path.parent} first, with from_pretrained"
         raise ValueError(
             f"this {type(model).__name__} was not loaded from a checkpoint that needs betahook: its beta is in the "

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import betahook
-from betahook.checkpoint import FILE
+from betahook import checkpoint
 from betahook.cli import main as command
 from support.processes import processes
 
@@ -83,7 +83,7 @@ def main(points: int = 30, seed: int = 0, refused: int = 0) -> Counter[str]:
             folder = Path(name, "model")
             kill_a_save(folder, moments.uniform(0, 1))
             outcomes[outcome(folder)] += 1
-            assert (folder / FILE).exists()
+            assert (folder / checkpoint.FILE).exists()
             print(point, dict(outcomes), flush=True)
     return outcomes
 

@@ -8,8 +8,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 import betahook
-from betahook import Cap, Controller, Monitor, Search, options
-from betahook.checkpoint import MARK
+from betahook import Cap, Controller, Monitor, Search, checkpoint, options
 from betahook.hook import check_options
 from betahook.options import Settings
 from betahook.tap.recorder import ATTRIBUTE
@@ -73,7 +72,7 @@ def test_a_model_whose_beta_is_in_a_file():
     model = Model()
     model.config = LlamaConfig()
     options.check_model(model)
-    setattr(model.config, MARK, True)
+    setattr(model.config, checkpoint.MARK, True)
     assert refused(ValueError, options.check_model, model) == (
         "Model was saved with its beta beside the weights: betahook.restore(model, folder) attaches with that beta "
         "and returns the hook; BetaHookCallback(hook=...) trains on with it"
