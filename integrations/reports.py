@@ -21,6 +21,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from betahook.hook import Hook
 from betahook.report.alerts import Alert, Alerts
+from betahook.report.findings import Findings
 from betahook.report.glance import TAG, TrackedPicture
 from betahook.report.metrics import MetricName, chosen
 from betahook.report.summary import Summary
@@ -56,8 +57,9 @@ class Reports:
         self._hook = hook
         self._quantities = quantities
         self._summarise = Summary()
-        self._step = -1  # that of the hook at which the next two were read
+        self._step = -1  # that of the hook at which the next three were read
         self._metrics: Mapping[str, float] = {}
+        self._findings: Findings | None = None
         self._summary: Mapping[str, float] = {}
         self._picture = TrackedPicture()
         self._image: Any = None  # of the last step, if it was due
@@ -79,7 +81,8 @@ class Reports:
         self._read()
         state.log_history[-1].update(self._summary)
         if self._writer is not None:
-            self._writer.write(self._hook, state.global_step, self._metrics, loss=state.log_history[-1]["loss"])
+            loss = state.log_history[-1]["loss"]
+            self._writer.write(self._hook, state.global_step, self._metrics, findings=self._findings, loss=loss)
 
     def close(self) -> None:
         """Finish the files, and leave the reporters as they were."""
@@ -116,9 +119,9 @@ class Reports:
         """Read the last step, once for all that log it."""
         if self._step != self._hook.steps:
             self._step, self._metrics = self._hook.steps, self._hook.metrics()
-            findings = self._hook.findings()
-            self._summary, self._image = self._summarise(findings), None
-            self._picture.add(findings)
+            self._findings = self._hook.findings()
+            self._summary, self._image = self._summarise(self._findings), None
+            self._picture.add(self._findings)
 
     def _shown(self, name: str) -> dict[str, Any]:
         """The picture at a glance, for a tracker that shows pictures, where it is due."""

@@ -62,7 +62,13 @@ class TensorBoardWriter:
         self._summary = Summary()
 
     def write(
-        self, hook: Hook, step: int, metrics: Mapping[str, float] | None = None, *, loss: float | None = None
+        self,
+        hook: Hook,
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        findings: Findings | None = None,
+        loss: float | None = None,
     ) -> None:
         """Write what the hook's last step measured as that of `step`.
 
@@ -70,6 +76,7 @@ class TensorBoardWriter:
             hook: the hook.
             step: the step of the run, a whole number.
             metrics: those of the hook, if they were read already.
+            findings: those of the hook, if they were read already.
             loss: the training loss, to be shown beside the rest.
 
         Raises:
@@ -84,7 +91,7 @@ class TensorBoardWriter:
                 f"write(hook, step) takes a whole number as its step, such as hook.steps; got {step!r}"
             ) from error
         metrics = hook.metrics() if metrics is None else metrics
-        findings = hook.findings()
+        findings = hook.findings() if findings is None else findings
         if self._findings is None:
             measured = {key.partition("/")[0] for key in metrics}
             charts = layout(filter(measured.__contains__, self.quantities), with_loss=loss is not None)

@@ -122,8 +122,8 @@ FAULTS = [
     Fault("betahook/report/glance.py", "findings.step if step is None else step", "findings.step"),
     Fault(
         "integrations/reports.py",
-        "self._summarise(findings), None",
-        "self._summarise(findings), self._image",
+        "self._summarise(self._findings), None",
+        "self._summarise(self._findings), self._image",
         "tests/unit/integrations/test_reports.py",
     ),
     Fault("integrations/reports.py", "**chosen(self._metrics, self._quantities),", "**self._metrics,"),
@@ -1514,6 +1514,7 @@ FAULTS = [
     Fault("integrations/reports.py", "if self._step != self._hook.steps:", "if True:"),
     Fault("integrations/reports.py", "if logs is not None and is_training(logs):", "if logs is not None:"),
     Fault("integrations/reports.py", "        self._undo.close()\n", ""),
+    Fault("integrations/reports.py", ", findings=self._findings,", ",", "tests/unit/integrations/test_reports.py"),
     Fault("integrations/reports.py", "        send_alert(alert)\n", ""),
     Fault(
         "integrations/trainer.py",

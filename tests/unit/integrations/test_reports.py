@@ -121,10 +121,13 @@ def test_without_matplotlib_one_warning_says_that_there_is_no_picture(tmp_path, 
     assert sum(LARGEST in row for _, row in showing.rows) == 3
 
 
-def test_metrics_are_read_once_for_all_reporters(tmp_path, reporter, monkeypatch):
-    read, original = [], betahook.Hook.metrics
-    monkeypatch.setattr(betahook.Hook, "metrics", lambda hook: read.append(hook.steps) or original(hook))
-    trainer = make_trainer(tmp_path, BetaHookCallback())
+@pytest.mark.parametrize("name", ["metrics", "findings"])
+def test_a_step_is_read_once_for_all_reporters(tmp_path, reporter, monkeypatch, name):
+    pytest.importorskip("tensorboard")
+    read, original = [], getattr(betahook.Hook, name)
+    monkeypatch.setattr(betahook.Hook, name, lambda hook: read.append(hook.steps) or original(hook))
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path))
+    trainer = make_trainer(tmp_path, BetaHookCallback(), report_to=["tensorboard"])
     trainer.callback_handler.callbacks[1:1] = [reporter, Reporter()]
     watch(trainer)
     trainer.train()
