@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -179,7 +180,7 @@ def from_markdown(words: str) -> Table:
 
 def number(value: float) -> str:
     """Write a number; nothing for NaN."""
-    return "" if value != value else f"{value:.4g}"
+    return "" if math.isnan(value) else f"{value:.4g}"
 
 
 def _betas(state: dict[str, Any]) -> tuple[list[float], list[float]]:

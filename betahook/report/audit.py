@@ -145,7 +145,7 @@ class Audit(tuple[LayerAudit, ...]):
     def assumptions(self) -> list[list[str]]:
         """Return a table for people: a header, the numbers assumed, then one row a layer; only what was measured."""
         numbers = {name: [of(layer) for layer in self] for name, (_, of) in ASSUMPTIONS.items()}
-        known = [name for name, rows in numbers.items() if any(value == value for row in rows for value in row)]
+        known = [name for name, rows in numbers.items() if not all(math.isnan(value) for row in rows for value in row)]
         rows = [["layer", "d_x, d_k", *known], ["assumed", "", *(ASSUMPTIONS[name][0] for name in known)]]
         for index, layer in enumerate(self):
             widths = f"{layer.query_width or '?'}, {layer.head_dim}"
@@ -198,7 +198,7 @@ def _measured(layers: Layers, state: State) -> tuple[Tensor, Tensor]:
 
 def _written(values: Sequence[float]) -> str:
     """Write numbers; what was not measured is a question mark."""
-    return ", ".join("?" if value != value else f"{value:.3g}" for value in values)
+    return ", ".join("?" if math.isnan(value) else f"{value:.3g}" for value in values)
 
 
 def _closest(measured: float, predicted: dict[str, float]) -> str:

@@ -69,7 +69,7 @@ class Finding:
     def max_logit_head(self) -> int:
         """The head with the largest logit; a NaN is the smallest."""
         logits = [numbers.max_logit for numbers in self.head_numbers]
-        return max(range(len(logits)), key=lambda head: (logits[head] == logits[head], logits[head]))
+        return max(range(len(logits)), key=lambda head: (not math.isnan(logits[head]), logits[head]))
 
     @property
     def shares_offset(self) -> bool:
@@ -271,12 +271,20 @@ def _cells(finding: Finding, label: str) -> list[str]:
     numbers = finding.numbers
     flat = math.exp(numbers.flat_entropy)
     heads = [f"{condition}: {_ranges(which)}" for condition, which in finding.heads.items()]
-    cells = [plain(numbers.logit_std, 2), plain(numbers.max_logit), f"{plain(numbers.keys)} of {plain(flat)}"]
-    cells.append(f"{plain(finding.gain, 2)} x")
-    shown = ["" if "nan" in cell else cell for cell in cells]
+    cells = [
+        _cell(plain(numbers.logit_std, 2), numbers.logit_std),
+        _cell(plain(numbers.max_logit), numbers.max_logit),
+        _cell(f"{plain(numbers.keys)} of {plain(flat)}", numbers.keys, flat),
+        _cell(f"{plain(finding.gain, 2)} x", finding.gain),
+    ]
     move = 100 * (10**finding.note.move - 1)
     moved = f"{'+' * (move > 0)}{plain(move, 2)} %" if move else ""
-    return [label, str(finding.condition), str(finding.since), *shown, moved, "; ".join(heads)]
+    return [label, str(finding.condition), str(finding.since), *cells, moved, "; ".join(heads)]
+
+
+def _cell(text: str, *numbers: float) -> str:
+    """Return what says these numbers, or nothing where one was not measured."""
+    return "" if any(map(math.isnan, numbers)) else text
 
 
 def _layers(labels: Sequence[str], total: int) -> str:

@@ -122,7 +122,7 @@ def _turned(before: float, move: float) -> int:
 
 def _sharper(one: Numbers, other: Numbers) -> Numbers:
     """The numbers with the lower entropy, and of the others the larger; those measured, if the others were not."""
-    kept = one if one.relative_entropy < other.relative_entropy or other.entropy != other.entropy else other
+    kept = one if one.relative_entropy < other.relative_entropy or math.isnan(other.entropy) else other
     larger = {name: _larger(getattr(one, name), getattr(other, name)) for name in LARGER}
     return replace(kept, **larger)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
@@ -78,7 +79,7 @@ def by_layer(state: State, layers: Layers, notes: Sequence[Note]) -> dict[str, f
         f"{quantity}/{layer}": number
         for quantity, row in numbers(state, state.layers).items()
         for layer, number in zip(layers, row, strict=True)
-        if number == number
+        if not math.isnan(number)
     }
     noted = list(zip(layers, notes, strict=True))
     phases = {f"phase/{layer}": float(note.phase) for layer, note in noted if note.phase is not None}

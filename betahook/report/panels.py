@@ -75,7 +75,7 @@ def panels(last: Column) -> list[Panel]:
     """Return what to show of a history, the ticks being those of the number of keys in its last column."""
     keys = _typical_keys(last)
     counted = keys > 1
-    measured = any(numbers.logit_std == numbers.logit_std for numbers in last.numbers)
+    measured = not all(math.isnan(numbers.logit_std) for numbers in last.numbers)
     return [
         Panel(
             "Std of the logits",
@@ -146,7 +146,7 @@ def place_of_gain(gain: float) -> float:
 
 
 def _typical_keys(last: Column) -> float:
-    flat = [x.flat_entropy for x in last.numbers if x.flat_entropy == x.flat_entropy]
+    flat = [x.flat_entropy for x in last.numbers if not math.isnan(x.flat_entropy)]
     return math.exp(median_high(flat)) if flat else math.nan
 
 

@@ -104,7 +104,7 @@ FAULTS = [
         "if True or all(parameter.is_meta for",
         REPORTS,
     ),
-    Fault("betahook/report/audit.py", '"?" if value != value', '"?" if not value'),
+    Fault("betahook/report/audit.py", '"?" if math.isnan(value)', '"?" if not value'),
     Fault("betahook/report/alerts.py", 'value < limit if quantity == "entropy" else', ""),
     Fault("betahook/report/alerts.py", '("max_logit", "logit_std", "entropy")', '("max_logit", "entropy")'),
     Fault("betahook/report/history.py", "turned = before * move < 0 or", "turned = before * move < 0 and"),
