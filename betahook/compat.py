@@ -172,9 +172,9 @@ def multi_head_attention_forward() -> Callable[..., Any]:
     if "has_torch_function" not in getattr(getattr(original, "__code__", None), "co_names", ()):
         original = _OF_TORCH  # which a profiler, say, has wrapped
     names = {**original.__globals__, "has_torch_function": lambda tensors: False}
-    copy = types.FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
-    copy.__kwdefaults__ = original.__kwdefaults__
-    return copy
+    plain = types.FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
+    plain.__kwdefaults__ = original.__kwdefaults__
+    return plain
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_subclasses/fake_tensor.py

@@ -112,7 +112,7 @@ class GivenMask:
     band: Band = field(default_factory=Band)  # as torch 2.11 has no way to trace a default that is an object
 
     def describe(self, queries: int, keys: int, *, shared: bool = True) -> Mask:
-        """Look at the tensor, for a call of so many queries and keys; other layers profit from it if it is `shared`."""
+        """Look at the tensor, for a call of so many queries and keys; at pairs once for all layers if `shared`."""
         tensor = self.tensor
         if tensor is None:
             mask = Mask(self.band)
@@ -132,7 +132,8 @@ def derive(make: Callable[..., T], mask: Mask, like: Tensor, *sizes: int) -> T:
 
     Args:
         make: a function that reads the dtype and the device of its second argument, and nothing else of it.
-        mask: as it was described once for all layers.
+        mask: of the call. Calls with the same tensor of pairs have one description; of padding and documents, each has
+            its own.
         like: a tensor of the attention call.
         sizes: of the attention call, as `make` needs them.
     """

@@ -1,7 +1,7 @@
 """Facts about model families that betahook cannot read off a module: names of attributes, and what holds for a class.
 
-The one file to touch for a new family. `discovery`, `heads` and `projections` read it, and the tap reads the facts of
-the modules that they found. Classes are known by name, since importing them would load every model of transformers.
+The one file to touch for a new family. Classes are known by name, since importing them would load every model of
+transformers.
 """
 
 from __future__ import annotations

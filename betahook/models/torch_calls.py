@@ -1,6 +1,6 @@
 """Calls of torch functions: their arguments in the order of torch's signatures, and the tensors among them.
 
-Used by `betahook.models.trial` and by the tap in `betahook.tap.by_hand.watching`; nothing here knows attention.
+Nothing here knows attention.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """History of the findings of a run, for pictures of layer by step: bounded, however long the run.
 
-A writer keeps one and adds the findings of every log. No checkpoint holds it: that of a resumed run begins anew.
+A `Picture` keeps one and adds the findings of every log. No checkpoint holds it: that of a resumed run begins anew.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The picture at a glance: layer by step and layer by head of what attention does. Needs matplotlib.
 
-`TensorBoardWriter` draws one now and then from its `History`; `report.panels` has what it shows, and in which colours.
+`report.glance.Picture` draws one from its `History`; `report.panels` has what it shows, and in which colours.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The stages of `Hook.step`: check, add, where something is due pool over ranks and control, finish; and `explain`.
 
 Between two poolings all sums go on adding up, as they do over the micro-batches of a step. Each stage reads and writes
-the `State`; nothing but `explain` reads a value back to the host.
+the `State`. Only `explain` reads a value back to the host, and `check_ranks`, once.
 """
 
 from __future__ import annotations
