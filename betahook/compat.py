@@ -79,7 +79,7 @@ def is_recomputation() -> bool:
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/compiler/__init__.py
 def outside_of_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """The same function, at which a graph of the compiler ends; old versions of torch do not tell why."""
+    """Exclude a function from compiled graphs, which break at it; `reason` is shown where this torch takes one."""
     told = {"reason": reason} if "reason" in inspect.signature(torch.compiler.disable).parameters else {}
     outside: Callable[..., Any] = torch.compiler.disable(function, **told)
     return outside
@@ -94,7 +94,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_cpp_function.h
 def age_of(node: Any) -> int:
-    """A number by which a node of autograd is younger than all nodes that it leads to."""
+    """Sequence number of an autograd node: larger than those of all nodes it leads to."""
     age: int = node._sequence_nr()
     return age
 
@@ -209,7 +209,7 @@ def _unsharded(module: nn.Module) -> dict[int, Any]:
             memo[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
     for part in reversed([*module.modules()]):  # those that are in others first
         if is_fsdp2(part):
-            kind = _undivided(part)
+            kind = _without_fsdp2(part)
             made = kind.__new__(kind)
             nn.Module.__init__(made)
             state = {name: value for name, value in vars(part).items() if not _is_of_fsdp2(name)}
@@ -258,7 +258,7 @@ def trainer_state_name() -> str:
 # PEFT, whose layers have no documented way to ask for the weight as it acts, short of changing it.
 # https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/tuners_utils.py
 def is_adapter(module: object) -> bool:
-    """True for a layer that stands around another and adds to what that returns."""
+    """True for a PEFT layer, which wraps another (`base_layer`) and adds to its output."""
     return hasattr(module, "base_layer")
 
 
@@ -283,7 +283,7 @@ def is_known_adapter(adapter: Any) -> bool:
 
 
 def magnitudes(adapter: Any) -> list[Any]:
-    """Modules whose `weight [out]` is what the rows of the weight have as norms under DoRA; empty without it."""
+    """Magnitude modules of DoRA, whose `weight [out]` holds the norms of the rows; empty without DoRA."""
     vectors = getattr(adapter, "lora_magnitude_vector", {}) if is_active_adapter(adapter) else {}
     return [vectors[name] for name in getattr(adapter, "active_adapters", ()) if name in vectors]
 
@@ -327,11 +327,11 @@ def parameters_of_adapters(model: nn.Module) -> set[int]:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py
 def is_fsdp2(module: nn.Module) -> bool:
     """True for a module that `fully_shard` was called for, by name: torch need not be built with distributed."""
-    return _undivided(module) is not type(module)
+    return _without_fsdp2(module) is not type(module)
 
 
-def _undivided(module: nn.Module) -> type[nn.Module]:
-    """The class of a module without that which `fully_shard` puts before it."""
+def _without_fsdp2(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before `fully_shard` put `FSDPModule` in front of it."""
     kinds = type(module).__mro__
     names = [kind.__name__ for kind in kinds]
     return kinds[names.index("FSDPModule") + 1] if "FSDPModule" in names else type(module)
@@ -340,4 +340,4 @@ def _undivided(module: nn.Module) -> type[nn.Module]:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/utils/parametrize.py
 def class_of(module: nn.Module) -> type[nn.Module]:
     """The class of a module as it was written, without those that `fully_shard` and parametrizations put before it."""
-    return next(kind for kind in _undivided(module).__mro__ if kind.__module__ != parametrize.__name__)
+    return next(kind for kind in _without_fsdp2(module).__mro__ if kind.__module__ != parametrize.__name__)

@@ -144,7 +144,7 @@ class AttentionLayer:
 
     @property
     def projections(self) -> Pair | None:
-        """See `models.discovery.AttentionModule`."""
+        """W_q and W_k as they are now; None where they have no known form."""
         return self._attention.projections
 
     @property

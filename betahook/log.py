@@ -1,4 +1,4 @@
-"""The name of betahook before its warnings, where a program shows them without that of their logger."""
+"""Prefix betahook's warnings with its name in programs that configure no logging."""
 
 from __future__ import annotations
 

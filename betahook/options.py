@@ -19,7 +19,7 @@ from betahook.report.names import grouped
 from betahook.tap.recorder import ATTRIBUTE
 
 INTERVAL = 10
-"""Steps in which each layer is measured once, unless somebody says otherwise; `Search` moves as seldom."""
+"""Default `interval`, as long as the default window of `Search`."""
 
 NO_ATTENTION = (
     "it has no module that computes softmax attention over q . k, by F.scaled_dot_product_attention, "

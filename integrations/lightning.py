@@ -34,9 +34,9 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
     It hooks the one child of the `LightningModule` that has attention, or all of it if several have. A summary of
     all layers, a dozen numbers that begin with `attention/`, goes to all loggers every `log_every_n_steps` steps, and
     now and then the picture at a glance to those of TensorBoard and W&B. When a layer gets into another condition, a
-    line is logged. A checkpoint holds the weights without beta, and
-    the state of the hook beside them: any `Trainer` with this callback that loads it, to fit or to test, has the beta
-    that belongs to the weights. At the end of fitting, beta is folded into the weights.
+    line is logged. A checkpoint holds the weights without beta, and the state of the hook beside them: any `Trainer`
+    with this callback that loads it, to fit or to test, has the beta that belongs to the weights. At the end of
+    fitting, beta is folded into the weights.
 
     Args:
         options: those of `betahook.attach`.

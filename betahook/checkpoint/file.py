@@ -194,7 +194,7 @@ def _reading(place: object, *errors: type[Exception]) -> Iterator[None]:
 
 
 def _take_apart(hook: Stateful, weights: Mapping[str, Tensor] | None = None) -> tuple[str, dict[str, Tensor]]:
-    """Part what is saved into its JSON, with a checksum, and its tensors by name."""
+    """Split what is saved into its JSON, with a checksum, and its tensors by name."""
     state = hook.state_dict()
     tensors = {name: value.contiguous().cpu() for name, value in _take_tensors(state, "")}
     taken = fingerprint.take(hook.model if weights is None else weights)
@@ -203,7 +203,7 @@ def _take_apart(hook: Stateful, weights: Mapping[str, Tensor] | None = None) -> 
 
 
 def _put_together(header: str | None, tensors: dict[str, Tensor], place: str | Path) -> Saved:
-    """Return what `_take_apart` parted; `place` is where it was found, for messages."""
+    """Return what `_take_apart` split; `place` is where it was found, for messages."""
     with _reading(place, ValueError, RecursionError):  # json's own, or that of a number with too many digits
         content = None if header is None else json.loads(header)
     if not isinstance(content, dict) or not isinstance(content.get("state"), dict):

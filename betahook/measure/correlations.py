@@ -69,7 +69,7 @@ class _Standardised:
         mean = (tokens * weight).sum((0, 2), keepdim=True) / count
         centred = (tokens - mean) * weight
         variance = centred.square().sum((0, 2), keepdim=True) / count
-        # A component that never changes correlates with nothing; nor does what its mean was rounded by.
+        # A constant component correlates with nothing, nor does one that varies by the rounding of its mean only.
         changes = variance.sqrt() > 16 * torch.finfo(tokens.dtype).eps * mean.abs()
         return cls((centred / variance.sqrt()).where(changes, 0), used, variance)
 

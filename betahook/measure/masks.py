@@ -20,8 +20,8 @@ from torch import Tensor
 from betahook import compat
 
 GAPS = (math.log(torch.finfo(torch.float32).tiny), -9000.0)
-"""People mask with -100 or -1e4, too: with a bias on top, these lie below one of the two. With less than the first
-added to its logit, -87.3, the weight of a pair vanishes in float32."""
+"""Upper bounds of masks by large negative numbers, such as -100 or -1e4 plus a bias. Added to a logit, the first,
+-87.3, makes the weight of a pair vanish in float32."""
 
 NO_BIAS = -1e8
 """No position bias is below this: ALiBi takes off at most as much as there are tokens."""

@@ -28,7 +28,7 @@ AT_ONCE = 2**24
 """Scores that an accelerator works on at once, so that memory does not grow with the batch."""
 
 FEW = 2**14
-"""Scores up to which the form of the fewest operations is the quickest on the CPU too, whatever each of them costs."""
+"""Up to this many scores, the form with the fewest operations is the quickest on the CPU too."""
 
 LOWEST = -80.0
 """Floor of the logits, relative to the largest of their row, on the CPU: `exp(-80)` vanishes beside 1, and the

@@ -18,7 +18,7 @@ class _Replaced:
     Attributes:
         namespace: where it was found.
         function: the function.
-        users: how many need that it is replaced.
+        users: number of contexts that need the replacement.
     """
 
     namespace: dict[str, Any]

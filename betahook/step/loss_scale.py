@@ -32,8 +32,8 @@ class LossScale:
         """
         if not isinstance(scaler, GradScaler | None):
             raise TypeError(
-                f"step(scaler) takes a GradScaler or None; got {type(scaler).__name__}. Of a wrapper around one, give "
-                "what it wraps; a loss is given by name, step(loss=loss)"
+                f"step(scaler) takes a GradScaler or None; got {type(scaler).__name__}. If it wraps a scaler, "
+                "give that one; give a loss by name, step(loss=loss)"
             )
         if scaler is None or not (state := scaler.state_dict()):  # which is empty where the scaler is disabled
             return cls(1.0, expected, skipped=False)

@@ -411,6 +411,6 @@ def test_what_is_no_scaler_is_refused():
         loss = model(**inputs("llama")).loss
         with pytest.raises(TypeError, match=r"takes a GradScaler or None; got Tensor. .* by name, step\(loss=loss\)"):
             hook.step(loss)
-        with pytest.raises(TypeError, match=r"got NativeScaler. Of a wrapper around one, give what it wraps"):
+        with pytest.raises(TypeError, match=r"got NativeScaler. If it wraps a scaler, give that one"):
             hook.step(NativeScaler())
         assert hook.steps == 0
