@@ -152,14 +152,14 @@ def unwatched() -> AbstractContextManager[None]:
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_variable.cpp
-def owner(tensor: Tensor) -> Tensor:
+def base_of(tensor: Tensor) -> Tensor:
     """The tensor of which this one is a view, or itself."""
     return tensor if tensor._base is None else tensor._base
 
 
 def version(tensor: Tensor) -> int:
     """How often a tensor, or the one of which it is a view, was changed in place; inference tensors do not count."""
-    return owner(tensor)._version
+    return base_of(tensor)._version
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/functional.py

@@ -96,7 +96,7 @@ def added(length: int, dtype: torch.dtype, *, cpu: bool = False, alone: bool = T
     with ExitStack() as undo:
         undo.enter_context(mock.patch.object(devices, "is_cpu", return_value=cpu))
         if alone:
-            undo.enter_context(mock.patch.object(recorder, "room", return_value=1))
+            undo.enter_context(mock.patch.object(recorder, "calls_at_once", return_value=1))
         if alone and not cpu:
             undo.enter_context(mock.patch.object(gain, "SMALL", 0))
         of = {(layers, hooked): run(layers, hooked, length, dtype) for layers in (2, 3) for hooked in (False, True)}

@@ -22,7 +22,7 @@ from betahook.report import glance
 from betahook.report.audit import Audit
 from betahook.report.charts import steps_of
 from betahook.report.conditions import HELP, Condition
-from betahook.report.document import Block, Chart, Document, Picture, Table, Text
+from betahook.report.document import Block, Chart, Document, Image, Table, Text
 from betahook.report.findings import Findings
 from betahook.report.names import short_names
 from betahook.report.precision import Precision
@@ -68,7 +68,7 @@ def examination(title: str, source: str, found: Examination, *, pictured: bool) 
     return Document(title, blocks)
 
 
-def at_a_glance(findings: Findings) -> list[Picture]:
+def at_a_glance(findings: Findings) -> list[Image]:
     """Return the picture of one look; none without matplotlib."""
     picture = glance.Picture()
     picture.add(findings)
@@ -76,7 +76,7 @@ def at_a_glance(findings: Findings) -> list[Picture]:
         png = picture.png()
     except ImportError:
         return []
-    return [Picture(png, "layer by head", "At a glance", "Blue is flat, orange sharp, dark red looks at one key.")]
+    return [Image(png, "layer by head", "At a glance", "Blue is flat, orange sharp, dark red looks at one key.")]
 
 
 def run(folder: str, found: Run, judged: tuple[Findings, Audit] | None) -> Document:
@@ -99,7 +99,7 @@ def run(folder: str, found: Run, judged: tuple[Findings, Audit] | None) -> Docum
     blocks: list[Block] = [Text(summary, strong=True), *advice(remarks)] if summary else []
     if found.picture is not None:
         note = "Blue is flat, orange sharp, dark red looks at one key; beta over the model's own at the lower right."
-        blocks.append(Picture(found.picture, "layer by step, and layer by head", "At a glance", note))
+        blocks.append(Image(found.picture, "layer by step, and layer by head", "At a glance", note))
     blocks += [Text("\n".join(found.remarks))] if found.remarks else []
     blocks += [*charts(found), *tables, footer(sources(found))]
     return Document(f"Attention in {Path(folder).resolve().name}", blocks)

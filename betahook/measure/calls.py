@@ -16,7 +16,7 @@ from betahook.measure import components, devices, prefix, scores, statistics
 from betahook.measure.dtypes import at_least_float32, no_autocast
 from betahook.measure.inputs import Entries, input_rows
 from betahook.measure.largest import extreme_scores, norm_bound
-from betahook.measure.masks import Mask, derive
+from betahook.measure.masks import Mask, once_per_mask
 from betahook.measure.pairs import call_counts, count_tokens, is_short, rows_each
 from betahook.measure.rows import ScoreMod, pair_sums, row_sums
 from betahook.measure.scores import Components
@@ -50,7 +50,7 @@ def add_scores(
     if is_short(query.shape[2], key.shape[2]) or not devices.is_cpu(query.device):
         query, key = at_least_float32(query), at_least_float32(key)
     with no_autocast(query.device):
-        counts = derive(call_counts, mask, query, *query.shape[:3], key.shape[2])
+        counts = once_per_mask(call_counts, mask, query, *query.shape[:3], key.shape[2])
         of_query = scores.components(query, mask.queries)
         sums, largest, of_key = _score_sums(query, key, mask, scales[1], of_query, score_mod)
         if not is_short(query.shape[2], key.shape[2]):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from betahook.measure import devices, statistics
 from betahook.measure.dtypes import product_dtype
-from betahook.measure.masks import Mask, derive
+from betahook.measure.masks import Mask, once_per_mask
 
 Entries = tuple[int, Tensor, Tensor]
 """Number, sum and sum of squares of the entries that enter a projection."""
@@ -59,7 +59,7 @@ def input_rows(mask: Mask, query: Tensor, entries: Sequence[Entries]) -> list[Te
 
     Sums are scalars, or `[layers]` where the heads are those of as many layers.
     """
-    rows = [(derive(_scalar, mask, total, number), total, square) for number, total, square in entries]
+    rows = [(once_per_mask(_scalar, mask, total, number), total, square) for number, total, square in entries]
     return [_by_head(x.to(query.device), query.shape[1]) for row in rows for x in row]
 
 

@@ -77,7 +77,7 @@ class Mask:
             crosses from one document to another; None for a single document.
         structured: boolean scalar tensor, True if the pairs are exactly those of band, queries and keys; None for a
             structure that holds by construction.
-        facts: what `derive` made of the mask, shared by all layers that are given it; None to share nothing.
+        cache: what `once_per_mask` made of the mask, shared by all layers that are given it; None to share nothing.
     """
 
     band: Band
@@ -87,7 +87,7 @@ class Mask:
     bias: Tensor | None = None
     documents: Tensor | None = None
     structured: Tensor | None = None
-    facts: dict[Any, Any] | None = field(default_factory=dict, compare=False, repr=False)
+    cache: dict[Any, Any] | None = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def is_band(self) -> bool:
@@ -124,10 +124,10 @@ class GivenMask:
             added = self.kind == "added" and not tensor.is_floating_point()
             pairs = (tensor.float() if added else tensor)[..., :keys].expand(*tensor.shape[:2], queries, keys)
             mask = from_tensor(pairs, self.band, shared=shared)
-        return mask if shared else replace(mask, facts=None)
+        return mask if shared else replace(mask, cache=None)
 
 
-def derive(make: Callable[..., T], mask: Mask, like: Tensor, *sizes: int) -> T:
+def once_per_mask(make: Callable[..., T], mask: Mask, like: Tensor, *sizes: int) -> T:
     """Return `make(mask, like, *sizes)`, made once for all calls with the same mask, device, dtype and sizes.
 
     Args:
@@ -137,16 +137,16 @@ def derive(make: Callable[..., T], mask: Mask, like: Tensor, *sizes: int) -> T:
         like: a tensor of the attention call.
         sizes: of the attention call, as `make` needs them.
     """
-    facts = _of_band(mask.band).facts if mask.is_band and mask.facts is not None else mask.facts
+    cache = _of_band(mask.band).cache if mask.is_band and mask.cache is not None else mask.cache
     # A fake tensor stands for no data, and the memory of what a graph records is the graph's.
-    if facts is None or type(like) is not Tensor or compat.is_captured(like.device):
+    if cache is None or type(like) is not Tensor or compat.is_captured(like.device):
         return make(mask, like, *sizes)
     name = make, like.device, like.dtype, sizes
-    if name not in facts:
-        if len(facts) >= KEPT:
-            facts.clear()
-        facts[name] = make(mask, like, *sizes)
-    made: T = facts[name]
+    if name not in cache:
+        if len(cache) >= KEPT:
+            cache.clear()
+        cache[name] = make(mask, like, *sizes)
+    made: T = cache[name]
     return made
 
 
@@ -217,12 +217,12 @@ def _shared_structure(mask: Tensor, band: Band) -> Mask:
     # No version counter tells of changes there, nor in the runs of a graph that is captured now.
     if mask.is_inference() or compat.is_captured(mask.device):
         return _structure(mask, band)
-    owner, version = compat.owner(mask), compat.version(mask)  # the views that layers make are new each time
-    known_version, known = _structures.get(owner, (None, {}))
+    base, version = compat.base_of(mask), compat.version(mask)  # the views that layers make are new each time
+    known_version, known = _structures.get(base, (None, {}))
     view = mask.storage_offset(), mask.shape, mask.stride(), band
     if known_version != version or (len(known) >= KEPT and view not in known):
         known = {}
-        _structures[owner] = version, known
+        _structures[base] = version, known
     structure: Mask = known[view] if view in known else known.setdefault(view, _structure(mask, band))
     return structure
 

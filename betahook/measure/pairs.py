@@ -1,7 +1,7 @@
 """Facts about the pairs of an attention call that follow from its mask alone: made once for all layers.
 
 `betahook.measure.rows` looks at the rows that are picked here, and `betahook.measure.calls` adds up the numbers. The
-functions of a mask are called through `masks.derive`.
+functions of a mask are called through `masks.once_per_mask`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from betahook.measure.dtypes import product_dtype, sum_dtype
-from betahook.measure.masks import Mask, derive
+from betahook.measure.masks import Mask, once_per_mask
 
 SHORT = 128
 """All rows are looked at up to the pairs of this many queries and keys: that is quicker than any other form."""
@@ -152,13 +152,13 @@ would be under flat attention, over all keys that a row may use; numbers of quer
 
 def call_counts(mask: Mask, like: Tensor, batch: int, heads: int, queries: int, keys: int) -> Tensor:
     """The `COUNTS` of one attention call, `[6, heads]`, float64: estimates where some rows stand for the others."""
-    count, wide = derive(row_pairs, mask, like, queries, keys).count, sum_dtype(like.device)
+    count, wide = once_per_mask(row_pairs, mask, like, queries, keys).count, sum_dtype(like.device)
     of_rows = (count, count > 0, count.clamp(min=1).log())
     each = rows_each(queries, keys)
     pairs, rows, flat = (each * x.expand(batch, heads, -1).sum((0, 2), dtype=wide) for x in of_rows)
     exact = pairs
     if not is_short(queries, keys):
-        exact = derive(keys_per_query, mask, like, queries, keys).expand(batch, -1).sum().to(pairs).expand(heads)
+        exact = once_per_mask(keys_per_query, mask, like, queries, keys).expand(batch, -1).sum().to(pairs).expand(heads)
         if mask.structured is None:
             pairs = exact
         else:

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from betahook.measure.dtypes import at_least_float32, product_dtype, sum_dtype
-from betahook.measure.masks import Mask, derive
+from betahook.measure.masks import Mask, once_per_mask
 from betahook.measure.pairs import keys_per_query, of_sequences, reciprocal
-from betahook.measure.scores import BLOCK, Components, filled, query_blocks, summed
+from betahook.measure.scores import BLOCK, Components, padded, query_blocks, summed
 
 SLAB = 4096
 """Queries of a sequence that are worked on at once: memory does not grow beyond."""
@@ -55,7 +55,7 @@ def _sequences(query: Tensor, key: Tensor, mask: Mask, of_key: Components, some:
     mean = of_key.mean.expand(batch, -1, -1).reshape(-1, 1, width, 1)
     below = [_SlabSums(mask, edge, key, mean) for edge in mask.band.edges(keys)]
     valid = None if mask.queries is None else of_sequences(mask.queries, some)
-    counts = [of_sequences(x, some) for x in derive(block_counts, mask, query, queries, keys)]
+    counts = [of_sequences(x, some) for x in once_per_mask(block_counts, mask, query, queries, keys)]
     parts = []
     for start in range(0, queries, SLAB):
         rows = query_blocks(query, valid, heads // key_heads, start, min(start + SLAB, queries))
@@ -121,9 +121,9 @@ class _SlabSums:
         if first == last:
             return self._of_all(query)
         # The edge runs through these keys: of the keys in its own block a query sees those up to its own place.
-        key = filled(self.key[:, first:last], blocks * BLOCK, before=first - start - self.edge)
+        key = padded(self.key[:, first:last], blocks * BLOCK, before=first - start - self.edge)
         key = key.view(len(key), blocks, BLOCK, -1)
-        earlier, visible = derive(block_factors, self.mask, query, blocks)
+        earlier, visible = once_per_mask(block_factors, self.mask, query, blocks)
         sums = self._in_front_of(key, earlier)
         parts = [sums[..., :-1], key[..., :-1].mT, sums[..., -1:], self.mean.expand(-1, blocks, -1, -1)]
         # Columns: of the keys in front what gives the squares of their scores, each key of the own block, the sum of

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from betahook.measure import devices
 from betahook.measure.dtypes import at_least_float32, sum_dtype
-from betahook.measure.masks import Mask, derive
+from betahook.measure.masks import Mask, once_per_mask
 from betahook.measure.pairs import RowPairs, row_at, row_pairs
 from betahook.measure.scores import extremes, pool_rows
 
@@ -79,7 +79,7 @@ def row_sums(
     """
     queries, keys = query.shape[2], key.shape[2]
     query, key = at_least_float32(query), at_least_float32(key)
-    pairs = _with_terms(derive(row_pairs, mask, query, queries, keys), score_mod, queries, keys)
+    pairs = _with_terms(once_per_mask(row_pairs, mask, query, queries, keys), score_mod, queries, keys)
     if pairs.picked is not None:
         query = query[:, :, pairs.picked]
     scale = beta.to(query.dtype).view(-1, 1, 1)

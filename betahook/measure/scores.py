@@ -22,7 +22,7 @@ from torch import Tensor
 
 from betahook.measure import devices
 from betahook.measure.dtypes import at_least_float32, product_dtype, sum_dtype
-from betahook.measure.masks import Mask, derive
+from betahook.measure.masks import Mask, once_per_mask
 from betahook.measure.pairs import keys_per_query
 
 BLOCK = 64
@@ -95,13 +95,13 @@ def _slabs(length: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + BLOCK, length)
 
 
-def filled(tokens: Tensor, length: int, before: int = 0) -> Tensor:
+def padded(tokens: Tensor, length: int, before: int = 0) -> Tensor:
     """Pad with zeros, `[..., n, d] -> [..., length, d]`: `before` of them in front, the rest behind."""
     after = length - before - tokens.shape[-2]
     return F.pad(tokens, (0, 0, before, after)) if before or after else tokens
 
 
-def _whole_blocks(length: int) -> int:
+def _rounded_up(length: int) -> int:
     return length + -length % BLOCK
 
 
@@ -136,7 +136,7 @@ class _PrefixSums:
             return self._of_all(query, groups)
 
         # The edge runs through these keys: of the keys in its own block a query sees those up to its own place.
-        key = filled(self._read(first, last), BLOCK, before=first - start - self.edge)
+        key = padded(self._read(first, last), BLOCK, before=first - start - self.edge)
         self.seen = last
         score, square = self._of_all(query, groups)
         self._take(key)
@@ -208,8 +208,8 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tu
     shift = (query_mean.unflatten(0, (key_heads, groups)) * key_mean[:, None]).sum(-1)
     score, offset = torch.cat(scores, 2).unbind(-1)
     offset = offset - shift[:, None, :, None]
-    count = derive(keys_per_query, mask, query, queries, keys)
-    count_here = filled(count[..., None], _whole_blocks(queries)).view(len(count), 1, -1, 1, BLOCK)
+    count = once_per_mask(keys_per_query, mask, query, queries, keys)
+    count_here = padded(count[..., None], _rounded_up(queries)).view(len(count), 1, -1, 1, BLOCK)
     total = (score + count_here * offset).sum((0, 2, 4), dtype=wide)
     square = torch.cat(squares, 2).sum((0, 2), dtype=wide)
     # The offset is the same for all keys of a query: it is not part of the spread within rows.
@@ -256,6 +256,6 @@ def query_blocks(query: Tensor, valid: Tensor | None, groups: int, start: int, s
     if valid is not None:
         rows = rows * _per_token(valid[:, start:stop], rows.dtype)
     batch, heads, _, width = query.shape
-    rows = filled(rows, _whole_blocks(stop - start))
+    rows = padded(rows, _rounded_up(stop - start))
     rows = rows.view(batch, heads // groups, groups, -1, BLOCK, width).transpose(2, 3)
     return rows.reshape(-1, groups * BLOCK, width)

@@ -99,7 +99,7 @@ def is_distributed() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def extremes(number: int, device: torch.device) -> tuple[int, int]:
+def range_over_ranks(number: int, device: torch.device) -> tuple[int, int]:
     """Return the least and the largest number that a rank gives; every rank must ask. Reads the device back."""
     if not is_distributed():
         return number, number

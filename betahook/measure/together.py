@@ -1,8 +1,8 @@
 """Attention calls of several small layers, which wait for one another and are measured as one call with many heads.
 
 A small layer costs what the host takes to launch its statistics, so those of all layers are launched at once. The
-recorder of a layer asks `room` if its call is small enough, hands it to `note`, and calls `add_calls` with the last
-layer of the forward; who reads the tables calls `add` first.
+recorder of a layer asks `calls_at_once` if its call is small enough, hands it to `note`, and calls `add_calls` with the
+last layer of the forward; who reads the tables calls `add` first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ vocabulary it took 11 % more memory.
 """
 
 
-def room(query: Tensor, key: Tensor) -> int:
+def calls_at_once(query: Tensor, key: Tensor) -> int:
     """Return how many calls such as this one may be measured at once; 1 for a call that has nothing to gain."""
     queries, keys = query.shape[2], key.shape[2]
     if not devices.is_cpu(query.device):
@@ -99,7 +99,7 @@ class WaitingCalls:
         """Let a call wait; `table` and `moments` are of all heads, as in `add`."""
         if self._calls:
             last, _ = self._calls[-1]
-            if not call.is_like(last) or len(self._calls) >= room(call.query, call.key):
+            if not call.is_like(last) or len(self._calls) >= calls_at_once(call.query, call.key):
                 self.add_calls(table, moments)
         self._calls.append((call, call.versions()))
 

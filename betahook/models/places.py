@@ -130,7 +130,7 @@ def _find(module: nn.Module, weight: Tensor) -> tuple[str, str, Tensor] | None:
     for path, part in module.named_modules():
         for name in (*part._parameters, "weight"):  # no parameter where a hook of torch makes it of others
             whole = materialise.stored(part, name)
-            if isinstance(whole, Tensor) and (whole is weight or whole is compat.owner(weight)):
+            if isinstance(whole, Tensor) and (whole is weight or whole is compat.base_of(weight)):
                 return path, name, whole
     return None
 
@@ -176,7 +176,7 @@ def _bias(owner: nn.Module, bias: Tensor | None, rows: Tensor) -> tuple[str, int
     if bias is None:
         return None
     for name, whole in owner._parameters.items():
-        if whole is not None and whole is compat.owner(bias):
+        if whole is not None and whole is compat.base_of(bias):
             entries = _rows_in(whole, bias, tuple(range(bias.dim())))
             offsets = [] if entries is None else (entries[1] - rows).unique().tolist()
             return (name, offsets[0]) if len(offsets) == 1 else None
@@ -199,4 +199,4 @@ def _is_all_of(tensor: Tensor, other: Any) -> bool:
     """True if a tensor is another one, in whatever shape."""
     if not isinstance(other, Tensor):
         return False
-    return compat.owner(tensor) is compat.owner(other) and tensor.numel() == other.numel()
+    return compat.base_of(tensor) is compat.base_of(other) and tensor.numel() == other.numel()

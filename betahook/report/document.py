@@ -57,7 +57,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Picture:
+class Image:
     """A picture; a terminal leaves it out.
 
     Attributes:
@@ -96,7 +96,7 @@ class Chart:
     steps: tuple[float, float] | None = None
 
 
-Block = Text | Table | Picture | Chart
+Block = Text | Table | Image | Chart
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 from betahook.report.charts import draw
-from betahook.report.document import Block, Chart, Document, Picture, Table, Text
+from betahook.report.document import Block, Chart, Document, Image, Table, Text
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -62,7 +62,7 @@ def _render(block: Block) -> str:
         return f"<p{' class=strong' if block.strong else ''}>{html.escape(block.text)}</p>"
     title = f"<h2>{html.escape(block.title)}</h2>" if block.title else ""
     note = f'<p class="note">{html.escape(block.note)}</p>' if block.note else ""
-    content = {Table: _table, Picture: _picture, Chart: draw}[type(block)](block)  # type: ignore[operator]
+    content = {Table: _table, Image: _image, Chart: draw}[type(block)](block)  # type: ignore[operator]
     return f"<section>{title}{content}{note}</section>"
 
 
@@ -80,6 +80,6 @@ def _table(table: Table) -> str:
     return f'<div class="scroll"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
 
 
-def _picture(picture: Picture) -> str:
-    data = base64.b64encode(picture.png).decode()
-    return f'<img alt="{html.escape(picture.alt)}" src="data:image/png;base64,{data}">'
+def _image(image: Image) -> str:
+    data = base64.b64encode(image.png).decode()
+    return f'<img alt="{html.escape(image.alt)}" src="data:image/png;base64,{data}">'

@@ -68,7 +68,7 @@ class State:
         beta_default: float32 `[heads]`, the model's own; NaN until the first forward.
         beta_acts: False while no beta was set and no controller moves one: what is not measured then runs unhooked.
         factors: gain and probe of each layer.
-        parts: the tensors of each layer alone, as its forward gets them.
+        layer_tensors: the tensors of each layer alone, as its forward gets them.
         table: sums over the steps since the last pooling, `[quantities, heads]`, see `measure.statistics`.
         moments: sums of q and k over the same steps, `[4, components]`, see `measure.components`.
         window: `[2, heads]`, the sum of the sensitivities of these steps where they were finite, and their number.
@@ -147,7 +147,7 @@ class State:
         self.beta_acts = True
         self.first_spectral_ratio: Tensor | None = None
         self.waiting, self.pending = WaitingCalls(), list[Step]()
-        self.parts = _parts(self)
+        self.layer_tensors = _tensors_of_layers(self)
 
     @property
     def device(self) -> torch.device:
@@ -166,7 +166,7 @@ class State:
             if isinstance(value, Tensor | HeadGroups):
                 setattr(self, name, moved(value) if isinstance(value, Tensor) else value.to(device))
         self.factors.follow(self.beta)
-        for part, there in zip(self.parts, _parts(self), strict=True):
+        for part, there in zip(self.layer_tensors, _tensors_of_layers(self), strict=True):
             vars(part).update(vars(there))
         self.memories = [{name: moved(value) for name, value in memory.items()} for memory in self.memories]
 
@@ -250,7 +250,7 @@ class State:
         return table, torch.where(idle, self.recent_moments[:, components], self.moments[:, components])
 
 
-def _parts(state: State) -> list[LayerTensors]:
+def _tensors_of_layers(state: State) -> list[LayerTensors]:
     """Give each layer its tensors."""
     shared, probes = (state.table, state.moments, state.beta_default), state.factors.probes
     betas = state.beta.split([probe.numel() for probe in probes])

@@ -122,7 +122,7 @@ class Clipping:
 
     def _settle(self, hook: Hooked, clipped: _Clipped) -> bool:
         """Choose the first weights of a layer that do what beta does; False if none do."""
-        fewest, _ = statistics.extremes(len(clipped.scalings), self._state.device)
+        fewest, _ = statistics.range_over_ranks(len(clipped.scalings), self._state.device)
         for choice in range(fewest):
             clipped.choice = choice
             if not self._differs(hook, [clipped]):
@@ -150,7 +150,7 @@ class Clipping:
         return self._on_any_rank(differs)
 
     def _on_any_rank(self, here: bool) -> bool:
-        _, largest = statistics.extremes(int(here), self._state.device)
+        _, largest = statistics.range_over_ranks(int(here), self._state.device)
         return largest > 0
 
 

@@ -62,7 +62,7 @@ def check_ranks(state: State, layers: Layers) -> None:
     if state.ranks_agree or not is_pooled(state):
         return
     sizes = [f"{name}: {layer.heads} heads of {layer.head_dim}" for name, layer in layers.items()]
-    least, largest = statistics.extremes(zlib.crc32("\n".join(sizes).encode()), state.device)
+    least, largest = statistics.range_over_ranks(zlib.crc32("\n".join(sizes).encode()), state.device)
     if least < largest:
         raise RuntimeError(
             f"statistics are pooled over all ranks, which must have the same attention layers; ranks differ, and this "

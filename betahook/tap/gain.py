@@ -43,7 +43,7 @@ def scale_query(
         axis: of the heads.
         product: what the query goes into, where that is yet to show whether it makes scores.
     """
-    layer.follow(query.device)
+    layer.move_state_to(query.device)
     has_gradient = torch.is_grad_enabled() and (query.requires_grad or any(x.requires_grad for x in others))
     gain = _ready(layer, query, default, axis, product, as_leaf=has_gradient and query.numel() <= SMALL)
     if gain is None:

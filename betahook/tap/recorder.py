@@ -17,7 +17,7 @@ from betahook import compat
 from betahook.measure import calls, inputs
 from betahook.measure.masks import GivenMask, Mask
 from betahook.measure.rows import PLAIN, ScoreMod
-from betahook.measure.together import AttentionCall, room
+from betahook.measure.together import AttentionCall, calls_at_once
 from betahook.models import materialise
 from betahook.models.discovery import AttentionModule
 from betahook.state.factors import gain_of
@@ -60,7 +60,7 @@ def _may_wait(
     mask = given.tensor
     same = mask is None or (not mask.is_inference() and (mask.dim() == 2 or mask.shape[1] == 1))
     fits = query.shape[3] == head_range.head_dim and state.waiting.takes(head_range.heads)
-    return same and fits and room(query, key) > 1
+    return same and fits and calls_at_once(query, key) > 1
 
 
 def is_repeated(recorder: Recorder) -> bool:
@@ -126,7 +126,7 @@ class Recorder:
         self._local_range = head_range  # all heads of the layer, unless this rank computes only some of them
         self._local_heads = attention.heads
         self._inputs = _Inputs()
-        self.tensors = state.parts[head_range.layer]
+        self.tensors = state.layer_tensors[head_range.layer]
         self.runs, self.projected, self.ran_in = 0, False, set[bool]()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -185,7 +185,7 @@ class Recorder:
             with compat.untransformed():
                 self.state.note_default(self._head_range, beta)
 
-    def follow(self, device: torch.device) -> None:
+    def move_state_to(self, device: torch.device) -> None:
         """Move the state to where the model went, but not to the meta device, see `shows_shapes`."""
         if device.type not in ("cpu", "meta") and self.state.device.type == "cpu":
             self.state.to(device)
@@ -261,7 +261,7 @@ class Recorder:
             return
         if isinstance(mask, GivenMask):
             mask = mask.describe(query.shape[2], key.shape[2])
-        scales = _scales(state, local, query.device, shared=mask.facts is not None)
+        scales = _scales(state, local, query.device, shared=mask.cache is not None)
         sums, query, key = _columns(state, local), query.detach(), key.detach()
         calls.add_scores(*sums, query, key, mask, scales, score_mod, exact_max_logit=exact, inputs=entries)
 
@@ -283,7 +283,7 @@ class Recorder:
         if shows_shapes(tensor, self.state):
             return
         tensor = materialise.local(tensor)  # a DTensor under tensor parallelism, the same on all ranks
-        self.follow(tensor.device)
+        self.move_state_to(tensor.device)
         entries = self._inputs.entries_of(tensor) if shared else inputs.entries_of(tensor)
         waiting = self.state.waiting.inputs
         waiting.note(self.state.table, self._local_range.heads, sides, entries)

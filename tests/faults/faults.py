@@ -208,7 +208,7 @@ FAULTS = [
     Fault("betahook/measure/prefix.py", "mean.add_(offset)", "mean"),
     Fault("betahook/measure/prefix.py", "score, mean, value=-1, out", "score, mean, value=0, out"),
     Fault("betahook/tap/recorder.py", "last[0]() is tensor and last[1] == version", "last[0]() is tensor", RECORDER),
-    Fault("betahook/measure/masks.py", "facts is None or type(like) is not Tensor", "facts is None"),
+    Fault("betahook/measure/masks.py", "cache is None or type(like) is not Tensor", "cache is None"),
     Fault("betahook/measure/masks.py", "mask.stride(dim) == 0 and len(mask)", "False"),
     Fault("betahook/measure/masks.py", "like.dtype, sizes", "sizes"),
     Fault("betahook/theory.py", "return head_dim.sqrt()", "return head_dim"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from betahook.measure import calls, components, rows, scores, statistics
-from betahook.measure.masks import Band, derive
+from betahook.measure.masks import Band, once_per_mask
 from betahook.measure.pairs import keys_per_query, row_pairs
 
 HEAD_DIM, CPU = 8, torch.device("cpu")
@@ -90,7 +90,8 @@ def named(pairs, sums, **others):
 
 def exact(query, key, mask):
     """`score_sums` as a layer calls it, centred at the mean of the queries that take part."""
-    seen = derive(keys_per_query, mask, query, query.shape[2], key.shape[2]).expand(len(query), -1).sum().double()
+    seen = once_per_mask(keys_per_query, mask, query, query.shape[2], key.shape[2])
+    seen = seen.expand(len(query), -1).sum().double()
     return named(seen.expand(query.shape[1]), with_key_moments(query, key, mask)[0])
 
 

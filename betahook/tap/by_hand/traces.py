@@ -194,7 +194,7 @@ class Traces(ByTensor[Trace]):
         # Tensors of a transform show no memory, and no layer is left alone for what happens there.
         if compat.is_transformed() or not isinstance(tensor, Tensor):
             return
-        trace, base = self.get(tensor), compat.owner(tensor)
+        trace, base = self.get(tensor), compat.base_of(tensor)
         if not isinstance(trace, Scores) and base is tensor:
             return
         memory = tensor.untyped_storage().data_ptr()

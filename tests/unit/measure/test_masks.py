@@ -248,20 +248,20 @@ LIKE = torch.empty(2)
 
 
 def test_layers_with_the_same_band_share_what_is_derived_of_it(make):
-    first = masks.derive(make, Mask(Band(-3, 0)), LIKE, 5)
-    assert masks.derive(make, Mask(Band(-3, 0)), LIKE, 5) is first
+    first = masks.once_per_mask(make, Mask(Band(-3, 0)), LIKE, 5)
+    assert masks.once_per_mask(make, Mask(Band(-3, 0)), LIKE, 5) is first
     others = [(Mask(Band(-4, 0)), LIKE, 5), (Mask(Band(-3, 0)), LIKE.double(), 5), (Mask(Band(-3, 0)), LIKE, 6)]
     others += [(Mask(Band(-3, 0)), LIKE.to("meta"), 5), (Mask(Band(-3, 0), keys=torch.ones(1, 5)), LIKE, 5)]
-    assert len({first, *(masks.derive(make, *other) for other in others)}) == 6
+    assert len({first, *(masks.once_per_mask(make, *other) for other in others)}) == 6
 
 
 def test_layers_with_the_same_mask_share_what_is_derived_of_it(make):
     tensor = torch.zeros(1, 1, 7, 9)
-    first = masks.derive(make, masks.from_tensor(tensor, Band()), LIKE)
-    assert masks.derive(make, masks.from_tensor(tensor[:], Band()), LIKE) is first
-    assert masks.derive(make, masks.from_tensor(tensor.clone(), Band()), LIKE) is not first
+    first = masks.once_per_mask(make, masks.from_tensor(tensor, Band()), LIKE)
+    assert masks.once_per_mask(make, masks.from_tensor(tensor[:], Band()), LIKE) is first
+    assert masks.once_per_mask(make, masks.from_tensor(tensor.clone(), Band()), LIKE) is not first
     tensor[0, 0, 1, 2] = -torch.inf
-    assert masks.derive(make, masks.from_tensor(tensor, Band()), LIKE) is not first
+    assert masks.once_per_mask(make, masks.from_tensor(tensor, Band()), LIKE) is not first
 
 
 def test_layers_with_the_same_addend_share_the_pairs_that_it_masks():
@@ -276,25 +276,27 @@ def test_layers_with_the_same_addend_share_the_pairs_that_it_masks():
 def test_no_more_is_kept_than_a_few_shapes(make):
     mask = Mask(Band(-7, 7))
     for length in range(100):
-        masks.derive(make, mask, LIKE, length)
-    assert len(masks._of_band(mask.band).facts) <= masks.KEPT
+        masks.once_per_mask(make, mask, LIKE, length)
+    assert len(masks._of_band(mask.band).cache) <= masks.KEPT
 
 
 def test_nothing_is_kept_of_fake_tensors(make):
     with FakeTensorMode():
         fake = torch.empty(2)
-    first = masks.derive(make, Mask(Band(-3, 5)), fake)
-    assert masks.derive(make, Mask(Band(-3, 5)), fake) is not first
+    first = masks.once_per_mask(make, Mask(Band(-3, 5)), fake)
+    assert masks.once_per_mask(make, Mask(Band(-3, 5)), fake) is not first
 
 
 def test_nothing_is_shared_where_nothing_is_to_be(make):
-    first = masks.derive(make, Mask(Band(-3, 5), facts=None), LIKE)
-    assert masks.derive(make, Mask(Band(-3, 5), facts=None), LIKE) is not first
+    first = masks.once_per_mask(make, Mask(Band(-3, 5), cache=None), LIKE)
+    assert masks.once_per_mask(make, Mask(Band(-3, 5), cache=None), LIKE) is not first
 
 
 def test_what_is_known_goes_with_the_mask(make):
     tensor = torch.zeros(1, 1, 7, 9)
-    known = weakref.ref(masks.derive(lambda mask, like: mask.queries.clone(), masks.from_tensor(tensor, Band()), LIKE))
+    known = weakref.ref(
+        masks.once_per_mask(lambda mask, like: mask.queries.clone(), masks.from_tensor(tensor, Band()), LIKE)
+    )
     assert known() is not None
     del tensor
     assert known() is None

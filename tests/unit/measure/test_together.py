@@ -39,7 +39,7 @@ def recorded(given, *, waiting=True, length=40, softcap=None, cpu=True):
     with (
         mock.patch.object(together.calls, "add_scores", measured),
         mock.patch.object(devices, "is_cpu", return_value=cpu),
-        mock.patch.object(recording, "room", together.room if waiting else lambda query, key: 1),
+        mock.patch.object(recording, "calls_at_once", together.calls_at_once if waiting else lambda query, key: 1),
     ):
         for index, recorder in enumerate(recorders):
             query, key = (x * (index + 1) + index for x in operands(length))
@@ -69,8 +69,8 @@ def test_large_calls_and_those_with_a_mask_of_each_head_do_not_wait():
     by_head = GivenMask("pairs", torch.ones(1, 4, 40, 40, dtype=torch.bool), Band(None, 0))
     assert recorded(by_head)[2] == 3
     assert recorded(CAUSAL, length=200)[2] == 3
-    assert together.room(*operands(128)) == 1
-    assert together.room(*operands(64)) == 4
+    assert together.calls_at_once(*operands(128)) == 1
+    assert together.calls_at_once(*operands(64)) == 4
 
 
 def test_calls_that_differ_are_measured_apart():
@@ -188,8 +188,8 @@ def test_a_refused_layer_leaves_nothing_that_waits():
 def test_a_model_is_measured_as_layer_by_layer(family):
     model, batch = build(family), inputs(family)
     found = []
-    for room in (together.room, lambda query, key: 1):
-        with mock.patch.object(recording, "room", room), betahook.attach(model, controller="monitor") as hook:
+    for limit in (together.calls_at_once, lambda query, key: 1):
+        with mock.patch.object(recording, "calls_at_once", limit), betahook.attach(model, controller="monitor") as hook:
             for _ in range(2):  # the model's own beta is known from the second forward on
                 model(**batch).loss.backward()
                 model.zero_grad()

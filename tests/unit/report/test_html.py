@@ -8,7 +8,7 @@ import pytest
 
 from betahook.cli.pages import COLOURS
 from betahook.report import charts, html
-from betahook.report.document import Chart, Document, Picture, Table, Text
+from betahook.report.document import Chart, Document, Image, Table, Text
 
 EVIL = '<script>alert("1")</script>&'
 
@@ -18,7 +18,7 @@ def test_everything_is_escaped():
         Text(EVIL),
         Text(EVIL, strong=True),
         Table([EVIL], [[EVIL]], EVIL, EVIL),
-        Picture(b"\x89PNG", EVIL, EVIL, EVIL),
+        Image(b"\x89PNG", EVIL, EVIL, EVIL),
         Chart(EVIL, {EVIL: [(0, 1.0), (1, 2.0)], "b": [(0, 1.0)]}, note=EVIL),
     ]
     page = html.render(Document(EVIL, blocks))

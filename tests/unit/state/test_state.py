@@ -57,7 +57,7 @@ def test_a_device_without_float64_gets_none(monkeypatch):
     monkeypatch.setattr("betahook.state.state.sum_dtype", lambda device: torch.float32)
     state.to(torch.device("meta"))
     tensors = [value for value in vars(state).values() if isinstance(value, torch.Tensor)]
-    dtypes = {x.dtype for x in [*tensors, state.parts[0].table, state.memories[0]["total"]]}
+    dtypes = {x.dtype for x in [*tensors, state.layer_tensors[0].table, state.memories[0]["total"]]}
     assert dtypes == {torch.float32, torch.int64, torch.bool}
 
 
