@@ -319,7 +319,7 @@ class Hook(Uncopied):
         """Continue from what `state_dict` returned, in this version or an older one; on an error nothing is changed.
 
         Raises:
-            ValueError: the state is damaged, or of another version, layers or controllers; the message says which.
+            ValueError: the state is damaged, of another version or layers, or of other controllers, which moved beta.
             RuntimeError: the hook is detached.
         """
         if not self.attached:

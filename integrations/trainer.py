@@ -45,7 +45,8 @@ class BetaHookCallback(TrainerCallback):
     through `watch(trainer)`. Only the main process logs.
 
     Every checkpoint gets the state of the hook, and `trainer.train(resume_from_checkpoint=...)` continues from it,
-    wherever the folder is; from one that was saved without betahook, with the model's own beta and a warning. A
+    wherever the folder is; from one that was saved without betahook, with the model's own beta and a warning. Other
+    controllers than the saved ones take over, with a warning, where beta is still the model's own. A
     training that was broken off leaves its hook on the model: the same callback goes on with it, another one takes it
     off with a warning and begins with the model's own beta. When the Trainer is made, a checkpoint in its `output_dir`
     that was never finished, since its process was killed while it saved, is renamed to `unfinished-checkpoint-N.1` with

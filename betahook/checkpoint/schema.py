@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from betahook.checkpoint import handover
 from betahook.checkpoint.migrations import MIGRATIONS
-from betahook.control.base import Controller, defaults, is_json, options, started, written
+from betahook.control.base import Controller, is_json, options, started, written
 from betahook.control.memory import DTYPES, is_of_kind
 from betahook.measure import components, statistics, weights
 from betahook.state.state import LARGEST_BETA, SMALLEST_BETA, State, forget_refused, is_beta
@@ -167,6 +168,8 @@ def parse(given: object) -> dict[str, Any]:
 def match(state: dict[str, Any], own: dict[str, Any], controllers: Sequence[Controller]) -> dict[str, Any]:
     """Return a state from `parse` as a hook continues from it, which has its `own` state dict and its controllers.
 
+    Other controllers than the saved ones begin anew, with a warning, where beta is the model's own.
+
     Raises:
         ValueError: the state is of another model, other options or other controllers; the message says which.
     """
@@ -176,7 +179,10 @@ def match(state: dict[str, Any], own: dict[str, Any], controllers: Sequence[Cont
         raise ValueError(f"the state belongs to a hook with {state['options']}, this one has {own['options']}")
     for name in TENSORS:
         _check_shape(name, state[name], own[name].shape)
-    matched = _match_controllers(state["controllers"], own["controllers"], controllers)
+    if other := handover.difference(state["controllers"], own["controllers"], controllers):
+        return handover.begun_anew(state, own, controllers, other)
+    pairs = zip(controllers, state["controllers"], own["controllers"], strict=True)
+    matched = [{**entry, "state": _memory(each, entry["state"], like["state"])} for each, entry, like in pairs]
     if state["steps"] == 0:  # they begin in the first step, when beta is known
         matched = [{**entry, "state": {}} for entry in matched]
     return {**state, "controllers": matched}
@@ -192,36 +198,6 @@ def _difference(there: dict[str, int], here: dict[str, int]) -> str:
     }
     said = "; ".join(f"{which} {', '.join(sorted(each))}" for which, each in names.items() if each)
     return f"the state belongs to other layers: {said}. Attach to the model of the state, with the same layers=..."
-
-
-def _match_controllers(
-    given: list[dict[str, Any]], own: list[dict[str, Any]], controllers: Sequence[Controller]
-) -> list[dict[str, Any]]:
-    """Return the entries of the same controllers with the same options, their memories in the present form.
-
-    A default stands for an option that is missing: it is newer than the state.
-    """
-    kinds = {type(controller).__qualname__: type(controller) for controller in controllers}
-
-    def listed(entries: list[dict[str, Any]]) -> str:
-        return ", ".join(written(entry["class"], entry["options"], kinds.get(entry["class"])) for entry in entries)
-
-    other = (
-        f"the state belongs to other controllers: expected [{listed(own)}], got [{listed(given)}]. Use the saved "
-        "ones, or fold first and start new ones: betahook.restore(model, folder), one forward, betahook.fold(model)"
-    )
-    if [entry["class"] for entry in given] != [entry["class"] for entry in own]:
-        raise ValueError(other)
-    matched = []
-    for entry, like, controller in zip(given, own, controllers, strict=True):
-        if unknown := sorted(entry["options"].keys() - like["options"].keys()):
-            raise ValueError(
-                f"{other}. {like['class']} has no option {', '.join(unknown)}: renamed or removed since then"
-            )
-        if {**defaults(type(controller)), **entry["options"]} != like["options"]:
-            raise ValueError(other)
-        matched.append({**entry, "state": _memory(controller, entry["state"], like["state"])})
-    return matched
 
 
 def _memory(controller: Controller, given: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -81,14 +81,12 @@ def _record(
 
 
 def take(state: State, controllers: Sequence[Controller], given: Tensor | float | None) -> None:
-    """Let what the user gave replace the losses of the outputs; refuse a first step without either.
+    """Let what the user gave replace the losses of the outputs; refuse a step before which neither was ever seen.
 
     Raises:
         RuntimeError: a controller is judged by the loss, and there is none.
         TypeError: what was given is no loss.
     """
-    if given is None and state.steps > 0:
-        return
     is_judged, batches = demand(controllers)
     if given is not None:
         if not isinstance(given, Tensor | Real):

@@ -28,6 +28,7 @@ NOTES = "tests/unit/control/test_notes.py"
 SEARCH = "tests/unit/control/test_search_defaults.py"
 CHECKPOINT = "tests/unit/checkpoint/test_checkpoint.py"
 SCHEMA = "tests/unit/checkpoint/test_schema.py"
+HANDOVER = "tests/unit/checkpoint/test_handover.py"
 FINGERPRINT = "tests/unit/checkpoint/test_fingerprint.py"
 STATE = "tests/unit/state/test_state.py"
 COMPILED = "tests/models/test_compiled.py"
@@ -1444,11 +1445,14 @@ FAULTS = [
         SCHEMA,
     ),
     Fault(
-        "betahook/checkpoint/schema.py",
+        "betahook/checkpoint/handover.py",
         'if {**defaults(type(controller)), **entry["options"]} != like["options"]',
         'if entry["options"] != like["options"]',
         SCHEMA,
     ),
+    Fault("betahook/checkpoint/handover.py", '("table", "moments", "window")', "()", HANDOVER),
+    Fault("betahook/checkpoint/handover.py", '["beta_default"]) != 1', '["beta_default"]) == 0', HANDOVER),
+    Fault("betahook/checkpoint/handover.py", 'if own["options"]["exact_max_logit"] and', "if False and", HANDOVER),
     Fault("betahook/checkpoint/fingerprint.py", "entries.to(got.dtype), got", "entries, got"),
     Fault(
         "betahook/checkpoint/pretrained.py",

@@ -72,6 +72,7 @@ def test_a_controller_begins_in_the_first_step_wherever_its_state_was_saved():
 def test_foreign_states_are_refused_and_change_nothing():
     with betahook.attach(build("llama")) as hook, betahook.attach(build("gpt2")) as other:
         state = hook.state_dict()
+        moved = {**state, "controllers": [], "beta": torch.ones_like(state["beta"])}
         for foreign, message in (
             ({**state, "version": 1}, "expected a betahook state of version 3, got 1"),
             ({**state, "version": 99}, "of version 99, and this betahook reads versions up to 3: update it"),
@@ -90,7 +91,7 @@ def test_foreign_states_are_refused_and_change_nothing():
                 other.state_dict(),
                 f"other layers: only the state has transformer.h.0.attn.*; only this hook has {LAYER}.*same layers=",
             ),
-            ({**state, "controllers": []}, "belongs to other controllers: expected .*Search"),
+            (moved, "belongs to other controllers, and beta is not the model's own any more: expected .*Search"),
         ):
             with pytest.raises(ValueError, match=message):
                 hook.load_state_dict(foreign)

@@ -312,7 +312,7 @@ def test_what_cannot_be_restored_leaves_the_model_as_it_was(tmp_path):
         (
             same,
             {"controller": betahook.Gradient()},
-            r"other controllers: expected \[Gradient\(\)\], got \[Search\(window=2, .*\), Cap\(threshold=2.0\)\]",
+            r"other controllers, .*: expected \[Gradient\(\)\], got \[Search\(window=2, .*\), Cap\(threshold=2.0\)\]",
         ),
     ):
         before = fingerprint(other)

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 import betahook
 from betahook import checkpoint
 from betahook.integrations.trainer import BetaHookCallback, last_checkpoint, watch
-from support.models import build
+from support.models import build, inputs
 from support.trainer import make_trainer
 
 
@@ -275,6 +275,34 @@ def test_a_fork_of_a_run_ends_with_the_same_bits(tmp_path, restoring):
         callback.hook.detach()
     assert all(map(torch.equal, *ends))
     assert (ends[0][-1] != ends[0][-1][0]).any()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_run_that_was_watched_goes_on_with_what_its_findings_advise(tmp_path, caplog, elsewhere):
+    """As a folder of the run, or by the state in that of the Trainer."""
+    make_trainer(tmp_path / "run", BetaHookCallback("monitor"), save_strategy="steps", save_steps=3).train()
+    callback = BetaHookCallback(betahook.Clip(0.01), on_end="keep")
+    trainer = make_trainer(tmp_path / ("other" if elsewhere else "run"), callback)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-3"))
+    assert "[Monitor()], which left beta the model's own: [Clip(threshold=0.01)] takes over at step 3" in caplog.text
+    assert callback.hook.steps == 6
+    assert callback.hook.metrics()["clips/model.layers.0.self_attn"] > 0
+    callback.hook.detach()
+
+
+def test_a_run_whose_beta_has_moved_is_folded_before_others_take_over(copy_of_run, tmp_path):
+    folder = copy_of_run / "checkpoint-4"
+    trainer = make_trainer(tmp_path / "other", BetaHookCallback(betahook.Clip()))
+    with pytest.raises(ValueError, match=r"restore\(model, folder\), one forward, betahook\.fold\(model\)"):
+        trainer.train(resume_from_checkpoint=str(folder))
+    model = type(trainer.model).from_pretrained(folder)  # as the message says
+    betahook.restore(model, folder)
+    model(**inputs("llama"))
+    betahook.fold(model)
+    trainer = make_trainer(tmp_path / "other", BetaHookCallback(betahook.Clip()))
+    trainer.model = trainer.model_wrapped = model
+    trainer.train()
+    assert trainer.state.global_step == 6
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_model_that_needs_no_betahook(folder):
 def test_other_controllers_leave_the_model_as_it_was(folder):
     model = load(folder)
     with pytest.raises(
-        ValueError, match=r"other controllers.*: betahook.restore\(model, folder\), one forward, betahook.fold\(model\)"
+        ValueError, match=r"other controllers.*, betahook.restore\(model, folder\), one forward, betahook.fold\(model\)"
     ):
         betahook.restore(model, folder, controller=betahook.Cap())
     betahook.restore(model, folder)  # as the message says
