@@ -119,13 +119,13 @@ class FoldPlan:
                     tensors[address].append((module, f"{path}.{name}".removeprefix("."), tensor))
         return tensors
 
-    def error(self, reason: str, layer: AttentionLayer | None = None) -> FoldError:
-        """Return the error for a layer, or a model, that has no exact fold."""
+    def error(self, reason: str, layer: AttentionLayer | None = None, *, can_keep: bool = True) -> FoldError:
+        """Return the error for a layer, or a model, that has no exact fold, but can keep its hook."""
         keep = "save hook.state_dict() beside model.state_dict(), hook.load_state_dict() brings beta back"
         if hasattr(self.hook.model, "save_pretrained"):
             keep = "save_pretrained() writes beta beside the weights, betahook.restore() brings it back"
         where = "" if layer is None else f" into {layer.name or 'the model'} ({type(layer.module).__name__})"
-        return FoldError(f"cannot fold beta{where}: {reason}. Or keep the hook: {keep}")
+        return FoldError(f"cannot fold beta{where}: {reason}{f'. Or keep the hook: {keep}' if can_keep else ''}")
 
 
 def refuse(plan: FoldPlan) -> None:

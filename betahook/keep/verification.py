@@ -71,10 +71,18 @@ def _check_layers(plan: FoldPlan) -> tuple[dict[AttentionLayer, Scaling], list[T
     modules = set(plan.hook.model.modules())
     for layer in plan.gains:
         if layer not in exact:
-            gone = "the model has lost this module since attach(); detach and attach again"
-            idle = "the last forward of the model did not use it; run one that does"
-            raise plan.error(idle if layer.module in modules else gone, layer)
+            if layer.module not in modules:
+                raise plan.error(_lost(layer), layer, can_keep=False)  # such a hook is not restored either
+            raise plan.error("the last forward of the model did not use it; run one that does", layer)
     return {layer: places[0] for layer, places in exact.items()}, expected, max(precision, rerun.precision(expected))
+
+
+def _lost(layer: AttentionLayer) -> str:
+    return (
+        "the model has lost this module since attach(), perhaps to another one, which has not its beta. Fold before "
+        "you remove or replace layers. If it was only removed, give it the model's own beta and fold again: layer = "
+        f"hook.layers[{layer.name!r}]; layer.head_beta = layer.head_beta_default"
+    )
 
 
 def _check_model(

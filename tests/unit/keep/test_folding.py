@@ -11,7 +11,7 @@ from transformers import DebertaV2Config, DebertaV2Model
 import betahook
 from support.attention import HEADS, LENGTH, PADDING, WIDTH, ByHandAttention, FusedAttention, padded_encoder
 from support.models import CONFIGS, NORMED, build, inputs
-from support.training import float32_precision, move
+from support.training import float32_precision, move, train
 
 FOLDABLE = [family for family in (*CONFIGS, *NORMED) if family != "stablelm"]
 
@@ -157,6 +157,22 @@ def test_a_fold_before_the_search_says_so(rise, caplog):
     assert ["fold() at step 2, while Search(" in message for message in messages] == [True] * rise
     way = ', or use Search(rise=False), or choose another beta with unfinished="own" or "better"'
     assert all(message.endswith(way) for message in messages)
+
+
+def test_layers_that_were_removed_are_folded_as_the_message_says():
+    """Not with a new hook, under which those that stay have lost their beta, nor by `restore`."""
+    model, batch = build("llama"), inputs("llama")
+    hook = betahook.attach(model, betahook.Gradient(0.1))
+    train(model, hook, 2)
+    del model.model.layers[1]
+    train(model, hook, 1)
+    expected = model(**batch).logits
+    with pytest.raises(betahook.FoldError, match=r"has lost this module since attach\(\)") as caught:
+        betahook.fold(model)
+    assert "keep the hook" not in str(caught.value)
+    exec(str(caught.value).rpartition("fold again: ")[2], {"hook": hook})
+    betahook.fold(model)
+    torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def opening(worse):
