@@ -216,17 +216,14 @@ class BetaHookCallback(TrainerCallback):
     ) -> None:
         hook = _begun(self.hook)
         _training.discard(hook)
-        unfinished = self._unfinished
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
-        if best is not None and checkpoints.load_best(hook, best):
-            # The evaluation judged these weights with this beta; one batch is no reason to take another.
-            unfinished = "keep" if unfinished == "better" else unfinished
-        elif hasattr(kwargs.get("optimizer"), "eval"):
+        is_best = best is not None and checkpoints.load_best(hook, best)
+        if not is_best and hasattr(kwargs.get("optimizer"), "eval"):
             kwargs["optimizer"].eval()  # a schedule-free one trains other weights than those that it ends with
         try:
             if self._on_end == "fold" and hook.attached:
                 _provide_input(hook, kwargs.get("train_dataloader"))
-                fold_or_warn(hook, unfinished)
+                fold_or_warn(hook, self._unfinished, is_best=is_best)
             if not hook.attached:
                 checkpoints.forget(state)
         finally:

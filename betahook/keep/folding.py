@@ -29,7 +29,6 @@ NOTE = "betahook_folded"
 TAG = "betahook"
 
 
-@torch.no_grad()
 def fold(model: nn.Module | Hook, *, unfinished: Unfinished = "keep") -> None:
     """Bake the current beta of a hooked model into its weights and detach: a plain model with the same outputs.
 
@@ -60,17 +59,25 @@ def fold(model: nn.Module | Hook, *, unfinished: Unfinished = "keep") -> None:
     hook = model if isinstance(model, Hook) else _only_hook(model)
     if not hook.attached:
         raise ValueError("fold() on a detached hook: beta is the model's own, there is nothing to fold")
+    _fold(hook, hook.model if isinstance(model, Hook) else model, unfinished)
+
+
+@torch.no_grad()
+def _fold(hook: Hook, given: nn.Module, unfinished: Unfinished, *, is_best: bool = False) -> None:
+    """Fold as `fold` does; `is_best` says that an evaluation has chosen the weights with the beta in force."""
     with ExitStack() as undo:
-        transition.choose(hook, unfinished, undo)
+        choice = transition.choose(hook, unfinished, undo, is_best=is_best)
         gains = {layer: for_sums(layer.current_gain) for layer in hook.layers.values()}
         changed = {layer: gain for layer, gain in gains.items() if bool((gain != 1).any())}  # NaN is no 1 either
         materialise.reshard(hook.model)
         if changed:
-            plan = FoldPlan(hook, hook.model if isinstance(model, Hook) else model, changed)
+            plan = FoldPlan(hook, given, changed)
             refuse(plan)
             for layer, place in exact_places(plan).items():
                 place.scale(changed[layer])
             _leave_note(hook, torch.cat(list(changed.values())))
+        if choice:
+            logger.warning("%s", choice)
         hook.detach()
 
 
@@ -106,10 +113,14 @@ def warn_of_refusals(hook: Hook) -> None:
     )
 
 
-def fold_or_warn(hook: Hook, unfinished: Unfinished) -> None:
-    """Fold at the end of training; where a layer has no exact fold, the hook stays and a warning says why."""
+def fold_or_warn(hook: Hook, unfinished: Unfinished, *, is_best: bool = False) -> None:
+    """Fold at the end of training; where a layer has no exact fold, the hook stays and a warning says why.
+
+    Where an evaluation has chosen the model, `is_best`, the beta in force is the better one: one batch is no reason to
+    take another.
+    """
     try:
-        fold(hook, unfinished=unfinished)
+        _fold(hook, hook.model, unfinished, is_best=is_best)
     except FoldError as error:
         logger.warning("%s. A model that is saved now needs betahook to act as it was trained.", error)
 

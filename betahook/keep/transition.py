@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from contextlib import ExitStack
 from typing import Literal, get_args
@@ -19,8 +18,6 @@ from betahook.measure.statistics import is_distributed
 
 Unfinished = Literal["keep", "own", "better"]
 
-logger = logging.getLogger(__name__)
-
 
 def check(choice: str) -> None:
     """Refuse a choice that is not one of `Unfinished`, with a ValueError."""
@@ -28,27 +25,31 @@ def check(choice: str) -> None:
         raise ValueError(f'unfinished must be "keep", "own" or "better"; got {choice!r}')
 
 
-def choose(hook: Hook, choice: Unfinished, undo: ExitStack) -> None:
-    """Let the chosen beta act in all layers until `undo` is closed, if beta is on its way, and say which it is."""
+def choose(hook: Hook, choice: Unfinished, undo: ExitStack, *, is_best: bool) -> str:
+    """Let the chosen beta act in all layers until `undo` is closed, if beta is on its way.
+
+    Returns:
+        A warning that says which it is; empty if beta is not on its way, and on all ranks but the first one.
+    """
     check(choice)
     if not hook.in_transition:
-        return
-    in_force, of_own = _losses(hook) if choice == "better" else (math.nan, math.nan)
+        return ""
+    in_force, of_own = _losses(hook) if choice == "better" and not is_best else (math.nan, math.nan)
     # A loss that is NaN beside one that is not is the worse one; two of them, or two alike, say nothing.
     takes_own = choice == "own" or not (math.isnan(of_own) or in_force <= of_own)
     if takes_own:
         _let_own_act(hook, undo)
     if is_distributed() and torch.distributed.get_rank() > 0:  # all ranks choose alike
-        return
-    logger.warning(
-        "fold() at step %d, while %s was still moving beta: folding %s%s. Train a few hundred steps longer%s, or "
-        "choose another beta with unfinished=%s",
-        hook.steps,
-        ", ".join(map(repr, hook.controllers)),
-        "the model's own beta, which leaves the weights as they are" if takes_own else "the beta in force",
-        _compared(in_force, of_own, takes_own=takes_own),
-        ", or use Search(rise=False)" if any(isinstance(x, Search) for x in hook.controllers) else "",
-        " or ".join(f'"{each}"' for each in get_args(Unfinished) if each != choice),
+        return ""
+    folded = "the model's own beta, which leaves the weights as they are" if takes_own else "the beta in force"
+    without_opening = any(isinstance(controller, Search) for controller in hook.controllers)
+    alike = ("keep", "better") if is_best and choice != "own" else (choice,)
+    others = [each for each in get_args(Unfinished) if each not in alike]
+    return (
+        f"fold() at step {hook.steps}, while {', '.join(map(repr, hook.controllers))} was still moving beta: folding "
+        f"{folded}{_compared(in_force, of_own, takes_own=takes_own)}. Train a few hundred steps longer"
+        f"{', or use Search(rise=False)' if without_opening else ''}, or choose another beta with unfinished="
+        + " or ".join(f'"{each}"' for each in others)
     )
 
 

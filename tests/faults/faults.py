@@ -769,8 +769,8 @@ FAULTS = [
     ),
     Fault(
         "betahook/keep/folding.py",
-        "transition.choose(hook, unfinished, undo)",
-        "pass",
+        "transition.choose(hook, unfinished, undo, is_best=is_best)",
+        '""',
         "tests/unit/keep/test_folding.py::test_a_fold_before_the_search_says_so",
     ),
     Fault(

@@ -101,7 +101,7 @@ def test_a_finished_run_whose_data_cannot_be_read_again_stays_hooked(tmp_path, c
 
 
 @pytest.mark.parametrize("unfinished", ["better", "own"])
-def test_the_best_model_of_a_short_run_is_the_one_that_was_evaluated(tmp_path, monkeypatch, unfinished):
+def test_the_best_model_of_a_short_run_is_the_one_that_was_evaluated(tmp_path, monkeypatch, caplog, unfinished):
     """Its beta is still on its way; the evaluation outweighs one batch on which the model's own beta does better."""
     monkeypatch.setattr("betahook.keep.transition._losses", lambda hook: (2.0, 1.0))
     callback = BetaHookCallback(unfinished=unfinished)
@@ -110,6 +110,8 @@ def test_the_best_model_of_a_short_run_is_the_one_that_was_evaluated(tmp_path, m
     trainer.train()
     is_best = trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-6)
     assert is_best is (unfinished == "better")  # "own" is what was asked for
+    others = '"own"' if unfinished == "better" else '"keep" or "better"'
+    assert f"choose another beta with unfinished={others}\n" in caplog.text
     assert not callback.hook.attached
 
 
@@ -152,7 +154,7 @@ def test_what_cannot_be_folded_stays_hooked_and_says_so(tmp_path, caplog):
 
 
 def test_an_error_while_beta_is_folded_leaves_the_trackers_as_they_were(tmp_path, monkeypatch):
-    def fail(hook, unfinished):
+    def fail(hook, unfinished, is_best):
         raise MemoryError("while it folds")
 
     callback = BetaHookCallback("monitor")
