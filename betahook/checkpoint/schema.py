@@ -175,8 +175,11 @@ def match(state: dict[str, Any], own: dict[str, Any], controllers: Sequence[Cont
     """
     if state["layers"] != own["layers"]:
         raise ValueError(_difference(state["layers"], own["layers"]))
-    if state["options"].get("per_head") is not own["options"]["per_head"]:
-        raise ValueError(f"the state belongs to a hook with {state['options']}, this one has {own['options']}")
+    there, here = state["options"]["per_head"], own["options"]["per_head"]
+    if there is not here:
+        raise ValueError(
+            f"the state belongs to a hook with per_head={there}, this one has per_head={here}: give this one the same"
+        )
     for name in TENSORS:
         _check_shape(name, state[name], own[name].shape)
     if other := handover.difference(state["controllers"], own["controllers"], controllers):
