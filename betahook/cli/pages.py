@@ -39,6 +39,8 @@ COLOURS = {
     "nonfinite": "#8c8f94",
 }
 """Colours of conditions in charts: blue is flat and orange sharp, as in the picture; legible on white and on black."""
+CELLS = re.compile(r"(?<!\\)\|")
+"""Between two cells of a table in Markdown; one within a cell is escaped."""
 REMARK = re.compile(r"^\* \*\*(.+?)\*\*: (.+)$", re.MULTILINE)
 """A remark in findings that were written as Markdown: its subject, and what it says."""
 PREDICTIONS = (
@@ -174,7 +176,7 @@ def advice(remarks: Mapping[str, str]) -> list[Block]:
 def from_markdown(words: str) -> Table:
     """Return the table of findings that were written as Markdown."""
     lines = [line for line in words.splitlines() if line.startswith("|")]
-    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    header, _, *rows = ([cell.strip().replace(r"\|", "|") for cell in CELLS.split(line)[1:-1]] for line in lines)
     return Table(header, rows, "Attention, layer by layer", HELP)
 
 

@@ -184,10 +184,10 @@ class Findings(tuple[Finding, ...]):
 
     def markdown(self) -> str:
         """The same as a page in Markdown."""
-        header, *rows = self.rows()
+        header, *rows = ([_on_one_line(cell).replace("|", r"\|") for cell in row] for row in self.rows())
         table = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
-        remarks = [f"* **{subject}**: {words}" for subject, words in self.remarks().items()]
-        lines = [f"**{self.summary}**", "", *remarks, "", *table]
+        remarks = [f"* **{_on_one_line(subject)}**: {words}" for subject, words in self.remarks().items()]
+        lines = [f"**{_on_one_line(self.summary)}**", "", *remarks, "", *table]
         return "\n".join([*lines, "", HELP])
 
     def __str__(self) -> str:
@@ -197,6 +197,11 @@ class Findings(tuple[Finding, ...]):
 
     __repr__ = __str__
     _repr_markdown_ = markdown  # which notebooks show
+
+
+def _on_one_line(text: str) -> str:
+    """Write the line breaks that names of modules may have as spaces, for in Markdown they end what they stand in."""
+    return " ".join(text.splitlines())
 
 
 def observe(

@@ -324,3 +324,15 @@ def test_the_table():
     assert "* **sharp**: watch whether the largest logit grows\n* **beta of layer 1**: climb" in found.markdown()
     assert "| heads |" in found.markdown()
     assert "| heads |" not in Findings.at(4, found[1:]).markdown()  # nothing stands there
+
+
+def test_a_name_with_what_ends_a_cell_or_a_line_of_markdown():
+    """In TensorBoard and notebooks, and in a report that reads the table again."""
+    names = {"pipe|name": "pipe|name", "new\nline": "new line"}
+    found = Findings.at(1, [replace(finding(0, Condition.SHARP), layer=name) for name in names])
+    assert "\n| pipe\\|name | sharp |" in found.markdown()
+    assert "\n| new line | sharp |" in found.markdown()
+    assert [row[0] for row in pages.from_markdown(found.markdown()).rows] == list(names.values())
+    other = Findings.at(1, [replace(finding(0, Condition.SHARP, note=Note(reason="climbs")), layer="new\nline")])
+    assert other.markdown().startswith("**Step 1: layer new line sharp.")
+    assert "\n* **beta of layer new line**: " in other.markdown()
