@@ -5,7 +5,7 @@ Stands above `betahook.hook`; the command `betahook examine` calls it. The model
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,7 @@ def examine_hooked(hook: Hook, batches: Iterable[Mapping[str, Any] | Tensor]) ->
     count = 0
     hook._state.is_local = not any(map(_is_in_shards, hook.model.parameters()))
     with evaluating(hook.model), random_state_kept(hook.model.parameters()):
-        for batch in batches:
+        for batch in _each(batches):
             _call(hook.model, batch)
             count += 1
     if not count:
@@ -108,6 +108,15 @@ def examine_hooked(hook: Hook, batches: Iterable[Mapping[str, Any] | Tensor]) ->
 def _is_in_shards(parameter: Tensor) -> bool:
     """Tell if a forward needs other processes for a parameter."""
     return materialise.is_sharded(parameter) or compat.is_flattened(parameter) or compat.is_zero3(parameter)
+
+
+def _each(batches: Iterable[Mapping[str, Any] | Tensor]) -> Iterator[Mapping[str, Any] | Tensor]:
+    try:
+        return iter(batches)
+    except TypeError as error:
+        raise TypeError(
+            f"examine(model, batches) takes an iterable of batches, such as a list or a DataLoader; got {batches!r}"
+        ) from error
 
 
 def _call(model: nn.Module, batch: Mapping[str, Any] | Tensor) -> None:

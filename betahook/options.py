@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Literal
 
 from torch import nn
@@ -75,8 +76,9 @@ class Settings:
             raise TypeError(f"per_head must be True or False; got {self.per_head!r}")
         if not isinstance(self.exact_max_logit, bool):
             raise TypeError(f"exact_max_logit must be True or False; got {self.exact_max_logit!r}")
-        if not isinstance(self.interval, int) or isinstance(self.interval, bool) or self.interval < 1:
+        if not isinstance(self.interval, Integral) or isinstance(self.interval, bool) or self.interval < 1:
             raise ValueError(f"interval must be a whole number of steps, 1 or more; got {self.interval!r}")
+        object.__setattr__(self, "interval", int(self.interval))  # one of numpy is none that JSON can hold
         if self.when not in ("training", "always"):
             raise ValueError(f'when must be "training" or "always"; got {self.when!r}')
 

@@ -31,7 +31,12 @@ def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     """The newest whole checkpoint in `output_dir`, of a run with `BetaHookCallback`; None without any.
 
     For `trainer.train(resume_from_checkpoint=...)`.
+
+    Raises:
+        TypeError: `output_dir` is no folder's name.
     """
+    if not isinstance(output_dir, str | os.PathLike):
+        raise TypeError(f"last_checkpoint(output_dir) takes the folder of a run; got {output_dir!r}")
     begun = filter(checkpoint.is_begun, _checkpoints(Path(output_dir)))
     return next((str(folder) for folder in begun if _is_whole(folder) and not _is_plain(folder)), None)
 

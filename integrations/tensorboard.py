@@ -80,7 +80,7 @@ class TensorBoardWriter:
             loss: the training loss, to be shown beside the rest.
 
         Raises:
-            TypeError: `hook` is no hook, or `step` no whole number; nothing is written then.
+            TypeError: `hook` is no hook, `step` no whole number, or `loss` not one number; nothing is written then.
         """
         if not isinstance(hook, Hook):
             raise TypeError(f"write(hook, step) takes what betahook.attach returned; got {type(hook).__name__}")
@@ -90,16 +90,19 @@ class TensorBoardWriter:
             raise TypeError(
                 f"write(hook, step) takes a whole number as its step, such as hook.steps; got {step!r}"
             ) from error
+        try:
+            losses = {} if loss is None else {f"{GROUP}/loss": float(loss)}
+        except (TypeError, ValueError, RuntimeError) as error:  # a tensor of several numbers raises this or that
+            raise TypeError(f"write(hook, step, loss=...) takes one number, as loss.item(); got {loss!r}") from error
         metrics = hook.metrics() if metrics is None else metrics
         findings = hook.findings() if findings is None else findings
         if self._findings is None:
             measured = {key.partition("/")[0] for key in metrics}
-            charts = layout(filter(measured.__contains__, self.quantities), with_loss=loss is not None)
+            charts = layout(filter(measured.__contains__, self.quantities), with_loss=bool(losses))
             self.writer.add_custom_scalars(charts)
         self._picture.add(findings, step)
         self._findings, self._step = findings, step
-        whole = {**self._summary(findings), **({} if loss is None else {f"{GROUP}/loss": loss})}
-        for tag, value in whole.items():
+        for tag, value in {**self._summary(findings), **losses}.items():
             if tag not in PLACES:
                 self.writer.add_scalar(tag, value, step)
         self._write_details(hook, metrics, step)

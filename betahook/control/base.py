@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from numbers import Real
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -307,6 +308,14 @@ def require(owner: object, option: str, accepts: Callable[[Any], bool], expected
         accepted = False
     if not accepted:
         raise ValueError(f"{type(owner).__name__}({option}=...) must be {expected}; got {value!r}")
+
+
+def require_positive(owner: object, option: str) -> None:
+    """Refuse the value of an option that is no positive number; one of numpy becomes plain, for JSON to hold it."""
+    value = getattr(owner, option)
+    if isinstance(value, Real) and not isinstance(value, int):
+        object.__setattr__(owner, option, float(value))
+    require(owner, option, lambda x: isinstance(x, int | float) and x is not True and x > 0, "a positive number")
 
 
 def at_least(least: int) -> Callable[[Any], bool]:

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from betahook.control.base import Controller, Memory, Observation, ceiling, is_at, require
+from betahook.control.base import Controller, Memory, Observation, ceiling, is_at, require, require_positive
 from betahook.control.notes import Note, downhill
 from betahook.measure.statistics import Statistics
 
@@ -130,7 +130,7 @@ class Cap(Controller):
     threshold: float = 100.0
 
     def __post_init__(self) -> None:
-        require(self, "threshold", lambda logit: logit > 0, "a positive number")
+        require_positive(self, "threshold")
 
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
         return torch.minimum(beta, ceiling(self.threshold, observation.statistics.max_score_bound)), state
@@ -166,7 +166,7 @@ class Clip(Controller):
     log_only: bool = False
 
     def __post_init__(self) -> None:
-        require(self, "threshold", lambda logit: logit > 0, "a positive number")
+        require_positive(self, "threshold")
         require(self, "log_only", lambda value: isinstance(value, bool), "True or False")
 
     @property

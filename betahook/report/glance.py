@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+import operator
 from typing import TYPE_CHECKING
 
 from betahook.report import pictures
@@ -57,11 +58,15 @@ class Picture:
         Those of a step before the last one begin the picture anew.
 
         Raises:
-            TypeError: these are no findings.
+            TypeError: these are no findings, or `step` is no whole number.
         """
         if not isinstance(findings, Findings):
             raise TypeError(f"add(findings, step) takes what hook.findings() returned; got {type(findings).__name__}")
-        self._history.add(findings, findings.step if step is None else step)
+        try:
+            number = operator.index(findings.step if step is None else step)
+        except TypeError as error:
+            raise TypeError(f"add(findings, step) takes a whole number as its step; got {step!r}") from error
+        self._history.add(findings, number)
         self._drawn = 0 if self._history.added == 1 else self._drawn
 
     def png(self) -> bytes:

@@ -93,6 +93,8 @@ def test_what_is_no_batch():
         betahook.examine(model, [])
     with pytest.raises(TypeError, match="a batch must be a mapping of keyword arguments of the model, or one tensor"):
         betahook.examine(model, [[1, 2]])
+    with pytest.raises(TypeError, match=r"takes an iterable of batches, such as a list or a DataLoader; got None"):
+        betahook.examine(model, None)
     for batch in (inputs("llama"), inputs("llama")["input_ids"]):
         with pytest.raises(TypeError, match=r"takes an iterable of batches; got one (dict|Tensor): put it into a list"):
             betahook.examine(model, batch)

@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -134,6 +135,7 @@ def test_a_controller_that_is_no_dataclass(choice):
 def test_settings_by_default():
     assert Settings() == Settings(per_head=False, interval=10, when="training", exact_max_logit=False)
     assert Settings(per_head=True, interval=7, when="always").interval == 7
+    assert type(Settings(interval=numpy.int64(7)).interval) is int  # which a checkpoint can hold
 
 
 @pytest.mark.parametrize(

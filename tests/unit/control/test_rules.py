@@ -2,10 +2,11 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 
-from betahook import Cap, Gradient, Monitor, Variance
+from betahook import Cap, Clip, Gradient, Monitor, Variance
 from support.observations import approx, decades, observe, run, sensitivities
 
 NAN = math.nan
@@ -79,6 +80,8 @@ def test_cap_goes_by_the_bound_and_not_by_what_sampled_rows_show():
         (Gradient, {"betas": (0.9,)}, r"Gradient\(betas=\.\.\.\)"),
         (Cap, {"threshold": -1}, r"Cap\(threshold=\.\.\.\) must be a positive number; got -1"),
         (Cap, {"threshold": "30"}, r"Cap\(threshold=\.\.\.\) must be a positive number; got '30'"),
+        (Cap, {"threshold": True}, r"Cap\(threshold=\.\.\.\) must be a positive number; got True"),
+        (Clip, {"threshold": torch.tensor(50.0)}, r"Clip\(threshold=\.\.\.\) must be a positive number; got tensor"),
         (Gradient, {"betas": 0.9}, r"Gradient\(betas=\.\.\.\) must be two numbers from 0 to below 1; got 0\.9"),
         *[(rule, {option: NAN}, "got nan") for rule, option in [(Variance, "target"), (Cap, "threshold")]],
     ],
@@ -86,6 +89,13 @@ def test_cap_goes_by_the_bound_and_not_by_what_sampled_rows_show():
 def test_options_that_make_no_sense_are_refused(rule, options, message):
     with pytest.raises(ValueError, match=message):
         rule(**options)
+
+
+@pytest.mark.parametrize("rule", [Cap, Clip])
+@pytest.mark.parametrize("number", [numpy.float32(50), numpy.float64(50), numpy.int64(50)], ids=lambda x: str(x.dtype))
+def test_a_threshold_of_numpy_is_one_that_a_checkpoint_can_hold(rule, number):
+    assert repr(rule(number)) == f"{rule.__name__}(threshold=50.0)"
+    assert repr(rule(50)) == f"{rule.__name__}(threshold=50)"
 
 
 def test_the_defaults():

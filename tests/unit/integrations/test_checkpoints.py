@@ -74,6 +74,11 @@ def test_what_was_never_begun_is_set_aside(tmp_path, caplog):
     assert last_checkpoint(tmp_path) is None
 
 
+def test_the_last_checkpoint_of_what_is_no_folder():
+    with pytest.raises(TypeError, match=r"last_checkpoint\(output_dir\) takes the folder of a run; got None"):
+        last_checkpoint(None)
+
+
 def test_finished_checkpoints_stay(copy_of_run, caplog):
     damage(copy_of_run / "checkpoint-4/trainer_state.json")  # older than a whole one: nothing resumes from it
     expected = content(copy_of_run)

@@ -211,6 +211,18 @@ def test_a_step_that_is_no_whole_number_is_refused_and_not_remembered(tmp_path, 
     assert [column.last for column in writer._picture._history.columns] == [1, 5]
 
 
+@pytest.mark.parametrize("loss", [torch.ones(3), "low"], ids=str)
+def test_a_loss_that_is_not_one_number_is_refused_and_nothing_is_written(tmp_path, loss):
+    model = build("llama")
+    with betahook.attach(model, "monitor") as hook, TensorBoardWriter(str(tmp_path)) as writer:
+        model(**inputs("llama")).loss.backward()
+        hook.step()
+        with pytest.raises(TypeError, match=r"loss=\.\.\.\) takes one number, as loss\.item\(\); got"):
+            writer.write(hook, 1, loss=loss)
+        assert not writer._picture._history.columns
+        writer.write(hook, 1, loss=torch.ones(1))
+
+
 def test_an_unknown_quantity_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"quantities must be \"all\" or names of metrics.*got \['logit_sdt'\]"):
         TensorBoardWriter(str(tmp_path), quantities=["logit_sdt"])

@@ -36,6 +36,11 @@ def test_what_are_no_findings_is_refused():
         betahook.Picture().add(3)
 
 
+def test_a_step_that_is_no_whole_number_is_refused():
+    with pytest.raises(TypeError, match=r"add\(findings, step\) takes a whole number as its step; got 'x'"):
+        betahook.Picture().add(findings(1), "x")
+
+
 def test_an_empty_picture_is_not_drawn():
     picture = betahook.Picture()
     assert picture._repr_png_() is None
