@@ -217,11 +217,15 @@ def started(controller: Controller, beta: Tensor) -> Memory:
 
 def _checked(controller: Controller, answer: object, beta: Tensor, before: Memory) -> tuple[Tensor, Memory]:
     """Return what an update returned, if it is a beta for each unit and a memory as before."""
-    if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], dict):
-        raise TypeError(
-            f"update() of {controller} must return beta and the memory, (beta, state); got {type(answer).__name__}"
-        )
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        got = f"a tuple of {len(answer)}" if isinstance(answer, tuple) else type(answer).__name__
+        raise TypeError(f"update() of {controller} must return beta and the memory, (beta, state); got {got}")
     proposed, made = answer
+    if not isinstance(made, dict):
+        raise TypeError(
+            f"update() of {controller} must return a dictionary of tensors for the memory, the second of (beta, "
+            f"state), {{}} for no memory; got {type(made).__name__}"
+        )
     if not isinstance(proposed, Tensor) or proposed.shape != beta.shape:
         got = f"a tensor of shape {list(proposed.shape)}" if isinstance(proposed, Tensor) else repr(proposed)
         raise TypeError(

@@ -463,7 +463,7 @@ FAULTS = [
     Fault("betahook/control/base.py", "(logit / score).nan_to_num", "(score / logit).nan_to_num", RULES),
     Fault("betahook/control/base.py", "else _choose(healthy, made, before)", "else made"),
     Fault("betahook/control/base.py", "or proposed.shape != beta.shape:", ":"),
-    Fault("betahook/control/base.py", " or len(answer) != 2 or not isinstance(answer[1], dict):", ":"),
+    Fault("betahook/control/base.py", " or len(answer) != 2:", ":"),
     Fault(
         "betahook/control/base.py",
         "observation.statistics.finite & (observation.statistics.count > 0)",

@@ -189,7 +189,8 @@ def test_a_memory_that_start_does_not_know_is_an_error():
     [
         (lambda beta: beta, r"Wrong\(\) must return beta and the memory, \(beta, state\); got Tensor"),
         (lambda beta: None, r"Wrong\(\) must return beta and the memory, \(beta, state\); got NoneType"),
-        (lambda beta: (beta, None), r"Wrong\(\) must return beta and the memory, \(beta, state\); got tuple"),
+        (lambda beta: (beta, {}, 1), r"Wrong\(\) must return beta and the memory, \(beta, state\); got a tuple of 3"),
+        (lambda beta: (beta, None), r"a dictionary of tensors for the memory, .*, \{\} for no memory; got NoneType"),
         (lambda beta: (beta.mean(), {}), r"a beta of shape \[2\], as it got; got a tensor of shape \[\]"),
         (lambda beta: (0.5, {}), r"a beta of shape \[2\], as it got; got 0\.5"),
     ],
