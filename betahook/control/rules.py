@@ -67,7 +67,8 @@ class Variance(Controller):
         return (self.smoothing * beta.log() + (1 - self.smoothing) * wanted).exp(), state
 
     def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
-        return [Note(reason=f"follows a {self.source} std of the logits of {self.target:g}")] * len(beta)
+        std = {"measured": "the measured std", "weights": "the std that W_q and W_k predict"}[self.source]
+        return [Note(reason=f"keeps {std} of the logits at {self.target:g}")] * len(beta)
 
 
 @dataclass(frozen=True, repr=False)

@@ -87,7 +87,9 @@ def test_the_other_controllers():
         ]
     assert explained(Gradient(), dict(sensitivity=3.0)) == [Note(reason="a smaller beta lowers the loss")]
     assert explained(Gradient(), dict(sensitivity=0.0)) == [Note(reason="the loss does not depend on beta")]
-    assert explained(Variance(2.0), dict(std=1.0)) == [Note(reason="follows a measured std of the logits of 2")]
+    assert explained(Variance(2.0), dict(std=1.0)) == [Note(reason="keeps the measured std of the logits at 2")]
+    by_weights = Note(reason="keeps the std that W_q and W_k predict of the logits at 1")
+    assert explained(Variance(source="weights"), dict(std=1.0)) == [by_weights]
     assert list(explained(Monitor(), dict(std=1.0))) == []
 
 
