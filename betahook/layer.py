@@ -86,9 +86,10 @@ class AttentionLayer:
 
     @property
     def head_beta(self) -> Tensor:
-        """The inverse temperature of each head, `[heads]`, float32 on the CPU. Assign such a tensor to set it.
+        """The inverse temperature of each head, `[heads]`, float32 on the CPU. Assign a whole such tensor to set it.
 
-        Setting it raises what setting `beta` does; a ValueError for another shape.
+        It is a copy: `layer.head_beta[0] = 2.0` changes nothing. Setting it raises what setting `beta` does; a
+        ValueError for another shape.
         """
         return self._state.current_beta[self._head_range.heads].cpu()
 
