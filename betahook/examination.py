@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from betahook import compat
 from betahook.hook import Hook, attach, hooks_of
 from betahook.models import materialise
+from betahook.models.discovery import shown_name
 from betahook.models.modes import evaluating, random_state_kept
 from betahook.options import LayerChoice
 from betahook.report import precision
@@ -49,7 +50,7 @@ class Examination:
             if found := [each for each in self.precision if each.name == name and each.is_concern]:
                 worst = max(found, key=lambda each: each.gravity)
                 layers = f"{len(found)} of {len(self.findings)} layers"
-                concerns.append(f"{name}: {layers}, the worst {worst.verdict} ({worst.layer})")
+                concerns.append(f"{name}: {layers}, the worst {worst.verdict} ({shown_name(worst.layer)})")
         concerns = concerns or ["float16, bfloat16 and float8 would all be precise enough"]
         return "\n".join([str(self.findings), "", *concerns])
 

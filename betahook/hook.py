@@ -22,7 +22,7 @@ from betahook import options
 from betahook.checkpoint import pretrained, schema
 from betahook.control.base import Controller
 from betahook.layer import AttentionLayer, Layers, size_of
-from betahook.models.discovery import Survey
+from betahook.models.discovery import Survey, shown_name
 from betahook.options import ControllerChoice, LayerChoice, Settings
 from betahook.report import findings, metrics, warnings
 from betahook.report.alerts import Alerts
@@ -213,12 +213,12 @@ class Hook(Uncopied):
         count = f"{len(self.layers)} layer{'s' * (len(self.layers) > 1)}"
         makers = f", beta trained by {', '.join(self.trained_by)}" if self.trained_by else ""
         lines = [f"Hook({type(self.model).__name__}, {count}, {self.controllers}{makers}{state})"]
-        named = [(layer.name or "the model", layer) for layer in self.layers.values()]
+        named = [(shown_name(layer.name), layer) for layer in self.layers.values()]
         heads = [(name, f"{layer.heads} head{'s' * (layer.heads > 1)} of {layer.head_dim}") for name, layer in named]
         remarks = [(name, remark) for name, layer in named for remark in layer.remarks + layer.obstacles]
         missed = {**self.not_reached, **warnings.find_unreached(self._state, self.layers, self.model)}
         lines += [f"  {name}: {text}" for texts in (heads, remarks) for name, text in grouped(texts)]
-        lines += [f"  not reached: {name}, {reason}" for name, reason in grouped(missed.items())]
+        lines += [f"  not reached: {shown_name(name)}, {reason}" for name, reason in grouped(missed.items())]
         return "\n".join(lines)
 
     def step(self, scaler: GradScaler | None = None, *, loss: Tensor | float | None = None) -> None:

@@ -16,7 +16,7 @@ from betahook.measure.groups import HeadGroups, LayerSize
 from betahook.measure.statistics import Statistics
 from betahook.models.classifiers import classify
 from betahook.models.code import names_used
-from betahook.models.discovery import AttentionModule
+from betahook.models.discovery import AttentionModule, shown_name
 from betahook.models.projections import KNOWN_FORMS, Pair
 from betahook.state.ranges import HeadRange
 from betahook.state.state import LARGEST_BETA, SMALLEST_BETA, State, is_beta, refusal_anywhere
@@ -241,7 +241,7 @@ class Layers(Mapping[str, AttentionLayer]):
 
     def __getitem__(self, name: str) -> AttentionLayer:
         if name not in self._layers:
-            first, others = list(self)[:NAMED], len(self) - NAMED
+            first, others = [name or f"'' ({shown_name(name)})" for name in self][:NAMED], len(self) - NAMED
             more = f" and {others} more" if others > 0 else ""
             raise KeyError(f"no hooked layer is called {name!r}; there are {', '.join(first)}{more}")
         return self._layers[name]

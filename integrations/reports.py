@@ -20,6 +20,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 from transformers.trainer_callback import CallbackHandler
 
 from betahook.hook import Hook
+from betahook.models.discovery import shown_name
 from betahook.report.alerts import Alert, Alerts
 from betahook.report.findings import Findings
 from betahook.report.glance import TAG, TrackedPicture
@@ -154,7 +155,7 @@ def send_alert(alert: Alert) -> None:
 
     W&B shows alerts of one title at most once a minute, so each quantity of a layer has its own.
     """
-    title = f"{alert.quantity} of {alert.layer}"
+    title = f"{alert.quantity} of {shown_name(alert.layer)}"
     # Who reports to them has imported them.
     wandb, trackio = sys.modules.get("wandb"), sys.modules.get("trackio")
     if wandb is not None and wandb.run is not None:

@@ -21,6 +21,7 @@ from betahook.keep.transition import Unfinished
 from betahook.keep.verification import exact_places
 from betahook.measure.dtypes import for_sums
 from betahook.models import materialise
+from betahook.models.discovery import shown_name
 from betahook.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ def warn_of_refusals(hook: Hook) -> None:
         'needs betahook. To watch only, use controller="monitor"',
         len(found),
         len(hook.layers),
-        layer.name or "the model",
+        shown_name(layer.name),
         reason,
     )
 

@@ -20,6 +20,7 @@ from betahook.hook import Hook
 from betahook.keep.places import carriers, find_places, overlap, query_norms
 from betahook.layer import AttentionLayer
 from betahook.models import materialise
+from betahook.models.discovery import shown_name
 from betahook.models.families import QUERY_CLIPS
 from betahook.models.projections import KNOWN_FORMS, Pair
 from betahook.models.scaling import NoScalingError, Scaling
@@ -124,7 +125,7 @@ class FoldPlan:
         keep = "save hook.state_dict() beside model.state_dict(), hook.load_state_dict() brings beta back"
         if hasattr(self.hook.model, "save_pretrained"):
             keep = "save_pretrained() writes beta beside the weights, betahook.restore() brings it back"
-        where = "" if layer is None else f" into {layer.name or 'the model'} ({type(layer.module).__name__})"
+        where = "" if layer is None else f" into {shown_name(layer.name)} ({type(layer.module).__name__})"
         return FoldError(f"cannot fold beta{where}: {reason}{f'. Or keep the hook: {keep}' if can_keep else ''}")
 
 

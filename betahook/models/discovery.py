@@ -150,7 +150,7 @@ def survey(model: nn.Module) -> Survey:
                 refused[name] = module, HOLDS_ANOTHER
     reached = {part for one in found.values() for part in one.module.modules()}
     not_reached = {
-        name or "the model": f"{compat.class_of(module).__name__}: {verdict.obstacle}"
+        shown_name(name): f"{compat.class_of(module).__name__}: {verdict.obstacle}"
         for name, (module, verdict) in refused.items()
         if not (verdict.by_name_only and module in reached)
     }
@@ -242,3 +242,8 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Names and modules, the names as those of the weights in a saved model, without what wrappers add to them."""
     for path, module in model.named_modules():
         yield ".".join(part for part in path.split(".") if part not in compat.WRAPPERS), module
+
+
+def shown_name(name: str) -> str:
+    """Return the name of a module for a message: the model, which may be the attention itself, has an empty one."""
+    return name or "the model"

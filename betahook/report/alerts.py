@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from betahook.control.base import require
+from betahook.models.discovery import shown_name
 
 LIMITS = ("max_logit", "logit_std", "entropy")
 """Quantities with a limit; of the entropy it is the lowest value, of the others the largest."""
@@ -31,9 +32,9 @@ class Alert:
 
     def __str__(self) -> str:
         if self.limit is None:
-            return f"step {self.step}: beta of {self.layer} is {self.value:g}, which is at its bound"
+            return f"step {self.step}: beta of {shown_name(self.layer)} is {self.value:g}, which is at its bound"
         beyond = f"beyond its limit of {self.limit:g}"
-        return f"step {self.step}: {self.quantity} of {self.layer} is {self.value:g}, {beyond}"
+        return f"step {self.step}: {self.quantity} of {shown_name(self.layer)} is {self.value:g}, {beyond}"
 
 
 @dataclass(frozen=True)

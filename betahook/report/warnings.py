@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from betahook.layer import Layers
+from betahook.models.discovery import shown_name
 from betahook.state.state import State
 
 logger = logging.getLogger("betahook")
@@ -84,7 +85,7 @@ def warn_of_unreached(state: State, unreached: Mapping[str, str]) -> None:
     if state.reported.warned_of_unreached or state.steps == 0 or not unreached:
         return
     state.reported.warned_of_unreached = True
-    places = [f"{name}, {reason}" for name, reason in unreached.items()]
+    places = [f"{shown_name(name)}, {reason}" for name, reason in unreached.items()]
     logger.warning("%s: not measured, hence not in the metrics", _listed(places, "; "))
 
 
@@ -100,7 +101,7 @@ def warn_of_nonfinite(state: State, layers: Layers, interval: int) -> None:
     if not first:
         return
     state.reported.warned_of_nonfinite = True
-    places = [f"{name} in step {first[name]}" for name in sorted(first, key=first.__getitem__)]
+    places = [f"{shown_name(name)} in step {first[name]}" for name in sorted(first, key=first.__getitem__)]
     if state.has_loss:  # to a controller that is judged by it, such a step is a bad trial
         logger.warning("NaN or infinity in the loss, or in the scores or gradients of %s", _listed(places, ", "))
         return

@@ -19,6 +19,7 @@ from betahook.control.rules import Clip
 from betahook.layer import AttentionLayer, Layers
 from betahook.measure import statistics
 from betahook.models import materialise
+from betahook.models.discovery import shown_name
 from betahook.models.scaling import NoScalingError, Scaling, find_scalings
 from betahook.options import UnsupportedModelError
 from betahook.rerun import Hooked
@@ -186,7 +187,7 @@ class _Clipped:
 
 def _refusal(layers: Sequence[AttentionLayer], reason: object) -> UnsupportedModelError:
     """Return the error for layers whose weights take no factor, with a remedy."""
-    names, kind = ", ".join(layer.name or "the model" for layer in layers), type(layers[0].module).__name__
+    names, kind = ", ".join(shown_name(layer.name) for layer in layers), type(layers[0].module).__name__
     return UnsupportedModelError(
         f"cannot clip {names} ({kind}): {reason}. Exclude the layer with attach(layers=...), or use Cap, which acts on "
         "beta"

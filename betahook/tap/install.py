@@ -18,6 +18,7 @@ from betahook import compat
 from betahook.measure.inputs import SIDES
 from betahook.models import guards, selective
 from betahook.models.code import argument_names
+from betahook.models.discovery import shown_name
 from betahook.tap import copies, kernels, opaque
 from betahook.tap.by_hand import bypassed, watching
 from betahook.tap.override import Override
@@ -79,7 +80,7 @@ def _refuse_replica(name: str) -> NoReturn:
         RuntimeError: always.
     """
     raise RuntimeError(
-        f"{name or 'the model'} is attention by hand, which cannot run in nn.DataParallel while it is hooked. Use one "
+        f"{shown_name(name)} is attention by hand, which cannot run in nn.DataParallel while it is hooked. Use one "
         "process for each GPU, as torchrun and accelerate launch do, or one GPU alone (CUDA_VISIBLE_DEVICES=0)"
     )
 

@@ -19,7 +19,7 @@ from betahook.measure.masks import GivenMask, Mask
 from betahook.measure.rows import PLAIN, ScoreMod
 from betahook.measure.together import AttentionCall, calls_at_once
 from betahook.models import materialise
-from betahook.models.discovery import AttentionModule
+from betahook.models.discovery import AttentionModule, shown_name
 from betahook.state.factors import gain_of
 from betahook.state.ranges import HeadRange
 from betahook.state.state import State, note_measured, refuse
@@ -132,7 +132,7 @@ class Recorder:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse: `tap.copies` leaves the recorder out, unless a module copies itself in a way of its own."""
         raise TypeError(
-            f"{self.name or 'the model'} is hooked and has a method of its own for copies, which cannot leave the hook "
+            f"{shown_name(self.name)} is hooked and has a method of its own for copies, which cannot leave the hook "
             "out: copy or pickle the model before attach, or detach() first"
         )
 
@@ -170,7 +170,7 @@ class Recorder:
     def leave_alone(self, reason: str, advice: str = "") -> None:
         """Leave the layer alone from now on, with a warning; `advice` stands before what can always be done."""
         refuse(self.state, self._head_range, reason)
-        logger.warning(LEFT_ALONE, self.name or "the model", reason, advice)
+        logger.warning(LEFT_ALONE, shown_name(self.name), reason, advice)
 
     def note_default(self, beta: float | Tensor) -> None:
         """Remember the inverse temperature that the model itself applies: one, or one for each head.

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import betahook
+from support.attention import LENGTH, WIDTH, FusedAttention
 from support.models import build, inputs, trace
 
 
@@ -136,6 +137,12 @@ def test_flat_saturated_and_overflowing_heads_are_told():
     assert by_format["bfloat16"].overflowing == []
     assert math.isinf(by_format["bfloat16"].weight_error[1]) or by_format["bfloat16"].weight_error[1] > 1
     assert "float16: 1 of 2 layers, the worst overflows (model.layers.0.self_attn)" in str(found)
+
+
+def test_a_model_that_is_itself_the_attention_is_called_the_model():
+    model = FusedAttention()
+    found = betahook.examine(model, [torch.randn(2, LENGTH, WIDTH) * 1e4])
+    assert "(the model)" in str(found)
 
 
 class OneOfTwo(nn.Module):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from betahook import compat
+from betahook.models.discovery import shown_name
 from betahook.models.labels import Labels, MadeOf
 from betahook.models.torch_calls import Call, tensors_in
 from betahook.state.state import note_measured
@@ -73,7 +74,7 @@ class Forward:
         is_first = self.form not in plan.axes and layer.refusal is None
         if is_first and (compat.is_exporting() or (rehearsal and compat.is_transformed())):
             raise RuntimeError(
-                f"{layer.name or 'the model'}: no forward has shown yet how this attention computes its scores. Run a "
+                f"{shown_name(layer.name)}: no forward has shown yet how this attention computes its scores. Run a "
                 "forward of the model outside of torch.export, torch.func and torch.jit.trace first"
             )
         self.labels = Labels(self.is_learned) if is_first and not compat.is_without_data() else None

@@ -25,6 +25,7 @@ from betahook import compat
 from betahook.measure.masks import Band
 from betahook.models import modes, selective
 from betahook.models.code import PRODUCTS, SOFTMAXES
+from betahook.models.discovery import shown_name
 from betahook.models.guards import is_handed_over
 from betahook.models.modes import random_state_kept
 from betahook.models.torch_calls import Call, copied, is_in_place, name_of, tensors_in
@@ -150,7 +151,7 @@ def _is_symbolic(layer: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
     if PROXIES.isdisjoint(map(type, (*args, *kwargs.values()))):
         return False
     if bool(layer.is_set.any()):
-        raise RuntimeError(SYMBOLIC.format(layer.name or "the model"))
+        raise RuntimeError(SYMBOLIC.format(shown_name(layer.name)))
     return True
 
 

@@ -200,18 +200,19 @@ def test_without_watch_a_warning_says_what_is_missing(tmp_path, caplog):
     assert "betahook.integrations.trainer.watch(trainer) before trainer.train()" in caplog.text
 
 
-def test_an_alert_goes_to_the_open_runs_and_to_its_function(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("layer", "named"), [("layers.0", "layers.0"), ("", "the model")])
+def test_an_alert_goes_to_the_open_runs_and_to_its_function(tmp_path, monkeypatch, layer, named):
     shown = []
     run = SimpleNamespace(alert=lambda title, text, level: shown.append(("wandb", title, text, level)))
     current = SimpleNamespace(current_run=SimpleNamespace(get=lambda: "r"))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
     tracker = SimpleNamespace(alert=lambda title, text: shown.append(("trackio", title, text)), context_vars=current)
     monkeypatch.setitem(sys.modules, "trackio", tracker)
-    alert = Alert(4, "max_logit", "layers.0", 60.0, 50.0)
+    alert = Alert(4, "max_logit", layer, 60.0, 50.0)
     alerts = betahook.Alerts(lambda alert: shown.append(alert), max_logit=50)
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to=["trackio"], use_cpu=True)
     reports.with_trackers(alerts, arguments).on_alert(alert)
-    title = "max_logit of layers.0"
+    title = f"max_logit of {named}"
     assert shown == [("wandb", title, str(alert), "WARN"), ("trackio", title, str(alert)), alert]
     run.alert = tracker.alert = None
     monkeypatch.setattr(sys.modules["wandb"], "run", None)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import betahook
+from betahook.report import warnings
+from support.attention import LENGTH, WIDTH, FusedAttention
 from support.models import build, inputs
 from support.training import LAYER, train
 
@@ -128,3 +130,23 @@ def test_limits_that_make_no_sense(arguments, error, message):
 def test_alerts_of_another_kind():
     with pytest.raises(TypeError, match=r"alerts must be betahook.Alerts or None; got <built-in function print>"):
         betahook.attach(build("llama"), alerts=print)
+
+
+def test_a_model_that_is_itself_the_attention_is_called_the_model(caplog):
+    """Its name is empty."""
+    alerts, model = [], FusedAttention()
+    limits = betahook.Alerts(alerts.append, max_logit=1e-9)
+    with betahook.attach(model, "monitor", alerts=limits) as hook:
+        model(torch.randn(2, LENGTH, WIDTH)).sum().backward()
+        hook.step()
+        hook.metrics()
+        warnings.warn_of_unreached(hook._state, {"": "it was replaced"})
+        model(torch.full((2, LENGTH, WIDTH), torch.nan)).sum().backward()
+        hook.step()
+        hook.metrics()
+        with pytest.raises(KeyError, match=r"no hooked layer is called 'x'; there are '' \(the model\)\""):
+            hook.layers["x"]
+    assert str(alerts[0]).startswith("step 1: max_logit of the model is ")
+    assert str(betahook.Alert(1, "at_bound", "", 2.0, None)) == "step 1: beta of the model is 2, which is at its bound"
+    assert "the model, it was replaced: not measured" in caplog.text
+    assert "gradients of the model in step 2: beta stays" in caplog.text
