@@ -84,22 +84,13 @@ class TensorBoardWriter:
         """
         if not isinstance(hook, Hook):
             raise TypeError(f"write(hook, step) takes what betahook.attach returned; got {type(hook).__name__}")
-        try:
-            step = operator.index(step)
-        except TypeError as error:
-            raise TypeError(
-                f"write(hook, step) takes a whole number as its step, such as hook.steps; got {step!r}"
-            ) from error
-        try:
-            losses = {} if loss is None else {f"{GROUP}/loss": float(loss)}
-        except (TypeError, ValueError, RuntimeError) as error:  # a tensor of several numbers raises this or that
-            raise TypeError(f"write(hook, step, loss=...) takes one number, as loss.item(); got {loss!r}") from error
+        step, losses = _whole(step), {} if loss is None else {f"{GROUP}/loss": _number(loss)}
         metrics = hook.metrics() if metrics is None else metrics
         findings = hook.findings() if findings is None else findings
         if self._findings is None:
             measured = {key.partition("/")[0] for key in metrics}
-            charts = layout(filter(measured.__contains__, self.quantities), with_loss=bool(losses))
-            self.writer.add_custom_scalars(charts)
+            shown = filter(measured.__contains__, self.quantities)
+            self.writer.add_custom_scalars(layout(shown, with_loss=bool(losses)))
         self._picture.add(findings, step)
         self._findings, self._step = findings, step
         for tag, value in {**self._summary(findings), **losses}.items():
@@ -171,6 +162,22 @@ class TensorBoardWriter:
             value = Summary.Value(tag=TAG, image=image)
             self.writer.file_writer.add_summary(Summary(value=[value]), self._step)
         self._drawn = self._step
+
+
+def _whole(step: Any) -> int:
+    try:
+        return operator.index(step)
+    except TypeError as error:
+        raise TypeError(
+            f"write(hook, step) takes a whole number as its step, such as hook.steps; got {step!r}"
+        ) from error
+
+
+def _number(loss: Any) -> float:
+    try:
+        return float(loss)
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor of several numbers raises this or that
+        raise TypeError(f"write(hook, step, loss=...) takes one number, as loss.item(); got {loss!r}") from error
 
 
 def layout(quantities: Iterable[str], *, with_loss: bool) -> dict[str, dict[str, list[Any]]]:
