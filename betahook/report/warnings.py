@@ -11,6 +11,7 @@ from torch import nn
 from betahook.layer import Layers
 from betahook.models.discovery import shown_name
 from betahook.state.state import State
+from betahook.tap.recorder import ATTRIBUTE, PASSED
 
 logger = logging.getLogger("betahook")
 
@@ -39,7 +40,8 @@ def find_unreached(state: State, layers: Layers, model: nn.Module) -> dict[str, 
         elif name in replaced:
             unreached[name] = REPLACED
         elif is_unused and layer.refusal is None:
-            unreached[name] = "no forward that is measured has reached it yet"
+            has_passed = getattr(getattr(layer.module, ATTRIBUTE, None), "has_passed", False)
+            unreached[name] = PASSED if has_passed else "no forward that is measured has reached it yet"
     return unreached
 
 

@@ -31,6 +31,8 @@ LEFT_ALONE = (
     "%s is left alone: %s. Its beta stays the model's own, and its scores are not measured. %sTo silence this, "
     "leave the module out with attach(layers=...)"
 )
+PASSED = "its forward ran, but no attention was seen in it: it may run in a kernel that betahook cannot see"
+"""Said of a module whose forward showed no attention, where nothing tells that it computed queries."""
 
 
 def _columns(state: State, head_range: HeadRange) -> tuple[Tensor, Tensor]:
@@ -106,7 +108,9 @@ class Recorder:
         always: True if every forward is recorded, also in evaluation mode and under `no_grad`.
         tensors: of the layer alone, see `state.LayerTensors`.
         runs: how many forwards of the module run now, of those that the tap watches.
-        projected: True if the last one called the query projection, as far as that is a module of its own.
+        is_watched: True if a hook of the query projection tells when a forward calls it.
+        projected: True if the last one called it, as far as it is watched.
+        has_passed: True once a forward that is measured ended without an attention.
         ran_in: True if one ran in training mode, False if one ran in evaluation mode.
     """
 
@@ -127,7 +131,8 @@ class Recorder:
         self._local_heads = attention.heads
         self._inputs = _Inputs()
         self.tensors = state.layer_tensors[head_range.layer]
-        self.runs, self.projected, self.ran_in = 0, False, set[bool]()
+        self.runs, self.ran_in = 0, set[bool]()
+        self.is_watched = self.projected = self.has_passed = False
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse: `tap.copies` leaves the recorder out, unless a module copies itself in a way of its own."""

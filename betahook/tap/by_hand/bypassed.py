@@ -64,6 +64,7 @@ def connect(model: nn.Module, layers: Collection[Recorder], undo: ExitStack) -> 
             sharing = [other for other in layers if id(other.module) in around[projection]]
             check = functools.partial(_check, Watch(layer, sharing, around[layer.module]))
             copies.keep_hook(projection, projection.register_forward_pre_hook(check), undo)
+            layer.is_watched = True
 
 
 def _check(watch: Watch, projection: nn.Module, args: Any) -> None:

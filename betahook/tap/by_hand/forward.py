@@ -24,11 +24,13 @@ from betahook.tap.by_hand.shadows import Shadows
 from betahook.tap.by_hand.sites import Site, find_line, find_site
 from betahook.tap.by_hand.situation import Situation
 from betahook.tap.by_hand.traces import Factor, Operand, Product, Scores, Traces, is_learned, is_zero
-from betahook.tap.recorder import Recorder, shows_shapes
+from betahook.tap.recorder import PASSED, Recorder, shows_shapes
 
 ALIKE = 1e-4
 """Relative difference up to which two numbers count as the same, but for rounding."""
-UNSEEN = "a forward of it projects queries, and no attention of them is seen: it may lie in a kernel out of sight"
+UNSEEN = (
+    "a forward computed queries, but no attention over them was seen: it may run in a kernel that betahook cannot see"
+)
 """The reason to leave a module alone in which another forward, perhaps, showed one."""
 
 
@@ -60,6 +62,7 @@ class Forward:
         unread: a product that is not understood, which came to a softmax alone; None for none.
         unscored: the line of a product of activations in a form that is not read; None for none.
         without_heads: the line of a product of two matrices, in which several heads have no axis; None for none.
+        refused: the reason to leave the module alone once the forward has ended; None for none.
     """
 
     def __init__(self, layer: Recorder, plan: Plan, inputs: Any, *, rehearsal: bool = False) -> None:
@@ -91,7 +94,7 @@ class Forward:
         self.without_heads: str | None = None
         self.is_settled = self.labels is None and self.shadows is None
         self.traces = Traces()
-        self._refusal: str | None = None
+        self.refused: str | None = None
 
     def trace_of_values(self) -> Operand | None:
         """The trace of weighted values; None if nothing in earlier forwards asks for it."""
@@ -187,7 +190,7 @@ class Forward:
 
     def refuse(self, reason: str) -> None:
         """Leave the module alone when the forward has ended."""
-        self._refusal = self._refusal or reason
+        self.refused = self.refused or reason
 
     def finish(self) -> None:
         """Take stock of a forward that has ended: learn from it, or leave the module alone from now on."""
@@ -209,29 +212,41 @@ class Forward:
     def _learn(self) -> None:
         """Learn from a forward whose tensors mean something, or leave the module alone."""
         layer, plan = self.layer, self.plan
-        reason = self._verdict() if layer.refusal is None else layer.refusal
+        reason = _verdict(self) if layer.refusal is None else layer.refusal
         plan.fused_only = reason is None and self.attended and self.fused_only and plan.fused_only is not False
         if plan.fused_only and plan.broken_since == layer.state.resets:
             layer.state.has_broken_graphs = True
         if layer.refusal is None and reason is not None:
             layer.leave_alone(reason, "Attention by F.scaled_dot_product_attention is followed. ")
+        elif reason is None and self.recording and not self.attended:
+            layer.has_passed = True
+            self._note_nothing()
         elif reason is None and self.labels is not None and self.made_of:
             layer.attention.correct(self.made_of, self.labels.linears)
 
-    def _verdict(self) -> str | None:
-        self.plan.checked |= self.shadows is not None
-        self.plan.axes[self.form] = self.axes
-        # What a rehearsal shows, the steps before a resume did: so the first step after it computes as they.
-        reason = self._refusal or self.plan.learn(self.products, self.layer.state.steps - self.rehearsal)
-        if reason is not None or self.attended:
-            return reason
-        if self.has_softmax:
-            return _obstacle(self)
-        line = self.products[0].site.line if self.products else self.unscored
-        if line is not None:
-            return f"the product at {line} reaches no softmax"
-        concerns = self.recording or self.layer.state.beta_acts  # else it may pass, as one in evaluation
-        return UNSEEN if self.layer.projected and concerns else None
+
+def _verdict(forward: Forward) -> str | None:
+    """Learn from a forward that has ended; return why the module is to be left alone, or None."""
+    layer, plan = forward.layer, forward.plan
+    plan.checked |= forward.shadows is not None
+    plan.axes[forward.form] = forward.axes
+    # What a rehearsal shows, the steps before a resume did: so the first step after it computes as they.
+    reason = forward.refused or plan.learn(forward.products, layer.state.steps - forward.rehearsal)
+    if forward.attended:
+        plan.only_projects = False
+    elif plan.only_projects is None and forward.labels is not None and forward.labels.linears:
+        plan.only_projects = not layer.is_watched
+    if reason is not None or forward.attended:
+        return reason
+    if forward.has_softmax:
+        return _obstacle(forward)
+    line = forward.products[0].site.line if forward.products else forward.unscored
+    if line is not None:
+        return f"the product at {line} reaches no softmax"
+    concerns = forward.recording or layer.state.beta_acts  # else it may pass, as one in evaluation
+    if layer.projected and concerns:
+        return UNSEEN
+    return PASSED if plan.only_projects and concerns else None
 
 
 def _label_inputs(forward: Forward, inputs: Any) -> Labels:

@@ -45,6 +45,7 @@ class Plan:
         key_first: the sites of products whose left operand is k, not q.
         band: the one that mask tensors of a kernel are expected to have, as the first one has it; None before any.
         mixes: a product or a softmax got what weights had made of values.
+        only_projects: forwards ran projections and showed no attention; None before any did, False once there was one.
         checked: what beta does was checked by numbers, see `tap.by_hand.shadows`.
         fused_only: a graph of the compiler can hold its forwards, see `tap.compiled`; None before any.
         broken_since: how often compiled code had been thrown away when a graph broke at this module; None for never.
@@ -62,6 +63,7 @@ class Plan:
     key_first: set[Site] = field(default_factory=set)
     band: Band | None = None
     mixes: bool = False
+    only_projects: bool | None = None
     checked: bool = False
     fused_only: bool | None = None
     broken_since: int | None = None

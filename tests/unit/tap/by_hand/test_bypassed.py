@@ -6,7 +6,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import betahook
-from support.attention import WIDTH, ByHandAttention, make
+from support.attention import HEADS, WIDTH, ByHandAttention, make
 
 
 class WithAList(ByHandAttention):
@@ -164,7 +164,8 @@ def test_a_kernel_out_of_sight_is_named_where_another_branch_is_followed(x):
         layer.beta = 2 * layer.beta_default
         model.eval()(x)
         assert layer.refusal == (
-            "a forward of it projects queries, and no attention of them is seen: it may lie in a kernel out of sight"
+            "a forward computed queries, but no attention over them was seen: it may run in a kernel that betahook "
+            "cannot see"
         )
         assert torch.equal(model.train()(x), expected)
 
@@ -184,7 +185,7 @@ def test_a_kernel_out_of_sight_is_named_to_who_watches_it(x):
     model = make(FastInEvaluation)
     with betahook.attach(model, controller="monitor", when="always") as hook:
         model.eval()(x)
-        assert "kernel out of sight" in hook.layers["1"].refusal
+        assert "kernel that betahook cannot see" in hook.layers["1"].refusal
 
 
 def test_a_forward_that_projects_no_queries_may_do_without_attention(x):
@@ -194,3 +195,112 @@ def test_a_forward_that_projects_no_queries_may_do_without_attention(x):
             model.train()(x)
             model.eval()(x)
         assert hook.layers["1"].refusal is None
+
+
+PASSED = "its forward ran, but no attention was seen in it: it may run in a kernel that betahook cannot see"
+
+
+class Unseen(nn.Module):
+    """Attention of a kernel out of sight, if at all, whose projection has a name that nobody knows."""
+
+    is_skipped = False
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, WIDTH // HEADS
+        self.lin = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        if self.is_skipped:
+            return x
+        q, k, v = (part.transpose(1, 2) for part in self.lin(x).unflatten(-1, (3, HEADS, -1)).unbind(2))
+        return self.mix(q, k, v).transpose(1, 2).flatten(2)
+
+    def mix(self, q, k, v):
+        return out_of_sight(q, k, v)
+
+
+class SeenInTraining(Unseen):
+    def mix(self, q, k, v):
+        return ((q @ k.mT / 3).softmax(-1) @ v) if self.training else out_of_sight(q, k, v)
+
+
+class AllUnseen(Unseen):
+    """One kernel for all of it."""
+
+    def forward(self, x):
+        with torch._C.DisableTorchFunction():
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("is_beside_another", [True, False])
+def test_a_kernel_out_of_sight_is_named_where_no_projection_is_known(x, caplog, is_beside_another):
+    model = make(Unseen)
+    if is_beside_another:
+        model.append(ByHandAttention())
+    expected = model(x)
+    with betahook.attach(model, controller="monitor") as hook:
+        model.eval()(x)
+        layer = hook.layers["1"]
+        assert layer.refusal is None  # nothing is measured in evaluation
+        for _ in range(2):
+            assert torch.equal(model.train()(x), expected)
+            hook.step()
+        assert layer.refusal == PASSED
+        assert f"1: left alone, {PASSED}" in repr(hook)
+        assert "not reached" not in repr(hook)
+    assert [record.message.partition(". ")[0] for record in caplog.records] == [f"1 is left alone: {PASSED}"]
+
+
+@pytest.mark.parametrize("is_seen_first", [True, False])
+def test_a_forward_without_attention_may_project_where_another_shows_one(x, is_seen_first):
+    model = make(SeenInTraining).eval()  # in which a trial shows no projection either
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        assert hook.layers["1"].projections is None
+        if is_seen_first:
+            model.train()(x)
+        model.eval()(x)
+        model.train()(x)
+        hook.step()
+        model[1].is_skipped = True
+        model(x)
+        hook.step()
+        assert hook.layers["1"].refusal is None
+        assert hook.layers["1"].beta_default == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("kind", [AllUnseen, Unseen])
+def test_a_forward_that_shows_nothing_says_so(x, caplog, kind):
+    model = make(kind)
+    model[1].is_skipped = kind is Unseen
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x).sum().backward()
+        hook.step()
+        assert hook.layers["1"].refusal is None
+        assert f"not reached: 1, {PASSED}" in repr(hook)
+        hook.metrics()
+    assert [record.message for record in caplog.records] == [f"1, {PASSED}: not measured, hence not in the metrics"]
+
+
+class Gated(ByHandAttention):
+    is_skipped = False
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.gate(x) if self.is_skipped else self.gate(x) * super().forward(x)
+
+
+def test_a_forward_without_attention_may_project_what_are_no_queries(x):
+    model = make(Gated)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        model[1].is_skipped = True
+        model(x).sum().backward()
+        hook.step()
+        model[1].is_skipped = False
+        model(x).sum().backward()
+        hook.step()
+        assert hook.layers["1"].refusal is None
+        assert hook.layers["1"].statistics.count > 0
