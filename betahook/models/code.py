@@ -63,7 +63,8 @@ def argument_names(module: nn.Module) -> list[str]:
 
 
 def _held(module: nn.Module) -> Iterator[object]:
-    return (value.func if isinstance(value, functools.partial) else value for value in vars(module).values())
+    values = (value.func if isinstance(value, functools.partial) else value for value in vars(module).values())
+    return (inspect.unwrap(value) if isinstance(value, FunctionType) else value for value in values)
 
 
 def _names_in(functions: Iterable[FunctionType]) -> frozenset[str]:

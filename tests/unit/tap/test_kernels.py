@@ -35,8 +35,9 @@ def flash_attn_func(
 ):
     left, right = (LENGTH if side < 0 else side for side in window_size)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(0 if causal else right).triu(-left)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
+    with torch._C.DisableTorchFunction():  # as the kernel, it shows no mode what it does
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
 
 
 def flash_attn_varlen_func(
@@ -59,10 +60,11 @@ def varlen_attn(
 
 
 def memory_efficient_attention(query, key, value, attn_bias=None, p=0.0, scale=None):
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     causal = isinstance(attn_bias, LowerTriangularMask)
     mask = None if causal else attn_bias
-    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale).transpose(1, 2)
+    with torch._C.DisableTorchFunction():
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale).transpose(1, 2)
 
 
 class LowerTriangularMask:
