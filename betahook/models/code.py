@@ -6,8 +6,8 @@ import dis
 import functools
 import inspect
 from collections.abc import Iterable, Iterator
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import TypeGuard
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.autograd import Function
@@ -68,7 +68,12 @@ def _held(module: nn.Module) -> Iterator[object]:
 
 
 def _names_in(functions: Iterable[FunctionType]) -> frozenset[str]:
-    return frozenset[str]().union(*(_names(function.__code__) for function in functions))
+    return frozenset[str]().union(*map(names_in, functions))
+
+
+def names_in(function: FunctionType) -> frozenset[str]:
+    """The global names and attributes that the code of a function uses, and that of functions in it."""
+    return _names(function.__code__)
 
 
 def _real_names(function: FunctionType) -> set[str]:
@@ -129,19 +134,28 @@ def _inherited(kind: type) -> Iterator[FunctionType]:
                     yield function
 
 
+def namespaces(names: Iterable[str], *first: dict[str, Any]) -> list[dict[str, Any]]:
+    """The namespaces in which code finds what it names: some first ones, and those of modules that these hold."""
+    found = list(first)
+    for namespace in found:  # which grows
+        for value in map(namespace.get, names):
+            if isinstance(value, ModuleType | SimpleNamespace) and all(vars(value) is not other for other in found):
+                found.append(vars(value))
+    return found
+
+
 def _called(function: FunctionType) -> Iterator[FunctionType]:
     """The Python functions that the code of a function names, and what a named function of autograd runs."""
-    names = set(_names(function.__code__))
-    values = [function.__globals__.get(name) for name in names]
-    for cell in function.__closure__ or ():
+    names, cells = names_in(function), dict[str, Any]()
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            values.append(cell.cell_contents)
+            cells[name] = cell.cell_contents
         except ValueError:  # it is empty yet
             continue
-    for value in list(values):
-        if isinstance(value, ModuleType) and not _is_of_library(value.__name__):
-            values += [vars(value).get(name) for name in names]
-    for value in values:
+    values = [
+        namespace.get(name) for namespace in namespaces({*names, *cells}, function.__globals__, cells) for name in names
+    ]
+    for value in [*values, *cells.values()]:
         if isinstance(value, type) and issubclass(value, Function):
             value = value.forward
         called = inspect.unwrap(value) if callable(value) else None

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from betahook.measure import masks
 from betahook.measure.masks import Band, Mask
 from betahook.models import selective, stand_ins
-from betahook.models.code import functions_of
+from betahook.models.code import functions_of, names_in, namespaces
 from betahook.models.torch_calls import Call
 from betahook.tap.recorder import Recorder
 
@@ -210,12 +209,11 @@ def are_called(layer: Recorder) -> bool:
 
 
 def _bindings(layer: Recorder) -> Iterator[tuple[dict[str, Any], str]]:
-    """Namespaces and names by which a layer finds its kernels: global, of another module, or its own attributes."""
-    seen = [(vars(part), tuple(vars(part))) for part in layer.module.modules()]
+    """Namespaces and names by which a layer finds its kernels: global, of other modules, or its own attributes."""
+    seen = [(vars(part), frozenset(vars(part))) for part in layer.module.modules()]
     for function in functions_of(layer.module):
-        names, known = function.__code__.co_names, function.__globals__
-        seen.append((known, names))
-        seen += [(vars(known[name]), names) for name in names if isinstance(known.get(name), ModuleType)]
+        names = names_in(function)
+        seen += [(namespace, names) for namespace in namespaces(names, function.__globals__)]
     for namespace, names in seen:
         yield from ((namespace, name) for name in names if _is_kernel(namespace.get(name)))
 

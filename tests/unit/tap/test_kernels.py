@@ -77,6 +77,10 @@ varlen_attn.__module__ = "torch.nn.attention.varlen"  # torch's own runs on a GP
 compiled_flex_attention = torch.compile(flex_attention, backend="eager")
 xops = types.ModuleType("xformers.ops")
 xops.memory_efficient_attention = memory_efficient_attention
+xformers = types.ModuleType("xformers")
+xformers.ops = xops
+loaded = types.SimpleNamespace(flash_attn_func=flash_attn_func, xformers=xformers)
+xformers.loaded = loaded  # which hold one another, as modules may
 
 
 class Kernel(Block):
@@ -144,6 +148,24 @@ class Xformers(Block):
         return xops.memory_efficient_attention(q, k, v, LowerTriangularMask(), scale=0.5).transpose(1, 2)
 
 
+class OfPackage(Block):
+    """As in PixArt."""
+
+    def mix(self, q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return xformers.ops.memory_efficient_attention(q, k, v, LowerTriangularMask(), scale=0.5).transpose(1, 2)
+
+
+class OfNamespace(Block):
+    """As in nanochat, in a function of a function."""
+
+    def mix(self, q, k, v):
+        def attend(q, k, v):
+            return loaded.flash_attn_func(q, k, v, softmax_scale=0.5, causal=True)
+
+        return attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
 class XformersBias(Block):
     def mix(self, q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -163,7 +185,7 @@ class Reference(Block):
 def called():
     """The kernels by the names under which the modules find them."""
     own = flex_attention, compiled_flex_attention, flash_attn_func, flash_attn_varlen_func, memory_efficient_attention
-    return *own, varlen_attn, xops.memory_efficient_attention, flex.flex_attention
+    return *own, varlen_attn, xops.memory_efficient_attention, loaded.flash_attn_func, flex.flex_attention
 
 
 def run(model, x, factor):
@@ -194,6 +216,8 @@ CASES = {
     VarlenOfTorch: PACKED,
     VarlenWindow: PACKED & WINDOW,
     Xformers: CAUSAL,
+    OfPackage: CAUSAL,
+    OfNamespace: CAUSAL,
     XformersBias: WINDOW,
 }
 
