@@ -21,9 +21,20 @@ from betahook.models.families import facts
 Route = Literal["interface", "torch", "by hand"]
 """The source of scores: the attention "interface" of transformers, "torch" or another kernel, or "by hand"."""
 
+APART = "{} with q, k and v apart"
 TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 KERNELS = {"flex_attention", "flash_attn_func", "flash_attn_varlen_func", "varlen_attn", "memory_efficient_attention"}
 """Functions that take the softmax too, called by name in users' code; `tap.kernels` has their signatures."""
+UNFOLLOWED_KERNELS = {
+    **dict.fromkeys(["flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"], APART.format("flash_attn_func")),
+    **dict.fromkeys(
+        ["flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func"], APART.format("flash_attn_varlen_func")
+    ),
+    "flash_attn_with_kvcache": "flash_attn_func, without a cache",
+    "memory_efficient_attention_forward": "memory_efficient_attention",
+    "sageattn": "F.scaled_dot_product_attention",
+}
+"""Others that are known to compute an attention, to what may be called in their place."""
 ASKED = TORCH_ATTENTION | KERNELS
 SOFTMAX = {*SOFTMAXES, "Softmax", "LogSoftmax", "XSoftmax"}
 IN_NAME = re.compile("attention|attn", re.IGNORECASE)
@@ -119,6 +130,14 @@ def asks_torch(suspect: Suspect) -> Verdict | None:
     return Verdict("torch" if used & kernels and not used & SOFTMAX else "by hand")
 
 
+def asks_other_kernel(suspect: Suspect) -> Verdict | None:
+    """Attention by a kernel that is not followed, unless its code has one by hand, too."""
+    called = next((name for name in UNFOLLOWED_KERNELS if name in suspect.used), None)
+    if called is None or _has_product_and_softmax(suspect):
+        return None
+    return Verdict(obstacle=f"it calls {called}, which is not followed: call {UNFOLLOWED_KERNELS[called]}")
+
+
 def has_no_name(suspect: Suspect) -> Verdict | None:
     """Code that is not called attention, and asks nobody for one."""
     if is_named(suspect.module):
@@ -160,7 +179,7 @@ def _has_product_and_softmax(suspect: Suspect) -> bool:
 
 
 CLASSIFIERS = (
-    *(known_otherwise, is_scripted, is_called_otherwise, asks_interface, asks_torch, has_no_name, is_by_hand),
-    has_name_only,
+    *(known_otherwise, is_scripted, is_called_otherwise, asks_interface, asks_torch),
+    *(asks_other_kernel, has_no_name, is_by_hand, has_name_only),
 )
 """In the order in which they are asked."""

@@ -1227,6 +1227,7 @@ FAULTS = [
         "return Operand(mixed",
         f"{FORMS}::test_a_factor_on_keys_out_of_a_cache",
     ),
+    Fault("betahook/models/classifiers.py", "called is None or _has_product_and_softmax(suspect)", "called is None"),
     Fault(
         "betahook/models/code.py",
         "ModuleType | SimpleNamespace",

@@ -26,6 +26,16 @@ CLASSIFIERS = {
     "or by hand": (classifiers.asks_torch, dict(used={"scaled_dot_product_attention", "softmax"}), Verdict("by hand")),
     "all of torch's": (classifiers.asks_torch, dict(used={"multi_head_attention_forward"}), Verdict("by hand")),
     "no torch": (classifiers.asks_torch, dict(used={"softmax", "bmm"}), None),
+    "a packed kernel": (
+        classifiers.asks_other_kernel,
+        dict(used={"flash_attn_varlen_kvpacked_func"}),
+        Verdict(
+            obstacle="it calls flash_attn_varlen_kvpacked_func, which is not followed: call flash_attn_varlen_func "
+            "with q, k and v apart"
+        ),
+    ),
+    "a kernel or by hand": (classifiers.asks_other_kernel, dict(used={"sageattn", "bmm", "softmax"}), None),
+    "a kernel in a part": (classifiers.asks_other_kernel, dict(below={"sageattn"}), None),
     "no name": (classifiers.has_no_name, dict(name="Mixer"), classifiers.NO_ATTENTION),
     "a short name": (classifiers.has_no_name, dict(name="SelfAttnBlock"), None),
     "a product and a softmax": (classifiers.is_by_hand, dict(used={"bmm", "Softmax"}), Verdict("by hand")),

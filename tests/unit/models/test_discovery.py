@@ -483,6 +483,41 @@ def test_an_attention_around_one_that_is_not_hooked_is_not_said_to_be_in_its_way
     assert list(survey.not_reached) == ["0.inner"]
 
 
+def flash_attn_qkvpacked_func(qkv):
+    """As that of flash-attn, which shows nobody what it computes."""
+
+
+packed = flash_attn_qkvpacked_func
+
+
+class DDiTBlock(nn.Module):
+    """As in MDLM, but for the name of the function."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_heads, self.head_dim, self.attn_qkv = 4, 4, nn.Linear(16, 48)
+
+    def forward(self, x):
+        return packed(self.attn_qkv(x).unflatten(-1, (3, 4, 4)))
+
+
+class HoldsAKernel(DDiTBlock):
+    def __init__(self):
+        super().__init__()
+        self.kernel = flash_attn_qkvpacked_func
+
+    def forward(self, x):
+        return self.kernel(self.attn_qkv(x))
+
+
+@pytest.mark.parametrize("kind", [DDiTBlock, HoldsAKernel])
+def test_a_module_that_calls_a_kernel_that_is_not_followed_is_named_whatever_its_name(kind):
+    survey = discovery.survey(nn.Sequential(kind(), nn.MultiheadAttention(16, 4)))
+    assert list(survey.found) == ["1"]
+    reason = "it calls flash_attn_qkvpacked_func, which is not followed: call flash_attn_func with q, k and v apart"
+    assert survey.not_reached == {"0": f"{kind.__name__}: {reason}"}
+
+
 class TakesPairAttention(nn.Module):
     """Runs on no made-up input."""
 
