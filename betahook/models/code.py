@@ -63,8 +63,13 @@ def argument_names(module: nn.Module) -> list[str]:
 
 
 def _held(module: nn.Module) -> Iterator[object]:
-    values = (value.func if isinstance(value, functools.partial) else value for value in vars(module).values())
+    values = map(_whole, vars(module).values())
     return (inspect.unwrap(value) if isinstance(value, FunctionType) else value for value in values)
+
+
+def _whole(value: object) -> object:
+    """The function that a partial one calls; any other value as it is."""
+    return value.func if isinstance(value, functools.partial) else value
 
 
 def _names_in(functions: Iterable[FunctionType]) -> frozenset[str]:
@@ -78,7 +83,7 @@ def names_in(function: FunctionType) -> frozenset[str]:
 
 def _real_names(function: FunctionType) -> set[str]:
     """The names by which the callees of a function were defined, so that a compiled one has that of the original."""
-    called = (function.__globals__.get(name) for name in function.__code__.co_names)
+    called = (_whole(function.__globals__.get(name)) for name in function.__code__.co_names)
     names = (getattr(each, "__name__", None) for each in called if callable(each))
     return {name for name in names if isinstance(name, str)}
 
@@ -145,17 +150,18 @@ def namespaces(names: Iterable[str], *first: dict[str, Any]) -> list[dict[str, A
 
 
 def _called(function: FunctionType) -> Iterator[FunctionType]:
-    """The Python functions that the code of a function names, and what a named function of autograd runs."""
+    """The Python functions and static methods that code names, and what a named function of autograd runs."""
     names, cells = names_in(function), dict[str, Any]()
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             cells[name] = cell.cell_contents
         except ValueError:  # it is empty yet
             continue
-    values = [
-        namespace.get(name) for namespace in namespaces({*names, *cells}, function.__globals__, cells) for name in names
-    ]
-    for value in [*values, *cells.values()]:
+    spaces = namespaces({*names, *cells}, function.__globals__, cells)
+    values = [_whole(space.get(name)) for space in spaces for name in {*names, *cells}]
+    of_classes = [vars(value).get(name) for value in values if isinstance(value, type) for name in names]
+    values += [member.__func__ for member in of_classes if isinstance(member, staticmethod)]
+    for value in values:
         if isinstance(value, type) and issubclass(value, Function):
             value = value.forward
         called = inspect.unwrap(value) if callable(value) else None

@@ -1227,6 +1227,14 @@ FAULTS = [
         "return Operand(mixed",
         f"{FORMS}::test_a_factor_on_keys_out_of_a_cache",
     ),
+    Fault("betahook/models/code.py", "_whole(space.get(name))", "space.get(name)", DISCOVERED),
+    Fault(
+        "betahook/models/code.py",
+        "(_whole(function.__globals__.get(name))",
+        "(function.__globals__.get(name)",
+        DISCOVERED,
+    ),
+    Fault("betahook/models/code.py", "of_classes if isinstance(member, staticmethod)", "()", DISCOVERED),
     Fault("betahook/models/classifiers.py", "called is None or _has_product_and_softmax(suspect)", "called is None"),
     Fault(
         "betahook/models/code.py",

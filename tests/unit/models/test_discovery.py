@@ -275,6 +275,27 @@ def test_a_function_with_a_backward_of_its_own_is_read():
     assert [each.route for each in survey(Block()).found.values()] == ["by hand"]
 
 
+class Backend:
+    @staticmethod
+    def mix(q, k, v):
+        return attend(q, k, v)
+
+
+double = functools.partial(scaled, scale=2.0)
+of_torch = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+
+
+def test_a_partial_function_and_a_static_method_are_read():
+    def calling(mix):
+        return type("Block", (Block,), {"forward": lambda self, x: mix(self.qkv(x))})()
+
+    blocks = [
+        calling(mix) for mix in (lambda x: double(x), lambda x: of_torch(x, x, x), lambda x: Backend.mix(x, x, x))
+    ]
+    routes = [[each.route for each in survey(block).found.values()] for block in blocks]
+    assert routes == [["by hand"], ["torch"], ["torch"]]
+
+
 class Pooled(nn.Module):
     """Has an attention of its own, written in its forward, behind that of its layers."""
 
