@@ -86,7 +86,7 @@ class AttentionLayer:
 
     @property
     def head_beta(self) -> Tensor:
-        """The inverse temperature of each head, `[heads]`, float32 on the CPU. Assign a whole such tensor to set it.
+        """The inverse temperature of each head, `[heads]`, float32 on the CPU. To set it, assign a tensor of all heads.
 
         It is a copy: `layer.head_beta[0] = 2.0` changes nothing. Setting it raises what setting `beta` does; a
         ValueError for another shape.

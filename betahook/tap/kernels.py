@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -33,7 +34,8 @@ class Kernel:
     """The signature of a kernel.
 
     Attributes:
-        names: of its arguments, in order; the first three are q, k and v.
+        names: of its arguments, in order; the first three are q, k and v. Versions differ in the others, so these
+            count where the function does not tell.
         scale: the argument that is the model's own beta; None given stands for `1/sqrt(d_k)`.
         heads: the axis of the heads in a query; None where labels have to show it.
         describe: the pairs that a call uses, from its arguments, q and k `[..., heads, tokens, d_k]`, and the band that
@@ -52,8 +54,10 @@ class Kernel:
     dims: int = 4
 
     def read(self, call: Call) -> dict[str, Any]:
-        """The arguments of a call by their names."""
-        return {**dict(zip(self.names, call.args, strict=False)), **call.kwargs}
+        """The arguments of a call by their names, behind v those of the installed version."""
+        behind = _parameters(call.function)[3:] if len(call.args) > 3 else ()
+        names = (*self.names[:3], *behind) if behind else self.names
+        return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
 
     def obstacle(self, given: Arguments) -> str | None:
         """The reason why a call is not followed, None if it is."""
@@ -79,6 +83,14 @@ class Kernel:
     def states_heads(self, tensor: Tensor) -> bool:
         """True if the kernel says where the heads of such an operand are."""
         return self.heads is not None and tensor.dim() >= self.dims
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The parameters of a function; none of one that is written in C++."""
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
 
 
 def _of_torch(given: Arguments, query: Tensor, key: Tensor, batched: Batched, expected: Band) -> Mask:
@@ -151,7 +163,7 @@ FLASH = Kernel(
     heads=-2,
     describe=_of_flash,
     package="flash_attn",
-    unknown=("alibi_slopes",),
+    unknown=("alibi_slopes", "qv", "learnable_sink"),
 )
 KERNELS = {
     "scaled_dot_product_attention": Kernel(
@@ -173,7 +185,7 @@ KERNELS = {
     "flash_attn_varlen_func": replace(
         FLASH,
         names=("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *FLASH_OPTIONS),
-        unknown=("alibi_slopes", "block_table"),
+        unknown=(*FLASH.unknown, "block_table"),
         dims=3,
     ),
     "varlen_attn": Kernel(

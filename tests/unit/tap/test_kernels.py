@@ -40,6 +40,10 @@ def flash_attn_func(
         return F.scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
 
 
+def third_flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, window_size=(-1, -1)):
+    return flash_attn_func(q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size)
+
+
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False
 ):
@@ -72,6 +76,7 @@ class LowerTriangularMask:
 
 
 flash_attn_func.__module__ = flash_attn_varlen_func.__module__ = "flash_attn.flash_attn_interface"
+third_flash_attn_func.__name__, third_flash_attn_func.__module__ = "flash_attn_func", "flash_attn_interface"
 memory_efficient_attention.__module__ = "xformers.ops.fmha"
 varlen_attn.__module__ = "torch.nn.attention.varlen"  # torch's own runs on a GPU alone, and torch 2.6 has none
 compiled_flex_attention = torch.compile(flex_attention, backend="eager")
@@ -79,6 +84,8 @@ xops = types.ModuleType("xformers.ops")
 xops.memory_efficient_attention = memory_efficient_attention
 xformers = types.ModuleType("xformers")
 xformers.ops = xops
+flash_attn_3 = types.ModuleType("flash_attn_interface")
+flash_attn_3.flash_attn_func = third_flash_attn_func
 loaded = types.SimpleNamespace(flash_attn_func=flash_attn_func, xformers=xformers)
 xformers.loaded = loaded  # which hold one another, as modules may
 
@@ -104,6 +111,13 @@ class Flash(Block):
     def mix(self, q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return flash_attn_func(q, k, v, softmax_scale=0.5, causal=True).transpose(1, 2)
+
+
+class Flash3(Block):
+    """By a function whose scale comes fourth, as in the third version of flash-attn."""
+
+    def mix(self, q, k, v):
+        return flash_attn_3.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), 0.5, True).transpose(1, 2)
 
 
 class FlashWindow(Block):
@@ -209,6 +223,7 @@ CASES = {
     Compiled: CAUSAL,
     OfModule: torch.ones_like(CAUSAL),
     Flash: CAUSAL,
+    Flash3: CAUSAL,
     FlashWindow: WINDOW,
     FlashUnmasked: torch.ones_like(CAUSAL),
     FlashBothWays: torch.ones_like(CAUSAL).tril(1).triu(-2),
@@ -364,10 +379,12 @@ def test_torch_names_the_arguments_of_packed_sequences_so():
 
 
 def test_torch_2_10_says_by_position_that_packed_sequences_are_causal():
+    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+        raise NotImplementedError
+
     kernel, q = kernels.KERNELS["varlen_attn"], torch.randn(HEADS, LENGTH, 8)
-    packed = ENDS, ENDS, 6, 6
-    given = [((True,), {}), ((), {"window_size": (-1, 0)})]
-    calls = [Call(varlen_attn, (q, q, q, *packed, *args), kwargs) for args, kwargs in given]
+    packed = q, q, q, ENDS, ENDS, 6, 6
+    calls = [Call(older, (*packed, True), {}), Call(varlen_attn, packed, {"window_size": (-1, 0)})]
     bands = [kernel.describe(kernel.read(call), q, q, lambda pairs: pairs, Band()).band for call in calls]
     assert bands == [Band(None, 0)] * 2
 
