@@ -46,12 +46,12 @@ class BetaHookCallback(TrainerCallback):
 
     Every checkpoint gets the state of the hook, and `trainer.train(resume_from_checkpoint=...)` continues from it,
     wherever the folder is; from one that was saved without betahook, with the model's own beta and a warning. Other
-    controllers than the saved ones take over, with a warning, where beta is still the model's own. A
-    training that was broken off leaves its hook on the model: the same callback goes on with it, another one takes it
-    off with a warning and begins with the model's own beta. When the Trainer is made, a checkpoint in its `output_dir`
-    that was never finished, since its process was killed while it saved, is renamed to `unfinished-checkpoint-N.1` with
-    a warning: `resume_from_checkpoint=True` takes the newest one by its name. A checkpoint in the middle of a run holds
-    the weights without beta: use it with this callback, or with `betahook.restore`, not alone.
+    controllers than the saved ones take over, with a warning, where beta is still the model's own. A training that was
+    broken off leaves its hook on the model: the same callback goes on with it, another one takes it off with a warning
+    and begins with the model's own beta. When the Trainer is made, a checkpoint in its `output_dir` that was never
+    finished, since its process was killed while it saved, is renamed to `unfinished-checkpoint-N.1` with a warning:
+    `resume_from_checkpoint=True` takes the newest one by its name. A checkpoint in the middle of a run holds the
+    weights without beta: use it with this callback, or with `betahook.restore`, not alone.
 
     At the end of training beta is folded into the weights: the model is plain again and `trainer.save_model()` cannot
     lose it. With `load_best_model_at_end`, it is the beta that stood when the best checkpoint was saved.
