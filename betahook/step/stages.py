@@ -142,9 +142,9 @@ def pool(state: State, *, skipped: bool = False, begun: range = range(0)) -> Ten
     if state.beta_acts:
         torch.div(*summed, out=sensitivity)  # NaN where none was finite
     else:  # a layer that had no turn keeps the last one
-        has_ended = measured.clone()
+        has_ended = measured
         if begun:
-            heads = heads_of(state.ranges, begun)
+            heads, has_ended = heads_of(state.ranges, begun), measured.clone()
             has_ended[heads] &= summed[1, heads] > 0
         torch.where(has_ended, torch.div(*summed), before, out=sensitivity)
     return measured
