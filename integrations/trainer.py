@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -141,17 +141,21 @@ class BetaHookCallback(TrainerCallback):
             self._leave_last(model)
         else:
             _check_given(self._given, model)
-        if self.hook is None or not self.hook.attached:
-            for left in hooks_of(model) & set(_training):
-                left.detach()
-                begins = "is replaced" if resumed else "is removed, and beta begins as the model's own again"
-                logger.warning("the last training of this model was interrupted: its hook %s", begins)
-            with checkpoint.unmarked(model) if resumed else nullcontext():
-                self.hook = attach(model, **{**self._options, "alerts": with_trackers(self._options["alerts"], args)})
+        with ExitStack() as on_error:
+            if self.hook is None or not self.hook.attached:
+                for left in hooks_of(model) & set(_training):
+                    left.detach()
+                    begins = "is replaced" if resumed else "is removed, and beta begins as the model's own again"
+                    logger.warning("the last training of this model was interrupted: its hook %s", begins)
+                options = {**self._options, "alerts": with_trackers(self._options["alerts"], args)}
+                with checkpoint.unmarked(model) if resumed else nullcontext():
+                    self.hook = attach(model, **options)
+                on_error.callback(self.hook.detach)
+            if resumed:
+                checkpoints.resume(self.hook, args, state)
+            on_error.pop_all()
         if self.hook is not self._given:
             _training.add(self.hook)
-        if resumed:
-            checkpoints.resume(self.hook, args, state)
         checkpoints.export(self.hook, state, self)
         if self._on_end == "fold":
             warn_of_refusals(self.hook)

@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 import betahook
 from betahook import checkpoint
+from betahook.hook import hooks_of
 from betahook.integrations.trainer import BetaHookCallback, last_checkpoint, watch
 from support.models import build, inputs
 from support.trainer import make_trainer
@@ -300,6 +301,7 @@ def test_a_run_whose_beta_has_moved_is_folded_before_others_take_over(copy_of_ru
     trainer = make_trainer(tmp_path / "other", BetaHookCallback(betahook.Clip()))
     with pytest.raises(ValueError, match=r"restore\(model, folder\), one forward, betahook\.fold\(model\)"):
         trainer.train(resume_from_checkpoint=str(folder))
+    assert not hooks_of(trainer.model)
     model = type(trainer.model).from_pretrained(folder)  # as the message says
     betahook.restore(model, folder)
     model(**inputs("llama"))
