@@ -93,7 +93,7 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
             plan.forget()
             layer.attention.has_changed = True
         with bypassed.running(layer):
-            return _follow(layer, plan, forward, uncompiled, args, kwargs)
+            return _run_watched(layer, plan, forward, uncompiled, args, kwargs)
 
     outside = compat.outside_of_graphs(watched, OUTSIDE)
 
@@ -112,7 +112,7 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
     override = Override(layer.module, "forward", tapped, undo)
 
 
-def _follow(
+def _run_watched(
     layer: Recorder,
     plan: Plan,
     forward: Callable[..., Any],
@@ -126,7 +126,7 @@ def _follow(
         return forward(*args, **kwargs)
     if nested.has_nested(args, kwargs):
         if isinstance(layer.module, nn.MultiheadAttention):
-            each = functools.partial(_follow, layer, plan, forward, uncompiled)
+            each = functools.partial(_run_watched, layer, plan, forward, uncompiled)
             return nested.run_each(forward, lambda *args, **kwargs: each(args, kwargs), args, kwargs)
         _refuse_nested(layer, plan)
         return forward(*args, **kwargs)
@@ -196,9 +196,9 @@ class ScoreProducts(TorchFunctionMode):
             with self:
                 return compat.multi_head_attention_forward()(*args, **kwargs)
         with selective.hidden():
-            return self._follow(Call(func, args, kwargs))
+            return self._run(Call(func, args, kwargs))
 
-    def _follow(self, call: Call) -> Any:
+    def _run(self, call: Call) -> Any:
         """Run a call that has to be looked at."""
         forward, name, func = self._forward, call.name, call.function
         if name == "multi_head_attention_forward" or is_handed_over(func):
