@@ -55,7 +55,7 @@ class Kernel:
 
     def read(self, call: Call) -> dict[str, Any]:
         """The arguments of a call by their names, behind v those of the installed version."""
-        behind = _parameters(call.function)[3:] if len(call.args) > 3 else ()
+        behind = _parameters(inspect.unwrap(call.function))[3:] if len(call.args) > 3 else ()
         names = (*self.names[:3], *behind) if behind else self.names
         return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
 
@@ -85,10 +85,11 @@ class Kernel:
         return self.heads is not None and tensor.dim() >= self.dims
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The parameters of a function; none of one that is written in C++."""
+@functools.cache  # every forward asks
+def _parameters(kernel: Callable[..., Any]) -> tuple[str, ...]:
+    """The parameters of a kernel; none of one that is written in C++."""
     try:
-        return tuple(inspect.signature(function).parameters)
+        return tuple(inspect.signature(kernel).parameters)
     except (TypeError, ValueError):
         return ()
 
