@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from betahook.hook import Hook
 from betahook.report import pictures
 from betahook.report.findings import Findings
 from betahook.report.glance import TAG, Picture
+from betahook.report.history import whole
 from betahook.report.metrics import MetricName, check_names
 from betahook.report.names import short_names, zero_padded
 from betahook.report.summary import GROUP, Summary
@@ -84,7 +84,8 @@ class TensorBoardWriter:
         """
         if not isinstance(hook, Hook):
             raise TypeError(f"write(hook, step) takes what betahook.attach returned; got {type(hook).__name__}")
-        step, losses = _whole(step), {} if loss is None else {f"{GROUP}/loss": _number(loss)}
+        step = whole(step, "write(hook, step) takes a whole number as its step, such as hook.steps")
+        losses = {} if loss is None else {f"{GROUP}/loss": _number(loss)}
         metrics = hook.metrics() if metrics is None else metrics
         findings = hook.findings() if findings is None else findings
         if self._findings is None:
@@ -162,15 +163,6 @@ class TensorBoardWriter:
             value = Summary.Value(tag=TAG, image=image)
             self.writer.file_writer.add_summary(Summary(value=[value]), self._step)
         self._drawn = self._step
-
-
-def _whole(step: Any) -> int:
-    try:
-        return operator.index(step)
-    except TypeError as error:
-        raise TypeError(
-            f"write(hook, step) takes a whole number as its step, such as hook.steps; got {step!r}"
-        ) from error
 
 
 def _number(loss: Any) -> float:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import io
 import logging
 import math
-import operator
 from typing import TYPE_CHECKING
 
 from betahook.report import pictures
 from betahook.report.findings import Findings
-from betahook.report.history import History
+from betahook.report.history import History, whole
 from betahook.report.summary import GROUP
 
 if TYPE_CHECKING:
@@ -62,11 +61,8 @@ class Picture:
         """
         if not isinstance(findings, Findings):
             raise TypeError(f"add(findings, step) takes what hook.findings() returned; got {type(findings).__name__}")
-        try:
-            number = operator.index(findings.step if step is None else step)
-        except TypeError as error:
-            raise TypeError(f"add(findings, step) takes a whole number as its step; got {step!r}") from error
-        self._history.add(findings, number)
+        number = findings.step if step is None else step
+        self._history.add(findings, whole(number, "add(findings, step) takes a whole number as its step"))
         self._drawn = 0 if self._history.added == 1 else self._drawn
 
     def png(self) -> bytes:
