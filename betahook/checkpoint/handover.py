@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from betahook.control.base import Controller, defaults, written
-from betahook.measure.statistics import is_distributed
+from betahook.measure.statistics import is_first_rank
 from betahook.state.factors import gain_of
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def begun_anew(
             "folder), one forward, betahook.fold(model). Without a folder attach with the saved ones and load the "
             "state, instead of restore"
         )
-    if not is_distributed() or torch.distributed.get_rank() == 0:
+    if is_first_rank():
         logger.warning(
             "the state was saved with %s, which left beta the model's own: %s takes over at step %d",
             _listed(state["controllers"], controllers),

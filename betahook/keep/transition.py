@@ -14,7 +14,7 @@ import torch
 from betahook import rerun
 from betahook.control.search import Search
 from betahook.hook import Hook
-from betahook.measure.statistics import is_distributed
+from betahook.measure.statistics import is_distributed, is_first_rank
 
 Unfinished = Literal["keep", "own", "better"]
 
@@ -39,7 +39,7 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack, *, is_best: bool) ->
     takes_own = choice == "own" or not (math.isnan(of_own) or in_force <= of_own)
     if takes_own:
         _let_own_act(hook, undo)
-    if is_distributed() and torch.distributed.get_rank() > 0:  # all ranks choose alike
+    if not is_first_rank():  # all ranks choose alike
         return ""
     folded = "the model's own beta, which leaves the weights as they are" if takes_own else "the beta in force"
     without_opening = any(isinstance(controller, Search) for controller in hook.controllers)

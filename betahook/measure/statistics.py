@@ -99,6 +99,11 @@ def is_distributed() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
+def is_first_rank() -> bool:
+    """True on one rank of several, and without others."""
+    return not is_distributed() or torch.distributed.get_rank() == 0
+
+
 def range_over_ranks(number: int, device: torch.device) -> tuple[int, int]:
     """Return the least and the largest number that a rank gives; every rank must ask. Reads the device back."""
     if not is_distributed():
