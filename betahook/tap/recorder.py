@@ -244,6 +244,10 @@ class Recorder:
         first = self._local_range.heads.start - self._head_range.heads.start
         return ranks * probe[first : first + self._local_heads]
 
+    def keep_sensitivity(self) -> None:
+        """See `Factors.keep`."""
+        self.state.factors.keep(self._head_range.layer)
+
     @torch.no_grad()
     def record(self, query: Tensor, key: Tensor, mask: Mask | GivenMask, score_mod: ScoreMod = PLAIN) -> None:
         """Add one attention call; `query [batch, heads, queries, d_k]` and `key` as the score product gets them.

@@ -1,5 +1,6 @@
 """Watching on a GPU: no bit changes, the host never waits, and what is measured is right in every precision."""
 
+import functools
 import warnings
 from contextlib import contextmanager
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 import betahook
 from support.gpu import HEAD_DIM, HEADS, LENGTH, WIDTH, ByHand, Fused, components, expected, llama, network
@@ -93,6 +95,33 @@ MODELS = {
     "nn.TransformerEncoder": of_torch,
 }
 """Map a name to a function that makes a model, and one that returns its loss."""
+
+
+ATEN = torch.ops.aten
+SAVED = [ATEN.mm.default, ATEN.addmm.default, ATEN.bmm.default, ATEN._softmax.default, ATEN.mul.Tensor, ATEN.add.Tensor]
+SAVED += [ATEN._scaled_dot_product_flash_attention.default, ATEN._scaled_dot_product_efficient_attention.default]
+"""Operations of models, and of betahook, whose outputs a checkpoint saves."""
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_monitoring_changes_no_bit_in_a_selective_checkpoint(model):
+    model, loss = MODELS[model]()
+    contexts = functools.partial(create_selective_checkpoint_contexts, SAVED)
+
+    def trained():
+        with set_checkpoint_early_stop(False):
+            value = checkpoint(loss, use_reentrant=False, context_fn=contexts)
+        value.backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        return [value.detach(), *gradients]
+
+    alone = trained()
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        for _ in range(3):
+            assert all(torch.equal(a, b) for a, b in zip(alone, trained(), strict=True))
+            assert all(layer.statistics.count > 0 for layer in hook.layers.values())
+            hook.step()
 
 
 @contextmanager

@@ -164,6 +164,28 @@ def test_a_graph_that_is_launched_without_python_measures_all_layers_by_the_beta
         assert replayed == pytest.approx(eager, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.oldest_skips("torch cannot trace the models at all")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of the import of inductor
+def test_a_backward_graph_that_uses_its_memory_again_accumulates_the_sensitivity():
+    from support.captured import Captured
+
+    model, batch = build("llama", "sdpa"), inputs("llama", padded=False)
+    said = []
+    for captured in (None, Captured()):
+        torch._dynamo.reset()
+        with betahook.attach(model, controller="monitor") as hook:
+            forward = torch.compile(model, backend=captured.backend, fullgraph=True) if captured else model
+            for number in range(8):
+                forward(**{name: values.roll(number, 1) for name, values in batch.items()}).loss.backward()
+                model.zero_grad()
+                if number % 2:
+                    hook.step()
+                    said.append([float(layer.statistics.sensitivity) for layer in hook.layers.values()])
+    assert captured.backward_runs == 8
+    assert said[4:] == [pytest.approx(values, rel=1e-4) for values in said[:4]]
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["no backward", "backward"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_no_graph_is_kept_alive(family, backward):
