@@ -30,7 +30,7 @@ def norm_bound(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
         norms = torch.linalg.vector_norm(tokens, dim=-1, dtype=product_dtype(tokens.dtype))
         # `queries` and `keys` of a mask with heads are those of its first head.
         if valid is not None and (mask.pairs is None or mask.pairs.shape[1] == 1):
-            norms = norms.masked_fill(~valid[:, None], 0)
+            norms = torch.where(valid[:, None], norms, 0)
         longest.append(norms.amax(-1))
     of_query, of_key = longest
     grouped: Tensor = of_query.unflatten(1, (key.shape[1], -1))

@@ -44,12 +44,10 @@ class Band:
     def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Boolean `[len(queries), len(keys)]` for the given positions."""
         distance = keys[None, :] - queries[:, None]
-        pairs = torch.ones_like(distance, dtype=torch.bool)
-        if self.low is not None:
-            pairs = pairs & (distance > self.low)
-        if self.high is not None:
-            pairs = pairs & (distance <= self.high)
-        return pairs
+        if self.low is None:
+            return torch.ones_like(distance, dtype=torch.bool) if self.high is None else distance <= self.high
+        above = distance > self.low
+        return above if self.high is None else above & (distance <= self.high)
 
     def visible(self, start: int, stop: int, keys: int) -> slice:
         """The keys, of so many, that some query from `start` to `stop` may use."""
@@ -77,7 +75,8 @@ class Mask:
             crosses from one document to another; None for a single document.
         structured: boolean scalar tensor, True if the pairs are exactly those of band, queries and keys; None for a
             structure that holds by construction.
-        cache: what `once_per_mask` made of the mask, shared by all layers that are given it; None to share nothing.
+        of_graph: True in a run of a compiled graph, whose memory nothing that is made of the mask may outlive.
+        cache: what `once_per_mask` made of the mask, shared by all layers that are given it.
     """
 
     band: Band
@@ -87,7 +86,8 @@ class Mask:
     bias: Tensor | None = None
     documents: Tensor | None = None
     structured: Tensor | None = None
-    cache: dict[Any, Any] | None = field(default_factory=dict, compare=False, repr=False)
+    of_graph: bool = False
+    cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def is_band(self) -> bool:
@@ -111,8 +111,8 @@ class GivenMask:
     tensor: Tensor | None = None
     band: Band = field(default_factory=Band)  # as torch 2.11 has no way to trace a default that is an object
 
-    def describe(self, queries: int, keys: int, *, shared: bool = True) -> Mask:
-        """Look at the tensor, for a call of so many queries and keys; at pairs once for all layers if `shared`."""
+    def describe(self, queries: int, keys: int, *, of_graph: bool = False) -> Mask:
+        """Look at the tensor, for a call of so many queries and keys; at pairs once for all layers but in a graph."""
         tensor = self.tensor
         if tensor is None:
             mask = Mask(self.band)
@@ -123,8 +123,8 @@ class GivenMask:
         else:
             added = self.kind == "added" and not tensor.is_floating_point()
             pairs = (tensor.float() if added else tensor)[..., :keys].expand(*tensor.shape[:2], queries, keys)
-            mask = from_tensor(pairs, self.band, shared=shared)
-        return mask if shared else replace(mask, cache=None)
+            mask = from_tensor(pairs, self.band, shared=not of_graph)
+        return replace(mask, of_graph=True) if of_graph else mask
 
 
 def once_per_mask(make: Callable[..., T], mask: Mask, like: Tensor, *sizes: int) -> T:
@@ -137,10 +137,10 @@ def once_per_mask(make: Callable[..., T], mask: Mask, like: Tensor, *sizes: int)
         like: a tensor of the attention call.
         sizes: of the attention call, as `make` needs them.
     """
-    cache = _of_band(mask.band).cache if mask.is_band and mask.cache is not None else mask.cache
-    # A fake tensor stands for no data, and the memory of what a graph records is the graph's.
-    if cache is None or type(like) is not Tensor or compat.is_captured(like.device):
+    if type(like) is not Tensor:  # a fake tensor stands for no data
         return make(mask, like, *sizes)
+    has_own = not mask.is_band or mask.of_graph or compat.is_captured(like.device)
+    cache = mask.cache if has_own else _of_band(mask.band).cache
     name = make, like.device, like.dtype, sizes
     if name not in cache:
         if len(cache) >= KEPT:

@@ -7,7 +7,6 @@ functions of a mask are called through `masks.once_per_mask`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +21,6 @@ SHORT = 128
 ROWS = 32
 """Number of query rows that are sampled of a longer sequence; of so few queries all, however many keys there are."""
 
-Position = TypeVar("Position", int, Tensor)
-
 
 def is_short(queries: int, keys: int) -> bool:
     """True if all rows are looked at."""
@@ -32,10 +29,12 @@ def is_short(queries: int, keys: int) -> bool:
 
 def sampled_rows(queries: int, keys: int, device: torch.device) -> Tensor:
     """Positions of the query rows that are looked at: all of a short sequence, else the middles of `ROWS` runs."""
-    return row_at(torch.arange(queries if is_short(queries, keys) else ROWS, device=device), queries, keys)
+    if is_short(queries, keys):
+        return torch.arange(queries, device=device)
+    return torch.arange(queries, 2 * ROWS * queries, 2 * queries, device=device) // (2 * ROWS)
 
 
-def row_at(index: Position, queries: int, keys: int) -> Position:
+def row_at(index: int, queries: int, keys: int) -> int:
     """Position of the row with this index among those that are looked at."""
     return index if is_short(queries, keys) else (2 * index + 1) * queries // (2 * ROWS)
 
@@ -56,7 +55,7 @@ class RowPairs:
             low that its weight vanishes. It is finite, and 0 at the first key of a row that may use none: so no row
             gives a NaN, and such a row no entropy.
         count: pairs in each row, `mask` without keys, in float64.
-        share: 1 over that number; 0 for none.
+        share: `share_of` that number, in the dtype of `used`.
         first: the first key that each row may use, like `count`, int64; 0 for a row without one.
         begins: 1 for the first key of a row that has one and 0 for any other, of the shape `mask`.
         filled: 1 for a row with a key and 0 for any other, like `count`.
@@ -102,15 +101,15 @@ def row_pairs(mask: Mask, like: Tensor, queries: int, keys: int) -> RowPairs:
         bias = mask.bias.expand(*mask.bias.shape[:2], queries, keys)[..., rows, :]
         added = added + bias.masked_fill(~allowed, 0)
     picked, filled = None if is_short(queries, keys) else rows, (count > 0).to(dtype)
-    count, share = count.to(sum_dtype(like.device)), reciprocal(count).to(dtype)
+    count, share = count.to(sum_dtype(like.device)), share_of(count).to(dtype)
     first = used.argmax(-1)  # of equal entries, it takes the first
     begins = torch.zeros_like(used).scatter_(-1, first[..., None], filled[..., None])
     return RowPairs(picked, used, added, count, share, first, begins, filled)
 
 
-def reciprocal(count: Tensor) -> Tensor:
-    """1 over each count; 0 for none."""
-    return count.clamp(min=1).reciprocal().masked_fill(count == 0, 0)
+def share_of(count: Tensor) -> Tensor:
+    """1 over each count, by which a sum over so many becomes their mean; 1 for none, whose sum is 0."""
+    return count.clamp(min=1).reciprocal()
 
 
 def of_sequences(facts: Tensor, some: slice) -> Tensor:
@@ -134,14 +133,14 @@ def _allowed(mask: Mask, rows: Tensor, keys: int) -> Tensor:
 
 def keys_per_query(mask: Mask, like: Tensor, queries: int, keys: int) -> Tensor:
     """Number of valid keys between the two edges of the band for each query, `[batch or 1, queries]`, int64."""
-    positions = torch.arange(queries, device=like.device)
-    last = positions.new_full((), keys) if mask.band.high is None else (positions + mask.band.high + 1).clamp(0, keys)
-    first = positions.new_zeros(()) if mask.band.low is None else (positions + mask.band.low + 1).clamp(0, keys)
+    band, positions = mask.band, torch.arange(queries, device=like.device)
+    last = positions.new_full((queries,), keys) if band.high is None else (positions + band.high + 1).clamp(0, keys)
+    first = None if band.low is None else (positions + band.low + 1).clamp(0, keys)
     if mask.keys is None:
-        seen = (last - first).expand(1, queries)
+        seen = (last if first is None else last - first)[None]
     else:
-        before = F.pad(mask.keys.long().cumsum(-1), (1, 0))
-        seen = before[:, last.expand(queries)] - before[:, first.expand(queries)]
+        before = F.pad(mask.keys.cumsum(-1), (1, 0))
+        seen = before[:, last] if first is None else before[:, last] - before[:, first]
     return seen if mask.queries is None else seen * mask.queries
 
 
@@ -152,13 +151,13 @@ would be under flat attention, over all keys that a row may use; numbers of quer
 
 def call_counts(mask: Mask, like: Tensor, batch: int, heads: int, queries: int, keys: int) -> Tensor:
     """The `COUNTS` of one attention call, `[6, heads]`, float64: estimates where some rows stand for the others."""
-    count, wide = once_per_mask(row_pairs, mask, like, queries, keys).count, sum_dtype(like.device)
-    of_rows = (count, count > 0, count.clamp(min=1).log())
-    each = rows_each(queries, keys)
-    pairs, rows, flat = (each * x.expand(batch, heads, -1).sum((0, 2), dtype=wide) for x in of_rows)
+    sampled = once_per_mask(row_pairs, mask, like, queries, keys)
+    of_rows = torch.stack([sampled.count, sampled.filled.to(sampled.count), sampled.count.clamp(min=1).log()])
+    pairs, rows, flat = rows_each(queries, keys) * of_rows.expand(3, batch, heads, -1).sum((1, 3))
     exact = pairs
     if not is_short(queries, keys):
-        exact = once_per_mask(keys_per_query, mask, like, queries, keys).expand(batch, -1).sum().to(pairs).expand(heads)
+        exact = once_per_mask(keys_per_query, mask, like, queries, keys).expand(batch, -1).sum(dtype=pairs.dtype)
+        exact = exact.expand(heads)
         if mask.structured is None:
             pairs = exact
         else:
@@ -171,4 +170,4 @@ def count_tokens(like: Tensor, valid: Tensor | None, batch: int, tokens: int) ->
     """Number of tokens where `valid [batch or 1, tokens]` is True, None for all: a tensor like `like`."""
     if valid is None:
         return torch.full_like(like, batch * tokens)
-    return valid.expand(batch, tokens).sum().to(like).expand_as(like)
+    return valid.expand(batch, tokens).sum(dtype=like.dtype).expand_as(like)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from betahook.measure.dtypes import at_least_float32, product_dtype, sum_dtype
 from betahook.measure.masks import Mask, once_per_mask
-from betahook.measure.pairs import keys_per_query, of_sequences, reciprocal
+from betahook.measure.pairs import keys_per_query, of_sequences, share_of
 from betahook.measure.scores import BLOCK, Components, padded, query_blocks, summed
 
 SLAB = 4096
@@ -78,10 +78,10 @@ def _sequences(query: Tensor, key: Tensor, mask: Mask, of_key: Components, some:
 
 
 def block_counts(mask: Mask, like: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
-    """Number of keys of each query in float64 and 1 over it, 0 for none: `[batch or 1, 1, blocks, 1, BLOCK]`."""
+    """Number of keys of each query in float64, and `share_of` it: `[batch or 1, 1, blocks, 1, BLOCK]`."""
     count = keys_per_query(mask, like, queries, keys).to(sum_dtype(like.device))
     count = F.pad(count, (0, -queries % BLOCK)).view(len(count), 1, -1, 1, BLOCK)
-    return count, reciprocal(count).to(product_dtype(like.dtype))
+    return count, share_of(count).to(product_dtype(like.dtype))
 
 
 def block_factors(mask: Mask, like: Tensor, blocks: int) -> tuple[Tensor, Tensor]:

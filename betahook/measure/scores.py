@@ -52,16 +52,16 @@ def components(tokens: Tensor, valid: Tensor | None) -> Components:
         mean = tokens.mean((0, 2), dtype=product_dtype(tokens.dtype))
         return Components(mean, (tokens - mean[:, None]).square_().mean((0, 2)))
     count, mean = _count_and_mean(tokens, valid)
-    squares = [
-        _centred(tokens, mean, valid, start, stop).square_().sum((0, 2)) for start, stop in _slabs(tokens.shape[2])
-    ]
+    length = tokens.shape[2]
+    slabs = _slabs(length) if devices.is_cpu(tokens.device) else [(0, length)]
+    squares = [_centred(tokens, mean, valid, start, stop).square_().sum((0, 2)) for start, stop in slabs]
     return Components(mean, summed(squares) / count)
 
 
 def _count_and_mean(tokens: Tensor, valid: Tensor | None) -> tuple[Tensor | int, Tensor]:
     count, dtype = _count(tokens, valid), product_dtype(tokens.dtype)
-    total = tokens.sum((0, 2), dtype=dtype) if valid is None else (tokens * _per_token(valid, dtype)).sum((0, 2))
-    return count, total / count
+    used = tokens if valid is None else tokens * _per_token(valid)
+    return count, used.sum((0, 2), dtype=dtype) / count
 
 
 def _count(tokens: Tensor, valid: Tensor | None) -> Tensor | int:
@@ -78,15 +78,15 @@ def _approximate_mean(tokens: Tensor, valid: Tensor | None) -> Tensor:
     return _count_and_mean(tokens[:, :, some], None if valid is None else valid[:, some])[1]
 
 
-def _per_token(valid: Tensor, dtype: torch.dtype) -> Tensor:
+def _per_token(valid: Tensor) -> Tensor:
     """Reshape `[batch or 1, tokens]` to a factor for `[batch, heads, tokens, d]`."""
-    return valid[:, None, :, None].to(dtype)
+    return valid[:, None, :, None]
 
 
 def _centred(tokens: Tensor, mean: Tensor, valid: Tensor | None, start: int, stop: int) -> Tensor:
     """Tokens `start` to `stop` less the mean of their head, `[heads, d]`: a new tensor, zero where not valid."""
     part = tokens[:, :, start:stop] - mean[:, None, :]
-    return part if valid is None else part.mul_(_per_token(valid[:, start:stop], part.dtype))
+    return part if valid is None else part.mul_(_per_token(valid[:, start:stop]))
 
 
 def _slabs(length: int) -> Iterator[tuple[int, int]]:
@@ -254,7 +254,7 @@ def query_blocks(query: Tensor, valid: Tensor | None, groups: int, start: int, s
     """Queries `start` to `stop`, zero where not valid: `[batch * key_heads * blocks, groups * BLOCK, d_k]`."""
     rows = at_least_float32(query[:, :, start:stop])
     if valid is not None:
-        rows = rows * _per_token(valid[:, start:stop], rows.dtype)
+        rows = rows * _per_token(valid[:, start:stop])
     batch, heads, _, width = query.shape
     rows = padded(rows, _rounded_up(stop - start))
     rows = rows.view(batch, heads // groups, groups, -1, BLOCK, width).transpose(2, 3)

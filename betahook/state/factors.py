@@ -21,6 +21,11 @@ def gain_of(beta: Tensor, own: Tensor | float) -> Tensor:
     return torch.where(beta.isnan(), 1.0, beta / own)
 
 
+def _copy_gradient(probe: Tensor) -> None:
+    if probe.grad is not None:
+        probe.grad = probe.grad.clone()
+
+
 class Factors:
     """Gains and probes of all layers.
 
@@ -43,14 +48,14 @@ class Factors:
         self._leaves: dict[int, Tensor] = {}
         self._scales = self.own
         self._made_of: tuple[int, int] | None = None
-        self._kept: dict[int, Tensor | None] = {}
+        self._outlive_graphs = False
 
     def follow(self, beta: Tensor) -> None:
         """Follow `beta`, which is on another device now."""
         sensitivity = self.sensitivity().to(beta.device)
         self.beta, self.own, self._made_of, self._leaves = beta, self.own.to(beta.device), None, {}
         self.probes = [probe.detach().to(beta.device).requires_grad_() for probe in self.probes]
-        self._kept = {}
+        self._outlive_graphs = False
         self.set_sensitivity(sensitivity)
 
     def note(self, layer: int, heads: slice, beta: float | None) -> bool:
@@ -129,21 +134,15 @@ class Factors:
         move(leaf)
         leaf.register_post_accumulate_grad_hook(move)
 
-    def keep(self, layer: int) -> None:
-        """From now on keep the gradient of a layer's probe in memory of its own.
+    def outlive_graphs(self) -> None:
+        """From now on keep the gradients of the probes in memory of their own.
 
         That of a CUDA graph is its next run's, which comes before the step where gradients accumulate.
         """
-        kept = self._kept
-        if layer in kept:
-            return
-        kept[layer] = None
-
-        def keep(probe: Tensor) -> None:
-            if probe.grad is not None and probe.grad is not kept[layer]:
-                probe.grad = kept[layer] = probe.grad.clone()
-
-        self.probes[layer].register_post_accumulate_grad_hook(keep)
+        if not self._outlive_graphs:
+            self._outlive_graphs = True
+            for probe in self.probes:
+                probe.register_post_accumulate_grad_hook(_copy_gradient)
 
     def sensitivity(self) -> Tensor:
         """Return the derivative of the loss with respect to log beta, `[heads]`, zero where there was no backward."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -75,7 +75,7 @@ def _operation(schema: str) -> Callable[[Implementation], Implementation]:
 def _run(name: str, table: Tensor, moments: Tensor, beta_default: Tensor, beta: Tensor, *args: object) -> None:
     """Run an operation of the graph."""
     recorder = _find(beta)
-    recorder.keep_sensitivity()
+    recorder.state.factors.outlive_graphs()
     with writing_to(recorder.state, table, moments, beta_default):
         globals()[name](recorder, *args)
 
@@ -113,15 +113,16 @@ def record_call(
     if torch.compiler.is_compiling():
         operands = *_number_or_tensor(default), query.detach(), key.detach()
         pairs = given.band.low, given.band.high, given.kind, given.tensor
-        torch.ops.betahook.record_call(*_tables(recorder), *operands, *pairs, *score_mod)
+        name = torch.ops.betahook.name_mask(*pairs, query.shape[2], key.shape[2], query.device)
+        torch.ops.betahook.record_call(*_tables(recorder), *operands, name, *pairs, *score_mod)
     else:
         recorder.note_default(default)
         recorder.record(query, key, given, score_mod)
 
 
 @_operation(
-    "float? number, Tensor? numbers, Tensor query, Tensor key, SymInt? low, SymInt? high, str kind, Tensor? mask, "
-    "Tensor? position_bias, float? softcap, Tensor? sinks"
+    "float? number, Tensor? numbers, Tensor query, Tensor key, Tensor name, SymInt? low, SymInt? high, str kind, "
+    "Tensor? mask, Tensor? position_bias, float? softcap, Tensor? sinks"
 )
 def _record_call(
     recorder: Recorder,
@@ -129,6 +130,7 @@ def _record_call(
     numbers: Tensor | None,
     query: Tensor,
     key: Tensor,
+    name: Tensor,
     low: int | None,
     high: int | None,
     kind: Kind,
@@ -139,9 +141,33 @@ def _record_call(
 ) -> None:
     _note_default(recorder, number, numbers)
     if recorder.is_due() and not is_repeated(recorder):
-        # Nothing is shared between layers: the memory of a graph's tensors is used again, and a CUDA graph owns it.
-        mask = GivenMask(kind, given, Band(low, high)).describe(query.shape[2], key.shape[2], shared=False)
+        mask = _masks.get(name)
+        if mask is None:
+            mask = GivenMask(kind, given, Band(low, high)).describe(query.shape[2], key.shape[2], of_graph=True)
+            _masks[name] = mask
         recorder.record(query, key, mask, ScoreMod(position_bias, softcap, sinks))
+
+
+_masks: Any = compat.WeakTensorKeyDictionary()
+"""Masks of the graphs that run now, by the tensor that `name_mask` returned."""
+
+
+def _name_mask(
+    low: int | None, high: int | None, kind: Kind, mask: Tensor | None, queries: int, keys: int, device: torch.device
+) -> Tensor:
+    """Return an empty tensor that stands for a mask: the same one for all layers of a graph that are given it.
+
+    The compiler sees to that, since equal operations on equal tensors are one for it. The mask itself would not do:
+    another one may come to lie in its memory, and in the same tensor, within a run of the graph.
+    """
+    return torch.empty(0, device=device)
+
+
+if not hasattr(torch.ops.betahook, "name_mask"):
+    arguments = "SymInt? low, SymInt? high, str kind, Tensor? mask, SymInt queries, SymInt keys, Device device"
+    torch.library.define("betahook::name_mask", f"({arguments}) -> Tensor")
+    torch.library.impl("betahook::name_mask", "default", _name_mask)
+    torch.library.register_fake("betahook::name_mask", _name_mask)
 
 
 @torch.no_grad()

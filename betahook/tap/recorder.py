@@ -244,10 +244,6 @@ class Recorder:
         first = self._local_range.heads.start - self._head_range.heads.start
         return ranks * probe[first : first + self._local_heads]
 
-    def keep_sensitivity(self) -> None:
-        """See `Factors.keep`."""
-        self.state.factors.keep(self._head_range.layer)
-
     @torch.no_grad()
     def record(self, query: Tensor, key: Tensor, mask: Mask | GivenMask, score_mod: ScoreMod = PLAIN) -> None:
         """Add one attention call; `query [batch, heads, queries, d_k]` and `key` as the score product gets them.
@@ -270,7 +266,7 @@ class Recorder:
             return
         if isinstance(mask, GivenMask):
             mask = mask.describe(query.shape[2], key.shape[2])
-        scales = _scales(state, local, query.device, shared=mask.cache is not None)
+        scales = _scales(state, local, query.device, shared=not mask.of_graph)
         sums, query, key = _columns(state, local), query.detach(), key.detach()
         calls.add_scores(*sums, query, key, mask, scales, score_mod, exact_max_logit=exact, inputs=entries)
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import betahook
+from betahook.measure import devices
 from betahook.tap import gain, opaque
 from support.models import build, inputs
 from support.operations import Operations
@@ -184,6 +185,31 @@ def test_a_backward_graph_that_uses_its_memory_again_accumulates_the_sensitivity
                     said.append([float(layer.statistics.sensitivity) for layer in hook.layers.values()])
     assert captured.backward_runs == 8
     assert said[4:] == [pytest.approx(values, rel=1e-4) for values in said[:4]]
+
+
+@pytest.mark.oldest_skips("torch cannot trace the models at all")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of the same
+def test_a_graph_looks_at_a_mask_once_for_all_layers(monkeypatch):
+    """On an accelerator, where each operation is a launch."""
+    model, launched, run = build("llama", "sdpa", num_hidden_layers=3), [], opaque._run
+    batch = {"input_ids": torch.arange(400).view(2, 200) % 64, "attention_mask": torch.ones(2, 200, dtype=torch.long)}
+    batch["attention_mask"][0, :50] = 0
+
+    def counted(name, *args):
+        with Operations() as operations:
+            run(name, *args)
+        if name == "_record_call":
+            launched.append(operations.calls.total())
+
+    monkeypatch.setattr(opaque, "_run", counted)
+    monkeypatch.setattr(devices, "is_cpu", lambda device: False)
+    with betahook.attach(model, controller="monitor", interval=1):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(**batch)
+    first, *others = launched
+    assert len(others) == 2
+    assert max(others) <= 105
+    assert first <= 185
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["no backward", "backward"])

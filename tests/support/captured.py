@@ -21,7 +21,7 @@ class Launches(TorchDispatchMode):
         self._launched = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "betahook":  # CUDA sees what runs in it
+        if function.namespace == "betahook" and function._schema.is_mutable:  # CUDA sees what runs in it
             with self:
                 return opaque._run(f"_{function.__name__.partition('.')[0]}", *args)
         result = function(*args, **(kwargs or {}))

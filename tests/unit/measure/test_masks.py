@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from betahook import compat
 from betahook.measure import masks
-from betahook.measure.masks import Band, Mask
+from betahook.measure.masks import Band, GivenMask, Mask
 
 BANDS = [Band(), Band(None, 0), Band(None, 3), Band(-4, 0), Band(-3, 2), Band(2, None), Band(None, -20), Band(-50, 50)]
 
@@ -287,9 +287,13 @@ def test_nothing_is_kept_of_fake_tensors(make):
     assert masks.once_per_mask(make, Mask(Band(-3, 5)), fake) is not first
 
 
-def test_nothing_is_shared_where_nothing_is_to_be(make):
-    first = masks.once_per_mask(make, Mask(Band(-3, 5), cache=None), LIKE)
-    assert masks.once_per_mask(make, Mask(Band(-3, 5), cache=None), LIKE) is not first
+def test_a_graph_keeps_nothing_of_a_mask_beyond_its_run(make):
+    tensor = torch.ones(1, 1, 7, 9, dtype=torch.bool)
+    for given in (GivenMask("none", band=Band(-3, 5)), GivenMask("pairs", tensor)):
+        mask, other = (given.describe(7, 9, of_graph=True) for _ in range(2))
+        first = masks.once_per_mask(make, mask, LIKE)
+        assert masks.once_per_mask(make, mask, LIKE) is first
+        assert masks.once_per_mask(make, other, LIKE) is not first
 
 
 def test_what_is_known_goes_with_the_mask(make):

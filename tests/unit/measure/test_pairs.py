@@ -67,7 +67,7 @@ def test_what_is_added_to_the_logits_leaves_every_row_a_softmax():
     expected[0, :, 2] = torch.eye(5)[0]
     torch.testing.assert_close(rows.added.softmax(-1), expected)
     assert torch.equal(rows.used, pairs.float())
-    assert rows.share[0, 0, 2] == rows.count[0, 0, 2] == 0
+    assert rows.count[0, 0, 2] == 0
 
 
 def test_short_is_what_has_few_pairs():
