@@ -79,7 +79,7 @@ def _sequences(query: Tensor, key: Tensor, mask: Mask, of_key: Components, some:
 
 def block_counts(mask: Mask, like: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
     """Number of keys of each query in float64, and `share_of` it: `[batch or 1, 1, blocks, 1, BLOCK]`."""
-    count = keys_per_query(mask, like, queries, keys).to(sum_dtype(like.device))
+    count = once_per_mask(keys_per_query, mask, like, queries, keys).to(sum_dtype(like.device))
     count = F.pad(count, (0, -queries % BLOCK)).view(len(count), 1, -1, 1, BLOCK)
     return count, share_of(count).to(product_dtype(like.dtype))
 

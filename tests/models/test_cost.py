@@ -209,7 +209,7 @@ def test_a_graph_looks_at_a_mask_once_for_all_layers(monkeypatch):
     first, *others = launched
     assert len(others) == 2
     assert max(others) <= 95
-    assert first <= 162
+    assert first <= 154
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["no backward", "backward"])
