@@ -155,15 +155,8 @@ def given_mask(
     causal = options.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
-    window = options.get("sliding_window") or getattr(module, "sliding_window", None)
-    if not isinstance(window, int):
-        window = None
-    # Masks count positions from the end of the keys, which a cache makes longer than the queries.
-    last = keys - queries
-    if causal:
-        band = Band(None if window is None else last - window, last)
-    else:
-        band = Band() if window is None else Band(-window - 1, window)
+    by_kernel = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
+    band = _band(module, options, last=keys - queries, causal=causal, by_kernel=by_kernel)
 
     if mask is None:
         if implementation == "eager" or implementation == "flex_attention":
@@ -178,6 +171,23 @@ def given_mask(
         return GivenMask("padding", mask, band)
     # Eager attention adds whatever it gets, and so does not mask with a boolean.
     return GivenMask("added" if implementation == "eager" else "pairs", mask, band)
+
+
+def _band(module: nn.Module, options: dict[str, Any], *, last: int, causal: bool, by_kernel: bool) -> Band:
+    """The band of an attention, in which the first query sees the keys up to the one at `last`, if it is causal.
+
+    Masks count positions from the end of the keys, which a cache makes longer than the queries.
+    """
+    window = options.get("sliding_window") or getattr(module, "sliding_window", None)
+    if not isinstance(window, int):
+        return Band(None, last) if causal else Band()
+    if causal:
+        return Band(last - window, last)
+    # The kernels take 1 off; a mask goes by the config, to which some models add 1 for the kernels.
+    reach = window - 1
+    if not by_kernel:
+        reach = getattr(getattr(module, "config", None), "sliding_window", reach)
+    return Band(-reach - 1, reach)
 
 
 def _documents(tokens: int, options: dict[str, Any]) -> Tensor | None:

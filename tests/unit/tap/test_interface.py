@@ -314,8 +314,10 @@ def test_the_factor_that_a_query_carries_is_a_part_of_beta():
         ("flash_attention_2", 3, 8, None, {}, Band(None, 5)),
         ("flash_attention_2", 3, 8, None, {"sliding_window": 4}, Band(1, 5)),
         ("flash_attention_2", 5, 5, None, {"is_causal": False}, Band()),
-        ("flash_attention_2", 5, 5, None, {"is_causal": False, "sliding_window": 2}, Band(-3, 2)),
+        ("flash_attention_2", 5, 5, None, {"is_causal": False, "sliding_window": 2}, Band(-2, 1)),
         ("flash_attention_2", 3, 8, (2, 8), {}, Band(None, 5)),
+        ("flash_attention_2", 5, 5, (2, 5), {"is_causal": False, "sliding_window": 2}, Band(-2, 1)),
+        ("sdpa", 5, 5, (2, 1, 5, 5), {"is_causal": False, "sliding_window": 2}, Band(-2, 1)),
         ("sdpa", 5, 5, None, {}, Band(None, 0)),
         ("sdpa", 3, 8, None, {}, Band(None, 0)),  # which counts positions from the beginning of the keys
         ("sdpa", 1, 8, None, {}, Band()),
@@ -328,6 +330,43 @@ def test_which_pairs_an_attention_uses(implementation, queries, keys, mask, opti
     query, key = torch.zeros(2, 4, queries, 8), torch.zeros(2, 4, keys, 8)
     mask = None if mask is None else torch.ones(mask, dtype=torch.bool)
     assert given_mask(implementation, torch.nn.Module(), query, key, mask, options).band == band
+
+
+@pytest.mark.parametrize(("mask", "reach"), [((2, 1, 9, 9), 3), ((2, 9), 2), (None, 2)], ids=["4-D", "2-D", "none"])
+def test_a_window_to_both_sides_goes_by_the_config_where_a_mask_does(mask, reach):
+    """T5Gemma calls its attention with the number of its config, ModernBERT with one more."""
+    module, tokens = torch.nn.Module(), torch.zeros(2, 4, 9, 8)
+    module.config = transformers.PretrainedConfig(sliding_window=3)
+    mask = None if mask is None else torch.ones(mask, dtype=torch.bool)
+    options = {"is_causal": False, "sliding_window": 3}
+    found = given_mask("flash_attention_2", module, tokens, tokens, mask, options)
+    assert found.band == Band(-reach - 1, reach)
+
+
+def attend_to_neighbours(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **_):
+    """As flash attention of transformers does."""
+    positions = torch.arange(query.shape[2])
+    near = (positions - positions[:, None]).abs() < (sliding_window or len(positions))
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, near, scale=scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.oldest_skips("its config has other names")
+@pytest.mark.parametrize("implementation", ["sdpa", "flash_attention_2"])
+def test_the_windows_of_modernbert_are_measured_exactly(implementation):
+    config = transformers.ModernBertConfig(
+        **SIZE, local_attention=32, global_attn_every_n_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2
+    )
+    model = transformers.ModernBertForMaskedLM._from_config(config, attn_implementation="sdpa").train()
+    model.config._attn_implementation = implementation  # which is not installed
+    interface = mock.patch.dict(AttentionInterface._global_mapping, flash_attention_2=attend_to_neighbours)
+    with interface, betahook.attach(model, controller="monitor", interval=1) as hook:
+        model(input_ids=torch.arange(600).view(2, 300) % 64)
+        measured = hook.layers["model.layers.1.attn"].statistics
+    positions = torch.arange(300)
+    pairs = (positions - positions[:, None]).abs() <= 16
+    assert measured.exact
+    assert measured.count == 2 * 4 * pairs.sum()
 
 
 @pytest.mark.oldest_skips("its config has other names")
