@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from contextlib import suppress
 from inspect import signature
@@ -113,7 +114,7 @@ def fold(folder: str, out: str) -> Document:
     model = models.with_weights(folder)
     saved = read_for(model, folder)
     hook = restore_saved(model, saved)
-    gains = [layer.beta / layer.beta_default for layer in hook.layers.values()]
+    gains = [layer.beta / layer.beta_default for layer in hook.layers.values() if not math.isnan(layer.beta)]
     with torch.no_grad():
         model(**models.an_input(model))
     betahook.fold(hook)
@@ -125,7 +126,7 @@ def fold(folder: str, out: str) -> Document:
     changed, low, high = sum(gain != 1 for gain in gains), f"{min(gains):.3g}", f"{max(gains):.3g}"
     said = (
         f"Beta, {low if low == high else f'{low} to {high}'} times the model's own, is in the weights of {changed} of "
-        f"{len(gains)} layers. The outputs before and after agree; the model no longer needs betahook."
+        f"{len(hook.layers)} layers. The outputs before and after agree; the model no longer needs betahook."
     )
     blocks = [Text(said), *([Text(STOPPED_EARLY)] if pages.is_on_its_way(saved.state) else [])]
     return Document(f"{out}: a plain {type(model).__name__}", blocks)
@@ -143,7 +144,8 @@ def examine(name: str, text: str, *, length: int, batch: int, batches: int, pict
             "batches) takes batches of any kind"
         )
     windows = _windows(name, text, min(length, models.longest(model) or length), batch * batches)
-    with checkpoint.unmarked(model), betahook.attach(model, controller="monitor", when="always") as hook:
+    layers = None if state is None else lambda layer, module: layer in state["layers"]
+    with checkpoint.unmarked(model), betahook.attach(model, "monitor", layers=layers, when="always") as hook:
         if state is not None:
             if state["layers"].keys() != hook.layers.keys():
                 raise ValueError(f"{name}: the state of the hook belongs to other layers than those of the model")

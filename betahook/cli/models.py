@@ -56,11 +56,9 @@ def state(name: str) -> dict[str, Any] | None:
     A plain model that was saved over a hooked one leaves the file there, but its config has no mark.
     """
     folder = Path(name)
-    if not (folder / checkpoint.FILE).exists():
+    if not (folder / checkpoint.FILE).exists() or not checkpoint.is_marked_folder(folder):
         return None
     saved = checkpoint.read(folder)
-    if not checkpoint.is_marked_folder(folder):
-        return None
     saved.check_files()
     return saved.state
 

@@ -149,7 +149,7 @@ def betas(state: dict[str, Any]) -> Table:
                 label,
                 number(own[index]),
                 number(beta[index]),
-                f"{beta[index] / own[index]:.3g} x",
+                "" if math.isnan(beta[index]) else f"{beta[index] / own[index]:.3g} x",
                 f"{float(gains.min()):.3g} to {float(gains.max()):.3g} x" if differ else "",
                 "" if condition is Condition.UNMEASURED else f"{condition} since step {since}",
             ]
@@ -197,7 +197,8 @@ def _gains(found: Run) -> dict[str, Points]:
     lines: dict[str, Points] = {}
     for step, saved in found.checkpoints.items():
         for label, own, beta in zip(short_names(saved.state["layers"]), *_betas(saved.state), strict=True):
-            lines.setdefault(f"layer {label}", []).append((step, beta / own))
+            if not math.isnan(beta):
+                lines.setdefault(f"layer {label}", []).append((step, beta / own))
     return lines if len(found.checkpoints) > 1 else {}
 
 

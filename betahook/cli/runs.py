@@ -14,6 +14,7 @@ from betahook.cli import models
 from betahook.keep.restoring import restore_saved
 from betahook.report.audit import Audit
 from betahook.report.findings import Findings
+from betahook.report.glance import TAG
 from betahook.report.summary import GROUP
 
 FILES = "events.out.tfevents.*"
@@ -86,14 +87,14 @@ def _read_events(root: Path, run: Run) -> Path:
         run.scalars = {
             tag: sorted({event.step: event.value for event in events.Scalars(tag)}.items()) for tag in tags["scalars"]
         }
-        for tag in tags["images"]:
-            run.picture = events.Images(tag)[-1].encoded_image_string
+        if TAG in tags["images"]:
+            run.picture = events.Images(TAG)[-1].encoded_image_string
         for tag in (tag for tag in tags["tensors"] if tag.startswith(f"{GROUP}/findings")):
             run.words = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
         if len(places) > 1:
             run.remarks.append(
-                f"of {len(places)} folders with TensorBoard files the newest is shown, {place.relative_to(root)}: "
-                "give another one to see it"
+                f"of {len(places)} folders with TensorBoard files, the newest that has numbers of betahook is shown, "
+                f"{place}: give another one to see it"
             )
         return place
     return root

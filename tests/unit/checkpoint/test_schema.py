@@ -326,6 +326,8 @@ def test_a_crafted_file_is_refused_whoever_reads_it(tmp_path, capsys):
             ValueError, match=f"{checkpoint.FILE}: the state is incomplete: controllers should be a list"
         ):
             way()
-    build("llama").config.save_pretrained(folder)
+    config = build("llama").config
+    setattr(config, checkpoint.MARK, "needs it")
+    config.save_pretrained(folder)
     assert main(["inspect", str(folder)]) == 1
     assert "controllers should be a list of dictionaries, got 5" in capsys.readouterr().err

@@ -1,7 +1,10 @@
 """`betahook examine`, called as the console script calls it."""
 
+import shutil
+
 import pytest
 from transformers import (
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -13,8 +16,10 @@ from transformers import (
     XLNetModel,
 )
 
+import betahook
 from betahook.cli import main
 from support.html_page import Page
+from support.models import inputs
 from support.tokens import tokenizer
 
 TINY = dict(vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -34,6 +39,21 @@ def test_examine_looks_at_a_model_with_its_beta(saved, tmp_path, capsys):
     assert "img" in shown.seen
     assert main(["examine", str(saved / "plain"), *arguments]) == 0
     assert "Beta is the model's own." in capsys.readouterr().out
+
+
+def test_examine_looks_at_the_layers_that_were_hooked(saved, tmp_path, capsys):
+    folder = tmp_path / "one"
+    shutil.copytree(saved / "plain", folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with betahook.attach(model, controller="monitor", layers="*.1.*") as hook:
+        model.train()(**inputs("llama")).loss.backward()
+        hook.step()
+        hook.layers["model.layers.1.self_attn"].beta = 0.5
+        model.save_pretrained(folder)
+    assert main(["examine", str(folder), "--text", str(saved / "text.txt"), "--length", "32"]) == 0
+    said = capsys.readouterr().out
+    assert "Beta is 1.4 times the model's own." in said
+    assert "layers.0" not in said
 
 
 @pytest.mark.parametrize(

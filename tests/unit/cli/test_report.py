@@ -10,7 +10,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import betahook
 from betahook import checkpoint
-from betahook.cli import main
+from betahook.cli import main, runs
 from betahook.integrations.trainer import BetaHookCallback
 from support.html_page import Page
 from support.models import build, inputs
@@ -156,12 +156,24 @@ def test_report_says_why_it_cannot(tmp_path, capsys):
     assert not (tmp_path / "page.html").exists()
 
 
+def test_report_shows_no_image_of_others(run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("checkpoint-*"))
+    before = runs.read(str(folder)).picture
+    events = next(folder.rglob("events.*"))
+    with SummaryWriter(events.parent) as writer:
+        writer.add_image("samples", torch.rand(3, 8, 8), 6)
+    assert runs.read(str(folder)).picture == before
+    assert len(before) > 10_000
+
+
 def test_report_says_which_of_several_runs_it_shows(run, tmp_path):
     page = tmp_path / "page.html"
     for name in ("first", "second"):
         shutil.copytree(run / "runs", tmp_path / "all" / name, copy_function=shutil.copy)  # not the times
     assert main(["report", str(tmp_path / "all"), "--html", str(page)]) == 0
-    assert "of 2 folders with TensorBoard files the newest is shown, second" in " ".join(Page(page).texts)
+    shown = " ".join(Page(page).texts)
+    assert "of 2 folders with TensorBoard files, the newest that has numbers of betahook is shown" in shown
 
 
 def test_report_takes_the_checkpoints_of_the_run_that_it_shows(run, saved, tmp_path):
@@ -171,7 +183,7 @@ def test_report_takes_the_checkpoints_of_the_run_that_it_shows(run, saved, tmp_p
     shutil.copytree(saved / "hooked", tmp_path / "all" / "another")
     assert main(["report", str(tmp_path / "all"), "--html", str(page)]) == 0
     shown = " ".join(Page(page).texts)
-    assert "the newest is shown, second" in shown
+    assert re.search("the newest that has numbers of betahook is shown, [^ ]*second[^ ]*: give another one", shown)
     assert "checkpoints after 3, 6 steps" in shown
 
 

@@ -60,6 +60,20 @@ def test_fold_makes_the_plain_model_of_a_checkpoint(saved, tmp_path, capsys):
         assert torch.allclose(AutoModelForCausalLM.from_pretrained(out)(input_ids=ids).logits, expected, atol=1e-5)
 
 
+def test_layers_that_were_never_reached_have_no_beta(tmp_path, capsys):
+    model = build("gpt2", add_cross_attention=True)
+    with betahook.attach(model, controller=Halved()) as hook:
+        model(**inputs("gpt2")).loss.backward()
+        hook.step()
+        model.save_pretrained(tmp_path / "hooked")
+    assert main(["show", str(tmp_path / "hooked")]) == 0
+    shown = capsys.readouterr().out
+    assert "0.5 x" in shown
+    assert "nan" not in shown
+    assert main(["fold", str(tmp_path / "hooked"), str(tmp_path / "plain")]) == 0
+    assert "Beta, 0.5 times the model's own, is in the weights of 2 of 4 layers." in capsys.readouterr().out
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:Unexpected keyword")  # both are of PEFT
 def test_fold_names_the_way_for_an_adapter(tmp_path, capsys):
     peft = pytest.importorskip("peft")
@@ -167,7 +181,8 @@ def test_a_plain_model_that_was_saved_over_a_hooked_one_is_plain(saved, tmp_path
     model(**inputs("llama"))
     betahook.fold(hook)
     model.save_pretrained(folder)
-    assert (folder / checkpoint.FILE).exists()
+    left = (folder / checkpoint.FILE).read_bytes()
+    (folder / checkpoint.FILE).write_bytes(b"damaged")
     capsys.readouterr()
     assert main(["inspect", str(folder)]) == 0
     said = capsys.readouterr().out
@@ -176,6 +191,7 @@ def test_a_plain_model_that_was_saved_over_a_hooked_one_is_plain(saved, tmp_path
     arguments = ["--text", str(saved / "text.txt"), "--length", "32", "--batch", "2", "--batches", "3"]
     assert main(["examine", str(folder), *arguments]) == 0
     assert "Beta is the model's own." in capsys.readouterr().out
+    (folder / checkpoint.FILE).write_bytes(left)
     assert main(["show", str(folder)]) == 1
     message = f"{folder}: {checkpoint.FILE} is left from an earlier save, the model is plain: beta is in the weights"
     assert capsys.readouterr().err.startswith(f"betahook show: {message} already")
