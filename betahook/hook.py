@@ -1,4 +1,4 @@
-"""`attach` and the `Hook` it returns, which ties the rooms together.
+"""`attach` and the `Hook` it returns, which ties the packages together.
 
 `attach` checks its arguments by `betahook.options`, which finds the attention modules by `betahook.models`. A `Hook`
 makes a `betahook.state`, puts the `betahook.tap` on the modules, and runs the stages of `betahook.step` in `Hook.step`.
@@ -197,10 +197,10 @@ class Hook(Uncopied):
         return self._state.steps
 
     @property
-    def in_transition(self) -> bool:
-        """True while a controller is bringing beta to where it wants it. Reads the device back."""
+    def moving(self) -> list[Controller]:
+        """The controllers that are bringing beta to where they want it. Reads the device back."""
         memories = zip(self.controllers, self._state.memories, strict=True)
-        return any(controller.is_in_transition(memory) for controller, memory in memories if memory)
+        return [controller for controller, memory in memories if memory and controller.is_in_transition(memory)]
 
     def __enter__(self) -> Hook:
         return self
@@ -265,8 +265,7 @@ class Hook(Uncopied):
         out. Reads the device back, so call it when you log, not in every step. The first call after a NaN or an
         infinity logs a single warning, which names the layers and the steps.
         """
-        state = stages.refreshed(self._state)
-        self.layers.read_weights()
+        state = stages.refreshed(self._state, self.layers)
         unreached = warnings.find_unreached(state, self.layers, self.model)
         values = metrics.by_layer(state, self.layers, stages.explain(state, self.layers, self.controllers))
         values = {key: value for key, value in values.items() if key.split("/", 1)[1] not in unreached}
@@ -280,8 +279,9 @@ class Hook(Uncopied):
 
     def head_metrics(self) -> dict[str, Tensor]:
         """Report the numbers of each head: `quantity/layer` to a tensor `[heads]` on the CPU; NaN for missing ones."""
-        self.layers.read_weights()
-        return metrics.by_head(stages.refreshed(self._state), self.layers)
+        state = stages.refreshed(self._state, self.layers)
+        unreached = warnings.find_unreached(state, self.layers, self.model)
+        return metrics.by_head(state, self.layers, unreached)
 
     def findings(self) -> Findings:
         """Report the condition of the attention of each layer in words, since when, and what to do.
@@ -289,7 +289,7 @@ class Hook(Uncopied):
         `help(betahook.Condition)` names the conditions and their limits. The first call after a step logs one line if a
         condition began, a warning if it asks for attention. Like `metrics`, it reads the device back.
         """
-        state = stages.refreshed(self._state)
+        state = stages.refreshed(self._state, self.layers)
         notes = stages.explain(state, self.layers, self.controllers)
         unreached = warnings.find_unreached(state, self.layers, self.model)
         warnings.warn_of_steps(state, "findings()", unreached, self.settings.interval)

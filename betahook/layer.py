@@ -282,7 +282,12 @@ class Layers(Mapping[str, AttentionLayer]):
         return torch.stack([ratio.to(ratios[0]) for ratio in ratios]).max()
 
     def read_weights(self, which: range | None = None, *, sharded: bool = False) -> None:
-        """Read W_q and W_k of all layers, or of those with an index in `which`; see `AttentionLayer.read_weights`."""
+        """Read W_q and W_k of all layers, or of those with an index in `which`; see `AttentionLayer.read_weights`.
+
+        A model on the meta device has none: what the state says of them stays.
+        """
+        if all(parameter.is_meta for layer in self.values() for parameter in layer.module.parameters()):
+            return
         for index, layer in enumerate(self.values()):
             if which is None or index in which:
                 layer.read_weights(sharded=sharded)

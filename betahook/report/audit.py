@@ -98,9 +98,7 @@ class Audit(tuple[LayerAudit, ...]):
             RuntimeError: nothing was measured yet, or every layer is left alone.
         """
         groups, (table, moments) = state.layers, _measured(layers, state)
-        # A model without weights has what its state says of them.
-        if not all(parameter.is_meta for parameter in hook.model.parameters()):
-            layers.read_weights()
+        layers.read_weights()
         observed, weight_std = groups.observe(table, moments), groups.weight_std(state.weights)
         correlations = _correlations(hook, layers, state)
         query, key = groups.projected_variances(observed, weight_std)

@@ -39,8 +39,8 @@ class Finding:
     Attributes:
         layer: module name.
         condition: of the layer, all heads pooled.
-        since: the step of the hook at which it was first seen in this condition; the step that had it, of the first
-            NaN or infinity of the layer.
+        since: the step of the hook at which it was first seen in this condition; for `NONFINITE`, the step of the
+            first NaN or infinity.
         numbers: of the layer; the largest logit is that of all its heads.
         heads: heads in another condition than the layer, by condition; counted from 0.
         beta: in force; the geometric mean where heads differ. NaN while nothing was measured.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -87,13 +87,13 @@ def by_layer(state: State, layers: Layers, notes: Sequence[Note]) -> dict[str, f
     return values | phases | moves
 
 
-def by_head(state: State, layers: Layers) -> dict[str, Tensor]:
-    """Return `quantity/layer` to a tensor `[heads]` on the CPU; NaN for what was not measured."""
+def by_head(state: State, layers: Layers, unreached: Container[str]) -> dict[str, Tensor]:
+    """Return `quantity/layer` to a tensor `[heads]` on the CPU; NaN for what was not measured, or is not any more."""
     quantities = columns(state, state.layers.by_head())
     table = torch.stack([for_sums(column) for column in quantities.values()]).cpu().double()
     lengths = [layer.heads for layer in layers.values()]
     return {
-        f"{quantity}/{name}": part
+        f"{quantity}/{name}": torch.full_like(part, torch.nan) if name in unreached else part
         for quantity, row in zip(quantities, table, strict=True)
         for name, part in zip(layers, row.split(lengths), strict=True)
     }

@@ -87,8 +87,8 @@ def warn_of_unreached(state: State, unreached: Mapping[str, str]) -> None:
     if state.reported.warned_of_unreached or state.steps == 0 or not unreached:
         return
     state.reported.warned_of_unreached = True
-    places = [f"{shown_name(name)}, {reason}" for name, reason in unreached.items()]
-    logger.warning("%s: not measured, hence not in the metrics", _listed(places, "; "))
+    places = [f"{shown_name(name)} ({reason})" for name, reason in unreached.items()]
+    logger.warning("not measured, hence not in the metrics: %s", _listed(places, ", "))
 
 
 def warn_of_nonfinite(state: State, layers: Layers, interval: int) -> None:
@@ -109,7 +109,7 @@ def warn_of_nonfinite(state: State, layers: Layers, interval: int) -> None:
         return
     late = ""
     if interval > 1 and not state.beta_acts and min(first.values()) > 1:  # all layers are measured in the first step
-        late = f". A layer is measured once in {interval} steps: the first NaN or infinity may be {interval - 1} older"
+        late = f". A layer is measured once in {interval} steps: the first may be up to {interval - 1} steps older"
     logger.warning(
         "NaN or infinity in the scores or gradients of %s: beta stays where it was%s", _listed(places, ", "), late
     )

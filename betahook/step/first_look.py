@@ -38,7 +38,8 @@ def connect(state: State, layers: Layers, controllers: Sequence[Controller], und
         state, layers = references[0](), references[1]()
         if state is None or layers is None or torch.compiler.is_compiling():
             return
-        if state.seen and state.first_spectral_ratio is None:  # unseen: it is another model's optimizer
+        # Unseen: it is another model's optimizer.
+        if state.seen and state.batch == 0 and state.first_spectral_ratio is None:
             state.first_spectral_ratio = layers.spectral_ratio()
 
     handle = _registered[references[0]] = register_optimizer_step_pre_hook(look)

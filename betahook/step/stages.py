@@ -161,11 +161,12 @@ def _leave_alone(state: State, table: Tensor, summed: Tensor, alone: Tensor) -> 
 
 @torch.inference_mode(False)  # its tensors could not be written to outside of it
 @torch.no_grad()
-def refreshed(state: State) -> State:
-    """Pool what was added since the last pooling, and return the state.
+def refreshed(state: State, layers: Layers) -> State:
+    """Pool what was added since the last pooling, read W_q and W_k, and return the state.
 
     With several ranks nothing is pooled: this is for metrics, which one rank may ask for alone.
     """
+    layers.read_weights()
     state.settle()
     if state.batches > 0 and not is_pooled(state):
         pool(state, begun=state.turn)

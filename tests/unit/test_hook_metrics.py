@@ -31,6 +31,17 @@ def test_metrics_are_flat_numbers_per_layer():
     assert metrics[f"sensitivity/{LAYER}"] == pytest.approx(float(heads[f"sensitivity/{LAYER}"].sum()))
 
 
+def test_w_q_and_w_k_are_always_current():
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        train(model, hook, 1)
+        before = hook.findings()[0].numbers.weight_std_q
+        assert before == pytest.approx(hook.layers[LAYER].weight_std_q)
+        with torch.no_grad():
+            model.model.layers[0].self_attn.q_proj.weight.mul_(10)
+        assert hook.findings()[0].numbers.weight_std_q == pytest.approx(10 * before)
+
+
 def test_what_was_not_measured_is_no_metric():
     model = build("llama")
     with betahook.attach(model) as hook:
@@ -209,7 +220,8 @@ def test_layers_that_no_forward_reaches_say_so(caplog):
         for _ in range(2):
             assert not [key for key in hook.metrics() if key.endswith(LAYER)]
         (record,) = caplog.records
-        assert f"{LAYER}, it is no longer part of the model: detach, and attach again" in record.message
+        assert f"{LAYER} (it is no longer part of the model: detach, and attach again)" in record.message
+        assert hook.head_metrics()[f"max_logit/{LAYER}"].isnan().all()
         assert f"  not reached: {LAYER}, it is no longer part" in repr(hook)
 
     model = nn.ModuleList([build("llama"), build("llama")])
@@ -217,7 +229,7 @@ def test_layers_that_no_forward_reaches_say_so(caplog):
     model[1](**inputs("llama")).loss.backward()
     hook.step()
     hook.metrics()
-    assert f"0.{LAYER}, no forward that is measured has reached it yet" in caplog.records[-1].message
+    assert f"0.{LAYER} (no forward that is measured has reached it yet)" in caplog.records[-1].message
     assert "  not reached: 0.model.layers.0-1.self_attn, no forward" in repr(hook)
     hook.detach()
 
@@ -230,7 +242,7 @@ def test_a_layer_that_was_dropped_in_the_first_step_is_measured_in_its_turn(capl
         del model.model.layers[0].forward
         train(model, hook, 1)  # the turn of others
         assert f"score_std/{LAYER}" not in hook.metrics()
-        assert f"{LAYER}, no forward that is measured has reached it yet" in caplog.records[-1].message
+        assert f"{LAYER} (no forward that is measured has reached it yet)" in caplog.records[-1].message
         train(model, hook, 3)
         assert f"score_std/{LAYER}" in hook.metrics()
         assert "not reached" not in repr(hook)
@@ -246,6 +258,6 @@ def test_a_class_of_transformers_that_no_longer_asks_for_its_attention_is_named(
         assert not [key for key in hook.metrics() if key.endswith(LAYER)]
         (record,) = caplog.records
         assert (
-            f"{LAYER}, the forward of its class was replaced by one that does not ask transformers for its attention, "
+            f"{LAYER} (the forward of its class was replaced by one that does not ask transformers for its attention, "
             "in which beta does not act: detach, and attach again" in record.message
         )

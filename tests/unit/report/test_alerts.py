@@ -148,5 +148,5 @@ def test_a_model_that_is_itself_the_attention_is_called_the_model(caplog):
             hook.layers["x"]
     assert str(alerts[0]).startswith("step 1: max_logit of the model is ")
     assert str(betahook.Alert(1, "at_bound", "", 2.0, None)) == "step 1: beta of the model is 2, which is at its bound"
-    assert "the model, it was replaced: not measured" in caplog.text
+    assert "not measured, hence not in the metrics: the model (it was replaced)" in caplog.text
     assert "gradients of the model in step 2: beta stays" in caplog.text

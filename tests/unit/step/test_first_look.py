@@ -105,6 +105,20 @@ def test_weights_are_looked_at_once(monkeypatch):
         assert len(looks) == 1
 
 
+def test_weights_are_not_looked_at_after_a_resume(monkeypatch):
+    model, looks = fresh(), []
+    with betahook.attach(model) as hook:
+        model(**inputs("llama")).loss.backward()
+        hook.step()
+        state = hook.state_dict()
+    with betahook.attach(model) as hook:
+        hook.load_state_dict(state)
+        monkeypatch.setattr(hook.layers, "spectral_ratio", lambda: looks.append(1) or torch.ones(()))
+        model(**inputs("llama")).loss.backward()
+        torch.optim.Adam(model.parameters()).step()
+        assert not looks
+
+
 def test_without_an_optimizer_of_torch_the_weights_are_looked_at_in_the_step():
     model = fresh()
     with betahook.attach(model) as hook:

@@ -279,7 +279,7 @@ def test_a_forward_that_shows_nothing_says_so(x, caplog, kind):
         assert hook.layers["1"].refusal is None
         assert f"not reached: 1, {PASSED}" in repr(hook)
         hook.metrics()
-    assert [record.message for record in caplog.records] == [f"1, {PASSED}: not measured, hence not in the metrics"]
+    assert [record.message for record in caplog.records] == [f"not measured, hence not in the metrics: 1 ({PASSED})"]
 
 
 class Gated(ByHandAttention):
