@@ -1,7 +1,7 @@
 """Private and undocumented names of torch, transformers and PEFT that betahook leans on, each with its place upstream.
 
-Any room may call this file; it imports none of them. Every entry says what it is for and has a test of its own in
-tests/unit/test_compat.py, which fails when upstream changes it.
+Every package here may call this file; it imports none of them. Each entry says what it is for and has a test of its
+own in tests/unit/test_compat.py, which fails when upstream changes it.
 """
 
 from __future__ import annotations

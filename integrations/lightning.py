@@ -17,6 +17,7 @@ from betahook.hook import Hook, attach, check_options
 from betahook.keep.folding import check_end, fold_or_warn, warn_of_refusals
 from betahook.keep.transition import Unfinished
 from betahook.models.discovery import survey
+from betahook.options import ControllerChoice
 from betahook.report.findings import Findings
 from betahook.report.glance import TAG, TrackedPicture
 from betahook.report.metrics import MetricName, check_names, chosen
@@ -39,7 +40,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
     fitting, beta is folded into the weights.
 
     Args:
-        options: those of `betahook.attach`.
+        controller: as in `betahook.attach`, like all other options.
         quantities: metrics to log layer by layer too, as `quantity/layer`, or "all".
         on_end: "fold", as above; where a layer has no exact fold, the hook stays and a warning says why. "keep" leaves
             the model hooked, with its beta, for you to `fold` or `detach`.
@@ -55,6 +56,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
 
     def __init__(
         self,
+        controller: ControllerChoice = "default",
         *,
         quantities: Iterable[MetricName] | Literal["all"] = (),
         on_end: Literal["fold", "keep"] = "fold",
@@ -63,7 +65,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
     ) -> None:
         check_end(on_end, unfinished)
         self.hook: Hook | None = None
-        self._options = check_options(**options)
+        self._options = check_options(controller=controller, **options)
         self._quantities = check_names(quantities)
         self._summarise = Summary()
         self._picture = TrackedPicture()

@@ -245,14 +245,14 @@ def _begun(hook: Hook | None) -> Hook:
 
 def _warn_of_short_training(hook: Hook, steps: int) -> None:
     """Warn of a training of so many steps that ends before beta has settled."""
-    opening = max(controller.opening_batches for controller in hook.controllers)
-    if steps < opening and hook.in_transition:
+    late = [controller for controller in hook.moving if controller.opening_batches > steps]
+    if late:
         logger.warning(
             "training ends after %d steps, and %s may need %d to bring beta to where it wants it: train longer, choose "
             'a controller without such an opening, as Search(rise=False), or only watch, with "monitor"',
             steps,
-            ", ".join(map(repr, hook.controllers)),
-            opening,
+            ", ".join(map(repr, late)),
+            max(controller.opening_batches for controller in late),
         )
 
 

@@ -304,8 +304,13 @@ def check_controller(controller: Controller) -> None:
 
 
 def require(owner: object, option: str, accepts: Callable[[Any], bool], expected: str) -> None:
-    """Refuse the value of an option, of a controller say, that is not accepted, or of a type that cannot be judged."""
-    value = getattr(owner, option)
+    """Refuse the value of an option, of a controller say, that is not accepted, or of a type that cannot be judged.
+
+    A number of numpy becomes plain, for JSON to hold it.
+    """
+    value: Any = getattr(owner, option)
+    if isinstance(value, Real) and hasattr(value, "item"):
+        object.__setattr__(owner, option, value := value.item())
     try:
         accepted = accepts(value)
     except TypeError:
@@ -315,10 +320,7 @@ def require(owner: object, option: str, accepts: Callable[[Any], bool], expected
 
 
 def require_positive(owner: object, option: str) -> None:
-    """Refuse the value of an option that is no positive number; one of numpy becomes plain, for JSON to hold it."""
-    value = getattr(owner, option)
-    if isinstance(value, Real) and not isinstance(value, int):
-        object.__setattr__(owner, option, float(value))
+    """Refuse the value of an option that is no positive number."""
     require(owner, option, lambda x: isinstance(x, int | float) and x is not True and x > 0, "a positive number")
 
 

@@ -67,8 +67,11 @@ class Variance(Controller):
         return (self.smoothing * beta.log() + (1 - self.smoothing) * wanted).exp(), state
 
     def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
-        std = {"measured": "the measured std", "weights": "the std that W_q and W_k predict"}[self.source]
-        return [Note(reason=f"keeps {std} of the logits at {self.target:g}")] * len(beta)
+        if self.source == "measured":
+            return [Note(reason=f"keeps the measured std of the logits at {self.target:g}")] * len(beta)
+        acts = Note(reason=f"keeps the std that W_q and W_k predict of the logits at {self.target:g}")
+        idle = Note(reason="leaves beta alone: W_q or W_k is out of reach, so that they predict no std")
+        return [idle if unknown else acts for unknown in observation.predicted_std().isnan().tolist()]
 
 
 @dataclass(frozen=True, repr=False)

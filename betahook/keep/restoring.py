@@ -57,7 +57,8 @@ def restore_saved(model: nn.Module, saved: checkpoint.Saved, controller: Control
         raise ValueError(f"{place} is not the state of a hook: {error}") from error
     model = _model_with(names, model, place)
     with checkpoint.unmarked(model):
-        hook = attach(model, controller=controller or "monitor", layers=lambda name, module: name in names, **chosen)
+        used = "monitor" if controller is None else controller
+        hook = attach(model, controller=used, layers=lambda name, module: name in names, **chosen)
         if controller is None:
             state["trained_by"] = checkpoint.makers(state)
             state["controllers"] = hook.state_dict()["controllers"]

@@ -32,7 +32,8 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack, *, is_best: bool) ->
         A warning that says which it is; empty if beta is not on its way, and on all ranks but the first one.
     """
     check(choice)
-    if not hook.in_transition:
+    moving = hook.moving
+    if not moving:
         return ""
     in_force, of_own = _losses(hook) if choice == "better" and not is_best else (math.nan, math.nan)
     # A loss that is NaN beside one that is not is the worse one; two of them, or two alike, say nothing.
@@ -42,11 +43,11 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack, *, is_best: bool) ->
     if not is_first_rank():  # all ranks choose alike
         return ""
     folded = "the model's own beta, which leaves the weights as they are" if takes_own else "the beta in force"
-    without_opening = any(isinstance(controller, Search) for controller in hook.controllers)
+    without_opening = any(isinstance(controller, Search) and controller.rise for controller in moving)
     alike = ("keep", "better") if is_best and choice != "own" else (choice,)
     others = [each for each in get_args(Unfinished) if each not in alike]
     return (
-        f"fold() at step {hook.steps}, while {', '.join(map(repr, hook.controllers))} was still moving beta: folding "
+        f"fold() at step {hook.steps}, while {', '.join(map(repr, moving))} was still moving beta: folding "
         f"{folded}{_compared(in_force, of_own, takes_own=takes_own)}. Train a few hundred steps longer"
         f"{', or use Search(rise=False)' if without_opening else ''}, or choose another beta with unfinished="
         + " or ".join(f'"{each}"' for each in others)

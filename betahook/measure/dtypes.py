@@ -1,6 +1,6 @@
 """Dtypes that the statistics are computed in: float32 or better for products, float64 for sums.
 
-The other files of this room use it, and so do the state, the step and the tap, where they compute by its rules.
+The other files of `measure` use it, and so do the state, the step and the tap, where they compute by its rules.
 """
 
 from __future__ import annotations

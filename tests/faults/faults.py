@@ -100,9 +100,9 @@ FAULTS = [
     Fault("betahook/cli/runs.py", 'name.replace("_", "/", 1) if name.startswith("eval_")', "name if False", REPORTS),
     # report
     Fault(
-        "betahook/report/audit.py",
-        "if not all(parameter.is_meta for",
-        "if True or all(parameter.is_meta for",
+        "betahook/layer.py",
+        "if all(parameter.is_meta for",
+        "if False and all(parameter.is_meta for",
         REPORTS,
     ),
     Fault("betahook/report/audit.py", '"?" if math.isnan(value)', '"?" if not value'),
@@ -561,14 +561,14 @@ FAULTS = [
     Fault("betahook/compat.py", ' or attribute.startswith("__composable_api_state_key")', ""),
     Fault(
         "betahook/tap/interface.py",
-        "last = keys - queries",
-        "last = 0",
+        "last=keys - queries,",
+        "last=0,",
         "tests/unit/tap/test_interface.py::test_which_pairs_an_attention_uses",
     ),
     Fault(
         "betahook/tap/interface.py",
-        "Band(-window - 1, window)",
-        "Band(-window, window)",
+        "reach = window - 1",
+        "reach = window",
         "tests/unit/tap/test_interface.py::test_which_pairs_an_attention_uses",
     ),
     Fault(
@@ -781,10 +781,19 @@ FAULTS = [
         "or in_force > of_own",
         "tests/unit/keep/test_folding.py::test_an_unfinished_beta_is_folded_by_choice",
     ),
+    Fault("betahook/keep/restoring.py", "controller is None else controller", "not controller else controller"),
     Fault(
-        "betahook/keep/restoring.py",
-        'controller=controller or "monitor"',
-        'controller=controller or "default"',
+        "betahook/step/stages.py",
+        "    layers.read_weights()\n    state.settle()",
+        "    state.settle()",
+        "tests/unit/test_hook_metrics.py::test_w_q_and_w_k_are_always_current",
+    ),
+    Fault("betahook/cli/runs.py", "events.Images(TAG)[-1]", 'events.Images(tags["images"][-1])[-1]', REPORTS),
+    Fault(
+        "betahook/cli/models.py",
+        " or not checkpoint.is_marked_folder(folder):",
+        ":",
+        "tests/unit/cli/test_show_and_fold.py::test_a_plain_model_that_was_saved_over_a_hooked_one_is_plain",
     ),
     Fault(
         "betahook/tap/kernels.py",

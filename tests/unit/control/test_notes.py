@@ -88,8 +88,10 @@ def test_the_other_controllers():
     assert explained(Gradient(), dict(sensitivity=3.0)) == [Note(reason="a smaller beta lowers the loss")]
     assert explained(Gradient(), dict(sensitivity=0.0)) == [Note(reason="the loss does not depend on beta")]
     assert explained(Variance(2.0), dict(std=1.0)) == [Note(reason="keeps the measured std of the logits at 2")]
-    by_weights = Note(reason="keeps the std that W_q and W_k predict of the logits at 1")
-    assert explained(Variance(source="weights"), dict(std=1.0)) == [by_weights]
+    by_weights = [Note(reason="keeps the std that W_q and W_k predict of the logits at 1")]
+    assert explained(Variance(source="weights"), dict(std=1.0, predicted_std=2.0)) == by_weights
+    (unknown,) = explained(Variance(source="weights"), dict(std=1.0))
+    assert unknown.reason == "leaves beta alone: W_q or W_k is out of reach, so that they predict no std"
     assert list(explained(Monitor(), dict(std=1.0))) == []
 
 

@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from betahook import Cap, Clip, Gradient, Monitor, Variance
+from betahook import Cap, Clip, Gradient, Monitor, Search, Variance
 from support.observations import approx, decades, observe, run, sensitivities
 
 NAN = math.nan
@@ -94,8 +94,15 @@ def test_options_that_make_no_sense_are_refused(rule, options, message):
 @pytest.mark.parametrize("rule", [Cap, Clip])
 @pytest.mark.parametrize("number", [numpy.float32(50), numpy.float64(50), numpy.int64(50)], ids=lambda x: str(x.dtype))
 def test_a_threshold_of_numpy_is_one_that_a_checkpoint_can_hold(rule, number):
-    assert repr(rule(number)) == f"{rule.__name__}(threshold=50.0)"
+    plain = "50" if number.dtype.kind == "i" else "50.0"
+    assert repr(rule(number)) == f"{rule.__name__}(threshold={plain})"
     assert repr(rule(50)) == f"{rule.__name__}(threshold=50)"
+
+
+def test_numbers_of_numpy_become_plain_in_every_option():
+    assert repr(Search(window=numpy.int64(5), growth=numpy.float32(1.25))) == "Search(window=5, growth=1.25)"
+    with pytest.raises(ValueError, match=r"window=.*whole number, 1 or more; got 0"):
+        Search(window=numpy.int64(0))
 
 
 def test_the_defaults():

@@ -205,7 +205,7 @@ def opening(worse):
     assert (losses[chosen] > losses[1.0]) is worse
     for layer in hook.layers.values():
         layer.beta = chosen * layer.beta_default
-    assert hook.in_transition
+    assert hook.moving
     return model, batch, losses[1.0], losses[chosen]
 
 
@@ -280,13 +280,23 @@ def test_a_model_that_does_not_run_again_to_compare_two_betas(factor, caplog):
     hook.step()
     for layer in hook.layers.values():
         layer.beta = factor * layer.beta_default
-    assert hook.in_transition
+    assert hook.moving
     message = r"does not run again on the input .*not in evaluation mode"
     with pytest.raises(betahook.FoldError, match=message) if factor != 1 else nullcontext():
         betahook.fold(model, unfinished="better")
     assert hook.attached is (factor != 1)
     assert ("folding the beta in force. Train" in caplog.text) is (factor == 1)
     hook.detach()
+
+
+def test_the_warning_names_the_controllers_that_are_on_their_way(caplog):
+    model = build("llama")
+    with betahook.attach(model, controller=[betahook.Search(rise=False), betahook.Decades()]) as hook:
+        model(**inputs("llama")).loss.backward()
+        hook.step()
+        betahook.fold(hook)
+    assert "fold() at step 1, while Decades() was still moving beta" in caplog.text
+    assert "Search" not in caplog.text
 
 
 def test_a_choice_that_is_none():

@@ -63,6 +63,11 @@ def test_what_trained_the_beta_is_saved_again(folder, tmp_path, capsys):
         assert other.trained_by == hook.trained_by
 
 
+def test_an_empty_list_of_controllers_is_refused(folder):
+    with pytest.raises(ValueError, match="controller is an empty list; use \"monitor\" to leave beta"):
+        betahook.restore(load(folder), folder, controller=[])
+
+
 def test_with_controllers_beta_goes_on(folder):
     model = load(folder)
     with betahook.restore(model, folder, controller=betahook.Gradient(0.1)) as hook:
