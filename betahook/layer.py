@@ -301,7 +301,8 @@ def _check_new(layer: AttentionLayer, new: Tensor, given: object) -> None:
         raise RuntimeError(f"beta of {layer.name!r} cannot be set, the layer is left alone: {layer.refusal}")
     if not bool(is_beta(new).all()):
         bounds = f", outside of {SMALLEST_BETA:g} to {LARGEST_BETA:g}" if bool((new > 0).all()) else ""
-        raise ValueError(f"beta of {layer.name!r} must be positive and finite; got {given}{bounds}")
+        unknown = ", and the model's own is known only after a forward" if math.isnan(layer.beta_default) else ""
+        raise ValueError(f"beta of {layer.name!r} must be positive and finite; got {given}{bounds}{unknown}")
     if layer._attention.route != "interface" and math.isnan(layer.beta_default):
         others = " of this module, which no forward of the model has called so far" if layer._state.seen else ""
         raise RuntimeError(

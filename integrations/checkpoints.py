@@ -58,7 +58,12 @@ def set_unfinished_aside(run: Path) -> None:
     for folder in unfinished:
         names = (f"{checkpoint.UNFINISHED}{folder.name}.{number}" for number in itertools.count(1))
         aside = next(run / name for name in names if not (run / name).exists())
-        folder.rename(aside)
+        try:
+            folder.rename(aside)
+        except OSError as error:  # where only an evaluation is to come, it is in nobody's way
+            words = "%s was not finished, and cannot be renamed: %s. The newest whole one is %s"
+            logger.warning(words, folder, error, whole)
+            continue
         logger.warning(
             "%s was not finished, its process ended while it saved. It is called %s now; the newest whole one is %s",
             folder,

@@ -80,9 +80,10 @@ class Reports:
     def log(self, state: TrainerState) -> None:
         """Report the last step, whose entry of the history is the latest."""
         self._read()
-        state.log_history[-1].update(self._summary)
+        entry = state.log_history[-1] if state.log_history else {}  # another callback may have emptied it
+        entry.update(self._summary)
         if self._writer is not None:
-            loss = state.log_history[-1]["loss"]
+            loss = entry.get("loss")
             self._writer.write(self._hook, state.global_step, self._metrics, findings=self._findings, loss=loss)
 
     def close(self) -> None:

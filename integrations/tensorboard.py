@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -60,6 +61,7 @@ class TensorBoardWriter:
         self._step = 0
         self._written: dict[str, float] = {}
         self._summary = Summary()
+        self._hook: weakref.ref[Hook] | None = None
 
     def write(
         self,
@@ -81,9 +83,16 @@ class TensorBoardWriter:
 
         Raises:
             TypeError: `hook` is no hook, `step` no whole number, or `loss` not one number; nothing is written then.
+            ValueError: `hook` is another one than before, which is attached still; nothing is written then.
         """
         if not isinstance(hook, Hook):
             raise TypeError(f"write(hook, step) takes what betahook.attach returned; got {type(hook).__name__}")
+        last = None if self._hook is None else self._hook()
+        if last is not None and last is not hook and last.attached:
+            raise ValueError(
+                "write(hook, step) got another hook than before, whose numbers would be mixed with those of the first: "
+                "make a TensorBoardWriter for each, in a folder of its own"
+            )
         step = whole(step, "write(hook, step) takes a whole number as its step, such as hook.steps")
         losses = {} if loss is None else {f"{GROUP}/loss": _number(loss)}
         metrics = hook.metrics() if metrics is None else metrics
@@ -93,7 +102,7 @@ class TensorBoardWriter:
             shown = filter(measured.__contains__, self.quantities)
             self.writer.add_custom_scalars(layout(shown, with_loss=bool(losses)))
         self._picture.add(findings, step)
-        self._findings, self._step = findings, step
+        self._findings, self._step, self._hook = findings, step, weakref.ref(hook)
         for tag, value in {**self._summary(findings), **losses}.items():
             if tag not in PLACES:
                 self.writer.add_scalar(tag, value, step)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
 from betahook import checkpoint
@@ -336,6 +336,12 @@ def _check_given(hook: Hook, model: nn.Module) -> None:
         )
     if not _is_on(hook, model):
         raise ValueError("BetaHookCallback(hook=...) got a hook of another model than that of the Trainer")
+    if isinstance(model, PreTrainedModel) and hook.model is not model and hook.model in set(model.modules()):
+        raise ValueError(
+            f"BetaHookCallback(hook=...) got a hook of a {type(hook.model).__name__}, a part of the "
+            f"{type(model).__name__} that the Trainer saves: its checkpoints would not say that they need beta. Attach "
+            "to the whole model, and choose its layers with layers=..."
+        )
 
 
 def _is_on(hook: Hook, model: nn.Module) -> bool:

@@ -108,6 +108,10 @@ def _positive(text: str) -> int:
 def _page(text: str) -> Path:
     """A file that can be written: refused before the model runs, not after."""
     path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
+    try:
+        can_be = not path.is_dir() and path.parent.is_dir()
+    except OSError as error:  # such as a name that is too long
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists; {error}") from error
+    if not can_be:
         raise argparse.ArgumentTypeError(f"expected a file in a folder that exists; got {text!r}")
     return path

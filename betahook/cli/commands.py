@@ -170,6 +170,8 @@ def _windows(name: str, text: str, length: int, count: int) -> torch.Tensor:
     # More than any tokenizer makes a token of, so that the windows fill up.
     with Path(text).open(encoding="utf-8", errors="replace") as file:
         content = file.read(16 * length * count)
+    if "\0" in content or content.count("\ufffd") > len(content) / 100:
+        raise ValueError(f"{text} is no text in UTF-8; give a file of plain text with --text")
     ids = torch.tensor(tokenizer(content, truncation=False, verbose=False)["input_ids"])
     if len(ids) < 2:
         remedy = "give a longer text" if len(content) < 100 else f"does {name} have the files of a tokenizer?"

@@ -1758,7 +1758,7 @@ FAULTS = [
         f"{LEFT_ALONE}::test_what_is_not_understood_is_left_alone_by_name",
     ),
     Fault("betahook/models/classifiers.py", "has_softmax or re.search", "re.search"),
-    Fault("betahook/cli/__init__.py", "path.is_dir() or ", "", "tests/unit/cli/test_main.py"),
+    Fault("betahook/cli/__init__.py", "not path.is_dir() and ", "", "tests/unit/cli/test_main.py"),
     Fault("betahook/cli/terminal.py", 'errors="replace"', 'errors="strict"', "tests/unit/cli/test_main.py"),
     Fault(
         "integrations/trainer.py",

@@ -85,6 +85,7 @@ def test_heads_may_differ(pair):
     ("name", "value", "message"),
     [
         *[("beta", x, rf"must be positive and finite; got {x}") for x in (0, -1.0, float("nan"), float("inf"))],
+        ("beta", float("nan"), r"must be .*; got nan, and the model's own is known only after a forward"),
         ("beta", 1e30, r"must be positive and finite; got 1e\+30, outside of 1e-10 to 1e\+10"),
         ("beta", 1e-20, r"must be positive and finite; got 1e-20, outside of"),
         ("beta", torch.ones(2), r"must be one number, got a tensor of shape \[2\]; .* each head to head_beta"),

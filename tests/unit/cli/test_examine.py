@@ -77,6 +77,10 @@ def test_examine_reads_no_more_tokens_than_a_model_has_positions_for(saved, tmp_
 def test_examine_says_why_it_cannot(saved, tmp_path, capsys):
     empty = tmp_path / "empty.txt"
     empty.write_text("")
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(bytes(range(256)) * 20)
+    assert main(["examine", str(saved / "plain"), "--text", str(binary)]) == 1
+    assert "binary.txt is no text in UTF-8; give a file of plain text" in capsys.readouterr().err
     without = tmp_path / "without"
     LlamaForCausalLM(LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)).save_pretrained(without)
     made_up = tmp_path / "made_up"  # transformers makes up an empty tokenizer for some model types

@@ -32,6 +32,7 @@ def test_arguments_that_make_no_sense(capsys):
             "argument --batch: expected a whole number, 1 or more; got '0'",
         ),
         (["report", "run", "--html", "."], "argument --html: expected a file in a folder that exists; got '.'"),
+        (["report", "run", "--html", "x" * 300], "expected a file in a folder that exists; [Errno "),
         (["report", "run", "--html", "no/x.html"], "expected a file in a folder that exists; got 'no/x.html'"),
         (["fold", "one"], "the following arguments are required: out"),
     ]:

@@ -50,6 +50,14 @@ def damage(file, text=None):
         file.write_text(text)
 
 
+def test_an_unfinished_checkpoint_that_cannot_be_renamed_is_in_nobodys_way(copy_of_run, caplog, monkeypatch):
+    damage(copy_of_run / "checkpoint-6" / "trainer_state.json")
+    refuse = mock.Mock(side_effect=PermissionError("read-only"))
+    monkeypatch.setattr("pathlib.Path.rename", refuse)
+    make_trainer(copy_of_run, BetaHookCallback("monitor"))
+    assert "checkpoint-6 was not finished, and cannot be renamed: read-only. The newest whole one is" in caplog.text
+
+
 @pytest.mark.parametrize("text", [None, '{"global_step": 6,'], ids=["missing", "half written"])
 def test_unfinished_checkpoints_are_set_aside(copy_of_run, caplog, text):
     newest, before, whole = (copy_of_run / f"checkpoint-{step}" for step in (6, 4, 2))

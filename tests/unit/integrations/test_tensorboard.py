@@ -193,6 +193,18 @@ def test_without_matplotlib_there_is_one_warning_and_no_picture(tmp_path, monkey
     assert os.listdir(tmp_path)
 
 
+def test_two_hooks_do_not_share_a_writer(tmp_path):
+    model, other = build("llama"), build("gpt2")
+    with betahook.attach(model) as hook, TensorBoardWriter(str(tmp_path)) as writer:
+        writer.write(hook, 1)
+        with betahook.attach(other) as second, pytest.raises(ValueError, match="got another hook than before"):
+            writer.write(second, 1)
+        writer.write(hook, 2)
+        hook.detach()
+        with betahook.attach(model) as again:
+            writer.write(again, 3)
+
+
 def test_what_is_no_hook_is_refused(tmp_path):
     with TensorBoardWriter(str(tmp_path)) as writer, pytest.raises(TypeError, match=r"returned; got LlamaForCausalLM"):
         writer.write(build("llama"), 1)

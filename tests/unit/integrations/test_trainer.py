@@ -159,6 +159,28 @@ def test_the_hook_of_another_model_is_refused(tmp_path):
             trainer.train()
 
 
+def test_the_hook_of_a_part_of_the_model_is_refused(tmp_path):
+    """Its checkpoints would pass for plain ones."""
+    model = build("llama")
+    with betahook.attach(model.model) as hook:
+        trainer = make_trainer(tmp_path, BetaHookCallback(hook=hook))
+        trainer.model = model
+        with pytest.raises(ValueError, match="got a hook of a LlamaModel, a part of the LlamaForCausalLM that the"):
+            trainer.train()
+
+
+class Forgetful(TrainerCallback):
+    def on_log(self, args, state, control, **kwargs):
+        state.log_history.clear()
+
+
+def test_a_callback_that_empties_the_history_does_no_harm(tmp_path):
+    trainer = make_trainer(tmp_path, Forgetful(), report_to="tensorboard", logging_steps=1)
+    trainer.add_callback(BetaHookCallback("monitor"))
+    trainer.train()
+    assert trainer.state.global_step > 1
+
+
 def test_two_callbacks_are_refused_by_name_and_leave_nothing(tmp_path):
     trainer = make_trainer(tmp_path, BetaHookCallback("monitor"), report_to="tensorboard")
     trainer.add_callback(BetaHookCallback(betahook.Search(rise=False)))

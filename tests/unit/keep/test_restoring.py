@@ -64,7 +64,7 @@ def test_what_trained_the_beta_is_saved_again(folder, tmp_path, capsys):
 
 
 def test_an_empty_list_of_controllers_is_refused(folder):
-    with pytest.raises(ValueError, match="controller is an empty list; use \"monitor\" to leave beta"):
+    with pytest.raises(ValueError, match='controller is an empty list; use "monitor" to leave beta'):
         betahook.restore(load(folder), folder, controller=[])
 
 
