@@ -22,6 +22,7 @@ def gain_of(beta: Tensor, own: Tensor | float) -> Tensor:
 
 
 def _copy_gradient(probe: Tensor) -> None:
+    """Replace the gradient of a probe by a copy."""
     if probe.grad is not None:
         probe.grad = probe.grad.clone()
 

@@ -183,10 +183,9 @@ def _band(module: nn.Module, options: dict[str, Any], *, last: int, causal: bool
         return Band(None, last) if causal else Band()
     if causal:
         return Band(last - window, last)
-    # The kernels take 1 off; a mask goes by the config, to which some models add 1 for the kernels.
-    reach = window - 1
-    if not by_kernel:
-        reach = getattr(getattr(module, "config", None), "sliding_window", reach)
+    # The kernels take 1 off. Masks go by the config, to which most models add 1 for the kernels.
+    of_config = getattr(getattr(module, "config", None), "__dict__", {}).get("sliding_window")
+    reach = window if of_config == window and not by_kernel else window - 1
     return Band(-reach - 1, reach)
 
 

@@ -163,9 +163,11 @@ def _name_mask(
     return torch.empty(0, device=device)
 
 
-if not hasattr(torch.ops.betahook, "name_mask"):
-    arguments = "SymInt? low, SymInt? high, str kind, Tensor? mask, SymInt queries, SymInt keys, Device device"
-    torch.library.define("betahook::name_mask", f"({arguments}) -> Tensor")
+if not hasattr(torch.ops.betahook, "name_mask"):  # as above
+    torch.library.define(
+        "betahook::name_mask",
+        "(SymInt? low, SymInt? high, str kind, Tensor? mask, SymInt queries, SymInt keys, Device device) -> Tensor",
+    )
     torch.library.impl("betahook::name_mask", "default", _name_mask)
     torch.library.register_fake("betahook::name_mask", _name_mask)
 

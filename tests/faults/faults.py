@@ -567,8 +567,8 @@ FAULTS = [
     ),
     Fault(
         "betahook/tap/interface.py",
-        "reach = window - 1",
-        "reach = window",
+        "not by_kernel else window - 1",
+        "not by_kernel else window",
         "tests/unit/tap/test_interface.py::test_which_pairs_an_attention_uses",
     ),
     Fault(
