@@ -40,7 +40,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
     fitting, beta is folded into the weights.
 
     Args:
-        controller: as in `betahook.attach`, like all other options.
+        controller, options: those of `betahook.attach`.
         quantities: metrics to log layer by layer too, as `quantity/layer`, or "all".
         on_end: "fold", as above; where a layer has no exact fold, the hook stays and a warning says why. "keep" leaves
             the model hooked, with its beta, for you to `fold` or `detach`.
