@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import tempfile
 from contextlib import suppress
 from inspect import signature
 from pathlib import Path
@@ -118,11 +119,7 @@ def fold(folder: str, out: str) -> Document:
     with torch.no_grad():
         model(**models.an_input(model))
     betahook.fold(hook)
-    with models.quiet():
-        model.save_pretrained(out)
-    for path in (path for pattern in KEPT for path in Path(folder).glob(pattern)):
-        if not (target / path.name).exists():
-            shutil.copy2(path, target)
+    _save(model, target, Path(folder))
     changed, low, high = sum(gain != 1 for gain in gains), f"{min(gains):.3g}", f"{max(gains):.3g}"
     said = (
         f"Beta, {low if low == high else f'{low} to {high}'} times the model's own, is in the weights of {changed} of "
@@ -130,6 +127,21 @@ def fold(folder: str, out: str) -> Document:
     )
     blocks = [Text(said), *([Text(STOPPED_EARLY)] if pages.is_on_its_way(saved.state) else [])]
     return Document(f"{out}: a plain {type(model).__name__}", blocks)
+
+
+def _save(model: PreTrainedModel, target: Path, source: Path) -> None:
+    """Save a model, with what lies beside it in another folder, in a new folder: all of it or nothing."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as unfinished:
+        made = Path(unfinished) / target.name
+        with models.quiet():
+            model.save_pretrained(made)
+        for path in (path for pattern in KEPT for path in source.glob(pattern)):
+            if not (made / path.name).exists():
+                shutil.copy2(path, made)
+        if target.exists():  # and is empty
+            target.rmdir()
+        made.rename(target)
 
 
 def examine(name: str, text: str, *, length: int, batch: int, batches: int, pictured: bool) -> Document:

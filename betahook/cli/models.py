@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
@@ -142,6 +143,8 @@ def _reading(name: str) -> Iterator[Any]:
     try:
         with quiet():
             yield AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {name} cannot be read, a file is damaged: {error}") from error
     except OSError as error:
         if Path(name).exists():
             raise

@@ -81,6 +81,10 @@ def test_examine_says_why_it_cannot(saved, tmp_path, capsys):
     binary.write_bytes(bytes(range(256)) * 20)
     assert main(["examine", str(saved / "plain"), "--text", str(binary)]) == 1
     assert "binary.txt is no text in UTF-8; give a file of plain text" in capsys.readouterr().err
+    damaged = shutil.copytree(saved / "plain", tmp_path / "damaged")
+    (damaged / "model.safetensors").write_bytes(b"")
+    assert main(["examine", str(damaged), "--text", str(saved / "text.txt")]) == 1
+    assert f"the weights in {damaged} cannot be read, a file is damaged: " in capsys.readouterr().err
     without = tmp_path / "without"
     LlamaForCausalLM(LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)).save_pretrained(without)
     made_up = tmp_path / "made_up"  # transformers makes up an empty tokenizer for some model types

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -134,6 +135,19 @@ def test_beta_that_was_still_on_its_way(saved, tmp_path, capsys):
     assert "When the checkpoint was saved, beta was still on its way. If the model is worse" in said
     assert main(["fold", str(saved / "hooked"), str(tmp_path / "arrived")]) == 0
     assert "on its way" not in capsys.readouterr().out
+
+
+def test_fold_that_cannot_save_leaves_nothing(saved, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "new" / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copy2", mock.Mock(side_effect=OSError(28, "No space left on device")))
+        assert main(["fold", str(saved / "hooked"), str(out)]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert list(out.parent.iterdir()) == []
+    out.mkdir()
+    assert main(["fold", str(saved / "hooked"), str(out)]) == 0
+    assert (out / "tokenizer.json").exists()
+    assert list(out.parent.iterdir()) == [out]
 
 
 def test_fold_overwrites_nothing(saved, tmp_path, capsys):
