@@ -42,6 +42,14 @@ class Padded(FusedAttention):
         return F.scaled_dot_product_attention(q, k, v, allowed.expand(q.shape[2], -1))
 
 
+class OwnMask(FusedAttention):
+    """With another mask in each layer, of the same shape."""
+
+    def attend(self, q, k, v):
+        allowed = (v.sum((1, 3)) > 0) | (torch.arange(k.shape[2]) == 0)
+        return F.scaled_dot_product_attention(q, k, v, allowed[:, None, None].expand(-1, 1, q.shape[2], -1))
+
+
 class Biased(FusedAttention):
     def attend(self, q, k, v):
         distance = torch.arange(k.shape[2])[None] - torch.arange(q.shape[2])[:, None]
@@ -102,6 +110,7 @@ class Model(nn.Module):
 FITTING = [
     FusedAttention,
     Padded,
+    OwnMask,
     Grouped,
     OfTorch,
     *(pytest.param(x, marks=pytest.mark.slow) for x in (Biased, OneHead)),
