@@ -238,6 +238,7 @@ class Layers(Mapping[str, AttentionLayer]):
 
     def __init__(self, layers: Sequence[AttentionLayer]) -> None:
         self._layers = {layer.name: layer for layer in layers}
+        self._are_read = False
 
     def __getitem__(self, name: str) -> AttentionLayer:
         if name not in self._layers:
@@ -286,11 +287,22 @@ class Layers(Mapping[str, AttentionLayer]):
 
         A model on the meta device has none: what the state says of them stays.
         """
-        if all(parameter.is_meta for layer in self.values() for parameter in layer.module.parameters()):
+        parameters = (parameter for layer in self.values() for parameter in layer.module.parameters())
+        if self._are_read or all(parameter.is_meta for parameter in parameters):
             return
         for index, layer in enumerate(self.values()):
             if which is None or index in which:
                 layer.read_weights(sharded=sharded)
+
+    @contextmanager
+    def reading_once(self) -> Iterator[None]:
+        """Read W_q and W_k now and not again for a while, in which several reports are made of one step."""
+        self.read_weights()
+        self._are_read = True
+        try:
+            yield
+        finally:
+            self._are_read = False
 
 
 def _check_new(layer: AttentionLayer, new: Tensor, given: object) -> None:

@@ -108,7 +108,8 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         loss = self._loss_of_step(self.hook, trainer)
         self.hook.step(getattr(trainer.precision_plugin, "scaler", None), loss=loss)
         if trainer.is_global_zero and trainer.global_step % trainer.log_every_n_steps == 0:
-            details, findings = chosen(self.hook.metrics(), self._quantities), self.hook.findings()
+            with self.hook.layers.reading_once():
+                details, findings = chosen(self.hook.metrics(), self._quantities), self.hook.findings()
             logs, step = {**self._summarise(findings), **details}, trainer.global_step - 1
             for each in trainer.loggers:  # Lightning logs the loss of the first step as that of step 0
                 each.log_metrics(dict(logs), step=step)

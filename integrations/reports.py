@@ -120,8 +120,9 @@ class Reports:
     def _read(self) -> None:
         """Read the last step, once for all that log it."""
         if self._step != self._hook.steps:
-            self._step, self._metrics = self._hook.steps, self._hook.metrics()
-            self._findings = self._hook.findings()
+            with self._hook.layers.reading_once():
+                self._step, self._metrics = self._hook.steps, self._hook.metrics()
+                self._findings = self._hook.findings()
             self._summary, self._image = self._summarise(self._findings), None
             self._picture.add(self._findings)
 

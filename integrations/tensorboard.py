@@ -85,18 +85,13 @@ class TensorBoardWriter:
             TypeError: `hook` is no hook, `step` no whole number, or `loss` not one number; nothing is written then.
             ValueError: `hook` is another one than before, which is attached still; nothing is written then.
         """
-        if not isinstance(hook, Hook):
-            raise TypeError(f"write(hook, step) takes what betahook.attach returned; got {type(hook).__name__}")
-        last = None if self._hook is None else self._hook()
-        if last is not None and last is not hook and last.attached:
-            raise ValueError(
-                "write(hook, step) got another hook than before, whose numbers would be mixed with those of the first: "
-                "make a TensorBoardWriter for each, in a folder of its own"
-            )
+        self._check(hook)
         step = whole(step, "write(hook, step) takes a whole number as its step, such as hook.steps")
         losses = {} if loss is None else {f"{GROUP}/loss": _number(loss)}
-        metrics = hook.metrics() if metrics is None else metrics
-        findings = hook.findings() if findings is None else findings
+        if metrics is None or findings is None:
+            with hook.layers.reading_once():
+                metrics = hook.metrics() if metrics is None else metrics
+                findings = hook.findings() if findings is None else findings
         if self._findings is None:
             measured = {key.partition("/")[0] for key in metrics}
             shown = filter(measured.__contains__, self.quantities)
@@ -125,6 +120,17 @@ class TensorBoardWriter:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _check(self, hook: Any) -> None:
+        """Refuse what is no hook, and a second one beside the first."""
+        if not isinstance(hook, Hook):
+            raise TypeError(f"write(hook, step) takes what betahook.attach returned; got {type(hook).__name__}")
+        last = None if self._hook is None else self._hook()
+        if last is not None and last is not hook and last.attached:
+            raise ValueError(
+                "write(hook, step) got another hook than before, whose numbers would be mixed with those of the first: "
+                "make a TensorBoardWriter for each, in a folder of its own"
+            )
 
     def _write_details(self, hook: Hook, metrics: Mapping[str, float], step: int) -> None:
         """Write the quantities that were asked for, layer by layer."""

@@ -101,8 +101,8 @@ FAULTS = [
     # report
     Fault(
         "betahook/layer.py",
-        "if all(parameter.is_meta for",
-        "if False and all(parameter.is_meta for",
+        " or all(parameter.is_meta for parameter in parameters):",
+        ":",
         REPORTS,
     ),
     Fault("betahook/report/audit.py", '"?" if math.isnan(value)', '"?" if not value'),
@@ -781,6 +781,7 @@ FAULTS = [
         "or in_force > of_own",
         "tests/unit/keep/test_folding.py::test_an_unfinished_beta_is_folded_by_choice",
     ),
+    Fault("betahook/layer.py", "if self._are_read or", "if", "tests/unit/integrations/test_tensorboard.py"),
     Fault("betahook/keep/restoring.py", "controller is None else controller", "not controller else controller"),
     Fault(
         "betahook/step/stages.py",

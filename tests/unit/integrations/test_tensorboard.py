@@ -18,6 +18,7 @@ import torch
 
 import betahook
 from betahook.integrations.tensorboard import CALM, TensorBoardWriter, layout
+from betahook.layer import AttentionLayer
 from betahook.report.summary import summarise
 from support.models import build, inputs
 
@@ -203,6 +204,18 @@ def test_two_hooks_do_not_share_a_writer(tmp_path):
         hook.detach()
         with betahook.attach(model) as again:
             writer.write(again, 3)
+
+
+def test_weights_are_read_once_for_all_that_is_written(tmp_path, monkeypatch):
+    model, reads, read = build("llama"), [], AttentionLayer.read_weights
+    monkeypatch.setattr(AttentionLayer, "read_weights", lambda *args, **options: reads.append(read(*args, **options)))
+    with betahook.attach(model, controller="monitor") as hook, TensorBoardWriter(str(tmp_path)) as writer:
+        model(**inputs("llama")).loss.backward()
+        hook.step()
+        writer.write(hook, 1)
+        assert len(reads) == len(hook.layers)
+        hook.metrics()
+        assert len(reads) == 2 * len(hook.layers)
 
 
 def test_what_is_no_hook_is_refused(tmp_path):
