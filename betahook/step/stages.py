@@ -56,6 +56,8 @@ def check_seen(state: State, layers: Layers) -> None:
 def check_ranks(state: State, layers: Layers) -> None:
     """Refuse to pool ranks that hook other layers than this one; looks once, before the first pooling.
 
+    A rank that was idle until now did not look at W_q and W_k before the first update: then none has.
+
     Raises:
         RuntimeError: a rank does; on all ranks.
     """
@@ -69,6 +71,9 @@ def check_ranks(state: State, layers: Layers) -> None:
             f"one has {len(sizes)}, from {sizes[0]} to {sizes[-1]}. Stages of a pipeline and several models in one job "
             "cannot be measured: hook a model that all ranks hold, or train each model in a job of its own"
         )
+    looked, _ = statistics.range_over_ranks(int(state.first_spectral_ratio is not None), state.device)
+    if not looked:
+        state.first_spectral_ratio = None
     state.ranks_agree = True
 
 

@@ -76,7 +76,7 @@ def _record(
     with selective.hidden():
         state.table[OF_STEP] += _sums(loss, state, is_judged)
         if kwargs.get("num_items_in_batch") is not None:
-            state.table[ROW["losses"]] = 1
+            state.table[ROW["losses"]].clamp_(max=1)  # none, if no share was finite
     state.has_loss |= is_judged
 
 

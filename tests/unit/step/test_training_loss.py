@@ -138,7 +138,8 @@ def test_a_loss_on_the_meta_device_is_none():
         assert not hook._state.table[ROW["losses"]].any()
 
 
-def test_a_loss_that_is_not_finite_does_not_hold_beta_where_nothing_is_judged_by_it():
+@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 46}], ids=["whole", "share"])
+def test_a_loss_that_is_not_finite_does_not_hold_beta_where_nothing_is_judged_by_it(options):
     """Of a model that is trained by another loss, say."""
 
     class Wrapped(torch.nn.Module):
@@ -146,13 +147,13 @@ def test_a_loss_that_is_not_finite_does_not_hold_beta_where_nothing_is_judged_by
             super().__init__()
             self.inner = build("llama")
 
-        def forward(self, **batch):
+        def forward(self, num_items_in_batch=None, **batch):
             output = self.inner(**batch)
             return {"loss": output.loss * math.nan, "other": output.loss}
 
     model = Wrapped()
     with betahook.attach(model) as hook:
-        model(**inputs("llama"))["other"].backward()
+        model(**inputs("llama"), **options)["other"].backward()
         hook.step()
         layer = hook.layers[f"inner.{LAYER}"]
         assert layer.beta == pytest.approx(layer.beta_default / 10**0.5)
