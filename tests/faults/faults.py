@@ -503,12 +503,7 @@ FAULTS = [
     Fault("betahook/control/opening.py", "(grown & (course.spread > 0)).any()", "grown & (course.spread > 0)"),
     Fault("betahook/control/opening.py", "step > self.warmup - self.window", "step >= self.warmup - self.window"),
     Fault("betahook/control/search.py", "plateau_fall: float = 0.03", "plateau_fall: float = 0.06", SEARCH),
-    Fault(
-        "betahook/step/stages.py",
-        "if not looked:",
-        "if False:",
-        "tests/distributed/test_worlds.py::test_a_rank_that_is_idle_in_the_first_step_chooses_the_same_beta",
-    ),
+    Fault("betahook/step/stages.py", "if not looked:", "if False:", "tests/unit/step/test_first_look.py"),
     Fault("betahook/step/training_loss.py", "is_compiling() or state.batch < batches", "is_compiling() or True"),
     Fault("betahook/step/training_loss.py", "if is_judged or state.batch < batches:", "if True:"),
     Fault("betahook/step/training_loss.py", "sums.isfinite().all()", "sums.isfinite().any()"),

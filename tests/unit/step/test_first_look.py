@@ -10,6 +10,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
 import betahook
 from betahook.control.opening import Phase
+from betahook.measure import statistics
+from betahook.step import stages
 from support.models import build, inputs
 
 
@@ -117,6 +119,19 @@ def test_weights_are_not_looked_at_after_a_resume(monkeypatch):
         model(**inputs("llama")).loss.backward()
         torch.optim.Adam(model.parameters()).step()
         assert not looks
+
+
+@pytest.mark.parametrize("others_looked", [True, False])
+def test_ranks_go_by_the_first_look_only_if_all_have_one(monkeypatch, others_looked):
+    model = fresh()
+    with betahook.attach(model) as hook:
+        state = hook._state
+        state.first_spectral_ratio = torch.ones(())
+        answers = iter([(7, 7), (int(others_looked), 1)])  # the layers, and who has looked
+        monkeypatch.setattr(stages, "is_pooled", lambda _: True)
+        monkeypatch.setattr(statistics, "range_over_ranks", lambda *_: next(answers))
+        stages.check_ranks(state, hook.layers)
+        assert (state.first_spectral_ratio is not None) is others_looked
 
 
 def test_without_an_optimizer_of_torch_the_weights_are_looked_at_in_the_step():
