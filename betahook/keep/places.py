@@ -13,8 +13,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from betahook.layer import AttentionLayer
-from betahook.models.families import ADDED_QUERY_NORMS, QUERY_NORMS
-from betahook.models.scaling import Norm, Scaling, learned_norm, query_projections, query_weights
+from betahook.models.families import QUERY_NORMS
+from betahook.models.scaling import Norm, Scaling, added_query_norms, learned_norm, query_projections, query_weights
 
 
 def find_places(layer: AttentionLayer) -> Iterator[Scaling]:
@@ -41,12 +41,9 @@ def carriers(layer: AttentionLayer) -> list[Tensor]:
 
 def query_norms(layer: AttentionLayer) -> list[list[Norm]]:
     """Each norm of the query that learns an entry for each component, with that of a further sequence."""
-    added = [norm for name in ADDED_QUERY_NORMS if (norm := _learned(layer, name)) is not None]
-    return [[norm, *added] for name in QUERY_NORMS if (norm := _learned(layer, name)) is not None]
-
-
-def _learned(layer: AttentionLayer, name: str) -> Norm | None:
-    return learned_norm(layer.module, name, layer.heads, layer.head_dim)
+    module, heads, head_dim = layer.module, layer.heads, layer.head_dim
+    norms = (learned_norm(module, name, heads, head_dim) for name in QUERY_NORMS)
+    return [[norm, *added_query_norms(module, heads, head_dim)] for norm in norms if norm is not None]
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

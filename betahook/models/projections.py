@@ -143,8 +143,8 @@ def locate(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
 
 def added_queries(module: nn.Module, query: Projection) -> list[Projection]:
     """The query projections of further sequences in joint attention, laid out as that of the first."""
-    linears = (_linear(getattr(module, name, None)) for name in families.ADDED_QUERIES)
-    return [replace(query, module=linear) for linear in linears if linear is not None]
+    added = (_projection(module, [name], query.select) for name in families.ADDED_QUERIES)
+    return [projection for projection in added if projection is not None]
 
 
 def torch_attention(module: nn.Module, heads: int, head_dim: int) -> Pair | None:

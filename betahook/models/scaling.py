@@ -201,10 +201,11 @@ def find_scalings(module: nn.Module, pair: Pair | None, heads: int, head_dim: in
     norms = ((learned_norm(module, q, heads, head_dim), learned_norm(module, k, key_heads, head_dim)) for q, k in names)
     norm, other = next((pair for pair in norms if pair[0] is not None), (None, None))
     if norm is not None:
-        as_one = norm.size == head_dim
-        if other is not None and (other.size == head_dim if as_one else key_heads == heads):
+        of_query = [norm, *added_query_norms(module, heads, head_dim)]
+        as_one = any(each.size == head_dim for each in of_query)
+        if other is not None and len(of_query) == 1 and (other.size == head_dim if as_one else key_heads == heads):
             yield Scaling([*norm.weights(head_dim, 0.5), *other.weights(head_dim, 0.5)], as_one)
-        yield Scaling(norm.weights(head_dim, 1.0), as_one)
+        yield Scaling([weight for each in of_query for weight in each.weights(head_dim, 1.0)], as_one)
     elif key_heads == heads and not any(getattr(module, name, None) is not None for name in families.KEY_NORMS):
         # The components of q that meet a part of k which all heads share, as in MLA, take all of the factor.
         exponent = torch.ones(head_dim, device="cpu")
@@ -304,6 +305,12 @@ def learned_norm(module: nn.Module, name: str, heads: int, head_dim: int) -> Nor
     if not isinstance(weight, Tensor):
         return None
     return Norm(norm, learned) if weight.shape in ((head_dim,), (heads * head_dim,), (heads, head_dim)) else None
+
+
+def added_query_norms(module: nn.Module, heads: int, head_dim: int) -> list[Norm]:
+    """The norms of the queries of further sequences in joint attention."""
+    norms = (learned_norm(module, name, heads, head_dim) for name in families.ADDED_QUERY_NORMS)
+    return [norm for norm in norms if norm is not None]
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from betahook.layer import AttentionLayer, Layers
 from betahook.measure import statistics
 from betahook.models import materialise
 from betahook.models.discovery import shown_name
+from betahook.models.projections import added_queries
 from betahook.models.scaling import NoScalingError, Scaling, find_scalings
 from betahook.options import UnsupportedModelError
 from betahook.rerun import Hooked
@@ -173,11 +174,12 @@ class _Clipped:
 
     def weights(self, *, anew: bool = False) -> Scaling:
         """Return the weights, found again where adapters came or went; refuse a layer whose weights take no factor."""
-        layer = self.layer
-        owners = [owner for projection in layer.projections or () for owner in projection.owners]
+        layer, pair = self.layer, self.layer.projections
+        projections = () if pair is None else (*pair, *added_queries(layer.module, pair[0]))
+        owners = [owner for projection in projections for owner in projection.owners]
         try:
             if anew or owners != self._owners:
-                self.scalings = list(find_scalings(layer.module, layer.projections, layer.heads, layer.head_dim))
+                self.scalings = list(find_scalings(layer.module, pair, layer.heads, layer.head_dim))
                 self._owners = owners
             self.scalings[self.choice].check()  # they may be pruned or parametrised by now
         except NoScalingError as error:

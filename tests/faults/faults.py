@@ -1673,6 +1673,13 @@ FAULTS = [
         "pass",
         f"{ADAPTERS}::test_beta_is_off_with_the_adapters",
     ),
+    Fault("betahook/models/scaling.py", "[norm, *added_query_norms(module, heads, head_dim)]", "[norm]", CLIPPING),
+    Fault(
+        "betahook/models/projections.py",
+        "_projection(module, [name], query.select)",
+        "_projection(module, [name], query.select) and replace(query, module=_linear(getattr(module, name)))",
+        CLIPPING,
+    ),
     Fault(
         "betahook/models/scaling.py",
         "*added_queries(module, query)",

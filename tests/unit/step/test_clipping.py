@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.nn.utils import prune
 
@@ -361,6 +362,22 @@ class JointAttention(ByHandAttention):
         return nn.functional.scaled_dot_product_attention(q, k, v)
 
 
+class NormedJointAttention(JointAttention):
+    """As in Flux and SD 3.5: each sequence has a norm of q and a norm of k, which all heads share."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm_q, self.norm_k, self.norm_added_q, self.norm_added_k = (
+            nn.RMSNorm(WIDTH // HEADS, eps=1e-6) for _ in range(4)
+        )
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        sides = ((q, self.norm_q, self.norm_added_q), (k, self.norm_k, self.norm_added_k))
+        q, k = (torch.cat([norm(y) for norm, y in zip(norms, z.chunk(2, 2), strict=True)], 2) for z, *norms in sides)
+        return q, k, v
+
+
 @torch.no_grad()
 def logits_of(model, x):
     """In float64, by the module's own projections: `[batch, heads, tokens, tokens]`."""
@@ -384,6 +401,31 @@ def test_a_query_that_several_parameters_make(make):
     expected = before * (1 / largest).clamp(max=1)[:, None, None]
     assert (largest > 1).any()
     torch.testing.assert_close(logits_of(model, x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_norms_of_two_sequences_take_the_same_factor():
+    torch.manual_seed(0)
+    model, x = NormedJointAttention(), torch.randn(3, LENGTH, WIDTH)
+    nn.init.normal_(model.norm_added_q.weight, std=3.0)
+    before = logits_of(model, x)
+    with betahook.attach(model, controller=betahook.Clip(1.0), when="always") as hook:
+        model(x)
+        hook.step()
+    torch.testing.assert_close(logits_of(model, x), before / before.abs().max(), rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_of_two_sequences_are_each_clipped():
+    torch.manual_seed(0)
+    model, x = JointAttention(), 4 * torch.randn(3, LENGTH, WIDTH)
+    targets = ["q_proj", "add_q_proj"]
+    model = inject_adapter_in_model(LoraConfig(r=2, target_modules=targets, init_lora_weights=False), model)
+    before = logits_of(model, x)
+    with betahook.attach(model, controller=betahook.Clip(1.0), when="always") as hook:
+        model(x)
+        hook.step()
+    largest = before.abs().amax((0, 2, 3))
+    assert (largest > 1).all()
+    torch.testing.assert_close(logits_of(model, x), before / largest[:, None, None], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [NormalisedAttention, AttentionTwice])
