@@ -887,8 +887,8 @@ FAULTS = [
         f"{SCALES}::test_the_log_of_a_single_token_scales_by_zero",
     ),
     Fault(
-        "betahook/tap/by_hand/plan.py",
-        "if not any(map(is_zero, product.scalings)):",
+        "betahook/tap/by_hand/traces.py",
+        "if not any(map(is_zero, self.scalings)):",
         "if True:",
         f"{SCALES}::test_the_log_of_a_single_token_scales_by_zero",
     ),
@@ -1229,8 +1229,8 @@ FAULTS = [
     ),
     Fault(
         "betahook/tap/by_hand/forward.py",
-        "self.plan.key_factors.get(site, of_key)",
-        "of_key",
+        "of_key = history.key_factor",
+        "pass",
         f"{FORMS}::test_a_factor_on_keys_out_of_a_cache",
     ),
     Fault(
@@ -1303,9 +1303,7 @@ FAULTS = [
         "betahook/models/code.py", "value.func if isinstance(value, functools.partial) else value", "value", DISCOVERED
     ),
     Fault("betahook/tap/by_hand/traces.py", "compat.is_transformed()", "False", TRANSFORMED),
-    Fault(
-        "betahook/tap/by_hand/plan.py", "return self.since.get(site, step) < step", "return site in self.since", SETTLED
-    ),
+    Fault("betahook/tap/by_hand/traces.py", "is not None and self.since < step", "is not None", SETTLED),
     Fault("betahook/tap/by_hand/arithmetic.py", "hidden | (masked_by(tensor) & ~scores.pairs)", "hidden", POSITIONS),
     Fault(
         "betahook/tap/by_hand/plan.py",
@@ -1741,12 +1739,12 @@ FAULTS = [
     Fault("betahook/__init__.py", "\nlog.name_warnings()", "", "tests/unit/test_log.py"),
     Fault(
         "betahook/tap/by_hand/forward.py",
-        "if leader.site in self.plan.ways or not",
+        "if leader.history.way is not None or not",
         "if not",
         f"{SCALES}::test_beta_is_that_which_acts_when_the_scale_of_the_model_changes",
     ),
     Fault("betahook/tap/by_hand/forward.py", "leader.way = total / leader.prescale", "pass", SCALES),
-    Fault("betahook/tap/by_hand/plan.py", "return self.ways[product.site] / math", "return math", SCALES),
+    Fault("betahook/tap/by_hand/traces.py", "return self.history.way / math", "return math", SCALES),
     Fault("betahook/models/torch_calls.py", ' or self.kwargs.get("inplace") is True', "", SCALES),
     Fault(
         "betahook/models/torch_calls.py",

@@ -60,7 +60,7 @@ def _rescaled(forward: Forward, call: Call, output: Tensor, scores: Scores) -> t
         return output, scores
     by = next(x for x in operands if not isinstance(forward.traces.get(x), Scores))
     factor = _factor(call, by)
-    expected = [forward.plan.expected(product) for product in scores.products]
+    expected = [product.expected for product in scores.products]
     for product in scores.products:
         product.scalings.append(factor)
     differs = [was for was in expected if was is not None and not same_factor(was, factor)]

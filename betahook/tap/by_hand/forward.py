@@ -23,7 +23,7 @@ from betahook.tap.by_hand.plan import Plan, form_of
 from betahook.tap.by_hand.shadows import Shadows
 from betahook.tap.by_hand.sites import Site, find_line, find_site
 from betahook.tap.by_hand.situation import Situation
-from betahook.tap.by_hand.traces import Factor, Operand, Product, Scores, Traces, is_learned, is_zero
+from betahook.tap.by_hand.traces import Factor, History, Operand, Product, Scores, Traces, is_learned, is_zero
 from betahook.tap.recorder import PASSED, Recorder, shows_shapes
 
 ALIKE = 1e-4
@@ -100,13 +100,13 @@ class Forward:
         """The trace of weighted values; None if nothing in earlier forwards asks for it."""
         return Operand(mixed=True) if self.plan.mixes or not self.is_settled else None
 
-    def factors_of(self, site: Site, query: Tensor, key: Tensor) -> tuple[Factor, Factor]:
+    def factors_of(self, history: History, query: Tensor, key: Tensor) -> tuple[Factor, Factor]:
         """The factors that the operands of a product carry; a key out of a cache carries what keys did before."""
         of_query, of_key = self._factor_of(query), self._factor_of(key)
-        if key not in self.traces:
-            of_key = self.plan.key_factors.get(site, of_key)
+        if key not in self.traces and history.key_factor is not None:
+            of_key = history.key_factor
         if not compat.is_transformed():
-            self.plan.key_factors[site] = of_key
+            history.key_factor = of_key
         return of_query, of_key
 
     def _factor_of(self, operand: Tensor) -> Factor:
@@ -185,7 +185,7 @@ class Forward:
         if is_zero(total):
             return
         known = leader.prescale * math.prod(leader.scalings, start=1.0)
-        if leader.site in self.plan.ways or not _are_alike(total, known, are_read=self.labels is not None):
+        if leader.history.way is not None or not _are_alike(total, known, are_read=self.labels is not None):
             leader.way = total / leader.prescale
 
     def refuse(self, reason: str) -> None:
@@ -231,7 +231,8 @@ def _verdict(forward: Forward) -> str | None:
     plan.checked |= forward.shadows is not None
     plan.axes[forward.form] = forward.axes
     # What a rehearsal shows, the steps before a resume did: so the first step after it computes as they.
-    reason = forward.refused or plan.learn(forward.products, layer.state.steps - forward.rehearsal)
+    step = layer.state.steps - forward.rehearsal
+    reason = forward.refused or next(filter(None, (product.learn(step) for product in forward.products)), None)
     if forward.attended:
         plan.only_projects = False
     elif plan.only_projects is None and forward.labels is not None and forward.labels.linears:

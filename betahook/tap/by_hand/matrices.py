@@ -84,7 +84,7 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
     layer, known = forward.layer, _new_product(forward, product)
     axis, trouble = _head_axis(forward, product, known)
     forward.products.append(known)
-    factors = forward.factors_of(known.site, product.left, product.right)
+    factors = forward.factors_of(known.history, product.left, product.right)
     known.prescale = factors[0] * factors[1]
     pure = not product.biased or call.kwargs.get("beta") == 0
     trace = Scores(product.alpha, prescale=known.prescale, products=(known,), pure=pure)
@@ -128,6 +128,7 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
 
 def _new_product(forward: Forward, product: Contraction) -> Product:
     site = find_site("product")
+    history = forward.plan.histories[site]
     traces = [forward.traces.get(product.left), forward.traces.get(product.right)]
     forward.plan.mixes |= any(isinstance(trace, Operand) and trace.mixed for trace in traces)
     makers = tuple(maker for trace in traces if isinstance(trace, Scores) for maker in trace.products)
@@ -136,26 +137,27 @@ def _new_product(forward: Forward, product: Contraction) -> Product:
     if forward.labels is not None and made is not None:
         with torch.no_grad():  # a checkpoint counts what is saved for the backward, where a weight is made of others
             if takes_key_first(forward.layer.module, made, forward.labels.linears):
-                forward.plan.key_first.add(site)
+                history.key_first = True
     return Product(
         site,
+        history,
         index=len(forward.products),
         assured=assured and not forward.is_learned(product.left) and all(maker.assured for maker in makers),
         makers=makers,
-        acts=not forward.rehearsal and forward.plan.makes_scores.get(site, True),
+        acts=not forward.rehearsal and history.makes_scores is not False,
         made_of=made,
-        settled=forward.plan.is_settled(site, forward.layer.state.steps),
+        settled=history.is_settled(forward.layer.state.steps),
     )
 
 
 def _default_of(forward: Forward, product: Product, trace: Scores) -> Factor | None:
     """The model's own beta in this call, as far as it shows; None for that of the last."""
-    leader = forward.plan.leaders.get(product.site, product.site)
-    if leader != product.site:
+    leader = product.history.leader
+    if leader not in (None, product.site):
         found = next((known.default for known in forward.products if known.site == leader), None)
         if found is not None:
             return found
-    after = forward.plan.after(product)
+    after = product.after
     default = None if after is None else trace.prescale * trace.factor * after
     return None if default is None or is_zero(default) else default
 

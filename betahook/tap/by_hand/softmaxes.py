@@ -72,7 +72,8 @@ def _end(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     in_order = sorted(trace.products, key=lambda product: product.index)
     leader = in_order[0]
     forward.note_way(leader, total)
-    forward.plan.leaders.update({product.site: leader.site for product in trace.products})
+    for product in trace.products:
+        product.history.leader = leader.site
     is_recorded = trace.value is not None and forward.recording and input.numel() > 0 and not is_zero(total)
     axis = None
     if is_recorded or forward.labels is not None:  # a later forward, which has none, may be the first that is recorded
@@ -98,7 +99,7 @@ def _record(forward: Forward, trace: Scores, input: Tensor, dim: int, axis: Axis
     prescale = trace.prescale.view(-1, 1, 1) if isinstance(trace.prescale, Tensor) else trace.prescale
     scores, logits, allowed = (contraction.batched(x, axis, layer.heads) for x in (scores, logits, allowed))
     left, right = trace.operands
-    operands = (right, left) if trace.products[0].site in forward.plan.key_first else (left, right)
+    operands = (right, left) if trace.products[0].history.key_first else (left, right)
     layer.record_pairs(scores, logits, allowed, operands, prescale * acting.view(-1, 1, 1))
 
 
@@ -108,7 +109,7 @@ def fused(forward: Forward, call: Call) -> Any:
     given = kernel.read(call)
     query, key, value = (given[name] for name in kernel.names[:3])
     site, scale = find_site("fused"), given.get(kernel.scale)
-    factors = forward.factors_of(site, query, key)
+    factors = forward.factors_of(forward.plan.histories[site], query, key)
     default = factors[0] * factors[1] * (query.shape[-1] ** -0.5 if scale is None else scale)
     axis = _fused_axis(forward, call, kernel, given, site)
     if (made := made_of(forward.labels, query, key, layer)) is not None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple
@@ -24,11 +25,43 @@ Factor = float | Tensor
 
 
 @dataclass(eq=False)
+class History:
+    """Facts on the products at one site that forwards have shown; each is None before one has.
+
+    Attributes:
+        makes_scores: True if they reach a softmax.
+        since: the step in which one was first seen to.
+        leader: the site of the first product before the same softmax, whose scale is the model's own beta.
+        scalings: the factors that followed, see `Product.scalings`.
+        way: see `Product.way`.
+        key_factor: the factor that a key carried in the last forward in which that showed.
+        key_first: the left operand is k, not q.
+    """
+
+    makes_scores: bool | None = None
+    since: int | None = None
+    leader: Site | None = None
+    scalings: list[Factor] | None = None
+    way: Factor | None = None
+    key_factor: Factor | None = None
+    key_first: bool | None = None
+
+    def is_settled(self, step: int) -> bool:
+        """Tell if steps before this one have shown that a product makes scores.
+
+        Not in the same step: gradient checkpointing runs a forward again in its backward, when more is known, and what
+        is then kept for the backward must be the same.
+        """
+        return self.since is not None and self.since < step
+
+
+@dataclass(eq=False)
 class Product:
     """One product of two activations in one forward, which makes scores if it reaches a softmax.
 
     Attributes:
         site: where the user's code calls it.
+        history: of the products there.
         assured: both operands are activations that no weighted value went into, so that a lost trace is a lost score.
         makers: earlier products in whose results this one's operands lie.
         acts: its left operand gets the factor of beta.
@@ -47,6 +80,7 @@ class Product:
     """
 
     site: Site
+    history: History
     assured: bool
     makers: tuple[Product, ...] = ()
     acts: bool = True
@@ -62,6 +96,39 @@ class Product:
     index: int = 0
     default: Factor | None = None
     made_of: MadeOf | None = None
+
+    @property
+    def after(self) -> Factor | None:
+        """The factor that further scalings put on it up to its softmax in the last forward; None if none was."""
+        scalings = self.history.scalings
+        if scalings is None:
+            return None
+        if self.history.way is not None:
+            return self.history.way / math.prod(self.scalings, start=1.0)
+        return math.prod(scalings[len(self.scalings) :], start=1.0)
+
+    @property
+    def expected(self) -> Factor | None:
+        """The scaling that came next upon it in the last forward; None if there was none."""
+        scalings = self.history.scalings or []
+        return scalings[len(self.scalings)] if len(self.scalings) < len(scalings) else None
+
+    def learn(self, step: int) -> str | None:
+        """Remember it when its forward has ended; return why the module is to be left alone, or None."""
+        history = self.history
+        if self.lost is not None and self.assured and not (self.reached or self.consumed):
+            return f"its scores come to {self.lost}, which is not followed"
+        if history.makes_scores not in (None, self.reached):
+            return f"the product at {self.site.line} reaches a softmax at times and at times it does not"
+        history.makes_scores = self.reached
+        if self.reached:
+            if not any(map(is_zero, self.scalings)):
+                history.scalings = self.scalings
+            if self.way is not None:
+                history.way = self.way
+            if history.since is None:
+                history.since = step
+        return None
 
     def reach(self) -> None:
         """Note that the product came to a softmax."""

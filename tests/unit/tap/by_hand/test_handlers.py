@@ -11,7 +11,7 @@ from betahook.models.torch_calls import Call
 from betahook.tap.by_hand.handlers import HANDLERS
 from betahook.tap.by_hand.sites import Site
 from betahook.tap.by_hand.situation import Situation, other
-from betahook.tap.by_hand.traces import Operand, Product, Scores, Shift, Weights
+from betahook.tap.by_hand.traces import History, Operand, Product, Scores, Shift, Weights
 
 
 def normal(*shape):
@@ -24,7 +24,7 @@ MASKED = torch.ones(5, 6, dtype=torch.bool).triu(1)
 
 
 def a_product(index=0):
-    return Product(Site("product", (), "model.py:1", False), assured=True, index=index)
+    return Product(Site("product", (), "model.py:1", False), History(), assured=True, index=index)
 
 
 def scores(value=S, factor=0.5, **more):
