@@ -31,6 +31,7 @@ SPLITTING = (
     "expand expand_as broadcast_to narrow split chunk tensor_split index_select cat concat concatenate "
     "atleast_3d view_as_complex view_as_real"
 )
+DIVIDING = "div div_ divide divide_ true_divide true_divide_ __truediv__ __itruediv__"
 MOVING = frozenset(f"{PERMUTING} {REGROUPING} {PICKING} {SPLITTING} pad".split())
 """Functions that only move entries, or leave some out or add some."""
 NUMPY = {"axis": "dim", "keepdims": "keepdim"}

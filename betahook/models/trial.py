@@ -294,8 +294,10 @@ class _Watch(TorchFunctionMode):
         if call.name == "scaled_dot_product_attention":
             self._settle(*call.tensors[:2])
         parts, moving = list(tensors_in(output)), [x for x in call.tensors if x in self.activations]
-        if call.name in SOFTMAXES and parts and moving:
-            self._weigh(call, parts[0])
+        # A part of a softmax that is written out.
+        is_exponential = call.name == "exp" and any(self.activations[x].factors for x in moving)
+        if (call.name in SOFTMAXES or is_exponential) and parts and moving:
+            self._weigh(call.operands[0], -1 if is_exponential else call.dim, parts[0])
             return output
         weights = next((self.weights[x] for x in call.tensors if x in self.weights), None)
         if call.name in PRODUCTS and weights is not None:
@@ -321,14 +323,13 @@ class _Watch(TorchFunctionMode):
             return _Activation()
         return max((self.activations[x] for x in moving), key=_rank, default=_Activation())
 
-    def _weigh(self, call: Call, output: Tensor) -> None:
+    def _weigh(self, scores: Tensor, dim: int, output: Tensor) -> None:
         """Note what a softmax of scores makes."""
-        scores = call.operands[0]
         self.activations[output] = _Activation()
         made = self.activations.get(scores, _Activation())
         if made.factors and made.summed is not None:
             head_dim = math.prod(made.factors[0].shape[axis] for axis in made.summed[0])
-            size = self._size(scores.numel() // scores.shape[call.dim], head_dim, made.factors[0])
+            size = self._size(scores.numel() // scores.shape[dim], head_dim, made.factors[0])
             self.weights[output] = Attention(size, tuple(map(self.labels.get, made.factors)), made.summed)
         elif made.factors:
             self.weights[output] = Attention(None)

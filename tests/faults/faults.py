@@ -37,6 +37,7 @@ MODES = "tests/unit/models/test_modes.py"
 TRANSFORMED = "tests/models/test_transforms.py"
 EXPORTED = "tests/models/test_backends.py::test_an_exported_model_keeps_beta_without_its_hook"
 VERIFICATION = "tests/unit/keep/test_verification.py"
+EXPONENTIALS = "tests/unit/tap/by_hand/test_exponentials.py"
 CLIPPING = "tests/unit/step/test_clipping.py"
 PLACES = "tests/unit/models/test_places.py"
 FIRST_FORWARD = "tests/unit/models/test_first_forward.py"
@@ -1745,6 +1746,14 @@ FAULTS = [
     ),
     Fault("betahook/tap/by_hand/forward.py", "leader.way = total / leader.prescale", "pass", SCALES),
     Fault("betahook/tap/by_hand/traces.py", "return self.history.way / math", "return math", SCALES),
+    Fault("betahook/tap/by_hand/exponentials.py", "dim in (-1, terms.dim() - 1)", "True"),
+    Fault("betahook/tap/by_hand/exponentials.py", "forward.traces.row_sums.get(denominator) is numerator", "True"),
+    Fault("betahook/tap/by_hand/exponentials.py", "forward.traces.get(found.logits) is found.scores", "True"),
+    Fault("betahook/tap/by_hand/exponentials.py", 'call.kwargs.keys() <= {"input", "other"}', "True"),
+    Fault("betahook/tap/by_hand/traces.py", "self._forget_parts(other)", "pass", EXPONENTIALS),
+    Fault("betahook/tap/by_hand/traces.py", "self.exponentials.pop(tensor)", "pass", EXPONENTIALS),
+    Fault("betahook/tap/by_hand/traces.py", "self.row_sums.pop(tensor)", "pass", EXPONENTIALS),
+    Fault("betahook/models/trial.py", "any(self.activations[x].factors for x in moving)", "False", EXPONENTIALS),
     Fault("betahook/models/torch_calls.py", ' or self.kwargs.get("inplace") is True', "", SCALES),
     Fault(
         "betahook/models/torch_calls.py",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from betahook.models.torch_calls import PERMUTING, PICKING, REGROUPING, SPLITTING
+from betahook.models.torch_calls import DIVIDING, PERMUTING, PICKING, REGROUPING, SPLITTING
 from betahook.tap.by_hand.arithmetic import add, divide, multiply, negate, subtract, subtract_from
 from betahook.tap.by_hand.rearranging import fill, keep, move, pad, permute, pick, regroup, triangle, where
 from betahook.tap.by_hand.situation import Handler, Situation, other
@@ -70,7 +70,7 @@ HANDLERS: Mapping[str, Handler] = {
     name: handler
     for handler, names in [
         (multiply, "mul mul_ multiply multiply_ __mul__ __rmul__ __imul__"),
-        (divide, "div div_ divide divide_ true_divide true_divide_ __truediv__ __itruediv__"),
+        (divide, DIVIDING),
         (add, "add add_ __add__ __radd__ __iadd__"),
         (subtract, "sub sub_ subtract __sub__ __isub__"),
         (subtract_from, "rsub __rsub__"),

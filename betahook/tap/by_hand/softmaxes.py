@@ -31,7 +31,12 @@ HIDDEN = "by a function that torch shows to nobody, as those of torch.jit.script
 def softmax(forward: Forward, call: Call) -> Tensor:
     """Run a softmax, and record the scores that it gets."""
     output: Tensor = call.run()
-    input = call.operands[0]
+    end(forward, output, call.operands[0], call.dim)
+    return output
+
+
+def end(forward: Forward, output: Tensor, input: Tensor, dim: int) -> None:
+    """Take note of a softmax of `input`, along a dimension, that gave `output`."""
     trace = forward.traces.get(input)
     forward.traces.note(output, Weights())
     if isinstance(trace, Operand):
@@ -42,11 +47,10 @@ def softmax(forward: Forward, call: Call) -> Tensor:
     forward.has_softmax, forward.fused_only = True, False
     forward.attended |= isinstance(trace, Scores | Weights)
     if isinstance(trace, Scores):
-        _end(forward, trace, input, call.dim)
+        _end_of_scores(forward, trace, input, dim)
     if (product := hidden.behind(input, forward.nodes)) is not None:
         by = REDUCED if isinstance(trace, Shift) else HIDDEN
         forward.refuse(f"the product at {product.site.line} comes to its softmax at {find_line()} {by}")
-    return output
 
 
 def _may_be_missed(trace: Trace | None) -> bool:
@@ -54,7 +58,7 @@ def _may_be_missed(trace: Trace | None) -> bool:
     return (isinstance(trace, Weights) and trace.projected) or (isinstance(trace, Operand) and trace.mixed)
 
 
-def _end(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
+def _end_of_scores(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
     """End the way of scores at their softmax."""
     total = trace.factor * trace.prescale
     for product in trace.products:

@@ -237,19 +237,40 @@ Derived = Trace | list[Trace] | None
 """The trace of all that a function returns, of each of its parts, or of nothing."""
 
 
+class Exponential(NamedTuple):
+    """The exponentials of logits.
+
+    Attributes:
+        scores: the trace of the logits.
+        logits: the logits.
+    """
+
+    scores: Scores
+    logits: Tensor
+
+
 class Traces(ByTensor[Trace]):
-    """Traces by tensor. Scores are lost where the memory that they share with others is changed."""
+    """Traces by tensor. Scores are lost where the memory that they share with others is changed.
+
+    Attributes:
+        exponentials: those of logits that were not changed since, by tensor.
+        row_sums: their sums over the last axis, which they keep, to the exponentials.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.exponentials = ByTensor[Exponential]()
+        self.row_sums = ByTensor[Tensor]()
         # The view whose change lost scores, and their trace until then.
         self._before = ByTensor[tuple[Tensor, Scores]]()
 
     def note(self, output: Any, derived: Derived) -> None:
         """Remember the traces of what a function returned."""
+        parts = list(tensors_in(output))
+        for part in parts:
+            self._forget_parts(part)
         if derived is None:
             return
-        parts = list(tensors_in(output))
         if not isinstance(derived, list):
             parts = [part for part in parts if part.is_floating_point() or part.is_complex()]
         traces = derived if isinstance(derived, list) else [derived] * len(parts)
@@ -266,14 +287,20 @@ class Traces(ByTensor[Trace]):
             return
         memory = tensor.untyped_storage().data_ptr()
         for other, of_other in self.items():
-            if not isinstance(of_other, Scores) or other is tensor:
+            if other is tensor or other.untyped_storage().data_ptr() != memory:
                 continue
-            if other.untyped_storage().data_ptr() == memory:
+            self._forget_parts(other)
+            if isinstance(of_other, Scores):
                 if of_other.lost is None:
                     self._before[other] = tensor, of_other
                 self[other] = of_other.losing(f"an in-place operation on a view of them at {find_line()}")
         if isinstance(trace, Scores) and base not in self:
             self[base] = trace.losing(f"an in-place operation on a view at {find_line()}")
+
+    def _forget_parts(self, tensor: Tensor) -> None:
+        """Forget that a tensor, which is another one now, may be a part of a softmax that is written out."""
+        self.exponentials.pop(tensor)
+        self.row_sums.pop(tensor)
 
     def before_change(self, tensor: Tensor, view: Tensor) -> Scores | None:
         """Look up the trace of scores before a change of this view of them."""

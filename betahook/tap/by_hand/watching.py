@@ -28,9 +28,9 @@ from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.discovery import shown_name
 from betahook.models.guards import is_handed_over
 from betahook.models.modes import random_state_kept
-from betahook.models.torch_calls import Call, copied, is_in_place, name_of, tensors_in
+from betahook.models.torch_calls import DIVIDING, Call, copied, is_in_place, name_of, tensors_in
 from betahook.tap import kernels
-from betahook.tap.by_hand import bypassed, dry_run, following, handlers, matrices, nested, softmaxes
+from betahook.tap.by_hand import bypassed, dry_run, exponentials, following, handlers, matrices, nested, softmaxes
 from betahook.tap.by_hand.arithmetic import divide, multiply
 from betahook.tap.by_hand.forward import Forward
 from betahook.tap.by_hand.original import Original
@@ -46,6 +46,9 @@ ACTIONS: dict[str, Callable[[Forward, Call], Any]] = {
     **dict.fromkeys(PRODUCTS, matrices.multiply),
     **dict.fromkeys(SOFTMAXES, softmaxes.softmax),
     **dict.fromkeys(kernels.KERNELS, softmaxes.fused),
+    **dict.fromkeys(DIVIDING.split(), exponentials.divide),
+    "exp": exponentials.exponentiate,
+    "sum": exponentials.add_up,
     "__setitem__": following.assign,
     "__get__": following.read_property,
     "__set__": following.write_property,

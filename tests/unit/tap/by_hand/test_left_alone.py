@@ -24,7 +24,7 @@ def through_numpy(module, q, k, v):
 
 def by_exponential(module, q, k, v):
     weights = torch.exp(q @ k.mT * ROOT)
-    return weights / weights.sum(-1, keepdim=True) @ v
+    return weights @ v / weights.sum(-1, keepdim=True)
 
 
 def over_edges(module, q, k, v):

@@ -1,0 +1,53 @@
+"""Softmaxes that are written out, `exp` of logits over the sums of its rows: they end at the division.
+
+The tap in `watching` calls these functions in place of torch's. Until the division the exponentials count as lost
+scores, so that whatever else is made of them leaves the module alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from betahook.models.torch_calls import Call
+from betahook.tap.by_hand import arithmetic, handlers, softmaxes
+from betahook.tap.by_hand.following import follow
+from betahook.tap.by_hand.forward import Forward
+from betahook.tap.by_hand.situation import other
+from betahook.tap.by_hand.traces import Exponential, Scores
+
+
+def exponentiate(forward: Forward, call: Call) -> Any:
+    """Run `exp`, and remember what it makes of scores."""
+    logits = call.operands[0]
+    scores = forward.traces.get(logits)
+    output = follow(forward, call, other)
+    if isinstance(scores, Scores) and not call.has_target:
+        forward.traces.exponentials[output] = Exponential(scores, logits)
+    return output
+
+
+def add_up(forward: Forward, call: Call) -> Any:
+    """Run a sum, and remember if it is that of the rows of exponentials."""
+    output = follow(forward, call, handlers.reduce)
+    terms, (dims, keepdim) = call.operands[0], call.reduced
+    dim = dims[0] if isinstance(dims, (tuple, list)) and len(dims) == 1 else dims
+    if terms in forward.traces.exponentials and keepdim and dim in (-1, terms.dim() - 1) and not call.has_target:
+        forward.traces.row_sums[output] = terms
+    return output
+
+
+def divide(forward: Forward, call: Call) -> Any:
+    """Run a division, and end the softmax that it completes."""
+    numerator, denominator, *_ = call.operands
+    found = forward.traces.exponentials.get(numerator)
+    is_softmax = (
+        found is not None
+        and forward.traces.row_sums.get(denominator) is numerator
+        and forward.traces.get(found.logits) is found.scores  # not changed since
+        and call.kwargs.keys() <= {"input", "other"}
+    )
+    if found is None or not is_softmax:
+        return follow(forward, call, arithmetic.divide)
+    output = call.run()
+    softmaxes.end(forward, output, found.logits, dim=-1)
+    return output
