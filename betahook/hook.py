@@ -293,8 +293,7 @@ class Hook(Uncopied):
         notes = stages.explain(state, self.layers, self.controllers)
         unreached = warnings.find_unreached(state, self.layers, self.model)
         warnings.warn_of_steps(state, "findings()", unreached, self.settings.interval)
-        is_limited = any(controller.limits_logits for controller in self.controllers)
-        return findings.observe(state, self.layers, notes, unreached, is_limited=is_limited)
+        return findings.observe(state, self.layers, notes, unreached)
 
     def audit(self) -> Audit:
         """Hold the assumptions (i)-(iv) behind `beta = 1/sqrt(d_k)` against what was measured, layer by layer.

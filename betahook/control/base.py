@@ -124,11 +124,6 @@ class Controller(ABC):
         return True
 
     @property
-    def limits_logits(self) -> bool:
-        """True if the rule holds the largest logit, so that findings do not advise to do so."""
-        return self.exact_max_logit
-
-    @property
     def opening_batches(self) -> int:
         """Number of batches from the first one in which every layer is measured, whatever the `interval`."""
         return 0

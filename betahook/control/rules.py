@@ -173,10 +173,6 @@ class Clip(Controller):
         require_positive(self, "threshold")
         require(self, "log_only", lambda value: isinstance(value, bool), "True or False")
 
-    @property
-    def limits_logits(self) -> bool:
-        return not self.log_only
-
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
         return beta, state
 

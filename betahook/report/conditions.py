@@ -146,8 +146,7 @@ RULES = (
 )
 """In the order in which they are asked: the first that holds is the condition, none of them is healthy."""
 
-_HOLD = "hold the logits with QK-norm, betahook.Clip or betahook.Cap"
-_HOLD_LOWER = "lower the threshold that holds the logits"
+_HOLD = "hold the logits with QK-norm, betahook.Clip or betahook.Cap, at a lower threshold if one already does"
 ADVICE = {
     Condition.UNMEASURED: "run forwards in training mode, then hook.step(); print(hook) names layers left alone",
     Condition.HEALTHY: "",
@@ -165,20 +164,14 @@ WORRYING = (Condition.SHARP, Condition.ONE_KEY, Condition.EXPLODING, Condition.N
 """Conditions that are logged as a warning when they begin; the others are information."""
 
 
-def advise(condition: Condition, gains: Iterable[float], *, is_limited: bool) -> str:
-    """Return the remedy for a condition, in a few words.
-
-    Args:
-        condition: of some layers.
-        gains: beta over the model's own in each of them.
-        is_limited: True if a controller holds the largest logit already.
-    """
+def advise(condition: Condition, gains: Iterable[float]) -> str:
+    """Return the remedy for a condition of some layers, given beta over the model's own in each of them."""
     sizes = {(gain > 1 + SLACK) - (gain < 1 - SLACK) for gain in gains}
     if condition in (Condition.FLAT, Condition.DEAD) and sizes == {-1}:
         return "beta is below the model's own, which makes attention flatter"
     if condition is Condition.FLAT and sizes == {1}:
         return "usual in the first steps; with beta above the model's own already, see if W_q and W_k learn"
-    return ADVICE[condition].replace(_HOLD, _HOLD_LOWER) if is_limited else ADVICE[condition]
+    return ADVICE[condition]
 
 
 def classify(numbers: Numbers, before: Condition = Condition.UNMEASURED) -> Condition:

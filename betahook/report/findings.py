@@ -49,7 +49,6 @@ class Finding:
         head_numbers: of each head.
         head_gains: beta over the model's own, of each head.
         is_new: True if it was first seen in this condition in this step.
-        is_limited: True if a controller holds the largest logit, as `Clip` and `Cap` do.
     """
 
     layer: str
@@ -63,7 +62,6 @@ class Finding:
     head_numbers: tuple[Numbers, ...] = field(repr=False)
     head_gains: tuple[float, ...] = field(repr=False)
     is_new: bool = False
-    is_limited: bool = False
 
     @property
     def max_logit_head(self) -> int:
@@ -80,11 +78,6 @@ class Finding:
     def gain(self) -> float:
         """Beta over the model's own."""
         return self.beta / self.beta_default
-
-    @property
-    def advice(self) -> str:
-        """Advice in a few words; empty for a healthy layer."""
-        return advise(self.condition, [self.gain], is_limited=self.is_limited)
 
 
 class Findings(tuple[Finding, ...]):
@@ -179,8 +172,7 @@ class Findings(tuple[Finding, ...]):
         return {**advice, **{f"beta of {_layers(labels, len(self))}": note for note, labels in notes.items()}}
 
     def _advice(self, condition: Condition) -> str:
-        gains = [finding.gain for finding in self if finding.condition is condition]
-        return advise(condition, gains, is_limited=any(finding.is_limited for finding in self))
+        return advise(condition, [finding.gain for finding in self if finding.condition is condition])
 
     def markdown(self) -> str:
         """The same as a page in Markdown."""
@@ -204,9 +196,7 @@ def _on_one_line(text: str) -> str:
     return " ".join(text.splitlines())
 
 
-def observe(
-    state: State, layers: Layers, notes: Sequence[Note], unreached: Mapping[str, str], is_limited: bool
-) -> Findings:
+def observe(state: State, layers: Layers, notes: Sequence[Note], unreached: Mapping[str, str]) -> Findings:
     """Look at what the last step measured; remember in the state since when each layer is in its condition.
 
     The notes of the controllers, one a layer, go into the findings. Of the layers in `unreached`, names to reasons,
@@ -244,7 +234,6 @@ def observe(
                 head_numbers=of_heads,
                 head_gains=of_gains,
                 is_new=index in state.reported.changed,
-                is_limited=is_limited,
             )
         )
     state.condition.copy_(torch.tensor(before, device="cpu"))

@@ -129,7 +129,7 @@ RAISED = "with beta above the model's own already, see if W_q and W_k learn"
     ],
 )
 def test_the_advice_goes_by_what_beta_is_already(condition, gains, said):
-    assert said in advise(condition, gains, is_limited=False)
+    assert said in advise(condition, gains)
 
 
 def test_the_keys_looked_at():
