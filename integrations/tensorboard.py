@@ -3,7 +3,6 @@ what belongs together."""
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
 from collections.abc import Iterable, Mapping
@@ -12,13 +11,11 @@ from typing import Any, Literal
 from betahook.hook import Hook
 from betahook.report import pictures
 from betahook.report.findings import Findings
-from betahook.report.glance import TAG, Picture
+from betahook.report.glance import TAG, TrackedPicture
 from betahook.report.history import whole
 from betahook.report.metrics import MetricName, check_names
 from betahook.report.names import short_names, zero_padded
 from betahook.report.summary import GROUP, Summary
-
-logger = logging.getLogger(__name__)
 
 BINS = 30
 """Bins of a histogram, from its smallest to its largest value."""
@@ -55,7 +52,7 @@ class TensorBoardWriter:
         except ImportError as error:
             raise ImportError("TensorBoard is not installed: pip install tensorboard") from error
         self.writer: Any = SummaryWriter(logdir, filename_suffix=".betahook")
-        self._picture = Picture()
+        self._picture = TrackedPicture()
         self._findings: Findings | None = None
         self._drawn: int | None = None
         self._step = 0
@@ -166,15 +163,9 @@ class TensorBoardWriter:
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 
         self.writer.add_text(f"{GROUP}/findings", latest.markdown(), self._step)
-        try:
-            picture = self._picture.png()
-        except ImportError as error:
-            if self._drawn is None:
-                logger.warning("no picture in TensorBoard: %s", error)
-        else:
-            image = Summary.Image(
-                encoded_image_string=picture, width=pictures.PIXELS[0], height=pictures.PIXELS[1], colorspace=3
-            )
+        if png := self._picture.png_or_warn("TensorBoard"):
+            width, height = pictures.PIXELS
+            image = Summary.Image(encoded_image_string=png, width=width, height=height, colorspace=3)
             value = Summary.Value(tag=TAG, image=image)
             self.writer.file_writer.add_summary(Summary(value=[value]), self._step)
         self._drawn = self._step

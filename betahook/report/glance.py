@@ -82,10 +82,7 @@ class Picture:
 
         Raises: as `png`.
         """
-        png = self.png()
-        from PIL import Image
-
-        return Image.open(io.BytesIO(png)).convert("RGB")
+        return _decoded(self.png())
 
     def _repr_png_(self) -> bytes | None:
         """Show it in a notebook."""
@@ -93,19 +90,29 @@ class Picture:
 
 
 class TrackedPicture(Picture):
-    """The picture of a run that reports to trackers."""
+    """The picture of a run that reports to a tracker: one warning says so where matplotlib is missing."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._can_draw = True
+        self._has_warned = False
+
+    def png_or_warn(self, where: str) -> bytes | None:
+        """Draw it as a PNG; without matplotlib, warn once that there is none in the tracker of this name."""
+        try:
+            return self.png()
+        except ImportError as error:
+            if not self._has_warned:
+                logger.warning("no picture in %s: %s", where, error)
+            self._has_warned = True
+            return None
 
     def image_if_due(self, where: str) -> Image | None:
-        """Draw it where it is due. Without matplotlib, one warning says `where` there will be none."""
-        if not (self._can_draw and self.is_due):
-            return None
-        try:
-            return self.image()
-        except ImportError as error:
-            logger.warning("no picture in %s: %s", where, error)
-            self._can_draw = False
-            return None
+        """Draw it as an image of Pillow if it is due, else return None; `where` is as for `png_or_warn`."""
+        png = self.png_or_warn(where) if self.is_due else None
+        return None if png is None else _decoded(png)
+
+
+def _decoded(png: bytes) -> Image:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(png)).convert("RGB")

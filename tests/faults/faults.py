@@ -121,6 +121,9 @@ FAULTS = [
     Fault("betahook/report/summary.py", "{**self._seen, **summarise(findings)}", "summarise(findings)"),
     Fault("betahook/report/pictures.py", "if classify(numbers) is condition", "if numbers.sink > 0.5"),
     Fault("betahook/report/glance.py", "self._drawn * SPACING", "self._drawn"),
+    Fault(
+        "betahook/report/glance.py", "self._has_warned = True", "pass", "tests/unit/integrations/test_tensorboard.py"
+    ),
     Fault("betahook/report/glance.py", "findings.step if step is None else step", "findings.step"),
     Fault(
         "integrations/reports.py",

@@ -182,7 +182,7 @@ def test_few_bytes_between_pictures(tmp_path):
 
 def test_without_matplotlib_there_is_one_warning_and_no_picture(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    caplog.set_level(logging.WARNING, "betahook.integrations.tensorboard")
+    caplog.set_level(logging.WARNING, "betahook")
     model = build("llama")
     with betahook.attach(model) as hook, TensorBoardWriter(str(tmp_path)) as writer:
         for step in range(3):
