@@ -17,7 +17,7 @@ from betahook.control.notes import Note
 from betahook.layer import Layers
 from betahook.report import metrics
 from betahook.report.conditions import HELP, WORRYING, Condition, Numbers, advise, classify
-from betahook.report.names import aligned, plain, runs, short_names, span
+from betahook.report.names import aligned, listed, plain, ranges, short_names
 from betahook.state.state import State
 
 logger = logging.getLogger("betahook")
@@ -131,7 +131,7 @@ class Findings(tuple[Finding, ...]):
         if len(counts) == 1:
             return f"{_layers(self.labels, total)} {next(iter(counts)).predicate}"
         shares = [f"{number} {condition.predicate}" for condition, number in counts.items()]
-        return f"of {total} layers, {_listed(shares)}"
+        return f"of {total} layers, {listed(shares)}"
 
     @property
     def news(self) -> str:
@@ -146,7 +146,7 @@ class Findings(tuple[Finding, ...]):
         parts = [f"{each.predicate} in {_layers(began[each], len(self))}" for each in conditions]
         if advice := self._advice(conditions[0]):  # beside the gravest, to which it belongs
             parts[0] += f" ({advice})"
-        return f"step {self.step}: attention is now {_listed(parts)}"
+        return f"step {self.step}: attention is now {listed(parts)}"
 
     @property
     def is_worrying(self) -> bool:
@@ -264,7 +264,7 @@ def _differing(conditions: Sequence[Condition], of_layer: Condition) -> dict[Con
 def _cells(finding: Finding, label: str) -> list[str]:
     numbers = finding.numbers
     flat = math.exp(numbers.flat_entropy)
-    heads = [f"{condition}: {_ranges(which)}" for condition, which in finding.heads.items()]
+    heads = [f"{condition}: {ranges(which, NAMED)}" for condition, which in finding.heads.items()]
     cells = [
         _cell(plain(numbers.logit_std, 2), numbers.logit_std),
         _cell(plain(numbers.max_logit), numbers.max_logit),
@@ -284,23 +284,4 @@ def _cell(text: str, *numbers: float) -> str:
 def _layers(labels: Sequence[str], total: int) -> str:
     if len(labels) == total and total > 1:
         return "both layers" if total == 2 else f"all {total} layers"
-    named = list(labels[:NAMED])
-    if len(labels) > NAMED:
-        named.append(_others(len(labels) - NAMED))
-    return f"layer{'s' * (len(labels) > 1)} {_listed(named)}"
-
-
-def _listed(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Write sorted numbers with their runs drawn together: `0-3, 7`, or `0-3, 7, 9, 11 and 20 others`."""
-    found = runs(numbers)
-    named = ", ".join(map(span, found[:NAMED]))
-    left_out = sum(map(len, found[NAMED:]))
-    return f"{named} and {_others(left_out)}" if left_out else named
-
-
-def _others(count: int) -> str:
-    return f"{count} other{'s' * (count > 1)}"
+    return f"layer{'s' * (len(labels) > 1)} {listed(labels, NAMED)}"

@@ -1,4 +1,4 @@
-"""Short names of layers, which tell them apart in tables, pictures and tags; numbers and tables as plain text."""
+"""Short names of layers, which tell them apart in tables, pictures and tags; numbers, lists and tables in words."""
 
 from __future__ import annotations
 
@@ -49,23 +49,33 @@ def grouped(texts: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     names: dict[str, list[str]] = {}
     for name, text in texts:
         names.setdefault(text, []).append(name)
-    return [(name, text) for text, each in names.items() for name in _joined(each)]
+    return [(name, text) for text, each in names.items() for name in joined(each)]
 
 
-def runs(numbers: Iterable[int]) -> list[list[int]]:
-    """Divide sorted numbers where one is left out."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return found
+def joined(names: Iterable[str]) -> list[str]:
+    """Join names that differ by a number in one place, the last one first."""
+    parts = [tuple(name.split(".")) for name in names]
+    for place in reversed(range(max(map(len, parts), default=0))):
+        alike: dict[object, list[tuple[str, ...]]] = {}
+        for name in parts:
+            has_number = place < len(name) and name[place].isdecimal()
+            alike.setdefault((name[:place], name[place + 1 :]) if has_number else name, []).append(name)
+        parts = [_with_numbers(each, place) if len(each) > 1 else each[0] for each in alike.values()]
+    return [".".join(name) for name in parts]
 
 
-def span(run: Sequence[int]) -> str:
-    """Write a run of numbers: `7`, or `0-3`."""
-    return str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
+def listed(words: Sequence[str], most: int | None = None) -> str:
+    """Write words as `a, b and c`; if there are more than `most`, as `a, b and 3 others`."""
+    left_out = len(words) - len(words[:most])
+    *first, last = [*words[:most], _others(left_out)] if left_out else words
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def ranges(numbers: Iterable[int], most: int) -> str:
+    """Write sorted numbers with their runs drawn together: `0-3, 7`; beyond `most` runs, as `0-3 and 20 others`."""
+    runs = _runs(numbers)
+    shown, left_out = ", ".join(map(_span, runs[:most])), sum(map(len, runs[most:]))
+    return f"{shown} and {_others(left_out)}" if left_out else shown
 
 
 def plain(number: float, digits: int = 3) -> str:
@@ -80,21 +90,29 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def _joined(names: Iterable[str]) -> list[str]:
-    """Join names that differ by a number in one place, the last one first."""
-    parts = [tuple(name.split(".")) for name in names]
-    for place in reversed(range(max(map(len, parts)))):
-        alike: dict[object, list[tuple[str, ...]]] = {}
-        for name in parts:
-            has_number = place < len(name) and name[place].isdecimal()
-            alike.setdefault((name[:place], name[place + 1 :]) if has_number else name, []).append(name)
-        parts = [_with_numbers(each, place) if len(each) > 1 else each[0] for each in alike.values()]
-    return [".".join(name) for name in parts]
-
-
 def _with_numbers(names: Sequence[tuple[str, ...]], place: int) -> tuple[str, ...]:
-    numbers = runs(sorted(int(name[place]) for name in names))
-    return (*names[0][:place], ",".join(map(span, numbers)), *names[0][place + 1 :])
+    runs = _runs(sorted(int(name[place]) for name in names))
+    return (*names[0][:place], ",".join(map(_span, runs)), *names[0][place + 1 :])
+
+
+def _runs(numbers: Iterable[int]) -> list[list[int]]:
+    """Divide sorted numbers where one is left out."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found
+
+
+def _span(run: Sequence[int]) -> str:
+    """Write a run of numbers: `7`, or `0-3`."""
+    return str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
+
+
+def _others(count: int) -> str:
+    return f"{count} other{'s' * (count > 1)}"
 
 
 def _common(names: Sequence[Sequence[str]]) -> int:

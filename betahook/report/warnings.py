@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import nn
 
 from betahook.layer import Layers
 from betahook.models.discovery import shown_name
+from betahook.report.names import listed
 from betahook.state.state import State
 from betahook.tap.recorder import ATTRIBUTE, PASSED
 
@@ -88,7 +89,7 @@ def warn_of_unreached(state: State, unreached: Mapping[str, str]) -> None:
         return
     state.reported.warned_of_unreached = True
     places = [f"{shown_name(name)} ({reason})" for name, reason in unreached.items()]
-    logger.warning("not measured, hence not in the metrics: %s", _listed(places, ", "))
+    logger.warning("not measured, hence not in the metrics: %s", listed(places, NAMED))
 
 
 def warn_of_nonfinite(state: State, layers: Layers, interval: int) -> None:
@@ -105,17 +106,11 @@ def warn_of_nonfinite(state: State, layers: Layers, interval: int) -> None:
     state.reported.warned_of_nonfinite = True
     places = [f"{shown_name(name)} in step {first[name]}" for name in sorted(first, key=first.__getitem__)]
     if state.has_loss:  # to a controller that is judged by it, such a step is a bad trial
-        logger.warning("NaN or infinity in the loss, or in the scores or gradients of %s", _listed(places, ", "))
+        logger.warning("NaN or infinity in the loss, or in the scores or gradients of %s", listed(places, NAMED))
         return
     late = ""
     if interval > 1 and not state.beta_acts and min(first.values()) > 1:  # all layers are measured in the first step
         late = f". A layer is measured once in {interval} steps: the first may be up to {interval - 1} steps older"
     logger.warning(
-        "NaN or infinity in the scores or gradients of %s: beta stays where it was%s", _listed(places, ", "), late
+        "NaN or infinity in the scores or gradients of %s: beta stays where it was%s", listed(places, NAMED), late
     )
-
-
-def _listed(places: Sequence[str], separator: str) -> str:
-    left_out = len(places) - NAMED
-    others = f" and {left_out} other layer{'s' * (left_out > 1)}" if left_out > 0 else ""
-    return separator.join(places[:NAMED]) + others

@@ -157,8 +157,9 @@ FAULTS = [
     Fault("betahook/report/findings.py", "100 * (10**finding.note.move - 1)", "100 * finding.note.move"),
     Fault("betahook/report/findings.py", 'notes.pop("", None)', "pass"),
     Fault("betahook/report/names.py", "name[:first:-1]", "name[::-1]"),
+    Fault("betahook/report/names.py", "sum(map(len, runs[most:]))", "len(runs[most:])"),
     Fault("betahook/report/names.py", "place < len(name) and name[place].isdecimal()", "place < len(name)"),
-    Fault("betahook/report/names.py", "runs(sorted(int(name[place])", "runs((int(name[place])"),
+    Fault("betahook/report/names.py", "_runs(sorted(int(name[place])", "_runs((int(name[place])"),
     Fault("betahook/report/charts.py", "chart.ends or _range", "_range", "tests/unit/report/test_html.py"),
     Fault(
         "betahook/report/charts.py",

@@ -42,7 +42,7 @@ def test_one_warning_names_layer_and_step(where, caplog):
         assert "beta stays where it was" in record.message
 
 
-@pytest.mark.parametrize(("layers", "others"), [(6, "3 other layers"), (4, "1 other layer")])
+@pytest.mark.parametrize(("layers", "others"), [(6, "3 others"), (4, "1 other")])
 def test_many_layers_are_not_all_named(caplog, layers, others):
     model = build("llama", num_hidden_layers=layers)
     with betahook.attach(model) as hook:

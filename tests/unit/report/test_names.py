@@ -2,7 +2,7 @@
 
 import pytest
 
-from betahook.report.names import fitting, grouped, plain, short_names, zero_padded
+from betahook.report.names import fitting, grouped, joined, listed, plain, ranges, short_names, zero_padded
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,9 @@ def test_short_names(names, short):
 
 
 @pytest.mark.parametrize(
-    ("names", "joined"),
+    ("names", "expected"),
     [
+        ([], []),
         (["h.0.attn", "h.1.attn", "h.2.attn"], ["h.0-2.attn"]),
         (["h.10.attn", "h.9.attn"], ["h.9-10.attn"]),
         ([f"h.{layer}.attn" for layer in (0, 1, 2, 4, 12, 13)], ["h.0-2,4,12-13.attn"]),
@@ -40,14 +41,34 @@ def test_short_names(names, short):
         (["the model"], ["the model"]),
     ],
 )
-def test_names_that_differ_by_a_number_are_joined(names, joined):
-    assert grouped((name, "4 heads of 8") for name in names) == [(name, "4 heads of 8") for name in joined]
+def test_names_that_differ_by_a_number_are_joined(names, expected):
+    assert joined(names) == expected
+    assert grouped((name, "4 heads of 8") for name in names) == [(name, "4 heads of 8") for name in expected]
 
 
 def test_names_of_different_texts_are_not_joined():
     texts = [("h.0", "one"), ("h.1", "two"), ("h.2", "one"), ("h.3", "two")]
     assert grouped(texts) == [("h.0,2", "one"), ("h.1,3", "two")]
     assert grouped([]) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "most", "said"),
+    [
+        (["a"], 1, "a"),
+        (["a", "b"], None, "a and b"),
+        (["a", "b", "c"], 3, "a, b and c"),
+        (["a", "b", "c"], 2, "a, b and 1 other"),
+        (["a", "b", "c", "d"], 2, "a, b and 2 others"),
+    ],
+)
+def test_lists_of_words(words, most, said):
+    assert listed(words, most) == said
+
+
+def test_ranges_of_numbers():
+    assert ranges([0, 1, 2, 3, 7], 2) == "0-3, 7"
+    assert ranges([0, 1, 2, 3, 7, 9, 10], 2) == "0-3, 7 and 2 others"
 
 
 T5 = [f"encoder.block.{block}.layer.0.SelfAttention" for block in (0, 11)]

@@ -250,7 +250,7 @@ def test_a_loss_that_is_nan_is_a_failed_trial():
     ("controller", "message"),
     [
         (DECADES, "NaN or infinity in the loss, or in the scores or gradients of model.layers.0.self_attn in step 1"),
-        ("default", "NaN or infinity in the scores or gradients of model.layers.0.self_attn in step 1, "),
+        ("default", "NaN or infinity in the scores or gradients of model.layers.0.self_attn in step 1 and "),
     ],
 )
 def test_the_warning_of_a_nan_names_the_loss_where_it_is_judged(controller, message, caplog):

@@ -210,7 +210,7 @@ def test_a_nan_of_the_first_step_is_not_late_though_others_came_later(caplog):
         hook._state.nonfinite_since[0], hook._state.nonfinite_since[-1] = 5, 1
         hook.metrics()
     first, last = hook.layers
-    assert caplog.text.strip().endswith(f"of {last} in step 1, {first} in step 5: beta stays where it was")
+    assert caplog.text.strip().endswith(f"of {last} in step 1 and {first} in step 5: beta stays where it was")
 
 
 def test_scores_that_are_not_finite_are_noted_at_once_and_hold_beta_until_they_are_pooled():
