@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -21,9 +20,9 @@ from betahook.measure.statistics import geometric_mean
 from betahook.report import glance
 from betahook.report.audit import Audit
 from betahook.report.charts import steps_of
-from betahook.report.conditions import HELP, Condition
+from betahook.report.conditions import Condition
 from betahook.report.document import Block, Chart, Document, Image, Table, Text
-from betahook.report.findings import Findings
+from betahook.report.findings import Findings, read_markdown
 from betahook.report.names import short_names
 from betahook.report.precision import Precision
 from betahook.report.summary import GROUP
@@ -39,19 +38,6 @@ COLOURS = {
     "nonfinite": "#8c8f94",
 }
 """Colours of conditions in charts: blue is flat and orange sharp, as in the picture; legible on white and on black."""
-CELLS = re.compile(r"(?<!\\)\|")
-"""Between two cells of a table in Markdown; one within a cell is escaped."""
-REMARK = re.compile(r"^\* \*\*(.+?)\*\*: (.+)$", re.MULTILINE)
-"""A remark in findings that were written as Markdown: its subject, and what it says."""
-PREDICTIONS = (
-    "Before beta. sqrt(d_k) is the std for which 1/sqrt(d_k) is right; the next follows from the std of W_q and W_k, "
-    "the third from the means and variances of q and k, if their components are independent."
-)
-ASSUMPTIONS = (
-    "The first row is what the paper assumes; x is the input of W_q and W_k. var: variance. cov: the measured variance "
-    "of the scores over that of independent components. corr: correlation of two components of q, of k, of one of q "
-    "and one of k, and of a component of q, or of k, at two tokens."
-)
 
 
 def examination(title: str, source: str, found: Examination, *, pictured: bool) -> Document:
@@ -62,9 +48,9 @@ def examination(title: str, source: str, found: Examination, *, pictured: bool) 
         *advice(found.findings.remarks()),
         Text(source),
         *(at_a_glance(found.findings) if pictured else []),
-        conditions(found.findings).compact(without=["since step", "beta / own"]),
+        found.findings.table().compact(without=["since step", "beta / own"]),
         formats(found.precision, found.findings.labels),
-        *audit(found.audit),
+        *found.audit.tables(short=True),
         footer(),
     ]
     return Document(title, blocks)
@@ -83,7 +69,7 @@ def at_a_glance(findings: Findings) -> list[Image]:
 
 def run(folder: str, found: Run, judged: tuple[Findings, Audit] | None) -> Document:
     """Return what the files of a run say."""
-    tables: list[Table] = []
+    summary, remarks, tables = "", {}, list[Table]()
     if found.checkpoints:
         last = max(found.checkpoints)
         tables = [replace(betas(found.checkpoints[last].state), title=f"Beta at step {last}")]
@@ -91,13 +77,13 @@ def run(folder: str, found: Run, judged: tuple[Findings, Audit] | None) -> Docum
         findings, audited = judged
         summary, remarks = findings.summary, findings.remarks()
         tables = [
-            conditions(findings),
+            findings.table(),
             *(table.compact(without=["beta / own", "attention"]) for table in tables),
-            *audit(audited),
+            *audited.tables(short=True),
         ]
-    else:
-        summary, remarks = found.words.partition("\n")[0].strip("*"), dict(REMARK.findall(found.words))
-        tables = [*([from_markdown(found.words)] if found.words else []), *tables]
+    elif found.words:
+        summary, remarks, table = read_markdown(found.words)
+        tables = [table, *tables]
     blocks: list[Block] = [Text(summary, strong=True), *advice(remarks)] if summary else []
     if found.picture is not None:
         note = "Blue is flat, orange sharp, dark red looks at one key; beta over the model's own at the lower right."
@@ -173,13 +159,6 @@ def advice(remarks: Mapping[str, str]) -> list[Block]:
     return [Text("\n".join(f"{subject}: {words}" for subject, words in remarks.items()))] if remarks else []
 
 
-def from_markdown(words: str) -> Table:
-    """Return the table of findings that were written as Markdown."""
-    lines = [line for line in words.splitlines() if line.startswith("|")]
-    header, _, *rows = ([cell.strip().replace(r"\|", "|") for cell in CELLS.split(line)[1:-1]] for line in lines)
-    return Table(header, rows, "Attention, layer by layer", HELP)
-
-
 def number(value: float) -> str:
     """Write a number; nothing for NaN."""
     return "" if math.isnan(value) else f"{value:.4g}"
@@ -202,13 +181,6 @@ def _gains(found: Run) -> dict[str, Points]:
     return lines if len(found.checkpoints) > 1 else {}
 
 
-def conditions(findings: Findings) -> Table:
-    """Return the condition of each layer."""
-    header, *rows = findings.rows()
-    note = f"Keys looked at: effective number of keys, exp(mean entropy), of the number under flat attention. {HELP}"
-    return Table(header, rows, "Attention, layer by layer", note)
-
-
 def formats(precision: Sequence[Precision], labels: Sequence[str]) -> Table:
     """Return what number formats would make of the scores, a row a layer."""
     names = list(dict.fromkeys(each.name for each in precision))
@@ -220,22 +192,6 @@ def formats(precision: Sequence[Precision], labels: Sequence[str]) -> Table:
         "error of an attention weight if the largest logit is rounded. Flash attention keeps its scores in float32."
     )
     return Table(["layer", *names], rows, "Number formats", note)
-
-
-def audit(audited: Audit) -> list[Table]:
-    """Return the std of the scores against its predictions, and the assumptions behind them."""
-    return [
-        _by_layer(audited.predictions(), "Std of the scores: measured and predicted", PREDICTIONS),
-        replace(_by_layer(audited.assumptions(), "Assumptions behind 1/sqrt(d_k)", ASSUMPTIONS), is_wide=True),
-    ]
-
-
-def _by_layer(rows: list[list[str]], title: str, note: str) -> Table:
-    """Make a table of rows by layer, with short names of the layers."""
-    header, *rest = rows
-    names = [row[0] for row in rest if row[0] != "assumed"]
-    shorter = dict(zip(names, short_names(names), strict=True))
-    return Table(header, [[shorter.get(row[0], row[0]), *row[1:]] for row in rest], title, note)
 
 
 def footer(*lines: str) -> Text:

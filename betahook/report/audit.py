@@ -19,7 +19,8 @@ from betahook import rerun, theory
 from betahook.layer import Layers
 from betahook.measure.correlations import Correlations
 from betahook.measure.statistics import ROW, is_distributed
-from betahook.report.names import aligned
+from betahook.report.document import Table
+from betahook.report.names import short_names
 from betahook.state.state import State
 from betahook.tap.listening import listening
 from betahook.tap.recorder import ATTRIBUTE
@@ -86,6 +87,17 @@ HELP = "Columns and assumptions: help(betahook.LayerAudit)"
 PREDICTIONS = {"classic": "sqrt(d_k)", "weights": "from W_q and W_k", "independent": "from q and k"}
 """Formulas of `betahook.theory` to their headings."""
 
+PREDICTIONS_NOTE = (
+    "Before beta. sqrt(d_k) is the std for which 1/sqrt(d_k) is right; the next follows from the std of W_q and W_k, "
+    "the third from the means and variances of q and k, if their components are independent."
+)
+ASSUMPTIONS_NOTE = (
+    "The first row is what the paper assumes; x is the input of W_q and W_k. var: variance. cov: the measured variance "
+    "of the scores over that of independent components. corr: correlation of two components of q, of k, of one of q "
+    "and one of k, and of a component of q, or of k, at two tokens."
+)
+"""Said below the tables on a page."""
+
 
 class Audit(tuple[LayerAudit, ...]):
     """One `LayerAudit` per layer; prints as two tables."""
@@ -131,27 +143,37 @@ class Audit(tuple[LayerAudit, ...]):
 
         return cls(row(index, name) for index, name in enumerate(layers))
 
-    def predictions(self) -> list[list[str]]:
-        """Return the std of the scores as a table: the first row is the header, then one row a layer."""
-        rows = [["layer", "measured", *PREDICTIONS.values(), "closest"]]
-        for layer in self:
-            stds = [layer.score_std, *(layer.predicted[formula] for formula in PREDICTIONS)]
-            closest = PREDICTIONS.get(layer.follows, layer.follows)
-            rows.append([layer.name or "model", *(_written([std]) for std in stds), closest])
-        return rows
+    def tables(self, *, short: bool = False) -> tuple[Table, Table]:
+        """Return the std of the scores against its predictions, and the assumptions behind them, a row a layer.
 
-    def assumptions(self) -> list[list[str]]:
-        """Return a table for people: a header, the numbers assumed, then one row a layer; only what was measured."""
+        Args:
+            short: leave out what the names of the layers have in common.
+        """
+        names = [layer.name or "model" for layer in self]
+        names = short_names(names) if short else names
+        return self._predictions(names), self._assumptions(names)
+
+    def _predictions(self, names: Sequence[str]) -> Table:
+        rows = []
+        for name, layer in zip(names, self, strict=True):
+            stds = [layer.score_std, *(layer.predicted[formula] for formula in PREDICTIONS)]
+            rows.append([name, *(_written([std]) for std in stds), PREDICTIONS.get(layer.follows, layer.follows)])
+        header = ["layer", "measured", *PREDICTIONS.values(), "closest"]
+        return Table(header, rows, "Std of the scores: measured and predicted", PREDICTIONS_NOTE)
+
+    def _assumptions(self, names: Sequence[str]) -> Table:
+        """The first row has the numbers assumed; columns without a number are left out."""
         numbers = {name: [of(layer) for layer in self] for name, (_, of) in ASSUMPTIONS.items()}
         known = [name for name, rows in numbers.items() if not all(math.isnan(value) for row in rows for value in row)]
-        rows = [["layer", "d_x, d_k", *known], ["assumed", "", *(ASSUMPTIONS[name][0] for name in known)]]
-        for index, layer in enumerate(self):
+        rows = [["assumed", "", *(ASSUMPTIONS[name][0] for name in known)]]
+        for index, (name, layer) in enumerate(zip(names, self, strict=True)):
             widths = f"{layer.query_width or '?'}, {layer.head_dim}"
-            rows.append([layer.name or "model", widths, *(_written(numbers[name][index]) for name in known)])
-        return rows
+            rows.append([name, widths, *(_written(numbers[column][index]) for column in known)])
+        header = ["layer", "d_x, d_k", *known]
+        return Table(header, rows, "Assumptions behind 1/sqrt(d_k)", ASSUMPTIONS_NOTE, is_wide=True)
 
     def __str__(self) -> str:
-        return "\n\n".join([*map(aligned, (self.predictions(), self.assumptions())), HELP])
+        return "\n\n".join([*map(str, self.tables()), HELP])
 
     __repr__ = __str__
 

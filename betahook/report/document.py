@@ -1,6 +1,7 @@
 """A document of texts, tables, pictures and charts: the commands make one, a terminal or an HTML page shows it.
 
 Nothing here knows of betahook's numbers. `betahook.cli` fills documents; `report.html` and `cli.terminal` render them.
+Findings and audits are tables too, printed as text or Markdown.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 NUMBER = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?\s?(x|%)?")
+BAR = re.compile(r"(?<!\\)\|")
+"""Between two cells of a table in Markdown; one within a cell is escaped."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a header.
+    """A table with a header; prints as aligned columns, without title and note.
 
     Attributes:
         header: a name for each column.
@@ -54,6 +57,30 @@ class Table:
         kept = [column for column in columns if column[0] not in without and (any(column[1:]) or not self.rows)]
         header, *rows = map(list, zip(*kept, strict=True))
         return replace(self, header=header, rows=rows)
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
+        rule = ["-" * width for width in widths]
+        lines = [zip(row, widths, strict=True) for row in (self.header, rule, *self.rows)]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in line).rstrip() for line in lines)
+
+    def markdown(self) -> str:
+        """Return header and rows in Markdown."""
+        rows = [[on_one_line(cell).replace("|", r"\|") for cell in row] for row in (self.header, *self.rows)]
+        rows.insert(1, ["---"] * len(self.header))
+        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+    @classmethod
+    def from_markdown(cls, words: str) -> Table:
+        """Read the table in a text that has one, as `markdown` wrote it."""
+        lines = [line for line in words.splitlines() if line.startswith("|")]
+        header, _, *rows = ([cell.strip().replace(r"\|", "|") for cell in BAR.split(line)[1:-1]] for line in lines)
+        return cls(header, rows)
+
+
+def on_one_line(text: str) -> str:
+    """Write the line breaks that names of modules may have as spaces, for in Markdown they end what they stand in."""
+    return " ".join(text.splitlines())
 
 
 @dataclass(frozen=True)

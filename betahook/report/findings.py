@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
@@ -17,7 +18,8 @@ from betahook.control.notes import Note
 from betahook.layer import Layers
 from betahook.report import metrics
 from betahook.report.conditions import HELP, WORRYING, Condition, Numbers, advise, classify
-from betahook.report.names import aligned, listed, plain, ranges, short_names
+from betahook.report.document import Table, on_one_line
+from betahook.report.names import listed, plain, ranges, short_names
 from betahook.state.state import State
 
 logger = logging.getLogger("betahook")
@@ -27,6 +29,13 @@ SPREAD = 0.75
 
 OFFSET = "still flat, or nearly: the logits of a row share a large offset, which cancels in the softmax"
 """Said of the softmax of layers that explode so."""
+
+TITLE = "Attention, layer by layer"
+NOTE = f"Keys looked at: effective number of keys, exp(mean entropy), of the number under flat attention. {HELP}"
+"""Said above and below the table on a page."""
+
+REMARK = re.compile(r"^\* \*\*(.+?)\*\*: (.+)$", re.MULTILINE)
+"""A remark in findings that were written as Markdown: its subject, and what it says."""
 
 NAMED = 4
 """Most layers, or runs of heads, that a sentence or a cell names; it counts the others."""
@@ -153,12 +162,11 @@ class Findings(tuple[Finding, ...]):
         """True if a condition that asks for attention began in this step."""
         return any(finding.is_new and finding.condition in WORRYING for finding in self)
 
-    def rows(self) -> list[list[str]]:
-        """A table for people: the first row is the header, then one row a layer; without columns of empty cells."""
+    def table(self) -> Table:
+        """Return a table of words and numbers, a row a layer; without columns of empty cells."""
         header = ["layer", "attention", "since step", "logit std", "max logit", "keys looked at", "beta / own"]
-        cells = [_cells(finding, label) for finding, label in zip(self, self.labels, strict=True)]
-        columns = zip([*header, "last move", "heads"], *cells, strict=True)
-        return [list(row) for row in zip(*(column for column in columns if any(column[1:])), strict=True)]
+        rows = [_cells(finding, label) for finding, label in zip(self, self.labels, strict=True)]
+        return Table([*header, "last move", "heads"], rows, TITLE, NOTE).compact()
 
     def remarks(self) -> dict[str, str]:
         """Remedies for conditions and reasons of controllers, by what each is about: the words below the table."""
@@ -176,24 +184,21 @@ class Findings(tuple[Finding, ...]):
 
     def markdown(self) -> str:
         """The same as a page in Markdown."""
-        header, *rows = ([_on_one_line(cell).replace("|", r"\|") for cell in row] for row in self.rows())
-        table = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
-        remarks = [f"* **{_on_one_line(subject)}**: {words}" for subject, words in self.remarks().items()]
-        lines = [f"**{_on_one_line(self.summary)}**", "", *remarks, "", *table]
-        return "\n".join([*lines, "", HELP])
+        remarks = [f"* **{on_one_line(subject)}**: {words}" for subject, words in self.remarks().items()]
+        return "\n".join([f"**{on_one_line(self.summary)}**", "", *remarks, "", self.table().markdown(), "", HELP])
 
     def __str__(self) -> str:
         remarks = [f"{subject}: {words}" for subject, words in self.remarks().items()]
-        lines = [self.summary, "", aligned(self.rows()), "", *remarks]
-        return "\n".join([*lines, HELP])
+        return "\n".join([self.summary, "", str(self.table()), "", *remarks, HELP])
 
     __repr__ = __str__
     _repr_markdown_ = markdown  # which notebooks show
 
 
-def _on_one_line(text: str) -> str:
-    """Write the line breaks that names of modules may have as spaces, for in Markdown they end what they stand in."""
-    return " ".join(text.splitlines())
+def read_markdown(words: str) -> tuple[str, dict[str, str], Table]:
+    """Return summary, remarks and table of findings that were written as Markdown."""
+    table = replace(Table.from_markdown(words), title=TITLE, note=NOTE)
+    return words.partition("\n")[0].strip("*"), dict(REMARK.findall(words)), table
 
 
 def observe(state: State, layers: Layers, notes: Sequence[Note], unreached: Mapping[str, str]) -> Findings:

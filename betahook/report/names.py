@@ -1,4 +1,4 @@
-"""Short names of layers, which tell them apart in tables, pictures and tags; numbers, lists and tables in words."""
+"""Short names of layers, which tell them apart in tables, pictures and tags; numbers and lists in words."""
 
 from __future__ import annotations
 
@@ -81,13 +81,6 @@ def ranges(numbers: Iterable[int], most: int) -> str:
 def plain(number: float, digits: int = 3) -> str:
     """Write a number in so many significant digits, without an exponent where a reader needs none: `11,300`."""
     return f"{float(f'{number:.{digits}g}') + 0.0:,.12g}"  # -0.0 + 0.0 is 0.0
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Write rows below one another, with a line below the first."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
 def _with_numbers(names: Sequence[tuple[str, ...]], place: int) -> tuple[str, ...]:

@@ -107,6 +107,8 @@ FAULTS = [
         REPORTS,
     ),
     Fault("betahook/report/audit.py", '"?" if math.isnan(value)', '"?" if not value'),
+    Fault("betahook/report/document.py", "BAR.split(line)", 'line.split("|")', "tests/unit/report/test_findings.py"),
+    Fault("betahook/report/audit.py", "short_names(names) if short", "names if short"),
     Fault("betahook/report/alerts.py", 'value < limit if quantity == "entropy" else', ""),
     Fault("betahook/report/alerts.py", '("max_logit", "logit_std", "entropy")', '("max_logit", "entropy")'),
     Fault("betahook/report/history.py", "turned = before * move < 0 or", "turned = before * move < 0 and"),

@@ -134,4 +134,4 @@ def test_a_model_that_is_the_attention_itself_has_a_name_in_words():
         model(torch.randn(2, 5, WIDTH)).sum().backward()
         hook.step()
         assert f"the model: {HEADS} heads of " in repr(hook)
-        assert hook.findings().rows()[1][0] == "model"
+        assert hook.findings().table().rows[0][0] == "model"

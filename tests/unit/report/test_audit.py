@@ -137,10 +137,17 @@ def test_what_was_not_measured_of_one_layer_is_a_question_mark():
     layer, _ = audited()
     unknown = replace(layer, name="1", score_std=math.nan, component_mean_q=math.nan)
     audit = betahook.Audit([layer, unknown])
-    assert [row[1] for row in audit.predictions()[1:]] == [f"{layer.score_std:.3g}", "?"]
-    column = audit.assumptions()[0].index("(iii) mean q, k")
-    assert audit.assumptions()[3][column] == f"?, {layer.component_mean_k:.3g}"
+    predictions, assumptions = audit.tables()
+    assert [row[1] for row in predictions.rows] == [f"{layer.score_std:.3g}", "?"]
+    column = assumptions.header.index("(iii) mean q, k")
+    assert assumptions.rows[2][column] == f"?, {layer.component_mean_k:.3g}"
     assert "nan" not in str(audit)
+
+
+def test_tables_with_short_names():
+    layer, _ = audited()
+    tables = betahook.Audit([replace(layer, name=f"h.{index}.attn") for index in range(2)]).tables(short=True)
+    assert [[row[0] for row in table.rows] for table in tables] == [["0", "1"], ["assumed", "0", "1"]]
 
 
 def test_a_model_that_is_the_attention_itself_has_a_name_in_the_tables():
@@ -149,4 +156,4 @@ def test_a_model_that_is_the_attention_itself_has_a_name_in_the_tables():
     with betahook.attach(model, controller="monitor") as hook:
         model(x, x, x)
         audit = hook.audit()
-    assert [rows[-1][0] for rows in (audit.predictions(), audit.assumptions())] == ["model", "model"]
+    assert [table.rows[-1][0] for table in audit.tables()] == ["model", "model"]

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import betahook
-from betahook.cli import pages
 from betahook.control.notes import Note
 from betahook.control.opening import Phase
 from betahook.report.conditions import Condition, Numbers
-from betahook.report.findings import Finding, Findings
+from betahook.report.findings import Finding, Findings, read_markdown
 from betahook.tap.recorder import ATTRIBUTE
 from support.models import build, inputs
 from support.training import LAYER, train
@@ -214,7 +213,8 @@ def test_a_layer_that_was_replaced_is_not_judged(monitored, caplog):
     assert math.isnan(second.beta)
     assert all(math.isnan(gain) for gain in second.head_gains)
     assert str(second.note) == "not reached, it is no longer part of the model: detach, and attach again"
-    assert found.rows()[2] == ["1", "not measured", "2", "", "", "", "", ""][: len(found.rows()[2])]
+    row = found.table().rows[1]
+    assert row == ["1", "not measured", "2", "", "", "", "", ""][: len(row)]
     assert found.summary.startswith("Step 3: of 2 layers, 1 healthy and 1 not measured. The largest logit is")
     assert "beta of layer 1: not reached, it is no longer part" in str(found)
     assert caplog.records == []
@@ -223,7 +223,7 @@ def test_a_layer_that_was_replaced_is_not_judged(monitored, caplog):
 def test_numbers_are_written_without_exponents():
     far = replace(finding(0, note=Note(Phase.CLIMB, 1.0)), beta=37.5, beta_default=0.25)
     found = Findings.at(9, [far, replace(far, layer="model.layers.1.attn", beta=3000.0)])
-    assert found.rows()[1] == ["0", "healthy", "1", "2", "8", "20 of 100", "150 x", "+900 %"]
+    assert found.table().rows[0] == ["0", "healthy", "1", "2", "8", "20 of 100", "150 x", "+900 %"]
     assert found.summary.endswith("Beta is 150 to 12,000 times the model's own.")
 
 
@@ -293,7 +293,7 @@ def test_words():
     ],
 )
 def test_of_many_heads_the_first_are_named(heads, cell):
-    assert Findings.at(1, [finding(0, heads={Condition.SHARP: heads})]).rows()[1][-1] == f"sharp: {cell}"
+    assert Findings.at(1, [finding(0, heads={Condition.SHARP: heads})]).table().rows[0][-1] == f"sharp: {cell}"
 
 
 def test_one_layer_more_than_are_named():
@@ -306,16 +306,16 @@ def test_the_table():
     found = Findings.at(
         9, [finding(0, heads={Condition.SHARP: (0, 1, 2, 5)}), finding(1, Condition.SHARP, since=4, note=climbs)]
     )
-    assert found.rows()[1:] == [
+    assert found.table().rows == [
         ["0", "healthy", "1", "2", "8", "20 of 100", "2 x", "", "sharp: 0-2, 5"],
         ["1", "sharp", "4", "2", "8", "20 of 100", "2 x", "+26 %", ""],
     ]
     assert found.remarks() == {"sharp": "watch whether the largest logit grows", "beta of layer 1": "climb: on its way"}
-    assert all(cell in str(found) for row in found.rows() for cell in row)
+    assert all(cell in str(found) for row in found.table().rows for cell in row)
     assert "\nsharp: watch whether the largest logit grows\nbeta of layer 1: climb: on its way\n" in str(found)
     assert "| 1 | sharp | 4 | 2 |" in found.markdown() == found._repr_markdown_()
     assert repr(found) == str(found)
-    assert dict(pages.REMARK.findall(found.markdown())) == found.remarks()  # as a report reads them
+    assert read_markdown(found.markdown()) == (found.summary, found.remarks(), found.table())  # as a report does
     assert "* **sharp**: watch whether the largest logit grows\n* **beta of layer 1**: climb" in found.markdown()
     assert "| heads |" in found.markdown()
     assert "| heads |" not in Findings.at(4, found[1:]).markdown()  # nothing stands there
@@ -327,7 +327,8 @@ def test_a_name_with_what_ends_a_cell_or_a_line_of_markdown():
     found = Findings.at(1, [replace(finding(0, Condition.SHARP), layer=name) for name in names])
     assert "\n| pipe\\|name | sharp |" in found.markdown()
     assert "\n| new line | sharp |" in found.markdown()
-    assert [row[0] for row in pages.from_markdown(found.markdown()).rows] == list(names.values())
+    _, _, table = read_markdown(found.markdown())
+    assert [row[0] for row in table.rows] == list(names.values())
     other = Findings.at(1, [replace(finding(0, Condition.SHARP, note=Note(reason="climbs")), layer="new\nline")])
     assert other.markdown().startswith("**Step 1: layer new line sharp.")
     assert "\n* **beta of layer new line**: " in other.markdown()
