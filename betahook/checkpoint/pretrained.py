@@ -1,7 +1,7 @@
 """A hooked model's `save_pretrained`, which also saves the state of the hook, and the marks of a model that lacks beta.
 
-The weights of a hooked model lack beta. Where it acts, config.json says so, for `attach` to refuse the weights alone,
-and so does a tensor beside them, which whatever loads them without betahook names as unexpected.
+The weights of a hooked model lack beta. Where beta acts, a mark in config.json lets `attach` refuse the weights alone.
+A tensor beside the weights is a second mark, which whatever loads them without betahook reports as unexpected.
 """
 
 from __future__ import annotations

@@ -73,7 +73,8 @@ class Controller(ABC):
             without an `interval` then measures every layer in every step.
         exact_max_logit: True for a rule that limits the largest score or logit: it is then that of all pairs, see
             `attach`.
-        moves_beta: False for a rule that leaves beta where it is and has no memory: nothing is computed for it.
+        moves_beta: False for a rule that leaves beta where it is and has no memory. A hook none of whose rules moves
+            beta calls no `update`.
     """
 
     exact_max_logit: ClassVar[bool] = False

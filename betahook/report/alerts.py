@@ -9,7 +9,7 @@ from betahook.control.base import require
 from betahook.models.discovery import shown_name
 
 LIMITS = ("max_logit", "logit_std", "entropy")
-"""Quantities with a limit; of the entropy it is the lowest value, of the others the largest."""
+"""Quantities with a limit: the lowest value allowed of the entropy, the largest of the others."""
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def _turned(before: float, move: float) -> int:
 
 
 def _sharper(one: Numbers, other: Numbers) -> Numbers:
-    """The numbers with the lower entropy, and of the others the larger; those measured, if the others were not."""
+    """Return the numbers at the lower entropy, with the larger of each in `LARGER`; unmeasured ones give way."""
     kept = one if one.relative_entropy < other.relative_entropy or math.isnan(other.entropy) else other
     larger = {name: _larger(getattr(one, name), getattr(other, name)) for name in LARGER}
     return replace(kept, **larger)

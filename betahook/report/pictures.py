@@ -134,7 +134,7 @@ def _write(
 
 
 def _write_header(page: Axes, columns: Sequence[Column], latest: Findings) -> None:
-    """Write the summary in one line, or in two where it does not fit; and what yellow is where it occurs."""
+    """Write the summary in one line, or in two where it does not fit; explain yellow and grey if a cell is yellow."""
     summary = latest.summary.removeprefix(f"Step {latest.step}: ")
     first, _, rest = f"Step {columns[-1].last}: {summary}".partition(". ")
     first = first.removesuffix(".")
