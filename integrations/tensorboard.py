@@ -11,8 +11,7 @@ from typing import Any, Literal
 from betahook.hook import Hook
 from betahook.report import pictures
 from betahook.report.findings import Findings
-from betahook.report.glance import TAG, TrackedPicture
-from betahook.report.history import whole
+from betahook.report.glance import TAG, TrackedPicture, whole_number
 from betahook.report.metrics import MetricName, check_names
 from betahook.report.names import short_names, zero_padded
 from betahook.report.summary import GROUP, Summary
@@ -83,7 +82,7 @@ class TensorBoardWriter:
             ValueError: `hook` is another one than before, which is attached still; nothing is written then.
         """
         self._check(hook)
-        step = whole(step, "write(hook, step) takes a whole number as its step, such as hook.steps")
+        step = whole_number(step, "write(hook, step) takes a whole number as its step, such as hook.steps")
         losses = {} if loss is None else {f"{GROUP}/loss": _number(loss)}
         if metrics is None or findings is None:
             with hook.layers.reading_once():

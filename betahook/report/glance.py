@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import logging
 import math
-from typing import TYPE_CHECKING
+import operator
+from typing import TYPE_CHECKING, Any
 
 from betahook.report import pictures
 from betahook.report.findings import Findings
-from betahook.report.history import History, whole
+from betahook.report.history import History
 from betahook.report.summary import GROUP
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Picture:
         if not isinstance(findings, Findings):
             raise TypeError(f"add(findings, step) takes what hook.findings() returned; got {type(findings).__name__}")
         number = findings.step if step is None else step
-        self._history.add(findings, whole(number, "add(findings, step) takes a whole number as its step"))
+        self._history.add(findings, whole_number(number, "add(findings, step) takes a whole number as its step"))
         self._drawn = 0 if self._history.added == 1 else self._drawn
 
     def png(self) -> bytes:
@@ -110,6 +111,14 @@ class TrackedPicture(Picture):
         """Draw it as an image of Pillow if it is due, else return None; `where` is as for `png_or_warn`."""
         png = self.png_or_warn(where) if self.is_due else None
         return None if png is None else _decoded(png)
+
+
+def whole_number(step: Any, wanted: str) -> int:
+    """Return a step as a plain number; `wanted` opens the TypeError for one that is not whole."""
+    try:
+        return operator.index(step)
+    except TypeError as error:
+        raise TypeError(f"{wanted}; got {step!r}") from error
 
 
 def _decoded(png: bytes) -> Image:

@@ -6,9 +6,7 @@ A `Picture` keeps one and adds the findings of every log. No checkpoint holds it
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from betahook.report.conditions import Numbers
 from betahook.report.findings import Findings
@@ -114,14 +112,6 @@ class History:
         turns = [_turned(*pair) for pair in zip(before, moves, strict=True)]
         self._moves = [new or old for old, new in zip(before, moves, strict=True)]
         return tuple(turns)
-
-
-def whole(step: Any, wanted: str) -> int:
-    """Return a step as a plain number; `wanted` opens the TypeError for one that is not whole."""
-    try:
-        return operator.index(step)
-    except TypeError as error:
-        raise TypeError(f"{wanted}; got {step!r}") from error
 
 
 def _turned(before: float, move: float) -> int:
