@@ -132,6 +132,6 @@ def _norm(output: Any) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=sum_dtype(tensor.device))) for tensor in finite))
 
 
-def precision(nested: Any) -> float:
-    """Relative spacing of the numbers in nested tensors; that of the coarsest dtype."""
+def coarsest_eps(nested: Any) -> float:
+    """Machine epsilon of the coarsest dtype of nested tensors; 0 without any."""
     return max((torch.finfo(tensor.dtype).eps for tensor in tensors(nested)), default=0.0)

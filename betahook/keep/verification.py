@@ -58,7 +58,7 @@ def _check_layers(plan: FoldPlan) -> tuple[dict[AttentionLayer, Scaling], list[T
             candidates = exact.get(layer, plan.places[layer])  # those left of an earlier call in the same forward
             with random_state_kept(plan.hook.model.parameters()):
                 exact[layer] = _LayerCheck(plan, layer, forward, args, kwargs).exact(candidates)
-            precision = max(precision, rerun.precision([output, exact[layer][0].parameters]))
+            precision = max(precision, rerun.coarsest_eps([output, exact[layer][0].parameters]))
             return output
 
         return run
@@ -74,7 +74,7 @@ def _check_layers(plan: FoldPlan) -> tuple[dict[AttentionLayer, Scaling], list[T
             if layer.module not in modules:
                 raise plan.error(_lost(layer), layer, can_keep=False)  # such a hook is not restored either
             raise plan.error("the last forward of the model did not use it; run one that does", layer)
-    return {layer: places[0] for layer, places in exact.items()}, expected, max(precision, rerun.precision(expected))
+    return {layer: places[0] for layer, places in exact.items()}, expected, max(precision, rerun.coarsest_eps(expected))
 
 
 def _lost(layer: AttentionLayer) -> str:
@@ -168,7 +168,7 @@ class _LayerCheck:
                 "its output is not that of a scaled query projection or norm. Probably a norm without a weight, or a "
                 "function that is not linear, comes between, the query has a bias apart from its projection, or it is "
                 "used outside the scores too, as in some relative position biases. Exclude the layer with "
-                f"attach(layers=...){_coarse(rerun.precision([place.parameters for place in places]))}"
+                f"attach(layers=...){_coarse(rerun.coarsest_eps([place.parameters for place in places]))}"
             )
         else:  # as where every query sees a single key
             reason = "its output on the input of the last forward does not depend on beta; run one where it does"
@@ -193,7 +193,7 @@ class _LayerCheck:
             error = self._distance(actual, expected)
             if factors is self._probe and not error < self._distance(plain, expected) / 4:
                 return False
-            precision = rerun.precision([expected, place.parameters])
+            precision = rerun.coarsest_eps([expected, place.parameters])
             blurred = partial(self._blurred, actual, place, factors, precision)
             if _beyond_rounding(error, self._norm(expected), precision, blurred):
                 return False
@@ -209,7 +209,7 @@ class _LayerCheck:
     def _is_random(self) -> bool:
         """True if the output differs by more than rounding without a change: it draws numbers that are not torch's."""
         one, other = self._run(self._own), self._run(self._own)
-        return bool(self._distance(one, other) > max(1e-5, rerun.precision(one)) * self._norm(one))
+        return bool(self._distance(one, other) > max(1e-5, rerun.coarsest_eps(one)) * self._norm(one))
 
     def _distance(self, one: Any, other: Any) -> Tensor:
         return self._plan.pooled(rerun.distances([one], [other]))

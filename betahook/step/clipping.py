@@ -145,7 +145,7 @@ class Clipping:
                 actual = rerun.run_model(hook)
             # Weights that a norm adds 1 to round; the other ones do not.
             offsets = [weight for each in clipped for weight in each.weights().weights if weight.offset]
-            share = max(1e-5, rerun.precision([weight.parameter for weight in offsets]))
+            share = max(1e-5, rerun.coarsest_eps([weight.parameter for weight in offsets]))
             limits = share * rerun.norms(expected)
             limits += 4 * rerun.distances(again, expected)
             differs = not bool((rerun.distances(actual, expected) <= limits).all())
