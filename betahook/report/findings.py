@@ -24,8 +24,8 @@ from betahook.state.state import State
 
 logger = logging.getLogger("betahook")
 
-SPREAD = 0.75
-"""A head that looks at more of its keys than this share has logits that differ little, however large they are."""
+NEARLY_FLAT = 0.75
+"""Share of its keys beyond which a head looks at so many that its logits differ little, however large they are."""
 
 OFFSET = "still flat, or nearly: the logits of a row share a large offset, which cancels in the softmax"
 """Said of the softmax of layers that explode so."""
@@ -81,7 +81,7 @@ class Finding:
     @property
     def shares_offset(self) -> bool:
         """True if the layer explodes only by what all keys of a row share: softmax subtracts it, and is nearly flat."""
-        return self.condition is Condition.EXPLODING and self.head_numbers[self.max_logit_head].keys_share > SPREAD
+        return self.condition is Condition.EXPLODING and self.head_numbers[self.max_logit_head].keys_share > NEARLY_FLAT
 
     @property
     def gain(self) -> float:

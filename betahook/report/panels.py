@@ -30,6 +30,7 @@ LEVELS, GREYS = 40, 24
 """Colours of each scale, and of text. The file has no others, which makes it a third as large."""
 
 LIMITS = {rule.condition: rule.limit for rule in reversed(RULES)}
+"""The limit of each condition, that of its first rule."""
 FLAT, HEALTHY, SHARP = 0.2, 0.7, 0.85
 """Ends of flat, healthy and sharp on the scale, from 0 to 1."""
 
@@ -151,8 +152,10 @@ def _typical_keys(last: Column) -> float:
 
 
 def _ticks_of_keys(keys: float) -> list[tuple[float, str]]:
-    places = [(place, keys**ratio) for place, ratio in ((HEALTHY, 0.25), (SHARP, 0.1), (0.45, 0.62))]
-    return [(place, _count(count)) for place, count in [*places, (1.0, 1), (FLAT, 0.95 * keys), (0.0, keys)]]
+    ratios = ((HEALTHY, LIMITS[Condition.SHARP]), (SHARP, LIMITS[Condition.ONE_KEY]), (0.45, 0.62))
+    places = [(place, keys**ratio) for place, ratio in ratios]
+    places += [(1.0, 1), (FLAT, LIMITS[Condition.FLAT] * keys), (0.0, keys)]
+    return [(place, _count(count)) for place, count in places]
 
 
 def _count(keys: float) -> str:
