@@ -20,7 +20,7 @@ Point = tuple[float, float]
 
 
 def draw(chart: Chart) -> str:
-    """Draw a chart; a cross marks the steps of values that are not finite, and a logarithmic axis has positive ones."""
+    """Draw a chart. Crosses mark steps whose value is not finite; a logarithmic axis has positive values only."""
     lines = {name: [point for point in points if _is_drawn(point, chart)] for name, points in chart.lines.items()}
     lost = {name: [step for step, value in points if not math.isfinite(value)] for name, points in chart.lines.items()}
     names = [name for name in lines if lines[name] or lost[name]]

@@ -68,7 +68,7 @@ class History:
         self.latest: Findings | None = None
         self.added = 0
         self._limit = limit
-        self._logs = 1
+        self._logs_per_column = 1
         self._moves: list[float] = []
 
     def add(self, findings: Findings, step: int) -> None:
@@ -79,7 +79,7 @@ class History:
         """
         last = self.columns[-1].last if self.columns else step
         if step < last or not self._has_the_layers_of(findings):
-            self.columns, self.added, self._logs, self._moves = [], 0, 1, []
+            self.columns, self.added, self._logs_per_column, self._moves = [], 0, 1, []
         self.added += 1
         column = Column(
             step,
@@ -94,14 +94,14 @@ class History:
         if self.columns and step == last:
             self.columns[-1] = replace(self.columns[-1].merge(column), logs=self.columns[-1].logs)
             return
-        if self.columns and self.columns[-1].logs < self._logs:
+        if self.columns and self.columns[-1].logs < self._logs_per_column:
             self.columns[-1] = self.columns[-1].merge(column)
             return
         self.columns.append(column)
         if len(self.columns) > self._limit:
             pairs = [self.columns[index : index + 2] for index in range(0, len(self.columns), 2)]
             self.columns = [pair[0].merge(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
-            self._logs *= 2
+            self._logs_per_column *= 2
 
     def _has_the_layers_of(self, findings: Findings) -> bool:
         return self.latest is None or [each.layer for each in findings] == [each.layer for each in self.latest]

@@ -186,7 +186,7 @@ def _draw_panel(
 
 
 def _edges(columns: Sequence[Column]) -> list[float]:
-    """Steps at which columns begin and end: a log is of the steps before it, in a run that counts from 0 from it on."""
+    """Steps at which columns begin and end: a log covers the steps before it, or after it in a run that begins at 0."""
     logs = sum(column.logs for column in columns)
     spacing = (columns[-1].last - columns[0].first) / (logs - 1) if logs > 1 else 1
     if columns[0].first > 0:
@@ -249,7 +249,7 @@ def _draw_phases(page: Axes, box: Box, columns: Sequence[Column], shares: Sequen
 
 
 def _draw_turns(page: Axes, box: Box, columns: Sequence[Column], shares: Sequence[float]) -> bool:
-    """Mark the cells in which beta turned back, of those too close to tell apart the first; tell if that is legible."""
+    """Mark cells in which beta turned back, only the first where marks would touch; tell if marks are legible."""
     layers = len(columns[0].turns)
     size = min(_mark_size(box, 1, layers), 4.7)
     centres = box.x(numpy.add(shares[:-1], shares[1:]) / 2)
@@ -270,7 +270,7 @@ def _draw_turns(page: Axes, box: Box, columns: Sequence[Column], shares: Sequenc
 
 
 def _mark_heads(page: Axes, box: Box, latest: Findings, heads: int) -> bool:
-    """Mark the heads in conditions that no colour shows; tell if that is legible."""
+    """Mark the heads in conditions that no colour shows; tell if marks are legible."""
     size = _mark_size(box, heads, len(latest))
     for condition, marker in MARKS.items() if size else ():
         places = [
@@ -301,9 +301,9 @@ def _draw_scale(page: Axes, box: Box, panel: Panel) -> None:
     shown = 1 - panel.lowest
     levels = 1 - shown * (numpy.arange(256) + 0.5) / 256
     _draw_map(page, box, [0, 1], levels[:, None], panel.scale)
-    ticks = {box.y((1 - place) / shown): label for place, label in panel.ticks}
-    page.hlines(list(ticks), box.right, box.right + TICK, INK, linewidth=0.8)
-    for y, label in ticks.items():
+    labels = {box.y((1 - place) / shown): label for place, label in panel.ticks}
+    page.hlines(list(labels), box.right, box.right + TICK, INK, linewidth=0.8)
+    for y, label in labels.items():
         _write(page, box.right + TICK + 3, y, label, 8)
     for place, word in panel.words:
         _write(page, box.x(0.5), box.y((1 - place) / shown), word, 7.5, "center", _ink(place), rotation=90)

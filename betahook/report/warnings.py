@@ -29,7 +29,7 @@ REPLACED = (
 def find_unreached(state: State, layers: Layers, model: nn.Module) -> dict[str, str]:
     """Name the layers that no forward of the model reaches, with the reason; none before any forward.
 
-    Where no beta acts, one that was dropped in the first step is not looked at before its turn.
+    Where no beta acts, layers are measured in turn: one that the first step dropped counts as unreached until its turn.
     """
     if not state.seen:
         return {}

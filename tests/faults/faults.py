@@ -112,7 +112,7 @@ FAULTS = [
     Fault("betahook/report/alerts.py", 'value < limit if quantity == "entropy" else', ""),
     Fault("betahook/report/alerts.py", '("max_logit", "logit_std", "entropy")', '("max_logit", "entropy")'),
     Fault("betahook/report/history.py", "turned = before * move < 0 or", "turned = before * move < 0 and"),
-    Fault("betahook/report/history.py", "            self._logs *= 2", "            self._logs += 2"),
+    Fault("betahook/report/history.py", "self._logs_per_column *= 2", "self._logs_per_column += 2"),
     Fault("betahook/report/history.py", "if one.relative_entropy < other", "if one.relative_entropy > other"),
     Fault(
         "betahook/report/panels.py",
