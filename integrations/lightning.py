@@ -107,7 +107,8 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         self._stepped = trainer.global_step
         loss = self._loss_of_step(self.hook, trainer)
         self.hook.step(getattr(trainer.precision_plugin, "scaler", None), loss=loss)
-        if trainer.is_global_zero and trainer.global_step % trainer.log_every_n_steps == 0:
+        every = trainer.log_every_n_steps  # 0 for never
+        if trainer.is_global_zero and every and trainer.global_step % every == 0:
             with self.hook.layers.reading_once():
                 details, findings = chosen(self.hook.metrics(), self._quantities), self.hook.findings()
             logs, step = {**self._summarise(findings), **details}, trainer.global_step - 1

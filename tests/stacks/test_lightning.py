@@ -194,6 +194,13 @@ def test_a_summary_and_what_is_asked_for_go_to_the_loggers(tmp_path):
     assert f"max_logit/{LAYER}" not in rows[0]
 
 
+def test_a_trainer_that_never_logs(tmp_path):
+    callback, logger = BetaHook(controller="monitor"), CSVLogger(tmp_path)
+    make_trainer(tmp_path, callback, 1, logger=logger, log_every_n_steps=0).fit(Module(), batches())
+    assert callback.hook.steps == 8
+    assert "attention/" not in "".join(path.read_text() for path in tmp_path.glob("**/metrics.csv"))
+
+
 def test_a_model_without_exact_fold_stays_hooked_and_says_so(tmp_path, caplog):
     callback, module = BetaHook(controller=search()), Module()
     module.model.get_submodule(LAYER).clip_qkv = 8.0

@@ -1,0 +1,65 @@
+"""`BetaHook` where Lightning need not be installed: a stand-in calls it. `tests/stacks` has the real Trainer."""
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from support.models import build, inputs
+
+
+@pytest.fixture(scope="module")
+def lightning():
+    """The module of the callback, imported with a stand-in for Lightning, and forgotten afterwards."""
+    name, stand_in = "betahook.integrations.lightning", ModuleType("lightning.pytorch")
+    for base in ("Callback", "LightningModule", "Trainer"):
+        setattr(stand_in, base, type(base, (), {}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "lightning", ModuleType("lightning"))
+        patch.setitem(sys.modules, "lightning.pytorch", stand_in)
+        patch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+        yield importlib.import_module(name)
+
+
+class Logger:
+    experiment = None
+
+    def __init__(self):
+        self.steps = []
+
+    def log_metrics(self, metrics, step):
+        self.steps.append(step)
+
+
+@pytest.fixture
+def fitting(lightning):
+    """A callback on a tiny model, of a Trainer that accumulates two batches, and a function that trains on one."""
+    module = torch.nn.Module()
+    module.model = build("llama", "sdpa")
+    callback = lightning.BetaHook("monitor", on_end="keep")
+    trainer = SimpleNamespace(global_step=0, log_every_n_steps=1, is_global_zero=True, loggers=[Logger()])
+    trainer.precision_plugin, trainer.accumulate_grad_batches = None, 2
+
+    def train_on_batch(*, steps):
+        loss = module.model(**inputs("llama")).loss
+        loss.backward()
+        trainer.global_step += steps
+        callback.on_train_batch_end(trainer, module, loss, None, 0)
+
+    callback.on_fit_start(trainer, module)
+    callback.on_train_start(trainer, module)
+    yield SimpleNamespace(callback=callback, trainer=trainer, module=module, train_on_batch=train_on_batch)
+    callback.hook.detach()
+
+
+@pytest.mark.parametrize(("every", "logged"), [(0, []), (1, [0, 1, 2]), (2, [1])])
+def test_a_summary_is_logged_as_often_as_lightning_logs(fitting, every, logged):
+    """Never with 0."""
+    fitting.trainer.log_every_n_steps = every
+    for _ in range(3):
+        fitting.train_on_batch(steps=1)
+    assert fitting.trainer.loggers[0].steps == logged
+    assert fitting.callback.hook.steps == 3
