@@ -122,7 +122,11 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
 
     def _show(self, findings: Findings, loggers: Iterable[Any], step: int) -> None:
         """Send the picture at a glance, where it is due, to the loggers that show images: of TensorBoard and W&B."""
-        showing = [each for each in loggers if hasattr(each, "log_image") or hasattr(each.experiment, "add_image")]
+        showing = [
+            each
+            for each in loggers
+            if hasattr(each, "log_image") or hasattr(getattr(each, "experiment", None), "add_image")
+        ]
         self._picture.add(findings)
         image = self._picture.image_if_due("the loggers") if showing else None
         for each in showing if image is not None else ():

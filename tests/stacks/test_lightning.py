@@ -7,7 +7,7 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._pytree import tree_leaves
 
@@ -192,6 +192,23 @@ def test_a_summary_and_what_is_asked_for_go_to_the_loggers(tmp_path):
     for name in (f"score_std/{LAYER}", "attention/max_logit"):
         assert [row["step"] for row in rows if row[name]] == ["3", "7"]
     assert f"max_logit/{LAYER}" not in rows[0]
+
+
+def test_a_logger_of_ones_own_gets_the_numbers(tmp_path):
+    logged = []
+
+    class Own(Logger):
+        name, version = "own", 0
+
+        def log_hyperparams(self, *args, **kwargs):
+            pass
+
+        def log_metrics(self, metrics, step=None):
+            logged.extend(metrics)
+
+    options = {"logger": Own(), "log_every_n_steps": 4}
+    make_trainer(tmp_path, BetaHook(controller="monitor"), 1, **options).fit(Module(), batches())
+    assert "attention/max_logit" in logged
 
 
 def test_a_trainer_that_never_logs(tmp_path):

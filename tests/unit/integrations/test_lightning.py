@@ -25,7 +25,7 @@ def lightning():
 
 
 class Logger:
-    experiment = None
+    """What Lightning's base class of loggers has: a user's own need not have an `experiment`."""
 
     def __init__(self):
         self.steps = []
