@@ -87,6 +87,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._load(pl_module)
         self._stepped = trainer.global_step
+        self._losses.clear()  # of a fit that was broken off while gradients were accumulated
         if self._on_end == "fold" and self.hook is not None:
             warn_of_refusals(self.hook)
 

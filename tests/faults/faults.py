@@ -49,6 +49,7 @@ LOADED = "tests/unit/tap/by_hand/test_loaded_beta.py"
 MASKS_OR_BIASES = "tests/unit/tap/by_hand/test_masks_or_biases.py"
 TRACES = "tests/unit/tap/by_hand/test_traces.py"
 SHADOWS = "tests/unit/tap/by_hand/test_shadows.py"
+LIGHTNING = "tests/unit/integrations/test_lightning.py"
 REPORTS = "tests/unit/cli/test_report.py"
 SHOW_AND_FOLD = "tests/unit/cli/test_show_and_fold.py"
 LEFT_ALONE = "tests/unit/tap/by_hand/test_left_alone.py"
@@ -1548,6 +1549,9 @@ FAULTS = [
         "pass",
         of_trainer("the_mark_of_weights_without_beta_is_expected_where_a_run_goes_on", "test_checkpoints.py"),
     ),
+    Fault("integrations/lightning.py", " and every and ", " and ", LIGHTNING),
+    Fault("integrations/lightning.py", 'getattr(each, "experiment", None)', "each.experiment", LIGHTNING),
+    Fault("integrations/lightning.py", "        self._losses.clear()", "        pass", LIGHTNING),
     Fault("betahook/tap/last_call.py", " or depth > self._depth", ""),
     Fault(
         "betahook/tap/last_call.py",

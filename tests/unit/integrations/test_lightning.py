@@ -2,11 +2,14 @@
 
 import importlib
 import sys
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+import betahook
+from betahook.step import training_loss
 from support.models import build, inputs
 
 
@@ -34,17 +37,23 @@ class Logger:
         self.steps.append(step)
 
 
+@dataclass(frozen=True)
+class Judge(betahook.Monitor):
+    uses_loss = True
+
+
 @pytest.fixture
 def fitting(lightning):
     """A callback on a tiny model, of a Trainer that accumulates two batches, and a function that trains on one."""
     module = torch.nn.Module()
     module.model = build("llama", "sdpa")
-    callback = lightning.BetaHook("monitor", on_end="keep")
+    callback = lightning.BetaHook(Judge(), on_end="keep")
     trainer = SimpleNamespace(global_step=0, log_every_n_steps=1, is_global_zero=True, loggers=[Logger()])
     trainer.precision_plugin, trainer.accumulate_grad_batches = None, 2
 
-    def train_on_batch(*, steps):
+    def train_on_batch(*, steps, weight=1.0):
         loss = module.model(**inputs("llama")).loss
+        loss = loss * weight / trainer.accumulate_grad_batches
         loss.backward()
         trainer.global_step += steps
         callback.on_train_batch_end(trainer, module, loss, None, 0)
@@ -63,3 +72,13 @@ def test_a_summary_is_logged_as_often_as_lightning_logs(fitting, every, logged):
         fitting.train_on_batch(steps=1)
     assert fitting.trainer.loggers[0].steps == logged
     assert fitting.callback.hook.steps == 3
+
+
+def test_the_loss_of_a_fit_that_was_broken_off_is_not_that_of_the_next(fitting):
+    fitting.train_on_batch(steps=1)
+    alone = training_loss.pooled(fitting.callback.hook._state).item()
+    fitting.train_on_batch(steps=0, weight=1e3)  # the first of the two batches of a step
+    fitting.callback.on_fit_start(fitting.trainer, fitting.module)
+    fitting.callback.on_train_start(fitting.trainer, fitting.module)
+    fitting.train_on_batch(steps=1)
+    assert training_loss.pooled(fitting.callback.hook._state).item() == pytest.approx(alone)
