@@ -9,6 +9,7 @@ import math
 import shutil
 import tempfile
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from inspect import signature
 from pathlib import Path
 
@@ -25,17 +26,15 @@ from betahook.keep.restoring import read_for, restore_saved
 from betahook.report.document import Block, Document, Table, Text
 from betahook.report.names import grouped
 
-KEPT = (
-    "*token*.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "special_tokens_map.json",
-    "*processor_config.json",
-    "chat_template*",
-    "generation_config.json",
+LEFT_BEHIND = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.ckpt*", "*.ot", "*.onnx", "*.gguf"),  # weights
+    *("*.index.json", f"{Path(checkpoint.FILE).stem}.*"),
+    *("trainer_state.json", "events.out.tfevents.*", "latest", "zero_to_fp32.py", ".*"),  # of the training
 )
-"""Files beside the weights that a folded model needs too; optimizer and states of the training stay behind."""
+"""Files of a checkpoint that a folded model does not need; each tokenizer calls the others as it likes."""
+
+FOLDERS_KEPT = ("additional_chat_templates", "[0-9]_*")
+"""Folders that it needs: templates, and the further modules of a model of Sentence Transformers."""
 
 MERGE_FIRST = (
     "in Python, load its base model and the adapter, then betahook.restore(model, folder), "
@@ -136,12 +135,20 @@ def _save(model: PreTrainedModel, target: Path, source: Path) -> None:
         made = Path(unfinished) / target.name
         with models.quiet():
             model.save_pretrained(made)
-        for path in (path for pattern in KEPT for path in source.glob(pattern)):
-            if not (made / path.name).exists():
+        for path in source.iterdir():
+            if (made / path.name).exists():
+                continue
+            if path.is_file() and not _is_named(path, LEFT_BEHIND):
                 shutil.copy2(path, made)
+            elif path.is_dir() and _is_named(path, FOLDERS_KEPT):
+                shutil.copytree(path, made / path.name)
         if target.exists():  # and is empty
             target.rmdir()
         made.rename(target)
+
+
+def _is_named(path: Path, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(path.name, pattern) for pattern in patterns)
 
 
 def examine(name: str, text: str, *, length: int, batch: int, batches: int, pictured: bool) -> Document:

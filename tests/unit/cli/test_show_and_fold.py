@@ -61,6 +61,27 @@ def test_fold_makes_the_plain_model_of_a_checkpoint(saved, tmp_path, capsys):
         assert torch.allclose(AutoModelForCausalLM.from_pretrained(out)(input_ids=ids).logits, expected, atol=1e-5)
 
 
+def test_fold_takes_along_what_is_neither_of_the_weights_nor_of_the_training(saved, tmp_path):
+    """Every tokenizer names its files as it likes: those of Marian, FSMT, LUKE and BioGPT are among these."""
+    source, out = tmp_path / "checkpoint-3", tmp_path / "out"
+    shutil.copytree(saved / "hooked", source)
+    saves = {path.name for path in source.iterdir()} - {"optimizer.pt", checkpoint.FILE}
+    taken = ["source.spm", "target.spm", "bpe.codes", "entity_vocab.json", "dict.txt", "vocab-src.json", "merges.txt"]
+    taken += ["additional_chat_templates/tool_use.jinja", "modules.json", "1_Pooling/config.json", "tokenizing.py"]
+    left = ["scheduler.pt", "scaler.pt", "optimizer.bin", "rng_state.pth", "rng_state_0.pth", "training_args.bin"]
+    left += ["pytorch_model.bin", "pytorch_model.bin.index.json", "model-00001-of-00002.safetensors", "tf_model.h5"]
+    left += ["model.safetensors.index.json", "flax_model.msgpack", "trainer_state.json", "latest", "zero_to_fp32.py"]
+    left += ["events.out.tfevents.1.host", ".gitattributes", ".git/config", "runs/now/events.out.tfevents.1.host"]
+    left += ["checkpoint-1/vocab.txt", "global_step3/states.pt", "pytorch_model_fsdp_0/.metadata", "betahook.1.partial"]
+    for name in (*taken, *left):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(f"of {name}")
+    assert main(["fold", str(source), str(out)]) == 0
+    made = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert made == saves | set(taken)
+    assert all((out / name).read_text() == f"of {name}" for name in taken)
+
+
 def test_layers_that_were_never_reached_have_no_beta(tmp_path, capsys):
     model = build("gpt2", add_cross_attention=True)
     with betahook.attach(model, controller=Halved()) as hook:
