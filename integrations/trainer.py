@@ -195,7 +195,7 @@ class BetaHookCallback(TrainerCallback):
             self._reports.log(state)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.hook is None or not state.is_world_process_zero:
+        if self.hook is None or not args.should_save:  # of each node, with `save_on_each_node`
             return
         folder = checkpoints.of_step(args, state)
         if folder.is_dir():

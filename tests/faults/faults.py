@@ -1551,6 +1551,12 @@ FAULTS = [
         "pass",
         of_trainer("the_mark_of_weights_without_beta_is_expected_where_a_run_goes_on", "test_checkpoints.py"),
     ),
+    Fault(
+        "integrations/trainer.py",
+        "not args.should_save:  # of each node",
+        "not state.is_world_process_zero:  # of each node",
+        of_trainer("beta_is_saved_where_the_trainer_saves", "test_checkpoints.py"),
+    ),
     Fault("integrations/lightning.py", " and every and ", " and ", LIGHTNING),
     Fault("integrations/lightning.py", 'getattr(each, "experiment", None)', "each.experiment", LIGHTNING),
     Fault("integrations/lightning.py", "        self._losses.clear()", "        pass", LIGHTNING),

@@ -26,3 +26,10 @@ def make_trainer(folder, callback, **arguments):
         eval_dataset=Tokens(),
         callbacks=[callback],
     )
+
+
+def arguments_of_rank_one(**arguments):
+    """Those of the second process, the first of its node."""
+    made = TrainingArguments(report_to=[], use_cpu=True, **arguments)
+    made.__class__ = type("OnRankOne", (TrainingArguments,), {"process_index": 1, "local_process_index": 0})
+    return made

@@ -16,7 +16,7 @@ from betahook import checkpoint
 from betahook.hook import hooks_of
 from betahook.integrations.trainer import BetaHookCallback, last_checkpoint, watch
 from support.models import build, inputs
-from support.trainer import make_trainer
+from support.trainer import arguments_of_rank_one, make_trainer
 
 
 @pytest.fixture(scope="module")
@@ -225,10 +225,20 @@ def test_only_the_unfinished_checkpoint_of_a_run_without_betahook_is_set_aside(t
 def test_other_ranks_rename_nothing(copy_of_run):
     damage(copy_of_run / "checkpoint-6/trainer_state.json")
     expected = content(copy_of_run)
-    arguments = TrainingArguments(output_dir=str(copy_of_run), report_to=[], use_cpu=True)
-    arguments.__class__ = type("OnRankOne", (TrainingArguments,), {"process_index": 1})
+    arguments = arguments_of_rank_one(output_dir=str(copy_of_run))
     BetaHookCallback().on_init_end(arguments, TrainerState(), TrainerControl())
     assert content(copy_of_run) == expected
+
+
+@pytest.mark.parametrize("each_node", [False, True])
+def test_beta_is_saved_where_the_trainer_saves(tmp_path, each_node):
+    """By the first process of another node too, if each is to save."""
+    arguments = arguments_of_rank_one(output_dir=str(tmp_path), save_on_each_node=each_node)
+    state, callback = TrainerState(global_step=2, is_world_process_zero=False), BetaHookCallback()
+    (tmp_path / "checkpoint-2").mkdir()
+    with betahook.attach(build("llama")) as callback.hook:
+        callback.on_save(arguments, state, TrainerControl())
+    assert (tmp_path / "checkpoint-2" / checkpoint.FILE).exists() is each_node
 
 
 def test_the_files_that_are_pushed_have_beta_beside_them(tmp_path):

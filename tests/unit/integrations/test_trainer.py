@@ -6,12 +6,12 @@ import json
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 import betahook
 from betahook.integrations.trainer import BetaHookCallback
 from support.models import build, inputs
-from support.trainer import make_trainer
+from support.trainer import arguments_of_rank_one, make_trainer
 from support.training import LAYER
 
 
@@ -131,7 +131,7 @@ def test_other_ranks_log_nothing(tmp_path):
     callback = BetaHookCallback()
     model = build("llama", "sdpa")
     state, control = TrainerState(is_world_process_zero=False, log_history=[{"loss": 1.0}]), TrainerControl()
-    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    arguments = arguments_of_rank_one(output_dir=str(tmp_path))
     callback.on_train_begin(arguments, state, control, model=model)
     model(**inputs("llama"))
     callback.on_step_end(arguments, state, control)
