@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 
 import torch
@@ -141,13 +141,15 @@ def refuse(plan: FoldPlan) -> None:
 
 
 def foresee(hook: Hook, *, from_weights: bool) -> dict[AttentionLayer, str]:
-    """Return what will speak against folding a beta that the heads of a layer share, for the layers that have a reason.
+    """Return what will speak against folding the beta of a layer, or of its heads, for the layers that have a reason.
 
     It goes by what the model shows now, `from_weights` by the weights too, which no model on the meta device has: there
     may be further reasons when it is folded.
     """
     layers = hook.layers.values()
-    plan = FoldPlan(hook, hook.model, {layer: torch.full((layer.heads,), 2.0, dtype=torch.float64) for layer in layers})
+    factors = partial(torch.linspace, 2.0, 2.0 + hook.settings.per_head, dtype=torch.float64, device="cpu")
+    gains = {layer: factors(layer.heads) for layer in layers}
+    plan = FoldPlan(hook, hook.model, gains)
     refusals = STANDING if from_weights else FORESEEN
     of_model = next((reason for refusal in MODEL_REFUSALS if (reason := refusal(plan)) is not None), None)
 

@@ -721,6 +721,7 @@ FAULTS = [
         "tests/unit/models/test_scaling.py",
     ),
     Fault("betahook/keep/refusals.py", "(gain != gain[0]).any()", "(gain != gain[0]).all()"),
+    Fault("betahook/keep/refusals.py", "2.0 + hook.settings.per_head", "2.0"),
     Fault("betahook/keep/refusals.py", "not all(finite)", "not any(finite)"),
     Fault("betahook/keep/refusals.py", "plan.users[id(parameter)] > 1", "plan.users[id(parameter)] > 2"),
     Fault("betahook/keep/refusals.py", "    memory_is_shared,\n", ""),

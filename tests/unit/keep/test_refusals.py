@@ -332,6 +332,14 @@ def test_what_cannot_be_folded_is_said_before_the_training(controller, targets, 
     assert ("q_proj is wrapped by an adapter" in caplog.text) is is_said
 
 
+@pytest.mark.parametrize("per_head", [True, False])
+def test_heads_that_share_a_norm_are_named_before_their_betas_differ(per_head, caplog):
+    with betahook.attach(build("qwen3"), per_head=per_head) as hook:
+        warn_of_refusals(hook)
+    said = "beta of 2 of 2 layers cannot be folded at the end of training (model.layers.0.self_attn: its query norm is "
+    assert (said + "shared by all heads, whose betas differ. Attach with per_head=False" in caplog.text) is per_head
+
+
 def test_an_adapter_without_a_place_for_beta_does_not_keep_a_training_from_its_begin(caplog, monkeypatch):
     def none(layer):
         raise NoScalingError("its projections take no factor")
