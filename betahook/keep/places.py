@@ -14,7 +14,7 @@ from torch import Tensor
 
 from betahook.layer import AttentionLayer
 from betahook.models.families import QUERY_NORMS
-from betahook.models.scaling import Norm, Scaling, added_query_norms, learned_norm, query_projections, query_weights
+from betahook.models.scaling import Norm, Scaling, added_query_norms, learned_norm, query_weights
 
 
 def find_places(layer: AttentionLayer) -> Iterator[Scaling]:
@@ -29,14 +29,6 @@ def find_places(layer: AttentionLayer) -> Iterator[Scaling]:
         yield Scaling([replace(weight, offset=float(weight.name == "weight")) for weight in weights])
     if layer.projections is not None:
         yield from map(Scaling, query_weights(layer.module, layer.projections[0], layer.heads, layer.head_dim, 1.0))
-
-
-def carriers(layer: AttentionLayer) -> list[Tensor]:
-    """The tensors of a layer that a factor may go into."""
-    of_norms = [tensor for norms in query_norms(layer) for norm in norms for tensor in norm.tensors]
-    projections = () if layer.projections is None else query_projections(layer.module, layer.projections[0])
-    pairs = [(projection.stored, projection.stored_bias) for projection in projections]
-    return of_norms + [tensor for pair in pairs for tensor in pair if tensor is not None]
 
 
 def query_norms(layer: AttentionLayer) -> list[list[Norm]]:

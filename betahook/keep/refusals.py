@@ -7,17 +7,18 @@ the end hold those of the model and those of a layer, in order. None of them wri
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from betahook import compat
 from betahook.hook import Hook
-from betahook.keep.places import carriers, find_places, overlap, query_norms
+from betahook.keep.places import find_places, overlap, query_norms
 from betahook.layer import AttentionLayer
 from betahook.models import materialise
 from betahook.models.discovery import shown_name
@@ -38,30 +39,36 @@ class FoldPlan:
         hook: the hook of the model.
         given: the model that `fold` got, perhaps around the hooked one or a part of it.
         gains: the factors `[heads]`, in float64, of the layers whose beta is not the model's own, one at least.
+        has_weights: False where only the shapes of the weights are to be looked at.
     """
 
     hook: Hook
     given: nn.Module
     gains: dict[AttentionLayer, Tensor]
+    has_weights: bool = True
+    _places: dict[AttentionLayer, list[Scaling]] = field(default_factory=dict, init=False, repr=False)
+
+    def places(self, layer: AttentionLayer) -> list[Scaling]:
+        """Places at which a query may take its factor; of a model with adapters, those saved with them.
+
+        Raises:
+            NoScalingError: a weight at one of them cannot be written to.
+        """
+        if layer not in self._places:
+            found = [(place, self._is_saved(place)) for place in find_places(layer)]
+            # The first is the norm of the query where it has one: what is before it does nothing.
+            self._places[layer] = [place for place, saved in found if found[0][1] and saved]
+        return self._places[layer]
+
+    def _is_saved(self, place: Scaling) -> bool:
+        """Tell if the weights of a place are saved; refuses those that cannot be written to, saved or not."""
+        parameters = place.parameters if self.has_weights else [weight.stored for weight in place.weights]
+        return self._adapted is None or set(map(id, parameters)) <= self._adapted
 
     @cached_property
-    def places(self) -> dict[AttentionLayer, list[Scaling]]:
-        """Places at which each query may take its factor; of a model with adapters, those saved with them."""
-        adapted = None if self.adapters is None else compat.parameters_of_adapters(self.hook.model)
-
-        def is_saved(place: Scaling) -> bool:
-            parameters = place.parameters  # raises where one is made of others, whoever asks
-            return adapted is None or set(map(id, parameters)) <= adapted
-
-        places = {}
-        for layer in self.gains:
-            try:
-                found = [(place, is_saved(place)) for place in find_places(layer)]
-            except NoScalingError as error:
-                raise self.error(f"{error}; {self.adapters or 'fold the whole, plain model'}", layer) from error
-            # The first is the norm of the query where it has one: what is before it does nothing.
-            places[layer] = [place for place, saved in found if found[0][1] and saved]
-        return places
+    def _adapted(self) -> set[int] | None:
+        """Ids of the parameters that are saved with adapters; None without any."""
+        return None if self.adapters is None else compat.parameters_of_adapters(self.hook.model)
 
     @cached_property
     def adapters(self) -> str | None:
@@ -131,9 +138,8 @@ class FoldPlan:
 
 def refuse(plan: FoldPlan) -> None:
     """Raise the first refusal that holds, of the model and then of its layers."""
-    for of_model in MODEL_REFUSALS:
-        if (reason := of_model(plan)) is not None:
-            raise plan.error(reason, next(iter(plan.gains)))
+    if (reason := _first(MODEL_REFUSALS, plan)) is not None:
+        raise plan.error(reason, next(iter(plan.gains)))
     for of_layer in LAYER_REFUSALS:
         for layer in plan.gains:
             if (reason := of_layer(plan, layer)) is not None:
@@ -148,18 +154,15 @@ def foresee(hook: Hook, *, from_weights: bool) -> dict[AttentionLayer, str]:
     """
     layers = hook.layers.values()
     factors = partial(torch.linspace, 2.0, 2.0 + hook.settings.per_head, dtype=torch.float64, device="cpu")
-    gains = {layer: factors(layer.heads) for layer in layers}
-    plan = FoldPlan(hook, hook.model, gains)
-    refusals = STANDING if from_weights else FORESEEN
-    of_model = next((reason for refusal in MODEL_REFUSALS if (reason := refusal(plan)) is not None), None)
+    plan = FoldPlan(hook, hook.model, {layer: factors(layer.heads) for layer in layers}, from_weights)
+    of_model = _first(MODEL_REFUSALS, plan)
+    reasons = {layer: of_model or _first(STANDING, plan, layer) for layer in layers}
+    return {layer: reason for layer, reason in reasons.items() if reason is not None}
 
-    def find(layer: AttentionLayer) -> str | None:
-        try:
-            return of_model or next((reason for each in refusals if (reason := each(plan, layer)) is not None), None)
-        except FoldError as error:  # a place that adapters leave, of any layer
-            return str(error)
 
-    return {layer: reason for layer in layers if (reason := find(layer)) is not None}
+def _first(refusals: Iterable[Callable[..., str | None]], *given: Any) -> str | None:
+    """The reason of the first refusal that holds; None where none does."""
+    return next((reason for refusal in refusals if (reason := refusal(*given)) is not None), None)
 
 
 def weights_are_sharded(plan: FoldPlan) -> str | None:
@@ -175,7 +178,7 @@ def weights_are_sharded(plan: FoldPlan) -> str | None:
 
 def adapter_is_saved_alone(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """A saved adapter leaves out the weights below it."""
-    return None if plan.adapters is None or plan.places[layer] else plan.adapters
+    return None if plan.adapters is None or plan.places(layer) else plan.adapters
 
 
 def prompts_are_saved_alone(plan: FoldPlan) -> str | None:
@@ -240,26 +243,13 @@ def weight_makes_keys(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     return f"{reason}. Exclude the layer with attach(layers=...)" if shared else None
 
 
-def weight_is_computed(plan: FoldPlan, layer: AttentionLayer) -> str | None:
-    """A parametrisation overwrites the weight, or the bias beside it, in every forward."""
-    computed = not all(isinstance(tensor, nn.Parameter) for tensor in carriers(layer))
-    remedy = "remove the parametrization or pruning first, or fold the unsharded model"
-    return f"its query weight, or its bias, is computed anew in every forward; {remedy}" if computed else None
-
-
-def weight_is_elsewhere(plan: FoldPlan, layer: AttentionLayer) -> str | None:
-    """The numbers are offloaded, or lie in a tensor of another class: quantised."""
-    for tensor in carriers(layer):
-        if tensor.is_meta or not materialise.is_plain(tensor):
-            kind = "offloaded, on the meta device" if tensor.is_meta else f"a {type(tensor.data).__name__}"
-            return f"its query weight is {kind}; fold the whole, plain model on one device"
+def weight_takes_no_factor(plan: FoldPlan, layer: AttentionLayer) -> str | None:
+    """A weight is computed in every forward, offloaded, sharded or quantised."""
+    try:
+        plan.places(layer)
+    except NoScalingError as error:
+        return f"{error}; {plan.adapters or 'fold the whole, dequantised model on one device'}"
     return None
-
-
-def weight_is_quantised(plan: FoldPlan, layer: AttentionLayer) -> str | None:
-    """Integers take no factor."""
-    dtype = next((tensor.dtype for tensor in carriers(layer) if not tensor.is_floating_point()), None)
-    return None if dtype is None else f"its query weight is of {dtype}; dequantise it first"
 
 
 def weight_is_shared(plan: FoldPlan, layer: AttentionLayer) -> str | None:
@@ -280,12 +270,12 @@ def memory_is_shared(plan: FoldPlan, layer: AttentionLayer) -> str | None:
 
 
 def _parameters(plan: FoldPlan, layer: AttentionLayer) -> Iterator[nn.Parameter]:
-    return (parameter for place in plan.places[layer] for parameter in place.parameters)
+    return (parameter for place in plan.places(layer) for parameter in place.parameters)
 
 
 def weight_would_overflow(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """The scaled weight is beyond the range of its dtype, or was not finite before."""
-    weights = [weight for place in plan.places[layer] for weight in place.weights]
+    weights = [weight for place in plan.places(layer) for weight in place.weights]
     finite = [weight.stays_finite(plan.gains[layer]) for weight in weights]
     overflow = plan.is_on_any_rank(not all(finite))
     is_narrow = any(weight.parameter.dtype == torch.float16 for weight in weights)
@@ -295,16 +285,15 @@ def weight_would_overflow(plan: FoldPlan, layer: AttentionLayer) -> str | None:
 
 
 MODEL_REFUSALS: list[Callable[[FoldPlan], str | None]] = [weights_are_sharded, prompts_are_saved_alone]
-FORESEEN: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [
+STANDING: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [
     query_is_clipped,
     norm_is_shared_by_heads,
     projection_is_unknown,
     projection_is_shared_by_heads,
     weight_makes_keys,
-    weight_is_computed,
+    weight_takes_no_factor,
+    adapter_is_saved_alone,
 ]
-"""Refusals that need no numbers of the weights."""
-STANDING = [*FORESEEN, weight_is_elsewhere, weight_is_quantised, adapter_is_saved_alone]
 """Those that hold whatever beta is, and before the first forward."""
 LAYER_REFUSALS: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [
     beta_is_unknown,

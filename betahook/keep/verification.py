@@ -55,7 +55,7 @@ def _check_layers(plan: FoldPlan) -> tuple[dict[AttentionLayer, Scaling], list[T
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal precision
             output = forward(*args, **kwargs)
-            candidates = exact.get(layer, plan.places[layer])  # those left of an earlier call in the same forward
+            candidates = exact.get(layer, plan.places(layer))  # those left of an earlier call in the same forward
             with random_state_kept(plan.hook.model.parameters()):
                 exact[layer] = _LayerCheck(plan, layer, forward, args, kwargs).exact(candidates)
             precision = max(precision, rerun.coarsest_eps([output, exact[layer][0].parameters]))

@@ -39,7 +39,7 @@ def obstacle(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> st
         return "offloaded, on the meta device outside the forward"
     if not weight.is_floating_point() and _dequantised(weight, module) is None:
         return f"quantised in an unknown way, a {type(weight).__name__} of {weight.dtype}"
-    if weight.is_floating_point() and (weight.dim() < 2 or not _is_whole(weight, module) or _is_freed(weight)):
+    if weight.is_floating_point() and (weight.dim() < 2 or not is_whole(weight, module) or _is_freed(weight)):
         return "sharded outside the forward"
     if adapter is not None and compat.is_active_adapter(adapter) and not compat.is_known_adapter(adapter):
         return f"under an adapter of an unknown kind, {type(adapter).__name__}"
@@ -102,8 +102,8 @@ def read(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> Tensor
     return weight
 
 
-def _is_whole(weight: Tensor, module: nn.Module) -> bool:
-    """False for the weight of a linear module with fewer entries than it states, as FSDP 1 and ZeRO-3 leave it."""
+def is_whole(weight: Tensor, module: nn.Module) -> bool:
+    """False for the weight of a linear module with fewer entries than it states, as FSDP 1, ZeRO-3 and 4 bits have."""
     out, width = getattr(module, "out_features", None), getattr(module, "in_features", None)
     # A parameter of an attention is no weight of that size, whatever the attention states.
     parameters = dict(module.named_parameters(recurse=False))

@@ -56,12 +56,6 @@ class Projection:
         return stored
 
     @property
-    def stored_bias(self) -> Tensor | None:
-        """The bias beside it, None without one."""
-        bias = None if self.bias is None else materialise.stored(self.module, self.bias)
-        return bias if isinstance(bias, Tensor) else None
-
-    @property
     def owners(self) -> list[nn.Module]:
         """The modules whose weights make q or k now: others where adapters came or went."""
         return [self.module, *compat.adapter_outputs(self.adapter), *compat.magnitudes(self.adapter)]

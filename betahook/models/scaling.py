@@ -81,17 +81,30 @@ class Weight:
     offset: float = 0.0
 
     @property
+    def stored(self) -> nn.Parameter:
+        """The parameter as it is now, wherever its numbers are.
+
+        Raises:
+            NoScalingError: it is made of others.
+        """
+        parameter = materialise.stored(self.module, self.name)
+        if not isinstance(parameter, nn.Parameter):
+            reason = "its weight, or its bias, is made of others in every forward"
+            raise NoScalingError(f"{reason} (remove the parametrization or pruning first)")
+        return parameter
+
+    @property
     def parameter(self) -> nn.Parameter:
-        """The parameter as it is now.
+        """The parameter as it is now, to write to.
 
         Raises:
             NoScalingError: it is made of others, or its numbers are elsewhere.
         """
-        parameter = getattr(self.module, self.name)
-        if not isinstance(parameter, nn.Parameter):
-            raise NoScalingError("its weight is made of others in every forward")
-        if compat.is_zero3(parameter) or parameter.is_meta:
-            raise NoScalingError("its weight is elsewhere outside the forward, offloaded or sharded by ZeRO-3")
+        parameter = self.stored
+        if parameter.is_meta:
+            raise NoScalingError("its weight is offloaded, on the meta device outside the forward")
+        if compat.is_zero3(parameter):
+            raise NoScalingError("its weight is sharded outside the forward, by ZeRO-3")
         if not parameter.is_floating_point() or not materialise.is_plain(parameter):
             raise NoScalingError(f"its weight is quantised, a {type(parameter.data).__name__} of {parameter.dtype}")
         if parameter.dim() <= self.axes[-1] or math.prod(self._sizes(parameter)) != len(self.rows.head):
@@ -221,15 +234,11 @@ def query_weights(
     module: nn.Module, query: Projection, heads: int, head_dim: int, exponent: Tensor | float
 ) -> Iterator[Sequence[Weight]]:
     """The weights that make the query: first with the biases that may be its own, though no projection has them."""
-    weights = [weight for each in query_projections(module, query) for weight in of_linear(each, exponent)]
+    projections = [query, *added_queries(module, query)]  # one, or one of each sequence that attends
+    weights = [weight for each in projections for weight in of_linear(each, exponent)]
     if biases := list(_query_biases(module, heads, head_dim, exponent)):
         yield [*weights, *biases]
     yield weights
-
-
-def query_projections(module: nn.Module, query: Projection) -> list[Projection]:
-    """The projections that make the query: one, or one of each sequence that attends."""
-    return [query, *added_queries(module, query)]
 
 
 def _query_biases(module: nn.Module, heads: int, head_dim: int, exponent: Tensor | float) -> Iterator[Weight]:
@@ -243,9 +252,12 @@ def _query_biases(module: nn.Module, heads: int, head_dim: int, exponent: Tensor
 
 
 def _rows(projection: Projection) -> Tensor:
-    """The rows of q, or of k, in their weight, `[heads, rows of one head]`."""
-    if projection.obstacle is not None:
-        raise NoScalingError(f"its weight is {projection.obstacle}")
+    """The rows of q, or of k, in their weight, `[heads, rows of one head]`; also of one on the meta device."""
+    stored = projection.stored
+    if not stored.is_meta and (obstacle := projection.obstacle) is not None:
+        raise NoScalingError(f"its weight is {obstacle}")
+    if not materialise.is_whole(stored, projection.module):
+        raise NoScalingError(f"its weight is quantised, packed in a {type(stored).__name__}")
     return projection.rows
 
 

@@ -36,6 +36,7 @@ MPS = "tests/models/test_mps.py"
 MODES = "tests/unit/models/test_modes.py"
 TRANSFORMED = "tests/models/test_transforms.py"
 EXPORTED = "tests/models/test_backends.py::test_an_exported_model_keeps_beta_without_its_hook"
+REFUSALS = "tests/unit/keep/test_refusals.py"
 VERIFICATION = "tests/unit/keep/test_verification.py"
 EXPONENTIALS = "tests/unit/tap/by_hand/test_exponentials.py"
 CLIPPING = "tests/unit/step/test_clipping.py"
@@ -721,11 +722,19 @@ FAULTS = [
         "tests/unit/models/test_scaling.py",
     ),
     Fault("betahook/keep/refusals.py", "(gain != gain[0]).any()", "(gain != gain[0]).all()"),
+    Fault("betahook/models/scaling.py", "not materialise.is_whole(stored, projection.module)", "False"),
+    Fault("betahook/keep/refusals.py", "if self.has_weights else", "if True else"),
+    Fault(
+        "betahook/models/scaling.py",
+        "materialise.stored(self.module, self.name)",
+        "getattr(self.module, self.name)",
+        REFUSALS,
+    ),
     Fault("betahook/keep/refusals.py", "2.0 + hook.settings.per_head", "2.0"),
     Fault("betahook/keep/refusals.py", "not all(finite)", "not any(finite)"),
     Fault("betahook/keep/refusals.py", "plan.users[id(parameter)] > 1", "plan.users[id(parameter)] > 2"),
     Fault("betahook/keep/refusals.py", "    memory_is_shared,\n", ""),
-    Fault("betahook/models/scaling.py", ".isfinite().all()", ".isfinite().any()", "tests/unit/keep/test_refusals.py"),
+    Fault("betahook/models/scaling.py", ".isfinite().all()", ".isfinite().any()", REFUSALS),
     Fault(
         "betahook/keep/verification.py",
         "self._gain / self._gain.max() / 2",

@@ -255,7 +255,7 @@ def test_quantised_weights_are_dequantised(kind, tolerance):
         assert metrics[f"weight_std_q/{LAYER}"] != exact
         assert metrics[f"predicted_std/{LAYER}"] > 0
         hook.layers[LAYER].beta = 0.5
-        with pytest.raises(betahook.FoldError, match="its query weight is"):
+        with pytest.raises(betahook.FoldError, match="its weight is quantised"):
             betahook.fold(hook)
 
 

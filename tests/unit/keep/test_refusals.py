@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import betahook
 from betahook.keep.folding import warn_of_refusals
+from betahook.keep.places import find_places
+from betahook.keep.refusals import foresee
 from betahook.models.scaling import NoScalingError
 from support.attention import HEADS, LENGTH, WIDTH, FusedAttention
 from support.models import build, inputs
@@ -75,14 +77,14 @@ def partition(model):
         ("llama", share, False, "another module shares its query weight, which cannot hold two factors"),
         ("llama", poison, False, "would be NaN or infinite"),
         ("llama", hide, False, "its query projection has no known form"),
-        ("llama", quantise, False, "its query weight is of torch.int8; dequantise it first"),
+        ("llama", quantise, False, "its weight is quantised .* of torch.int8; fold the whole, dequantised model"),
         (
             "llama",
             parametrise,
             False,
-            "computed anew in every forward; remove the parametrization or pruning first",
+            r"is made of others in every forward \(remove the parametrization or pruning first\); fold the whole",
         ),
-        ("gpt2", prune_bias, False, "or its bias, is computed anew in every forward; remove the .* pruning first"),
+        ("gpt2", prune_bias, False, r"or its bias, is made of others in every forward \(remove the .* pruning first"),
         ("llama", partition, False, "its weights are sharded over ranks. Save the whole model"),
         (
             "llama",
@@ -217,7 +219,7 @@ def test_an_offloaded_weight_is_refused():
         move(hook, per_head=False)
         query.weight = nn.Parameter(query.weight.to("meta"))
         with pytest.raises(
-            betahook.FoldError, match="its query weight is offloaded, on the meta device; fold the whole"
+            betahook.FoldError, match="its weight is offloaded, on the meta device outside the forward; fold the whole"
         ):
             betahook.fold(model)
 
@@ -338,6 +340,43 @@ def test_heads_that_share_a_norm_are_named_before_their_betas_differ(per_head, c
         warn_of_refusals(hook)
     said = "beta of 2 of 2 layers cannot be folded at the end of training (model.layers.0.self_attn: its query norm is "
     assert (said + "shared by all heads, whose betas differ. Attach with per_head=False" in caplog.text) is per_head
+
+
+def test_each_layer_has_a_reason_of_its_own(monkeypatch):
+    def none_in_the_first(layer):
+        if ".0." in layer.name:
+            raise NoScalingError("its projections take no factor")
+        return find_places(layer)
+
+    peft = pytest.importorskip("peft")
+    model = build("llama")
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), model)
+    monkeypatch.setattr("betahook.keep.refusals.find_places", none_in_the_first)
+    with betahook.attach(model) as hook:
+        first, second = foresee(hook, from_weights=True).values()
+    assert first.startswith("its projections take no factor; model.layers.0.self_attn.q_proj is wrapped by an adapter")
+    assert second.startswith("model.layers.0.self_attn.q_proj is wrapped by an adapter")
+
+
+def test_of_a_model_without_weights_it_is_seen_that_some_are_made_of_others():
+    """The weight of one layer, and the bias alone of another."""
+    with torch.device("meta"):
+        model = build("gpt2")
+    first, second = (block.attn for block in model.transformer.h)
+    prune_bias(model)
+    with betahook.attach(model, controller="monitor") as hook:
+        assert [layer.module for layer in foresee(hook, from_weights=False)] == [first]
+        weight_norm(second.c_attn)
+        assert [layer.module for layer in foresee(hook, from_weights=False)] == [first, second]
+
+
+def test_foreseeing_takes_no_step_of_a_spectral_norm():
+    model = build("llama").train()
+    spectral_norm(model.model.layers[0].self_attn.q_proj)
+    before = copy.deepcopy(model.state_dict())
+    with betahook.attach(model) as hook:
+        assert len(foresee(hook, from_weights=True)) == 1
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_an_adapter_without_a_place_for_beta_does_not_keep_a_training_from_its_begin(caplog, monkeypatch):

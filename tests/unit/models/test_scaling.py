@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from betahook.models import families, projections
+from betahook.models import families, materialise, projections
 from betahook.models.scaling import NoScalingError, Rows, Scaling, Weight, find_scalings, of_linear
 from support.attention import HEADS, WIDTH, ByHandAttention
 from support.models import build
@@ -138,6 +138,21 @@ def test_quantised_weights_are_refused():
     module = ByHandAttention()
     module.q_proj.weight = nn.Parameter(module.q_proj.weight.to(torch.int8), requires_grad=False)
     with pytest.raises(NoScalingError, match="quantised"):
+        next(scalings_of(module))
+
+
+@pytest.mark.parametrize("side", ["q_proj", "k_proj"])
+def test_weights_that_are_packed_are_refused(side, monkeypatch):
+    """Which can be read, but have other rows, as those of four bits."""
+
+    class Packed(nn.Parameter):
+        pass
+
+    module = ByHandAttention()
+    linear, whole = module.get_submodule(side), torch.ones(WIDTH, WIDTH)
+    monkeypatch.setitem(materialise.DEQUANTISERS, "Packed", lambda weight, module: whole)
+    linear.weight = Packed(torch.zeros(HEADS // 2, 1, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(NoScalingError, match="its weight is quantised, packed in a Packed"):
         next(scalings_of(module))
 
 
