@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 from safetensors import SafetensorError
 
 import betahook
 from betahook.cli import terminal
 from betahook.report import html
-from betahook.report.document import Document
 
 OBSTACLES = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)
 """Errors that say what to do; any other is a fault of ours, and shows where."""
@@ -22,24 +20,26 @@ OBSTACLES = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status: 0, 1 for what went wrong, 2 for arguments that make no sense."""
     parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.command is None:
+    given = vars(parser.parse_args(arguments))
+    command, page = given.pop("command"), given.pop("html", None)
+    if command is None:
         parser.print_help()
         return 0
     from betahook.cli import commands  # loads transformers, which takes seconds: not for --help
 
+    if command == "examine":
+        given["pictured"] = page is not None
     try:
-        act: Callable[[ModuleType, argparse.Namespace], Document] = options.act
-        document = act(commands, options)
-        if getattr(options, "html", None):
-            html.write(document, options.html)
-        if options.command == "report":
-            print(f"{options.html}: open it in a browser")
+        document = getattr(commands, command)(**given)
+        if page is not None:
+            html.write(document, page)
+        if command == "report":
+            print(f"{page}: open it in a browser")
         else:
             terminal.show(document)
     except OBSTACLES as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        print(f"betahook {options.command}: {reason}", file=sys.stderr)
+        print(f"betahook {command}: {reason}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -47,47 +47,35 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """The parser, whose arguments have the names of the parameters of the function in `commands`."""
     parser = argparse.ArgumentParser(prog="betahook", description=betahook.__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {betahook.__version__}")
     group = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    model = "a folder with a config.json, or a name on the Hugging Face Hub"
+    where = "a folder with a config.json, or a name on the Hugging Face Hub"
+    model: dict[str, Any] = {"metavar": "model", "help": where}
 
     inspect = _command(group, "inspect", "say where betahook would attach to a model; no weights are read")
-    inspect.add_argument("model", help=model)
-    inspect.set_defaults(act=lambda commands, options: commands.inspect(options.model))
+    inspect.add_argument("name", **model)
 
     examine = _command(group, "examine", "look at the attention of a trained model, by forwards over a text")
-    examine.add_argument("model", help=model)
+    examine.add_argument("name", **model)
     examine.add_argument("--text", required=True, metavar="FILE", help="plain text to run the model on")
     examine.add_argument("--length", type=_positive, default=512, help="tokens in a window (default: %(default)s)")
     examine.add_argument("--batch", type=_positive, default=4, help="windows in a forward (default: %(default)s)")
     examine.add_argument("--batches", type=_positive, default=8, help="forwards (default: %(default)s)")
     examine.add_argument("--html", type=_page, metavar="FILE", help="also write a page with pictures")
-    examine.set_defaults(
-        act=lambda commands, options: commands.examine(
-            options.model,
-            options.text,
-            length=options.length,
-            batch=options.batch,
-            batches=options.batches,
-            pictured=options.html is not None,
-        )
-    )
 
     report = _command(group, "report", "write what a run measured to one HTML file")
-    report.add_argument("run", metavar="RUN", help="a folder with TensorBoard files, checkpoints or both")
+    report.add_argument("folder", metavar="RUN", help="a folder with TensorBoard files, checkpoints or both")
     where = "default: %(default)s in the current folder"
     report.add_argument("--html", type=_page, metavar="FILE", default="betahook.html", help=where)
-    report.set_defaults(act=lambda commands, options: commands.report(options.run))
 
     show = _command(group, "show", "show the beta of each layer of a checkpoint")
     show.add_argument("folder", help="a checkpoint of a run with betahook")
-    show.set_defaults(act=lambda commands, options: commands.show(options.folder))
 
     fold = _command(group, "fold", "fold the beta of a checkpoint into its weights, after an interrupted run")
     fold.add_argument("folder", help="a checkpoint of a run with betahook")
     fold.add_argument("out", help="a new folder for the plain model")
-    fold.set_defaults(act=lambda commands, options: commands.fold(options.folder, options.out))
     return parser
 
 
