@@ -315,9 +315,9 @@ def require(owner: object, option: str, accepts: Callable[[Any], bool], expected
         raise ValueError(f"{type(owner).__name__}({option}=...) must be {expected}; got {value!r}")
 
 
-def require_positive(owner: object, option: str) -> None:
-    """Refuse the value of an option that is no positive number."""
-    require(owner, option, lambda x: isinstance(x, int | float) and x is not True and x > 0, "a positive number")
+def is_positive(value: object) -> bool:
+    """Accept positive numbers; True is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def at_least(least: int) -> Callable[[Any], bool]:

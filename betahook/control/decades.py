@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from betahook.control.base import DECADES, Controller, Memory, Observation, at_least, require
+from betahook.control.base import DECADES, Controller, Memory, Observation, at_least, is_positive, require
 from betahook.control.notes import Note
 from betahook.control.search import limit_increase
 
@@ -115,7 +115,7 @@ class Decades(Controller):
         whole = f"a whole number from 1 to {DECADES:g}"
         require(self, "decades", lambda decades: at_least(1)(decades) and decades <= DECADES, whole)
         require(self, "resolution", lambda decades: 0 < decades <= 1, "above 0, at most 1")
-        require(self, "drift", lambda drift: drift > 0, "a positive number")
+        require(self, "drift", is_positive, "a positive number")
 
     def start(self, beta: Tensor) -> Memory:
         zero, unknown = torch.zeros_like(beta), torch.full_like(beta, torch.nan)

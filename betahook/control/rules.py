@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from betahook.control.base import Controller, Memory, Observation, ceiling, is_at, require, require_positive
+from betahook.control.base import Controller, Memory, Observation, ceiling, is_at, is_positive, require
 from betahook.control.notes import Note, downhill
 from betahook.measure.statistics import Statistics
 
@@ -57,7 +57,7 @@ class Variance(Controller):
     smoothing: float = 0.9
 
     def __post_init__(self) -> None:
-        require(self, "target", lambda target: target > 0, "a positive number")
+        require(self, "target", is_positive, "a positive number")
         require(self, "source", lambda source: source in ("measured", "weights"), '"measured" or "weights"')
         require(self, "smoothing", lambda share: 0 <= share < 1, "a number from 0 to below 1")
 
@@ -90,7 +90,7 @@ class Gradient(Controller):
     betas: tuple[float, float] = (0.9, 0.999)
 
     def __post_init__(self) -> None:
-        require(self, "learning_rate", lambda rate: rate > 0, "a positive number")
+        require(self, "learning_rate", is_positive, "a positive number")
         expected = "two numbers from 0 to below 1"
         require(self, "betas", lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas), expected)
 
@@ -134,7 +134,7 @@ class Cap(Controller):
     threshold: float = 100.0
 
     def __post_init__(self) -> None:
-        require_positive(self, "threshold")
+        require(self, "threshold", is_positive, "a positive number")
 
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
         return torch.minimum(beta, ceiling(self.threshold, observation.statistics.max_score_bound)), state
@@ -170,7 +170,7 @@ class Clip(Controller):
     log_only: bool = False
 
     def __post_init__(self) -> None:
-        require_positive(self, "threshold")
+        require(self, "threshold", is_positive, "a positive number")
         require(self, "log_only", lambda value: isinstance(value, bool), "True or False")
 
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:

@@ -10,7 +10,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from betahook.control.base import DECADES, Controller, Memory, Observation, at_least, ceiling, is_at, require
+from betahook.control.base import (
+    DECADES,
+    Controller,
+    Memory,
+    Observation,
+    at_least,
+    ceiling,
+    is_at,
+    is_positive,
+    require,
+)
 from betahook.control.notes import Note, downhill
 from betahook.control.opening import Course, Opening, Phase
 from betahook.control.sign_search import SignSearch
@@ -99,7 +109,7 @@ class Search(Controller):
         require(self, "opening", lambda step: self.smallest <= step <= self.largest, "between smallest and largest")
         require(self, "growth", lambda growth: growth >= 1, "1 or more")
         for name in ("fresh_ratio", "plateau_growth", "rise_logit_std"):
-            require(self, name, lambda value: value > 0, "a positive number")
+            require(self, name, is_positive, "a positive number")
         for name in ("warmup_decades", "plateau_decades", "rise_decades"):
             require(self, name, lambda decades: 0 <= decades <= DECADES, f"a number from 0 to {DECADES:g}")
         require(self, "early_share", lambda share: 0 <= share <= 1, "a number from 0 to 1")

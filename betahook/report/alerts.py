@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from betahook.control.base import require
+from betahook.control.base import is_positive, require
 from betahook.models.discovery import shown_name
 
 LIMITS = ("max_logit", "logit_std", "entropy")
@@ -66,7 +66,7 @@ class Alerts:
         if not callable(self.on_alert):
             raise TypeError(f"Alerts(on_alert) must be a function of an Alert; got {self.on_alert!r}")
         for name in LIMITS:
-            require(self, name, lambda x: x is None or (x > 0 and x is not True), "a positive number or None")
+            require(self, name, lambda limit: limit is None or is_positive(limit), "a positive number or None")
         require(self, "at_bound", lambda value: isinstance(value, bool), "True or False")
         if not self.at_bound and all(getattr(self, name) is None for name in LIMITS):
             raise ValueError("Alerts without a limit never alert; give one, as in Alerts(print, max_logit=50)")

@@ -730,6 +730,7 @@ FAULTS = [
         "getattr(self.module, self.name)",
         REFUSALS,
     ),
+    Fault("betahook/control/base.py", "isinstance(value, int | float) and not isinstance(value, bool)", "True", RULES),
     Fault("betahook/keep/refusals.py", "2.0 + hook.settings.per_head", "2.0"),
     Fault("betahook/keep/refusals.py", "not all(finite)", "not any(finite)"),
     Fault("betahook/keep/refusals.py", "plan.users[id(parameter)] > 1", "plan.users[id(parameter)] > 2"),

@@ -234,6 +234,7 @@ def test_it_says_what_it_does():
         ({"together": None}, r"Decades\(together=\.\.\.\) must be True or False; got None"),
         ({"decades": 4}, r"Decades\(decades=\.\.\.\) must be a whole number from 1 to 3; got 4"),
         ({"resolution": 0}, r"Decades\(resolution=\.\.\.\) must be above 0, at most 1; got 0"),
+        ({"drift": True}, r"Decades\(drift=\.\.\.\) must be a positive number; got True"),
         ({"drift": NAN}, r"Decades\(drift=\.\.\.\) must be a positive number; got nan"),
     ],
 )

@@ -67,10 +67,12 @@ def test_cap_goes_by_the_bound_and_not_by_what_sampled_rows_show():
 @pytest.mark.parametrize(
     ("rule", "options", "message"),
     [
+        (Variance, {"target": True}, r"Variance\(target=\.\.\.\) must be a positive number; got True"),
         (Variance, {"target": 0}, r"Variance\(target=\.\.\.\) must be a positive number; got 0"),
         (Variance, {"source": "guess"}, r"Variance\(source=\.\.\.\) must be \"measured\" or \"weights\"; got 'guess'"),
         (Variance, {"smoothing": 1.0}, r"Variance\(smoothing=\.\.\.\) must be a number from 0 to below 1; got 1\.0"),
         (Variance, {"smoothing": -0.1}, r"Variance\(smoothing"),
+        (Gradient, {"learning_rate": True}, r"Gradient\(learning_rate=\.\.\.\) must be a positive number"),
         (Gradient, {"learning_rate": 0}, r"Gradient\(learning_rate=\.\.\.\) must be a positive number; got 0"),
         (
             Gradient,

@@ -33,7 +33,7 @@ NAN = math.nan
             for names, expected, values in [
                 (("plateau_batches",), "a whole number, 0 or more", (-1, 1.5)),
                 (("rise_batches",), "a whole number, 1 or more", (0, 1.5)),
-                (("fresh_ratio", "plateau_growth", "rise_logit_std"), "a positive number", (0, NAN)),
+                (("fresh_ratio", "plateau_growth", "rise_logit_std"), "a positive number", (0, NAN, True)),
                 (("warmup_decades", "plateau_decades", "rise_decades"), "a number from 0 to 3", (-1, 3.5)),
                 (("early_share",), "a number from 0 to 1", (-0.1, 1.1)),
                 (("fresh_bound", "plateau_fall"), "above 0, at most 1", (0, 1.1)),
