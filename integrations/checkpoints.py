@@ -19,6 +19,7 @@ from transformers.utils import CONFIG_NAME
 
 from betahook import checkpoint, compat
 from betahook.hook import Hook
+from betahook.measure.statistics import range_over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -151,12 +152,23 @@ def resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
         )
 
 
-def load_best(hook: Hook, folder: str) -> bool:
-    """Bring back the beta of the best checkpoint, whose weights the Trainer has loaded.
+def load_best(hook: Hook, folder: str | None) -> bool:
+    """Bring back the beta of the best checkpoint, whose weights the Trainer has loaded; every rank must call.
+
+    Args:
+        folder: that of the checkpoint; None where there is none. The first node alone may have it.
 
     Returns:
-        False, with a warning, if the folder is gone: the Trainer then goes on with the weights of the last step.
+        True if a rank has found it, on all ranks, which then fold without comparing losses with one another.
     """
+    found = folder is not None and _load_found(hook, folder)
+    device = next(iter(hook.layers.values())).current_gain.device
+    _, on_any_rank = range_over_ranks(int(found), device)
+    return bool(on_any_rank)
+
+
+def _load_found(hook: Hook, folder: str) -> bool:
+    """Bring back the beta of the best checkpoint; False, with a warning, if the folder is gone, as for the Trainer."""
     if not Path(folder).is_dir():
         logger.warning("the best checkpoint %s was deleted: beta stays that of the last step, as weights do", folder)
         return False

@@ -220,8 +220,7 @@ class BetaHookCallback(TrainerCallback):
     ) -> None:
         hook = _begun(self.hook)
         _training.discard(hook)
-        best = state.best_model_checkpoint if args.load_best_model_at_end else None
-        is_best = best is not None and checkpoints.load_best(hook, best)
+        is_best = args.load_best_model_at_end and checkpoints.load_best(hook, state.best_model_checkpoint)
         if not is_best and hasattr(kwargs.get("optimizer"), "eval"):
             kwargs["optimizer"].eval()  # a schedule-free one trains other weights than those that it ends with
         try:
