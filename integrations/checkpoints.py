@@ -23,7 +23,7 @@ from betahook.measure.statistics import range_over_ranks
 
 logger = logging.getLogger(__name__)
 
-_EXPORT = "betahook"
+_KEY = "betahook"
 """Key of the hook's state among those of the callbacks in the state of the Trainer. No class has this name: where one
 has, `restore_callback_states_from_checkpoint` replaces the user's callback by one without its options."""
 
@@ -89,7 +89,7 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def of_step(args: TrainingArguments, state: TrainerState) -> Path:
+def folder_of_step(args: TrainingArguments, state: TrainerState) -> Path:
     """The folder that the Trainer gives to the checkpoint of this step."""
     run, name = Path(args.output_dir or "."), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
     if state.is_hyper_param_search:  # each trial has a folder, whose name callbacks are not told
@@ -107,20 +107,20 @@ def _holds(folder: Path, state: TrainerState) -> bool:
     return there.global_step == state.global_step and json.dumps(there.log_history) == json.dumps(state.log_history)
 
 
-def export(hook: Hook, state: TrainerState, owner: TrainerCallback) -> None:
+def put(hook: Hook, state: TrainerState, owner: TrainerCallback) -> None:
     """Let the state of the Trainer, and so its checkpoints, hold that of its owner's hook as it is when written."""
-    _exports(state)[_EXPORT] = _Export(hook, owner, state)
+    _callback_states(state)[_KEY] = _Snapshot(hook, owner, state)
 
 
 def owner_in(state: TrainerState) -> TrainerCallback | None:
-    """Return the callback that has exported its hook in this training; None before."""
-    exported = _exports(state).get(_EXPORT)
-    return exported.owner if isinstance(exported, _Export) else None
+    """Return the callback that has put its hook into this training; None before."""
+    snapshot = _callback_states(state).get(_KEY)
+    return snapshot.owner if isinstance(snapshot, _Snapshot) else None
 
 
 def forget(state: TrainerState) -> None:
     """Take the hook's state from that of the Trainer."""
-    _exports(state).pop(_EXPORT, None)
+    _callback_states(state).pop(_KEY, None)
 
 
 def resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
@@ -133,17 +133,17 @@ def resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
         ValueError: the checkpoint is elsewhere, and an older version of betahook, or none, wrote it.
     """
     # The Trainer does not tell callbacks where it is: the arguments may, or it is that of this step in `output_dir`.
-    named, last = args.resume_from_checkpoint, of_step(args, state)
+    named, last = args.resume_from_checkpoint, folder_of_step(args, state)
     places = [Path(named), last] if isinstance(named, str) else [last]
-    exported = _exported(state)
+    saved = _saved_state(state)
     if (folder := next((place for place in places if _holds(place, state)), None)) is not None:
         if not _is_plain(folder):
             checkpoint.read(folder).load(hook)
             return
         logger.warning("%s was saved without betahook: beta begins as the model's own", folder)
-    elif exported is not None:
+    elif saved is not None:
         place = f"{compat.trainer_state_name()} of the checkpoint to resume from"
-        checkpoint.read_exported(exported, place).load(hook)
+        checkpoint.read_exported(saved, place).load(hook)
     else:
         raise ValueError(
             f"the checkpoint to resume from is not {' or '.join(map(str, places))}, and its "
@@ -184,29 +184,29 @@ def _load_found(hook: Hook, folder: str) -> bool:
 def _is_plain(folder: Path) -> bool:
     """Tell if a checkpoint was saved without betahook; a file of beta in it is then left from an earlier one."""
     state = TrainerState.load_from_json(str(folder / compat.trainer_state_name()))
-    if _exported(state) is not None or checkpoint.is_marked_folder(folder):
+    if _saved_state(state) is not None or checkpoint.is_marked_folder(folder):
         return False
     # Version 0.1.0 put nothing into the state of the Trainer; but its file names no weights either.
     return not checkpoint.is_begun(folder) or checkpoint.names_weights(folder)
 
 
-def _exported(state: TrainerState) -> Any:
+def _saved_state(state: TrainerState) -> Any:
     """The hook's state in that of the Trainer; None without one.
 
     A training without betahook hands on the one of the checkpoint that it resumed from, which is of an earlier step.
     """
-    exported = _exports(state).get(_EXPORT)
-    return exported if exported is not None and exported.get("step", state.global_step) == state.global_step else None
+    saved = _callback_states(state).get(_KEY)
+    return saved if saved is not None and saved.get("step", state.global_step) == state.global_step else None
 
 
-def _exports(state: TrainerState) -> dict[str, Any]:
+def _callback_states(state: TrainerState) -> dict[str, Any]:
     """The states of callbacks by name in that of the Trainer, which takes a list of callbacks and makes this of it."""
-    exports: Any = state.stateful_callbacks
-    assert isinstance(exports, dict)
-    return exports
+    states: Any = state.stateful_callbacks
+    assert isinstance(states, dict)
+    return states
 
 
-class _Export:
+class _Snapshot:
     """Stands among the states of callbacks for that of a hook, as it is when the Trainer writes them."""
 
     def __init__(self, hook: Hook, owner: TrainerCallback, state: TrainerState) -> None:

@@ -156,7 +156,7 @@ class BetaHookCallback(TrainerCallback):
             on_error.pop_all()
         if self.hook is not self._given:
             _training.add(self.hook)
-        checkpoints.export(self.hook, state, self)
+        checkpoints.put(self.hook, state, self)
         if self._on_end == "fold":
             warn_of_refusals(self.hook)
         if self._reports is not None:  # of a training that was broken off
@@ -197,7 +197,7 @@ class BetaHookCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.hook is None or not args.should_save:  # of each node, with `save_on_each_node`
             return
-        folder = checkpoints.of_step(args, state)
+        folder = checkpoints.folder_of_step(args, state)
         if folder.is_dir():
             checkpoint.save(self.hook, folder)
         else:

@@ -1631,13 +1631,13 @@ FAULTS = [
     ),
     Fault(
         "integrations/checkpoints.py",
-        "elif exported is not None:",
-        "elif named and exported:",
+        "elif saved is not None:",
+        "elif named and saved:",
         of_trainer("a_fork_of_a_run_ends_with_the_same_bits", "test_checkpoints.py"),
     ),
     Fault(
         "integrations/checkpoints.py",
-        "_exports(state).pop(_EXPORT, None)",
+        "_callback_states(state).pop(_KEY, None)",
         "pass",
         of_trainer("the_state_of_the_trainer_is_that_of_any_run_once_beta_is_folded", "test_checkpoints.py"),
     ),
