@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Generic, TypeVar, overload
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -36,16 +36,10 @@ class ByTensor(Generic[V]):
         # callback gets, is the default of `pop`.
         self._entries[key] = compat.WeakIdRef(tensor, functools.partial(self._entries.pop, key)), value
 
-    @overload
-    def get(self, tensor: object) -> V | None: ...
-
-    @overload
-    def get(self, tensor: object, default: V) -> V: ...
-
-    def get(self, tensor: object, default: V | None = None) -> V | None:
-        """Look up the value of a tensor, or the default where it has none."""
+    def get(self, tensor: object) -> V | None:
+        """Look up the value of a tensor, None where it has none."""
         entry = self._entries.get(id(tensor))
-        return default if entry is None else entry[1]
+        return None if entry is None else entry[1]
 
     def pop(self, tensor: Tensor) -> None:
         """Forget a tensor, if it is known."""

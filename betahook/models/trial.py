@@ -326,7 +326,7 @@ class _Watch(TorchFunctionMode):
     def _weigh(self, scores: Tensor, dim: int, output: Tensor) -> None:
         """Note what a softmax of scores makes."""
         self.activations[output] = _Activation()
-        made = self.activations.get(scores, _Activation())
+        made = self.activations.get(scores) or _Activation()
         if made.factors and made.summed is not None:
             head_dim = math.prod(made.factors[0].shape[axis] for axis in made.summed[0])
             size = self._size(scores.numel() // scores.shape[dim], head_dim, made.factors[0])

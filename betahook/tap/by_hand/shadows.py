@@ -46,7 +46,7 @@ class Shadows:
         """Do to the shadows what a call did to the tensors."""
         if "dropout" in call.name or not any(tensor in self._of for tensor in call.tensors):
             return
-        shadow = call.run_on(lambda tensor: self._of.get(tensor, tensor))
+        shadow = call.run_on(lambda tensor: tensor if (own := self._of.get(tensor)) is None else own)
         if call.name == "__setitem__":
             return
         parts, shadows = list(tensors_in(output)), list(tensors_in(shadow))
