@@ -157,9 +157,9 @@ def base_of(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def version(tensor: Tensor) -> int:
-    """How often a tensor, or the one of which it is a view, was changed in place; inference tensors do not count."""
-    return base_of(tensor)._version
+def version(tensor: Tensor) -> int | None:
+    """How often a tensor, or the one of which it is a view, was changed in place; None where inference mode made it."""
+    return None if tensor.is_inference() else base_of(tensor)._version
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/functional.py

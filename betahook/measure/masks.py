@@ -214,10 +214,9 @@ _structures: Any = compat.WeakTensorKeyDictionary()
 
 def _shared_structure(mask: Tensor, band: Band) -> Mask:
     """`_structure`, computed once for all layers that are given the same, unchanged tensor."""
-    # No version counter tells of changes there, nor in the runs of a graph that is captured now.
-    if mask.is_inference() or compat.is_captured(mask.device):
-        return _structure(mask, band)
     base, version = compat.base_of(mask), compat.version(mask)  # the views that layers make are new each time
+    if version is None or compat.is_captured(mask.device):  # nothing tells of changes, as in later runs of a graph
+        return _structure(mask, band)
     known_version, known = _structures.get(base, (None, {}))
     view = mask.storage_offset(), mask.shape, mask.stride(), band
     if known_version != version or (len(known) >= KEPT and view not in known):

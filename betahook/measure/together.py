@@ -61,7 +61,7 @@ class AttentionCall:
     exact_max_logit: bool
     inputs: list[Entries]
 
-    def versions(self) -> tuple[int, ...]:
+    def versions(self) -> tuple[int | None, ...]:
         """Tell how often q, k and the tensor of the mask were changed in place."""
         tensors = self.query, self.key, self.given.tensor
         return tuple(compat.version(tensor) for tensor in tensors if tensor is not None)
@@ -88,7 +88,7 @@ class WaitingCalls:
 
     def __init__(self) -> None:
         self.inputs = WaitingInputs()
-        self._calls: list[tuple[AttentionCall, tuple[int, ...]]] = []  # with its versions
+        self._calls: list[tuple[AttentionCall, tuple[int | None, ...]]] = []  # with its versions
         self._alone: set[int] = set()
 
     def takes(self, heads: slice) -> bool:

@@ -48,7 +48,7 @@ class Factors:
         self._known = self.own
         self._leaves: dict[int, Tensor] = {}
         self._scales = self.own
-        self._made_of: tuple[int, int] | None = None
+        self._made_of: tuple[int | None, int | None] | None = None
         self._outlive_graphs = False
 
     def follow(self, beta: Tensor) -> None:

@@ -80,7 +80,7 @@ class _Inputs:
     def entries_of(self, tensor: Tensor) -> inputs.Entries:
         """`inputs.entries_of` a tensor, those of the last one if it is that one, unchanged."""
         last, self._last = self._last, None
-        version = None if tensor.is_inference() else compat.version(tensor)
+        version = compat.version(tensor)
         if last is not None and last[0]() is tensor and last[1] == version:
             return last[2]
         entries = inputs.entries_of(tensor.detach())

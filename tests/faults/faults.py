@@ -1350,7 +1350,7 @@ FAULTS = [
         ":",
         "tests/unit/measure/test_together.py",
     ),
-    Fault("betahook/measure/masks.py", "mask.is_inference() or compat.is_captured(mask.device)", "mask.is_inference()"),
+    Fault("betahook/measure/masks.py", "version is None or compat.is_captured(mask.device)", "version is None"),
     Fault(
         "betahook/step/stages.py",
         "@torch.inference_mode(False)  # its tensors could not be written to outside of it",

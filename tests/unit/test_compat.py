@@ -261,7 +261,9 @@ def test_a_version_counts_changes_in_place_through_any_view():
     with torch.inference_mode():
         x[0].add_(1)
         x.fill_(2)
+        made = torch.zeros(2, 3)
     assert compat.version(x) == after + 2
+    assert compat.version(made) is compat.version(made[0]) is None
 
 
 def test_attention_of_torch_goes_through_a_mode_only_from_within():

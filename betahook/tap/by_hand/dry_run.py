@@ -41,7 +41,7 @@ def put_back(module: nn.Module) -> Iterator[None]:
     held: dict[int, Any] = {}
     for part in module.modules():
         _collect(vars(part), held, DEPTH)
-    tensors = [(each, each.clone(), _version(each)) for each in held.values() if isinstance(each, Tensor)]
+    tensors = [(each, each.clone(), compat.version(each)) for each in held.values() if isinstance(each, Tensor)]
     contents = [(each, each.copy()) for each in held.values() if not isinstance(each, Tensor)]
     try:
         yield
@@ -52,7 +52,7 @@ def put_back(module: nn.Module) -> Iterator[None]:
                 each.extend(before) if isinstance(each, list) else each.update(before)
         with torch.no_grad():
             for tensor, values, version in tensors:
-                if _version(tensor) != version:
+                if compat.version(tensor) != version:  # tensors of inference mode have none, and stay as they are
                     tensor.copy_(values)
 
 
@@ -67,11 +67,6 @@ def _collect(value: Any, held: dict[int, Any], depth: int) -> None:
             _collect(each, held, depth - 1)
     elif not isinstance(value, Tensor) and hasattr(value, "__dict__"):
         _collect(vars(value), held, depth - 1)
-
-
-def _version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; inference tensors do not count, and stay as they are."""
-    return -1 if tensor.is_inference() else compat.version(tensor)
 
 
 def _holds_the_same(one: Any, other: Any) -> bool:
