@@ -18,6 +18,7 @@ from betahook.models.classifiers import classify
 from betahook.models.code import names_used
 from betahook.models.discovery import AttentionModule, shown_name
 from betahook.models.projections import KNOWN_FORMS, Pair
+from betahook.state.factors import gain_of
 from betahook.state.ranges import HeadRange
 from betahook.state.state import LARGEST_BETA, SMALLEST_BETA, State, is_beta, refusal_anywhere
 
@@ -183,7 +184,7 @@ class AttentionLayer:
     @property
     def current_gain(self) -> Tensor:
         """`beta / beta_default`, `[heads]`: 1 where beta is the model's own, NaN where that is not known yet."""
-        return self._state.gain(self._head_range.heads)
+        return gain_of(*(values[self._head_range.heads] for values in (self._state.beta, self._state.beta_default)))
 
     @contextmanager
     def acting(self, gain: Tensor) -> Iterator[None]:

@@ -21,7 +21,7 @@ from betahook.measure import components, statistics, weights
 from betahook.measure.dtypes import overflow_logit, sum_dtype
 from betahook.measure.groups import HeadGroups, LayerSize
 from betahook.measure.together import WaitingCalls
-from betahook.state.factors import Factors, gain_of
+from betahook.state.factors import Factors
 from betahook.state.pending import Step, add_steps
 from betahook.state.ranges import HeadRange, head_ranges
 from betahook.state.reported import Reported
@@ -203,19 +203,6 @@ class State:
             with torch.no_grad():
                 own = self.beta_default[heads]
                 own.copy_(default.flatten()) if isinstance(default, Tensor) else own.fill_(default)
-
-    def gain(self, heads: slice, default: float | Tensor | None = None) -> Tensor:
-        """Return `beta / beta_default` of some heads: 1 where beta is the model's own, NaN where that is unknown.
-
-        By the `default` if given: compiled graphs may ask again in the backward, when later layers have written theirs.
-        """
-        beta, own = self.beta[heads], self.beta_default[heads]
-        if isinstance(default, Tensor):
-            own = default.to(beta).flatten()
-            own = torch.where(own == 0, beta, own)  # scores that are scaled by 0 are so by any beta
-        elif default is not None:
-            own = torch.full_like(beta, default)
-        return gain_of(beta, own)
 
     @torch.no_grad()
     def settle(self) -> None:

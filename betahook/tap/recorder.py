@@ -94,6 +94,24 @@ def shows_shapes(tensor: Tensor | None, state: State) -> bool:
     return tensor is not None and tensor.is_meta and state.device.type != "meta"
 
 
+def _first_of_this_rank(attention: AttentionModule, heads: int) -> int | None:
+    """Index of the first head of a rank that computes so many; None if none computes that many."""
+    projections = attention.projections
+    mesh = getattr(projections[0].stored, "device_mesh", None) if projections else None
+    if mesh is None or heads * mesh.size(mesh.ndim - 1) != attention.heads:
+        return None
+    first: int = mesh.get_local_rank(mesh.ndim - 1) * heads  # on the innermost dimension: the outer are data-parallel
+    return first
+
+
+def _of_this_rank(recorder: Recorder, values: Tensor) -> Tensor:
+    """The values of the heads that this rank computes, of those of all heads of a layer."""
+    if recorder._local_heads == recorder.heads:  # a slice of them would make constants of a compiled layer
+        return values
+    first = recorder._local_range.heads.start - recorder._head_range.heads.start
+    return values[first : first + recorder._local_heads]
+
+
 class Recorder:
     """Records the attention calls of one module.
 
@@ -202,20 +220,23 @@ class Recorder:
         """
         if heads == self._local_heads:
             return True
-        projections = self.attention.projections
-        mesh = getattr(projections[0].stored, "device_mesh", None) if projections else None
-        if mesh is None or heads * mesh.size(mesh.ndim - 1) != self.heads:
+        if (first := _first_of_this_rank(self.attention, heads)) is None:
             return False
-        # The innermost dimension of the mesh: the outer ones are data-parallel.
-        first = mesh.get_local_rank(mesh.ndim - 1) * heads
         self._local_range, self._local_heads = self._head_range.part(first, heads), heads
         return True
 
     def local_gain(self, default: float | Tensor | None) -> Tensor:
-        """`State.gain` of the heads that this rank computes, by the `default` of this call where it is given."""
-        if isinstance(default, float) and self._local_heads == self.heads:
-            return gain_of(self.tensors.beta, default)
-        return self.state.gain(self._local_range.heads, default)
+        """`beta / beta_default` of the heads that this rank computes, by the `default` of this call if given.
+
+        Compiled graphs may ask again in the backward, when later layers have written theirs.
+        """
+        beta = _of_this_rank(self, self.tensors.beta)
+        if default is None:
+            default = self.state.beta_default[self._local_range.heads]
+        elif isinstance(default, Tensor):
+            default = default.to(beta).flatten()
+            default = torch.where(default == 0, beta, default)  # scores that are scaled by 0 are so by any beta
+        return gain_of(beta, default)
 
     def ready_gain(self, *, as_leaf: bool) -> Tensor | None:
         """The gain by the number that was last noted, `[heads, 1, 1]`; None if another rank computes some heads.
@@ -238,11 +259,8 @@ class Recorder:
         Scaled by the number of tensor-parallel ranks: the reduction takes the mean over all ranks, and only one of them
         computes a head.
         """
-        probe, ranks = self.tensors.probe, self.heads // self._local_heads
-        if ranks == 1:  # a slice of them would make constants of a compiled layer
-            return probe
-        first = self._local_range.heads.start - self._head_range.heads.start
-        return ranks * probe[first : first + self._local_heads]
+        probe, ranks = _of_this_rank(self, self.tensors.probe), self.heads // self._local_heads
+        return probe if ranks == 1 else ranks * probe
 
     @torch.no_grad()
     def record(self, query: Tensor, key: Tensor, mask: Mask | GivenMask, score_mod: ScoreMod = PLAIN) -> None:

@@ -206,8 +206,8 @@ FAULTS = [
     ),
     Fault(
         "betahook/tap/recorder.py",
-        "and self._local_heads == self.heads:",
-        "and self._local_heads < self.heads:",
+        "if recorder._local_heads == recorder.heads:",
+        "if recorder._local_heads > recorder.heads:",
         "tests/models/test_backends.py::test_layers_that_are_compiled_one_by_one_share_their_code",
     ),
     Fault(
@@ -633,7 +633,7 @@ FAULTS = [
         "layer.local_gain(None) ",
         f"{SCALES}::test_beta_is_that_which_acts_when_the_scale_of_the_model_changes",
     ),
-    Fault("betahook/tap/recorder.py", "return ranks * probe[first", "return probe[first"),
+    Fault("betahook/tap/recorder.py", "else ranks * probe", "else probe"),
     Fault("betahook/tap/override.py", "if attributes.get(self._name) is self._value", "if self._name in attributes"),
     Fault("betahook/tap/override.py", "attributes[self._name] is not self._value", "False", COPIES),
     Fault("betahook/tap/copies.py", "if key != identity", "if key == identity"),
@@ -950,9 +950,9 @@ FAULTS = [
         f"{SCALES}::test_the_log_of_a_single_token_scales_by_zero",
     ),
     Fault(
-        "betahook/state/state.py",
-        "torch.where(own == 0,",
-        "torch.where(own == -1,",
+        "betahook/tap/recorder.py",
+        "torch.where(default == 0,",
+        "torch.where(default == -1,",
         f"{SCALES}::test_the_log_of_a_single_token_scales_by_zero",
     ),
     Fault(
