@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from betahook.measure import masks
-from betahook.measure.masks import Band, Mask
+from betahook.measure.masks import Band, GivenMask
 from betahook.models import selective, stand_ins
 from betahook.models.code import functions_of, names_in, namespaces
 from betahook.models.torch_calls import Call
@@ -38,8 +38,7 @@ class Kernel:
             count where the function does not tell.
         scale: the argument that is the model's own beta; None given stands for `1/sqrt(d_k)`.
         heads: the axis of the heads in a query; None where labels have to show it.
-        describe: the pairs that a call uses, from its arguments, q and k `[..., heads, tokens, d_k]`, and the band that
-            a mask tensor is expected to have.
+        describe: the pairs that a call uses, from its arguments, and q and k `[..., heads, tokens, d_k]`.
         package: where it comes from.
         unknown: arguments whose effect on the logits is not followed.
         dims: dimensions of a query with `heads`; labels show the axis in one of fewer.
@@ -48,7 +47,7 @@ class Kernel:
     names: tuple[str, ...]
     scale: str
     heads: int | None
-    describe: Callable[[Arguments, Tensor, Tensor, Batched, Band], Mask]
+    describe: Callable[[Arguments, Tensor, Tensor, Batched], GivenMask]
     package: str
     unknown: tuple[str, ...] = ()
     dims: int = 4
@@ -94,45 +93,47 @@ def _parameters(kernel: Callable[..., Any]) -> tuple[str, ...]:
         return ()
 
 
-def _of_torch(given: Arguments, query: Tensor, key: Tensor, batched: Batched, expected: Band) -> Mask:
+def _of_torch(given: Arguments, query: Tensor, key: Tensor, batched: Batched) -> GivenMask:
     mask = given.get("attn_mask")
     if mask is None:
-        return Mask(Band(None, 0 if given.get("is_causal") else None))
+        return GivenMask("none", band=Band(None, 0 if given.get("is_causal") else None))
     pairs = mask.expand(max(len(query), len(key)), *query.shape[1:-1], key.shape[-2])
-    return masks.from_tensor(batched(pairs), expected)
+    return GivenMask("pairs", batched(pairs))
 
 
-def _of_flex(given: Arguments, query: Tensor, key: Tensor, batched: Batched, expected: Band) -> Mask:
+def _of_flex(given: Arguments, query: Tensor, key: Tensor, batched: Batched) -> GivenMask:
     mask = given.get("block_mask")
     if mask is None:
-        return Mask(Band())
-    return masks.from_tensor(dense(mask, query.shape[-2], key.shape[-2], query.device), expected)
+        return GivenMask("none")
+    return GivenMask("pairs", dense(mask, query.shape[-2], key.shape[-2], query.device))
 
 
-def _of_flash(given: Arguments, query: Tensor, key: Tensor, batched: Batched, expected: Band) -> Mask:
+def _of_flash(given: Arguments, query: Tensor, key: Tensor, batched: Batched) -> GivenMask:
     """Masks count positions from the end of the keys; a window has -1 for an open side."""
     left, right = given.get("window_size") or (-1, -1)
     last, right = key.shape[-2] - query.shape[-2], 0 if given.get("causal") or given.get("is_causal") else right
     band = Band(last - left - 1 if left >= 0 else None, last + right if right >= 0 else None)
     ends = next((given[name] for name in ENDS if name in given), None)
     if ends is None:
-        return Mask(band)
-    return masks.from_documents(documents(ends, query.shape[-2]), band)
+        return GivenMask("none", band=band)
+    return GivenMask("documents", documents(ends, query.shape[-2]), band)
 
 
-def _of_xformers(given: Arguments, query: Tensor, key: Tensor, batched: Batched, expected: Band) -> Mask:
+def _of_xformers(given: Arguments, query: Tensor, key: Tensor, batched: Batched) -> GivenMask:
     bias = given.get("attn_bias")
     if bias is None:
-        return Mask(Band())
+        return GivenMask("none")
     if type(bias).__name__ == "LowerTriangularMask":
-        return Mask(Band(None, 0))
+        return GivenMask("none", band=Band(None, 0))
     if not isinstance(bias, Tensor):
         bias = bias.materialize((*query.shape[:-1], key.shape[-2]), device=query.device)
-    return masks.from_tensor(batched(bias.expand(*query.shape[:-1], key.shape[-2])), expected)
+    return GivenMask("pairs", batched(bias.expand(*query.shape[:-1], key.shape[-2])))
 
 
-def find_band(pairs: Tensor) -> Band:
-    """The band of a boolean mask, see `Mask.pairs`: full, causal or a window. Reads it back to the host."""
+def find_band(mask: Tensor) -> Band:
+    """The band of a mask, see `masks.from_tensor`: full, causal or a window. Reads it back to the host."""
+    pairs = masks.from_tensor(mask, Band()).pairs
+    assert pairs is not None
     queries, keys = pairs.shape[-2:]
     positions = [torch.arange(size, device=pairs.device) for size in (queries, keys)]
     distances = (positions[1] - positions[0][:, None])[pairs.flatten(0, 1).any(0)]

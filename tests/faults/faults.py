@@ -1290,9 +1290,7 @@ FAULTS = [
     Fault("betahook/tap/kernels.py", "if low > -queries else None", "", BANDS),
     Fault("betahook/tap/kernels.py", "if high < keys - 1 else None", "", BANDS),
     Fault("betahook/tap/kernels.py", "int(distances.min()) - 1", "int(distances.min())", BANDS),
-    Fault(
-        "betahook/tap/by_hand/softmaxes.py", "mask.pairs is None or plan.band is not None", "mask.pairs is None", BANDS
-    ),
+    Fault("betahook/tap/by_hand/softmaxes.py", "plan.band is None and not", "not", BANDS),
     Fault(
         "betahook/tap/by_hand/watching.py",
         "is_without_data()) and bool(layer.is_set.any())",

@@ -5,13 +5,14 @@ The tap in `watching` calls these functions in place of torch's.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from betahook import compat
-from betahook.measure.masks import Band, Mask
+from betahook.measure.masks import Band, GivenMask
 from betahook.measure.rows import ScoreMod
 from betahook.models.torch_calls import Call
 from betahook.tap import compiled
@@ -129,7 +130,7 @@ def fused(forward: Forward, call: Call) -> Any:
             raw = divided(query.detach(), factors[0]), divided(key.detach(), factors[1])
             q, k = (contraction.batched(x, axis, layer.heads) for x in raw)
             q, k = (x.expand(max(len(q), len(k)), *x.shape[1:]) for x in (q, k))  # one may be the same for all
-            mask = _describe(forward, kernel, given, query, key, axis)
+            mask = _pairs(forward, kernel, given, query, key, axis)
             layer.record(q, k, mask, ScoreMod(softcap=given.get("softcap") or None))
         query = contraction.on_heads(
             query, axis, layer.heads, lambda query, axis: scale_query(layer, query, (key, value), own, axis)
@@ -139,18 +140,15 @@ def fused(forward: Forward, call: Call) -> Any:
     return output
 
 
-def _describe(forward: Forward, kernel: Kernel, given: Arguments, query: Tensor, key: Tensor, axis: Axis) -> Mask:
+def _pairs(forward: Forward, kernel: Kernel, given: Arguments, query: Tensor, key: Tensor, axis: Axis) -> GivenMask:
     """The pairs that a kernel uses; the first mask tensor shows the band that later ones are expected to have."""
-    plan = forward.plan
-
-    def batched(pairs: Tensor) -> Tensor:
-        return contraction.batched(pairs, axis, forward.layer.heads)
-
-    mask = kernel.describe(given, query, key, batched, plan.band or Band())
-    if mask.pairs is None or plan.band is not None or compat.is_captured(query.device):
+    mask = kernel.describe(given, query, key, lambda pairs: contraction.batched(pairs, axis, forward.layer.heads))
+    if mask.kind != "pairs" or mask.tensor is None:
         return mask
-    plan.band = find_band(mask.pairs)
-    return kernel.describe(given, query, key, batched, plan.band)
+    plan = forward.plan
+    if plan.band is None and not compat.is_captured(query.device):
+        plan.band = find_band(mask.tensor)
+    return replace(mask, band=plan.band or Band())
 
 
 def _fused_axis(forward: Forward, call: Call, kernel: Kernel, given: Arguments, site: Site) -> Axis | None:

@@ -7,10 +7,12 @@ import itertools
 import sys
 import types
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -385,8 +387,17 @@ def test_torch_2_10_says_by_position_that_packed_sequences_are_causal():
     kernel, q = kernels.KERNELS["varlen_attn"], torch.randn(HEADS, LENGTH, 8)
     packed = q, q, q, ENDS, ENDS, 6, 6
     calls = [Call(older, (*packed, True), {}), Call(varlen_attn, packed, {"window_size": (-1, 0)})]
-    bands = [kernel.describe(kernel.read(call), q, q, lambda pairs: pairs, Band()).band for call in calls]
+    bands = [kernel.describe(kernel.read(call), q, q, lambda pairs: pairs).band for call in calls]
     assert bands == [Band(None, 0)] * 2
+
+
+def test_a_block_mask_is_made_dense_once_in_a_forward():
+    """Also in the first one, which finds the band of the mask."""
+    model = nn.Sequential(Kernel(), Kernel())
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        with torch.no_grad(), mock.patch.object(kernels, "dense", wraps=kernels.dense) as dense:
+            model(torch.randn(BATCH, LENGTH, WIDTH))
+        assert dense.call_count == len(hook.layers) == 2
 
 
 def test_the_table_holds_what_discovery_finds():
