@@ -82,14 +82,18 @@ class WaitingInputs:
         """Keep the entries of some sides of a layer; earlier ones of these go to the `table` of all heads."""
         for side in sides:
             name = heads.start, heads.stop, side
-            if name in self._entries:
-                self._add(table, name)
+            self._add(table, name)
             self._entries[name] = entries
 
     def take(self, heads: slice) -> list[Entries]:
         """Hand the entries of both sides to the caller, who adds them; none if one is missing."""
         names = [(heads.start, heads.stop, side) for side in SIDES]
-        return [self._entries.pop(name) for name in names] if all(name in self._entries for name in names) else []
+        # Threads of `nn.DataParallel` share the layer: after a look, another one may take what was there.
+        found = {name: each for name in names if (each := self._entries.pop(name, None)) is not None}
+        if len(found) == len(names):
+            return list(found.values())
+        self._entries.update(found)
+        return []
 
     def add_all(self, table: Tensor) -> None:
         """Add what no scores came for."""
@@ -98,4 +102,5 @@ class WaitingInputs:
 
     def _add(self, table: Tensor, name: tuple[int, int, str]) -> None:
         first, last, side = name
-        add(table[:, first:last], side, self._entries.pop(name))
+        if (entries := self._entries.pop(name, None)) is not None:  # else another thread has taken them
+            add(table[:, first:last], side, entries)

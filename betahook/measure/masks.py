@@ -142,11 +142,11 @@ def once_per_mask(make: Callable[..., T], mask: Mask, like: Tensor, *sizes: int)
     has_own = not mask.is_band or mask.of_graph or compat.is_captured(like.device)
     cache = mask.cache if has_own else _of_band(mask.band).cache
     name = make, like.device, like.dtype, sizes
-    if name not in cache:
+    made: T | None = cache.get(name)  # once: another thread may clear the cache
+    if made is None:
         if len(cache) >= KEPT:
             cache.clear()
-        cache[name] = make(mask, like, *sizes)
-    made: T = cache[name]
+        cache[name] = made = make(mask, like, *sizes)
     return made
 
 

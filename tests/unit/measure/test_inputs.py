@@ -60,3 +60,34 @@ def test_entries_wait_for_both_sides_and_are_never_lost():
     waiting.add_all(table)
     assert table[ROW["query_input"]].tolist() == [0, 12, 12]
     assert not table[ROW["key_input"]].any()
+
+
+class Shared(dict):
+    """Entries that another thread takes as soon as one has looked if they are there."""
+
+    def __contains__(self, name):
+        found = super().__contains__(name)
+        self.pop(name, None)
+        return found
+
+    def __iter__(self):
+        names = list(super().__iter__())
+        for name in names[1:]:
+            self.pop(name)
+        return iter(names)
+
+
+def test_threads_that_share_a_layer_take_entries_but_once():
+    """As the replicas of nn.DataParallel do."""
+    waiting, table = WaitingInputs(), statistics.empty(3, torch.device("cpu"))
+    heads, entries = slice(0, 3), entries_of(torch.ones(4))
+    waiting._entries = Shared()
+    waiting.note(table, heads, ["query", "key"], entries)
+    waiting.note(table, heads, ["query"], entries)
+    assert table[ROW["query_inputs"]].tolist() == [4, 4, 4]
+    assert waiting.take(heads) == [entries] * 2
+    assert waiting.take(heads) == []
+    waiting.note(table, heads, ["query", "key"], entries)
+    waiting.add_all(table)
+    assert table[ROW["query_inputs"]].tolist() == [8, 8, 8]
+    assert not table[ROW["key_inputs"]].any()

@@ -280,6 +280,16 @@ def test_no_more_is_kept_than_a_few_shapes(make):
     assert len(masks._of_band(mask.band).cache) <= masks.KEPT
 
 
+def test_a_cache_that_another_thread_clears_still_answers(make):
+    class Cleared(dict):
+        def __setitem__(self, name, value):
+            super().__setitem__(name, value)
+            self.clear()
+
+    mask = Mask(Band(), keys=torch.ones(1, 5), cache=Cleared())
+    assert masks.once_per_mask(make, mask, LIKE) is not masks.once_per_mask(make, mask, LIKE)
+
+
 def test_nothing_is_kept_of_fake_tensors(make):
     with FakeTensorMode():
         fake = torch.empty(2)
