@@ -28,7 +28,9 @@ def random_state_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Let what runs draw the random numbers that come next on the CPU, and on the devices of some tensors."""
     devices = {tensor.device for tensor in tensors}
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(device for device in devices if device.type == "cuda"))
+        for kind in ("cuda", "xpu"):
+            of_kind = [device for device in devices if device.type == kind]
+            stack.enter_context(torch.random.fork_rng(of_kind, device_type=kind))
         if any(device.type == "mps" for device in devices):  # has one state, which fork_rng cannot ask for
             stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
         yield

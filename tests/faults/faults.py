@@ -90,6 +90,7 @@ def of_trainer(test: str, file: str) -> str:
 
 FAULTS = [
     # examination and the command
+    Fault("betahook/models/modes.py", 'in ("cuda", "xpu"):', 'in ("cuda",):'),
     Fault("betahook/examination.py", ", random_state_kept(hook.model.parameters()):", ":"),
     Fault(
         "betahook/report/precision.py", "torch.expm1(max_logit * limits.eps / 2)", "torch.expm1(max_logit * limits.eps)"

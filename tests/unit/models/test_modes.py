@@ -1,13 +1,15 @@
 """Modes for a while."""
 
 import threading
+import types
 from contextlib import suppress
+from unittest import mock
 
 import pytest
 import torch
 
 from betahook.models import modes
-from betahook.models.modes import eagerly, full_precision
+from betahook.models.modes import eagerly, full_precision, random_state_kept
 from support.training import float32_precision
 
 
@@ -113,3 +115,22 @@ def test_full_precision_of_torch_before_2_9(monkeypatch):
             assert not torch.backends.cudnn.allow_tf32
         assert torch.get_float32_matmul_precision() == "high"
         assert torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_the_random_state_of_a_device_is_kept(kind):
+    device, other = torch.device(kind, 1), torch.device("cpu")
+    tensors = [types.SimpleNamespace(device=each) for each in (device, other, device)]
+    states = [torch.tensor(1), torch.tensor(2)]
+    module = getattr(torch, kind)
+    with (
+        mock.patch.object(module, "get_rng_state", side_effect=states) as get,
+        mock.patch.object(module, "set_rng_state") as put_back,
+    ):
+        before = torch.get_rng_state()
+        with random_state_kept(tensors):
+            torch.rand(2)
+            put_back.assert_not_called()
+    assert torch.equal(torch.get_rng_state(), before)
+    get.assert_called_once_with(device)
+    put_back.assert_called_once_with(states[0], device)
