@@ -155,6 +155,11 @@ def _of_band(band: Band) -> Mask:
     return Mask(band)
 
 
+def forget_bands() -> None:
+    """Forget what `once_per_mask` made of bands alone, which no tensor ends with its own life."""
+    _of_band.cache_clear()
+
+
 def from_tensor(mask: Tensor, band: Band, *, shared: bool = True) -> Mask:
     """Describe the 4-D `mask` of an attention call, `[batch or 1, heads or 1, queries, keys]`.
 

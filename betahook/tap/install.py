@@ -16,6 +16,7 @@ from torch import nn
 
 from betahook import compat
 from betahook.measure.inputs import SIDES
+from betahook.measure.masks import forget_bands
 from betahook.models import guards, selective
 from betahook.models.code import argument_names
 from betahook.models.discovery import shown_name
@@ -28,6 +29,8 @@ from betahook.tap.recorder import ATTRIBUTE, Recorder
 def acquire(recorders: Collection[Recorder]) -> Callable[[], None]:
     """Prepare what all hooked models of a process share, and return the function that gives it back.
 
+    That forgets facts of masks, which may lie on a GPU: the others make theirs again.
+
     Raises:
         ImportError: this transformers has no attention interface that a model asks.
         RuntimeError: it does not ask it for its attention functions.
@@ -36,11 +39,18 @@ def acquire(recorders: Collection[Recorder]) -> Callable[[], None]:
         # What was compiled before goes past the tap, and serves every model of the same class.
         torch.compiler.reset()
     if all(recorder.route != "interface" for recorder in recorders):
-        return lambda: None
+        return forget_bands
     from betahook.tap import interface
 
     interface.acquire()
-    return interface.release
+    return _release_interface
+
+
+def _release_interface() -> None:
+    from betahook.tap import interface
+
+    interface.release()
+    forget_bands()
 
 
 def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) -> None:

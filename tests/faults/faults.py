@@ -691,6 +691,8 @@ FAULTS = [
     Fault("betahook/tap/by_hand/watching.py", "layer.attention.has_changed = True", "pass", ORIGINAL),
     Fault("betahook/models/torch_calls.py", "return in_place_of_torch(function) or name", "return name", WRAPPED),
     Fault("betahook/models/guards.py", " and in_place_of_torch(function) is None", "", WRAPPED),
+    Fault("betahook/tap/install.py", "return forget_bands", "return lambda: None", "tests/unit/test_hook.py"),
+    Fault("betahook/tap/install.py", "    forget_bands()\n", "", "tests/unit/test_hook.py"),
     Fault("betahook/tap/install.py", "recorder.state.is_detached or not", "not", FIRST_FORWARD),
     Fault(
         "betahook/keep/refusals.py",

@@ -9,6 +9,7 @@ import torch
 from accelerate import cpu_offload
 
 import betahook
+from betahook.measure import masks
 from betahook.tap.last_call import CACHES
 from support.attention import HEADS, LENGTH, WIDTH, ByHandAttention, FusedAttention
 from support.models import build, inputs
@@ -29,6 +30,24 @@ def test_the_last_batch_stays_in_memory_until_the_next_or_detach():
     hook.detach()
     gc.collect()
     assert all(ref() is None for ref in alive[1])
+
+
+@pytest.mark.parametrize("kind", ["interface", "by hand"])
+@pytest.mark.parametrize("end", ["detached", "collected"])
+def test_facts_of_bands_end_with_the_hook(kind, end):
+    """They may lie on a GPU, and belong to no tensor of the model."""
+    gc.collect()  # hooks of other tests
+    model = build("llama", "sdpa") if kind == "interface" else FusedAttention()
+    batch = {"input_ids": inputs("llama")["input_ids"]} if kind == "interface" else {"x": torch.ones(2, LENGTH, WIDTH)}
+    hook = betahook.attach(model, controller="monitor")
+    model(**batch)
+    assert masks._of_band.cache_info().currsize > 0
+    if end == "detached":
+        hook.detach()
+    else:
+        del model, hook
+        gc.collect()
+    assert masks._of_band.cache_info().currsize == 0
 
 
 def test_a_controller_serves_several_hooks():

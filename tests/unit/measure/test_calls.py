@@ -16,9 +16,9 @@ def test_every_form_measures_the_same(name, monkeypatch):
     query, key = make(60, 60 + more, heads=4, key_heads=2, query_mean=0.3, key_mean=-0.5)
     whole = recorded(query, key, Mask(band), 0.3)
     monkeypatch.setattr(pairs, "SHORT", 32)
-    masks._of_band.cache_clear()
+    masks.forget_bands()
     blocks = recorded(query, key, Mask(band), 0.3)
-    masks._of_band.cache_clear()
+    masks.forget_bands()
     assert_scores(whole, query, key, pairs_of(band, 60, 60 + more))
     assert (blocks.max_score_bound > whole.max_score_bound).all()  # it looked at some rows only
     of_rows = {"rows", "entropy", "sink", "flat_entropy", *statistics.MAXIMA}
