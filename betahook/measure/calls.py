@@ -38,7 +38,7 @@ def add_scores(
 
     Args:
         table: `[quantities, heads]`, see `betahook.measure.statistics`.
-        moments: `[4, heads * d_k]`, see `betahook.measure.components`; empty for a call with another d_k.
+        moments: `[4, heads * d_k]`, see `betahook.measure.components`; left as they are by a call with another d_k.
         query: `[batch, heads, queries, d_k]`, any floating dtype.
         key: `[batch, key_heads, keys, d_k]`; `heads` is a multiple of `key_heads` (grouped-query attention).
         mask: the pairs that the call uses.
