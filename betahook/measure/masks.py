@@ -30,7 +30,7 @@ KEPT = 16
 """Facts that are kept about one mask, and bands whose facts are kept: more than one model needs."""
 
 T = TypeVar("T")
-Kind = Literal["none", "padding", "documents", "pairs", "added"]
+Kind = Literal["none", "padding", "documents", "pairs"]
 """Forms in which an attention call is told its pairs, see `GivenMask`."""
 
 
@@ -101,8 +101,8 @@ class GivenMask:
 
     Attributes:
         kind: "none" for nothing but the band; "padding" and "documents" for the tensors of `from_padding` and
-            `from_documents`; "pairs" for that of `from_tensor`, and "added" for one whose numbers are added to the
-            logits even if it is boolean. The last two may have more keys than the call, and may leave a dimension at 1.
+            `from_documents`; "pairs" for that of `from_tensor`, which may have more keys than the call, and may leave a
+            dimension at 1.
         tensor: of that kind, None for nothing.
         band: the expected structure.
     """
@@ -121,8 +121,7 @@ class GivenMask:
         elif self.kind == "padding":
             mask = from_padding(tensor, self.band, queries)
         else:
-            added = self.kind == "added" and not tensor.is_floating_point()
-            pairs = (tensor.float() if added else tensor)[..., :keys].expand(*tensor.shape[:2], queries, keys)
+            pairs = tensor[..., :keys].expand(*tensor.shape[:2], queries, keys)
             mask = from_tensor(pairs, self.band, shared=not of_graph)
         return replace(mask, of_graph=True) if of_graph else mask
 

@@ -169,8 +169,9 @@ def given_mask(
         mask = kernels.dense(mask, queries, keys, query.device)
     if mask.dim() == 2:
         return GivenMask("padding", mask, band)
-    # Eager attention adds whatever it gets, and so does not mask with a boolean.
-    return GivenMask("added" if implementation == "eager" else "pairs", mask, band)
+    if implementation == "eager" and not mask.is_floating_point():
+        mask = mask.float()  # eager attention adds whatever it gets, and so does not mask with a boolean
+    return GivenMask("pairs", mask, band)
 
 
 def _band(module: nn.Module, options: dict[str, Any], *, last: int, causal: bool, by_kernel: bool) -> Band:

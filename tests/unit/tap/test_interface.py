@@ -332,6 +332,14 @@ def test_which_pairs_an_attention_uses(implementation, queries, keys, mask, opti
     assert given_mask(implementation, torch.nn.Module(), query, key, mask, options).band == band
 
 
+@pytest.mark.parametrize(("implementation", "adds"), [("eager", True), ("sdpa", False)])
+def test_eager_attention_adds_a_boolean_mask(implementation, adds):
+    tokens, mask = torch.zeros(2, 4, 5, 8), torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    found = given_mask(implementation, torch.nn.Module(), tokens, tokens, mask, {}).describe(5, 5)
+    assert torch.equal(found.pairs, torch.ones_like(mask) if adds else mask)
+    assert torch.equal(found.bias, mask.float()) if adds else found.bias is None
+
+
 @pytest.mark.parametrize(("mask", "reach"), [((2, 1, 9, 9), 3), ((2, 9), 2), (None, 2)], ids=["4-D", "2-D", "none"])
 def test_a_window_to_both_sides_goes_by_the_config_where_a_mask_does(mask, reach):
     """T5Gemma calls its attention with the number of its config, ModernBERT with one more."""
