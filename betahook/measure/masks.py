@@ -122,7 +122,7 @@ class GivenMask:
             mask = from_padding(tensor, self.band, queries)
         else:
             pairs = tensor[..., :keys].expand(*tensor.shape[:2], queries, keys)
-            mask = from_tensor(pairs, self.band, shared=not of_graph)
+            mask = from_tensor(pairs, self.band, cached=not of_graph)
         return replace(mask, of_graph=True) if of_graph else mask
 
 
@@ -159,15 +159,15 @@ def forget_bands() -> None:
     _of_band.cache_clear()
 
 
-def from_tensor(mask: Tensor, band: Band, *, shared: bool = True) -> Mask:
+def from_tensor(mask: Tensor, band: Band, *, cached: bool = True) -> Mask:
     """Describe the 4-D `mask` of an attention call, `[batch or 1, heads or 1, queries, keys]`.
 
     A boolean mask is True where a pair may be used. A floating-point mask is added to the logits, and may hold a bias:
     see `masked_by` for the pairs that it masks. `band` is the expected structure; `Mask.structured` says if it is that
-    of the mask. `shared` is False to look at the tensor anew, though it was looked at for another layer.
+    of the mask. `cached` is False to look at the tensor anew, though it was looked at for another layer.
     """
     mask = _once(mask)
-    structure = _shared_structure(mask, band) if shared else _structure(mask, band)
+    structure = _shared_structure(mask, band) if cached else _structure(mask, band)
     mask = mask.detach()
     return replace(structure, pairs=mask) if mask.dtype == torch.bool else replace(structure, bias=mask)
 

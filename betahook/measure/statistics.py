@@ -115,7 +115,7 @@ def range_over_ranks(number: int, device: torch.device) -> tuple[int, int]:
 
 
 def all_reduce(
-    table: Tensor, window: Tensor, moments: Tensor, beta_default: Tensor, age: Tensor, alone: Tensor
+    table: Tensor, window: Tensor, moments: Tensor, beta_default: Tensor, age: Tensor, left_alone: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Pool everything over several ranks in one collective, to the same bits on each.
 
@@ -127,7 +127,7 @@ def all_reduce(
         moments: see `measure.components`.
         beta_default: `[heads]`; NaN for a layer that this rank has not used yet, it is then taken from the others.
         age: whole numbers `[heads]`, 0 or more, of which the largest is returned.
-        alone: boolean `[heads]`, returned true where it is on any rank.
+        left_alone: boolean `[heads]`, returned true where it is on any rank.
     """
     distributed = torch.distributed
     world, rank = distributed.get_world_size(), distributed.get_rank()
@@ -135,7 +135,7 @@ def all_reduce(
     maxima = table.new_zeros(world, len(MAXIMA) + 1, table.shape[1])
     maxima[rank] = torch.cat([own, age[None].to(table)])
     known = ~beta_default.isnan()
-    default = torch.stack([beta_default.nan_to_num(), known, alone]).to(table)
+    default = torch.stack([beta_default.nan_to_num(), known, left_alone]).to(table)
     parts = sums, window, maxima, default, moments
     packed = torch.cat([part.flatten() for part in parts])
     distributed.all_reduce(packed)

@@ -21,12 +21,12 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 _NOTHING = nullcontext()
 
 
-class _Hidden(threading.local):
+class _Uncounted(threading.local):
     modes: list[TorchDispatchMode] | None = None
-    """Those that were in force before `hidden`, the innermost last; None outside of it."""
+    """Those that were in force before `uncounted`, the innermost last; None outside of it."""
 
 
-_hidden = _Hidden()
+_uncounted = _Uncounted()
 
 
 def is_counted() -> bool:
@@ -40,44 +40,44 @@ def _counts(mode: object) -> bool:
     return isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode)
 
 
-def hidden() -> AbstractContextManager[None]:
-    """Return a context whose operations have no number, but for those in `shown`."""
-    return _hide() if is_counted() else _NOTHING
+def uncounted() -> AbstractContextManager[None]:
+    """Return a context whose operations have no number, but for those in `counted`."""
+    return _stop_counting() if is_counted() else _NOTHING
 
 
-def shown() -> AbstractContextManager[None]:
-    """Return a context for the model's own operations in one that is `hidden`."""
-    return _NOTHING if _hidden.modes is None else _show()
+def counted() -> AbstractContextManager[None]:
+    """Return a context for the model's own operations in one that is `uncounted`."""
+    return _NOTHING if _uncounted.modes is None else _leave(counting=True)
 
 
 def apart() -> AbstractContextManager[None]:
-    """Return a context in which nothing is `shown`."""
-    return _NOTHING if _hidden.modes is None else _show(again=False)
+    """Return a context in which nothing is `counted`."""
+    return _NOTHING if _uncounted.modes is None else _leave(counting=False)
 
 
 @contextmanager
-def _hide() -> Iterator[None]:
-    modes, before = _get_current_dispatch_mode_stack(), _hidden.modes
+def _stop_counting() -> Iterator[None]:
+    modes, before = _get_current_dispatch_mode_stack(), _uncounted.modes
     _exchange([mode for mode in modes if not _counts(mode)])
-    _hidden.modes = modes
+    _uncounted.modes = modes
     try:
         yield
     finally:
-        _hidden.modes = before
+        _uncounted.modes = before
         _exchange(modes)
 
 
 @contextmanager
-def _show(*, again: bool = True) -> Iterator[None]:
-    modes, _hidden.modes = _hidden.modes, None
+def _leave(*, counting: bool) -> Iterator[None]:
+    modes, _uncounted.modes = _uncounted.modes, None
     assert modes is not None
-    others = _exchange(modes) if again else None
+    others = _exchange(modes) if counting else None
     try:
         yield
     finally:
         if others is not None:
             _exchange(others)
-        _hidden.modes = modes
+        _uncounted.modes = modes
 
 
 def _exchange(modes: list[TorchDispatchMode]) -> list[TorchDispatchMode]:

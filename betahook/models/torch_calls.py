@@ -98,7 +98,7 @@ class Call:
 
     def run(self) -> Any:
         """Call the function."""
-        with selective.shown():
+        with selective.counted():
             return self.function(*self.args, **self.kwargs)
 
     def run_on(self, replacement: Callable[[Tensor], Tensor]) -> Any:

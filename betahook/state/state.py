@@ -93,11 +93,11 @@ class State:
         has_broken_graphs: True if compiled code breaks a graph that could go on by now.
         resets: how often such code was thrown away.
         refused: the layers that this rank leaves alone, by index, with the reason.
-        alone: boolean `[heads]`, those that this rank leaves alone, or at the last pooling any rank.
+        left_alone: boolean `[heads]`, those that this rank leaves alone, or at the last pooling any rank.
         is_local: True if no ranks are pooled.
         ranks_agree: True once all ranks had the same layers.
         is_detached: True once the hook is off.
-        knows_refusals: True while `refused` says all that `alone` does.
+        refusals_are_known: True while `refused` has all layers of `left_alone`.
         first_spectral_ratio: of W_q and W_k before the first update, see `step.first_look`; None if nobody looked.
         waiting: calls that are not in the table yet, see `settle`.
         pending: steps that are not in the window yet.
@@ -143,7 +143,7 @@ class State:
         self.loss_scale, self.reported, self.refused = 0.0, Reported(), dict[int, str]()
         self.exact_max_logit = self.is_detached = self.ranks_agree = False
         self.seen = self.recorded = self.has_loss = self.has_broken_graphs = self.is_local = False
-        self.alone, self.knows_refusals = self.beta > 0, True  # none: beta is NaN
+        self.left_alone, self.refusals_are_known = self.beta > 0, True  # none: beta is NaN
         self.beta_acts = True
         self.first_spectral_ratio: Tensor | None = None
         self.waiting, self.pending = WaitingCalls(), list[Step]()
@@ -273,7 +273,7 @@ def is_pooled(state: State) -> bool:
 def refuse(state: State, head_range: HeadRange, reason: str) -> None:
     """Leave a layer alone from now on, and forget what was measured of it."""
     state.refused[head_range.layer], state.seen = reason, True
-    state.alone[head_range.heads] = True
+    state.left_alone[head_range.heads] = True
     state.settle()
     forget_refused(state)
 
@@ -283,27 +283,27 @@ def refusal_anywhere(state: State, head_range: HeadRange) -> str | None:
 
     From then on it is left alone here too. The first call after a pooling of several ranks reads the device back.
     """
-    if not state.knows_refusals:
-        alone = state.alone.tolist()
+    if not state.refusals_are_known:
+        left_alone = state.left_alone.tolist()
         for each in state.ranges:
-            if alone[each.heads.start] and each.layer not in state.refused:
+            if left_alone[each.heads.start] and each.layer not in state.refused:
                 refuse(state, each, ELSEWHERE)
-        state.knows_refusals = True
+        state.refusals_are_known = True
     return state.refused.get(head_range.layer)
 
 
 def release_refused(state: State) -> None:
     """Give the layers that are left alone the model's own beta."""
-    if state.refused or not state.knows_refusals:
-        state.beta.masked_fill_(state.alone, torch.nan)
+    if state.refused or not state.refusals_are_known:
+        state.beta.masked_fill_(state.left_alone, torch.nan)
 
 
 def forget_refused(state: State) -> None:
     """Forget what was measured of the layers that are left alone, and give them the model's own beta."""
     for sums in (state.table, state.recent, state.window):
-        sums.masked_fill_(state.alone, 0)
+        sums.masked_fill_(state.left_alone, 0)
     for sums in (state.moments, state.recent_moments):
-        sums.masked_fill_(state.by_component(state.alone), 0)
+        sums.masked_fill_(state.by_component(state.left_alone), 0)
     for layer in state.refused:
         state.factors.drop(layer)
     release_refused(state)

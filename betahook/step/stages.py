@@ -136,12 +136,12 @@ def pool(state: State, *, skipped: bool = False, begun: range = range(0)) -> Ten
         own = torch.where(state.factors.own.isnan(), state.beta_default, state.factors.own)
         since, now = state.nonfinite_since, state.steps + 2  # one beyond this step: an age of 0 stands for none
         age = torch.where(since > 0, now - since, 0)
-        table, summed, moments, pooled, age, alone = statistics.all_reduce(
-            table, summed, moments, own, age, state.alone
+        table, summed, moments, pooled, age, left_alone = statistics.all_reduce(
+            table, summed, moments, own, age, state.left_alone
         )
         state.beta_default.copy_(pooled)
         since.copy_(torch.where(age > 0, now - age, 0))  # that of the rank that saw it first
-        _leave_alone(state, table, summed, alone)
+        _leave_alone(state, table, summed, left_alone)
     state.recent, state.recent_moments, measured = state.latest(table, moments)
     sensitivity = state.recent[statistics.ROW["sensitivity"]]
     if state.beta_acts:
@@ -155,12 +155,12 @@ def pool(state: State, *, skipped: bool = False, begun: range = range(0)) -> Ten
     return measured
 
 
-def _leave_alone(state: State, table: Tensor, summed: Tensor, alone: Tensor) -> None:
+def _leave_alone(state: State, table: Tensor, summed: Tensor, left_alone: Tensor) -> None:
     """Take heads that any rank leaves alone for not measured on all, in pooled sums; nobody reads back which."""
-    state.alone, state.knows_refusals = alone, False
+    state.left_alone, state.refusals_are_known = left_alone, False
     for sums in (table[statistics.ROW["pairs"]], summed, state.recent):
-        sums.masked_fill_(alone, 0)
-    state.recent_moments.masked_fill_(state.by_component(alone), 0)
+        sums.masked_fill_(left_alone, 0)
+    state.recent_moments.masked_fill_(state.by_component(left_alone), 0)
     release_refused(state)
 
 

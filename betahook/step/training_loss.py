@@ -73,7 +73,7 @@ def _record(
     # A loss without a graph is one of an evaluation, one on the meta device that of a look at shapes.
     if not (isinstance(loss, Tensor) and loss.requires_grad) or state.paused or loss.is_meta:
         return
-    with selective.hidden():
+    with selective.uncounted():
         state.table[OF_STEP] += _sums(loss, state, is_judged)
         if kwargs.get("num_items_in_batch") is not None:
             state.table[ROW["losses"]].clamp_(max=1)  # none, if no share was finite

@@ -131,7 +131,7 @@ def _watch_input(recorder: Recorder, module: nn.Module, argument: int, sides: li
             return
         if given.is_nested:
             given = torch.cat(given.detach().unbind())
-        with selective.hidden():
+        with selective.uncounted():
             if recorder.route == "interface" or torch.compiler.is_compiling():
                 opaque.record_input(recorder, given, sides)
             else:  # the functions of this module pass through the tap, our own need not

@@ -101,7 +101,7 @@ def _tapped(
     # A graph, which is run in every step, asks the recorder when it runs.
     if (not torch.compiler.is_compiling() and layer.is_idle) or _passes_by(layer, query):
         return query
-    with selective.hidden():
+    with selective.uncounted():
         scaling = options.get("scaling")
         if scaling is None:
             scaling = query.shape[-1] ** -0.5  # what every backend does without one

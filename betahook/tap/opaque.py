@@ -184,7 +184,7 @@ def record_input(recorder: Recorder, inputs: Tensor, sides: list[str]) -> None:
 @_operation("Tensor inputs, str[] sides")
 def _record_input(recorder: Recorder, inputs: Tensor, sides: list[str]) -> None:
     if recorder.is_due() and not is_repeated(recorder):
-        recorder.record_input(inputs, sides, shared=False)
+        recorder.record_input(inputs, sides, may_wait=False)
 
 
 def _number_or_tensor(default: float | Tensor) -> tuple[float | None, Tensor | None]:

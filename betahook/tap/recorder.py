@@ -40,10 +40,10 @@ def _columns(state: State, head_range: HeadRange) -> tuple[Tensor, Tensor]:
     return state.table[:, head_range.heads], state.moments[:, head_range.components]
 
 
-def _scales(state: State, head_range: HeadRange, device: torch.device, *, shared: bool = True) -> Tensor:
-    """1 and beta of heads, `[2, heads]`: made once for all layers if `shared`, and the model's own beta is a number."""
+def _scales(state: State, head_range: HeadRange, device: torch.device, *, cached: bool = True) -> Tensor:
+    """1 and beta of heads, `[2, heads]`: made once for all layers if `cached`, and the model's own beta is a number."""
     heads = head_range.heads
-    if shared and state.factors.is_number(head_range.layer) and not compat.is_captured(device):
+    if cached and state.factors.is_number(head_range.layer) and not compat.is_captured(device):
         return state.factors.scales()[:, heads].to(device)
     beta = state.current_beta[heads]
     return torch.stack([torch.ones_like(beta), beta]).to(device)
@@ -284,7 +284,7 @@ class Recorder:
             return
         if isinstance(mask, GivenMask):
             mask = mask.describe(query.shape[2], key.shape[2])
-        scales = _scales(state, local, query.device, shared=not mask.of_graph)
+        scales = _scales(state, local, query.device, cached=not mask.of_graph)
         sums, query, key = _columns(state, local), query.detach(), key.detach()
         calls.add_scores(*sums, query, key, mask, scales, score_mod, exact_max_logit=exact, inputs=entries)
 
@@ -301,14 +301,14 @@ class Recorder:
         calls.add_pairs(*_columns(self.state, self._local_range), raw / factor, logits, allowed, *operands, scales)
 
     @torch.no_grad()
-    def record_input(self, tensor: Tensor, sides: list[str], *, shared: bool = True) -> None:
-        """Add the entries that enter the projections `sides`; at once, if not `shared`: their memory is used again."""
+    def record_input(self, tensor: Tensor, sides: list[str], *, may_wait: bool = True) -> None:
+        """Add the entries that enter the projections `sides`; at once unless they `may_wait`: a graph reuses memory."""
         if shows_shapes(tensor, self.state):
             return
         tensor = materialise.local(tensor)  # a DTensor under tensor parallelism, the same on all ranks
         self.move_state_to(tensor.device)
-        entries = self._inputs.entries_of(tensor) if shared else inputs.entries_of(tensor)
+        entries = self._inputs.entries_of(tensor) if may_wait else inputs.entries_of(tensor)
         waiting = self.state.waiting.inputs
         waiting.note(self.state.table, self._local_range.heads, sides, entries)
-        if not shared:
+        if not may_wait:
             waiting.add_all(self.state.table)

@@ -644,7 +644,7 @@ FAULTS = [
     Fault("betahook/tap/copies.py", "if key != identity", "if key == identity"),
     Fault(
         "betahook/state/state.py",
-        "sums.masked_fill_(state.by_component(state.alone), 0)",
+        "sums.masked_fill_(state.by_component(state.left_alone), 0)",
         "pass",
         "tests/unit/tap/by_hand/test_settled.py",
     ),
@@ -1425,7 +1425,7 @@ FAULTS = [
     ),
     Fault(
         "betahook/tap/recorder.py",
-        "if shared and state.factors",
+        "if cached and state.factors",
         "if state.factors",
         "tests/models/test_cost.py::test_what_a_graph_measures_leaves_no_tensor_behind",
     ),

@@ -105,7 +105,7 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
         product.left, axis, layer.heads, lambda left, axis: scale_query(layer, left, others, known.default, axis, known)
     )
     query = product.laid_out(query)
-    with selective.shown():
+    with selective.counted():
         output = product.run(query)
     if output.grad_fn is not None:
         forward.nodes[known] = output.grad_fn

@@ -12,7 +12,8 @@ from types import CodeType, FrameType
 
 from torch.autograd import Function
 
-LIBRARIES = {"torch", "einops", "betahook"}
+PASSED_OVER = {"torch", "einops", "betahook"}
+"""Packages whose lines are none of the user's: the line of a site is that which called them."""
 WATCHED = "watched"
 """The function of `watching` that calls the forward of a hooked module: the search for callers ends there."""
 CHECKPOINT = "a checkpoint that begins inside the forward, at {} (begin it around the attention module)"
@@ -55,7 +56,7 @@ def find_site(operation: str) -> Site:
         obstacle = obstacle or _out_of_sight(module, frame.f_code)
         if package == "torch":
             inside.append((frame.f_code, frame.f_lasti))
-        if package not in LIBRARIES:
+        if package not in PASSED_OVER:
             line = line or f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
             callers.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back

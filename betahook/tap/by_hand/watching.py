@@ -133,14 +133,14 @@ def _run_watched(
             return nested.run_each(forward, lambda *args, **kwargs: each(args, kwargs), args, kwargs)
         _refuse_nested(layer, plan)
         return forward(*args, **kwargs)
-    with selective.hidden():
+    with selective.uncounted():
         if unknown and not (compat.is_exporting() or compat.is_without_data()) and bool(layer.is_set.any()):
             with uncompiled(), selective.apart():
                 _rehearse(layer, plan, forward, args, kwargs)
         known = Forward(layer, plan, (args, kwargs))
     with uncompiled(), ScoreProducts(known):
         output = forward(*args, **kwargs)
-    with selective.hidden():
+    with selective.uncounted():
         known.finish()
     return output
 
@@ -198,7 +198,7 @@ class ScoreProducts(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return compat.multi_head_attention_forward()(*args, **kwargs)
-        with selective.hidden():
+        with selective.uncounted():
             return self._run(Call(func, args, kwargs))
 
     def _run(self, call: Call) -> Any:

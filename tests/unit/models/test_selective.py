@@ -80,29 +80,29 @@ def test_beta_and_gradients_are_those_without_it(kind, controller):
         state = found[2]
 
 
-def test_what_is_hidden_has_no_number_but_for_what_is_shown():
-    """Another mode sees all of it; and where nothing counts, nothing is hidden."""
+def test_what_is_uncounted_has_no_number_but_for_what_is_counted():
+    """Another mode sees all of it; and where nothing counts, nothing changes."""
     one, numbered = torch.ones(2), []
 
     def policy(context, operation, *args, **kwargs):
         numbered.append(operation)
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    with selective.hidden(), selective.shown(), selective.apart():
+    with selective.uncounted(), selective.counted(), selective.apart():
         assert not selective.is_counted()
     numbering, _ = create_selective_checkpoint_contexts(policy)
     with numbering, Operations() as operations:
         assert selective.is_counted()
-        with selective.hidden():
+        with selective.uncounted():
             assert not selective.is_counted()
             one.add(one)
-            with selective.shown():
+            with selective.counted():
                 one.add(one)
-                with selective.hidden():
+                with selective.uncounted():
                     one.add(one)
-            with selective.apart(), selective.shown():
+            with selective.apart(), selective.counted():
                 one.add(one)
-            with pytest.raises(RuntimeError), selective.shown():
+            with pytest.raises(RuntimeError), selective.counted():
                 one.mul(torch.ones(3))
             assert not selective.is_counted()
         assert selective.is_counted()
