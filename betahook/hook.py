@@ -139,7 +139,7 @@ class Hook(Uncopied):
         settings: `per_head`, `interval`, `when` and `exact_max_logit`, see `attach`.
         last_call: the last call of the model, or of the part of it that is called, on which `fold` checks itself. It
             keeps that batch in memory; set `hook.last_call.input` to None to free it. `detach` frees it, too.
-        not_reached: names of the modules that look like attention but are not reached, with the reason.
+        not_reached: the modules that look like attention and cannot be hooked: their names, each with the reason.
         trained_by: after `betahook.restore`, the controllers that made this beta, in words; else empty.
     """
 

@@ -46,7 +46,10 @@ def add(table: Tensor, side: str, entries: Entries) -> None:
 
 
 def joined(layers: Sequence[Sequence[Entries]]) -> list[Entries]:
-    """Join the entries of several layers, of as many each: one for each side, with sums `[layers]`."""
+    """Join the entries of several layers side by side: numbers stay, each sum becomes one of all layers, `[layers]`.
+
+    Each layer gives the same sides, with the same number of entries.
+    """
     if len(layers) == 1 or not layers[0]:
         return list(layers[0])
     sums = torch.stack([x for entries in layers for _, *of_side in entries for x in of_side])

@@ -112,7 +112,11 @@ class GivenMask:
     band: Band = field(default_factory=Band)  # as torch 2.11 has no way to trace a default that is an object
 
     def describe(self, queries: int, keys: int, *, of_graph: bool = False) -> Mask:
-        """Look at the tensor, for a call of so many queries and keys; at pairs once for all layers but in a graph."""
+        """Make a `Mask` of it, for a call of so many queries and keys.
+
+        A tensor of pairs is looked at once for all layers that are given it, except `of_graph`, in a run of a compiled
+        graph, whose memory is used again.
+        """
         tensor = self.tensor
         if tensor is None:
             mask = Mask(self.band)

@@ -160,8 +160,8 @@ class Statistics:
             their variances, each about its own mean and weighted by its pairs.
         row_std: standard deviation within rows, about the mean score of each query: the spread that the softmax sees.
         exact: True where mean, std and row_std cover every pair, False where they come from some rows.
-        max_score: largest absolute score in the query rows looked at: all of a sequence of up to 128 tokens, 32 of a
-            longer one, or all of it with `attach(exact_max_logit=True)`.
+        max_score: largest absolute score in the query rows looked at: all where there are at most 32 of them, or at
+            most 128 * 128 pairs of query and key, else 32 of them; always all with `attach(exact_max_logit=True)`.
         max_positive_score: the same without the absolute value; 0 where no score is positive.
         max_score_bound: no absolute score was above it; equal to `max_score` where all rows were looked at.
         max_logit: largest absolute score times the beta of its forward pass, in the same rows.

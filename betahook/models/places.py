@@ -36,7 +36,7 @@ class Place:
         owner: the name of the module that owns the parameter, without what wraps it; empty for the attention itself.
         weight: the name of the parameter in its owner.
         rows: int64 `[heads, d_k]`, of the features in the parameter.
-        axes: of the parameter, along which they lie.
+        axes: those axes of the parameter along which the features lie; along the others lie the inputs.
         bias: the name of the bias beside it; None where none is known.
         bias_offset: how many entries of the bias lie before that of the first row.
         argument: which positional argument of the owner is the input; None where that is not to be seen.

@@ -220,14 +220,21 @@ class State:
         return table
 
     def latest(self, table: Tensor, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return both with what heads that are idle in them last measured, the loss apart; and which heads are not."""
+        """Fill in the heads that were not measured: in both, what was last measured of them, but for the loss.
+
+        Returns:
+            Table and moments, and a boolean `[heads]` that is true for heads that were measured.
+        """
         measured = table[statistics.ROW["pairs"]] > 0
         kept = torch.where(measured, table, self.recent)
         kept[statistics.OF_STEP] = table[statistics.OF_STEP]
         return kept, torch.where(self.by_component(measured), moments, self.recent_moments), measured
 
     def latest_of(self, head_range: HeadRange) -> tuple[Tensor, Tensor]:
-        """Return copies of table and moments of a layer: since the last pooling, or as pooled if it was idle since."""
+        """Return copies of table and moments of a layer: what was measured of it since the last pooling.
+
+        If that is nothing, what it showed at the last pooling that measured it. The sensitivity goes by itself.
+        """
         components, row = head_range.components, statistics.ROW["sensitivity"]
         table, recent = self.collect(head_range.heads), self.recent[:, head_range.heads]
         sensitivity = table[row] / (self.loss_scale or 1.0)

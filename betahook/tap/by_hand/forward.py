@@ -49,7 +49,8 @@ class Forward:
         is_empty: True where the first of them has no entries, as in a batch without samples: it shows nothing.
         axes: the axes of the heads with inputs of this form, as far as they are known.
         labels: the features that entries come from, in the first forward with inputs of this form.
-        of_inputs: the same, where entries of inputs are features, too, and heads may share a projection.
+        of_inputs: further labels in that forward, which tell apart the entries of the inputs too: heads that share one
+            projection, each of its part of the input, are told apart by these alone.
         shadows: what another beta would do, in the first forward that is measured.
         is_settled: True if neither labels nor shadows are needed.
         traces: of the tensors that are followed.
