@@ -57,6 +57,7 @@ class RowPairs:
         count: pairs in each row, `mask` without keys, in float64.
         share: `share_of` that number, in the dtype of `used`.
         first: the first key that each row may use, like `count`, int64; 0 for a row without one.
+        begins: 1 for the first key of a row that has one and 0 for any other, of the shape `mask`.
         filled: 1 for a row with a key and 0 for any other, like `count`.
         sinks: logits that take part in the softmax without a key, `[batch or 1, heads, rows]`; None for none.
     """
@@ -67,6 +68,7 @@ class RowPairs:
     count: Tensor
     share: Tensor
     first: Tensor
+    begins: Tensor
     filled: Tensor
     sinks: Tensor | None = None
 
@@ -76,12 +78,14 @@ class RowPairs:
         def of_rows(values: Tensor) -> Tensor:
             return of_sequences(values, sequences)[..., rows]
 
-        used, added = (of_sequences(x, sequences)[..., rows, keys] for x in (self.used, self.added))
+        used, added, begins = (
+            of_sequences(x, sequences)[..., rows, keys] for x in (self.used, self.added, self.begins)
+        )
         # A row without a key has its first one before those of the part; it does not count.
         first = (of_rows(self.first) - keys.start).clamp_(min=0)
         count, share, filled = map(of_rows, (self.count, self.share, self.filled))
         sinks = None if self.sinks is None else of_rows(self.sinks)
-        return RowPairs(None, used, added, count, share, first, filled, sinks)
+        return RowPairs(None, used, added, count, share, first, begins, filled, sinks)
 
 
 def row_pairs(mask: Mask, like: Tensor, queries: int, keys: int) -> RowPairs:
@@ -99,7 +103,8 @@ def row_pairs(mask: Mask, like: Tensor, queries: int, keys: int) -> RowPairs:
     picked, filled = None if is_short(queries, keys) else rows, (count > 0).to(dtype)
     count, share = count.to(sum_dtype(like.device)), share_of(count).to(dtype)
     first = used.argmax(-1)  # of equal entries, it takes the first
-    return RowPairs(picked, used, added, count, share, first, filled)
+    begins = torch.zeros_like(used).scatter_(-1, first[..., None], filled[..., None])
+    return RowPairs(picked, used, added, count, share, first, begins, filled)
 
 
 def share_of(count: Tensor) -> Tensor:

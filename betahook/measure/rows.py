@@ -166,11 +166,15 @@ def _reduce(
 def _small_attention(logits: Tensor, pairs: RowPairs) -> list[Tensor]:
     """`_attention` in few operations."""
     weight = logits.softmax(-1)
-    entropy = torch.special.entr(weight)
+    entropy, begins = torch.special.entr(weight), pairs.begins
     if pairs.sinks is not None:
         entropy = entropy * pairs.filled[..., None]  # a row without a key has its sink
-    share = weight.gather(-1, pairs.first.expand(weight.shape[:-1])[..., None]).squeeze(-1)
-    return [entropy.sum((0, 2, 3)), (share * pairs.filled).sum((0, 2))]
+        weight = weight[..., :-1]
+    if begins.shape[:2] == (1, 1) == (len(weight), 1) and pairs.sinks is None:
+        sink = torch.mv(weight.flatten(2)[0], begins.flatten())
+    else:
+        sink = (weight * begins).sum((0, 2, 3))
+    return [entropy.sum((0, 2, 3)), sink]
 
 
 def _attention(logits: Tensor, pairs: RowPairs) -> list[Tensor]:
