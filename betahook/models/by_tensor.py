@@ -45,6 +45,10 @@ class ByTensor(Generic[V]):
         """Forget a tensor, if it is known."""
         self._entries.pop(id(tensor), None)
 
+    def clear(self) -> None:
+        """Forget all tensors."""
+        self._entries.clear()
+
     def items(self) -> Iterator[tuple[Tensor, V]]:
         """Give every tensor that is alive with its value; the map may change meanwhile."""
         for reference, value in list(self._entries.values()):

@@ -17,7 +17,7 @@ from betahook.compat import class_of
 LIBRARIES = {"torch", "transformers", "einops", "numpy", "betahook"}
 """Packages whose functions are known by their names, or compute no attention."""
 
-PRODUCTS = ("matmul", "__matmul__", "mm", "bmm", "baddbmm", "einsum")
+PRODUCTS = ("matmul", "linalg_matmul", "__matmul__", "mm", "bmm", "baddbmm", "einsum")
 """Functions that multiply matrices, by the names that a `TorchFunctionMode` sees."""
 
 SOFTMAXES = ("softmax", "log_softmax")

@@ -140,7 +140,9 @@ class Labels(ByTensor[Tensor]):
         """
         labels, of = self.get(tensor), self.get(source)
         alike = alike if self._everywhere else min(alike, 1)
-        if labels is None or of is None or of.numel() == 0 or not alike or of.shape[:alike] != labels.shape[:alike]:
+        if labels is None or of is None or of.numel() == 0 or not 0 < alike < of.dim():
+            return  # with nothing else than the batch in the source, nothing was projected
+        if of.shape[:alike] != labels.shape[:alike]:
             return
         _, heads = (of.flatten(alike).amin(alike) % FAR).unique(return_inverse=True)
         if heads.any():

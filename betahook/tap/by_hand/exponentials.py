@@ -1,7 +1,7 @@
 """Softmaxes that are written out, `exp` of logits over the sums of its rows: they end at the division.
 
 The tap in `watching` calls these functions in place of torch's. Until the division the exponentials count as lost
-scores, so that whatever else is made of them leaves the module alone.
+scores, so that they leave the module alone unless they come to one.
 """
 
 from __future__ import annotations

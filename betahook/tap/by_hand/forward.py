@@ -204,6 +204,7 @@ class Forward:
         for product in self.products:
             product.counts = product.acts and layer.refusal is None and product.reached
         self.labels = self.of_inputs = None  # they hold on to the forward, and so to the graph of autograd
+        self.traces.release()
 
     def _note_nothing(self) -> None:
         """Note that the layer was reached, in a forward that shows nothing."""

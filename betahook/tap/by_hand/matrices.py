@@ -51,7 +51,10 @@ def _multiplies_activations(forward: Forward, call: Call) -> bool:
     return len(factors) > 1 and not any(forward.is_learned(x) for x in factors)
 
 
-UNREAD = frozenset(["linear", "bilinear", "tensordot", "inner", "vecdot", "linalg_vecdot"])
+UNREAD = frozenset(
+    "linear bilinear tensordot inner vecdot linalg_vecdot mv addmm addbmm addmv chain_matmul linalg_multi_dot "
+    "__rmatmul__ cosine_similarity".split()
+)
 """Further functions that multiply tensors, in none of the forms that make scores."""
 
 

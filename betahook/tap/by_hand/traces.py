@@ -297,6 +297,11 @@ class Traces(ByTensor[Trace]):
         if isinstance(trace, Scores) and base not in self:
             self[base] = trace.losing(f"an in-place operation on a view at {find_line()}")
 
+    def release(self) -> None:
+        """Let go of the tensors that live as long as others do, which may be until the backward."""
+        self.exponentials.clear()
+        self.row_sums.clear()
+
     def _forget_parts(self, tensor: Tensor) -> None:
         """Forget that a tensor, which is another one now, may be a part of a softmax that is written out."""
         self.exponentials.pop(tensor)

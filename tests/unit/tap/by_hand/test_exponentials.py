@@ -1,5 +1,8 @@
 """A softmax that is written out is one; what else is made of exponentials leaves the module alone."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -145,6 +148,25 @@ def test_what_is_no_softmax_is_left_alone(weigh):
         model(X)
         assert "exp at test_exponentials.py:" in hook.layers["1"].refusal
         assert torch.equal(model(X), expected)
+
+
+def test_no_logits_are_kept_for_the_backward():
+    kept = []
+
+    def weigh(module, q, k, v):
+        logits = scores_of(q, k)
+        kept.append(weakref.ref(logits))
+        return without_maximum(logits) @ v
+
+    model = make(weigh)
+    gc.disable()
+    try:
+        with betahook.attach(model, controller="monitor"):
+            output = model(X)
+            assert kept[-1]() is None
+            output.sum().backward()
+    finally:
+        gc.enable()
 
 
 def test_logits_that_change_afterwards_are_not_recorded():

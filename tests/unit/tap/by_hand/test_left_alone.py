@@ -358,6 +358,11 @@ UNREAD = {
     "tensordot": lambda module, q, k: torch.tensordot(q, k[0, 0], ([3], [1])),
     "inner": lambda module, q, k: torch.inner(q, k[0, 0]),
     "linear": lambda module, q, k: F.linear(q, k[0, 0]),
+    "rmatmul": lambda module, q, k: k.mT.__rmatmul__(q),
+    "multi_dot": lambda module, q, k: torch.linalg.multi_dot([q.flatten(0, 2), k[0, 0].T]).view(*q.shape[:3], -1),
+    "addmm": lambda module, q, k: torch.addmm(torch.zeros(()), q.flatten(0, 2), k[0, 0].T).view(*q.shape[:3], -1),
+    "mv": lambda module, q, k: torch.mv(q.flatten(0, 2), k[0, 0, 0]).view(*q.shape[:3], 1),
+    "cosine similarity": lambda module, q, k: F.cosine_similarity(q[:, :, :, None], k[:, :, None], -1),
     "matrix": lambda module, q, k: q @ k[0, 0].T,
     "vecdot": lambda module, q, k: torch.linalg.vecdot(q[:, :, :, None], k[:, :, None]),
     "behind a bias": lambda module, q, k: F.dropout(module.temperature + torch.inner(q, k[0, 0]), 0.0).masked_fill(

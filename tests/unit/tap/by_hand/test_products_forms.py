@@ -57,6 +57,7 @@ CALLS = {
     "a number of numpy": lambda q, k: (q @ k.mT) / np.float32(math.sqrt(8)),
     "a number of numpy, by the query": lambda q, k: (np.float32(8**-0.5) * q) @ k.mT,
     "matmul": lambda q, k: torch.matmul(other=k.mT, input=q) * 8**-0.5,
+    "linalg.matmul": lambda q, k: torch.linalg.matmul(q, k.mT) * 8**-0.5,
     "matmul with out": into_a_buffer,
     "mul": lambda q, k: torch.mul(other=8**-0.5, input=q @ k.mT),
     "mul by a tensor": lambda q, k: torch.mul(input=torch.tensor(8**-0.5), other=q @ k.mT),
@@ -95,6 +96,30 @@ def check_whole(kind, x):
     assert measured.count == scores.numel()
     torch.testing.assert_close(overall_std(heads), scores.std(correction=0), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(measured.max_score, scores.abs().max(), rtol=1e-5, atol=1e-5)
+    for parameter in model[1].q_proj.parameters():
+        parameter.data *= 2
+    torch.testing.assert_close(doubled, model(x), rtol=1e-5, atol=1e-5)
+
+
+class ScaledChannels(ByHandAttention):
+    """A learned factor for each channel before the projections, and one behind the attention, as LayerScale's."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.behind = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x):
+        output = super().forward(torch.einsum("bnc,c->bnc", x, self.before))
+        return torch.einsum("bnc,c->bnc", output, self.behind)
+
+
+def test_a_factor_for_each_channel_as_an_einsum(x):
+    model = make(ScaledChannels)
+    expected = model(x)
+    with betahook.attach(model, controller="monitor") as hook:
+        assert torch.equal(model(x), expected)
+        hook.layers["1"].beta = 2 * hook.layers["1"].beta_default
+        doubled = model(x)
     for parameter in model[1].q_proj.parameters():
         parameter.data *= 2
     torch.testing.assert_close(doubled, model(x), rtol=1e-5, atol=1e-5)
