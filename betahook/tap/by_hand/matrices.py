@@ -52,8 +52,7 @@ def _multiplies_activations(forward: Forward, call: Call) -> bool:
 
 
 UNREAD = frozenset(
-    "linear bilinear tensordot inner vecdot linalg_vecdot mv addmm addbmm addmv chain_matmul linalg_multi_dot "
-    "__rmatmul__ cosine_similarity".split()
+    ["linear", "bilinear", "tensordot", "inner", "vecdot", "linalg_vecdot", "mv", "addmm", "addbmm", "addmv", "chain_matmul", "linalg_multi_dot", "__rmatmul__", "cosine_similarity"]
 )
 """Further functions that multiply tensors, in none of the forms that make scores."""
 
