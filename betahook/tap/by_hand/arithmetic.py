@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from betahook.measure.masks import masked_by
+from betahook.tap.by_hand.factors import Factor, number, same_factor
 from betahook.tap.by_hand.situation import Situation, other, unless_unread, unread_in
-from betahook.tap.by_hand.traces import Derived, Factor, Operand, Scores, Shift, Trace, Weights, number, same_factor
+from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift, Trace, Weights
 
 
 def multiply(situation: Situation) -> Derived:
@@ -143,6 +144,7 @@ def united(first: Scores, second: Scores) -> Scores:
         pure=first.pure and second.pure,
         linear=first.linear and second.linear,
         shifted=first.shifted or second.shifted,
+        scaled=first.scaled | second.scaled,
     )
 
 

@@ -14,11 +14,12 @@ from betahook.models.torch_calls import Call
 from betahook.tap.by_hand import handlers
 from betahook.tap.by_hand.arithmetic import divide, multiply, united
 from betahook.tap.by_hand.contraction import along
+from betahook.tap.by_hand.factors import Factor, is_zero, number, same_factor
 from betahook.tap.by_hand.forward import Forward
 from betahook.tap.by_hand.rearranging import keep
-from betahook.tap.by_hand.sites import find_line
+from betahook.tap.by_hand.sites import find_line, find_site
 from betahook.tap.by_hand.situation import Handler, other
-from betahook.tap.by_hand.traces import Derived, Factor, Scores, Trace, Weights, is_zero, number, same_factor
+from betahook.tap.by_hand.traces import Derived, Scores, Trace, Weights
 
 
 def follow(forward: Forward, call: Call, handler: Handler) -> Any:
@@ -60,14 +61,16 @@ def _rescaled(forward: Forward, call: Call, output: Tensor, scores: Scores) -> t
         return output, scores
     by = next(x for x in operands if not isinstance(forward.traces.get(x), Scores))
     factor = _factor(call, by)
-    expected = [product.expected for product in scores.products]
+    site = find_site("scale")
+    expected = [product.expected(site) for product in scores.products]
     for product in scores.products:
-        product.scalings.append(factor)
+        product.scalings.append((site, factor))
+    scores = scores._replace(scaled=scores.scaled | {site})
     differs = [was for was in expected if was is not None and not same_factor(was, factor)]
     if not before.pure and (differs or (isinstance(by, Tensor) and by.requires_grad)):
         return output, scores.losing(f"a scale behind a bias at {find_line()} that changes")
     own = factor if expected[0] is None else expected[0]
-    if is_zero(factor) or not forward.plan.varies(own, factor):
+    if is_zero(factor) or not forward.plan.varies(site, own, factor):
         return output, scores
     axis = forward.score_axis(scaled, "rescale")
     if axis is None:

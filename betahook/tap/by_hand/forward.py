@@ -5,11 +5,9 @@ Made by the tap in `watching` for every forward; the functions of `matrices`, `s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from betahook import compat
@@ -19,15 +17,15 @@ from betahook.models.torch_calls import Call, tensors_in
 from betahook.state.state import note_measured
 from betahook.tap.by_hand import head_axes
 from betahook.tap.by_hand.contraction import Axis
+from betahook.tap.by_hand.factors import Factor, are_alike, is_zero
 from betahook.tap.by_hand.plan import Plan, form_of
+from betahook.tap.by_hand.products import History, Product
 from betahook.tap.by_hand.shadows import Shadows
 from betahook.tap.by_hand.sites import Site, find_line, find_site
 from betahook.tap.by_hand.situation import Situation
-from betahook.tap.by_hand.traces import Factor, History, Operand, Product, Scores, Traces, is_learned, is_zero
+from betahook.tap.by_hand.traces import Operand, Scores, Traces, is_learned
 from betahook.tap.recorder import PASSED, Recorder, shows_shapes
 
-ALIKE = 1e-4
-"""Relative difference up to which two numbers count as the same, but for rounding."""
 UNSEEN = (
     "a forward computed queries, but no attention over them was seen: it may run in a kernel that betahook cannot see"
 )
@@ -178,16 +176,8 @@ class Forward:
             self.layer.note_default(default)
         if self.default is None:
             self.default = default
-        elif not _are_alike(self.default, default, are_read=self.labels is not None):
+        elif not are_alike(self.default, default, are_read=self.labels is not None):
             self.refuse(f"its softmax at {find_line()} and one before it get scores that are scaled differently")
-
-    def note_way(self, leader: Product, total: Factor) -> None:
-        """Note the factor on the way of a product to its softmax, where that is not all that scales it."""
-        if is_zero(total):
-            return
-        known = leader.prescale * math.prod(leader.scalings, start=1.0)
-        if leader.history.way is not None or not _are_alike(total, known, are_read=self.labels is not None):
-            leader.way = total / leader.prescale
 
     def refuse(self, reason: str) -> None:
         """Leave the module alone when the forward has ended."""
@@ -234,7 +224,8 @@ def _verdict(forward: Forward) -> str | None:
     plan.axes[forward.form] = forward.axes
     # What a rehearsal shows, the steps before a resume did: so the first step after it computes as they.
     step = layer.state.steps - forward.rehearsal
-    reason = forward.refused or next(filter(None, (product.learn(step) for product in forward.products)), None)
+    learned = (product.learn(step, are_read=forward.labels is not None) for product in forward.products)
+    reason = forward.refused or next(filter(None, learned), None)
     if forward.attended:
         plan.only_projects = False
     elif plan.only_projects is None and forward.labels is not None and forward.labels.linears:
@@ -270,13 +261,3 @@ def _obstacle(forward: Forward) -> str:
         f"the product at {forward.without_heads} is of two matrices, in which its {forward.layer.heads} heads have no "
         "axis: compute all of them at once, with q and k as [batch, heads, tokens, d_k]"
     )
-
-
-def _are_alike(one: Factor, other: Factor, *, are_read: bool) -> bool:
-    """Tell if factors differ by rounding at most; tensors are held to be alike where they are not read."""
-    # No quotient: scores may be scaled by 0 for another use.
-    if not (isinstance(one, Tensor) or isinstance(other, Tensor)):
-        return math.isclose(one, other, rel_tol=ALIKE)
-    if not are_read:
-        return True
-    return bool((torch.as_tensor(one - other).abs() <= ALIKE * torch.as_tensor(other).abs()).all())

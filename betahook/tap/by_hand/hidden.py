@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from betahook import compat
-from betahook.tap.by_hand.traces import Product
+from betahook.tap.by_hand.products import Product
 
 
 def behind(logits: Tensor, nodes: dict[Product, Any]) -> Product | None:

@@ -16,12 +16,14 @@ from betahook.models.places import takes_key_first
 from betahook.models.torch_calls import Call
 from betahook.tap.by_hand import contraction
 from betahook.tap.by_hand.contraction import Axis, Contraction
+from betahook.tap.by_hand.factors import Factor, divided, is_zero
 from betahook.tap.by_hand.forward import Forward
 from betahook.tap.by_hand.head_axes import REMEDY, made_of, put_heads, varying
+from betahook.tap.by_hand.products import Product
 from betahook.tap.by_hand.shadows import GAIN
 from betahook.tap.by_hand.sites import find_line, find_site
 from betahook.tap.by_hand.situation import other
-from betahook.tap.by_hand.traces import Derived, Factor, Operand, Product, Scores, Shift, Weights, divided, is_zero
+from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift, Weights
 from betahook.tap.gain import scale_query
 
 
@@ -52,7 +54,10 @@ def _multiplies_activations(forward: Forward, call: Call) -> bool:
 
 
 UNREAD = frozenset(
-    ["linear", "bilinear", "tensordot", "inner", "vecdot", "linalg_vecdot", "mv", "addmm", "addbmm", "addmv", "chain_matmul", "linalg_multi_dot", "__rmatmul__", "cosine_similarity"]
+    (
+        *("linear", "bilinear", "tensordot", "inner", "vecdot", "linalg_vecdot", "mv", "addmm", "addbmm", "addmv"),
+        *("chain_matmul", "linalg_multi_dot", "__rmatmul__", "cosine_similarity"),
+    )
 )
 """Further functions that multiply tensors, in none of the forms that make scores."""
 
@@ -89,9 +94,10 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
     factors = forward.factors_of(known.history, product.left, product.right)
     known.prescale = factors[0] * factors[1]
     pure = not product.biased or call.kwargs.get("beta") == 0
-    trace = Scores(product.alpha, prescale=known.prescale, products=(known,), pure=pure)
+    scaled = frozenset([known.site] if product.alpha != 1 else [])
+    trace = Scores(product.alpha, prescale=known.prescale, products=(known,), pure=pure, scaled=scaled)
     if product.alpha != 1:
-        known.scalings.append(product.alpha)
+        known.scalings.append((known.site, product.alpha))
     if product.biased and isinstance(forward.traces.get(call.operands[0]), Scores):
         axis, trouble = None, f"{call.name} at {known.site.line} on scores"
     if axis is None:

@@ -16,8 +16,9 @@ from torch import Tensor
 from betahook.measure.masks import Band
 from betahook.models.torch_calls import tensors_in
 from betahook.tap.by_hand.contraction import Axis
+from betahook.tap.by_hand.factors import Factor, same_factor
+from betahook.tap.by_hand.products import History
 from betahook.tap.by_hand.sites import Site, find_site
-from betahook.tap.by_hand.traces import Factor, History, same_factor
 
 Form = tuple[tuple[bool, ...], ...]
 """True for sizes of 1 in some inputs: there an axis of heads and batch, say, looks like one of heads."""
@@ -69,12 +70,11 @@ class Plan:
         """
         return bool(self.fused_only) and (self.broken_since is None or self.broken_since < resets)
 
-    def varies(self, before: Factor, now: Factor) -> bool:
-        """Tell if the scale at the site that runs has ever changed; a tensor, which nobody reads, always has.
+    def varies(self, site: Site, before: Factor, now: Factor) -> bool:
+        """Tell if the scale at a site has ever changed; a tensor, which nobody reads, always has.
 
         A recomputation finds the scale of its forward, and must run the same operations.
         """
-        site = find_site("varies")
         if isinstance(now, Tensor) or not same_factor(before, now):
             self.varying.add(site)
         return site in self.varying

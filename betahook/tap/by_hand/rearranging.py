@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from betahook.models.torch_calls import tensors_in
 from betahook.tap.by_hand.arithmetic import beside_unread, united
+from betahook.tap.by_hand.factors import same_factor
 from betahook.tap.by_hand.situation import Situation, other, unless_unread, unread_in
-from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift, Weights, is_learned, same_factor
+from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift, Weights, is_learned
 
 
 def keep(situation: Situation) -> Derived:

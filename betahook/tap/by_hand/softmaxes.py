@@ -18,10 +18,11 @@ from betahook.models.torch_calls import Call
 from betahook.tap import compiled
 from betahook.tap.by_hand import contraction, hidden
 from betahook.tap.by_hand.contraction import Axis
+from betahook.tap.by_hand.factors import divided, is_zero
 from betahook.tap.by_hand.forward import Forward
 from betahook.tap.by_hand.head_axes import REMEDY, made_of
 from betahook.tap.by_hand.sites import Site, find_line, find_site
-from betahook.tap.by_hand.traces import Operand, Scores, Shift, Trace, Weights, divided, is_zero
+from betahook.tap.by_hand.traces import Operand, Scores, Shift, Trace, Weights
 from betahook.tap.gain import scale_query
 from betahook.tap.kernels import KERNELS, Arguments, Kernel, find_band
 
@@ -76,9 +77,10 @@ def _end_of_scores(forward: Forward, trace: Scores, input: Tensor, dim: int) -> 
     forward.note_default(total)
     in_order = sorted(trace.products, key=lambda product: product.index)
     leader = in_order[0]
-    forward.note_way(leader, total)
+    leader.total = None if is_zero(total) else total
     for product in trace.products:
         product.history.leader = leader.site
+        product.on_way |= trace.scaled
     is_recorded = trace.value is not None and forward.recording and input.numel() > 0 and not is_zero(total)
     axis = None
     if is_recorded or forward.labels is not None:  # a later forward, which has none, may be the first that is recorded

@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from numbers import Real
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,125 +14,10 @@ from torch import Tensor, nn
 
 from betahook import compat
 from betahook.models.by_tensor import ByTensor
-from betahook.models.labels import MadeOf
 from betahook.models.torch_calls import tensors_in
+from betahook.tap.by_hand.factors import Factor
+from betahook.tap.by_hand.products import Product
 from betahook.tap.by_hand.sites import Site, find_line
-
-Factor = float | Tensor
-"""A number, a 0-dim tensor, or one that broadcasts over heads."""
-
-
-@dataclass(eq=False)
-class History:
-    """Facts on the products at one site that forwards have shown; each is None before one has.
-
-    Attributes:
-        makes_scores: True if they reach a softmax.
-        since: the step in which one was first seen to.
-        leader: the site of the first product before the same softmax, whose scale is the model's own beta.
-        scalings: the factors that followed, see `Product.scalings`.
-        way: see `Product.way`.
-        key_factor: the factor that a key carried in the last forward in which that showed.
-        key_first: the left operand is k, not q.
-    """
-
-    makes_scores: bool | None = None
-    since: int | None = None
-    leader: Site | None = None
-    scalings: list[Factor] | None = None
-    way: Factor | None = None
-    key_factor: Factor | None = None
-    key_first: bool | None = None
-
-    def is_settled(self, step: int) -> bool:
-        """Tell if steps before this one have shown that a product makes scores.
-
-        Not in the same step: gradient checkpointing runs a forward again in its backward, when more is known, and what
-        is then kept for the backward must be the same.
-        """
-        return self.since is not None and self.since < step
-
-
-@dataclass(eq=False)
-class Product:
-    """One product of two activations in one forward, which makes scores if it reaches a softmax.
-
-    Attributes:
-        site: where the user's code calls it.
-        history: of the products there.
-        assured: both operands are activations that no weighted value went into, so that a lost trace is a lost score.
-        makers: earlier products in whose results this one's operands lie.
-        acts: its left operand gets the factor of beta.
-        settled: steps before this one have shown that it makes scores.
-        acting: that factor, `beta / beta_default`, `[heads]`; ones where it does not act, None where it cannot.
-        scalings: the factors put on the product since, multiplied up: one entry after each scaling.
-        prescale: the factor that its operands carry.
-        way: the factor put on it on the way to its softmax, where it is scaled on other ways too; None elsewhere.
-        reached: it came to a softmax.
-        consumed: it made an operand of a product that did.
-        lost: the operation after which nothing more is known, None for none.
-        counts: its gradient is a part of the sensitivity.
-        index: its number among the products of the forward.
-        default: the model's own beta by which it is scaled; None for that of the last forward.
-        made_of: the features that its operands are made of, see `head_axes.made_of`.
-    """
-
-    site: Site
-    history: History
-    assured: bool
-    makers: tuple[Product, ...] = ()
-    acts: bool = True
-    settled: bool = False
-    acting: Tensor | None = None
-    scalings: list[Factor] = field(default_factory=list)
-    prescale: Factor = 1.0
-    way: Factor | None = None
-    reached: bool = False
-    consumed: bool = False
-    lost: str | None = None
-    counts: bool = False
-    index: int = 0
-    default: Factor | None = None
-    made_of: MadeOf | None = None
-
-    @property
-    def after(self) -> Factor | None:
-        """The factor that further scalings put on it up to its softmax in the last forward; None if none was."""
-        scalings = self.history.scalings
-        if scalings is None:
-            return None
-        if self.history.way is not None:
-            return self.history.way / math.prod(self.scalings, start=1.0)
-        return math.prod(scalings[len(self.scalings) :], start=1.0)
-
-    @property
-    def expected(self) -> Factor | None:
-        """The scaling that came next upon it in the last forward; None if there was none."""
-        scalings = self.history.scalings or []
-        return scalings[len(self.scalings)] if len(self.scalings) < len(scalings) else None
-
-    def learn(self, step: int) -> str | None:
-        """Remember it when its forward has ended; return why the module is to be left alone, or None."""
-        history = self.history
-        if self.lost is not None and self.assured and not (self.reached or self.consumed):
-            return f"its scores come to {self.lost}, which is not followed"
-        if history.makes_scores not in (None, self.reached):
-            return f"the product at {self.site.line} reaches a softmax at times and at times it does not"
-        history.makes_scores = self.reached
-        if self.reached:
-            if not any(map(is_zero, self.scalings)):
-                history.scalings = self.scalings
-            if self.way is not None:
-                history.way = self.way
-            if history.since is None:
-                history.since = step
-        return None
-
-    def reach(self) -> None:
-        """Note that the product came to a softmax."""
-        self.reached = True
-        for maker in self.makers:
-            maker.consumed = True
 
 
 class Operand(NamedTuple):
@@ -167,6 +50,7 @@ class Scores(NamedTuple):
         pure: nothing was added but masks.
         linear: nothing but factors, masks and biases came upon them.
         shifted: rows, along the last axis, were shifted by a number of their own, which the softmax does not see.
+        scaled: the sites of the scalings that it went through.
         lost: the operation after which they are no scores any more, None for none.
     """
 
@@ -180,6 +64,7 @@ class Scores(NamedTuple):
     pure: bool = True
     linear: bool = True
     shifted: bool = False
+    scaled: frozenset[Site] = frozenset()
     lost: str | None = None
 
     @property
@@ -313,31 +198,6 @@ class Traces(ByTensor[Trace]):
         return found[1] if found is not None and found[0] is view else None
 
 
-def same_factor(a: Factor, b: Factor) -> bool:
-    """Return True if two factors are known to be equal, without reading a tensor."""
-    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
-
-
-def is_zero(factor: Factor) -> bool:
-    """Return True for the number 0, as the log of a single token: all keys count alike then, whatever beta is."""
-    return not isinstance(factor, Tensor) and factor == 0
-
-
 def is_learned(tensor: Any, trace: Trace | None) -> bool:
     """Return True for a parameter, a view of one, or what was made of parameters alone."""
     return isinstance(tensor, nn.Parameter) or (isinstance(trace, Operand) and trace.learned)
-
-
-def number(factor: Any) -> Factor | None:
-    """The factor as a number or 0-dim tensor, None if it is neither a number nor a tensor of one element."""
-    if isinstance(factor, Tensor):
-        if factor.numel() != 1:
-            return None
-        alone = factor.detach().reshape(())
-        return float(alone) if factor.device.type == "cpu" and not factor.requires_grad else alone
-    return float(factor) if isinstance(factor, Real) else None  # one of numpy would not multiply a tensor
-
-
-def divided(tensor: Tensor, factor: Factor) -> Tensor:
-    """`tensor / factor`, without a copy where that is the tensor itself."""
-    return tensor if isinstance(factor, float) and factor == 1 else tensor / factor

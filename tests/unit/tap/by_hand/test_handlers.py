@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from betahook.models.torch_calls import Call
 from betahook.tap.by_hand.handlers import HANDLERS
+from betahook.tap.by_hand.products import History, Product
 from betahook.tap.by_hand.sites import Site
 from betahook.tap.by_hand.situation import Situation, other
-from betahook.tap.by_hand.traces import History, Operand, Product, Scores, Shift, Weights
+from betahook.tap.by_hand.traces import Operand, Scores, Shift, Weights
 
 
 def normal(*shape):

@@ -103,6 +103,47 @@ def test_one_product_may_be_scaled_on_several_ways(x, way):
     check_doubled(make(lambda module, q, k, v: SEVERAL_WAYS[way](module, q, k).softmax(-1) @ v), x)
 
 
+OTHER_USES = {
+    "kept": lambda module, scores: setattr(module, "logits", (scores * 0.5).detach()),
+    "gates": lambda module, scores: setattr(module, "gate", torch.sigmoid(scores / 10).mean()),
+    "for no use": lambda module, scores: setattr(module, "logits", scores * 0.0),
+}
+
+
+@pytest.mark.parametrize("use", OTHER_USES)
+@pytest.mark.parametrize("first", [True, False], ids=["before the softmax", "behind it"])
+@pytest.mark.parametrize("only", [None, "training", "evaluation"])
+def test_scores_that_are_scaled_for_another_use_have_the_same_beta(x, use, first, only):
+    """Whether it comes before the softmax or behind it, in each forward or only in those of one mode."""
+
+    def mix(module, q, k, v):
+        scores, is_used = q @ k.mT, only is None or module.training is (only == "training")
+        if is_used and first:
+            OTHER_USES[use](module, scores)
+        weights = (scores * ROOT).softmax(-1)
+        if is_used and not first:
+            OTHER_USES[use](module, scores)
+        return weights @ v
+
+    model = make(mix)
+    check_doubled(model, x)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        for is_training in (True, False, True):
+            model.train(is_training)(x)
+            hook.step()
+        layer = hook.layers["1"]
+        assert layer.beta_default == pytest.approx(ROOT)
+        layer.beta = 0.7
+        v = model[1].split(model[1].v_proj(model[0](x)))
+        expected = ((0.7 * raw_scores(model, x)).softmax(-1).float() @ v).transpose(1, 2).flatten(2)
+        for is_training in (False, True, False, False, True, True):
+            torch.testing.assert_close(model.train(is_training)(x), expected, rtol=1e-4, atol=1e-5)
+            hook.step()
+            if use == "kept" and (only is None or is_training is (only == "training")):
+                kept = 0.5 * 0.7 / ROOT * raw_scores(model, x)
+                torch.testing.assert_close(model[1].logits, kept.float(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("way", OWN_SCALES)
 def test_products_with_scales_of_their_own_keep_their_proportion(x, way):
     def mix(module, q, k, v):
@@ -121,6 +162,10 @@ SCALES = {
     "learned, as a divisor": lambda module, q, k: (q @ k.mT) / module.temperature.exp(),
     "learned by head": lambda module, q, k: q @ k.mT * module.temperatures.exp(),
     "learned, and another": lambda module, q, k: [s := q @ k.mT, s * 0.5, s * module.temperature.exp()][-1],
+    "learned, and negated": lambda module, q, k: -(q @ k.mT * -module.temperature.exp()),
+    "of the length, in two parts": lambda module, q, k: torch.cat(
+        [(s := q @ k.mT)[..., :3] * (ROOT * math.log(q.shape[-2])), s[..., 3:] * (ROOT * math.log(q.shape[-2]))], -1
+    ),
     "of the length, and another": lambda m, q, k: [s := q @ k.mT, s * 0.5, s * (ROOT * math.log(q.shape[-2]))][-1],
 }
 
@@ -339,6 +384,7 @@ def tensor(number):
 
 
 BY_LENGTH = {
+    "query, negated twice": lambda q, k, v, scale: (-((q * scale) @ k.mT * -1.0)).softmax(-1) @ v,
     "scores": lambda q, k, v, scale: (q @ k.mT * scale).softmax(-1) @ v,
     "a query": lambda q, k, v, scale: (q * scale @ k.mT).softmax(-1) @ v,
     "a query and scores": lambda q, k, v, scale: (q * (scale / ROOT) @ k.mT * ROOT).softmax(-1) @ v,
