@@ -14,7 +14,7 @@ from betahook.tap.by_hand.sites import Site
 
 @dataclass(eq=False)
 class History:
-    """Facts on the products at one site that forwards have shown; each is None before one has.
+    """Facts on the products at one site that forwards have shown; each is None, or empty, before one has.
 
     Attributes:
         makes_scores: True if they reach a softmax.
