@@ -36,8 +36,8 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
     all layers, a dozen numbers that begin with `attention/`, goes to all loggers every `log_every_n_steps` steps, and
     now and then the picture at a glance to those of TensorBoard and W&B. When a layer gets into another condition, a
     line is logged. A checkpoint holds the weights without beta, and the state of the hook beside them: any `Trainer`
-    with this callback that loads it, to fit or to test, has the beta that belongs to the weights. At the end of
-    fitting, beta is folded into the weights.
+    with this callback that loads it, to fit or to test, has the beta that belongs to the weights, which is the model's
+    own where a checkpoint has no such state. At the end of fitting, beta is folded into the weights.
 
     Args:
         controller, options: those of `betahook.attach`.
@@ -72,6 +72,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         self._on_end = on_end
         self._unfinished = unfinished
         self._loaded: dict[str, Any] | None = None
+        self._starting: str | None = None  # the stage whose checkpoint, if any, is yet to be loaded
         self._stepped = 0
         self._losses: list[Tensor] = []
 
@@ -81,18 +82,21 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict  # the model may still be moved, or sharded
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._loaded, self._starting = None, stage  # what Lightning loads comes after this
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._attach(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._load(pl_module)
+        self._load(trainer, pl_module)
         self._stepped = trainer.global_step
         self._losses.clear()  # of a fit that was broken off while gradients were accumulated
         if self._on_end == "fold" and self.hook is not None:
             warn_of_refusals(self.hook)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._load(pl_module)
+        self._load(trainer, pl_module)
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -156,11 +160,21 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
             self.hook = attach(model, **self._options)
         return self.hook
 
-    def _load(self, module: nn.Module) -> None:
-        """Give the model the beta of the checkpoint that its weights were just loaded from, if there was one."""
-        if self._loaded is not None:
-            state, self._loaded = self._loaded, None
+    def _load(self, trainer: Trainer, module: nn.Module) -> None:
+        """Give the model the beta of the checkpoint that its weights were just loaded from, its own if that has none.
+
+        Only when a stage begins: an evaluation during a fit begins none.
+        """
+        stage, self._starting = self._starting, None
+        state, self._loaded = self._loaded, None
+        if stage is None:
+            return
+        if state is not None:
             self._attach(module).load_state_dict(state)
+        elif trainer.ckpt_path and self.hook is not None and self.hook.model in module.modules():
+            self.hook.detach()
+            if stage == "fit":
+                self._attach(module)
 
 
 def _model_in(module: nn.Module) -> nn.Module:

@@ -185,6 +185,26 @@ def test_the_best_checkpoint_is_tested_with_its_own_beta(tmp_path):
     assert trainer.test(fresh, batches(), ckpt_path=best.best_model_path, verbose=False)[0]["loss"] == tested
 
 
+def test_a_checkpoint_of_a_folded_or_a_plain_model_is_tested_with_its_own_beta(tmp_path):
+    """After one of a hooked model, which leaves the module hooked."""
+    plain, kept = Module(), ModelCheckpoint(tmp_path / "kept", save_top_k=-1)
+    trainer = make_trainer(tmp_path, ModelCheckpoint(tmp_path / "plain"), 1, logger=False)
+    trainer.fit(plain, batches())
+    callback, module = BetaHook(controller=search()), Module()
+    paths = {"plain": trainer.checkpoint_callback.best_model_path, "folded": tmp_path / "folded.ckpt"}
+    losses = {"plain": trainer.test(plain, batches(), verbose=False)[0]["loss"]}
+    trainer = make_trainer(tmp_path, callback, 1, kept, logger=False)
+    trainer.fit(module, batches())
+    trainer.save_checkpoint(paths["folded"])
+    losses["folded"] = trainer.test(module, batches(), verbose=False)[0]["loss"]
+    hooked = kept.best_model_path  # which the checkpoints replace
+    for name, path in paths.items():
+        trainer.test(module, batches(), ckpt_path=hooked, verbose=False)
+        assert callback.hook.attached
+        assert trainer.test(module, batches(), ckpt_path=path, verbose=False)[0]["loss"] == losses[name]
+        assert not callback.hook.attached
+
+
 def test_a_summary_and_what_is_asked_for_go_to_the_loggers(tmp_path):
     callback, logger = BetaHook(controller="monitor", quantities=["score_std"]), CSVLogger(tmp_path)
     make_trainer(tmp_path, callback, 1, logger=logger, log_every_n_steps=4).fit(Module(), batches())

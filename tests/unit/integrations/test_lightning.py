@@ -1,6 +1,7 @@
 """`BetaHook` where Lightning need not be installed: a stand-in calls it. `tests/stacks` has the real Trainer."""
 
 import importlib
+import math
 import sys
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -49,7 +50,7 @@ def fitting(lightning):
     module.model = build("llama", "sdpa")
     callback = lightning.BetaHook(Judge(), on_end="keep")
     trainer = SimpleNamespace(global_step=0, log_every_n_steps=1, is_global_zero=True, loggers=[Logger()])
-    trainer.precision_plugin, trainer.accumulate_grad_batches = None, 2
+    trainer.precision_plugin, trainer.accumulate_grad_batches, trainer.ckpt_path = None, 2, None
 
     def train_on_batch(*, steps, weight=1.0):
         loss = module.model(**inputs("llama")).loss
@@ -58,9 +59,16 @@ def fitting(lightning):
         trainer.global_step += steps
         callback.on_train_batch_end(trainer, module, loss, None, 0)
 
-    callback.on_fit_start(trainer, module)
-    callback.on_train_start(trainer, module)
-    yield SimpleNamespace(callback=callback, trainer=trainer, module=module, train_on_batch=train_on_batch)
+    def begin_fit(loaded=None):
+        callback.setup(trainer, module, "fit")
+        if loaded is not None:
+            callback.load_state_dict(loaded)
+        callback.on_fit_start(trainer, module)
+        callback.on_train_start(trainer, module)
+
+    begin_fit()
+    functions = dict(train_on_batch=train_on_batch, begin_fit=begin_fit)
+    yield SimpleNamespace(callback=callback, trainer=trainer, module=module, **functions)
     callback.hook.detach()
 
 
@@ -78,7 +86,48 @@ def test_the_loss_of_a_fit_that_was_broken_off_is_not_that_of_the_next(fitting):
     fitting.train_on_batch(steps=1)
     alone = training_loss.pooled(fitting.callback.hook._state).item()
     fitting.train_on_batch(steps=0, weight=1e3)  # the first of the two batches of a step
-    fitting.callback.on_fit_start(fitting.trainer, fitting.module)
-    fitting.callback.on_train_start(fitting.trainer, fitting.module)
+    fitting.begin_fit()
     fitting.train_on_batch(steps=1)
     assert training_loss.pooled(fitting.callback.hook._state).item() == pytest.approx(alone)
+
+
+def betas(hook):
+    return [layer.beta for layer in hook.layers.values()]
+
+
+def set_beta(hook, beta):
+    for layer in hook.layers.values():
+        layer.beta = beta
+
+
+@pytest.mark.parametrize("stage", ["test", "validation", "predict"])
+def test_a_checkpoint_without_beta_is_evaluated_with_the_models_own(fitting, stage):
+    """That of a folded or a plain model, after one that left the module hooked."""
+    callback, arguments = fitting.callback, (fitting.trainer, fitting.module)
+    set_beta(callback.hook, 2.0)
+    callback.setup(*arguments, stage)
+    getattr(callback, f"on_{stage}_start")(*arguments)
+    assert betas(callback.hook) == pytest.approx([2.0, 2.0])  # no checkpoint: the model as it is
+    fitting.trainer.ckpt_path = "plain.ckpt"
+    other = torch.nn.Module()
+    callback.setup(fitting.trainer, other, stage)
+    getattr(callback, f"on_{stage}_start")(fitting.trainer, other)
+    assert callback.hook.attached
+    callback.setup(*arguments, stage)
+    getattr(callback, f"on_{stage}_start")(*arguments)
+    assert not callback.hook.attached
+
+
+def test_a_fit_from_a_checkpoint_without_beta_begins_anew(fitting):
+    fitting.train_on_batch(steps=1)
+    set_beta(fitting.callback.hook, 2.0)
+    state = fitting.callback.state_dict()
+    fitting.trainer.ckpt_path = "some.ckpt"
+    fitting.begin_fit(loaded=state)
+    assert betas(fitting.callback.hook) == pytest.approx([2.0, 2.0])
+    fitting.begin_fit()
+    assert betas(fitting.callback.hook) == pytest.approx([math.nan] * 2, nan_ok=True)  # the model's own
+    assert fitting.callback.hook.steps == 0
+    set_beta(fitting.callback.hook, 3.0)
+    fitting.callback.on_validation_start(fitting.trainer, fitting.module)  # within the fit
+    assert betas(fitting.callback.hook) == pytest.approx([3.0, 3.0])
