@@ -5,6 +5,7 @@ Needs the package `lightning`; nothing else of betahook imports this file.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ from betahook.report.summary import Summary
 from betahook.step import training_loss
 
 __all__ = ["BetaHook"]
+
+logger = logging.getLogger(__name__)
 
 
 class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not installed
@@ -94,6 +97,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         self._losses.clear()  # of a fit that was broken off while gradients were accumulated
         if self._on_end == "fold" and self.hook is not None:
             warn_of_refusals(self.hook)
+        _warn_of_weights_only(self.hook, trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._load(trainer, pl_module)
@@ -175,6 +179,17 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
             self.hook.detach()
             if stage == "fit":
                 self._attach(module)
+
+
+def _warn_of_weights_only(hook: Hook | None, trainer: Trainer) -> None:
+    """Warn of checkpoints that lose the beta of a hook, as they have the weights and no states of callbacks."""
+    if hook is None or not any(controller.moves_beta for controller in hook.controllers):
+        return
+    if any(getattr(each, "save_weights_only", False) for each in trainer.checkpoint_callbacks):
+        logger.warning(
+            "ModelCheckpoint(save_weights_only=True) saves weights without the beta that they are trained with, and "
+            "nothing brings it back: leave save_weights_only out"
+        )
 
 
 def _model_in(module: nn.Module) -> nn.Module:

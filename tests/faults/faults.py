@@ -1576,8 +1576,16 @@ FAULTS = [
     Fault("integrations/lightning.py", " and every and ", " and ", LIGHTNING),
     Fault("integrations/lightning.py", 'getattr(each, "experiment", None)', "each.experiment", LIGHTNING),
     Fault("integrations/lightning.py", "        self._losses.clear()", "        pass", LIGHTNING),
-    Fault("integrations/lightning.py", "            self.hook.detach()\n            if stage", "            if stage", LIGHTNING),
+    Fault(
+        "integrations/lightning.py",
+        "            self.hook.detach()\n            if stage",
+        "            if stage",
+        LIGHTNING,
+    ),
     Fault("integrations/lightning.py", 'if stage == "fit":', "if True:", LIGHTNING),
+    Fault(
+        "integrations/lightning.py", "if hook is None or not any(controller.moves_beta", "if not any(True", LIGHTNING
+    ),
     Fault("integrations/lightning.py", " and self.hook.model in module.modules()", "", LIGHTNING),
     Fault("betahook/tap/last_call.py", " or depth > self._depth", ""),
     Fault(

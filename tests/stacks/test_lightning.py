@@ -247,6 +247,12 @@ def test_a_model_without_exact_fold_stays_hooked_and_says_so(tmp_path, caplog):
     callback.hook.detach()
 
 
+def test_checkpoints_of_the_weights_alone_are_named_when_training_begins(tmp_path, caplog):
+    saving = ModelCheckpoint(tmp_path, save_weights_only=True)
+    make_trainer(tmp_path, BetaHook(), 1, saving, logger=False).fit(Module(), batches())
+    assert "ModelCheckpoint(save_weights_only=True) saves weights without the beta" in caplog.text
+
+
 def test_a_second_fit_goes_on_with_a_hook_that_was_kept(tmp_path):
     callback, module = BetaHook(controller=search(), on_end="keep"), Module()
     make_trainer(tmp_path, callback, 1, logger=False).fit(module, batches())

@@ -51,6 +51,7 @@ def fitting(lightning):
     callback = lightning.BetaHook(Judge(), on_end="keep")
     trainer = SimpleNamespace(global_step=0, log_every_n_steps=1, is_global_zero=True, loggers=[Logger()])
     trainer.precision_plugin, trainer.accumulate_grad_batches, trainer.ckpt_path = None, 2, None
+    trainer.checkpoint_callbacks = []
 
     def train_on_batch(*, steps, weight=1.0):
         loss = module.model(**inputs("llama")).loss
@@ -131,3 +132,20 @@ def test_a_fit_from_a_checkpoint_without_beta_begins_anew(fitting):
     set_beta(fitting.callback.hook, 3.0)
     fitting.callback.on_validation_start(fitting.trainer, fitting.module)  # within the fit
     assert betas(fitting.callback.hook) == pytest.approx([3.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("controller", "weights_only", "warned"),
+    [("default", True, True), ("monitor", True, False), ("default", False, False)],
+)
+def test_checkpoints_that_lose_beta_are_named_when_training_begins(
+    lightning, fitting, caplog, controller, weights_only, warned
+):
+    fitting.callback.hook.detach()
+    callback = lightning.BetaHook(controller)
+    fitting.trainer.checkpoint_callbacks = [SimpleNamespace(save_weights_only=weights_only)]
+    callback.setup(fitting.trainer, fitting.module, "fit")
+    callback.on_fit_start(fitting.trainer, fitting.module)
+    callback.on_train_start(fitting.trainer, fitting.module)
+    callback.hook.detach()
+    assert ("leave save_weights_only out" in caplog.text) is warned
