@@ -126,7 +126,8 @@ def forget(state: TrainerState) -> None:
 def resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
     """Continue from the checkpoint that the Trainer has resumed from: its file, or else what its state says.
 
-    One that was saved without betahook has none: a warning says that beta begins as the model's own.
+    One that was saved without betahook has none: a warning says that beta stays as the hook has it, mostly the model's
+    own.
 
     Raises:
         FileNotFoundError: the checkpoint lacks its file, but was saved with betahook.
@@ -140,7 +141,8 @@ def resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
         if not _is_plain(folder):
             checkpoint.read(folder).load(hook)
             return
-        logger.warning("%s was saved without betahook: beta begins as the model's own", folder)
+        begins = "stays as the hook that was given has it" if hook.layers.are_adapted else "begins as the model's own"
+        logger.warning("%s was saved without betahook: beta %s", folder, begins)
     elif saved is not None:
         place = f"{compat.trainer_state_name()} of the checkpoint to resume from"
         checkpoint.read_exported(saved, place).load(hook)

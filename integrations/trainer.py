@@ -138,7 +138,7 @@ class BetaHookCallback(TrainerCallback):
             self._taking_marked.pop()()
         _refuse_second(self, checkpoints.owner_in(state))
         if self._given is None:
-            self._leave_last(model)
+            self._leave_last(model, resumed)
         else:
             _check_given(self._given, model)
         with ExitStack() as on_error:
@@ -165,13 +165,13 @@ class BetaHookCallback(TrainerCallback):
             Reports(self.hook, args, self._handler, self._quantities) if state.is_world_process_zero else None
         )
 
-    def _leave_last(self, model: nn.Module) -> None:
+    def _leave_last(self, model: nn.Module, resumed: bool) -> None:
         """Let go of the hook of the last training where it is of no use for one of this model."""
         if self.hook is None or not self.hook.attached:
             return
         is_here = _is_on(self.hook, model)
-        # It was broken off; on the same model, with a batch that did not fit, see `auto_find_batch_size`.
-        if self.hook in _training and (not is_here or self.hook.steps == 0):
+        # The weights are now others, or it was broken off: here, by a batch that did not fit (`auto_find_batch_size`).
+        if (is_here and resumed) or (self.hook in _training and (not is_here or self.hook.steps == 0)):
             self.hook.detach()
         if not is_here:
             self.hook = None

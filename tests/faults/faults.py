@@ -1646,6 +1646,12 @@ FAULTS = [
         of_trainer("the_hook_of_a_training_that_was_broken_off_is_replaced", "test_further_trainings.py"),
     ),
     Fault(
+        "integrations/trainer.py",
+        "(is_here and resumed) or ",
+        "",
+        of_trainer("a_checkpoint_without_beta_leaves_none_of_the_training_before", "test_checkpoints.py"),
+    ),
+    Fault(
         "integrations/checkpoints.py",
         "elif saved is not None:",
         "elif named and saved:",
@@ -1695,8 +1701,8 @@ FAULTS = [
     ),
     Fault(
         "integrations/trainer.py",
-        "or self.hook.steps == 0):",
-        "or self.hook.steps < 0):",
+        "or self.hook.steps == 0)):",
+        "or self.hook.steps < 0)):",
         of_trainer("a_first_batch_that_did_not_fit_leaves_nothing", "test_further_trainings.py"),
     ),
     Fault(

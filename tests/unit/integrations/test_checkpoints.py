@@ -156,6 +156,31 @@ def test_a_run_that_has_checkpoints_already_may_go_on_with_betahook(tmp_path, ca
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-6)
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_a_checkpoint_without_beta_leaves_none_of_the_training_before(tmp_path, caplog, given):
+    """A hook that was given keeps the beta that it has, and the warning says so."""
+    make_trainer(tmp_path, Nothing(), max_steps=2, save_strategy="steps", save_steps=2).train()
+    trainer = make_trainer(tmp_path, Nothing())
+    controller = betahook.Search(window=1, warmup=0, rise=False)
+    hook = betahook.attach(trainer.model, controller) if given else None
+    callback = BetaHookCallback(hook=hook, on_end="keep") if given else BetaHookCallback(controller, on_end="keep")
+    trainer.add_callback(callback)
+    trainer.train()
+    assert callback.hook.layers.are_adapted
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                seen.append((callback.hook.layers.are_adapted, callback.hook.steps))
+
+    seen = []
+    trainer.add_callback(Look())
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert seen == [(True, 6) if given else (False, 0)]
+    begins = "stays as the hook that was given has it" if given else "begins as the model's own"
+    assert f"checkpoint-2 was saved without betahook: beta {begins}" in caplog.text
+
+
 @pytest.mark.parametrize("left", ["the mark", "the mark of an adapter", "the state", "an unfinished file"])
 def test_a_checkpoint_that_has_lost_its_beta_is_refused(copy_of_run, left):
     folder = copy_of_run / "checkpoint-6"
