@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, default_logdir
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, TensorBoardCallback, default_logdir
 from transformers.trainer_callback import CallbackHandler
 
 from betahook.hook import Hook
@@ -38,6 +39,7 @@ REPORTERS: dict[str, type[TrainerCallback]] = {
     if name != "tensorboard" and getattr(reporter, "on_log", None) is not TrainerCallback.on_log
 }
 """Classes of reporters that take logs, by their names in `report_to`, but TensorBoard's: its pages are our own."""
+EVENTS = "events.out.tfevents.*"
 SHOWING = ("wandb", "trackio")
 """Names in `report_to` of the trackers that show alerts and pictures, which are also those of their packages."""
 
@@ -75,7 +77,7 @@ class Reports:
                 "betahook.integrations.trainer.watch(trainer) before trainer.train()",
                 " and ".join(missing),
             )
-        self._writer = _open_writer(args, quantities) if "tensorboard" in reported else None
+        self._writer = _open_writer(_run_of_loss(args, handler), quantities) if "tensorboard" in reported else None
 
     def log(self, state: TrainerState) -> None:
         """Report the last step, whose entry of the history is the latest."""
@@ -166,18 +168,26 @@ def send_alert(alert: Alert) -> None:
         trackio.alert(title, str(alert))
 
 
-def _open_writer(args: TrainingArguments, quantities: Sequence[MetricName]) -> TensorBoardWriter | None:
-    """Open a writer on the TensorBoard run of the loss."""
-    default = Path(args.output_dir or ".", default_logdir())
-    run = os.environ.get("TENSORBOARD_LOGGING_DIR") or _newest_run(default.parent) or str(default)
+def _open_writer(run: str, quantities: Sequence[MetricName]) -> TensorBoardWriter | None:
+    """Open a writer on a TensorBoard run; None, with a warning, without TensorBoard."""
     try:
-        return TensorBoardWriter(os.path.expanduser(run), quantities=quantities)
+        return TensorBoardWriter(run, quantities=quantities)
     except ImportError as error:  # the Trainer also writes with tensorboardX
         logger.warning("%s; until then TensorBoard has no page of betahook", error)
         return None
 
 
-def _newest_run(runs: Path) -> str | None:
-    """The folder of the newest event file below `runs`: the one that the Trainer has just opened."""
-    files = sorted(runs.rglob("events.out.tfevents.*"), key=lambda file: file.stat().st_mtime_ns)
-    return str(files[-1].parent) if files else None
+def _run_of_loss(args: TrainingArguments, handler: CallbackHandler | None) -> str:
+    """Return the folder of the TensorBoard run that the Trainer has just opened."""
+    for reporter in handler.callbacks if handler is not None else ():
+        if isinstance(reporter, TensorBoardCallback) and hasattr(reporter.tb_writer, "log_dir"):
+            return str(reporter.tb_writer.log_dir)
+    named = os.path.expanduser(os.environ.get("TENSORBOARD_LOGGING_DIR", ""))
+    default = Path(args.output_dir or ".", default_logdir())
+    files = [*default.parent.rglob(EVENTS), *(Path(named).glob(EVENTS) if named else ())]
+    files.sort(key=lambda file: file.stat().st_mtime_ns)
+    # A trial of a search has a folder of its own whatever is named, and another process may write to the newest.
+    here = f".{socket.gethostname()}.{os.getpid()}."
+    if own := [file for file in files if here in file.name]:
+        return str(own[-1].parent)
+    return named or str(files[-1].parent if files else default)

@@ -50,6 +50,7 @@ LOADED = "tests/unit/tap/by_hand/test_loaded_beta.py"
 MASKS_OR_BIASES = "tests/unit/tap/by_hand/test_masks_or_biases.py"
 TRACES = "tests/unit/tap/by_hand/test_traces.py"
 SHADOWS = "tests/unit/tap/by_hand/test_shadows.py"
+TRAINER = "tests/unit/integrations/test_trainer.py"
 LIGHTNING = "tests/unit/integrations/test_lightning.py"
 REPORTS = "tests/unit/cli/test_report.py"
 SHOW_AND_FOLD = "tests/unit/cli/test_show_and_fold.py"
@@ -1631,6 +1632,8 @@ FAULTS = [
     Fault("integrations/reports.py", "if self._step != self._hook.steps:", "if True:"),
     Fault("integrations/reports.py", "if logs is not None and is_training(logs):", "if logs is not None:"),
     Fault("integrations/reports.py", "        self._undo.close()\n", ""),
+    Fault("integrations/reports.py", "if here in file.name]", "]", TRAINER),
+    Fault("integrations/reports.py", ' and hasattr(reporter.tb_writer, "log_dir")', " and False", TRAINER),
     Fault("integrations/reports.py", ", findings=self._findings,", ",", "tests/unit/integrations/test_reports.py"),
     Fault("integrations/reports.py", "        send_alert(alert)\n", ""),
     Fault(

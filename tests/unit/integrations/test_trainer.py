@@ -2,14 +2,17 @@
 
 import gc
 import json
+import os
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers.integrations import TensorBoardCallback
 
 import betahook
-from betahook.integrations.trainer import BetaHookCallback
+from betahook.integrations.trainer import BetaHookCallback, watch
 from support.models import build, inputs
 from support.trainer import arguments_of_rank_one, make_trainer
 from support.training import LAYER
@@ -74,6 +77,42 @@ def test_metrics_join_the_loss_in_tensorboard(tmp_path):
     logged = [(event.step, event.value) for event in run.Scalars("attention/max_logit")]
     assert [step for step, _ in said] == [2, 4, 6]
     assert logged == [(step, pytest.approx(value)) for step, value in said]
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("place", ["default", "named", "trial"])
+def test_the_pages_lie_in_the_run_of_the_loss(tmp_path, monkeypatch, place, watched):
+    """Also while another process writes to a newer one, and in a trial, whose folder goes before the one named."""
+    if place != "default":
+        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "named"))
+    other = tmp_path / "runs" / "other" / "events.out.tfevents.1700000000.elsewhere.1.0"
+    other.parent.mkdir(parents=True)
+    other.touch()
+    os.utime(other, (2e9, 2e9))
+
+    class Trial(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            state.is_hyper_param_search, state.trial_name = True, "trial"
+
+    trainer = make_trainer(tmp_path, BetaHookCallback("monitor"), report_to="tensorboard")
+    if place == "trial":
+        trainer.callback_handler.callbacks.insert(0, Trial())
+    if watched:
+        watch(trainer)
+    trainer.train()
+    (pages,) = tmp_path.rglob("*.betahook")
+    assert len(list(pages.parent.iterdir())) == 2
+    assert place == "default" or pages.parent.name == place
+
+
+def test_with_watch_the_pages_lie_in_the_run_of_a_writer_of_ones_own(tmp_path):
+    trainer = make_trainer(tmp_path, BetaHookCallback("monitor"), report_to="tensorboard")
+    (reporter,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, TensorBoardCallback))
+    reporter.tb_writer = SummaryWriter(str(tmp_path / "own"))
+    watch(trainer)
+    trainer.train()
+    (pages,) = tmp_path.rglob("*.betahook")
+    assert pages.parent == tmp_path / "own"
 
 
 def test_the_history_holds_a_summary_beside_the_loss(tmp_path):
