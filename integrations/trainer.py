@@ -45,11 +45,12 @@ class BetaHookCallback(TrainerCallback):
     through `watch(trainer)`. Only the main process logs.
 
     Every checkpoint gets the state of the hook, and `trainer.train(resume_from_checkpoint=...)` continues from it,
-    wherever the folder is; from one that was saved without betahook, with the model's own beta and a warning. Other
-    controllers than the saved ones take over, with a warning, where beta is still the model's own. A training that was
-    broken off leaves its hook on the model: the same callback goes on with it, another one takes it off with a warning
-    and begins with the model's own beta. When the Trainer is made, a checkpoint in its `output_dir` that was never
-    finished, since its process was killed while it saved, is renamed to `unfinished-checkpoint-N.1` with a warning:
+    wherever the folder is; from one that was saved without betahook, with the model's own beta and a warning. Where
+    such a one is not in `output_dir`, name it in `TrainingArguments(resume_from_checkpoint=...)` too. Other controllers
+    than the saved ones take over, with a warning, where beta is still the model's own. A training that was broken off
+    leaves its hook on the model: the same callback goes on with it, another one takes it off with a warning and begins
+    with the model's own beta. When the Trainer is made, a checkpoint in its `output_dir` that was never finished, since
+    its process was killed while it saved, is renamed to `unfinished-checkpoint-N.1` with a warning:
     `resume_from_checkpoint=True` takes the newest one by its name. A checkpoint in the middle of a run holds the
     weights without beta: use it with this callback, or with `betahook.restore`, not alone.
 
