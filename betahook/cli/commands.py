@@ -162,6 +162,12 @@ def examine(name: str, text: str, *, length: int, batch: int, batches: int, pict
             f"{type(model).__name__} reads {model.main_input_name} and no text; in Python, betahook.examine(model, "
             "batches) takes batches of any kind"
         )
+    names = ["input_ids"]
+    if (
+        getattr(model.config, "is_encoder_decoder", False)
+        and "decoder_input_ids" in signature(model.forward).parameters
+    ):
+        names.append("decoder_input_ids")  # few models shift the input into the decoder by themselves
     windows = _windows(name, text, min(length, models.longest(model) or length), batch * batches)
     layers = None if state is None else lambda layer, module: layer in state["layers"]
     with checkpoint.unmarked(model), betahook.attach(model, "monitor", layers=layers, when="always") as hook:
@@ -170,7 +176,7 @@ def examine(name: str, text: str, *, length: int, batch: int, batches: int, pict
                 raise ValueError(f"{name}: the state of the hook belongs to other layers than those of the model")
             fresh = hook.state_dict()
             hook.load_state_dict({**fresh, "beta": state["beta"], "beta_default": state["beta_default"]})
-        found = examine_hooked(hook, ({"input_ids": ids} for ids in windows.split(batch)))
+        found = examine_hooked(hook, (dict.fromkeys(names, ids) for ids in windows.split(batch)))
     forwards = f"{found.batches} forward{'s' * (found.batches > 1)} of up to {batch} x {windows.shape[1]}"
     source = f"{windows.numel():,} tokens of {Path(text).name}, in {forwards}"
     return pages.examination(f"{name}: {type(model).__name__}", source, found, pictured=pictured)

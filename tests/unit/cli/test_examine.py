@@ -1,5 +1,6 @@
 """`betahook examine`, called as the console script calls it."""
 
+import re
 import shutil
 
 import pytest
@@ -19,7 +20,7 @@ from transformers import (
 import betahook
 from betahook.cli import main
 from support.html_page import Page
-from support.models import inputs
+from support.models import build, inputs
 from support.tokens import tokenizer
 
 TINY = dict(vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -71,6 +72,17 @@ def test_examine_reads_no_more_tokens_than_a_model_has_positions_for(saved, tmp_
     arguments = ["--text", str(saved / "text.txt"), "--length", "32", "--batch", "2", "--batches", "1"]
     assert main(["examine", str(tmp_path), *arguments]) == 0
     assert f"in 1 forward of up to 2 x {length}" in capsys.readouterr().out
+
+
+def test_examine_gives_the_text_to_encoder_and_decoder(saved, tmp_path, capsys):
+    tokenizer().save_pretrained(tmp_path)
+    build("t5", vocab_size=300).save_pretrained(tmp_path)
+    arguments = ["--text", str(saved / "text.txt"), "--length", "32", "--batch", "2", "--batches", "1"]
+    assert main(["examine", str(tmp_path), *arguments]) == 0
+    said = capsys.readouterr().out
+    for place in ("encoder.block.0.layer.0.SelfAttention", "decoder.block.1.layer.1.EncDecAttention"):
+        assert re.search(rf"{place} +(healthy|flat)", said)
+    assert "6 layers" in said
 
 
 @pytest.mark.oldest_skips("it makes up a tokenizer where there is none")
