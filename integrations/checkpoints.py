@@ -78,7 +78,7 @@ def _is_whole(folder: Path) -> bool:
     try:
         if _is_plain(folder):
             return True
-        config = json.loads((folder / CONFIG_NAME).read_bytes()) if (folder / CONFIG_NAME).exists() else None
+        config = checkpoint.read_config(folder / CONFIG_NAME) if (folder / CONFIG_NAME).exists() else None
         # A model of transformers that is hooked writes the state of its hook before its config.
         if config is None or checkpoint.MARK in config or checkpoint.is_begun(folder):
             checkpoint.read(folder).check_files()

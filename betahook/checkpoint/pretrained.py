@@ -118,10 +118,29 @@ def takes_notes(model: nn.Module) -> bool:
 
 
 def is_marked_folder(folder: Path) -> bool:
-    """Tell if a config in a folder of weights, or that of an adapter, says that beta is in a file."""
+    """Tell if a config in a folder of weights, or that of an adapter, says that beta is in a file.
+
+    Raises:
+        ValueError: a config is damaged; the message names it.
+    """
     marks = {folder / CONFIG_NAME: MARK}
     marks |= {path: NEEDS_RESTORE for path in (*folder.glob(ADAPTER_CONFIG), *folder.glob(f"*/{ADAPTER_CONFIG}"))}
-    return any(path.is_file() and mark in json.loads(path.read_bytes()) for path, mark in marks.items())
+    return any(path.is_file() and mark in read_config(path) for path, mark in marks.items())
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read the file of a config.
+
+    Raises:
+        ValueError: it is damaged; the message names it.
+    """
+    try:
+        config = json.loads(path.read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError(f"it holds {config!r:.20} in place of a dictionary")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}); take another checkpoint") from error
+    return config
 
 
 @contextmanager

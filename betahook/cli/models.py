@@ -103,6 +103,10 @@ def obstacle(name: str, *, for_adapter: str = "give the folder of its base model
     """
     folder = Path(name)
     if (folder / CONFIG_NAME).is_file():
+        try:
+            checkpoint.read_config(folder / CONFIG_NAME)
+        except ValueError as error:
+            return f"cannot be read: {error}"
         return None
     if not folder.exists():
         is_path = folder.is_absolute() or name.startswith((".", "~")) or name.endswith("/") or len(folder.parts) > 2

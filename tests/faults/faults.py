@@ -1631,6 +1631,8 @@ FAULTS = [
     Fault("betahook/tap/by_hand/forward.py", "layer.state.steps - forward.rehearsal", "layer.state.steps", SETTLED),
     Fault("integrations/reports.py", "if self._step != self._hook.steps:", "if True:"),
     Fault("integrations/reports.py", "if logs is not None and is_training(logs):", "if logs is not None:"),
+    Fault("betahook/checkpoint/pretrained.py", "if not isinstance(config, dict):", "if False:", SHOW_AND_FOLD),
+    Fault("betahook/cli/models.py", 'return f"cannot be read: {error}"', "pass", SHOW_AND_FOLD),
     Fault("betahook/cli/commands.py", '        names.append("decoder_input_ids")', "        pass", EXAMINE),
     Fault("integrations/reports.py", "        self._undo.close()\n", ""),
     Fault("integrations/reports.py", "if here in file.name]", "]", TRAINER),

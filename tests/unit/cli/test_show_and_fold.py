@@ -208,6 +208,19 @@ def test_what_is_no_checkpoint(saved, run, tmp_path, capsys, command):
         assert capsys.readouterr().err == f"betahook {name}: {folder} {message}\n"
 
 
+@pytest.mark.parametrize("content", ['{"hidden_size":', "null"], ids=["cut", "no dictionary"])
+@pytest.mark.parametrize("command", ["show", "fold", "examine", "inspect"])
+def test_a_damaged_config_is_named(saved, tmp_path, capsys, command, content):
+    folder = shutil.copytree(saved / "hooked", tmp_path / "hooked")
+    (folder / "config.json").write_text(content)
+    more = {"fold": [str(tmp_path / "out")], "examine": ["--text", str(saved / "text.txt")]}.get(command, [])
+    assert main([command, str(folder), *more]) == 1
+    said = capsys.readouterr().err
+    assert f"{folder / 'config.json'} is damaged (" in said
+    assert said.endswith("; take another checkpoint\n")
+    assert said.count("\n") == 1
+
+
 def test_a_plain_model_that_was_saved_over_a_hooked_one_is_plain(saved, tmp_path, capsys):
     """The file of beta stays where it was."""
     folder = shutil.copytree(saved / "hooked", tmp_path / "model")
