@@ -130,12 +130,17 @@ def _read_checkpoints(root: Path, run: Run) -> None:
 
 
 def _history(file: Path) -> list[dict[str, Any]]:
-    """Return the history in a state of the Trainer; an empty one if its process ended while it wrote that."""
+    """Return the entries of the history in a state of the Trainer; none if its process ended while it wrote that.
+
+    Those without a step, which a callback of the user's may have added, are left out.
+    """
     try:
-        history: list[dict[str, Any]] = json.loads(file.read_bytes()).get("log_history", [])
+        state = json.loads(file.read_bytes())
     except ValueError:
         return []
-    return history
+    history = state.get("log_history") if isinstance(state, dict) else None
+    entries = history if isinstance(history, list) else []
+    return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("step"), int)]
 
 
 def _tag(name: str) -> str:

@@ -112,6 +112,25 @@ def test_report_of_a_checkpoint_has_the_loss_of_its_evaluations(run, tmp_path):
     assert any(text.startswith("evaluation: ") for text in Page(page).texts)
 
 
+@pytest.mark.parametrize("text", ["null", "[3]", '{"log_history": null}', '{"log_history": 3}'])
+def test_report_without_a_history_that_can_be_read(run, tmp_path, text):
+    folder, page = shutil.copytree(run / "checkpoint-3", tmp_path / "checkpoint-3"), tmp_path / "one.html"
+    (folder / "trainer_state.json").write_text(text)
+    assert main(["report", str(folder), "--html", str(page)]) == 0
+    assert "Beta at step 3" in Page(page).texts
+
+
+def test_report_leaves_out_entries_without_a_step(run, tmp_path):
+    """A callback of the user's may have added them."""
+    folder = shutil.copytree(run / "checkpoint-3", tmp_path / "checkpoint-3")
+    state = json.loads((folder / "trainer_state.json").read_text())
+    expected = runs.read(str(folder)).scalars
+    state["log_history"] += [{"note": 1.0}, {"step": None, "loss": 2.0}, None]
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    assert runs.read(str(folder)).scalars == expected
+    assert main(["report", str(folder), "--html", str(tmp_path / "one.html")]) == 0
+
+
 def test_report_of_tensorboard_files_alone(tmp_path):
     page = tmp_path / "page.html"
     table = "**Step 2: layer 0 flat.**\n\n| layer | attention |\n| --- | --- |\n| 0 | flat |\n"
