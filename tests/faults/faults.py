@@ -38,6 +38,7 @@ TRANSFORMED = "tests/models/test_transforms.py"
 EXPORTED = "tests/models/test_backends.py::test_an_exported_model_keeps_beta_without_its_hook"
 REFUSALS = "tests/unit/keep/test_refusals.py"
 VERIFICATION = "tests/unit/keep/test_verification.py"
+MULTIHEAD = "tests/unit/tap/by_hand/test_multihead_attention.py"
 EXPONENTIALS = "tests/unit/tap/by_hand/test_exponentials.py"
 CLIPPING = "tests/unit/step/test_clipping.py"
 PLACES = "tests/unit/models/test_places.py"
@@ -1812,6 +1813,8 @@ FAULTS = [
     ),
     Fault("betahook/tap/by_hand/matrices.py", ', "cosine_similarity"', "", LEFT_ALONE),
     Fault("betahook/tap/by_hand/forward.py", "self.traces.release()", "pass", EXPONENTIALS),
+    Fault("betahook/tap/by_hand/arithmetic.py", "if situation.always(factor is not None) else None", "", SCALES),
+    Fault("betahook/tap/by_hand/plan.py", "return *sizes, *_choices(inputs)", "return tuple(sizes)", MULTIHEAD),
     Fault("betahook/tap/by_hand/products.py", "if self.history.is_aside(site) or", "if", SCALES),
     Fault(
         "betahook/tap/by_hand/products.py",

@@ -30,6 +30,9 @@ def _scale(situation: Situation, left: Any, right: Any, *, divide: bool) -> Deri
     if second is not None or isinstance(first, Shift | Weights):
         return other(situation)
     factor = number(right)
+    if isinstance(right, Tensor) and right.dim() > 0 and not isinstance(first, Scores):
+        # Of a single query or sample, a factor of each looks like a number.
+        factor = factor if situation.always(factor is not None) else None
     # One number times another is a number still: it is read where it meets an activation.
     if first is None and (factor is None or number(left) is not None):
         return None

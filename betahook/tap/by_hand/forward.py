@@ -118,9 +118,13 @@ class Forward:
         """Return True for a parameter, a view of one, or what was made of parameters alone."""
         return is_learned(tensor, self.traces.get(tensor))
 
+    def _always(self, now: bool) -> bool:
+        """`Plan.always`, for which a site is looked up: for what does not hold, in the first forward of a form only."""
+        return self.plan.always(now) if now or self.labels is not None else False
+
     def situation(self, call: Call) -> Situation:
         """A call as a handler gets it."""
-        return Situation(call, self.traces.get, self.plan.at_first, self._axis_of)
+        return Situation(call, self.traces.get, self.plan.at_first, self._always, self._axis_of)
 
     def score_axis(self, scores: Tensor, operation: str, dim: int = -1) -> Axis | None:
         """The axis of the heads in scores that come to an operation, with their rows moved along the last axis."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +21,24 @@ from betahook.tap.by_hand.factors import Factor, same_factor
 from betahook.tap.by_hand.products import History
 from betahook.tap.by_hand.sites import Site, find_site
 
-Form = tuple[tuple[bool, ...], ...]
-"""True for sizes of 1 in some inputs: there an axis of heads and batch, say, looks like one of heads."""
+Form = tuple[tuple[bool, ...] | bool | None, ...]
+"""True for sizes of 1 in some inputs: there an axis of heads and batch, say, looks like one of heads. Behind them the
+arguments that are True, False or None, which may choose a branch."""
 
 
 def form_of(inputs: Any) -> Form:
-    """The form of the tensors in nested inputs of a module."""
-    return tuple(tuple(bool(size == 1) for size in x.shape) for x in tensors_in(inputs))
+    """The form of the nested inputs of a module."""
+    sizes = (tuple(bool(size == 1) for size in x.shape) for x in tensors_in(inputs))
+    return *sizes, *_choices(inputs)
+
+
+def _choices(inputs: Any) -> Iterator[bool | None]:
+    """The nested arguments of a module that are True, False or None."""
+    if inputs is None or isinstance(inputs, bool):
+        yield inputs
+    elif isinstance(inputs, (tuple, list, dict)):
+        for each in inputs.values() if isinstance(inputs, dict) else inputs:
+            yield from _choices(each)
 
 
 @dataclass
@@ -38,7 +50,7 @@ class Plan:
         axes: the axis of the heads in a left operand, or in what a softmax gets, for inputs of each form; None where
             the first forward did not tell.
         varying: the sites of scales that changed from one forward to another.
-        firsts: what held at other sites in the first forward, see `at_first`.
+        firsts: what held at other sites in the first forward, or in all, see `at_first` and `always`.
         band: the one that mask tensors of a kernel are expected to have, as the first one has it; None before any.
         mixes: a product or a softmax got what weights had made of values.
         only_projects: forwards ran projections and showed no attention; None before any did, False once there was one.
@@ -78,6 +90,12 @@ class Plan:
         if isinstance(now, Tensor) or not same_factor(before, now):
             self.varying.add(site)
         return site in self.varying
+
+    def always(self, now: bool) -> bool:
+        """Return True if something holds now, and has held at the site that runs in every forward."""
+        site = find_site("always")
+        self.firsts[site] = now and self.firsts.get(site, True)
+        return self.firsts[site]
 
     def at_first(self, now: bool) -> bool:
         """Return what held at the site that runs in the first forward, given what holds now."""

@@ -24,12 +24,14 @@ class Situation(NamedTuple):
         trace_of: looks up the trace of an argument; None if it is not a followed tensor.
         at_first: returns what held at this site in the first forward, given what holds now. With a single query, a
             factor of each query looks like a number.
+        always: returns True if something holds now and has held at this site in every forward.
         axis_of: looks up the axis of the heads in scores, counted from the last; None if it is not known.
     """
 
     call: Call
     trace_of: Callable[[Any], Trace | None]
     at_first: Callable[[bool], bool]
+    always: Callable[[bool], bool]
     axis_of: Callable[[Tensor], int | None]
 
     @property

@@ -50,6 +50,19 @@ def test_multihead_attention(x, mask, need_weights):
     torch.testing.assert_close(doubled, model(x, x, x, **MASKS[mask])[0], rtol=1e-5, atol=1e-5)
 
 
+def test_a_look_at_the_weights_later_is_followed_too(x):
+    """Torch then takes a branch in which batch and heads lie in one axis."""
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x, x, x, need_weights=False)
+        hook.layers[""].head_beta = torch.linspace(0.1, 1, HEADS)
+        fused, _ = model(x, x, x, need_weights=False)
+        by_hand, _ = model(x, x, x, need_weights=True)
+        assert hook.layers[""].refusal is None
+    torch.testing.assert_close(by_hand, fused, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_a_first_batch_of_one_sequence(x, need_weights):
     """Torch puts batch and heads into one axis, which has as many entries as heads then."""

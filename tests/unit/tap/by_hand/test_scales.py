@@ -144,6 +144,29 @@ def test_scores_that_are_scaled_for_another_use_have_the_same_beta(x, use, first
                 torch.testing.assert_close(model[1].logits, kept.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("factor", ["of its position", "of its norm"])
+def test_a_factor_of_each_query_is_no_scale_where_there_is_one_query(x, factor):
+    """As where a token is decoded with the keys of those before it."""
+
+    def mix(module, q, k, v):
+        factors = torch.arange(2.0, LENGTH + 2).log()[:, None]
+        if factor == "of its norm":
+            factors = q.square().mean((1, 3), keepdim=True).rsqrt()
+        if module.decodes:
+            q, factors = q[:, :, -1:], factors[..., -1:, :]
+        return ((q * factors) @ k.mT * ROOT).softmax(-1) @ v
+
+    model = make(mix)
+    model[1].decodes = False
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        hook.layers["1"].beta = 2.5
+        expected = model(x[:1])[:, -1:]
+        model[1].decodes = True
+        torch.testing.assert_close(model(x[:1]), expected, rtol=1e-4, atol=1e-5)
+        assert hook.layers["1"].beta_default == pytest.approx(ROOT)
+
+
 @pytest.mark.parametrize("way", OWN_SCALES)
 def test_products_with_scales_of_their_own_keep_their_proportion(x, way):
     def mix(module, q, k, v):
