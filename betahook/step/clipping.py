@@ -1,6 +1,7 @@
 """Clipping: the stage of `Hook.step` that scales the weights of single heads, as the `Clip`s among its controllers say.
 
-Nothing here reads a value back to the host but the check of each layer, in the first step that it is used in.
+Nothing here reads a value back to the host but the check of each layer, in the first step that it is used in, or later
+where the output did not depend on it then.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,18 @@ NOT_PROPORTIONAL = (
     "the model's output shows that its scores are not proportional to its weights, as behind a norm without a weight, "
     "or that something else uses them"
 )
+NO_INPUT = (
+    "on the input of the model's last forward that scaled weights act as beta does, and there was none, or it had a "
+    "cache. Run the forward of hook.model, or of the part of it that holds all hooked layers, once without a cache; "
+    "evaluation mode and torch.no_grad() will do"
+)
+NO_EFFECT = (
+    "that scaled weights act as beta does, and what the model returned on the inputs that were tried does not depend "
+    "on beta there. It tries again at growing distances, on the input of the last forward before hook.step(): let that "
+    "forward use these layers"
+)
+PATIENCE = 16
+"""How many steps a layer may have no effect, as in a warm-up, before a warning."""
 
 
 class Clipping:
@@ -47,6 +61,7 @@ class Clipping:
         writes = not all(rule.log_only for rule in self._rules)
         self._clipped = [_Clipped(*each) for each in zip(layers.values(), state.ranges, strict=True) if writes]
         self._is_sharded: bool | None = None
+        self._has_warned = False
 
     def step(self, hook: Hooked, measured: Tensor) -> None:
         """Count the heads that exceed a threshold, and scale their weights.
@@ -76,6 +91,8 @@ class Clipping:
     def _scale(self, hook: Hooked, factors: Tensor) -> None:
         """Multiply the scores of each head by its factor, `[heads]`, in the weights; one with 1 keeps every bit.
 
+        Layers that are not checked yet wait.
+
         All ranks must call, with the same factors.
         """
         if self._is_sharded is None:  # adapters and shards may come after attach
@@ -88,28 +105,47 @@ class Clipping:
         self._check(hook)
         if self._is_sharded:
             materialise.reshard(hook.model)
-        for each in self._clipped:
+        for each in (each for each in self._clipped if each.is_checked):
             each.weights().scale(factors[each.heads])
 
     def _check(self, hook: Hooked) -> None:
         """Check each layer once, on the input of the last forward.
 
-        Powers of 4, whose square roots are exact, go into the weights and out of beta: the output must stay. A layer
-        that was not used yet is checked when it is, and all of them wait for a step with such an input. Ranks ask one
-        another, so each must come to all questions: beta and what is left alone are those of all ranks since pooling.
+        A layer that was not used yet is checked when it is, and all of them wait for a step with such an input. One
+        that the output does not depend on, as behind an output projection of zeros, is tried again 1, 2, 4, ... steps
+        after the first try. Ranks ask one another, so each must come to all questions: beta and what is left alone are
+        those of all ranks since pooling.
         """
         unchecked = [each for each in self._clipped if not each.is_checked and each.layer.refusal is None]
-        due = [each for each in unchecked if not math.isnan(each.layer.beta_default)]
-        if not (due and self._on_any_rank(hook.last_call.input is not None)):
+        used = [each for each in unchecked if not math.isnan(each.layer.beta_default)]
+        due = [each for each in used if each.waited & (each.waited - 1) == 0]  # 0 and powers of 2
+        if due and not self._on_any_rank(hook.last_call.input is not None):
+            self._warn_of_waiting(due, NO_INPUT)
             return
-        self._find_again(due)
-        with rerun.without_side_effects(hook):
-            if self._differs(hook, due):
-                wrong = [each for each in due if not self._settle(hook, each)]
-                if wrong or self._differs(hook, due):
-                    raise _refusal([each.layer for each in wrong or due], NOT_PROPORTIONAL)
-        for each in due:
+        if due:
+            self._find_again(due)
+            with rerun.without_side_effects(hook):
+                self._try(_Trial(hook, due, self._state.device))
+        for each in used:
+            each.waited += 1
+        if late := [each for each in due if not each.is_checked and each.waited > PATIENCE]:
+            self._warn_of_waiting(late, NO_EFFECT)
+
+    def _try(self, trial: _Trial) -> None:
+        """Take the layers for checked whose beta the output depends on; all ranks raise where their weights differ."""
+        shown = [each for each in trial.due if trial.differs([each], beta_alone=True)]
+        if shown and trial.differs(shown):
+            wrong = [each for each in shown if not self._settle(trial, each)]
+            if wrong or trial.differs(shown):
+                raise _refusal([each.layer for each in wrong or shown], NOT_PROPORTIONAL)
+        for each in shown:
             each.is_checked = True
+
+    def _warn_of_waiting(self, waiting: Sequence[_Clipped], reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            names = ", ".join(shown_name(each.layer.name) for each in waiting)
+            logger.warning("Clip does not scale the weights of %s yet: it first checks %s", names, reason)
 
     def _find_again(self, due: Sequence[_Clipped]) -> None:
         """Find the weights of layers anew; all ranks raise where one finds weights that take no factor."""
@@ -122,38 +158,57 @@ class Clipping:
         if self._on_any_rank(error is not None):
             raise error or UnsupportedModelError("cannot clip on another rank, whose error says why")
 
-    def _settle(self, hook: Hooked, clipped: _Clipped) -> bool:
+    def _settle(self, trial: _Trial, clipped: _Clipped) -> bool:
         """Choose the first weights of a layer that do what beta does; False if none do."""
         fewest, _ = statistics.range_over_ranks(len(clipped.scalings), self._state.device)
         for choice in range(fewest):
             clipped.choice = choice
-            if not self._differs(hook, [clipped]):
+            if not trial.differs([clipped]):
                 return True
         return False
-
-    def _differs(self, hook: Hooked, clipped: Sequence[_Clipped]) -> bool:
-        """Tell if scaled weights and a beta that makes up for them change the output, on any rank."""
-        differs = False
-        if hook.last_call.input is not None:  # an idle rank leaves it to the others
-            expected, again = rerun.run_model(hook), rerun.run_model(hook)
-            with ExitStack() as undo:
-                for layer, weights in ((each.layer, each.weights()) for each in clipped):
-                    factors = 4.0 ** -(1 + torch.arange(layer.heads, device=layer.current_gain.device) % 2)
-                    factors = factors.amin().expand_as(factors) if weights.as_one else factors
-                    undo.enter_context(layer.acting(layer.current_gain / factors))
-                    undo.enter_context(weights.scaled(factors))
-                actual = rerun.run_model(hook)
-            # Weights that a norm adds 1 to round; the other ones do not.
-            offsets = [weight for each in clipped for weight in each.weights().weights if weight.offset]
-            share = max(1e-5, rerun.coarsest_eps([weight.parameter for weight in offsets]))
-            limits = share * rerun.norms(expected)
-            limits += 4 * rerun.distances(again, expected)
-            differs = not bool((rerun.distances(actual, expected) <= limits).all())
-        return self._on_any_rank(differs)
 
     def _on_any_rank(self, here: bool) -> bool:
         _, largest = statistics.range_over_ranks(int(here), self._state.device)
         return largest > 0
+
+
+class _Trial:
+    """The model, run again and again on its last input with other betas and weights of the layers that are `due`."""
+
+    def __init__(self, hook: Hooked, due: Sequence[_Clipped], device: torch.device) -> None:
+        self.due = due
+        self._hook = hook
+        self._device = device
+
+    def differs(self, clipped: Sequence[_Clipped], *, beta_alone: bool = False) -> bool:
+        """Tell if weights and a beta that makes up for them, or that beta alone, change the output on any rank."""
+        scalings = [(each.layer, each.weights()) for each in clipped]
+        # An idle rank leaves it to the others.
+        differs = self._hook.last_call.input is not None and self._differs_here(scalings, beta_alone)
+        _, largest = statistics.range_over_ranks(int(differs), self._device)
+        return largest > 0
+
+    def _differs_here(self, scalings: Sequence[tuple[AttentionLayer, Scaling]], beta_alone: bool) -> bool:
+        """Compare on this rank; the factors are powers of 4, whose square roots are exact."""
+        expected, noise = self._unchanged
+        with ExitStack() as undo:
+            for layer, weights in scalings:
+                factors = 4.0 ** -(1 + torch.arange(layer.heads, device=layer.current_gain.device) % 2)
+                factors = factors.amin().expand_as(factors) if weights.as_one else factors
+                undo.enter_context(layer.acting(layer.current_gain / factors))
+                if not beta_alone:
+                    undo.enter_context(weights.scaled(factors))
+            actual = rerun.run_model(self._hook)
+        # Weights that a norm adds 1 to round; the other ones do not.
+        offsets = [weight.parameter for _, weights in scalings for weight in weights.weights if weight.offset]
+        limits = max(1e-5, rerun.coarsest_eps(offsets)) * rerun.norms(expected) + 4 * noise
+        return not bool((rerun.distances(actual, expected) <= limits).all())
+
+    @cached_property
+    def _unchanged(self) -> tuple[list[Tensor], Tensor]:
+        """The output of the model as it is, and how far that of a second run is from it."""
+        expected = rerun.run_model(self._hook)
+        return expected, rerun.distances(rerun.run_model(self._hook), expected)
 
 
 class _Clipped:
@@ -161,7 +216,8 @@ class _Clipped:
 
     Attributes:
         choice: which one; the first until it proves not to do what beta does.
-        is_checked: True once that was tried.
+        is_checked: True once that was tried, and the output showed it.
+        waited: steps since the first one that could try it.
     """
 
     def __init__(self, layer: AttentionLayer, head_range: HeadRange) -> None:
@@ -169,6 +225,7 @@ class _Clipped:
         self.heads = head_range.heads
         self.choice = 0
         self.is_checked = False
+        self.waited = 0
         self._owners: list[nn.Module] | None = None
         self.weights()
 

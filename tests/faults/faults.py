@@ -1680,15 +1680,33 @@ FAULTS = [
     ),
     Fault(
         "betahook/step/clipping.py",
-        "if self._differs(hook, due):",
+        "if shown and trial.differs(shown):",
         "if False:",
         f"{CLIPPING}::test_the_first_step_finds_that_the_query_has_to_take_all_of_the_factor",
     ),
     Fault(
         "betahook/step/clipping.py",
-        "for each in due:\n            each.is_checked",
+        "for each in shown:\n            each.is_checked",
         "for each in self._clipped:\n            each.is_checked",
         f"{CLIPPING}::test_what_the_first_step_could_not_check_is_checked_later",
+    ),
+    Fault(
+        "betahook/step/clipping.py",
+        "(each for each in self._clipped if each.is_checked)",
+        "self._clipped",
+        f"{CLIPPING}::test_weights_stay_where_no_forward_can_check_them_and_a_warning_says_what_can",
+    ),
+    Fault(
+        "betahook/step/clipping.py",
+        "[each for each in trial.due if trial.differs([each], beta_alone=True)]",
+        "trial.due",
+        f"{CLIPPING}::test_a_layer_that_the_last_input_does_not_reach_waits",
+    ),
+    Fault(
+        "betahook/step/clipping.py",
+        "if each.waited & (each.waited - 1) == 0]",
+        "]",
+        f"{CLIPPING}::test_a_layer_that_the_output_does_not_depend_on_is_tried_again_at_growing_distances",
     ),
     Fault(
         "betahook/models/scaling.py",

@@ -476,6 +476,85 @@ def test_what_the_first_step_could_not_check_is_checked_later(missing):
             hook.step()
 
 
+def first_weights(model):
+    return [part.q_proj.weight.detach().clone() for part in model.parts]
+
+
+def test_weights_stay_where_no_forward_can_check_them_and_a_warning_says_what_can(caplog):
+    """The parts of a model are called, as the towers of CLIP, and not the model itself."""
+    torch.manual_seed(0)
+    model, x = InTurn(FusedAttention, NormalisedAttention), 4 * torch.randn(3, LENGTH, WIDTH)
+    before = first_weights(model)
+    with betahook.attach(model, controller=betahook.Clip(1e-3)) as hook:
+        for _ in range(3):
+            (model.parts[0](x).sum() + model.parts[1](x).sum()).backward()
+            hook.step()
+        assert all(map(torch.equal, first_weights(model), before))
+        (record,) = caplog.records
+        assert "does not scale the weights of parts.0, parts.1 yet" in record.message
+        assert "Run the forward of hook.model" in record.message
+        model.chosen = 1
+        with torch.no_grad():
+            model.eval()(x)
+        model.train().parts[0](x).sum().backward()
+        with pytest.raises(betahook.UnsupportedModelError, match=r"cannot clip parts\.1 \(Norm"):
+            hook.step()
+
+
+def test_a_layer_that_the_last_input_does_not_reach_waits(caplog):
+    """Gradients of two batches, each through one of two attentions, are one step."""
+    torch.manual_seed(0)
+    model, x = InTurn(NormalisedAttention, FusedAttention), 4 * torch.randn(3, LENGTH, WIDTH)
+    before = first_weights(model)
+    with betahook.attach(model, controller=betahook.Clip(1e-3)) as hook:
+        for _ in range(17):
+            for model.chosen in range(2):
+                model(x).sum().backward()
+            hook.step()
+        moved = [not torch.equal(*each) for each in zip(first_weights(model), before, strict=True)]
+        assert moved == [False, True]
+        (record,) = caplog.records
+        assert "does not scale the weights of parts.0 yet" in record.message
+        assert "let that forward use these layers" in record.message
+
+
+class Projected(nn.Sequential):
+    """An attention behind an output projection of zeros."""
+
+    def __init__(self, kind):
+        super().__init__(kind(), nn.Linear(WIDTH, WIDTH))
+        nn.init.zeros_(self[1].weight)
+
+
+@pytest.mark.parametrize("kind", [FusedAttention, NormalisedAttention])
+def test_a_layer_that_the_output_does_not_depend_on_is_tried_again_at_growing_distances(kind):
+    torch.manual_seed(0)
+    model, x = Projected(kind), 4 * torch.randn(3, LENGTH, WIDTH)
+    before, runs = model[0].q_proj.weight.detach().clone(), []
+    model.register_forward_pre_hook(lambda *_: runs.append(None))
+    with betahook.attach(model, controller=betahook.Clip(1e-3)) as hook:
+        tried = []
+        for step in range(12):
+            model(x).sum().backward()
+            alone = len(runs)
+            hook.step()
+            if len(runs) > alone:
+                tried.append(step)
+        assert tried == [0, 1, 2, 4, 8]
+        assert torch.equal(model[0].q_proj.weight, before)
+        nn.init.eye_(model[1].weight)
+        for _ in range(4):
+            model(x).sum().backward()
+            hook.step()
+        model(x).sum().backward()
+        if kind is FusedAttention:
+            hook.step()  # the next one after 8
+            assert not torch.equal(model[0].q_proj.weight, before)
+        else:
+            with pytest.raises(betahook.UnsupportedModelError, match=r"cannot clip 0 \(Normalised"):
+                hook.step()
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
