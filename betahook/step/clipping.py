@@ -46,6 +46,8 @@ NO_EFFECT = (
 )
 PATIENCE = 16
 """How many steps a layer may have no effect, as in a warm-up, before a warning."""
+SAME, DIFFERENT, FAILED = range(3)
+"""Findings of a rank that compares outputs; the largest counts."""
 
 
 class Clipping:
@@ -181,12 +183,25 @@ class _Trial:
         self._device = device
 
     def differs(self, clipped: Sequence[_Clipped], *, beta_alone: bool = False) -> bool:
-        """Tell if weights and a beta that makes up for them, or that beta alone, change the output on any rank."""
+        """Tell if weights and a beta that makes up for them, or that beta alone, change the output on any rank.
+
+        Raises:
+            UnsupportedModelError: the model does not run again on a rank; on all ranks.
+        """
         scalings = [(each.layer, each.weights()) for each in clipped]
-        # An idle rank leaves it to the others.
-        differs = self._hook.last_call.input is not None and self._differs_here(scalings, beta_alone)
-        _, largest = statistics.range_over_ranks(int(differs), self._device)
-        return largest > 0
+        answer, error = SAME, None
+        if self._hook.last_call.input is not None:  # an idle rank leaves it to the others
+            try:
+                answer = DIFFERENT if self._differs_here(scalings, beta_alone) else SAME
+            except Exception as raised:  # whatever code of the model raises: the other ranks wait for an answer
+                answer, error = FAILED, raised
+        _, worst = statistics.range_over_ranks(answer, self._device)
+        if worst == FAILED:
+            found = f"{type(error).__name__}: {error}" if error is not None else "on another rank, whose error says why"
+            module = type(self._hook.last_call.module).__name__
+            reason = f"{module} does not run again on the input of its last forward ({found})"
+            raise _refusal([each.layer for each in self.due], reason) from error
+        return worst == DIFFERENT
 
     def _differs_here(self, scalings: Sequence[tuple[AttentionLayer, Scaling]], beta_alone: bool) -> bool:
         """Compare on this rank; the factors are powers of 4, whose square roots are exact."""

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import betahook
+from support.attention import LENGTH, WIDTH, FusedAttention
 from support.models import build, inputs
 from support.processes import run_ranks, shard, tensor_parallel
 
@@ -64,10 +66,27 @@ def refused(rank):
     hook.detach()
 
 
+class FromIterator(nn.Sequential):
+    def forward(self, batches):
+        return super().forward(next(batches))
+
+
+def does_not_run_again(rank):
+    """On the first rank alone; the other one does not wait for its answers."""
+    torch.manual_seed(0)
+    model, batches = FromIterator(FusedAttention()), [torch.randn(2, LENGTH, WIDTH) for _ in range(1 + 9 * rank)]
+    with betahook.attach(model, controller=betahook.Clip(THRESHOLD)) as hook:
+        model(iter(batches)).sum().backward()
+        found = "on another rank" if rank else "StopIteration"
+        with pytest.raises(betahook.UnsupportedModelError, match=rf"FromIterator does not run again .*\({found}"):
+            hook.step()
+
+
 def run(rank, folder):
     found = {f"{family} {by_layer}": of_shards(rank, family, by_layer) for family, by_layer in SHARDED}
     found["heads"] = of_heads(rank, f"{folder}/heads")
     refused(rank)
+    does_not_run_again(rank)
     torch.save(found, f"{folder}/{rank}")
 
 

@@ -555,6 +555,26 @@ def test_a_layer_that_the_output_does_not_depend_on_is_tried_again_at_growing_di
                 hook.step()
 
 
+class FromIterator(nn.Sequential):
+    """Takes its input out of an iterator, which has none for another run."""
+
+    def forward(self, batches):
+        return super().forward(next(batches))
+
+
+def test_a_model_that_does_not_run_twice_on_one_input_is_refused():
+    model, x = FromIterator(FusedAttention()), torch.randn(3, LENGTH, WIDTH)
+    with betahook.attach(model, controller=betahook.Clip(1e-3)) as hook:
+        for _ in range(2):
+            model(iter([x])).sum().backward()
+            with pytest.raises(
+                betahook.UnsupportedModelError,
+                match=r"cannot clip 0 \(FusedAttention\): FromIterator does not run again on the input of its last "
+                r"forward \(StopIteration: \)\. Exclude",
+            ):
+                hook.step()
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
