@@ -103,14 +103,18 @@ class Opening:
         return observation.spectral_ratio() <= self.fresh_ratio  # False for NaN, of weights that were not found
 
     def watch(self, course: Course, observation: Observation) -> Course:
-        """Note the scores of the first batch, and the loss in the first window and the last of the warm-up."""
+        """Note the scores of the first batch, and the loss in the first window and the last of the warm-up.
+
+        In a short warm-up they are its halves.
+        """
         step = observation.step
         if step == 0:
             course = replace(course, spread=observation.statistics.std.to(course.spread))
-        sign = (step < self.window) - (step > self.warmup - self.window)
+        window = min(self.window, max((self.warmup + 1) // 2, 1))  # two that do not overlap
+        sign = (step < window) - (step > self.warmup - window)
         if step > self.warmup or sign == 0:
             return course
-        return replace(course, fall=course.fall + observation.loss() * (sign / self.window))
+        return replace(course, fall=course.fall + observation.loss() * (sign / window))
 
     def decide(self, course: Course, observation: Observation) -> Course:
         """Make the moves that depend on W_q and W_k; units seen later do what the first ones did."""

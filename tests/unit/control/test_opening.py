@@ -185,12 +185,13 @@ def test_the_fall_is_that_of_the_mean_loss_from_the_first_window_to_the_last_of_
     assert after.fall.tolist() == approx([5 - 2])
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 2])
-def test_windows_that_meet_show_no_fall(warmup):
+@pytest.mark.parametrize(("warmup", "fall"), [(0, 0), (1, 1), (2, 2), (3, 2), (4, 3), (5, 3), (6, 4)])
+def test_windows_that_would_overlap_are_halves_of_the_warmup(warmup, fall):
+    """The batch in the middle is in neither."""
     rule, after = replace(RULE, warmup=warmup), course(Phase.WARM_UP, fall=0.0)
-    for step in range(6):
+    for step in range(9):
         after = rule.watch(after, observe(step=step, loss=8.0 - step))
-    assert after.fall.tolist() == [0]
+    assert after.fall.tolist() == approx([fall])
 
 
 def test_phases_that_have_no_batch_left_give_way():
