@@ -1,7 +1,7 @@
 """The stages of `Hook.step`: check, add, where something is due pool over ranks and control, finish; and `explain`.
 
-Between two poolings all sums go on adding up, as they do over the micro-batches of a step. Each stage reads and writes
-the `State`. Only `explain` reads a value back to the host, and `check_ranks`, once.
+Between two poolings all sums but the loss go on adding up, as they do over the micro-batches of a step. Each stage
+reads and writes the `State`. Only `explain` reads a value back to the host, and `check_ranks`, once.
 """
 
 from __future__ import annotations
@@ -233,6 +233,7 @@ def finish(state: State, controllers: Sequence[Controller], loss_scale: LossScal
     state.reported.idle_steps += 1
     state.skipped_steps += loss_scale.skipped
     state.loss_scale = loss_scale.of_next
+    training_loss.forget(state, controllers)
     state.factors.set_sensitivity(None)
     state.turn = turn(state, controllers, interval)
     if state.has_broken_graphs:

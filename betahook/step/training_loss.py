@@ -105,6 +105,14 @@ def take(state: State, controllers: Sequence[Controller], given: Tensor | float 
         )
 
 
+@torch.no_grad()
+def forget(state: State, controllers: Sequence[Controller]) -> None:
+    """Forget the losses of the step that ended: where it was not pooled, the next one would add its own to them."""
+    is_judged, batches = demand(controllers)
+    if is_judged or state.batch <= batches:
+        state.table[OF_STEP].zero_()
+
+
 def pooled(state: State) -> Tensor:
     """Return the loss of the last step, a scalar: the mean over its forwards, or the sum of shares, and over all ranks.
 

@@ -526,6 +526,13 @@ FAULTS = [
     Fault("betahook/step/stages.py", "if not looked:", "if False:", "tests/unit/step/test_first_look.py"),
     Fault("betahook/step/training_loss.py", "is_compiling() or state.batch < batches", "is_compiling() or True"),
     Fault("betahook/step/training_loss.py", "if is_judged or state.batch < batches:", "if True:"),
+    Fault("betahook/step/training_loss.py", "state.batch <= batches:", "state.batch < batches:"),
+    Fault(
+        "betahook/step/stages.py",
+        "training_loss.forget(state, controllers)",
+        "pass",
+        "tests/unit/step/test_training_loss.py::test_the_loss_is_that_of_one_step_however_many_are_pooled",
+    ),
     Fault("betahook/step/training_loss.py", "sums.isfinite().all()", "sums.isfinite().any()"),
     Fault("betahook/control/opening.py", ".clamp(min=0) / course.left", ".clamp(min=0) / self.rise_batches"),
     Fault("betahook/control/opening.py", "course.left.masked_fill(climbs, self.rise_batches)", "course.left"),

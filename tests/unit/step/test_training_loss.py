@@ -2,6 +2,8 @@
 
 import copy
 import math
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy
 import pytest
@@ -126,6 +128,35 @@ def test_the_default_records_it_in_the_warmup_of_a_fresh_model():
         model(input_ids=inputs("llama")["input_ids"]).logits.sum().backward()
         hook.step()
         assert math.isnan(pooled(hook))
+
+
+@dataclass(frozen=True, repr=False)
+class EveryThird(betahook.Controller):
+    """Looks at the loss, but not in every step; `seen` is what it saw."""
+
+    seen: ClassVar[list[tuple[int, float]]] = []
+    loss_batches = 7
+
+    def is_due(self, step):
+        return step % 3 == 2
+
+    def update(self, beta, observation, state):
+        self.seen.append((observation.step, observation.loss().item()))
+        return beta, state
+
+
+@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 46}], ids=["whole", "share"])
+def test_the_loss_is_that_of_one_step_however_many_are_pooled(options):
+    model, losses = build("llama"), []
+    EveryThird.seen.clear()
+    with betahook.attach(model, controller=EveryThird()) as hook:
+        for length in (24, 12, 20, 16, 18, 22, 14, 10, 8):
+            loss = model(**inputs("llama", length), **options).loss
+            loss.backward()
+            losses.append(loss.item())
+            hook.step()
+    expected = [(0, losses[0]), (2, losses[2]), (5, losses[5]), (8, math.nan)]
+    assert EveryThird.seen == [(step, pytest.approx(loss, nan_ok=True)) for step, loss in expected]
 
 
 @pytest.mark.oldest_skips("its Llama does not run on the meta device")
