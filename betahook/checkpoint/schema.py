@@ -225,6 +225,10 @@ def restore(state: State, given: dict[str, Any]) -> None:
         setattr(state, name, given[name])
     for name in REPORTED:
         setattr(state.reported, name, given[name])
+    if state.steps == 0:  # perhaps of a hook between a forward and its first step
+        state.seen |= not bool(state.beta_default.isnan().all())
+        state.recorded |= bool(state.table[statistics.ROW["pairs"]].any())
+    state.has_loss |= bool(state.table[statistics.ROW["losses"]].any())
     state.beta_acts |= not bool(state.beta.isnan().all())
     state.factors.recall(state.beta_default)
     state.factors.set_sensitivity(state.table[statistics.ROW["sensitivity"]])

@@ -66,6 +66,7 @@ PENDING = "tests/unit/state/test_pending.py"
 STAGES = "tests/unit/step/test_stages.py"
 WINDOW = "tests/unit/step/test_window.py"
 HOOK = "tests/unit/test_hook.py"
+HOOK_STATE = "tests/unit/test_hook_state.py"
 MEASURING = "tests/unit/test_hook_measuring.py"
 CHARTS = "tests/unit/report/test_html.py"
 EXAMINE = "tests/unit/cli/test_examine.py"
@@ -1630,6 +1631,19 @@ FAULTS = [
     Fault("betahook/control/memory.py", " or not is_of_kind(value, like)", ""),
     Fault("betahook/control/memory.py", "value.shape != beta.shape or value.dtype", "value.dtype"),
     Fault("betahook/checkpoint/schema.py", "_check(is_of_kind(value, like),", "_check(True,", SCHEMA),
+    *(
+        Fault(
+            "betahook/checkpoint/schema.py",
+            text,
+            "pass",
+            f"{HOOK_STATE}::test_a_state_between_a_forward_and_its_step_needs_no_further_forward",
+        )
+        for text in (
+            "state.seen |= not bool(state.beta_default.isnan().all())",
+            'state.recorded |= bool(state.table[statistics.ROW["pairs"]].any())',
+            'state.has_loss |= bool(state.table[statistics.ROW["losses"]].any())',
+        )
+    ),
     Fault("betahook/checkpoint/schema.py", "int and heads >= 1", "int and heads > 1", SCHEMA),
     Fault(
         "betahook/checkpoint/schema.py",

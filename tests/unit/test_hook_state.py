@@ -122,6 +122,36 @@ def test_a_state_in_the_middle_of_a_step_has_its_sensitivity():
         assert train(model, again, 5) == expected
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("rule", [betahook.Gradient(), betahook.Decades(window=1)])
+def test_a_state_between_a_forward_and_its_step_needs_no_further_forward(rule, steps, caplog):
+    model = build("llama")
+    with betahook.attach(model, controller=rule) as hook:
+        train(model, hook, steps)
+        model(**inputs("llama")).loss.backward()
+        state = copy.deepcopy(hook.state_dict())
+        hook.step()
+        expected = [(layer.beta, layer.statistics.std.item()) for layer in hook.layers.values()]
+    with betahook.attach(model, controller=rule) as again:
+        again.load_state_dict(state)
+        again.step()
+        assert [(layer.beta, layer.statistics.std.item()) for layer in again.layers.values()] == expected
+    assert "no attention was measured" not in caplog.text
+
+
+def test_a_state_before_the_first_forward_shows_none():
+    model = build("llama")
+    with betahook.attach(model, controller=betahook.Decades()) as hook:
+        state = hook.state_dict()
+    with betahook.attach(model, controller=betahook.Decades()) as hook:
+        hook.load_state_dict(state)
+        with pytest.raises(RuntimeError, match="no forward has reached a hooked layer"):
+            hook.step()
+        model(input_ids=inputs("llama")["input_ids"]).logits.sum().backward()
+        with pytest.raises(RuntimeError, match="the model returned none"):
+            hook.step()
+
+
 def test_a_layer_that_is_left_alone_takes_no_beta_from_a_state():
     model, short, long = make(LengthDependent), torch.randn(2, 4, 32), torch.randn(2, 8, 32)
     expected = model(short)
