@@ -50,10 +50,10 @@ class Search(Controller):
     over whole training runs, gave it the halving and the overflow bound. A fresh model, one whose W_q and W_k are
     random before the first update, begins with an opening of our own: see the table in `betahook.control.opening`.
 
-    No step takes the largest logit above the paper's bound, the logarithm of the largest number of the softmax's dtype,
-    or above half of it in a model that was fresh: further apart than the bound, the smaller of two weights underflows,
-    and so does the gradient that could correct attention to the wrong place. Logits that are there already, or grow by
-    themselves, do not lower beta.
+    No step takes the largest logit of the rows looked at (32 of a long sequence; all with `exact_max_logit=True`) above
+    the paper's bound, the logarithm of the largest number of the softmax's dtype, or above half of it in a model that
+    was fresh: further apart than the bound, the smaller of two weights underflows, and so does the gradient that could
+    correct attention to the wrong place. Logits that are there already, or grow by themselves, do not lower beta.
 
     Args:
         window: batches between two steps.
