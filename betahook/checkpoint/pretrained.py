@@ -55,7 +55,8 @@ def connect(model: nn.Module, hook: Stateful, layers: Layers, undo: ExitStack) -
             return original(save_directory, *args, **kwargs)
         bound = signature.bind(save_directory, *args, **kwargs).arguments
         options = {**bound, **bound.get("kwargs", {})}
-        if options.get("push_to_hub"):
+        acts = layers.are_adapted
+        if options.get("push_to_hub") and acts:
             raise ValueError(
                 "save_pretrained(push_to_hub=True) of a hooked model would leave beta behind: fold() it first, or use "
                 "model.push_to_hub(name)"
@@ -64,7 +65,6 @@ def connect(model: nn.Module, hook: Stateful, layers: Layers, undo: ExitStack) -
             # First, so that no folder ever has the weights alone.
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             save(hook, save_directory, options.get("state_dict"))
-        acts = layers.are_adapted
         with _marked(model, options.get("state_dict")) if acts else nullcontext():
             saved = original(save_directory, *args, **kwargs)
         if options.get("is_main_process", True) and acts:

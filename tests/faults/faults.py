@@ -1631,6 +1631,12 @@ FAULTS = [
     Fault("betahook/control/memory.py", " or not is_of_kind(value, like)", ""),
     Fault("betahook/control/memory.py", "value.shape != beta.shape or value.dtype", "value.dtype"),
     Fault("betahook/checkpoint/schema.py", "_check(is_of_kind(value, like),", "_check(True,", SCHEMA),
+    Fault(
+        "betahook/checkpoint/pretrained.py",
+        'options.get("push_to_hub") and acts',
+        'options.get("push_to_hub")',
+        f"{CHECKPOINT}::test_a_hooked_model_is_pushed_to_the_hub_while_its_beta_is_its_own",
+    ),
     *(
         Fault(
             "betahook/checkpoint/schema.py",

@@ -332,11 +332,21 @@ def test_a_hooked_model_at_its_own_beta_saves_no_mark(tmp_path):
         train(model, hook, 1)
         model.save_pretrained(tmp_path)
         assert "betahook" not in json.loads((tmp_path / "config.json").read_text())
-        with pytest.raises(ValueError, match=r"push_to_hub=True\) of a hooked model would leave beta behind"):
-            model.save_pretrained(tmp_path, push_to_hub=True)
         model.save_pretrained(tmp_path / "other rank", False)
         assert not (tmp_path / "other rank" / checkpoint.FILE).exists()
     assert "save_pretrained" not in vars(model)
+
+
+def test_a_hooked_model_is_pushed_to_the_hub_while_its_beta_is_its_own(tmp_path):
+    model, pushed = build("llama"), []
+    model.save_pretrained = lambda save_directory, **kwargs: pushed.append(kwargs)
+    with betahook.attach(model, controller="monitor") as hook:
+        train(model, hook, 1)
+        model.save_pretrained(tmp_path, push_to_hub=True)
+        hook.layers[LAYER].beta = 0.7
+        with pytest.raises(ValueError, match=r"push_to_hub=True\) of a hooked model would leave beta behind"):
+            model.save_pretrained(tmp_path, push_to_hub=True)
+    assert pushed == [{"push_to_hub": True}]
 
 
 def test_a_replaced_save_pretrained_is_put_back(tmp_path):
