@@ -7,7 +7,7 @@ model, its hook and the random state are as they were, whatever happens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
@@ -71,13 +71,18 @@ def loss(hook: Hooked) -> Tensor:
 def loss_in(output: Any) -> Any:
     """The loss in what a model returns: under that name, or the scalar of a pair, as in `logits, loss`, or all of it.
 
-    None if there is none. A scalar among more tensors may be something else, such as the temperature of CLIP.
+    The name may be an attribute or a key of a mapping. None if there is none. A scalar among more tensors may be
+    something else, such as the temperature of CLIP.
     """
     if isinstance(output, Tensor) or (type(output) in (tuple, list) and len(output) == 2):
         parts = [output] if isinstance(output, Tensor) else output
         scalars = [part for part in parts if isinstance(part, Tensor) and part.dim() == 0 and part.is_floating_point()]
         return scalars[0] if len(scalars) == 1 else None
-    return output.get("loss") if type(output) is dict else getattr(output, "loss", None)
+    try:
+        found = getattr(output, "loss", None)
+    except Exception:  # a KeyError, say, of a mapping that looks up attributes among its keys
+        found = None
+    return output.get("loss") if not isinstance(found, Tensor) and isinstance(output, Mapping) else found
 
 
 def _output(hook: Hooked) -> Any:

@@ -66,6 +66,7 @@ PENDING = "tests/unit/state/test_pending.py"
 STAGES = "tests/unit/step/test_stages.py"
 WINDOW = "tests/unit/step/test_window.py"
 HOOK = "tests/unit/test_hook.py"
+TRAINING_LOSS = "tests/unit/step/test_training_loss.py"
 HOOK_STATE = "tests/unit/test_hook_state.py"
 MEASURING = "tests/unit/test_hook_measuring.py"
 CHARTS = "tests/unit/report/test_html.py"
@@ -528,11 +529,15 @@ FAULTS = [
     Fault("betahook/step/training_loss.py", "is_compiling() or state.batch < batches", "is_compiling() or True"),
     Fault("betahook/step/training_loss.py", "if is_judged or state.batch < batches:", "if True:"),
     Fault("betahook/step/training_loss.py", "state.batch <= batches:", "state.batch < batches:"),
+    Fault("betahook/rerun.py", "isinstance(output, Mapping)", "isinstance(output, dict)", TRAINING_LOSS),
+    Fault(
+        "betahook/rerun.py", "except Exception:  # a KeyError", "except AttributeError:  # a KeyError", TRAINING_LOSS
+    ),
     Fault(
         "betahook/step/stages.py",
         "training_loss.forget(state, controllers)",
         "pass",
-        "tests/unit/step/test_training_loss.py::test_the_loss_is_that_of_one_step_however_many_are_pooled",
+        f"{TRAINING_LOSS}::test_the_loss_is_that_of_one_step_however_many_are_pooled",
     ),
     Fault("betahook/step/training_loss.py", "sums.isfinite().all()", "sums.isfinite().any()"),
     Fault("betahook/control/opening.py", ".clamp(min=0) / course.left", ".clamp(min=0) / self.rise_batches"),
@@ -772,7 +777,7 @@ FAULTS = [
         "betahook/rerun.py",
         "(type(output) in (tuple, list) and len(output) == 2)",
         "type(output) in (tuple, list)",
-        "tests/unit/step/test_training_loss.py",
+        TRAINING_LOSS,
     ),
     Fault(
         "betahook/rerun.py",

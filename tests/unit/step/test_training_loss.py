@@ -2,7 +2,9 @@
 
 import copy
 import math
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy
@@ -200,6 +202,13 @@ def test_a_model_without_a_loss_is_refused_at_the_first_step():
             hook.step()
 
 
+class Strict(UserDict):
+    """Its keys are attributes too; one that is missing is a KeyError."""
+
+    def __getattr__(self, name):
+        return vars(self)["data"][name]
+
+
 class Returning(torch.nn.Module):
     """A model that puts loss and scores into something else."""
 
@@ -217,12 +226,26 @@ class Returning(torch.nn.Module):
     "put",
     [
         lambda loss, scores: {"loss": loss, "scale": loss + 1},
+        lambda loss, scores: OrderedDict(scale=loss + 1, loss=loss),
+        lambda loss, scores: UserDict(loss=loss, scale=loss + 1),
+        lambda loss, scores: Strict(loss=loss, scale=loss + 1),
+        lambda loss, scores: SimpleNamespace(loss=loss, scale=loss + 1),
         lambda loss, scores: (scores, loss),
         lambda loss, scores: [loss, scores],
         lambda loss, scores: (loss, None),
         lambda loss, scores: loss,
     ],
-    ids=["dictionary", "scores and loss", "loss and scores", "loss and nothing", "loss alone"],
+    ids=[
+        "dictionary",
+        "ordered",
+        "mapping",
+        "strict",
+        "object",
+        "scores and loss",
+        "loss and scores",
+        "loss and nothing",
+        "loss alone",
+    ],
 )
 def test_the_loss_is_found_in_what_models_of_users_return(put):
     model = Returning(put)
@@ -254,9 +277,19 @@ def test_a_loss_on_a_mesh_is_that_of_all_its_ranks(tmp_path):
         lambda loss, scores: (loss, 2 * loss),
         lambda loss, scores: (scores, scores.argmax()),
         lambda loss, scores: {"scores": scores},
+        lambda loss, scores: Strict(scores=scores, scale=loss),
+        lambda loss, scores: SimpleNamespace(scores=scores, scale=loss),
         lambda loss, scores: scores,
     ],
-    ids=["one of three", "two scalars", "an index", "none by that name", "scores alone"],
+    ids=[
+        "one of three",
+        "two scalars",
+        "an index",
+        "none by that name",
+        "none in a strict one",
+        "none in an object",
+        "scores alone",
+    ],
 )
 def test_what_may_be_something_else_is_not_taken_for_a_loss(put):
     model = Returning(put)
