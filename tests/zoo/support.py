@@ -97,7 +97,8 @@ the logits at half that factor; every bit of the outputs while monitoring, and a
   product of queries and keys; "refused": `attach` raises and names what it cannot reach.
 * *W_q, W_k*: whether the std of their entries is measured.
 * *fold*: whether the model with β in its weights computes what the hooked one did, or why `fold` refuses.
-* *Clip*: whether no logit exceeds the threshold of `Clip`, half of the largest one, once all layers were clipped; or
+* *Clip*: whether no logit exceeds the threshold of `Clip`, half of the largest one, once all layers were clipped; in
+  how many, where the outputs of the tiny model do not depend on the others, as behind a gate that is still zero; or
   why it refuses.
 * *not reached*: attention that `attach` leaves alone.
 * *known difference*: what still differs from the truth.

@@ -32,7 +32,8 @@ class Verdict:
         located: how many with their W_q and W_k.
         beside: attention modules that are not reached.
         folds: "exact" where the model with beta folded in computes what the hooked one did, or why it cannot be folded.
-        clips: "yes" where no logit is above the threshold of a clipped model, or why it cannot be clipped.
+        clips: "yes" where no logit is above the threshold of a clipped model, in how many layers that shows, or why it
+            cannot be clipped.
         refusal: why nothing attaches, or None.
         problems: what is wrong, a sentence each.
     """
@@ -139,12 +140,17 @@ def compare(folded: Any, hooked: Any) -> str:
 
 
 def clip(model: nn.Module, run: Callable[[], Any], names: set[str]) -> str:
-    """Clip at half of the largest logit until all layers have come to rest: "yes" where none is above it then."""
+    """Clip at half of the largest logit until all layers have come to rest: "yes" where none is above it then.
+
+    Layers that the outputs do not depend on, as behind a gate that is zero, wait, and do not count.
+    """
     options: dict[str, Any] = dict(layers=lambda name, module: name in names, when="always")
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     with betahook.attach(model, controller="monitor", **options) as hook:
-        run()
-        threshold = max(map(largest_logit, hook.layers.values())) / 2
+        expected = run()
+        logits = {name: largest_logit(layer) for name, layer in hook.layers.items()}
+        shown = [name for name, layer in hook.layers.items() if acts(layer, run, expected)]
+        threshold = max(logits[name] for name in shown or logits) / 2
     if not threshold > 0:
         return "no logit is above 0"
     try:
@@ -152,14 +158,24 @@ def clip(model: nn.Module, run: Callable[[], Any], names: set[str]) -> str:
             below = 0
             for _ in range(len(hook.layers) + 4):  # a layer changes the logits of the next ones
                 run()
-                below = below + 1 if max(map(largest_logit, hook.layers.values())) <= threshold else 0
+                is_below = all(largest_logit(hook.layers[name]) <= threshold for name in shown)
+                below = below + 1 if is_below else 0
                 if below == 2:
-                    return "yes"
+                    return "yes" if len(shown) == len(logits) else f"{len(shown)} of {len(logits)}, the others wait"
                 hook.step()
             return "above the threshold"
     except betahook.UnsupportedModelError as error:
         unchanged = all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
         return str(error) if unchanged else f"changed the model: {error}"
+
+
+def acts(layer: betahook.AttentionLayer, run: Callable[[], Any], expected: Any) -> bool:
+    """Tell if another beta of a layer changes an output by more than rounding."""
+    layer.head_beta = 16 * layer.head_beta_default
+    pairs = [*zip(tree_leaves(tensors(run())), tree_leaves(tensors(expected)), strict=True)]
+    layer.head_beta = layer.head_beta_default
+    floating = [(a.nan_to_num(), b.nan_to_num()) for a, b in pairs if isinstance(a, Tensor) and a.is_floating_point()]
+    return any(a.shape != b.shape or bool((a - b).norm() > 1e-5 * b.norm()) for a, b in floating)
 
 
 def largest_logit(layer: betahook.AttentionLayer) -> float:
