@@ -1873,6 +1873,12 @@ FAULTS = [
     Fault("betahook/tap/by_hand/forward.py", "self.traces.release()", "pass", EXPONENTIALS),
     Fault("betahook/tap/by_hand/arithmetic.py", "if situation.always(factor is not None) else None", "", SCALES),
     Fault("betahook/tap/by_hand/plan.py", "return *sizes, *_choices(inputs)", "return tuple(sizes)", MULTIHEAD),
+    Fault(
+        "betahook/tap/by_hand/plan.py",
+        "else next(alike, form)",
+        "else form",
+        "tests/models/test_backends.py::test_attention_by_hand_is_exported_with_other_arguments_than_it_ran_with",
+    ),
     Fault("betahook/tap/by_hand/products.py", "if self.history.is_aside(site) or", "if", SCALES),
     Fault(
         "betahook/tap/by_hand/products.py",

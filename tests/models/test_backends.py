@@ -10,6 +10,7 @@ from transformers.masking_utils import flash_attention_mask
 import betahook
 from betahook.measure.pairs import is_short, rows_each, sampled_rows
 from betahook.measure.statistics import ROW
+from support.attention import LENGTH, WIDTH, ByHandAttention
 from support.matrices import overall_std
 from support.models import build, inputs, trace
 from support.training import enable_checkpointing
@@ -161,6 +162,22 @@ def test_an_exported_model_keeps_beta_without_its_hook(training):
         expected = model(tokens).logits
     del hook, layer
     torch.testing.assert_close(exported.module()(tokens, use_cache=False).logits, expected, rtol=0, atol=0)
+
+
+@pytest.mark.oldest_skips("torch does not tell that it exports")
+@pytest.mark.filterwarnings("ignore")  # torch's own
+def test_attention_by_hand_is_exported_with_other_arguments_than_it_ran_with():
+    class FlaggedAttention(ByHandAttention):
+        def forward(self, x, is_shown=False):
+            return super().forward(x)
+
+    model, x = FlaggedAttention().eval(), torch.randn(2, LENGTH, WIDTH)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        hook.layers[""].beta = 2.0
+        expected = model(x)
+        exported = torch.export.export(model, (x,), {"is_shown": None}, strict=False)
+    torch.testing.assert_close(exported.module()(x, is_shown=None), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing

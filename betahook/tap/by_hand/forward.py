@@ -70,7 +70,7 @@ class Forward:
         given = next(tensors_in(inputs), None)
         is_dry = rehearsal or shows_shapes(given, layer.state)
         self.recording = layer.is_recording and not (is_dry or layer.refusal)
-        self.form = form_of(inputs)
+        self.form = plan.nearest(form_of(inputs)) if compat.is_exporting() else form_of(inputs)
         self.axes = plan.axes.get(self.form, {})
         self.is_empty = given is not None and given.numel() == 0
         is_first = self.form not in plan.axes and layer.refusal is None

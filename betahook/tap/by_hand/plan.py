@@ -91,6 +91,15 @@ class Plan:
             self.varying.add(site)
         return site in self.varying
 
+    def nearest(self, form: Form) -> Form:
+        """Return a form that forwards have shown, for one that shows nothing: itself, or one with its sizes."""
+
+        def sizes(form: Form) -> list[Any]:
+            return [each for each in form if isinstance(each, tuple)]
+
+        alike = (known for known in self.axes if sizes(known) == sizes(form))
+        return form if form in self.axes else next(alike, form)
+
     def always(self, now: bool) -> bool:
         """Return True if something holds now, and has held at the site that runs in every forward."""
         site = find_site("always")
