@@ -132,7 +132,7 @@ def read(folder: str | os.PathLike[str]) -> Saved:
         raise FileNotFoundError(
             f"{path} does not exist: the checkpoint was saved without betahook. Load its model and begin a new run"
         )
-    with _reading(path, SafetensorError), safe_open(path, "pt") as file:
+    with reading(path, SafetensorError), safe_open(path, "pt") as file:
         header = (file.metadata() or {}).get(HEADER)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a dict
     return _put_together(header, tensors, path)
@@ -150,7 +150,7 @@ def read_exported(exported: dict[str, str], place: str) -> Saved:
     Raises:
         ValueError: it is damaged, or not betahook's; the place is named.
     """
-    with _reading(place, SafetensorError, KeyError, TypeError, ValueError):
+    with reading(place, SafetensorError, KeyError, TypeError, ValueError):
         tensors = tensors_of_bytes(base64.b64decode(exported["tensors"], validate=True))
     return _put_together(exported.get("header"), tensors, place)
 
@@ -185,12 +185,12 @@ def naming(place: object, kind: type[ValueError] = ValueError) -> Iterator[None]
 
 
 @contextmanager
-def _reading(place: object, *errors: type[Exception]) -> Iterator[None]:
-    """Say of errors in what is read that it is damaged."""
+def reading(place: object, *errors: type[Exception], remedy: str = "resume from an older checkpoint") -> Iterator[None]:
+    """Say of errors in what is read that it is damaged, and what to do."""
     try:
         yield
     except errors as error:
-        raise ValueError(f"{place} is damaged ({error}); resume from an older checkpoint") from error
+        raise ValueError(f"{place} is damaged ({error}); {remedy}") from error
 
 
 def _take_apart(hook: Stateful, weights: Mapping[str, Tensor] | None = None) -> tuple[str, dict[str, Tensor]]:
@@ -204,7 +204,7 @@ def _take_apart(hook: Stateful, weights: Mapping[str, Tensor] | None = None) -> 
 
 def _put_together(header: str | None, tensors: dict[str, Tensor], place: str | Path) -> Saved:
     """Return what `_take_apart` split; `place` is where it was found, for messages."""
-    with _reading(place, ValueError, RecursionError):  # json's own, or that of a number with too many digits
+    with reading(place, ValueError, RecursionError):  # json's own, or that of a number with too many digits
         content = None if header is None else json.loads(header)
     if not isinstance(content, dict) or not isinstance(content.get("state"), dict):
         raise ValueError(f"{place} is not the state of a hook: its header has no entry {HEADER!r} with a state")

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.utils import CONFIG_NAME
 
 from betahook import compat
-from betahook.checkpoint.file import FILE, Stateful, save
+from betahook.checkpoint.file import FILE, Stateful, reading, save
 from betahook.layer import Layers
 from betahook.tap import copies
 from betahook.tap.override import Override
@@ -134,12 +134,10 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is damaged; the message names it.
     """
-    try:
+    with reading(path, ValueError, RecursionError, remedy="take another checkpoint"):
         config = json.loads(path.read_bytes())
         if not isinstance(config, dict):
             raise ValueError(f"it holds {config!r:.20} in place of a dictionary")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}); take another checkpoint") from error
     return config
 
 
