@@ -105,5 +105,5 @@ class WaitingInputs:
 
     def _add(self, table: Tensor, name: tuple[int, int, str]) -> None:
         first, last, side = name
-        if (entries := self._entries.pop(name, None)) is not None:  # else another thread has taken them
+        if (entries := self._entries.pop(name, None)) is not None:  # none wait, or another thread has taken them
             add(table[:, first:last], side, entries)

@@ -39,14 +39,13 @@ def add_up(forward: Forward, call: Call) -> Any:
 def divide(forward: Forward, call: Call) -> Any:
     """Run a division, and end the softmax that it completes."""
     numerator, denominator, *_ = call.operands
-    found = forward.traces.exponentials.get(numerator)
-    is_softmax = (
-        found is not None
-        and forward.traces.row_sums.get(denominator) is numerator
-        and forward.traces.get(found.logits) is found.scores  # not changed since
-        and call.kwargs.keys() <= {"input", "other"}
-    )
-    if found is None or not is_softmax:
+    traces, found = forward.traces, forward.traces.exponentials.get(numerator)
+    if (
+        found is None
+        or traces.row_sums.get(denominator) is not numerator
+        or traces.get(found.logits) is not found.scores  # they were changed since
+        or not call.kwargs.keys() <= {"input", "other"}
+    ):
         return follow(forward, call, arithmetic.divide)
     output = call.run()
     softmaxes.end(forward, output, found.logits, dim=-1)

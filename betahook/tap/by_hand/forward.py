@@ -70,7 +70,8 @@ class Forward:
         given = next(tensors_in(inputs), None)
         is_dry = rehearsal or shows_shapes(given, layer.state)
         self.recording = layer.is_recording and not (is_dry or layer.refusal)
-        self.form = plan.nearest(form_of(inputs)) if compat.is_exporting() else form_of(inputs)
+        form = form_of(inputs)
+        self.form = plan.nearest(form) if compat.is_exporting() else form
         self.axes = plan.axes.get(self.form, {})
         self.is_empty = given is not None and given.numel() == 0
         is_first = self.form not in plan.axes and layer.refusal is None
@@ -120,7 +121,7 @@ class Forward:
 
     def _always(self, now: bool) -> bool:
         """`Plan.always`, for which a site is looked up: for what does not hold, in the first forward of a form only."""
-        return self.plan.always(now) if now or self.labels is not None else False
+        return (now or self.labels is not None) and self.plan.always(now)
 
     def situation(self, call: Call) -> Situation:
         """A call as a handler gets it."""

@@ -10,7 +10,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,15 +21,23 @@ from betahook.tap.by_hand.factors import Factor, same_factor
 from betahook.tap.by_hand.products import History
 from betahook.tap.by_hand.sites import Site, find_site
 
-Form = tuple[tuple[bool, ...] | bool | None, ...]
-"""True for sizes of 1 in some inputs: there an axis of heads and batch, say, looks like one of heads. Behind them the
-arguments that are True, False or None, which may choose a branch."""
+
+class Form(NamedTuple):
+    """The form of the inputs of a module.
+
+    Attributes:
+        sizes: True for sizes of 1, of each tensor: there an axis of heads and batch, say, looks like one of heads.
+        choices: the arguments that are True, False or None, which may choose a branch.
+    """
+
+    sizes: tuple[tuple[bool, ...], ...]
+    choices: tuple[bool | None, ...]
 
 
 def form_of(inputs: Any) -> Form:
     """The form of the nested inputs of a module."""
     sizes = (tuple(bool(size == 1) for size in x.shape) for x in tensors_in(inputs))
-    return *sizes, *_choices(inputs)
+    return Form(tuple(sizes), tuple(_choices(inputs)))
 
 
 def _choices(inputs: Any) -> Iterator[bool | None]:
@@ -93,11 +101,7 @@ class Plan:
 
     def nearest(self, form: Form) -> Form:
         """Return a form that forwards have shown, for one that shows nothing: itself, or one with its sizes."""
-
-        def sizes(form: Form) -> list[Any]:
-            return [each for each in form if isinstance(each, tuple)]
-
-        alike = (known for known in self.axes if sizes(known) == sizes(form))
+        alike = (known for known in self.axes if known.sizes == form.sizes)
         return form if form in self.axes else next(alike, form)
 
     def always(self, now: bool) -> bool:
