@@ -1488,9 +1488,21 @@ FAULTS = [
         "pass",
         f"{COMPILED}::test_what_is_compiled_before_any_forward_is_compiled_again",
     ),
+    *(
+        Fault(
+            "betahook/tap/by_hand/plan.py",
+            text,
+            wrong,
+            f"{COMPILED}::test_a_branch_that_another_argument_chooses_is_followed_outside",
+        )
+        for text, wrong in (
+            ("return (Tensor,)", "return ()"),
+            ("self.fused.get(choices, False)", "any(self.fused.values())"),
+        )
+    ),
     Fault(
         "betahook/tap/by_hand/plan.py",
-        "self.broken_since < resets",
+        "self.broken_since.get(choices, -1) < resets",
         "True",
         f"{COMPILED}::test_a_checkpoint_of_compiled_layers_runs_the_same_graph_again",
     ),
@@ -1872,7 +1884,9 @@ FAULTS = [
     Fault("betahook/tap/by_hand/matrices.py", ', "cosine_similarity"', "", LEFT_ALONE),
     Fault("betahook/tap/by_hand/forward.py", "self.traces.release()", "pass", EXPONENTIALS),
     Fault("betahook/tap/by_hand/arithmetic.py", "if situation.always(factor is not None) else None", "", SCALES),
-    Fault("betahook/tap/by_hand/plan.py", "tuple(_choices(inputs))", "()", MULTIHEAD),
+    Fault(
+        "betahook/tap/by_hand/plan.py", "Form(tuple(sizes), choices_in(inputs))", "Form(tuple(sizes), ())", MULTIHEAD
+    ),
     Fault(
         "betahook/tap/by_hand/plan.py",
         "else next(alike, form)",

@@ -88,6 +88,19 @@ class Branching(ByHand):
         return FusedAttention.attend(self, q, k, v) if self.training else super().attend(q, k, v)
 
 
+class Biasable(FusedAttention):
+    """With a branch of its own for a bias, which scales q."""
+
+    def forward(self, x, bias=None):
+        self.bias = bias
+        return super().forward(x)
+
+    def attend(self, q, k, v):
+        if self.bias is None:
+            return F.scaled_dot_product_attention(q, k, v)
+        return F.scaled_dot_product_attention(q * D**-0.5, k, v, self.bias, scale=1.0)
+
+
 class Interrupted(FusedAttention):
     """With a place at which every graph ends."""
 
@@ -101,9 +114,9 @@ class Model(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(kind() for _ in range(layers))
 
-    def forward(self, x):
+    def forward(self, x, *further):
         for layer in self.layers:
-            x = x + layer(x)
+            x = x + layer(x, *further)
         return x
 
 
@@ -206,6 +219,22 @@ def test_a_softmax_that_comes_later_is_followed_outside(counter):
             outputs.append([forward(inputs()), model.eval() and forward(inputs())])
     assert counter.frame_count > 0
     torch.testing.assert_close(*outputs)
+
+
+@pytest.mark.oldest_skips("torch cannot trace the models at all")
+def test_a_branch_that_another_argument_chooses_is_followed_outside(counter):
+    """The branch that forwards have shown stays in its graph."""
+    model, x, bias = made(Biasable), inputs(), torch.zeros(6, 6)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        model(x)
+        hook.step()
+        for layer in hook.layers.values():
+            layer.beta = 2.0
+        one_graph, compiled = (torch.compile(model, backend=counter, fullgraph=full) for full in (True, False))
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x, bias), one_graph(x))
+            hook.step()
+        assert [layer.beta_default for layer in hook.layers.values()] == pytest.approx([D**-0.5] * 2)
 
 
 @pytest.mark.needs_torch("2.11", "each module with hooks is compiled anew")

@@ -210,8 +210,10 @@ class Forward:
         """Learn from a forward whose tensors mean something, or leave the module alone."""
         layer, plan = self.layer, self.plan
         reason = _verdict(self) if layer.refusal is None else layer.refusal
-        plan.fused_only = reason is None and self.attended and self.fused_only and plan.fused_only is not False
-        if plan.fused_only and plan.broken_since == layer.state.resets:
+        choices = self.form.choices
+        fused = reason is None and self.attended and self.fused_only and plan.fused.get(choices, True)
+        plan.fused[choices] = fused
+        if fused and plan.broken_since.get(choices) == layer.state.resets:
             layer.state.has_broken_graphs = True
         if layer.refusal is None and reason is not None:
             layer.leave_alone(reason, "Attention by F.scaled_dot_product_attention is followed. ")

@@ -7,10 +7,10 @@ softmax, where their heads lie and by what they are scaled. Later forwards go by
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -21,32 +21,37 @@ from betahook.tap.by_hand.factors import Factor, same_factor
 from betahook.tap.by_hand.products import History
 from betahook.tap.by_hand.sites import Site, find_site
 
+Choices: TypeAlias = tuple[bool | type[Tensor] | None, ...]
+"""The arguments of a module that are True, False or None, which may choose a branch; `Tensor` for each tensor."""
+
 
 class Form(NamedTuple):
     """The form of the inputs of a module.
 
     Attributes:
         sizes: True for sizes of 1, of each tensor: there an axis of heads and batch, say, looks like one of heads.
-        choices: the arguments that are True, False or None, which may choose a branch.
+        choices: the inputs that may choose a branch.
     """
 
     sizes: tuple[tuple[bool, ...], ...]
-    choices: tuple[bool | None, ...]
+    choices: Choices
 
 
 def form_of(inputs: Any) -> Form:
     """The form of the nested inputs of a module."""
     sizes = (tuple(bool(size == 1) for size in x.shape) for x in tensors_in(inputs))
-    return Form(tuple(sizes), tuple(_choices(inputs)))
+    return Form(tuple(sizes), choices_in(inputs))
 
 
-def _choices(inputs: Any) -> Iterator[bool | None]:
-    """The nested arguments of a module that are True, False or None."""
+def choices_in(inputs: Any) -> Choices:
+    """The nested inputs of a module that may choose a branch."""
     if inputs is None or isinstance(inputs, bool):
-        yield inputs
-    elif isinstance(inputs, (tuple, list, dict)):
-        for each in inputs.values() if isinstance(inputs, dict) else inputs:
-            yield from _choices(each)
+        return (inputs,)
+    if isinstance(inputs, Tensor):
+        return (Tensor,)
+    if isinstance(inputs, dict):
+        inputs = tuple(inputs.values())
+    return tuple(itertools.chain(*map(choices_in, inputs))) if isinstance(inputs, (tuple, list)) else ()
 
 
 @dataclass
@@ -63,8 +68,8 @@ class Plan:
         mixes: a product or a softmax got what weights had made of values.
         only_projects: forwards ran projections and showed no attention; None before any did, False once there was one.
         checked: what beta does was checked by numbers, see `tap.by_hand.shadows`.
-        fused_only: a graph of the compiler can hold its forwards, see `tap.compiled`; None before any.
-        broken_since: how often compiled code had been thrown away when a graph broke at this module; None for never.
+        fused: for the choices of each form, whether a graph of the compiler can hold such forwards, see `tap.compiled`.
+        broken_since: for them, how often compiled code had been thrown away when a graph broke at such a forward.
     """
 
     histories: dict[Site, History] = field(default_factory=functools.partial(defaultdict, History))
@@ -75,20 +80,20 @@ class Plan:
     mixes: bool = False
     only_projects: bool | None = None
     checked: bool = False
-    fused_only: bool | None = None
-    broken_since: int | None = None
+    fused: dict[Choices, bool] = field(default_factory=dict)
+    broken_since: dict[Choices, int] = field(default_factory=dict)
 
     def forget(self) -> None:
         """Forget everything: the module has another forward."""
         vars(self).update(vars(Plan()))
 
-    def fits_graph(self, resets: int) -> bool:
-        """Tell if a graph of the compiler is to hold the forward, after so many resets of the compiler.
+    def fits_graph(self, choices: Choices, resets: int) -> bool:
+        """Tell if a graph of the compiler is to hold a forward, after so many resets of the compiler.
 
         Where a graph broke here, not before the next reset: gradient checkpointing runs a forward again in its
         backward, when more is known, and what is then kept for the backward must be the same.
         """
-        return bool(self.fused_only) and (self.broken_since is None or self.broken_since < resets)
+        return self.fused.get(choices, False) and self.broken_since.get(choices, -1) < resets
 
     def varies(self, site: Site, before: Factor, now: Factor) -> bool:
         """Tell if the scale at a site has ever changed; a tensor, which nobody reads, always has.

@@ -34,7 +34,7 @@ from betahook.tap.by_hand import bypassed, dry_run, exponentials, following, han
 from betahook.tap.by_hand.arithmetic import divide, multiply
 from betahook.tap.by_hand.forward import Forward
 from betahook.tap.by_hand.original import Original
-from betahook.tap.by_hand.plan import Plan
+from betahook.tap.by_hand.plan import Plan, choices_in
 from betahook.tap.by_hand.sites import find_line
 from betahook.tap.by_hand.situation import other
 from betahook.tap.by_hand.traces import Traces
@@ -103,13 +103,14 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
     @functools.wraps(forward)
     def tapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and not compat.is_exporting() and override.active:
-            if plan.fits_graph(layer.state.resets) and not nested.has_nested(args, kwargs):
+            choices = choices_in((args, kwargs))
+            if plan.fits_graph(choices, layer.state.resets) and not nested.has_nested(args, kwargs):
                 unfollowed: list[str] = []
                 with FusedAttention(layer, plan.band or Band(), unfollowed):
                     output = forward(*args, **kwargs)
                 if not unfollowed:
                     return output
-            plan.broken_since = layer.state.resets
+            plan.broken_since[choices] = layer.state.resets
         return outside(*args, **kwargs)
 
     override = Override(layer.module, "forward", tapped, undo)
