@@ -92,9 +92,11 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         self._attach(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.hook is not None:  # of a fit that was broken off while gradients were accumulated
+            training_loss.forget_unfinished(self.hook._state)
+        self._losses.clear()
         self._load(trainer, pl_module)
         self._stepped = trainer.global_step
-        self._losses.clear()  # of a fit that was broken off while gradients were accumulated
         if self._on_end == "fold" and self.hook is not None:
             warn_of_refusals(self.hook)
         _warn_of_weights_only(self.hook, trainer)

@@ -16,11 +16,12 @@ from transformers.trainer_callback import CallbackHandler
 from betahook import checkpoint
 from betahook.hook import Hook, attach, check_options, hooks_of
 from betahook.keep.folding import check_end, fold_or_warn, warn_of_refusals
-from betahook.keep.transition import Unfinished
+from betahook.keep.transition import Unfinished, warn_of_short_training
 from betahook.options import ControllerChoice, LayerChoice
 from betahook.report import metrics
 from betahook.report.alerts import Alerts
 from betahook.report.metrics import MetricName
+from betahook.step import training_loss
 
 from . import checkpoints
 from .checkpoints import last_checkpoint
@@ -144,14 +145,12 @@ class BetaHookCallback(TrainerCallback):
             _check_given(self._given, model)
         with ExitStack() as on_error:
             if self.hook is None or not self.hook.attached:
-                for left in hooks_of(model) & set(_training):
-                    left.detach()
-                    begins = "is replaced" if resumed else "is removed, and beta begins as the model's own again"
-                    logger.warning("the last training of this model was interrupted: its hook %s", begins)
+                _remove_interrupted(model, resumed)
                 options = {**self._options, "alerts": with_trackers(self._options["alerts"], args)}
                 with checkpoint.unmarked(model) if resumed else nullcontext():
                     self.hook = attach(model, **options)
                 on_error.callback(self.hook.detach)
+            training_loss.forget_unfinished(self.hook._state)
             if resumed:
                 checkpoints.resume(self.hook, args, state)
             on_error.pop_all()
@@ -182,7 +181,7 @@ class BetaHookCallback(TrainerCallback):
         # Accelerate's optimizer knows the scaler of the loss, None but in float16 training.
         hook.step(getattr(kwargs.get("optimizer"), "scaler", None))
         if hook.steps == 1 and state.is_world_process_zero:  # which tells if W_q and W_k are fresh
-            _warn_of_short_training(hook, state.max_steps)
+            warn_of_short_training(hook, state.max_steps)
 
     def on_log(
         self,
@@ -236,24 +235,19 @@ class BetaHookCallback(TrainerCallback):
                 self._reports = None
 
 
+def _remove_interrupted(model: nn.Module, resumed: bool) -> None:
+    """Remove the hook of a training of this model that was interrupted, and whose callback is another."""
+    for left in hooks_of(model) & set(_training):
+        left.detach()
+        begins = "is replaced" if resumed else "is removed, and beta begins as the model's own again"
+        logger.warning("the last training of this model was interrupted: its hook %s", begins)
+
+
 def _begun(hook: Hook | None) -> Hook:
     """Return the hook of a callback whose training has begun."""
     if hook is None:
         raise RuntimeError("BetaHookCallback was added to a Trainer in training: add it before trainer.train()")
     return hook
-
-
-def _warn_of_short_training(hook: Hook, steps: int) -> None:
-    """Warn of a training of so many steps that ends before beta has settled."""
-    late = [controller for controller in hook.moving if controller.opening_batches > steps]
-    if late:
-        logger.warning(
-            "training ends after %d steps, and %s may need %d to bring beta to where it wants it: train longer, choose "
-            'a controller without such an opening, as Search(rise=False), or only watch, with "monitor"',
-            steps,
-            ", ".join(map(repr, late)),
-            max(controller.opening_batches for controller in late),
-        )
 
 
 def watch(trainer: Trainer, callback: BetaHookCallback | None = None) -> BetaHookCallback:

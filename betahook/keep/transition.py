@@ -1,10 +1,11 @@
-"""The choice of the beta to fold, where training ended while a controller was still moving it.
+"""Training that ends while a controller is still moving beta: the warning, and the choice of the beta to fold.
 
 `fold` calls `choose` before anything else.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from contextlib import ExitStack
 from typing import Literal, get_args
@@ -16,7 +17,22 @@ from betahook.control.search import Search
 from betahook.hook import Hook
 from betahook.measure.statistics import is_distributed, is_first_rank
 
+logger = logging.getLogger(__name__)
+
 Unfinished = Literal["keep", "own", "better"]
+
+
+def warn_of_short_training(hook: Hook, steps: int) -> None:
+    """Warn of a training of so many steps that ends before beta has settled."""
+    late = [controller for controller in hook.moving if controller.opening_batches > steps]
+    if late:
+        logger.warning(
+            "training ends after %d steps, and %s may need %d to bring beta to where it wants it: train longer, choose "
+            'a controller without such an opening, as Search(rise=False), or only watch, with "monitor"',
+            steps,
+            ", ".join(map(repr, late)),
+            max(controller.opening_batches for controller in late),
+        )
 
 
 def check(choice: str) -> None:

@@ -113,6 +113,13 @@ def forget(state: State, controllers: Sequence[Controller]) -> None:
         state.table[OF_STEP].zero_()
 
 
+@torch.no_grad()
+def forget_unfinished(state: State) -> None:
+    """Forget loss and sensitivity of a step that was broken off, where a training begins again."""
+    state.table[OF_STEP].zero_()
+    state.factors.set_sensitivity(None)
+
+
 def pooled(state: State) -> Tensor:
     """Return the loss of the last step, a scalar: the mean over its forwards, or the sum of shares, and over all ranks.
 

@@ -1,11 +1,15 @@
 """Trainings of a callback or a model after the first, and after one that was broken off."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
+from torch.utils.data import Subset
 from transformers import TrainerCallback
 
 import betahook
 from betahook.integrations.trainer import BetaHookCallback
+from betahook.measure import statistics
 from support.trainer import make_trainer
 
 
@@ -42,6 +46,37 @@ def test_a_training_that_was_broken_off_leaves_nothing_to_the_next(tmp_path):
     assert callback.hook.steps == 6
     with pytest.raises(ValueError, match="LlamaForCausalLM is not hooked"):
         betahook.fold(first.model)
+
+
+@dataclass(frozen=True)
+class Judge(betahook.Monitor):
+    uses_loss = True
+
+
+def test_a_step_that_was_broken_off_does_not_count_in_the_next(tmp_path):
+    """Between batches whose gradients are accumulated; `auto_find_batch_size` too goes on with the same hook then."""
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_substep_end(self, args, state, control, **kwargs):
+            if len(seen) == 1:
+                raise KeyboardInterrupt
+
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            table = callback.hook.state_dict()["table"]
+            seen.append({name: table[statistics.ROW[name]] for name in ("losses", "loss", "sensitivity")})
+
+    callback = BetaHookCallback(Judge(), interval=1, on_end="keep")
+    trainer = make_trainer(tmp_path, callback, gradient_accumulation_steps=2, learning_rate=0.0)
+    trainer.train_dataset = Subset(trainer.train_dataset, [0] * 64)
+    trainer.add_callback(Watch())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    seen.append({})
+    trainer.train()
+    for name, value in seen[0].items():
+        assert value.any()
+        assert torch.equal(seen[2][name], value), name
 
 
 @pytest.mark.parametrize("resumed", [False, True])
