@@ -229,6 +229,7 @@ def restore(state: State, given: dict[str, Any]) -> None:
         state.seen |= not bool(state.beta_default.isnan().all())
         state.recorded |= bool(state.table[statistics.ROW["pairs"]].any())
     state.has_loss |= bool(state.table[statistics.ROW["losses"]].any())
+    state.first_spectral_ratio = None  # of the weights that the model had until now
     state.beta_acts |= not bool(state.beta.isnan().all())
     state.factors.recall(state.beta_default)
     state.factors.set_sensitivity(state.table[statistics.ROW["sensitivity"]])

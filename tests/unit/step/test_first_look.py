@@ -68,6 +68,18 @@ def trained():
     return model.state_dict()
 
 
+def test_a_state_that_is_loaded_forgets_the_weights_that_were_looked_at_before():
+    """As where one hook, which begins again, serves several runs."""
+    model, pretrained = fresh(), trained()
+    with betahook.attach(model) as hook:
+        initial = hook.state_dict()
+        first_step(model, hook, 1e-5)
+        model.load_state_dict(pretrained)
+        hook.load_state_dict(initial)
+        first_step(model, hook, 1e-5)
+        assert phases(hook) == {Phase.WAIT}
+
+
 @pytest.mark.parametrize("controller", ["default", "monitor"])
 def test_optimizers_keep_no_model_and_no_hook(controller):
     before = len(hooks)
