@@ -52,7 +52,8 @@ class Course:
         phase: the `Phase`, as a number.
         left: batches left of it.
         fresh: 1 where W_q and W_k were random at the first look, else 0.
-        fall: of the training loss from the first window to the last of the warm-up, in means; NaN without a loss.
+        early: mean of the training loss in the first window of the warm-up; NaN without a loss.
+        late: in the last one.
         spread: standard deviation of the scores in the first batch; 0 where it was not measured then.
     """
 
@@ -60,7 +61,8 @@ class Course:
     phase: Tensor
     left: Tensor
     fresh: Tensor
-    fall: Tensor
+    early: Tensor
+    late: Tensor
     spread: Tensor
 
     def move(self, source: Phase, target: Phase, where: Tensor, **changes: Tensor | float) -> Course:
@@ -111,10 +113,12 @@ class Opening:
         if step == 0:
             course = replace(course, spread=observation.statistics.std.to(course.spread))
         window = min(self.window, max((self.warmup + 1) // 2, 1))  # two that do not overlap
-        sign = (step < window) - (step > self.warmup - window)
-        if step > self.warmup or sign == 0:
-            return course
-        return replace(course, fall=course.fall + observation.loss() * (sign / window))
+        into_last = step - (self.warmup - window)
+        if step < window:
+            course = replace(course, early=_mean(course.early, observation.loss(), step + 1))
+        if 0 < into_last <= window:
+            course = replace(course, late=_mean(course.late, observation.loss(), into_last))
+        return course
 
     def decide(self, course: Course, observation: Observation) -> Course:
         """Make the moves that depend on W_q and W_k; units seen later do what the first ones did."""
@@ -123,6 +127,9 @@ class Opening:
         if random is not None:
             seen, fresh = torch.ones_like(seen), torch.where(seen, fresh, random)
         down = 10**-self.warmup_decades
+        if step > self.warmup:  # units that were not measured, or not finite, as it ended
+            missed = ~course.early.isnan() | (course.spread > 0)
+            course = self._end_warm_up(course, observation, missed, torch.ones_like(seen))
         low = course.beta * down if step <= self.warmup else course.beta
         course = course.move(Phase.UNSEEN, Phase.WAIT, seen & ~fresh)
         left = max(self.warmup - step, 0)
@@ -130,14 +137,19 @@ class Opening:
         if random is None:
             return course
         if step == self.warmup:
-            learns = course.fall.abs() > self.plateau_fall * observation.loss().abs()  # False where no loss is known
-            grown = observation.statistics.std >= self.plateau_growth * course.spread
-            learns = learns | (grown & (course.spread > 0)).any()
-            below = observation.beta_default * 10**-self.plateau_decades
-            course = course.move(Phase.WARM_UP, Phase.WARM_UP, seen, beta=course.beta / down)
-            return course.move(Phase.WARM_UP, Phase.PLATEAU, random & ~learns, beta=below, left=self.plateau_batches)
+            return self._end_warm_up(course, observation, seen, random)
         held = self.rise_logit_std / observation.statistics.std
         return course.move(Phase.WARM_UP, Phase.CLIMB, ~random, beta=held, left=self.rise_batches)
+
+    def _end_warm_up(self, course: Course, observation: Observation, where: Tensor, random: Tensor) -> Course:
+        """Take beta up again, or down where W_q and W_k are `random` and training stands on a plateau; once a unit."""
+        learns = (course.early - course.late).abs() > self.plateau_fall * course.late.abs()  # False where none is known
+        grown = (observation.statistics.std >= self.plateau_growth * course.spread) & (course.spread > 0)
+        stands = where & random & ~(learns | grown).any()
+        below = observation.beta_default * 10**-self.plateau_decades
+        course = course.move(Phase.WARM_UP, Phase.PLATEAU, stands, beta=below, left=self.plateau_batches)
+        up = course.beta / 10**-self.warmup_decades
+        return course.move(Phase.WARM_UP, Phase.WARM_UP, where, beta=up, early=torch.nan, spread=0.0)
 
     def expire(self, course: Course) -> Course:
         """Move the units on that have no batch left in their phase."""
@@ -151,3 +163,9 @@ class Opening:
         top = observation.beta_default * 10**self.rise_decades
         share = (top / course.beta).log10().clamp(min=0) / course.left
         return torch.minimum(share, (self.rise_logit_std / (course.beta * observation.statistics.std)).log10())
+
+
+def _mean(mean: Tensor, loss: Tensor, number: int) -> Tensor:
+    """The mean of losses with one more, the `number`-th of them; NaN stands for none, and is passed over."""
+    more = torch.where(mean.isnan(), loss, mean + (loss - mean) / number)
+    return torch.where(loss.isnan(), mean, more)

@@ -119,7 +119,8 @@ class Search(Controller):
     def start(self, beta: Tensor) -> Memory:
         zero = torch.zeros_like(beta)
         places = {"phase": zero + Phase.UNSEEN, "left": zero + self.warmup, "fresh": zero}
-        return {**places, "fall": zero, "spread": zero, **self._sign_search.start(beta)}
+        losses = {"early": zero + torch.nan, "late": zero + torch.nan}
+        return {**places, **losses, "spread": zero, **self._sign_search.start(beta)}
 
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
         if self._searches_alone(observation.step):
@@ -204,7 +205,7 @@ class Search(Controller):
             words = WORDS[stage] if self.rise or stage != Phase.UNSEEN else "waits for the search"
             reason = f"holds the std of the logits at {self.rise_logit_std:g}" if limited else words
             return Note(stage, reason=f"{reason}, {left:.0f} batch{'es' * (left != 1)} left")
-        if not direction and without_gradient:
+        if without_gradient:
             return Note(stage, reason=WITHOUT_GRADIENT)
         if not direction:
             return Note(stage, reason="waits for the end of its first window")
@@ -221,10 +222,12 @@ class Search(Controller):
     def migrate(cls, state: Memory) -> Memory:
         """Convert the memory of an older version."""
         state = _from_version_2(state) if "wait" in state else state
-        if "phase" not in state or "spread" in state:
+        if "phase" not in state or "early" in state:
             return state
-        zero = torch.zeros_like(state["phase"])  # version 0.4 did not look at loss and scores
-        return {"fall": zero + torch.nan, "spread": zero, **state}
+        # Version 0.4 did not look at loss and scores, and 0.6 did not tell the two means of the loss apart.
+        zero = torch.zeros_like(state["phase"])
+        known = {name: value for name, value in state.items() if name != "fall"}
+        return {"early": zero + torch.nan, "late": zero + torch.nan, "spread": zero, **known}
 
     @cached_property
     def _opening(self) -> Opening:

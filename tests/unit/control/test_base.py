@@ -130,7 +130,7 @@ def test_an_update_leaves_tensors_that_others_may_hold(rule):
         states = [(tensor, tensor.clone()) for memory in memories for tensor in memory.values()]
         held, given = [*states, (beta, beta.clone())], memories
         beta, memories = apply(rules, beta, observation, memories)
-        assert all(torch.equal(tensor, copy) for tensor, copy in held)
+        assert all(torch.equal(tensor.nan_to_num(-1), copy.nan_to_num(-1)) for tensor, copy in held)
         assert [sorted(memory) for memory in given] == names
 
 

@@ -48,6 +48,8 @@ def test_search_says_what_keeps_it_from_a_move():
     assert without.reason == (
         "no gradient reaches beta: a frozen layer, rows of one key, or no backward() before hook.step()"
     )
+    (frozen,) = explained(Search(**QUICK), dict(sensitivity=1.0), dict(sensitivity=0.0))
+    assert frozen.reason == without.reason
     assert explained(Search(**QUICK), dict(sensitivity=1.0, max_score=600.0))[0].move == -0.5
     (note,) = explained(Search(**QUICK), dict(sensitivity=-1.0, max_score=60.0))
     assert note == Note(

@@ -27,13 +27,14 @@ RANDOM, LEARNED = 1.1, 1.2
 OLD_BETA, OLD_LEFT = 0.8, 5.0
 
 
-def course(*phases, left=OLD_LEFT, fresh=None, fall=math.nan, spread=0.0):
+def course(*phases, left=OLD_LEFT, fresh=None, early=math.nan, late=math.nan, spread=0.0):
     """A course with a unit in each of the phases; the fresh ones are those that only fresh models have."""
     phase = torch.tensor(phases, dtype=torch.float64)
     known = (phase == Phase.WARM_UP) | (phase == Phase.PLATEAU) | (phase == Phase.CLIMB)
     fresh = known.double() if fresh is None else torch.full_like(phase, fresh)
-    beta, left, fall, spread = (torch.full_like(phase, value) for value in (OLD_BETA, left, fall, spread))
-    return Course(beta, phase, left, fresh, fall, spread)
+    values = (OLD_BETA, left, early, late, spread)
+    beta, left, early, late, spread = (torch.full_like(phase, value) for value in values)
+    return Course(beta, phase, left, fresh, early, late, spread)
 
 
 def places(after):
@@ -132,66 +133,89 @@ def test_at_the_end_of_the_warmup_beta_goes_up_again_or_down_to_the_plateau():
 
 
 @pytest.mark.parametrize(
-    ("fall", "loss", "stands"),
+    ("early", "late", "stands"),
     [
-        (0.4, 4.0, True),
-        (0.41, 4.0, False),
-        (-0.4, 4.0, True),
-        (-0.41, 4.0, False),
-        (0.4, -4.0, True),
-        (0.41, -4.0, False),
-        (-0.41, -4.0, False),
+        (4.39, 4.0, True),
+        (4.41, 4.0, False),
+        (3.6, 4.0, True),
+        (3.59, 4.0, False),
+        (-3.6, -4.0, True),
+        (-3.59, -4.0, False),
+        (-4.41, -4.0, False),
         (0.0, 0.0, True),
+        (math.nan, 4.0, True),
+        (4.4, math.nan, True),
     ],
 )
-def test_weights_that_look_random_wait_on_a_plateau_only_where_the_loss_has_hardly_moved(fall, loss, stands):
-    (place,) = decided(course(Phase.WARM_UP, fall=fall), step=9, ratio=RANDOM, loss=loss)
+def test_weights_that_look_random_wait_on_a_plateau_unless_the_loss_is_known_to_have_moved(early, late, stands):
+    (place,) = decided(course(Phase.WARM_UP, early=early, late=late), step=9, ratio=RANDOM)
     up, down = (Phase.WARM_UP, approx(OLD_BETA * 10**0.5), OLD_LEFT, 1), (Phase.PLATEAU, approx(0.01), 7, 1)
     assert place == (down if stands else up)
 
 
-@pytest.mark.parametrize(("fall", "loss"), [(math.nan, 4.0), (0.4, math.nan)])
-def test_where_no_loss_is_known_they_wait(fall, loss):
-    (place,) = decided(course(Phase.WARM_UP, fall=fall), step=9, ratio=RANDOM, loss=loss)
-    assert place[0] == Phase.PLATEAU
+def test_units_that_saw_less_of_the_loss_do_what_the_others_do():
+    losses = torch.tensor([[4.0, math.nan, 4.0], [3.0, 3.0, 4.0]], dtype=torch.float64)
+    before = replace(course(*[Phase.WARM_UP] * 3), early=losses[0], late=losses[1])
+    assert [phase for phase, *_ in decided(before, step=9, ratio=RANDOM)] == [Phase.WARM_UP] * 3
+
+
+@pytest.mark.parametrize(("late", "stands"), [(4.0, True), (3.0, False)])
+def test_a_unit_that_missed_the_end_of_the_warmup_ends_it_when_it_is_seen_again(late, stands):
+    """Once, and whatever the weights look like by then; one of an old checkpoint, which knows nothing, only waits."""
+    after = RULE.decide(course(Phase.WARM_UP, early=4.0, late=late), observe(step=11))
+    up, down = (Phase.WARM_UP, approx(OLD_BETA * 10**0.5), OLD_LEFT, 1), (Phase.PLATEAU, approx(0.01), 7, 1)
+    assert places(after) == [down if stands else up]
+    assert places(RULE.decide(after, observe(step=12))) == places(after)
+    assert decided(course(Phase.WARM_UP), step=11) == [stays(Phase.WARM_UP, 1)]
 
 
 @pytest.mark.parametrize(("spread", "stands"), [(0.34, True), (0.33, False), (0.0, True), (math.nan, True)])
 @pytest.mark.parametrize("loss", [4.0, math.nan])
 def test_where_scores_have_grown_training_does_not_stand(spread, stands, loss):
     """They have a std of 0.5 now, whether the loss is known or not; the first batch may have measured none."""
-    (place,) = decided(course(Phase.WARM_UP, fall=0.0, spread=spread), step=9, ratio=RANDOM, loss=loss)
+    (place,) = decided(course(Phase.WARM_UP, early=loss, late=loss, spread=spread), step=9, ratio=RANDOM)
     assert place[0] == (Phase.PLATEAU if stands else Phase.WARM_UP)
 
 
 def test_one_layer_whose_scores_have_grown_speaks_for_all():
-    before = replace(course(Phase.WARM_UP, Phase.WARM_UP, fall=0.0), spread=torch.tensor([0.5, 0.2]))
-    assert [phase for phase, *_ in decided(before, step=9, ratio=RANDOM, loss=4.0)] == [Phase.WARM_UP] * 2
+    before = replace(course(Phase.WARM_UP, Phase.WARM_UP), spread=torch.tensor([0.5, 0.2]))
+    assert [phase for phase, *_ in decided(before, step=9, ratio=RANDOM)] == [Phase.WARM_UP] * 2
 
 
 def test_the_spread_is_that_of_the_scores_in_the_first_batch():
-    after = course(Phase.WARM_UP, fall=0.0)
+    after = course(Phase.WARM_UP)
     for step, std in enumerate([0.3, 0.4, 0.5]):
         after = RULE.watch(after, observe(step=step, std=std))
     assert after.spread.tolist() == approx([0.3])
 
 
-def test_the_fall_is_that_of_the_mean_loss_from_the_first_window_to_the_last_of_the_warmup():
-    """Of three batches each: the last ends with the batch after the warm-up, in which it is decided."""
-    losses = [6.0, 5.0, 4.0, 100.0, 100.0, 100.0, 100.0, 3.0, 2.0, 1.0, 100.0, 100.0]
-    after = course(Phase.WARM_UP, fall=0.0)
+def means(losses, rule=RULE):
+    """Of the loss, in the first window and the last."""
+    after = course(Phase.WARM_UP)
     for step, loss in enumerate(losses):
-        after = RULE.watch(after, observe(step=step, loss=loss))
-    assert after.fall.tolist() == approx([5 - 2])
+        after = rule.watch(after, observe(step=step, loss=loss))
+    return [*after.early.tolist(), *after.late.tolist()]
+
+
+LOSSES = (6.0, 5.0, 4.0, 100.0, 100.0, 100.0, 100.0, 3.0, 2.0, 1.0, 100.0, 100.0)
+
+
+def test_the_loss_is_compared_in_means_over_the_first_window_and_the_last_of_the_warmup():
+    """Of three batches each: the last ends with the batch after the warm-up, in which it is decided."""
+    assert means(LOSSES) == approx([5, 2])
+
+
+@pytest.mark.parametrize(("missing", "early"), [([0], 4.5 + 1 / 6), ([1], 16 / 3), ([0, 1], 4), ([0, 2], 5)])
+def test_a_batch_without_a_loss_does_not_count_in_its_mean(missing, early):
+    losses = [math.nan if step in missing else loss for step, loss in enumerate(LOSSES)]
+    assert means(losses) == approx([early, 2])
 
 
 @pytest.mark.parametrize(("warmup", "fall"), [(0, 0), (1, 1), (2, 2), (3, 2), (4, 3), (5, 3), (6, 4)])
 def test_windows_that_would_overlap_are_halves_of_the_warmup(warmup, fall):
     """The batch in the middle is in neither."""
-    rule, after = replace(RULE, warmup=warmup), course(Phase.WARM_UP, fall=0.0)
-    for step in range(9):
-        after = rule.watch(after, observe(step=step, loss=8.0 - step))
-    assert after.fall.tolist() == approx([fall])
+    early, late = means([8.0 - step for step in range(9)], replace(RULE, warmup=warmup))
+    assert early - late == approx(fall)
 
 
 def test_phases_that_have_no_batch_left_give_way():

@@ -345,15 +345,18 @@ def test_a_memory_of_the_old_format_is_read(wait, rise, fresh, phase, left):
     search = {"batches": tensor(4), "total": tensor(-0.5), "direction": tensor(-1), "step": tensor(0.15)}
     old = {"wait": tensor(wait), "rise": tensor(rise), "fresh": tensor(fresh), **search}
     new = Search.migrate(old)
-    assert new.pop("fall").isnan()  # unknown, as is the spread
+    assert new.pop("early").isnan()  # unknown, as are the others
+    assert new.pop("late").isnan()
     assert new.pop("spread") == 0
     assert new == {"phase": tensor(phase), "left": tensor(left), "fresh": tensor(max(fresh, 0)), **search}
     new = Search.migrate(new)  # as version 0.4 wrote it
-    assert new["fall"].isnan()
+    assert new["early"].isnan()
     assert new["spread"] == 0
     assert new.keys() == Search().start(tensor(1)).keys()
     assert {value.dtype for value in new.values()} == {torch.float64}
     assert Search.migrate(new) is new
+    unlike = {name: value for name, value in new.items() if name not in ("early", "late")}
+    assert Search.migrate({**unlike, "fall": tensor(0.3), "spread": tensor(2)})["spread"] == 2  # of version 0.6
 
 
 def test_a_search_begins_to_count_its_warmup_unseen():
@@ -361,4 +364,5 @@ def test_a_search_begins_to_count_its_warmup_unseen():
     assert memory.pop("step") == pytest.approx([0.1, 0.1])
     assert memory.pop("phase") == [Phase.UNSEEN] * 2
     assert memory.pop("left") == [7, 7]
+    assert all(math.isnan(loss) for loss in memory.pop("early") + memory.pop("late"))
     assert all(value == [0, 0] for value in memory.values())

@@ -87,6 +87,12 @@ class Run:
             step += not skips
         return made
 
+    @property
+    def alike(self):
+        """The units to compare: a search that recorded never ended the warm-up of one not finite in its last batch."""
+        searches = any(isinstance(rule, Search) for rule in self.rules())
+        return [unit for unit in range(UNITS) if not (searches and (30, unit) in self.broken)]
+
     def rules(self):
         made = self.controllers()
         return made if isinstance(made, list) else [made]
@@ -168,8 +174,8 @@ def followed(name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_beta_takes_the_recorded_path(name, recorded, tolerance):
-    path = torch.stack([beta for beta, _ in followed(name)])
-    torch.testing.assert_close(path, recorded[f"{name}/beta"], **tolerance)
+    path, alike = torch.stack([beta for beta, _ in followed(name)]), RUNS[name].alike
+    torch.testing.assert_close(path[:, alike], recorded[f"{name}/beta"][:, alike], **tolerance)
 
 
 NAMES = {
@@ -190,6 +196,7 @@ def recorded_memories(name, recorded, call):
 @pytest.mark.parametrize("name", RUNS)
 def test_what_is_remembered_is_what_was_recorded(name, recorded, tolerance):
     """As far as the formats have it in common; once all windows end together, none counts its batches any more."""
+    alike = RUNS[name].alike
     for call, (_, memories) in enumerate(followed(name), 1):
         if call not in (*CALLS, RUNS[name].steps):
             continue
@@ -202,9 +209,8 @@ def test_what_is_remembered_is_what_was_recorded(name, recorded, tolerance):
             assert common or not memory
             for key in common:
                 # The old format had -1 where nobody had looked at the weights.
-                torch.testing.assert_close(
-                    memory[key], old[key].clamp(min=0) if key == "fresh" else old[key], **tolerance
-                )
+                then = old[key].clamp(min=0) if key == "fresh" else old[key]
+                torch.testing.assert_close(memory[key][alike], then[alike], **tolerance)
 
 
 @pytest.mark.parametrize("call", [13, 30, 99])
@@ -215,4 +221,4 @@ def test_a_search_goes_on_from_a_memory_of_the_old_format(name, call, recorded, 
     old = recorded_memories(name, recorded, call)
     memories = [rule.migrate(memory) for rule, memory in zip(run.rules(), old, strict=True)]
     rest = torch.stack([beta for beta, _ in follow(run, path[call - 1], memories, call)])
-    torch.testing.assert_close(rest, path[call:], **tolerance)
+    torch.testing.assert_close(rest[:, run.alike], path[call:, run.alike], **tolerance)
