@@ -414,7 +414,7 @@ FAULTS = [
     ),
     Fault(
         "betahook/tap/by_hand/arithmetic.py",
-        "is_beta = situation.at_first(factor is not None)",
+        "is_beta = situation.at_first(factor is not None and not _may_be_by_sample(situation, by))",
         "is_beta = factor is not None",
         f"{SCALES}::test_a_factor_that_turns_out_to_be_one_of_each_query_is_refused",
     ),
@@ -1909,7 +1909,22 @@ FAULTS = [
     ),
     Fault("betahook/tap/by_hand/matrices.py", ', "cosine_similarity"', "", LEFT_ALONE),
     Fault("betahook/tap/by_hand/forward.py", "self.traces.release()", "pass", EXPONENTIALS),
-    Fault("betahook/tap/by_hand/arithmetic.py", "if situation.always(factor is not None) else None", "", SCALES),
+    Fault(
+        "betahook/tap/by_hand/arithmetic.py",
+        "factor if situation.always(factor is not None and not _may_be_by_sample(situation, right)) else None",
+        "factor",
+        SCALES,
+    ),
+    Fault(
+        "betahook/tap/by_hand/arithmetic.py", "factor.dim() > 1 and situation.is_activation(factor)", "False", SCALES
+    ),
+    Fault(
+        "betahook/tap/by_hand/activations.py",
+        "call.tensors[:1] if call.name in LIKE_ANOTHER else call.tensors",
+        "call.tensors",
+        SCALES,
+    ),
+    Fault("betahook/tap/by_hand/activations.py", "call.operands[:1] if call.in_place else ()", "()", SCALES),
     Fault(
         "betahook/tap/by_hand/plan.py", "Form(tuple(sizes), choices_in(inputs))", "Form(tuple(sizes), ())", MULTIHEAD
     ),

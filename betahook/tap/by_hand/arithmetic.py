@@ -32,7 +32,7 @@ def _scale(situation: Situation, left: Any, right: Any, *, divide: bool) -> Deri
     factor = number(right)
     if isinstance(right, Tensor) and right.dim() > 0 and not isinstance(first, Scores):
         # Of a single query or sample, a factor of each looks like a number.
-        factor = factor if situation.always(factor is not None) else None
+        factor = factor if situation.always(factor is not None and not _may_be_by_sample(situation, right)) else None
     # One number times another is a number still: it is read where it meets an activation.
     if first is None and (factor is None or number(left) is not None):
         return None
@@ -56,9 +56,9 @@ def _scale_scores(situation: Situation, scores: Scores, by: Any, factor: Factor 
     if factor is None and _may_be_by_head(by) and _is_by_head(by, scores.axis):
         factor = by.detach()
     if isinstance(by, Tensor):
-        is_beta = situation.at_first(factor is not None)
+        is_beta = situation.at_first(factor is not None and not _may_be_by_sample(situation, by))
         if is_beta and factor is None:
-            return situation.lose(scores, "by a factor that was one for each head")
+            return situation.lose(scores, "by a factor that was one number before, or one for each head,")
         factor = factor if is_beta else None
     if factor is not None:
         return scores._replace(factor=scores.factor / factor if divide else scores.factor * factor)
@@ -70,6 +70,11 @@ def _scale_scores(situation: Situation, scores: Scores, by: Any, factor: Factor 
         return scores
     value = scores.value / by if divide else scores.value * by
     return scores.expanded(value.shape)._replace(value=value)
+
+
+def _may_be_by_sample(situation: Situation, factor: Tensor) -> bool:
+    """Return True for a factor that is one of each sample, or query, as far as a batch of one shows."""
+    return factor.dim() > 1 and situation.is_activation(factor)
 
 
 def _may_be_by_head(factor: Any) -> bool:

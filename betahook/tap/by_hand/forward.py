@@ -16,6 +16,7 @@ from betahook.models.labels import Labels, MadeOf
 from betahook.models.torch_calls import Call, tensors_in
 from betahook.state.state import note_measured
 from betahook.tap.by_hand import head_axes
+from betahook.tap.by_hand.activations import Activations
 from betahook.tap.by_hand.contraction import Axis
 from betahook.tap.by_hand.factors import Factor, are_alike, is_zero
 from betahook.tap.by_hand.plan import Plan, form_of
@@ -49,6 +50,7 @@ class Forward:
         labels: the features that entries come from, in the first forward with inputs of this form.
         of_inputs: further labels in that forward, which tell apart the entries of the inputs too: heads that share one
             projection, each of its part of the input, are told apart by these alone.
+        activations: what is made of the inputs, in that forward.
         shadows: what another beta would do, in the first forward that is measured.
         is_settled: True if neither labels nor shadows are needed.
         traces: of the tensors that are followed.
@@ -82,6 +84,7 @@ class Forward:
             )
         self.labels = Labels(self.is_learned) if is_first and not compat.is_without_data() else None
         self.of_inputs = None if self.labels is None else _label_inputs(self, inputs)
+        self.activations = Activations(inputs) if is_first else None
         self.shadows = Shadows() if self.recording and not plan.checked else None
         self.products: list[Product] = []
         self.nodes: dict[Product, Any] = {}
@@ -123,9 +126,12 @@ class Forward:
         """`Plan.always`, for which a site is looked up: for what does not hold, in the first forward of a form only."""
         return (now or self.labels is not None) and self.plan.always(now)
 
+    def _is_activation(self, tensor: Tensor) -> bool:
+        return self.activations is not None and tensor in self.activations
+
     def situation(self, call: Call) -> Situation:
         """A call as a handler gets it."""
-        return Situation(call, self.traces.get, self.plan.at_first, self._always, self._axis_of)
+        return Situation(call, self.traces.get, self.plan.at_first, self._always, self._is_activation, self._axis_of)
 
     def score_axis(self, scores: Tensor, operation: str, dim: int = -1) -> Axis | None:
         """The axis of the heads in scores that come to an operation, with their rows moved along the last axis."""

@@ -25,6 +25,7 @@ class Situation(NamedTuple):
         at_first: returns what held at this site in the first forward, given what holds now. With a single query, a
             factor of each query looks like a number.
         always: returns True if something holds now and has held at this site in every forward.
+        is_activation: returns True for what is made of the inputs, as far as this forward tells.
         axis_of: looks up the axis of the heads in scores, counted from the last; None if it is not known.
     """
 
@@ -32,6 +33,7 @@ class Situation(NamedTuple):
     trace_of: Callable[[Any], Trace | None]
     at_first: Callable[[bool], bool]
     always: Callable[[bool], bool]
+    is_activation: Callable[[Tensor], bool]
     axis_of: Callable[[Tensor], int | None]
 
     @property

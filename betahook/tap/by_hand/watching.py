@@ -219,6 +219,8 @@ class ScoreProducts(TorchFunctionMode):
         # What goes by the shape alone may be random, and must not be run twice.
         if shadows is not None and handler is not handlers.ignore and (handler is not None or name == "__setitem__"):
             shadows.follow(call, output)
+        if forward.activations is not None and handler is not handlers.ignore:
+            forward.activations.note(call, output)
         if forward.labels is not None and name not in UNLABELLED:
             forward.labels.note(call, output)
             if forward.of_inputs is not None:

@@ -46,7 +46,7 @@ def derive(function, *args, traces=(), **kwargs):
         return next((trace for x, trace in known if x is tensor), None)
 
     handler = HANDLERS.get(call.name, other)
-    situation = Situation(call, trace_of, lambda now: now, lambda now: now, lambda scores: None)
+    situation = Situation(call, trace_of, lambda now: now, lambda now: now, lambda tensor: False, lambda scores: None)
     return handler(situation), call.run()
 
 

@@ -365,11 +365,68 @@ def test_a_factor_that_is_not_one_for_each_head_is_a_part_of_the_scores(x, way):
 
 
 def test_a_factor_that_turns_out_to_be_one_of_each_query_is_refused(x):
-    model = make(lambda module, q, k, v: (q @ k.mT * ROOT * q.mean(-1, keepdim=True).exp()).softmax(-1) @ v)
+    factor = FACTORS["of each position"]
+    model = make(lambda module, q, k, v: (q @ k.mT * ROOT * factor(module, q)).softmax(-1) @ v)
     with betahook.attach(model, controller="monitor") as hook:
         model(x[:1, :1])
         model(x)
-        assert "mul by a factor that was one for each head" in hook.layers["1"].refusal
+        assert "mul by a factor that was one number before, or one for each head, at" in hook.layers["1"].refusal
+
+
+def filled_in(q):
+    factors = q.new_ones(len(q), 1, 1, 1)
+    factors[:] = q.mean((1, 2, 3), keepdim=True).exp()
+    return factors
+
+
+OF_ACTIVATIONS = {
+    "of each sample": lambda q: q.mean((1, 2, 3), keepdim=True).exp(),
+    "of each sample, filled in": filled_in,
+    "of each sample, by head": lambda q: q.mean((2, 3), keepdim=True).exp(),
+    "of each query": lambda q: q.mean((1, 3), keepdim=True).exp(),
+}
+
+
+@pytest.mark.parametrize("on", ["scores", "query"])
+@pytest.mark.parametrize("way", OF_ACTIVATIONS)
+def test_a_factor_of_activations_is_a_part_of_the_scores_in_a_batch_of_one_too(x, way, on):
+    """Else beta would stand in the place of a temperature that the model predicts for its one sample."""
+
+    def mix(module, q, k, v):
+        factor = OF_ACTIVATIONS[way](q)
+        return ((q * ROOT * factor @ k.mT) if on == "query" else (q @ k.mT * ROOT * factor)).softmax(-1) @ v
+
+    part = x[:1, :1] if way == "of each query" else x[:1]
+    model, got = make(mix), []
+    for first in (part, x):
+        with betahook.attach(model, controller="monitor") as hook:
+            model(first)
+            layer = hook.layers["1"]
+            assert layer.beta_default == pytest.approx(ROOT)
+            layer.beta = 2 * ROOT
+            got.append((model(part), model(x)))
+            assert layer.refusal is None
+    torch.testing.assert_close(*got)
+
+
+AS_INPUTS_ARE = {
+    "dtype": lambda scale, q: scale.to(q),
+    "type": lambda scale, q: scale.type_as(q),
+    "axes": lambda scale, q: scale.view_as(q[:1, :1, :1, :1]),
+    "shape of one": lambda scale, q: scale.expand_as(q.new_ones(1, 1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("way", AS_INPUTS_ARE)
+def test_a_learned_number_that_gets_the_form_of_activations_is_a_scale(x, way):
+    def mix(module, q, k, v):
+        scale = AS_INPUTS_ARE[way](module.temperature.exp().view(1, 1, 1, 1), q)
+        return (q @ k.mT * scale).softmax(-1) @ v
+
+    model = make(mix)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        assert hook.layers["1"].beta_default == pytest.approx(model[1].temperature.exp().item())
 
 
 def test_the_temperatures_of_heads_are_found_behind_a_view(x):
