@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ class Kernel:
         scale: the argument that is the model's own beta; None given stands for `1/sqrt(d_k)`.
         heads: the axis of the heads in a query; None where labels have to show it.
         describe: the pairs that a call uses, from its arguments, and q and k `[..., heads, tokens, d_k]`.
-        package: where it comes from.
+        modules: a pattern of the module that it comes from.
         unknown: arguments whose effect on the logits is not followed.
         dims: dimensions of a query with `heads`; labels show the axis in one of fewer.
     """
@@ -48,7 +49,7 @@ class Kernel:
     scale: str
     heads: int | None
     describe: Callable[[Arguments, Tensor, Tensor, Batched], GivenMask]
-    package: str
+    modules: str
     unknown: tuple[str, ...] = ()
     dims: int = 4
 
@@ -164,7 +165,7 @@ FLASH = Kernel(
     scale="softmax_scale",
     heads=-2,
     describe=_of_flash,
-    package="flash_attn",
+    modules=r"\w*flash_att|.*\.flash_attn_interface$",  # Hugging Face's kernels load it under names with a hash
     unknown=("alibi_slopes", "qv", "learnable_sink"),
 )
 KERNELS = {
@@ -173,14 +174,14 @@ KERNELS = {
         scale="scale",
         heads=None,
         describe=_of_torch,
-        package="torch",
+        modules="torch",
     ),
     "flex_attention": Kernel(
         names=("query", "key", "value", "score_mod", "block_mask", "scale"),
         scale="scale",
         heads=-3,
         describe=_of_flex,
-        package="torch",
+        modules="torch",
         unknown=("score_mod",),
     ),
     "flash_attn_func": FLASH,
@@ -195,7 +196,7 @@ KERNELS = {
         scale="scale",
         heads=-2,
         describe=_of_flash,
-        package="torch",
+        modules="torch",
         unknown=("seqused_k", "block_table"),
         dims=3,
     ),
@@ -204,7 +205,7 @@ KERNELS = {
         scale="scale",
         heads=-2,
         describe=_of_xformers,
-        package="xformers",
+        modules="xformers",
     ),
 }
 """Name of a kernel to its signature."""
@@ -235,8 +236,9 @@ def _bindings(layer: Recorder) -> Iterator[tuple[dict[str, Any], str]]:
 def _is_kernel(value: Any) -> bool:
     name = getattr(value, "__name__", None)
     kernel = KERNELS.get(name) if isinstance(name, str) and callable(value) else None
-    package = str(getattr(value, "__module__", "")).partition(".")[0]
-    return kernel is not None and name != "scaled_dot_product_attention" and package.startswith(kernel.package)
+    if kernel is None or name == "scaled_dot_product_attention":
+        return False
+    return re.match(kernel.modules, str(getattr(value, "__module__", ""))) is not None
 
 
 def _visible(kernel: Any) -> Callable[..., Any]:

@@ -1337,6 +1337,12 @@ FAULTS = [
         "names = frozenset(function.__code__.co_names)",
         "tests/unit/tap/test_kernels.py::test_a_kernel_called_by_name_is_measured_and_scaled_as_that_of_torch",
     ),
+    Fault(
+        "betahook/tap/kernels.py",
+        r'r"\w*flash_att|.*\.flash_attn_interface$"',
+        '"flash_attn"',
+        "tests/unit/tap/test_kernels.py::test_flash_attention_of_the_kernels_hub_is_seen",
+    ),
     Fault("betahook/tap/kernels.py", "if low > -queries else None", "", BANDS),
     Fault("betahook/tap/kernels.py", "if high < keys - 1 else None", "", BANDS),
     Fault("betahook/tap/kernels.py", "int(distances.min()) - 1", "int(distances.min())", BANDS),

@@ -285,6 +285,27 @@ class Held(Block):
         return self.attend(q, k, v, softmax_scale=0.5, causal=True).transpose(1, 2)
 
 
+@pytest.mark.parametrize("loaded_as", ["flash_attn2_1a2b", "vllm_flash_attn3_1a2b", "flash_attention_3_1a2b", "1a2b"])
+def test_flash_attention_of_the_kernels_hub_is_seen(loaded_as):
+    kernel = flash_attn_func
+    attend = types.FunctionType(kernel.__code__, kernel.__globals__, kernel.__name__, kernel.__defaults__)
+    attend.__module__ = f"{loaded_as}.flash_attn_interface"
+    model = Held(attend)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(BATCH, LENGTH, WIDTH))
+        assert hook.layers[""].beta_default == 0.5
+
+
+def test_a_function_of_the_name_of_a_kernel_from_elsewhere_is_none():
+    def attend(q, k, v):
+        return v
+
+    attend.__name__, attend.__module__ = "flash_attn_func", "my.layers"
+    model = Held(attend)
+    with betahook.attach(nn.Sequential(model, Flash()), controller="monitor"):
+        assert model.attend is attend
+
+
 def test_hooks_that_are_dropped_without_detach_leave_nothing_to_later_ones():
     gc.freeze()  # what other tests have left takes long to look at
     for _ in range(20):  # some get the addresses of earlier ones
