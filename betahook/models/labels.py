@@ -31,6 +31,8 @@ FAR = 2**31
 """Offset between the labels of two projections, above any number of features."""
 UNKNOWN = -1
 """The label of entries that come from elsewhere."""
+PAIR = FAR // 2
+"""Offset of the label of a complex entry that two neighbouring features make: the first is its real part."""
 
 
 def _pad(labels: Tensor, sides: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
@@ -38,10 +40,21 @@ def _pad(labels: Tensor, sides: Sequence[int], mode: str = "constant", value: fl
     return F.pad(labels, sides, mode, UNKNOWN if mode == "constant" else value)
 
 
+def _as_complex(labels: Tensor) -> Tensor:
+    first, second = labels.unbind(-1)
+    return first + PAIR * ((first != UNKNOWN) & (second == first + 1))
+
+
+def _as_real(labels: Tensor) -> Tensor:
+    paired = (labels != UNKNOWN) & (labels % FAR >= PAIR)
+    first = labels - PAIR * paired
+    return torch.stack([first, first + 1 * paired], -1)
+
+
 ON_LABELS: dict[str, Callable[..., Tensor]] = {
     "pad": _pad,
-    "view_as_complex": lambda labels: labels[..., 0],
-    "view_as_real": lambda labels: torch.stack([labels, labels], -1),
+    "view_as_complex": _as_complex,
+    "view_as_real": _as_real,
 }
 """Replacements on integer labels, by the name of the function."""
 
@@ -231,6 +244,8 @@ class Labels(ByTensor[Tensor]):
             return
         labelled = [found for tensor in call.tensors if (found := self.get(tensor)) is not None and found.numel()]
         mixed = len(labelled) > 1 and len({int(found.amax()) // FAR for found in labelled}) > 1
+        # As the modulus of a complex number, which has the label of two features.
+        mixed |= any(x.is_complex() for x in call.tensors) and not any(part.is_complex() for part in parts)
         for part in parts:
             alike = next((found for found in labelled if found.shape == part.shape), None)
             if alike is not None and (part.is_floating_point() or part.is_complex()):

@@ -906,6 +906,9 @@ FAULTS = [
     Fault("betahook/models/stand_ins.py", " and replaced.namespace is namespace", ""),
     # models, state, checkpoint
     Fault("betahook/models/trial.py", "return None if left else (heads, head_dim)", "return heads, head_dim", TRIAL),
+    Fault("betahook/models/labels.py", "(first != UNKNOWN) & (second == first + 1)", "(first != UNKNOWN)", PLACES),
+    Fault("betahook/models/labels.py", "first + 1 * paired", "first", PLACES),
+    Fault("betahook/models/labels.py", "mixed |= any(", "any(", PLACES),
     Fault("betahook/models/labels.py", "enumerate(labels.shape[:-1])", "enumerate(labels.shape)", PLACES),
     Fault("betahook/models/torch_calls.py", ", tuple(map(right.index, ", ", tuple(map(left.index, ", PLACES),
     Fault("betahook/models/trial.py", "if watch.found.size is not None:", "if True:", TRIAL),

@@ -38,6 +38,35 @@ class InPairs(Stacked):
     num_heads, head_dim = HEADS // 2, D
 
 
+class Rotated(Stacked):
+    """Neighbouring components as complex numbers, as in the rotary positions of Llama; `first` is the real one."""
+
+    first = 0
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        angles = torch.arange(x.shape[1])[:, None].to(x) / torch.arange(1, 1 + D // 2)
+        turn = torch.polar(torch.ones_like(angles), angles)
+        pairs = (t.unflatten(-1, (-1, 2)).roll(-self.first, -1) for t in (q, k))
+        return *(torch.view_as_real(torch.view_as_complex(t) * turn).flatten(-2) for t in pairs), v
+
+
+class RotatedBack(Rotated):
+    """The other component is the real one."""
+
+    first = 1
+
+
+class Moduli(Stacked):
+    """The moduli of complex numbers that have two components each."""
+
+    head_dim = D // 2
+
+    def project(self, x):
+        q, k, v = super().project(x)
+        return *(torch.view_as_complex(t.unflatten(-1, (-1, 2))).abs() for t in (q, k)), v
+
+
 class HeadByHead(Stacked):
     """All of one head, then all of the next, under a name that stands for another layout."""
 

@@ -25,6 +25,7 @@ from support.projections import (
     Latents,
     LowRank,
     Model,
+    Moduli,
     MoreKeys,
     OfASubclass,
     OfGroups,
@@ -32,6 +33,8 @@ from support.projections import (
     OneKey,
     Picture,
     PositionsFirst,
+    Rotated,
+    RotatedBack,
     SharedKeys,
     Stacked,
     Tiled,
@@ -39,7 +42,7 @@ from support.projections import (
 )
 
 LOCATED = [Stacked, HeadByHead, ByComponent, KeysFirst, InAList, SharedKeys, OneKey, MoreKeys, Folded, FoldedByHead]
-LOCATED += [InPairs, Latents, PositionsFirst, AsManyHeadsAsComponents, Picture]
+LOCATED += [InPairs, Latents, PositionsFirst, Rotated, AsManyHeadsAsComponents, Picture]
 
 
 @pytest.mark.parametrize("kind", [*LOCATED, AsManyHeadsAsTokens])
@@ -89,7 +92,7 @@ def test_clip_scales_the_rows_that_were_found(kind):
 
 @pytest.mark.parametrize(
     "kind",
-    [LowRank, Gated, BatchNormed, Tiled, OfASubclass, Halved, OfGroups, HeadAfterHead, OneAfterTheOther],
+    [LowRank, Gated, BatchNormed, Tiled, OfASubclass, Halved, OfGroups, HeadAfterHead, OneAfterTheOther, RotatedBack],
 )
 def test_what_no_weight_alone_makes_is_not_taken_for_its_rows(kind):
     torch.manual_seed(0)
@@ -102,7 +105,7 @@ def test_what_no_weight_alone_makes_is_not_taken_for_its_rows(kind):
 
 @pytest.mark.parametrize(
     "kind",
-    [LowRank, Gated, BatchNormed, Tiled, OfASubclass, Halved, OfGroups, HeadAfterHead, OneAfterTheOther],
+    [LowRank, Gated, BatchNormed, Tiled, OfASubclass, Halved, OfGroups, HeadAfterHead, OneAfterTheOther, RotatedBack],
 )
 def test_nor_does_the_first_forward_take_it_for_that(kind):
     torch.manual_seed(0)
@@ -111,6 +114,17 @@ def test_nor_does_the_first_forward_take_it_for_that(kind):
         model(torch.randn(2, 9, WIDTH))
         (layer,) = hook.layers.values()
         assert layer.projections is None
+
+
+def test_the_modulus_of_complex_numbers_is_no_row():
+    torch.manual_seed(0)
+    model = Model(Moduli)
+    with betahook.attach(model, controller="monitor") as hook:
+        for run in (lambda: None, lambda: model(torch.randn(2, 9, WIDTH))):
+            run()
+            (layer,) = hook.layers.values()
+            assert (layer.heads, layer.head_dim) == (HEADS, D // 2)
+            assert layer.projections is None
 
 
 def test_adapters_that_are_there_already_are_part_of_the_weight():
