@@ -17,7 +17,7 @@ from betahook.measure.statistics import Statistics
 from betahook.models.classifiers import classify
 from betahook.models.code import names_used
 from betahook.models.discovery import AttentionModule, shown_name
-from betahook.models.projections import KNOWN_FORMS, Pair
+from betahook.models.projections import KNOWN_FORMS, Pair, Projection
 from betahook.state.factors import gain_of
 from betahook.state.ranges import HeadRange
 from betahook.state.state import LARGEST_BETA, SMALLEST_BETA, State, is_beta, refusal_anywhere
@@ -226,6 +226,11 @@ class AttentionLayer:
             return self._state.beta.new_full((), math.nan)
         query, key = (theory.spectral_ratio(projection.entries.flatten(0, 1)) for projection in projections)
         return torch.maximum(query, key)
+
+
+def query_projection(layer: AttentionLayer) -> Projection | None:
+    """W_q of a layer as it is now, also where W_k has no known form; None where it has none itself."""
+    return layer._attention.query_projection
 
 
 def size_of(attention: AttentionModule) -> LayerSize:

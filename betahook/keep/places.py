@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from betahook.layer import AttentionLayer
+from betahook.layer import AttentionLayer, query_projection
 from betahook.models.families import QUERY_NORMS
 from betahook.models.scaling import Norm, Scaling, added_query_norms, learned_norm, query_weights
 
@@ -27,8 +27,8 @@ def find_places(layer: AttentionLayer) -> Iterator[Scaling]:
         weights = [weight for norm in norms for weight in norm.weights(layer.head_dim, 1.0, offset=0.0)]
         yield Scaling(weights)
         yield Scaling([replace(weight, offset=float(weight.name == "weight")) for weight in weights])
-    if layer.projections is not None:
-        yield from map(Scaling, query_weights(layer.module, layer.projections[0], layer.heads, layer.head_dim, 1.0))
+    if (query := query_projection(layer)) is not None:
+        yield from map(Scaling, query_weights(layer.module, query, layer.heads, layer.head_dim, 1.0))
 
 
 def query_norms(layer: AttentionLayer) -> list[list[Norm]]:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from betahook import compat
 from betahook.hook import Hook
 from betahook.keep.places import find_places, overlap, query_norms
-from betahook.layer import AttentionLayer
+from betahook.layer import AttentionLayer, query_projection
 from betahook.models import materialise
 from betahook.models.discovery import shown_name
 from betahook.models.families import QUERY_CLIPS
-from betahook.models.projections import KNOWN_FORMS, Pair
+from betahook.models.projections import KNOWN_FORMS, Projection
 from betahook.models.scaling import NoScalingError, Scaling
 
 
@@ -214,30 +214,28 @@ def norm_is_shared_by_heads(plan: FoldPlan, layer: AttentionLayer) -> str | None
 
 def projection_is_unknown(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """The rows of q are not known."""
-    return f"its query projection has no known form. {KNOWN_FORMS}" if layer.projections is None else None
+    return f"its query projection has no known form. {KNOWN_FORMS}" if query_projection(layer) is None else None
 
 
-def scaled_projections(layer: AttentionLayer) -> Pair | None:
-    """W_q and W_k where a factor goes into W_q; None where it goes into a norm, or W_q is not stored in its shape."""
-    if layer.projections is None or query_norms(layer) or not layer.projections[0].stored.is_floating_point():
-        return None
-    return layer.projections
+def scaled_projection(layer: AttentionLayer) -> Projection | None:
+    """W_q where a factor goes into it; None where that goes into a norm, or W_q is not stored in its shape."""
+    query = query_projection(layer)
+    return None if query is None or query_norms(layer) or not query.stored.is_floating_point() else query
 
 
 def projection_is_shared_by_heads(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """A weight that projects the input of each head in turn has rows for one head alone."""
-    pair = scaled_projections(layer)
-    shared = pair is not None and len(pair[0].rows) == 1 < layer.heads
+    query = scaled_projection(layer)
+    shared = query is not None and len(query.rows) == 1 < layer.heads
     reason = "its query projection is shared by all heads, whose betas differ. Attach with per_head=False"
     return reason if shared and betas_differ(plan, layer) else None
 
 
 def weight_makes_keys(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """A factor on the weight would act twice, on the query and on the key."""
-    pair = scaled_projections(layer)
-    if pair is None or pair[0].stored is not pair[1].stored:
+    query, key = scaled_projection(layer), layer.projections and layer.projections[1]
+    if query is None or key is None or query.stored is not key.stored:
         return None
-    query, key = pair
     shared = bool(torch.isin(query.rows, key.rows).any())
     reason = "its query weight makes its keys too, where beta would act a second time"
     return f"{reason}. Exclude the layer with attach(layers=...)" if shared else None

@@ -31,8 +31,8 @@ from betahook.models.code import is_users, names_used
 from betahook.models.families import Facts, facts
 from betahook.models.heads import count_heads, from_scale, missing, stated
 from betahook.models.labels import Linear, MadeOf
-from betahook.models.places import Place, places_of, places_of_all
-from betahook.models.projections import Pair, at_places, locate
+from betahook.models.places import Place, places_of, places_of_all, query_place_of_all
+from betahook.models.projections import Pair, Projection, at_place, at_places, locate
 
 
 @dataclass
@@ -46,6 +46,7 @@ class AttentionModule:
         route: the source of its scores.
         facts: about its class.
         places: those of W_q and W_k, as far as a forward showed them: the first one, or before it a trial.
+        query_place: that of W_q, where the first forward showed it alone.
         has_changed: True once its forward is another one than at first.
     """
 
@@ -55,6 +56,7 @@ class AttentionModule:
     route: Route
     facts: Facts
     places: tuple[Place, Place] | None = None
+    query_place: Place | None = None
     has_changed: bool = False
 
     @property
@@ -62,6 +64,13 @@ class AttentionModule:
         """W_q and W_k as they are now, since adapters come and go; None if the module keeps them in no known form."""
         pair = None if self.places is None else at_places(self.module, self.places)
         return pair or locate(self.module, self.heads, self.head_dim)
+
+    @property
+    def query_projection(self) -> Projection | None:
+        """W_q as it is now, also where W_k is in no known form; None if it is in none itself."""
+        if (pair := self.projections) is not None:
+            return pair[0]
+        return None if self.query_place is None else at_place(self.module, self.query_place)
 
     @torch.no_grad()  # a checkpoint counts what is saved for the backward, where a weight is made of others
     def correct(self, made_of: Sequence[MadeOf], linears: Sequence[Linear | None]) -> None:
@@ -73,18 +82,23 @@ class AttentionModule:
         """
         pair, places = self.projections, places_of(self.module, made_of[0], linears, {})
         shown = None if places is None else at_places(self.module, places)
-        if places is None or shown is None:
-            return
-        if pair and all(one.stored is other.stored for one, other in zip(pair, shown, strict=True)):
+        if pair and places and shown and all(a.stored is b.stored for a, b in zip(pair, shown, strict=True)):
             query, key = (replace(place, argument=one.argument) for place, one in zip(places, pair, strict=True))
             self.places = query, key
         elif pair is None or self.has_changed:
-            # An owner of a user's class may do more than to multiply; and ranks must agree on what they gather.
-            owners = {self.module.get_submodule(place.owner) for place in places} - {self.module}
-            plain = is_users(self.module) and not any(map(is_users, owners))
-            is_common = places_of_all(self.module, made_of, linears, {}) is not None
-            if plain and is_common and not any(one.is_sharded for one in shown):
+            places = places_of_all(self.module, made_of, linears, {})
+            if places is not None and all(map(self._is_plain, places)):
                 self.places = places
+            place = query_place_of_all(self.module, made_of, linears)
+            is_whole = place is not None and len(place.rows) == self.heads  # fewer are those of a key
+            self.query_place = place if place is not None and is_whole and self._is_plain(place) else None
+
+    def _is_plain(self, place: Place) -> bool:
+        """Return True for the place of a weight that alone makes features, all of which is on this rank."""
+        owner, found = self.module.get_submodule(place.owner), at_place(self.module, place)
+        # An owner of a user's class may do more than to multiply; and ranks must agree on what they gather.
+        multiplies = is_users(self.module) and (owner is self.module or not is_users(owner))
+        return multiplies and found is not None and not found.is_sharded
 
 
 @dataclass(frozen=True)

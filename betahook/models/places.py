@@ -83,12 +83,15 @@ def places_of(
         linears: the linear maps of the projections, by number.
         calls: those of the parts of the module, and of itself, as far as they are known.
     """
-    in_order = made_of[::-1] if takes_key_first(module, made_of, linears) else made_of
-    query, key = (
-        _place_of(module, side, features, linears, calls)
-        for side, features in zip(("query", "key"), in_order, strict=True)
-    )
+    query, key = _sides(module, made_of, linears, calls)
     return None if query is None or key is None else (query, key)
+
+
+def _sides(module: nn.Module, made_of: MadeOf, linears: Sequence[Linear | None], calls: Calls) -> list[Place | None]:
+    """The place of W_q and that of W_k, see `places_of`; each None where it is not known."""
+    in_order = made_of[::-1] if takes_key_first(module, made_of, linears) else made_of
+    sides = zip(("query", "key"), in_order, strict=True)
+    return [_place_of(module, side, features, linears, calls) for side, features in sides]
 
 
 def places_of_all(
@@ -99,6 +102,12 @@ def places_of_all(
     if first is None or any(other is None or not all(map(Place.is_that, first, other)) for other in others):
         return None
     return first
+
+
+def query_place_of_all(module: nn.Module, made_of: Sequence[MadeOf], linears: Sequence[Linear | None]) -> Place | None:
+    """The place of W_q that all products of an attention have in common, whatever made their keys; None if none is."""
+    first, *others = (_sides(module, each, linears, {})[0] for each in made_of)
+    return first if first and all(other and first.is_that(other) for other in others) else None
 
 
 def _place_of(

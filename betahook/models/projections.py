@@ -107,11 +107,12 @@ Pair = tuple[Projection, Projection]
 
 def at_places(module: nn.Module, places: tuple[Place, Place]) -> Pair | None:
     """The query and key projections at places that are known; None where something else is there now."""
-    query, key = (_at_place(module, place) for place in places)
+    query, key = (at_place(module, place) for place in places)
     return None if query is None or key is None else (query, key)
 
 
-def _at_place(module: nn.Module, place: Place) -> Projection | None:
+def at_place(module: nn.Module, place: Place) -> Projection | None:
+    """The projection at a place that is known; None where something else is there now."""
     try:
         owner = operator.attrgetter(place.owner)(module) if place.owner else module
     except AttributeError:  # it was taken out, as where projections are fused

@@ -191,6 +191,66 @@ def test_what_the_first_forward_leaves_open_stays_unknown(kind, fused):
         assert layer.projections is None
 
 
+class Compressed(Twice):
+    """Keys of fewer tokens, as in Linformer."""
+
+    def __init__(self, fused):
+        super().__init__(fused)
+        self.fewer = nn.Linear(9, 4)
+
+    def forward(self, x, options):
+        q, k, v = self.make(x * options["scale"])
+        return self.attend(q, *(self.fewer(t.mT).mT for t in (k, v)))
+
+
+class TwoKeys(Twice):
+    """Scores over keys from two projections."""
+
+    def forward(self, x, options):
+        q, k, v = self.make(x * options["scale"])
+        further = self.further(x).unflatten(-1, (HEADS, D)).transpose(1, 2)
+        return self.attend(q, k, v) + self.attend(q, further, v)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [Compressed, TwoKeys])
+def test_beta_folds_into_w_q_where_w_k_is_not_known(kind, fused):
+    torch.manual_seed(0)
+    module, x = kind(fused).double(), torch.randn(2, 9, WIDTH, dtype=torch.float64)
+    key = module.mixed.weight[module.rows()[1].flatten()].clone()
+    with betahook.attach(module, controller="monitor", when="always", per_head=True) as hook:
+        module(x, {"scale": 1})
+        (layer,) = hook.layers.values()
+        assert layer.projections is None
+        layer.head_beta = layer.head_beta * torch.tensor([0.5, 1.3, 2, 3])
+        output = module(x, {"scale": 1})
+        betahook.fold(module)
+    torch.testing.assert_close(module(x, {"scale": 1}), output, rtol=1e-10, atol=1e-12)
+    assert torch.equal(module.mixed.weight[module.rows()[1].flatten()], key)
+
+
+class SharedKeysFirst(Twice):
+    """Keys that two heads share come first, then queries that are no projection."""
+
+    def forward(self, x, options):
+        *_, v = self.make(x * options["scale"])
+        k = self.further(x)[..., : 2 * D].unflatten(-1, (2, D)).transpose(1, 2).repeat_interleave(HEADS // 2, 1)
+        q = torch.stack([x[..., :D] * (1 + head) for head in range(HEADS)], 1)
+        return self.attend(k, q, v)
+
+
+@pytest.mark.parametrize("kind", [Twice, Added, OfOwnLinears, SharedKeysFirst])
+def test_nor_does_beta_fold_into_a_w_q_that_is_not_known(kind):
+    torch.manual_seed(0)
+    module = kind(False)
+    with betahook.attach(module, controller="monitor", when="always") as hook:
+        module(torch.randn(2, 9, WIDTH), {"scale": 1})
+        (layer,) = hook.layers.values()
+        layer.beta = 2 * layer.beta
+        with pytest.raises(betahook.FoldError, match="its query projection has no known form"):
+            betahook.fold(module)
+
+
 class TwoInputs(InAList):
     """A forward that no made-up input suits, with heads and a scale."""
 
