@@ -23,7 +23,7 @@ from betahook.layer import AttentionLayer, query_projection
 from betahook.models import materialise
 from betahook.models.discovery import shown_name
 from betahook.models.families import QUERY_CLIPS
-from betahook.models.projections import KNOWN_FORMS, Projection
+from betahook.models.projections import KNOWN_FORMS, Projection, separate
 from betahook.models.scaling import NoScalingError, Scaling
 
 
@@ -241,6 +241,15 @@ def weight_makes_keys(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     return f"{reason}. Exclude the layer with attach(layers=...)" if shared else None
 
 
+def projections_are_copied(plan: FoldPlan, layer: AttentionLayer) -> str | None:
+    """Attention of diffusers keeps its separate weights beside the fused ones, and those are what it loads again."""
+    query = scaled_projection(layer)
+    kept = separate(layer.module, layer.heads, layer.head_dim) if hasattr(layer.module, "fuse_projections") else None
+    copied = query is not None and kept is not None and query.stored is not kept[0].stored
+    reason = "beside its fused projection it keeps separate ones, which would keep the model's own beta"
+    return f"{reason}. Call model.unfuse_qkv_projections(), run a forward and fold" if copied else None
+
+
 def weight_takes_no_factor(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """A weight is computed in every forward, offloaded, sharded or quantised."""
     try:
@@ -289,6 +298,7 @@ STANDING: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [
     projection_is_unknown,
     projection_is_shared_by_heads,
     weight_makes_keys,
+    projections_are_copied,
     weight_takes_no_factor,
     adapter_is_saved_alone,
 ]

@@ -745,6 +745,7 @@ FAULTS = [
         f"{AXES}::test_heads_that_share_a_projection_are_told_apart_by_what_it_projects",
     ),
     Fault("betahook/keep/refusals.py", "    weight_makes_keys,\n", ""),
+    Fault("betahook/keep/refusals.py", "    projections_are_copied,\n", ""),
     Fault("betahook/models/scaling.py", "own[0] if len(own) == 1 else", ""),
     Fault("betahook/models/scaling.py", ' if each != "bias"', ""),
     Fault("betahook/models/projections.py", "int(place.rows.max()) >= found.features", "False", FIRST_FORWARD),

@@ -209,6 +209,25 @@ def test_lora_of_diffusers_is_merged_before_a_fold():
     torch.testing.assert_close(unet(sample, steps, text).sample, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_fused_projections_of_diffusers_are_separated_before_a_fold(tmp_path):
+    """It loads the separate ones."""
+    unet, (sample, steps, text, _) = make_unet().eval(), noisy()
+    with betahook.attach(unet, controller="monitor", when="always") as hook:
+        unet(sample, steps, text)
+        sharpen(hook)
+        expected = unet(sample, steps, text).sample
+        unet.fuse_qkv_projections()
+        unet(sample, steps, text)
+        with pytest.raises(betahook.FoldError, match=r"Call model\.unfuse_qkv_projections\(\), run a forward"):
+            betahook.fold(unet)
+        unet.unfuse_qkv_projections()
+        unet(sample, steps, text)
+        betahook.fold(unet)
+    unet.save_pretrained(tmp_path)
+    again = diffusers.UNet2DConditionModel.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(sample, steps, text).sample, expected, rtol=1e-4, atol=1e-5)
+
+
 def stable_diffusion_3(norm):
     model = diffusers.SD3Transformer2DModel(
         sample_size=8,

@@ -121,6 +121,38 @@ def test_a_projection_that_makes_the_keys_too_is_refused():
             betahook.fold(model)
 
 
+class Fusing(FusedAttention):
+    """Keeps its separate projections beside the one that it fuses them into, as diffusers does."""
+
+    @torch.no_grad()
+    def fuse_projections(self):
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        parts = self.q_proj, self.k_proj, self.v_proj
+        self.qkv.weight.copy_(torch.cat([part.weight for part in parts]))
+        self.qkv.bias.copy_(torch.cat([part.bias for part in parts]))
+
+    def forward(self, x):
+        if not hasattr(self, "qkv"):
+            return super().forward(x)
+        return self.mix(*map(self.split, self.qkv(x).chunk(3, -1))).transpose(1, 2).flatten(2)
+
+
+def test_a_fused_copy_of_separate_projections_is_refused():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Fusing()), torch.randn(2, LENGTH, WIDTH)
+    model[0].fuse_projections()
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        move(hook, False)
+        expected = model(x)
+        with pytest.raises(betahook.FoldError, match=r"which would keep the model's own beta\. Call model\.unfuse_qkv"):
+            betahook.fold(model)
+        del model[0].qkv
+        model(x)
+        betahook.fold(model)
+    torch.testing.assert_close(model(x), expected)
+
+
 class Normed(FusedAttention):
     def __init__(self):
         super().__init__()
