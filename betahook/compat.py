@@ -318,10 +318,14 @@ def adapter_outputs(adapter: Any) -> Iterator[nn.Module]:
 
 
 # https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py
-def parameters_of_adapters(model: nn.Module) -> set[int]:
-    """The ids of the parameters that are saved with the adapters of a model."""
-    kinds = ((module, tuple(getattr(module, "adapter_layer_names", ()))) for module in model.modules())
-    return {id(p) for module, names in kinds for name, p in module.named_parameters() if name.startswith(names)}
+def parameters_of_adapters(model: nn.Module) -> dict[int, str]:
+    """The parameters that are saved with the adapters of a model: to the id of each, the name of its adapter."""
+    found = {}
+    for module in model.modules():
+        for prefix in getattr(module, "adapter_layer_names", ()):  # of dictionaries by adapter
+            named = ((name.removeprefix(prefix), p) for name, p in module.named_parameters() if name.startswith(prefix))
+            found.update({id(parameter): rest.split(".")[1] for rest, parameter in named})
+    return found
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py

@@ -63,11 +63,11 @@ class FoldPlan:
     def _is_saved(self, place: Scaling) -> bool:
         """Tell if the weights of a place are saved; refuses those that cannot be written to, saved or not."""
         parameters = place.parameters if self.has_weights else [weight.stored for weight in place.weights]
-        return self._adapted is None or set(map(id, parameters)) <= self._adapted
+        return self.adapted is None or set(map(id, parameters)) <= self.adapted.keys()
 
     @cached_property
-    def _adapted(self) -> set[int] | None:
-        """Ids of the parameters that are saved with adapters; None without any."""
+    def adapted(self) -> dict[int, str] | None:
+        """The parameters that are saved with adapters, to the id of each the name of its adapter; None without any."""
         return None if self.adapters is None else compat.parameters_of_adapters(self.hook.model)
 
     @cached_property
@@ -179,6 +179,16 @@ def weights_are_sharded(plan: FoldPlan) -> str | None:
 def adapter_is_saved_alone(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """A saved adapter leaves out the weights below it."""
     return None if plan.adapters is None or plan.places(layer) else plan.adapters
+
+
+def other_adapters_lack_beta(plan: FoldPlan, layer: AttentionLayer) -> str | None:
+    """Each adapter has weights of its own, of which those of the active one take beta."""
+    if plan.adapted is None:
+        return None
+    of_places = {plan.adapted[id(weight.stored)] for place in plan.places(layer) for weight in place.weights}
+    others = ", ".join(sorted(set(plan.adapted.values()) - of_places))
+    reason = f"the adapters that are not active ({others}) would keep the model's own beta"
+    return f"{reason}. Delete them first, with model.delete_adapter(name)" if others else None
 
 
 def prompts_are_saved_alone(plan: FoldPlan) -> str | None:
@@ -301,6 +311,7 @@ STANDING: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [
     projections_are_copied,
     weight_takes_no_factor,
     adapter_is_saved_alone,
+    other_adapters_lack_beta,
 ]
 """Those that hold whatever beta is, and before the first forward."""
 LAYER_REFUSALS: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [

@@ -1876,6 +1876,7 @@ FAULTS = [
         "betahook/compat.py", "if is_active_adapter(adapter) else {}", "if True else {}", "tests/unit/test_compat.py"
     ),
     Fault("betahook/keep/refusals.py", "found[0][1] and ", "", ADAPTERS),
+    Fault("betahook/keep/refusals.py", "    other_adapters_lack_beta,\n", "", ADAPTERS),
     Fault(
         "betahook/tap/interface.py",
         "return layer.refusal is not None",

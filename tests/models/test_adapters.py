@@ -159,6 +159,25 @@ def test_the_norm_that_beta_goes_into_must_be_saved_with_the_adapter(saved, fold
                 betahook.fold(adapted)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [dict(target_modules=["q_proj"], use_dora=True), dict(target_modules=["v_proj"], modules_to_save=["q_proj"])],
+)
+def test_beta_is_not_folded_into_one_of_two_adapters(options):
+    config = peft.LoraConfig(init_lora_weights=False, **options)
+    adapted, batch = peft.get_peft_model(build("llama"), config).eval(), inputs("llama")
+    adapted.add_adapter("other", config)
+    with betahook.attach(adapted, controller="monitor", when="always") as hook:
+        adapted(**batch)
+        sharpen(hook)
+        expected = adapted(**batch).logits
+        with pytest.raises(betahook.FoldError, match=r"\(other\) would keep the model's own beta\. Delete them first"):
+            betahook.fold(adapted)
+        adapted.delete_adapter("other")
+        betahook.fold(adapted)
+    torch.testing.assert_close(adapted(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_folding_waits_for_the_merge(before):
     """The base weights are no part of a saved adapter, so beta must not go there."""

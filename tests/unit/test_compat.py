@@ -379,12 +379,25 @@ def test_dora_is_known_alone(peft):
     model, layer = adapted(peft, use_dora=True)
     assert compat.is_known_adapter(layer)
     assert compat.magnitudes(layer) == [layer.lora_magnitude_vector["default"]]
-    assert id(layer.lora_magnitude_vector["second"].weight) in compat.parameters_of_adapters(model)
+    assert compat.parameters_of_adapters(model)[id(layer.lora_magnitude_vector["second"].weight)] == "second"
     assert id(layer.base_layer.weight) not in compat.parameters_of_adapters(model)
     layer.set_adapter(["default", "second"])
     assert not compat.is_known_adapter(layer)
     model.merge_adapter()
     assert not compat.magnitudes(layer)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT reads it
+def test_whole_modules_and_trained_tokens_belong_to_their_adapters(peft):
+    config = peft.LoraConfig(target_modules=["v_proj"], modules_to_save=["q_proj"], trainable_token_indices=[0])
+    model = peft.get_peft_model(build("llama"), config)
+    model.add_adapter("second", config)
+    saved = compat.parameters_of_adapters(model)
+    attention, tokens = model.get_submodule("base_model.model.model.layers.0.self_attn"), model.get_input_embeddings()
+    for name in ("default", "second"):
+        assert saved[id(attention.q_proj.modules_to_save[name].weight)] == name
+        assert saved[id(tokens.token_adapter.trainable_tokens_delta[name])] == name
+    assert set(saved.values()) == {"default", "second"}
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT reads it
