@@ -294,9 +294,11 @@ def adapter_weights(adapter: Any) -> Iterator[Tensor]:
 
 
 # https://github.com/huggingface/peft/blob/v0.21.2/src/peft/peft_model.py
+# https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/adaption_prompt/layer.py
 def learns_prompts(module: object) -> bool:
-    """True for a model that learns prompts, which are saved without its weights."""
-    return bool(getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False))
+    """True for a model that learns prompts, or attention that does, as in LLaMA-Adapter: saved without its weights."""
+    in_model = bool(getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False))
+    return in_model or hasattr(module, "adaption_prompt")
 
 
 # https://github.com/huggingface/diffusers/blob/v0.42.1/src/diffusers/configuration_utils.py

@@ -1875,6 +1875,7 @@ FAULTS = [
     Fault(
         "betahook/compat.py", "if is_active_adapter(adapter) else {}", "if True else {}", "tests/unit/test_compat.py"
     ),
+    Fault("betahook/compat.py", ' or hasattr(module, "adaption_prompt")', "", ADAPTERS),
     Fault("betahook/keep/refusals.py", "found[0][1] and ", "", ADAPTERS),
     Fault("betahook/keep/refusals.py", "    other_adapters_lack_beta,\n", "", ADAPTERS),
     Fault(

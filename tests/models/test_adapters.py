@@ -293,9 +293,17 @@ def test_the_sensitivity_needs_no_gradient_of_the_query(target):
         assert sensitivity == pytest.approx(derivative(layer, lambda: model(**batch).loss), rel=1e-3)
 
 
+PROMPTS = {
+    "in the model": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "in its attention": lambda: peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=2),
+}
+"""The second kind is LLaMA-Adapter."""
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
 @pytest.mark.parametrize("before", [True, False])
-def test_a_model_of_learned_prompts_is_saved_without_the_weights_that_would_be_folded(before):
-    prompts, model = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), build("llama")
+def test_a_model_of_learned_prompts_is_saved_without_the_weights_that_would_be_folded(before, kind):
+    prompts, model = PROMPTS[kind](), build("llama")
     model = peft.get_peft_model(model, prompts) if before else model
     with betahook.attach(model, controller="monitor") as hook:
         model(**inputs("llama"))
