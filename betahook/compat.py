@@ -293,6 +293,11 @@ def adapter_weights(adapter: Any) -> Iterator[Tensor]:
     return (adapter.get_delta_weight(name) for name in adapter.active_adapters if name in adapter.lora_A)
 
 
+def adapter_outputs(adapter: Any) -> Iterator[nn.Module]:
+    """Modules of an adapter whose output is added to that of the layer below it, of every adapter that it has."""
+    return iter(getattr(adapter, "lora_B", {}).values())
+
+
 # https://github.com/huggingface/peft/blob/v0.21.2/src/peft/peft_model.py
 # https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/adaption_prompt/layer.py
 def learns_prompts(module: object) -> bool:
@@ -313,20 +318,14 @@ def saves_adapters(model: object) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-# https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/lora/layer.py
-def adapter_outputs(adapter: Any) -> Iterator[nn.Module]:
-    """Modules of an adapter whose output is added to that of the layer below it, of every adapter that it has."""
-    return iter(getattr(adapter, "lora_B", {}).values())
-
-
 # https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py
 def parameters_of_adapters(model: nn.Module) -> dict[int, str]:
     """The parameters that are saved with the adapters of a model: to the id of each, the name of its adapter."""
     found = {}
-    for module in model.modules():
-        for prefix in getattr(module, "adapter_layer_names", ()):  # of dictionaries by adapter
-            named = ((name.removeprefix(prefix), p) for name, p in module.named_parameters() if name.startswith(prefix))
-            found.update({id(parameter): rest.split(".")[1] for rest, parameter in named})
+    kept = ((module, prefix) for module in model.modules() for prefix in getattr(module, "adapter_layer_names", ()))
+    for module, prefix in kept:  # a dictionary by adapter
+        named = ((name.removeprefix(prefix), p) for name, p in module.named_parameters() if name.startswith(prefix))
+        found.update({id(parameter): rest.split(".")[1] for rest, parameter in named})
     return found
 
 

@@ -26,8 +26,8 @@ ENTRIES = 16
 def take(weights: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return some entries of every parameter by its name, each `[ENTRIES]` on the CPU in the parameter's own dtype.
 
-    Left out is what is quantised, offloaded or sharded: its entries are not at hand, or not the same on every rank. The
-    weights are those of a model, or by their names in a saved one.
+    Left out is what is quantised, offloaded or sharded: its entries are not at hand, or not the same on every rank; and
+    what PEFT computes prompts from. The weights are those of a model, or by their names in a saved one.
     """
     named = _parameters(weights) if isinstance(weights, nn.Module) else weights.items()
     return {name: _entries(weight) for name, weight in named if _is_at_hand(weight)}
@@ -70,8 +70,15 @@ def refuse_other_files(fingerprint: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    left_out = {part for module in model.modules() if _computes_prompts(module) for part in module.modules()}
     for path, module in named_modules(model):
-        yield from module.named_parameters(path, recurse=False)
+        if module not in left_out:
+            yield from module.named_parameters(path, recurse=False)
+
+
+def _computes_prompts(module: nn.Module) -> bool:
+    """True for P-tuning and a projected prefix of PEFT, which saves the prompts in the place of the embedding."""
+    return hasattr(module, "total_virtual_tokens") or getattr(module, "prefix_projection", False)
 
 
 def _is_at_hand(weight: Tensor) -> bool:

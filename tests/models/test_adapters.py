@@ -314,6 +314,29 @@ def test_a_model_of_learned_prompts_is_saved_without_the_weights_that_would_be_f
         assert hook.attached
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # PEFT passes it
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("PromptEncoderConfig", {}), ("PrefixTuningConfig", dict(prefix_projection=True, encoder_hidden_size=8))],
+)
+def test_beta_of_a_model_with_computed_prompts_is_restored(tmp_path, kind, options):
+    """PEFT saves the prompts, not what they are computed from."""
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3, **options)
+    adapted, batch = peft.get_peft_model(build("llama"), config).eval(), inputs("llama")
+    with betahook.attach(adapted, controller="monitor", when="always") as hook:
+        adapted(**batch)
+        sharpen(hook)
+        expected = adapted(**batch).logits
+        adapted.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(build("llama"), tmp_path).eval()
+    with betahook.restore(again, tmp_path):
+        torch.testing.assert_close(again(**batch).logits, expected)
+    with torch.no_grad():
+        again.get_base_model().lm_head.weight.add_(1)
+    with pytest.raises(ValueError, match="its beta belongs to other weights than those of this PeftModel"):
+        betahook.restore(again, tmp_path)
+
+
 @pytest.mark.parametrize("merged", [False, True])
 def test_adapted_weights_are_clipped_with_what_lies_below(merged, caplog):
     """Also where a second adapter, which does not act now, is given the same base."""

@@ -408,7 +408,9 @@ def test_a_model_says_that_it_learns_prompts(peft):
     assert compat.learns_prompts(peft.get_peft_model(model, prompts))
     assert not compat.learns_prompts(adapted(peft)[0])
     prompts = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1)
-    assert [name for name, m in peft.get_peft_model(build("llama"), prompts).named_modules() if compat.learns_prompts(m)]
+    assert [
+        name for name, m in peft.get_peft_model(build("llama"), prompts).named_modules() if compat.learns_prompts(m)
+    ]
 
 
 def test_copies_without_data():
