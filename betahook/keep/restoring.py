@@ -30,7 +30,8 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
 
     Args:
         model: the model, with the weights of the folder; a `PeftModel` also where its base model was hooked.
-        folder: where `save_pretrained` of the hooked model, or the Trainer, put weights and `betahook.safetensors`.
+        folder: where `save_pretrained` of the hooked model, or the Trainer, put weights and `betahook.safetensors`; or
+            the folder in it of an adapter with a name of its own.
         controller: None keeps beta where it is; the controllers of the saved hook go on from their saved state.
 
     Raises:
@@ -110,6 +111,10 @@ def read_for(model: nn.Module, folder: str | os.PathLike[str]) -> checkpoint.Sav
             f"this {type(model).__name__} was not loaded from a checkpoint that needs betahook: its beta is in the "
             f"weights already, or is the model's own{load if path.exists() else f', and there is no {path}'}"
         )
+    if not path.exists() and checkpoint.is_marked_folder(path.parent):
+        marked, above = True, path.parent.absolute().parent / checkpoint.FILE
+        # PEFT saves an adapter with a name of its own in a folder below.
+        path = above if above.exists() and Path(folder, checkpoint.ADAPTER_CONFIG).exists() else path
     if marked and not path.exists():
         raise FileNotFoundError(
             f"{path} does not exist, but the beta of this model is in that file: the folder was copied without it. "

@@ -1877,6 +1877,7 @@ FAULTS = [
     ),
     Fault("betahook/compat.py", ' or hasattr(module, "adaption_prompt")', "", ADAPTERS),
     Fault("betahook/checkpoint/fingerprint.py", "if module not in left_out:", "if True:", ADAPTERS),
+    Fault("betahook/keep/restoring.py", ".absolute().parent /", ".parent /", ADAPTERS),
     Fault("betahook/keep/refusals.py", "found[0][1] and ", "", ADAPTERS),
     Fault("betahook/keep/refusals.py", "    other_adapters_lack_beta,\n", "", ADAPTERS),
     Fault(

@@ -491,6 +491,23 @@ def test_an_adapter_that_was_made_after_attach_says_that_beta_is_missing(tmp_pat
         torch.testing.assert_close(again(**batch).logits, expected)
 
 
+def test_beta_is_found_above_the_folder_of_a_named_adapter(tmp_path, monkeypatch):
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    adapted, batch = peft.get_peft_model(build("llama"), config, adapter_name="other").eval(), inputs("llama")
+    with betahook.attach(adapted, controller="monitor", when="always") as hook:
+        adapted(**batch)
+        sharpen(hook)
+        expected = adapted(**batch).logits
+        adapted.save_pretrained(tmp_path)
+    monkeypatch.chdir(tmp_path / "other")
+    again = peft.PeftModel.from_pretrained(build("llama"), ".", "other").eval()
+    with betahook.restore(again, "."):
+        assert torch.equal(again(**batch).logits, expected)
+    (tmp_path / checkpoint.FILE).unlink()
+    with pytest.raises(FileNotFoundError, match="beta of this model is in that file: the folder was copied without it"):
+        betahook.restore(again, tmp_path / "other")
+
+
 @pytest.mark.parametrize("of", ["model", "adapted"])
 def test_beta_of_an_adapted_model_is_restored_from_either(tmp_path, of):
     model, batch = build("llama").eval(), inputs("llama")
