@@ -34,7 +34,10 @@ SEPARATE = (
     *(("c_q", "c_k"), ("W_query", "W_key")),
 )
 """Pairs of attributes that hold a projection each for q and k."""
-FUSED = ("c_attn", "qkv_proj", "qkv", "Wqkv", "wqkv", "query_key_value", "in_proj", "att_proj", "to_qkv")
+FUSED = (
+    *("c_attn", "qkv_proj", "qkv", "Wqkv", "wqkv", "query_key_value", "in_proj", "att_proj", "to_qkv"),
+    "img_qkv_proj",
+)
 """Attributes that hold one projection for q, k and v."""
 WRAPPED = ("linear", "base_layer")
 """Attributes under which a wrapper keeps the linear module that owns the weight; the second is an adapter's."""
@@ -42,15 +45,15 @@ TRANSPOSED = {"Conv1D"}
 """Classes of linear modules that store their weight as `[in, out]`."""
 QUERY_NORMS = (
     *("q_norm", "q_layernorm", "q_b_norm", "query_layernorm", "query_norm", "norm_q"),
-    *("q_layer_norm", "q_ln", "query_ln"),
+    *("q_layer_norm", "q_ln", "query_ln", "q_rms_norm"),
 )
 """Attributes that hold a norm of the query between its projection and the scores."""
 KEY_NORMS = (
     *("k_norm", "k_layernorm", "k_b_norm", "key_layernorm", "key_norm", "norm_k"),
-    *("k_layer_norm", "k_ln", "key_ln"),
+    *("k_layer_norm", "k_ln", "key_ln", "k_rms_norm"),
 )
 """Attributes that hold the norm of the key, in the same order."""
-ADDED_QUERIES, ADDED_QUERY_NORMS = ("add_q_proj",), ("norm_added_q",)
+ADDED_QUERIES, ADDED_QUERY_NORMS = ("add_q_proj",), ("norm_added_q", "q_rms_norm_t")
 """Attributes that hold the same for a second sequence, which is put behind the first: joint attention of diffusers."""
 QUERY_BIASES = ("q_bias",)
 """Parameters of the attention itself that are the bias of its query, as in BEiT: its `qkv` has none."""

@@ -274,6 +274,53 @@ def test_joint_attention_is_measured_and_folded(kind):
         check_fold(model, hook, lambda: model(**given).sample)
 
 
+def hidream():
+    model = diffusers.HiDreamImageTransformer2DModel(
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        caption_channels=[32, 16],
+        text_emb_dim=64,
+        num_routed_experts=4,
+        num_activated_experts=2,
+        axes_dims_rope=(4, 2, 2),
+        max_resolution=(32, 32),
+        llama_layers=(0, 1),
+    )
+    given = dict(
+        hidden_states=torch.randn(2, 4, 8, 8), timesteps=torch.tensor([1, 5]), pooled_embeds=torch.randn(2, 64)
+    )
+    return model, given | dict(
+        encoder_hidden_states_t5=torch.randn(2, 8, 32), encoder_hidden_states_llama3=torch.randn(2, 2, 8, 16)
+    )
+
+
+def prx():
+    model = diffusers.PRXTransformer2DModel(
+        in_channels=4, patch_size=2, context_in_dim=16, hidden_size=32, num_heads=2, depth=2, axes_dim=[8, 8]
+    )
+    given = dict(hidden_states=torch.randn(2, 4, 8, 8), encoder_hidden_states=torch.randn(2, 6, 16))
+    return model, given | dict(timestep=torch.rand(2))
+
+
+@pytest.mark.parametrize("make", [hidream, prx])
+def test_attention_that_calls_its_weights_by_names_of_its_own_is_folded(make):
+    torch.manual_seed(0)
+    model, given = make()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1 and not weight.any():  # as the last projection, before training
+                weight.normal_(std=0.1)
+    with betahook.attach(model.eval(), controller="monitor", when="always") as hook:
+        model(**given)
+        assert len(hook.layers) == 2
+        check_fold(model, hook, lambda: model(**given).sample)
+
+
 # timm
 
 
