@@ -45,7 +45,7 @@ class Trial:
         open_above, open_below: 1 while trials go on above the centre, or below, 0 once one was worse than before.
         score_above, score_below: of the outermost trial above, or below.
         best_score: of the best trial of this stage; of the first window in `HOLD`, where it is NaN before.
-        centre: log10 of the beta in the middle.
+        centre: log10 of the beta in the middle; NaN before the first turn of a unit.
         best: log10 of the beta of the best trial, as the bounds let it be.
     """
 
@@ -89,7 +89,8 @@ class Decades(Controller):
     Args:
         window: batches of a trial.
         relative: try multiples of the model's own beta, instead of 10^N itself.
-        together: search one factor for all layers at once; False for one layer after another, or one head.
+        together: search one factor for all layers at once; False for one layer after another, or one head, of those
+            in use.
         decades: largest N.
         resolution: the search ends where the next step would be smaller, in decades.
         drift: share by which the loss of a window differs from that of the first window after the search where the
@@ -125,13 +126,14 @@ class Decades(Controller):
     def update(self, beta: Tensor, observation: Observation, state: Memory) -> tuple[Tensor, Memory]:
         trial = Trial(**state)
         own = observation.beta_default.to(beta).log10()
-        # Layers that are first used later come in later.
-        trial = trial.having(trial.centre.isnan(), centre=own if self.relative else torch.zeros_like(own))
-        trial = trial.having(trial.best.isnan(), best=own)
+        trial = trial.having(trial.best.isnan(), best=own)  # layers that are first used later come in later
         due, score, trial = self._count(trial, observation.loss().to(beta))
         judged = self._judge(trial, due, score, beta.log10())
         after = self._drifted(trial, due, score, self._go_on(trial, judged, due))
-        after = after.having(trial.phase == Phase.UNSEEN, phase=Phase.CENTRE)
+        begins = (trial.phase == Phase.UNSEEN) & ~trial.best.isnan().all()
+        after = after.having(begins, phase=Phase.CENTRE, turn=self._turn_from(0, trial))
+        middle = own if self.relative else torch.zeros_like(own)
+        after = after.having(after.centre.isnan() & self._searches(after), centre=middle)
         offset = torch.where(after.phase == Phase.SIDES, after.side * after.reach * after.step, 0)
         wanted = torch.where(self._searches(after), after.centre + offset, after.best)
         moved, memory = limit_increase(10**wanted, beta, observation.overflow, observation), asdict(after)
@@ -145,7 +147,8 @@ class Decades(Controller):
         return bool(state) and bool((state["phase"] != Phase.HOLD).any())
 
     def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
-        columns = [self._searches(Trial(**state)), state["phase"], beta, 10 ** state["best"], state["best_score"]]
+        searches, was_tried = self._searches(Trial(**state)), ~state["centre"].isnan()
+        columns = [searches, was_tried, state["phase"], beta, 10 ** state["best"], state["best_score"]]
         return [_note(*values) for values in torch.stack([column.to(beta) for column in columns]).T.tolist()]
 
     def _searches(self, trial: Trial) -> Tensor:
@@ -154,6 +157,14 @@ class Decades(Controller):
             torch.zeros_like(trial.turn) if self.together else torch.arange(len(trial.turn), device=trial.turn.device)
         )
         return turns == trial.turn
+
+    def _turn_from(self, turn: Tensor | float, trial: Trial) -> Tensor | float:
+        """The first turn from this one on that is of a unit in use; the number of turns where there is none."""
+        if self.together:
+            return turn
+        units = torch.arange(len(trial.turn), device=trial.turn.device)
+        left = (units >= turn) & ~trial.best.isnan()
+        return torch.where(left, units, len(units)).amin().expand_as(units)
 
     def _count(self, trial: Trial, loss: Tensor) -> tuple[Tensor, Tensor, Trial]:
         """Count a batch; tell where the window is full, and the mean loss of it, infinite where it failed."""
@@ -187,7 +198,7 @@ class Decades(Controller):
         after = after.having(ended, phase=Phase.CENTRE, step=trial.step / 2)
         after = after.having(ended & self._searches(trial), centre=judged.best)
         over = ended & (after.step < self.resolution)
-        after = after.having(over, turn=trial.turn + 1, step=1.0)
+        after = after.having(over, turn=self._turn_from(trial.turn + 1, trial), step=1.0)
         turns = 1 if self.together else len(trial.turn)
         return after.having(over & (after.turn >= turns), phase=Phase.HOLD, best_score=torch.nan)
 
@@ -198,12 +209,14 @@ class Decades(Controller):
         near = torch.where(trial.best_score.isinf(), score.isinf(), near)
         again = holds & ~trial.best_score.isnan() & ~near
         after = after.having(holds & trial.best_score.isnan(), best_score=score)
-        return after.having(again, phase=Phase.CENTRE, turn=0.0, centre=trial.best)
+        return after.having(again, phase=Phase.CENTRE, turn=self._turn_from(0, trial), centre=trial.best)
 
 
-def _note(searches: float, phase: float, beta: float, best: float, score: float) -> Note:
+def _note(searches: float, was_tried: float, phase: float, beta: float, best: float, score: float) -> Note:
     """Explain one unit."""
     stage = Phase(int(phase))
+    if stage is Phase.HOLD and not was_tried:
+        return Note(stage, reason="was not in use when its turn came")
     if stage is Phase.HOLD:
         return Note(stage, reason=f"the best beta of its search was {best:.3g}")
     if not searches:

@@ -573,6 +573,9 @@ FAULTS = [
     Fault("betahook/control/decades.py", "score > trial.score_below", "score > trial.best_score"),
     Fault("betahook/control/decades.py", "self.drift * trial.best_score.abs()", "self.drift"),
     Fault("betahook/control/decades.py", "ended & self._searches(trial), centre", "ended, centre"),
+    Fault("betahook/control/decades.py", "(units >= turn) & ~trial.best.isnan()", "units >= turn"),
+    Fault("betahook/control/decades.py", " & ~trial.best.isnan().all()", ""),
+    Fault("betahook/control/decades.py", "after.centre.isnan() & self._searches(after)", "after.centre.isnan()"),
     Fault(
         "betahook/control/base.py",
         "(known if controller.uses_loss else healthy)",

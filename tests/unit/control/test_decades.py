@@ -178,6 +178,58 @@ def test_layers_search_one_after_another():
     assert (memory["turn"] == 3).all()
 
 
+def of_those_in_use(best):
+    """The sum of the squared distances from the best, which are NaN of layers that were not used."""
+    return lambda x: sum((a - b) ** 2 for a, b in zip(x, best, strict=True) if not math.isnan(a))
+
+
+@pytest.mark.parametrize("used", [(False, True, False, True), (True, False, False, True), (False, False, True, False)])
+def test_only_layers_in_use_have_a_turn(used):
+    rule, best = Decades(window=1, together=False), (1.0, -1.0, 0.5, -0.5)
+    own = torch.where(torch.tensor(used), 10**-0.25, NAN).double()
+    path, (memory,) = search(of_those_in_use(best), [rule], units=4, steps=15 * sum(used), beta=own, beta_default=own)
+    first = used.index(True)
+    assert [row[first] for row in path[1:4]] == approx([0, 1, -1])
+    assert not rule.is_in_transition(memory)
+    end, notes = path[-1], rule.explain(own, observe(units=4), memory)
+    for index, was_used in enumerate(used):
+        if was_used:
+            assert end[index] == pytest.approx(best[index])
+            assert str(notes[index]) == f"hold: the best beta of its search was {10 ** best[index]:.3g}"
+        else:
+            assert math.isnan(end[index])
+            assert str(notes[index]) == "hold: was not in use when its turn came"
+
+
+def test_a_search_layer_by_layer_waits_for_the_first_one_in_use():
+    rule, unknown = Decades(window=1, together=False), torch.full((2,), NAN, dtype=torch.float64)
+    _, (memory,) = search(lambda x: 1.0, [rule], units=2, steps=3, beta=unknown, beta_default=NAN)
+    assert rule.is_in_transition(memory)
+    own = torch.tensor([NAN, 1.0], dtype=torch.float64)
+    loss = of_those_in_use((0.0, 1.0))
+    path, _ = search(loss, [rule], units=2, steps=15, memories=[memory], beta=own, beta_default=own)
+    assert path[-1][1] == pytest.approx(1.0)
+
+
+def test_a_layer_that_comes_after_its_turn_has_one_in_the_next_search():
+    rule, best, own = Decades(window=1, together=False), (1.0, -1.0), 10**-0.25
+    distance, drift = of_those_in_use(best), [1.0]
+    options = dict(loss=lambda x: drift[0] + distance(x), rules=[rule], units=2)
+    early = torch.tensor([own, NAN], dtype=torch.float64)
+    _, memories = search(**options, steps=15, beta=early, beta_default=early)
+    both = torch.tensor([10.0, own], dtype=torch.float64)
+    drift[0] -= distance([1.0, -0.25])
+    path, memories = search(**options, steps=2, memories=memories, beta=both, beta_default=own)
+    assert path[-1] == approx([1, -0.25])
+    assert [str(note) for note in rule.explain(both, observe(units=2), memories[0])] == [
+        "hold: the best beta of its search was 10",
+        "hold: was not in use when its turn came",
+    ]
+    drift[0] += 10
+    path, _ = search(**options, steps=40, memories=memories, beta=both, beta_default=own)
+    assert path[-1] == approx(list(best))
+
+
 def test_layers_search_together_by_one_factor():
     rules = [Decades(window=1, relative=True)]
     path, _ = search(lambda x: parabola(0.8)(x[0]), rules, units=2, beta_default=torch.tensor([1.0, 0.1]))
