@@ -127,7 +127,7 @@ class Opening:
         if random is not None:
             seen, fresh = torch.ones_like(seen), torch.where(seen, fresh, random)
         down = 10**-self.warmup_decades
-        if step > self.warmup:  # units that were not measured, or not finite, as it ended
+        if 0 < step - self.warmup <= self.window:  # units that were not measured, or not finite, as it ended
             missed = ~course.early.isnan() | (course.spread > 0)
             course = self._end_warm_up(course, observation, missed, torch.ones_like(seen))
         low = course.beta * down if step <= self.warmup else course.beta

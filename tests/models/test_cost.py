@@ -274,11 +274,12 @@ def counted(controller, layers, steps):
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_step_takes_as_many_operations_for_any_number_of_layers(layers):
     """So many are launched on an accelerator, whose host they keep waiting; views are none."""
-    short = betahook.Search(warmup=1, plateau_batches=1, rise_batches=1)  # the search alone from batch 6 on
-    opening, *search = counted(short, layers, [3, *range(10, 20)])
+    short = betahook.Search(warmup=1, plateau_batches=1, rise_batches=10)  # the search alone from batch 24 on
+    after_warmup, opening, *search = counted(short, layers, [3, 13, *range(30, 40)])
     assert search[:-1] == [1] * 9
     assert search[-1] <= 100
     assert opening <= 159
+    assert after_warmup <= 191
 
 
 @pytest.mark.parametrize(("layers", "turns"), [(2, 1), (8, 4)])

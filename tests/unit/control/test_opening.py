@@ -161,12 +161,13 @@ def test_units_that_saw_less_of_the_loss_do_what_the_others_do():
 
 @pytest.mark.parametrize(("late", "stands"), [(4.0, True), (3.0, False)])
 def test_a_unit_that_missed_the_end_of_the_warmup_ends_it_when_it_is_seen_again(late, stands):
-    """Once, and whatever the weights look like by then; one of an old checkpoint, which knows nothing, only waits."""
+    """Once, and whatever the weights look like by then; one of an old checkpoint, or seen too late, only waits."""
     after = RULE.decide(course(Phase.WARM_UP, early=4.0, late=late), observe(step=11))
     up, down = (Phase.WARM_UP, approx(OLD_BETA * 10**0.5), OLD_LEFT, 1), (Phase.PLATEAU, approx(0.01), 7, 1)
     assert places(after) == [down if stands else up]
     assert places(RULE.decide(after, observe(step=12))) == places(after)
     assert decided(course(Phase.WARM_UP), step=11) == [stays(Phase.WARM_UP, 1)]
+    assert decided(course(Phase.WARM_UP, early=4.0, late=late), step=13) == [stays(Phase.WARM_UP, 1)]
 
 
 @pytest.mark.parametrize(("spread", "stands"), [(0.34, True), (0.33, False), (0.0, True), (math.nan, True)])
