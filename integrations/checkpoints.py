@@ -19,7 +19,7 @@ from transformers.utils import CONFIG_NAME
 
 from betahook import checkpoint, compat
 from betahook.hook import Hook
-from betahook.measure.statistics import range_over_ranks
+from betahook.measure.ranks import range_over_ranks
 
 logger = logging.getLogger(__name__)
 

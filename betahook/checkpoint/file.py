@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from betahook.checkpoint import fingerprint, schema
 from betahook.control.memory import SEPARATOR
-from betahook.measure.statistics import is_distributed
+from betahook.measure.ranks import is_distributed
 
 FILE = "betahook.safetensors"
 """Name of the file in a checkpoint folder."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from betahook.control.base import Controller, defaults, written
-from betahook.measure.statistics import is_first_rank
+from betahook.measure.ranks import is_first_rank
 from betahook.state.factors import gain_of
 
 logger = logging.getLogger(__name__)

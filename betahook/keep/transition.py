@@ -15,7 +15,7 @@ import torch
 from betahook import rerun
 from betahook.control.search import Search
 from betahook.hook import Hook
-from betahook.measure.statistics import is_distributed, is_first_rank
+from betahook.measure.ranks import is_distributed, is_first_rank
 
 logger = logging.getLogger(__name__)
 

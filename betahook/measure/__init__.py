@@ -5,5 +5,5 @@ accelerator; entropy and whatever needs whole rows from `rows`; `masks` and `pai
 and `groups` make numbers of the tables.
 
 Nothing here may draw random numbers or need autograd. Only `correlations`, for the audit, and `range_over_ranks` of
-`statistics` read a value back to the host. Products are computed in float32 or better, sums in float64, see `dtypes`.
+`ranks` read a value back to the host. Products are computed in float32 or better, sums in float64, see `dtypes`.
 """

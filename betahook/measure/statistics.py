@@ -93,27 +93,6 @@ def population_std(count: Tensor, total: Tensor, square: Tensor) -> Tensor:
     return (square / count - (total / count).square()).clamp(min=0).sqrt()
 
 
-def is_distributed() -> bool:
-    """True if there are several ranks."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def is_first_rank() -> bool:
-    """True on one rank of several, and without others."""
-    return not is_distributed() or torch.distributed.get_rank() == 0
-
-
-def range_over_ranks(number: int, device: torch.device) -> tuple[int, int]:
-    """Return the least and the largest number that a rank gives; every rank must ask. Reads the device back."""
-    if not is_distributed():
-        return number, number
-    both = torch.tensor([-number, number], device=device)
-    torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX)
-    negative, largest = both.tolist()
-    return -negative, largest
-
-
 def all_reduce(
     table: Tensor, window: Tensor, moments: Tensor, beta_default: Tensor, age: Tensor, left_alone: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -18,7 +18,8 @@ from torch import Tensor
 from betahook import rerun, theory
 from betahook.layer import Layers
 from betahook.measure.correlations import Correlations
-from betahook.measure.statistics import ROW, is_distributed
+from betahook.measure.ranks import is_distributed
+from betahook.measure.statistics import ROW
 from betahook.report.document import Table
 from betahook.report.names import short_names
 from betahook.state.state import State

@@ -20,6 +20,7 @@ from betahook import compat
 from betahook.measure import components, statistics, weights
 from betahook.measure.dtypes import overflow_logit, sum_dtype
 from betahook.measure.groups import HeadGroups, LayerSize
+from betahook.measure.ranks import is_distributed
 from betahook.measure.together import WaitingCalls
 from betahook.state.factors import Factors
 from betahook.state.pending import Step, add_steps
@@ -273,7 +274,7 @@ def note_measured(state: State) -> None:
 
 def is_pooled(state: State) -> bool:
     """Return True if sums are added up over several ranks."""
-    return statistics.is_distributed() and not state.is_local
+    return is_distributed() and not state.is_local
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from betahook import compat, rerun
 from betahook.control.base import Controller
 from betahook.control.rules import Clip
 from betahook.layer import AttentionLayer, Layers
-from betahook.measure import statistics
+from betahook.measure import ranks
 from betahook.models import materialise
 from betahook.models.discovery import shown_name
 from betahook.models.projections import added_queries
@@ -162,7 +162,7 @@ class Clipping:
 
     def _settle(self, trial: _Trial, clipped: _Clipped) -> bool:
         """Choose the first weights of a layer that do what beta does; False if none do."""
-        fewest, _ = statistics.range_over_ranks(len(clipped.scalings), self._state.device)
+        fewest, _ = ranks.range_over_ranks(len(clipped.scalings), self._state.device)
         for choice in range(fewest):
             clipped.choice = choice
             if not trial.differs([clipped]):
@@ -170,7 +170,7 @@ class Clipping:
         return False
 
     def _on_any_rank(self, here: bool) -> bool:
-        _, largest = statistics.range_over_ranks(int(here), self._state.device)
+        _, largest = ranks.range_over_ranks(int(here), self._state.device)
         return largest > 0
 
 
@@ -195,7 +195,7 @@ class _Trial:
                 answer = DIFFERENT if self._differs_here(scalings, beta_alone) else SAME
             except Exception as raised:  # whatever code of the model raises: the other ranks wait for an answer
                 answer, error = FAILED, raised
-        _, worst = statistics.range_over_ranks(answer, self._device)
+        _, worst = ranks.range_over_ranks(answer, self._device)
         if worst == FAILED:
             found = f"{type(error).__name__}: {error}" if error is not None else "on another rank, whose error says why"
             module = type(self._hook.last_call.module).__name__

@@ -19,7 +19,7 @@ from betahook.control import base
 from betahook.control.base import DECADES, Controller, Observation
 from betahook.control.notes import Note, checked, joined, pooled
 from betahook.layer import Layers
-from betahook.measure import statistics
+from betahook.measure import ranks, statistics
 from betahook.state import pending
 from betahook.state.ranges import heads_of
 from betahook.state.state import State, is_pooled, release_refused
@@ -64,14 +64,14 @@ def check_ranks(state: State, layers: Layers) -> None:
     if state.ranks_agree or not is_pooled(state):
         return
     sizes = [f"{name}: {layer.heads} heads of {layer.head_dim}" for name, layer in layers.items()]
-    least, largest = statistics.range_over_ranks(zlib.crc32("\n".join(sizes).encode()), state.device)
+    least, largest = ranks.range_over_ranks(zlib.crc32("\n".join(sizes).encode()), state.device)
     if least < largest:
         raise RuntimeError(
             f"statistics are pooled over all ranks, which must have the same attention layers; ranks differ, and this "
             f"one has {len(sizes)}, from {sizes[0]} to {sizes[-1]}. Stages of a pipeline and several models in one job "
             "cannot be measured: hook a model that all ranks hold, or train each model in a job of its own"
         )
-    looked, _ = statistics.range_over_ranks(int(state.first_spectral_ratio is not None), state.device)
+    looked, _ = ranks.range_over_ranks(int(state.first_spectral_ratio is not None), state.device)
     if not looked:
         state.first_spectral_ratio = None
     state.ranks_agree = True

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from betahook import compat, rerun
 from betahook.control.base import Controller
-from betahook.measure.statistics import OF_STEP, ROW, is_distributed
+from betahook.measure.ranks import is_distributed
+from betahook.measure.statistics import OF_STEP, ROW
 from betahook.models import materialise, selective
 from betahook.state.state import State
 from betahook.tap import copies

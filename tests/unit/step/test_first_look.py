@@ -10,7 +10,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
 import betahook
 from betahook.control.opening import Phase
-from betahook.measure import statistics
+from betahook.measure import ranks
 from betahook.step import stages
 from support.models import build, inputs
 
@@ -141,7 +141,7 @@ def test_ranks_go_by_the_first_look_only_if_all_have_one(monkeypatch, others_loo
         state.first_spectral_ratio = torch.ones(())
         answers = iter([(7, 7), (int(others_looked), 1)])  # the layers, and who has looked
         monkeypatch.setattr(stages, "is_pooled", lambda _: True)
-        monkeypatch.setattr(statistics, "range_over_ranks", lambda *_: next(answers))
+        monkeypatch.setattr(ranks, "range_over_ranks", lambda *_: next(answers))
         stages.check_ranks(state, hook.layers)
         assert (state.first_spectral_ratio is not None) is others_looked
 
