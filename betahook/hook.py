@@ -30,7 +30,7 @@ from betahook.report.audit import Audit
 from betahook.report.findings import Findings
 from betahook.report.names import grouped
 from betahook.state.state import State
-from betahook.step import first_look, stages, training_loss
+from betahook.step import checks, first_look, stages, training_loss
 from betahook.step.clipping import Clipping
 from betahook.step.loss_scale import LossScale
 from betahook.tap import adapters, install
@@ -234,7 +234,7 @@ class Hook(Uncopied):
 
         Raises:
             RuntimeError: the hook is detached; no attention was seen before the first step, or no loss to judge by; or
-                ranks have different layers.
+                ranks have different layers, or begin with another beta.
             TypeError: the scaler is not a `GradScaler`, or the loss is neither a tensor nor a number.
             UnsupportedModelError: the weights of a layer do not act as `Clip` needs them to.
             Exception: any that a controller raises; beta stays, and the step counts all the same.
@@ -242,15 +242,14 @@ class Hook(Uncopied):
         state = self._state
         if not self.attached:
             raise RuntimeError("step() on a detached hook: attach to the model again")
-        stages.check_seen(state, self.layers)
         pretrained.follow_adapters(self.model, self, self.layers, self._undo)
         adapters.follow(self.model, state, self._undo)
         loss_scale = LossScale.read(scaler, state.loss_scale)
         training_loss.take(state, self.controllers, loss)
+        checks.check(state, self.layers, self.controllers)
         stages.add(state, self.layers, loss_scale)
         try:
             if stages.is_due(state, self.controllers, self.settings.interval, loss_scale):
-                stages.check_ranks(state, self.layers)
                 with torch.inference_mode(False), torch.no_grad(), stages.pooling(state, loss_scale) as measured:
                     stages.control(state, self.layers, self.controllers)
                     self._clipping.step(self, measured)

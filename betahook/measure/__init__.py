@@ -4,6 +4,6 @@
 accelerator; entropy and whatever needs whole rows from `rows`; `masks` and `pairs` say which pairs count. `statistics`
 and `groups` make numbers of the tables.
 
-Nothing here may draw random numbers or need autograd. Only `correlations`, for the audit, and `range_over_ranks` of
+Nothing here may draw random numbers or need autograd. Only `correlations`, for the audit, and `ranges_over_ranks` of
 `ranks` read a value back to the host. Products are computed in float32 or better, sums in float64, see `dtypes`.
 """

@@ -96,7 +96,7 @@ class State:
         refused: the layers that this rank leaves alone, by index, with the reason.
         left_alone: boolean `[heads]`, those that this rank leaves alone, or at the last pooling any rank.
         is_local: True if no ranks are pooled.
-        ranks_agree: True once all ranks had the same layers.
+        ranks_agree: True once all ranks had the same layers and began alike.
         is_detached: True once the hook is off.
         refusals_are_known: True while `refused` has all layers of `left_alone`.
         first_spectral_ratio: of W_q and W_k before the first update, see `step.first_look`; None if nobody looked.

@@ -1,13 +1,11 @@
-"""The stages of `Hook.step`: check, add, where something is due pool over ranks and control, finish; and `explain`.
+"""The stages of `Hook.step`: add, where something is due pool over ranks and control, finish; and `explain`.
 
 Between two poolings all sums but the loss go on adding up, as they do over the micro-batches of a step. Each stage
-reads and writes the `State`. Only `explain` reads a value back to the host, and `check_ranks`, once.
+reads and writes the `State`. Only `explain` reads a value back to the host.
 """
 
 from __future__ import annotations
 
-import logging
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
@@ -25,56 +23,6 @@ from betahook.state.ranges import heads_of
 from betahook.state.state import State, is_pooled, release_refused
 from betahook.step import training_loss
 from betahook.step.loss_scale import LossScale
-
-logger = logging.getLogger(__name__)
-
-
-def check_seen(state: State, layers: Layers) -> None:
-    """Refuse a first step before any attention was seen; warn of one that measured none."""
-    if state.steps > 0:
-        return
-    # A rank may be idle in the first step; alone, it is a sign that the tap is passed by.
-    if not (state.seen or is_pooled(state)):
-        bypassed = ""
-        if layers.use_interface:
-            from betahook.tap.interface import UNKNOWN
-
-            bypassed = f". If it did not, {UNKNOWN}"
-        raise RuntimeError(
-            "hook.step() was called, but no forward has reached a hooked layer. Run hook.model first. If you did, it "
-            "ran on another model object, such as a copy, or calls parts of the hooked modules but not these themselves"
-            f"{bypassed}"
-        )
-    if state.seen and not (state.recorded or state.refused):
-        logger.warning(
-            "no attention was measured before the first step(): the hooked layers ran in evaluation mode, under "
-            "torch.no_grad or in torch.func only, and beta stays where it is. Call model.train() and run the forward "
-            'with gradients, or attach(..., when="always")'
-        )
-
-
-def check_ranks(state: State, layers: Layers) -> None:
-    """Refuse to pool ranks that hook other layers than this one; looks once, before the first pooling.
-
-    A rank that was idle until now did not look at W_q and W_k before the first update: then none has.
-
-    Raises:
-        RuntimeError: a rank does; on all ranks.
-    """
-    if state.ranks_agree or not is_pooled(state):
-        return
-    sizes = [f"{name}: {layer.heads} heads of {layer.head_dim}" for name, layer in layers.items()]
-    least, largest = ranks.range_over_ranks(zlib.crc32("\n".join(sizes).encode()), state.device)
-    if least < largest:
-        raise RuntimeError(
-            f"statistics are pooled over all ranks, which must have the same attention layers; ranks differ, and this "
-            f"one has {len(sizes)}, from {sizes[0]} to {sizes[-1]}. Stages of a pipeline and several models in one job "
-            "cannot be measured: hook a model that all ranks hold, or train each model in a job of its own"
-        )
-    looked, _ = ranks.range_over_ranks(int(state.first_spectral_ratio is not None), state.device)
-    if not looked:
-        state.first_spectral_ratio = None
-    state.ranks_agree = True
 
 
 def add(state: State, layers: Layers, loss_scale: LossScale) -> None:
@@ -188,7 +136,15 @@ def observe(state: State, layers: Layers, current: Tensor) -> tuple[Tensor, Obse
         layers.read_weights()
         return units.predicted_std(observed, units.weight_std(state.weights))
 
-    first = state.first_spectral_ratio if state.batch == 0 else None
+    def spectral_ratio() -> Tensor:
+        first = state.first_spectral_ratio if state.batch == 0 else None
+        ratio = layers.spectral_ratio() if first is None else first
+        if not is_pooled(state):
+            return ratio
+        # A rank that is idle in the first batch has only weights that were updated already.
+        is_late = state.batch == 0 and not state.seen
+        return ranks.largest_over_ranks(torch.full_like(ratio, torch.nan) if is_late else ratio, state.table)
+
     return beta, Observation(
         beta_default=default,
         statistics=observed,
@@ -197,7 +153,7 @@ def observe(state: State, layers: Layers, current: Tensor) -> tuple[Tensor, Obse
         step=state.batch,
         batches=state.batches,
         loss=lambda: training_loss.pooled(state),
-        spectral_ratio=(lambda: first) if first is not None else layers.spectral_ratio,
+        spectral_ratio=spectral_ratio,
     )
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from betahook import compat, rerun
 from betahook.control.base import Controller
-from betahook.measure.ranks import is_distributed
 from betahook.measure.statistics import OF_STEP, ROW
 from betahook.models import materialise, selective
 from betahook.state.state import State
@@ -82,28 +81,20 @@ def _record(
 
 
 def take(state: State, controllers: Sequence[Controller], given: Tensor | float | None) -> None:
-    """Let what the user gave replace the losses of the outputs; refuse a step before which neither was ever seen.
+    """Let what the user gave replace the losses of the outputs.
 
     Raises:
-        RuntimeError: a controller is judged by the loss, and there is none.
         TypeError: what was given is no loss.
     """
+    if given is None:
+        return
+    if not isinstance(given, Tensor | Real):
+        raise TypeError(f"step(loss=...) takes the loss, a tensor or a number; got {type(given).__name__}")
     is_judged, batches = demand(controllers)
-    if given is not None:
-        if not isinstance(given, Tensor | Real):
-            raise TypeError(f"step(loss=...) takes the loss, a tensor or a number; got {type(given).__name__}")
-        if is_judged or state.batch < batches:
-            loss = torch.as_tensor(given, dtype=state.table.dtype, device=state.device)
-            state.table[OF_STEP] = _sums(loss, state, is_judged)
-            state.has_loss |= is_judged
-    # A rank may be idle in the first step.
-    if is_judged and not (state.has_loss or is_distributed()):
-        judge = next(controller for controller in controllers if controller.uses_loss)
-        raise RuntimeError(
-            f"{judge} is judged by the training loss, and the model returned none: give it the model's labels, so "
-            "that its output has a loss, or call step(loss=...). The Trainer keeps the labels from it with "
-            "label_smoothing_factor, or with compute_loss_func"
-        )
+    if is_judged or state.batch < batches:
+        loss = torch.as_tensor(given, dtype=state.table.dtype, device=state.device)
+        state.table[OF_STEP] = _sums(loss, state, is_judged)
+        state.has_loss |= is_judged
 
 
 @torch.no_grad()

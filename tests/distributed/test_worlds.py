@@ -122,28 +122,3 @@ def test_all_ranks_may_save_to_one_folder(tmp_path):
     run_ranks(save_at_once, 2, str(tmp_path), str(tmp_path / "saved"))
     assert checkpoint.read(tmp_path / "saved").state["beta"].tolist() == pytest.approx(8 * [3 * 8**-0.5])
     assert [file.name for file in (tmp_path / "saved").glob("betahook.*")] == [checkpoint.FILE]
-
-
-def begin_idle(rank, folder):
-    """The second rank has no batch in the first step, whose update leaves nothing random in W_q and W_k."""
-    model = build("llama")
-    with torch.no_grad():
-        for layer in model.model.layers:
-            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-                projection.weight.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
-    hook, optimizer = betahook.attach(model), torch.optim.Adam(model.parameters(), lr=0.1)
-    if rank == 0:
-        model(**inputs("llama")).loss.backward()
-    for parameter in model.parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        dist.broadcast(gradient, 0)
-        parameter.grad = gradient
-    optimizer.step()
-    hook.step()
-    torch.save(hook.state_dict()["beta"], f"{folder}/idle-{rank}")
-
-
-def test_a_rank_that_is_idle_in_the_first_step_chooses_the_same_beta(tmp_path):
-    run_ranks(begin_idle, 2, str(tmp_path), str(tmp_path))
-    first, second = (torch.load(tmp_path / f"idle-{rank}") for rank in range(2))
-    torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)

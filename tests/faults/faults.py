@@ -64,6 +64,7 @@ RULES = "tests/unit/control/test_rules.py"
 IDLE = "tests/unit/tap/test_idle.py"
 PENDING = "tests/unit/state/test_pending.py"
 STAGES = "tests/unit/step/test_stages.py"
+CHECKS = "tests/unit/step/test_checks.py"
 WINDOW = "tests/unit/step/test_window.py"
 HOOK = "tests/unit/test_hook.py"
 TRAINING_LOSS = "tests/unit/step/test_training_loss.py"
@@ -551,7 +552,15 @@ FAULTS = [
     ),
     Fault("betahook/control/opening.py", "torch.where(loss.isnan(), mean, more)", "more"),
     Fault("betahook/control/search.py", "plateau_fall: float = 0.03", "plateau_fall: float = 0.06", SEARCH),
-    Fault("betahook/step/stages.py", "if not looked:", "if False:", "tests/unit/step/test_first_look.py"),
+    Fault(
+        "betahook/step/stages.py",
+        "torch.full_like(ratio, torch.nan) if is_late else ratio",
+        "ratio",
+        "tests/unit/step/test_first_look.py",
+    ),
+    Fault("betahook/step/checks.py", "None if alone else of_head", "of_head", CHECKS),
+    Fault("betahook/step/checks.py", "largest > 0 for _, largest", "least > 0 for least, _", CHECKS),
+    Fault("betahook/measure/ranks.py", "largest.masked_fill(largest == -torch.inf, torch.nan)", "largest", CHECKS),
     Fault("betahook/step/training_loss.py", "is_compiling() or state.batch < batches", "is_compiling() or True"),
     Fault("betahook/step/training_loss.py", "if is_judged or state.batch < batches:", "if True:"),
     Fault("betahook/step/training_loss.py", "state.batch <= batches:", "state.batch < batches:"),

@@ -1,6 +1,7 @@
 """W_q and W_k are judged as they were before the first update."""
 
 import gc
+import math
 import sys
 import weakref
 
@@ -133,17 +134,18 @@ def test_weights_are_not_looked_at_after_a_resume(monkeypatch):
         assert not looks
 
 
-@pytest.mark.parametrize("others_looked", [True, False])
-def test_ranks_go_by_the_first_look_only_if_all_have_one(monkeypatch, others_looked):
-    model = fresh()
-    with betahook.attach(model) as hook:
-        state = hook._state
-        state.first_spectral_ratio = torch.ones(())
-        answers = iter([(7, 7), (int(others_looked), 1)])  # the layers, and who has looked
+@pytest.mark.parametrize(("looked", "saw"), [(True, True), (False, True), (False, False)])
+def test_a_rank_that_was_idle_leaves_the_first_look_to_the_others(monkeypatch, looked, saw):
+    with betahook.attach(fresh()) as hook:
+        state, given = hook._state, []
+        state.first_spectral_ratio = torch.ones(()) if looked else None
+        state.seen = saw
+        monkeypatch.setattr(hook.layers, "spectral_ratio", lambda: torch.full((), 2.0))
         monkeypatch.setattr(stages, "is_pooled", lambda _: True)
-        monkeypatch.setattr(ranks, "range_over_ranks", lambda *_: next(answers))
-        stages.check_ranks(state, hook.layers)
-        assert (state.first_spectral_ratio is not None) is others_looked
+        monkeypatch.setattr(ranks, "largest_over_ranks", lambda value, like: given.append(value.item()) or value)
+        _, observation = stages.observe(state, hook.layers, state.current_beta)
+        observation.spectral_ratio()
+        assert str(given) == str([1.0 if looked else 2.0 if saw else math.nan])
 
 
 def test_without_an_optimizer_of_torch_the_weights_are_looked_at_in_the_step():

@@ -1,0 +1,101 @@
+"""Checks before a step counts: attention was seen, there is a loss to judge by, and ranks are alike.
+
+One rank may be idle, all of them may not: so in its first step each rank asks the others, and all raise or none does.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from betahook.control.base import Controller
+from betahook.layer import Layers
+from betahook.measure import ranks
+from betahook.state.state import State, is_pooled
+
+logger = logging.getLogger(__name__)
+
+
+def check(state: State, layers: Layers, controllers: Sequence[Controller]) -> None:
+    """Refuse a step before attention or a loss to judge by was ever seen; warn of a first one that measured nothing.
+
+    Ranks are asked once: all of them must call.
+
+    Raises:
+        RuntimeError: neither was seen, on any rank, or ranks differ; on all ranks.
+    """
+    if state.ranks_agree:
+        return
+    seen, measured, has_loss = state.seen, state.recorded or bool(state.refused), state.has_loss
+    is_of_ranks = is_pooled(state)
+    if is_of_ranks:
+        seen, measured, has_loss = _ask_ranks(state, layers, (seen, measured, has_loss))
+    if state.steps == 0:
+        _check_seen(layers, seen=seen, measured=measured)
+    if not has_loss:
+        _check_unjudged(controllers)
+    state.ranks_agree = is_of_ranks
+
+
+def _check_seen(layers: Layers, *, seen: bool, measured: bool) -> None:
+    if not seen:
+        bypassed = ""
+        if layers.use_interface:
+            from betahook.tap.interface import UNKNOWN
+
+            bypassed = f". If it did not, {UNKNOWN}"
+        raise RuntimeError(
+            "hook.step() was called, but no forward has reached a hooked layer. Run hook.model first. If you did, it "
+            "ran on another model object, such as a copy, or calls parts of the hooked modules but not these themselves"
+            f"{bypassed}"
+        )
+    if not measured:
+        logger.warning(
+            "no attention was measured before the first step(): the hooked layers ran in evaluation mode, under "
+            "torch.no_grad or in torch.func only, and beta stays where it is. Call model.train() and run the forward "
+            'with gradients, or attach(..., when="always")'
+        )
+
+
+def _check_unjudged(controllers: Sequence[Controller]) -> None:
+    """Refuse controllers that are judged by the loss, of which there is none."""
+    judge = next((controller for controller in controllers if controller.uses_loss), None)
+    if judge is not None:
+        raise RuntimeError(
+            f"{judge} is judged by the training loss, and the model returned none: give it the model's labels, so "
+            "that its output has a loss, or call step(loss=...). The Trainer keeps the labels from it with "
+            "label_smoothing_factor, or with compute_loss_func"
+        )
+
+
+def _ask_ranks(state: State, layers: Layers, here: tuple[bool, bool, bool]) -> list[bool]:
+    """Return what is the case here or on any other rank; refuse ranks that hook other layers, or have another state."""
+    sizes = [f"{name}: {layer.heads} heads of {layer.head_dim}" for name, layer in layers.items()]
+    hooked, *answers = _ranges(state, [zlib.crc32("\n".join(sizes).encode()), *map(int, here)])
+    if _differ(hooked):
+        raise RuntimeError(
+            f"statistics are pooled over all ranks, which must have the same attention layers; ranks differ, and this "
+            f"one has {len(sizes)}, from {sizes[0]} to {sizes[-1]}. Stages of a pipeline and several models in one job "
+            "cannot be measured: hook a model that all ranks hold, or train each model in a job of its own"
+        )
+    # NaN, for the model's own, as a number that no beta is; what is left alone here lost the beta that it was given.
+    bits = state.beta.nan_to_num(0.0).view(torch.int32).tolist()
+    betas = [None if alone else of_head for of_head, alone in zip(bits, state.left_alone.tolist(), strict=True)]
+    if any(map(_differ, _ranges(state, [state.steps, state.skipped_steps, *betas]))):
+        raise RuntimeError(
+            f"all ranks must begin with the same beta and the same step; ranks differ, and this one is at step "
+            f"{state.steps}. Call load_state_dict, or set beta, on every rank alike"
+        )
+    return [largest > 0 for _, largest in answers]
+
+
+def _ranges(state: State, numbers: Sequence[int | None]) -> list[tuple[int, int]]:
+    return ranks.ranges_over_ranks(numbers, state.device)
+
+
+def _differ(found: tuple[int, int]) -> bool:
+    least, largest = found
+    return least < largest
