@@ -19,9 +19,12 @@ from betahook.keep import transition
 from betahook.keep.refusals import FoldError, FoldPlan, foresee, refuse
 from betahook.keep.transition import Unfinished
 from betahook.keep.verification import exact_places
+from betahook.layer import AttentionLayer
 from betahook.measure.dtypes import for_sums
+from betahook.measure.ranks import range_over_ranks
 from betahook.models import materialise
 from betahook.models.discovery import shown_name
+from betahook.models.scaling import Scaling
 from betahook.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -64,22 +67,43 @@ def fold(model: nn.Module | Hook, *, unfinished: Unfinished = "keep") -> None:
 
 
 @torch.no_grad()
-def _fold(hook: Hook, given: nn.Module, unfinished: Unfinished, *, is_best: bool = False) -> None:
-    """Fold as `fold` does; `is_best` says that an evaluation has chosen the weights with the beta in force."""
+def _fold(
+    hook: Hook, given: nn.Module, unfinished: Unfinished, *, is_best: bool = False, together: bool = False
+) -> None:
+    """Fold as `fold` does.
+
+    `is_best` says that an evaluation has chosen the weights with the beta in force, `together` that every rank calls,
+    of which all fold or none.
+    """
     with ExitStack() as undo:
         choice = transition.choose(hook, unfinished, undo, is_best=is_best)
         gains = {layer: for_sums(layer.current_gain) for layer in hook.layers.values()}
         changed = {layer: gain for layer, gain in gains.items() if bool((gain != 1).any())}  # NaN is no 1 either
         materialise.reshard(hook.model)
+        for layer, place in _find_places(FoldPlan(hook, given, changed), together).items():
+            place.scale(changed[layer])
         if changed:
-            plan = FoldPlan(hook, given, changed)
-            refuse(plan)
-            for layer, place in exact_places(plan).items():
-                place.scale(changed[layer])
             _leave_note(hook, torch.cat(list(changed.values())))
         if choice:
             logger.warning("%s", choice)
         hook.detach()
+
+
+def _find_places(plan: FoldPlan, together: bool) -> dict[AttentionLayer, Scaling]:
+    """Return the place for each gain; refuse, also where a rank does of those that fold `together`."""
+    places, error = dict[AttentionLayer, Scaling](), None
+    try:
+        if plan.gains:
+            refuse(plan)
+            places = exact_places(plan)
+    except FoldError as found:
+        error = found
+    refusals = int(error is not None)
+    if together:
+        _, refusals = range_over_ranks(refusals, next(iter(plan.hook.layers.values())).current_gain.device)
+    if refusals:
+        raise error or plan.error("another rank cannot, whose log says why")
+    return places
 
 
 def check_end(on_end: str, unfinished: str) -> None:
@@ -117,11 +141,11 @@ def warn_of_refusals(hook: Hook) -> None:
 def fold_or_warn(hook: Hook, unfinished: Unfinished, *, is_best: bool = False) -> None:
     """Fold at the end of training; where a layer has no exact fold, the hook stays and a warning says why.
 
-    Where an evaluation has chosen the model, `is_best`, the beta in force is the better one: one batch is no reason to
-    take another.
+    Every rank must call, and all fold or none: the last forward of one may not use a layer. Where an evaluation has
+    chosen the model, `is_best`, the beta in force is the better one: one batch is no reason to take another.
     """
     try:
-        _fold(hook, hook.model, unfinished, is_best=is_best)
+        _fold(hook, hook.model, unfinished, is_best=is_best, together=True)
     except FoldError as error:
         logger.warning("%s. A model that is saved now needs betahook to act as it was trained.", error)
 
