@@ -85,8 +85,9 @@ class Projection:
 
     @property
     def is_sharded(self) -> bool:
-        """True where every rank must take part in reading `entries`."""
-        return materialise.is_sharded(self.stored)
+        """True where every rank must take part in reading `entries`: the adapter may be sharded alone."""
+        adapter = () if self.adapter is None else self.adapter.parameters()
+        return any(map(materialise.is_sharded, (self.stored, *adapter)))
 
     @property
     def entries(self) -> Tensor:

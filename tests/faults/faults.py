@@ -1130,6 +1130,9 @@ FAULTS = [
     Fault("betahook/models/scaling.py", "features + offset", "features", PARAMETERS),
     Fault("betahook/models/projections.py", "bias_offset=width, ", ""),
     Fault(
+        "betahook/models/projections.py", "(self.stored, *adapter)", "(self.stored,)", "tests/models/test_adapters.py"
+    ),
+    Fault(
         "betahook/models/places.py",
         "if len(alike) > 1:",
         "if False:",

@@ -67,6 +67,14 @@ def test_the_std_of_adapted_weights_is_that_of_their_sum(before):
         assert hook.layers[name].weight_std_q == pytest.approx(expected[0], rel=1e-5)
 
 
+def test_what_is_sharded_in_the_adapter_alone_takes_all_ranks():
+    model = adapt(build("llama"))
+    with betahook.attach(model, controller="monitor") as hook:
+        query, key = hook.layers[f"base_model.model.{LAYER}"].projections
+        query.adapter.lora_A["default"].weight.full_tensor = None
+        assert (query.is_sharded, key.is_sharded) == (True, False)
+
+
 def test_an_adapter_on_a_transposed_weight():
     """GPT-2 stores q, k and v as one matrix `[d_x, 3 d_x]`."""
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True)
