@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Iterable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from betahook.report.alerts import Alerts
 from betahook.report.metrics import MetricName
 from betahook.step import training_loss
 
-from . import checkpoints
+from . import checkpoints, training
 from .checkpoints import last_checkpoint
 from .reports import Reports, is_training, with_trackers
 
@@ -154,6 +154,7 @@ class BetaHookCallback(TrainerCallback):
             if resumed:
                 checkpoints.resume(self.hook, args, state)
             on_error.pop_all()
+        self.hook._state.loss_ranks = training.ranks_of_a_loss(args, model)
         if self.hook is not self._given:
             _training.add(self.hook)
         checkpoints.put(self.hook, state, self)
@@ -225,7 +226,7 @@ class BetaHookCallback(TrainerCallback):
             kwargs["optimizer"].eval()  # a schedule-free one trains other weights than those that it ends with
         try:
             if self._on_end == "fold" and hook.attached:
-                _provide_input(hook, kwargs.get("train_dataloader"))
+                training.provide_input(hook, kwargs.get("train_dataloader"))
                 fold_or_warn(hook, self._unfinished, is_best=is_best)
             if not hook.attached:
                 checkpoints.forget(state)
@@ -290,15 +291,6 @@ def watch(trainer: Trainer, callback: BetaHookCallback | None = None) -> BetaHoo
         chosen.on_init_end(trainer.args, trainer.state, trainer.control, trainer.model)
     chosen._handler = handler
     return chosen
-
-
-def _provide_input(hook: Hook, batches: Iterable[Any] | None) -> None:
-    """Let `fold` check itself on a batch where no step was left to train, as in a finished run that is resumed."""
-    if hook.last_call.input is not None or batches is None:
-        return
-    with suppress(Exception):  # of the user's data; `fold` says that it had no input
-        if isinstance(batch := next(iter(batches), None), Mapping):
-            hook.last_call.input = (), dict(batch)
 
 
 def _refuse_second(callback: BetaHookCallback, other: TrainerCallback | None) -> None:

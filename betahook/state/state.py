@@ -91,6 +91,7 @@ class State:
         seen: True once attention has passed the tap.
         recorded: True once attention was measured.
         has_loss: True once a training loss was recorded.
+        loss_ranks: over how many ranks shares of a loss add up to it, see `step.training_loss`.
         has_broken_graphs: True if compiled code breaks a graph that could go on by now.
         resets: how often such code was thrown away.
         refused: the layers that this rank leaves alone, by index, with the reason.
@@ -141,6 +142,7 @@ class State:
         self.condition, self.condition_since = (self.clips.new_zeros(len(layers)) for _ in range(2))
         self.memories: list[dict[str, Tensor]] = [{} for _ in range(controllers)]
         self.batches = self.steps = self.skipped_steps = self.paused = self.resets = 0
+        self.loss_ranks = 1
         self.loss_scale, self.reported, self.refused = 0.0, Reported(), dict[int, str]()
         self.exact_max_logit = self.is_detached = self.ranks_agree = False
         self.seen = self.recorded = self.has_loss = self.has_broken_graphs = self.is_local = False

@@ -62,7 +62,7 @@ def _record(
     """Add the loss in an output to those of the step: the forward hook.
 
     A forward that is told the number of items in the batch, as by the Trainer, returns its share of the loss of a step:
-    the shares add up to one loss.
+    the shares add up to one loss, those of several ranks too where these are the items of all of them.
     """
     if compat.is_transformed():
         return
@@ -73,9 +73,12 @@ def _record(
     # A loss without a graph is one of an evaluation, one on the meta device that of a look at shapes.
     if not (isinstance(loss, Tensor) and loss.requires_grad) or state.paused or loss.is_meta:
         return
+    is_share = kwargs.get("num_items_in_batch") is not None
     with selective.uncounted():
+        if is_share and state.loss_ranks > 1:  # the mean over ranks is to be their sum
+            loss = loss.detach() * state.loss_ranks
         state.table[OF_STEP] += _sums(loss, state, is_judged)
-        if kwargs.get("num_items_in_batch") is not None:
+        if is_share:
             state.table[ROW["losses"]].clamp_(max=1)  # none, if no share was finite
     state.has_loss |= is_judged
 

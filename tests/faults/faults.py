@@ -600,6 +600,8 @@ FAULTS = [
     Fault("betahook/step/training_loss.py", "loss.requires_grad) or state.paused", "loss.requires_grad)"),
     Fault("betahook/step/training_loss.py", 'state.table[ROW["losses"]].clamp_(max=1)', "pass"),
     Fault("betahook/step/training_loss.py", ".clamp_(max=1)", ".fill_(1)"),
+    Fault("betahook/step/training_loss.py", "if is_share and state.loss_ranks > 1:", "if state.loss_ranks > 1:"),
+    Fault("integrations/training.py", '(getattr(model, "tp_size", None) or 1)', "1", TRAINER),
     Fault("betahook/step/training_loss.py", "state.recent[OF_STEP].sum(1)", "state.recent[OF_STEP].flip(0).sum(1)"),
     Fault("betahook/control/beta_search.py", "            step /= 2", "            step /= 3"),
     Fault("betahook/control/beta_search.py", "<= self.noise", "< self.noise"),

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import TensorBoardCallback
 
 import betahook
+from betahook.integrations import training
 from betahook.integrations.trainer import BetaHookCallback, watch
 from support.models import build, inputs
 from support.trainer import arguments_of_rank_one, make_trainer
@@ -55,6 +57,12 @@ def test_a_training_of_known_weights_has_no_opening_to_be_too_short_for(tmp_path
                 parameter.copy_(torch.outer(parameter[:, 0], parameter[0]))
     trainer.train()
     assert "training ends after" not in caplog.text
+
+
+@pytest.mark.parametrize(("average", "parts", "ranks"), [(True, None, 8), (True, 2, 4), (False, None, 1)])
+def test_over_how_many_ranks_the_items_of_a_batch_are_counted(average, parts, ranks):
+    args = SimpleNamespace(average_tokens_across_devices=average, world_size=8)
+    assert training.ranks_of_a_loss(args, SimpleNamespace(tp_size=parts)) == ranks
 
 
 def test_metrics_join_the_loss_in_tensorboard(tmp_path):

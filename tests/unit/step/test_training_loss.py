@@ -67,6 +67,16 @@ def test_shares_of_a_loss_add_up_to_that_of_the_step():
             assert pooled(hook) == pytest.approx(torch.cat(tokens).mean().item())
 
 
+def test_a_share_of_the_loss_of_several_ranks_counts_for_each_of_them():
+    model = build("llama")
+    with betahook.attach(model, controller=DECADES) as hook:
+        hook._state.loss_ranks = 3
+        for options, factor in (({"num_items_in_batch": 46}, 3), ({}, 1)):
+            loss = model(**inputs("llama"), **options).loss
+            hook.step()
+            assert pooled(hook) == pytest.approx(factor * loss.item())
+
+
 @pytest.mark.parametrize(
     ("loss", "mean"),
     [(0.25, 0.25), (2, 2.0), (torch.tensor([0.0, 0.5], requires_grad=True), 0.25), (torch.tensor([1, 2]), 1.5)],
