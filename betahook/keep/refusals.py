@@ -7,7 +7,7 @@ the end hold those of the model and those of a layer, in order. None of them wri
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -20,6 +20,7 @@ from betahook import compat
 from betahook.hook import Hook
 from betahook.keep.places import find_places, overlap, query_norms
 from betahook.layer import AttentionLayer, query_projection
+from betahook.measure.ranks import ranges_over_ranks
 from betahook.models import materialise
 from betahook.models.discovery import shown_name
 from betahook.models.families import QUERY_CLIPS
@@ -95,9 +96,15 @@ class FoldPlan:
         torch.distributed.all_reduce(squares)
         return squares.sqrt().cpu()
 
+    def ranges(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the least and the largest of each number, over all ranks if these hold one model together."""
+        if not self.is_sharded:
+            return [(number, number) for number in numbers]
+        return ranges_over_ranks(numbers, next(iter(self.gains)).current_gain.device)
+
     def is_on_any_rank(self, here: bool) -> bool:
         """Tell if something is the case here, or on another rank that holds a part of the model."""
-        return bool(self.pooled(torch.tensor([float(here)], device="cpu")))
+        return self.ranges([int(here)]) != [(0, 0)]
 
     @cached_property
     def modules(self) -> dict[nn.Module, str]:

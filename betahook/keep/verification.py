@@ -6,6 +6,7 @@ state are as they were, whatever happens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property, partial, wraps
@@ -21,6 +22,7 @@ from betahook.models.modes import random_state_kept
 from betahook.models.scaling import Scaling
 from betahook.tap.override import Override
 
+ELSEWHERE = "on another rank, whose error says why"
 ROUNDINGS = 5
 """How often rounding is measured: once is too little for an output of one number, which may happen to be near."""
 
@@ -49,12 +51,16 @@ def _check_layers(plan: FoldPlan) -> tuple[dict[AttentionLayer, Scaling], list[T
     """An exact place for each layer; what the hooked model returns, and the coarsest precision that was met."""
     exact: dict[AttentionLayer, list[Scaling]] = {}
     precision = 0.0
+    left = _calls_on_all_ranks(plan)
 
     def checked(layer: AttentionLayer, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal precision
             output = forward(*args, **kwargs)
+            if not left[layer]:
+                return output
+            left[layer] -= 1
             candidates = exact.get(layer, plan.places(layer))  # those left of an earlier call in the same forward
             with random_state_kept(plan.hook.model.parameters()):
                 exact[layer] = _LayerCheck(plan, layer, forward, args, kwargs).exact(candidates)
@@ -73,8 +79,33 @@ def _check_layers(plan: FoldPlan) -> tuple[dict[AttentionLayer, Scaling], list[T
         if layer not in exact:
             if layer.module not in modules:
                 raise plan.error(_lost(layer), layer, can_keep=False)  # such a hook is not restored either
-            raise plan.error("the last forward of the model did not use it; run one that does", layer)
+            where = ", here or on another rank" if plan.is_sharded else ""
+            raise plan.error(f"the last forward of the model did not use it{where}; run one that does", layer)
     return {layer: places[0] for layer, places in exact.items()}, expected, max(precision, rerun.coarsest_eps(expected))
+
+
+def _calls_on_all_ranks(plan: FoldPlan) -> dict[AttentionLayer, float]:
+    """How many calls of each layer are checked: where ranks check together, as many as each of them has.
+
+    The model runs to count them, before ranks wait for one another in each call.
+    """
+    if not plan.is_sharded:
+        return dict.fromkeys(plan.gains, math.inf)
+    calls = dict.fromkeys(plan.gains, 0)
+
+    def counted(layer: AttentionLayer, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls[layer] += 1
+            return forward(*args, **kwargs)
+
+        return run
+
+    with ExitStack() as undo:
+        for layer in calls:
+            Override(layer.module, "forward", counted(layer, layer.module.forward), undo)
+        _run_model(plan)
+    return {layer: least for layer, (least, _) in zip(calls, plan.ranges([*calls.values()]), strict=True)}
 
 
 def _lost(layer: AttentionLayer) -> str:
@@ -98,9 +129,12 @@ def _check_model(
             return _run_model(plan)
 
     name, actual = type(plan.hook.last_call.module).__name__, run_folded()
-    if not expected:
+    ((fewest, most),) = plan.ranges([len(expected)])
+    if fewest == 0:
         raise plan.error(f"the output of {name} holds no floating-point tensor that would show a difference")
-    if [tensor.shape for tensor in actual] != [tensor.shape for tensor in expected]:
+    if fewest < most:
+        raise plan.error(f"the output of {name} holds other tensors on another rank")
+    if plan.is_on_any_rank([tensor.shape for tensor in actual] != [tensor.shape for tensor in expected]):
         raise plan.error(f"the output of {name} has another shape each time")
     errors = plan.pooled(rerun.distances(actual, expected))
     norms = plan.pooled(rerun.norms(expected))
@@ -120,15 +154,19 @@ def _check_model(
 
 
 def _run_model(plan: FoldPlan) -> list[Tensor]:
-    """Run the hooked model on its last input."""
-    hook = plan.hook
+    """Run the hooked model on its last input; all ranks that hold it together raise where one does."""
+    hook, output, error = plan.hook, list[Tensor](), None
     try:
-        return rerun.run_model(hook)
-    except FoldError:
+        output = rerun.run_model(hook)
+    except FoldError:  # of a layer, on all ranks
         raise
-    except Exception as error:
+    except Exception as raised:
+        error = raised
+    if plan.is_on_any_rank(error is not None):
+        found = ELSEWHERE if error is None else f"{type(error).__name__}: {error}"
         reason = f"{type(hook.last_call.module).__name__} does not run again on the input of its last forward"
-        raise plan.error(f"{reason} ({type(error).__name__}: {error})") from error
+        raise plan.error(f"{reason} ({found})") from error
+    return output
 
 
 class _LayerCheck:
@@ -155,10 +193,7 @@ class _LayerCheck:
 
     def exact(self, places: list[Scaling]) -> list[Scaling]:
         """Return those of the places where a factor does what beta does, at least one."""
-        try:
-            exact = [place for place in places if self._is_exact(place)]
-        except RuntimeError as error:
-            raise self._plan.error(f"it does not run twice on one input ({error})", self._layer) from error
+        exact = [place for place in places if self._is_exact(place)]
         if exact:
             return exact
         if self._is_random:
@@ -176,9 +211,17 @@ class _LayerCheck:
 
     def _run(self, gain: Tensor) -> Any:
         """Run with `gain [heads]` acting in place of `beta / beta_default`, on the same random numbers each time."""
-        # Some drop out in evaluation, too.
-        with random_state_kept(self._plan.hook.model.parameters()), self._layer.acting(gain):
-            return self._forward()
+        output, error = None, None
+        try:
+            # Some drop out in evaluation, too.
+            with random_state_kept(self._plan.hook.model.parameters()), self._layer.acting(gain):
+                output = self._forward()
+        except RuntimeError as raised:
+            error = raised
+        if self._plan.is_on_any_rank(error is not None):
+            found = ELSEWHERE if error is None else error
+            raise self._plan.error(f"it does not run twice on one input ({found})", self._layer) from error
+        return output
 
     def _run_scaled(self, place: Scaling, factors: Tensor, error: float = 0.0, seed: int = 0) -> Any:
         """Run with factors in the weights, and the model's own beta."""

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import betahook
+from betahook.keep.verification import ELSEWHERE
 from betahook.models import materialise
 from support.models import build, inputs
 from support.processes import run_ranks
@@ -158,10 +159,81 @@ def refused(rank):
             assert all(torch.equal(value, before[name]) for name, value in whole(model).items())
 
 
+class Towers(nn.Module):
+    """As many runs of the second one as a batch has images."""
+
+    def __init__(self):
+        super().__init__()
+        self.text, self.image = build("llama"), build("llama")
+
+    def forward(self, images=1, more=0, **batch):
+        losses = [self.text(**batch).loss, *(self.image(**batch).loss for _ in range(images))]
+        return [sum(losses), *losses[:more]]
+
+
+class FromIterator(nn.Sequential):
+    def forward(self, batches):
+        return super().forward(next(batches))
+
+
+class Tiring(Users):
+    runs = 99
+
+    def forward(self, x):
+        self.runs -= 1
+        if self.runs == 0:
+            raise RuntimeError("no more")
+        return super().forward(x)
+
+
+def differ(rank):
+    """The last forward of one rank is another than that of the other: all fold, or all refuse, and none waits."""
+    for given, message in (
+        ({"images": 1 - rank}, ": the last forward of the model did not use it, here or on another rank"),
+        ({"images": 1 + rank}, None),
+        ({"more": rank}, "holds other tensors on another rank"),
+    ):
+        towers = as_one(Towers())
+        check_last(towers, lambda towers=towers, **given: towers(**rows("llama", 0, 2), **given), given, message)
+
+    reader, x = as_one(FromIterator(Users())), torch.randn(2, 9, 24)
+    message = ELSEWHERE if rank else "StopIteration"
+    forward, last = lambda batches=1: reader(iter(batches * [x])), {"batches": 1 + 9 * rank}
+    # After such an error FSDP 2 holds the whole weights on that rank.
+    check_last(reader, forward, last, message, weights=lambda model: {})
+
+    tiring = as_one(nn.Sequential(Tiring()))
+
+    def run(runs=99):
+        tiring(x)
+        tiring[0].runs = runs
+
+    message = rf"does not run twice on one input \({ELSEWHERE if rank else 'no more'}\)"
+    check_last(tiring, run, {"runs": 99 if rank else 4}, message)
+
+
+def check_last(model, forward, last, message, weights=whole):
+    """Fold after a `forward` as it is, and one with what is given the `last` time."""
+    with betahook.attach(model, controller="monitor") as hook, torch.no_grad():
+        forward()
+        for layer in hook.layers.values():
+            layer.beta = 2 * layer.beta_default
+        forward(**last)
+        if message is None:
+            betahook.fold(hook)
+            return
+        before = weights(model)
+        with pytest.raises(betahook.FoldError, match=message):
+            betahook.fold(hook)
+        assert hook.attached
+        assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+
+
 def run(rank, folder):
     folded = {name: in_shards(rank, *case) for name, case in CASES.items()}
     torch.save(folded | {shard.__name__: of_a_user(shard) for shard in DIVIDED}, f"{folder}/{rank}")
     refused(rank)
+    differ(rank)
 
 
 @pytest.fixture(scope="module")
