@@ -19,8 +19,9 @@ from betahook.models.code import names_used
 from betahook.models.discovery import AttentionModule, shown_name
 from betahook.models.projections import KNOWN_FORMS, Pair, Projection
 from betahook.state.factors import gain_of
+from betahook.state.left_alone import lost_gain, refusal_anywhere
 from betahook.state.ranges import HeadRange
-from betahook.state.state import LARGEST_BETA, SMALLEST_BETA, State, is_beta, refusal_anywhere
+from betahook.state.state import LARGEST_BETA, SMALLEST_BETA, State, is_beta, set_beta
 
 NAMED = 4
 """Most layers that an error names; it counts the others."""
@@ -70,8 +71,8 @@ class AttentionLayer:
         Raises:
             ValueError: on setting: it is not positive and finite, or not a single number.
             TypeError: on setting: it is not a number.
-            RuntimeError: on setting: the hook is detached; or the layer is left alone, or scales its scores itself and
-                was not seen yet.
+            RuntimeError: on setting: the hook is detached; or the layer scales its scores itself and was not seen yet,
+                or is left alone, and this is not the model's own.
         """
         return float(self._state.layers.geometric_mean(self._state.current_beta)[self._head_range.layer])
 
@@ -106,8 +107,7 @@ class AttentionLayer:
 
     def _set_beta(self, new: Tensor, given: object) -> None:
         _check_new(self, new, given)
-        self._state.beta[self._head_range.heads] = new.detach().to(self._state.device)
-        self._state.beta_acts = True
+        set_beta(self._state, self._head_range, new)
 
     @property
     def statistics(self) -> Statistics:
@@ -233,6 +233,11 @@ def query_projection(layer: AttentionLayer) -> Projection | None:
     return layer._attention.query_projection
 
 
+def gain_lost_by(layer: AttentionLayer) -> float:
+    """`beta / beta_default` that acted until a layer was left alone; 1 if that was the model's own."""
+    return lost_gain(layer._state, layer._head_range)
+
+
 def size_of(attention: AttentionModule) -> LayerSize:
     """Return the sizes of an attention module; widths are NaN where its projections are of no known form."""
     widths = (float(projection.width) for projection in attention.projections or ())
@@ -268,8 +273,8 @@ class Layers(Mapping[str, AttentionLayer]):
 
     @property
     def are_adapted(self) -> bool:
-        """True if any beta is another than the model's own. Reads the device back."""
-        return any(bool((layer.current_gain != 1).any()) for layer in self.values())
+        """True if any beta is another than the model's own, or was until it was lost. Reads the device back."""
+        return any(bool((layer.current_gain != 1).any()) or gain_lost_by(layer) != 1 for layer in self.values())
 
     @property
     def use_interface(self) -> bool:
@@ -315,7 +320,7 @@ def _check_new(layer: AttentionLayer, new: Tensor, given: object) -> None:
     """Refuse a beta that cannot be one, or that the layer cannot take."""
     if layer._state.is_detached:
         raise RuntimeError(f"beta of {layer.name!r} cannot be set, its hook is detached: attach to the model again")
-    if layer.refusal is not None:
+    if layer.refusal is not None and bool((new != layer.head_beta_default).any()):
         raise RuntimeError(f"beta of {layer.name!r} cannot be set, the layer is left alone: {layer.refusal}")
     if not bool(is_beta(new).all()):
         bounds = f", outside of {SMALLEST_BETA:g} to {LARGEST_BETA:g}" if bool((new > 0).all()) else ""

@@ -19,7 +19,8 @@ from betahook.checkpoint.migrations import MIGRATIONS
 from betahook.control.base import Controller, is_json, options, started, written
 from betahook.control.memory import DTYPES, is_of_kind
 from betahook.measure import components, statistics, weights
-from betahook.state.state import LARGEST_BETA, SMALLEST_BETA, State, forget_refused, is_beta
+from betahook.state.left_alone import forget_refused
+from betahook.state.state import LARGEST_BETA, SMALLEST_BETA, State, is_beta
 
 VERSION = 3
 ROWS = {
@@ -102,6 +103,7 @@ def dump(
         **{name: getattr(state, name) for name in COUNTERS},
         **{name: getattr(state.reported, name) for name in REPORTED},
         **{name: getattr(state, name).clone() for name in TENSORS},
+        "beta": torch.where(state.lost.isnan(), state.beta, state.lost),  # the weights were trained with it
         "table": table,
         "rows": {name: list(rows) for name, rows in ROWS.items()},
         "controllers": [
@@ -237,6 +239,7 @@ def restore(state: State, given: dict[str, Any]) -> None:
         {name: value.to(state.device, copy=True) for name, value in entry["state"].items()}
         for entry in given["controllers"]
     ]
+    state.lost.fill_(torch.nan)
     forget_refused(state)
 
 

@@ -19,7 +19,7 @@ from betahook.keep import transition
 from betahook.keep.refusals import FoldError, FoldPlan, foresee, refuse
 from betahook.keep.transition import Unfinished
 from betahook.keep.verification import exact_places
-from betahook.layer import AttentionLayer
+from betahook.layer import AttentionLayer, gain_lost_by
 from betahook.measure.dtypes import for_sums
 from betahook.measure.ranks import range_over_ranks
 from betahook.models import materialise
@@ -78,7 +78,8 @@ def _fold(
     with ExitStack() as undo:
         choice = transition.choose(hook, unfinished, undo, is_best=is_best)
         gains = {layer: for_sums(layer.current_gain) for layer in hook.layers.values()}
-        changed = {layer: gain for layer, gain in gains.items() if bool((gain != 1).any())}  # NaN is no 1 either
+        # NaN is no 1 either.
+        changed = {layer: gain for layer, gain in gains.items() if bool((gain != 1).any()) or gain_lost_by(layer) != 1}
         materialise.reshard(hook.model)
         for layer, place in _find_places(FoldPlan(hook, given, changed), together).items():
             place.scale(changed[layer])

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from betahook import compat
 from betahook.hook import Hook
 from betahook.keep.places import find_places, overlap, query_norms
-from betahook.layer import AttentionLayer, query_projection
+from betahook.layer import AttentionLayer, gain_lost_by, query_projection
 from betahook.measure.ranks import ranges_over_ranks
 from betahook.models import materialise
 from betahook.models.discovery import shown_name
 from betahook.models.families import QUERY_CLIPS
 from betahook.models.projections import KNOWN_FORMS, Projection, separate
 from betahook.models.scaling import NoScalingError, Scaling
+from betahook.state.left_alone import ELSEWHERE
 
 
 class FoldError(ValueError):
@@ -39,7 +40,8 @@ class FoldPlan:
     Attributes:
         hook: the hook of the model.
         given: the model that `fold` got, perhaps around the hooked one or a part of it.
-        gains: the factors `[heads]`, in float64, of the layers whose beta is not the model's own, one at least.
+        gains: the factors `[heads]`, in float64, of the layers whose beta is not the model's own, or was not until it
+            was lost; one at least.
         has_weights: False where only the shapes of the weights are to be looked at.
     """
 
@@ -210,6 +212,19 @@ def beta_is_unknown(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     return "its own beta is unknown before the first forward; run one" if unknown else None
 
 
+def beta_is_lost(plan: FoldPlan, layer: AttentionLayer) -> str | None:
+    """The weights were trained with a beta that no longer acts."""
+    gain = gain_lost_by(layer)
+    if not plan.is_on_any_rank(gain != 1):
+        return None
+    size = "" if gain == 1 else f", {gain:.3g} times the model's own,"  # on this rank it still acts
+    return (
+        f"it is left alone ({layer.refusal or ELSEWHERE}), and its beta{size} no longer acts. "
+        "Give it the processor or forward that it was trained with, and run one. To do without this beta: layer = "
+        f"hook.layers[{layer.name!r}]; layer.head_beta = layer.head_beta_default"
+    )
+
+
 def query_is_clipped(plan: FoldPlan, layer: AttentionLayer) -> str | None:
     """The query meets bounds that the folded one would meet elsewhere."""
     clips = any(getattr(layer.module, name, None) is not None for name in QUERY_CLIPS)
@@ -322,6 +337,7 @@ STANDING: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [
 ]
 """Those that hold whatever beta is, and before the first forward."""
 LAYER_REFUSALS: list[Callable[[FoldPlan, AttentionLayer], str | None]] = [
+    beta_is_lost,
     beta_is_unknown,
     *STANDING,
     weight_is_shared,  # from here on the weights can be read

@@ -30,9 +30,6 @@ from betahook.state.reported import Reported
 SMALLEST_BETA, LARGEST_BETA = 1e-10, 1e10
 """Any beta outside of these is a mistake: the scaled query would vanish or overflow in half precision."""
 
-ELSEWHERE = "as another rank does, whose log says why"
-"""Reason to leave a layer alone that this rank could follow."""
-
 
 @dataclass
 class LayerTensors:
@@ -96,6 +93,8 @@ class State:
         resets: how often such code was thrown away.
         refused: the layers that this rank leaves alone, by index, with the reason.
         left_alone: boolean `[heads]`, those that this rank leaves alone, or at the last pooling any rank.
+        lost: float32 `[heads]`, the beta that acted in these until then, with which the weights were trained; NaN where
+            that was the model's own, and once a pooled step has gone on without it.
         is_local: True if no ranks are pooled.
         ranks_agree: True once all ranks had the same layers and began alike.
         is_detached: True once the hook is off.
@@ -147,6 +146,7 @@ class State:
         self.exact_max_logit = self.is_detached = self.ranks_agree = False
         self.seen = self.recorded = self.has_loss = self.has_broken_graphs = self.is_local = False
         self.left_alone, self.refusals_are_known = self.beta > 0, True  # none: beta is NaN
+        self.lost = self.beta.clone()
         self.beta_acts = True
         self.first_spectral_ratio: Tensor | None = None
         self.waiting, self.pending = WaitingCalls(), list[Step]()
@@ -279,44 +279,11 @@ def is_pooled(state: State) -> bool:
     return is_distributed() and not state.is_local
 
 
-@torch.no_grad()
-def refuse(state: State, head_range: HeadRange, reason: str) -> None:
-    """Leave a layer alone from now on, and forget what was measured of it."""
-    state.refused[head_range.layer], state.seen = reason, True
-    state.left_alone[head_range.heads] = True
-    state.settle()
-    forget_refused(state)
-
-
-def refusal_anywhere(state: State, head_range: HeadRange) -> str | None:
-    """Return the reason why a layer is left alone here or, as of the last pooling, on any rank; None if it is not.
-
-    From then on it is left alone here too. The first call after a pooling of several ranks reads the device back.
-    """
-    if not state.refusals_are_known:
-        left_alone = state.left_alone.tolist()
-        for each in state.ranges:
-            if left_alone[each.heads.start] and each.layer not in state.refused:
-                refuse(state, each, ELSEWHERE)
-        state.refusals_are_known = True
-    return state.refused.get(head_range.layer)
-
-
-def release_refused(state: State) -> None:
-    """Give the layers that are left alone the model's own beta."""
-    if state.refused or not state.refusals_are_known:
-        state.beta.masked_fill_(state.left_alone, torch.nan)
-
-
-def forget_refused(state: State) -> None:
-    """Forget what was measured of the layers that are left alone, and give them the model's own beta."""
-    for sums in (state.table, state.recent, state.window):
-        sums.masked_fill_(state.left_alone, 0)
-    for sums in (state.moments, state.recent_moments):
-        sums.masked_fill_(state.by_component(state.left_alone), 0)
-    for layer in state.refused:
-        state.factors.drop(layer)
-    release_refused(state)
+def set_beta(state: State, head_range: HeadRange, values: Tensor) -> None:
+    """Set beta of a layer, in place of one that it may have lost."""
+    state.beta[head_range.heads] = values.detach().to(state.device)
+    state.lost[head_range.heads] = torch.nan
+    state.beta_acts = True
 
 
 def is_beta(values: Tensor) -> Tensor:

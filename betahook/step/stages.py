@@ -19,8 +19,9 @@ from betahook.control.notes import Note, checked, joined, pooled
 from betahook.layer import Layers
 from betahook.measure import ranks, statistics
 from betahook.state import pending
+from betahook.state.left_alone import has_refused, release_refused
 from betahook.state.ranges import heads_of
-from betahook.state.state import State, is_pooled, release_refused
+from betahook.state.state import State, is_pooled
 from betahook.step import training_loss
 from betahook.step.loss_scale import LossScale
 
@@ -167,8 +168,10 @@ def control(state: State, layers: Layers, controllers: Sequence[Controller]) -> 
     if chosen is not beta:
         # Heads that differ keep their ratios, and a layer that does not move keeps the bits of every head.
         new, old = state.units.spread(chosen), state.units.spread(beta)
-        state.beta.copy_(torch.where(new != old, new * (current / old), state.beta))
-    release_refused(state)
+        moved = new != old
+        if has_refused(state):
+            moved &= ~state.left_alone
+        state.beta.copy_(torch.where(moved, new * (current / old), state.beta))
 
 
 @contextmanager
@@ -180,6 +183,8 @@ def pooling(state: State, loss_scale: LossScale) -> Iterator[Tensor]:
     finally:
         for sums in (state.table, state.moments, state.window):
             sums.zero_()
+        if has_refused(state):
+            state.lost.fill_(torch.nan)  # the weights now belong to the model's own
         state.batches = 0
 
 

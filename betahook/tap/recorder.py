@@ -21,14 +21,15 @@ from betahook.measure.together import AttentionCall, calls_at_once
 from betahook.models import materialise
 from betahook.models.discovery import AttentionModule, shown_name
 from betahook.state.factors import gain_of
+from betahook.state.left_alone import lost_gain, refuse, take_up
 from betahook.state.ranges import HeadRange
-from betahook.state.state import State, note_measured, refuse
+from betahook.state.state import State, note_measured
 
 logger = logging.getLogger(__name__)
 ATTRIBUTE = "_betahook"
 """Attribute under which a hooked module keeps its `Recorder`."""
 LEFT_ALONE = (
-    "%s is left alone: %s. Its beta stays the model's own, and its scores are not measured. %sTo silence this, "
+    "%s is left alone: %s. Its beta%s, and its scores are not measured. %sTo silence this, "
     "leave the module out with attach(layers=...)"
 )
 PASSED = "its forward ran, but no attention was seen in it: it may run in a kernel that betahook cannot see"
@@ -87,6 +88,17 @@ class _Inputs:
         if version is not None:
             self._last = weakref.ref(tensor), version, entries
         return entries
+
+
+def follow_again(recorder: Recorder) -> None:
+    """Follow a layer again, with the beta that it had, if it was left alone: its module has another forward."""
+    take_up(recorder.state, recorder._head_range)
+
+
+def _beta_left_alone(recorder: Recorder) -> str:
+    """Say what becomes of the beta of a layer that has just been left alone."""
+    gain = lost_gain(recorder.state, recorder._head_range)
+    return " stays the model's own" if gain == 1 else f", {gain:.3g} times the model's own, no longer acts"
 
 
 def shows_shapes(tensor: Tensor | None, state: State) -> bool:
@@ -193,7 +205,7 @@ class Recorder:
     def leave_alone(self, reason: str, advice: str = "") -> None:
         """Leave the layer alone from now on, with a warning; `advice` stands before what can always be done."""
         refuse(self.state, self._head_range, reason)
-        logger.warning(LEFT_ALONE, shown_name(self.name), reason, advice)
+        logger.warning(LEFT_ALONE, shown_name(self.name), reason, _beta_left_alone(self), advice)
 
     def note_default(self, beta: float | Tensor) -> None:
         """Remember the inverse temperature that the model itself applies: one, or one for each head.

@@ -1,5 +1,7 @@
 """A layer that one rank meets data of, on which it cannot be followed: all ranks leave it alone, and none waits."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import betahook
 from betahook.models.scaling import NoScalingError
-from support.attention import WIDTH, LengthDependent
+from support.attention import WIDTH, Block, LengthDependent
 from support.processes import run_ranks
 
 STEPS, MET = 6, 4
@@ -55,6 +57,49 @@ def train(rank, controller, met=MET):
     return found, kept, counts, [layer.refusal for layer in hook.layers.values()], metrics, hook.findings()
 
 
+def attend(module, q, k, v):
+    return (q @ k.mT / 3).softmax(-1) @ v
+
+
+class Plain:
+    __call__ = staticmethod(attend)
+
+
+class Sorting:
+    """Not followed."""
+
+    def __call__(self, module, q, k, v):
+        return torch.sort(q @ k.mT / 3, -1).values.softmax(-1) @ v
+
+
+class WithProcessor(Block):
+    def __init__(self):
+        super().__init__()
+        self.processor = Plain()
+
+    def mix(self, q, k, v):
+        return self.processor(self, q, k, v)
+
+
+def validate_on_the_first_rank(rank, until):
+    """Beta and refusal of a layer for whose validation, after two steps, the first rank has a processor of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(WithProcessor(), WithProcessor())
+    hook = betahook.attach(model, "monitor", interval=1)
+    network, layer = DistributedDataParallel(model), hook.layers["0"]
+    for step in range(STEPS):
+        if step == 2 and rank == 0:
+            model[0].processor = Sorting()
+            model(torch.randn(2, 5, WIDTH))
+        if step == until and rank == 0:
+            model[0].processor = Plain()
+        network(torch.randn(2, 5, WIDTH)).square().mean().backward()
+        hook.step()
+        if step == 1:
+            layer.beta = 2.0
+    return hook.state_dict()["beta"][0].item(), layer.refusal
+
+
 def clip_in_the_first_step(rank):
     """The ranks do not know yet that the layer can be clipped."""
     return train(rank, "clip", met=0)[-3]
@@ -76,6 +121,7 @@ def clip_what_one_rank_cannot(rank):
 def run(rank, folder):
     found = {name: train(rank, name) for name in CONTROLLERS}
     found["at once"] = clip_in_the_first_step(rank)
+    found["validated"] = [validate_on_the_first_rank(rank, until) for until in (2, 4)]
     found["unable"] = clip_what_one_rank_cannot(rank)
     torch.save(found, f"{folder}/{rank}")
 
@@ -103,6 +149,18 @@ def test_what_one_rank_leaves_alone_all_do(results, controller):
     assert one[3][0] == "as another rank does, whose log says why"
     assert "sort" in other[3][0]
     assert one[4] == other[4]
+
+
+def test_beta_acts_again_on_all_ranks_after_a_validation_on_one(results):
+    for result in results:
+        assert result["validated"][0] == (2.0, None)
+
+
+def test_all_ranks_go_on_without_a_beta_that_one_has_trained_without(results):
+    for result in results:
+        beta, refusal = result["validated"][1]
+        assert math.isnan(beta)
+        assert refusal == "as another rank does, whose log says why"
 
 
 def test_no_rank_waits_for_one_that_has_nothing_to_clip(results):

@@ -153,6 +153,22 @@ def test_self_and_cross_attention_under_both_processors(processor):
         check_fold(unet, hook, lambda: unet(sample, steps, text).sample)
 
 
+def test_beta_acts_again_after_a_validation_with_sliced_attention():
+    unet, (sample, steps, text, _) = make_unet().eval(), noisy()
+    with betahook.attach(unet, controller="monitor", when="always") as hook:
+        unet(sample, steps, text)
+        sharpen(hook)
+        expected = unet(sample, steps, text).sample
+        unet.set_attention_slice(1)
+        unet(sample, steps, text)
+        with pytest.raises(betahook.FoldError, match="times the model's own, no longer acts"):
+            betahook.fold(unet)
+        unet.set_default_attn_processor()
+        unet(sample, steps, text)
+        betahook.fold(unet)
+    torch.testing.assert_close(unet(sample, steps, text).sample, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_diffusers_says_where_it_loads_a_model_that_beta_is_missing(tmp_path, caplog):
     unet, (sample, steps, text, _) = make_unet().eval(), noisy()
     with betahook.attach(unet, controller="monitor", when="always") as hook:

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -169,3 +170,70 @@ def test_a_layer_that_is_left_alone_takes_no_beta_from_a_state():
         assert layer.beta == layer.beta_default
         assert layer.statistics.count == 0
         assert torch.equal(model(short), expected)
+        assert torch.equal(hook.state_dict()["beta"], state["beta"])
+
+
+def left_alone_late():
+    """A model, a batch that its layer can be followed on, and a hook whose beta of it was lost on another batch."""
+    model, short, long = make(LengthDependent), torch.randn(2, 4, 32), torch.randn(2, 8, 32)
+    hook = betahook.attach(model, "monitor")
+    model(short).sum().backward()
+    hook.step()
+    hook.layers["1"].beta = 2 * hook.layers["1"].beta_default
+    model(long)
+    return model, short, hook
+
+
+def test_a_beta_that_was_lost_is_not_folded_and_acts_in_a_new_hook():
+    model, short, hook = left_alone_late()
+    with pytest.raises(betahook.FoldError, match="2 times the model's own, no longer acts"):
+        betahook.fold(model)
+    state = hook.state_dict()
+    hook.detach()
+    with betahook.attach(model, "monitor") as hook:
+        hook.load_state_dict(state)
+        expected = model(short)
+        assert hook.layers["1"].beta == pytest.approx(2 * hook.layers["1"].beta_default)
+        betahook.fold(model)
+    torch.testing.assert_close(model(short), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_beta_that_was_lost_can_be_given_up():
+    model, short, hook = left_alone_late()
+    expected, layer = model(short), hook.layers["1"]
+    with pytest.raises(RuntimeError, match="left alone"):
+        layer.beta = 2 * layer.beta_default
+    layer.head_beta = layer.head_beta_default
+    betahook.fold(model)
+    assert torch.equal(model(short), expected)
+
+
+def test_a_beta_that_was_lost_is_forgotten_once_training_has_gone_on_without_it():
+    model, short, hook = left_alone_late()
+    model(short).sum().backward()
+    for _ in range(hook.settings.interval):
+        hook.step()
+    assert hook.state_dict()["beta"].isnan().all()
+    betahook.fold(model)
+
+
+@dataclass(frozen=True)
+class Doubling(betahook.Controller):
+    """Doubles beta whatever it observes, as only a controller may that is judged by the loss."""
+
+    uses_loss: ClassVar[bool] = True
+
+    def update(self, beta, observation, state):
+        return 2 * beta, state
+
+
+def test_a_controller_moves_no_layer_that_is_left_alone():
+    model = make(LengthDependent)
+    with betahook.attach(model, Doubling()) as hook:
+        for length in (4, 8):
+            loss = model(torch.randn(2, length, 32)).sum()
+            loss.backward()
+        assert hook.layers["1"].refusal is not None
+        hook.step(loss=loss)
+        assert hook.state_dict()["beta"].isnan().all()
+        betahook.fold(model)

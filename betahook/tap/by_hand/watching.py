@@ -40,7 +40,7 @@ from betahook.tap.by_hand.situation import other
 from betahook.tap.by_hand.traces import Traces
 from betahook.tap.compiled import FusedAttention
 from betahook.tap.override import Override
-from betahook.tap.recorder import Recorder
+from betahook.tap.recorder import Recorder, follow_again
 
 ACTIONS: dict[str, Callable[[Forward, Call], Any]] = {
     **dict.fromkeys(PRODUCTS, matrices.multiply),
@@ -94,6 +94,7 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
             return forward(*args, **kwargs)
         if is_new:
             plan.forget()
+            follow_again(layer)
             layer.attention.has_changed = True
         with bypassed.running(layer):
             return _run_watched(layer, plan, forward, uncompiled, args, kwargs)

@@ -7,7 +7,7 @@ import torch
 
 import betahook
 from betahook.measure import ranks
-from betahook.state.state import refuse
+from betahook.state.left_alone import refuse
 from betahook.step import checks
 from support.models import build, inputs
 

@@ -163,6 +163,52 @@ def test_beta_acts_where_another_processor_computes():
         assert layer.refusal is None
 
 
+class InSlices(ByProducts):
+    """One head after the other, which is not followed."""
+
+    def __call__(self, attention, x):
+        q, k, v = (part.chunk(HEADS, -1) for part in self.project(attention, x))
+        heads = [(each @ k[head].mT / 3).softmax(-1) @ v[head] for head, each in enumerate(q)]
+        return torch.cat(heads, -1)
+
+
+def test_beta_acts_again_after_a_processor_that_is_not_followed(caplog):
+    model = make(Apart)
+    plain = model(BATCH)
+    with betahook.attach(model, controller="monitor") as hook:
+        layer = hook.layers["1"]
+        model(BATCH)
+        layer.beta = 1.0
+        expected, state = model(BATCH), hook.state_dict()
+        model[1].processor = InSlices()
+        torch.testing.assert_close(model.eval()(BATCH), plain)
+        assert "Its beta, 3 times the model's own, no longer acts" in caplog.text
+        assert torch.equal(hook.state_dict()["beta"], state["beta"])
+        assert hook.layers.are_adapted
+        with pytest.raises(betahook.FoldError, match=r"its beta, 3 times the model's own, no longer acts\. Give"):
+            betahook.fold(model)
+        model[1].processor = ByProducts()
+        assert torch.equal(model.train()(BATCH), expected)
+        assert layer.refusal is None
+        assert layer.statistics.count > 0
+        betahook.fold(model)
+    torch.testing.assert_close(model(BATCH), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_that_was_never_followed_is_followed_with_another_processor():
+    model = make(Apart)
+    model[1].processor = InSlices()
+    with betahook.attach(model, controller="monitor") as hook:
+        layer = hook.layers["1"]
+        model(BATCH)
+        assert layer.refusal is not None
+        model[1].processor = ByProducts()
+        model(BATCH)
+        assert layer.refusal is None
+        assert layer.beta == layer.beta_default == pytest.approx(1 / 3)
+        betahook.fold(model)
+
+
 def test_projections_that_take_the_place_of_others_are_found():
     model = make(Apart)
     with betahook.attach(model, controller="monitor", interval=1) as hook:
