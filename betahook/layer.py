@@ -13,7 +13,7 @@ from torch import Tensor
 from betahook import theory
 from betahook.measure import weights
 from betahook.measure.groups import HeadGroups, LayerSize
-from betahook.measure.statistics import Statistics
+from betahook.measure.statistics import ROW, Statistics
 from betahook.models.classifiers import classify
 from betahook.models.code import names_used
 from betahook.models.discovery import AttentionModule, shown_name
@@ -236,6 +236,12 @@ def query_projection(layer: AttentionLayer) -> Projection | None:
 def gain_lost_by(layer: AttentionLayer) -> float:
     """`beta / beta_default` that acted until a layer was left alone; 1 if that was the model's own."""
     return lost_gain(layer._state, layer._head_range)
+
+
+def has_one_key(layer: AttentionLayer) -> bool:
+    """True if each row had but one key in the last pooling that measured a layer."""
+    pairs, flat = (layer._state.recent[ROW[name], layer._head_range.heads] for name in ("pairs", "flat_entropy"))
+    return bool(((pairs > 0) & (flat == 0)).all())
 
 
 def size_of(attention: AttentionModule) -> LayerSize:

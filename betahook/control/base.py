@@ -169,6 +169,8 @@ def apply(
 ) -> tuple[Tensor, list[Memory]]:
     """Run controllers in order; a unit keeps beta and memory where anything is not finite, or was never measured.
 
+    So it does where each row has but one key.
+
     Controllers judged by the loss run all the same: to them, a beta at which nothing is finite is a bad trial.
 
     They compute in the precision of the statistics, float64 where the device has it. Wherever they move beta, it stays
@@ -179,7 +181,10 @@ def apply(
         TypeError: a controller returned something else than beta and memory, or a memory that no checkpoint holds.
         ValueError: an update returned a memory with other names than `start`, or a name is none for a checkpoint.
     """
-    measured = observation.statistics.finite & (observation.statistics.count > 0)
+    # `logical_and` takes numbers, in one operation. Where rows have one key `flat_entropy` is 0: beta does
+    # nothing there, and the sensitivity is rounding.
+    measured = observation.statistics.finite.logical_and(observation.statistics.count)
+    measured = measured.logical_and(observation.statistics.flat_entropy)
     known = observation.beta_default < torch.inf  # not NaN either; `isfinite` is four operations
     healthy = measured & known
     start = new = beta.to(observation.statistics.sensitivity.dtype)

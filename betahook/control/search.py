@@ -216,7 +216,8 @@ class Search(Controller):
 
     def _bound(self, fresh: Tensor, observation: Observation) -> Tensor:
         """The largest logit that a step up may make."""
-        return torch.where(fresh > 0, observation.overflow * self.fresh_bound, observation.overflow)
+        bound = torch.full_like(fresh, observation.overflow, dtype=torch.float32)
+        return bound.masked_fill(fresh > 0, observation.overflow * self.fresh_bound)
 
     @classmethod
     def migrate(cls, state: Memory) -> Memory:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from betahook import rerun
 from betahook.keep.refusals import FoldError, FoldPlan
-from betahook.layer import AttentionLayer
+from betahook.layer import AttentionLayer, has_one_key
 from betahook.models.modes import random_state_kept
 from betahook.models.scaling import Scaling
 from betahook.tap.override import Override
@@ -205,8 +205,11 @@ class _LayerCheck:
                 "used outside the scores too, as in some relative position biases. Exclude the layer with "
                 f"attach(layers=...){_coarse(rerun.coarsest_eps([place.parameters for place in places]))}"
             )
-        else:  # as where every query sees a single key
-            reason = "its output on the input of the last forward does not depend on beta; run one where it does"
+        else:  # as where every query sees a single key, in this forward
+            reason = (
+                "its output on the input of the last forward does not depend on beta; run one where it does. Or leave "
+                "it out with attach(layers=...)"
+            )
         raise self._plan.error(reason, self._layer)
 
     def _run(self, gain: Tensor) -> Any:
@@ -234,7 +237,9 @@ class _LayerCheck:
         for factors in (self._probe, self._gain):
             expected, actual = self._run(factors), self._run_scaled(place, factors)
             error = self._distance(actual, expected)
-            if factors is self._probe and not error < self._distance(plain, expected) / 4:
+            shown = factors is not self._probe or bool(error < self._distance(plain, expected) / 4)
+            # Where training saw one key alone, too, no place would be wrong.
+            if not shown and self._plan.is_on_any_rank(not has_one_key(self._layer)):
                 return False
             precision = rerun.coarsest_eps([expected, place.parameters])
             blurred = partial(self._blurred, actual, place, factors, precision)

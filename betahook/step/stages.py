@@ -223,7 +223,8 @@ def explain(state: State, layers: Layers, controllers: Sequence[Controller]) -> 
     moves = any(controller.moves_beta for controller in controllers)
     at_bound = base.at_bound(beta, observation.beta_default) & moves
     is_above = beta > observation.beta_default
-    held = torch.stack([observation.statistics.finite, at_bound, is_above]).T.tolist()
+    has_one_key = (observation.statistics.flat_entropy == 0) & moves
+    held = torch.stack([observation.statistics.finite, has_one_key, at_bound, is_above]).T.tolist()
     notes = [[Note(reason=_held(*each))] for each in held]
     for controller, memory in zip(controllers, state.memories, strict=True):
         if memory or not controller.start(beta):  # it has run, or needs no memory
@@ -236,9 +237,11 @@ def explain(state: State, layers: Layers, controllers: Sequence[Controller]) -> 
     return [alone if layer.refusal else note for layer, note in zip(layers.values(), of_layers, strict=True)]
 
 
-def _held(finite: bool, at_bound: bool, is_above: bool) -> str:
+def _held(finite: bool, has_one_key: bool, at_bound: bool, is_above: bool) -> str:
     """Reasons for which no controller moves beta, in words."""
     if not finite:
         return "held by a NaN, an infinity or a skipped optimizer step"
+    if has_one_key:
+        return "without effect, since each row has but one key"
     bound = f"upper bound, {10**DECADES:g} times" if is_above else f"lower bound, {10**-DECADES:g} times"
     return f"held at its {bound} the model's own" if at_bound else ""

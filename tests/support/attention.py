@@ -42,6 +42,14 @@ class ByHandAttention(Block):
         return torch.softmax(logits, -1) @ v
 
 
+class ToOneKey(FusedAttention):
+    """Each query sees the first token alone, as cross-attention to the embedding of one picture does."""
+
+    def forward(self, x):
+        q, k, v = self.q_proj(x), self.k_proj(x[:, :1]), self.v_proj(x[:, :1])
+        return self.mix(*map(self.split, (q, k, v))).transpose(1, 2).flatten(2)
+
+
 class OfTorch(nn.MultiheadAttention):
     """torch's own, by one argument."""
 

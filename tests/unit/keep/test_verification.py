@@ -11,7 +11,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 
 import betahook
-from support.attention import LENGTH, WIDTH, Block, ByHandAttention, FusedAttention
+from support.attention import LENGTH, WIDTH, Block, ByHandAttention, FusedAttention, ToOneKey
 from support.models import build, inputs
 from support.training import move
 
@@ -106,6 +106,23 @@ def test_one_token_does_not_tell_where_beta_belongs():
         model(input_ids=batch["input_ids"][:, :1])
         with pytest.raises(betahook.FoldError, match="the input of the last forward does not depend on beta; run one"):
             betahook.fold(model)
+
+
+def test_where_training_saw_one_key_alone_no_place_can_be_wrong():
+    model, x = nn.Sequential(ToOneKey()), torch.randn(2, LENGTH, WIDTH)
+    weight = model[0].q_proj.weight.detach().clone()
+    with betahook.attach(model, controller="monitor") as hook:
+        expected = model(x)
+        expected.sum().backward()
+        hook.layers["0"].beta = 1.0
+        with pytest.raises(
+            betahook.FoldError, match=r"does not depend on beta; run one.* leave it out with attach\(lay"
+        ):
+            betahook.fold(model)
+        hook.step()
+        betahook.fold(model)
+    torch.testing.assert_close(model[0].q_proj.weight, weight / hook.layers["0"].beta_default)
+    assert torch.equal(model(x), expected)
 
 
 @pytest.mark.oldest_skips("T5 writes its attention by hand")

@@ -11,6 +11,7 @@ import torch
 import betahook
 from betahook import Controller, Monitor, Search
 from betahook.step.stages import turn
+from support.attention import LENGTH, WIDTH, ToOneKey
 from support.models import build, inputs
 from support.training import LAYER
 
@@ -51,6 +52,19 @@ class First(Controller):
 
     def update(self, beta, observation, state):
         return torch.where(torch.arange(len(beta)) == 0, 2 * beta, beta), {}
+
+
+def test_beta_of_a_layer_whose_rows_have_one_key_is_not_moved():
+    """The sensitivity is 0; what is measured of it is rounding, whose sign a search would follow."""
+    model = torch.nn.Sequential(ToOneKey())
+    with betahook.attach(model, controller=[First(), Search(warmup=0, plateau_batches=0, rise_batches=3)]) as hook:
+        for _ in range(5):
+            model(torch.randn(2, LENGTH, WIDTH)).square().sum().backward()
+            hook.step()
+        assert hook.layers["0"].current_gain.eq(1).all()
+        assert not hook.moving
+        (finding,) = hook.findings()
+        assert "without effect, since each row has but one key" in str(finding.note)
 
 
 def test_a_layer_that_does_not_move_keeps_the_models_own_beta():
