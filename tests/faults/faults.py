@@ -1704,6 +1704,8 @@ FAULTS = [
         "measured",
         "tests/unit/step/test_stages.py",
     ),
+    Fault("betahook/tap/by_hand/matrices.py", "not {*found} <= {*shared}", "False", LEFT_ALONE),
+    Fault("betahook/tap/by_hand/matrices.py", "summed not in found and", "", SCALES),
     Fault("betahook/step/stages.py", "(observation.statistics.flat_entropy == 0) & moves", "at_bound & False"),
     Fault("betahook/keep/verification.py", " and self._plan.is_on_any_rank(not has_one_key(self._layer))", ""),
     Fault("betahook/layer.py", "(pairs > 0) & (flat == 0)", "flat == 0", "tests/unit/keep/test_verification.py"),

@@ -180,6 +180,9 @@ def _head_axis(forward: Forward, product: Contraction, known: Product) -> tuple[
     axis = forward.head_axis(product.left, labels, summed, shared, known.site)
     if axis is not None:
         return axis, ""
+    found = [] if labels is None else varying(labels, None)
+    if summed not in found and not {*found} <= {*shared}:
+        return None, f"a product at {known.site.line} that sums over tokens, as between channels or in linear attention"
     sizes = [product.left.shape[dim] for dim in shared]
     if labels is not None and len(varying(labels, summed)) == 1 and all(size % count for size in sizes):
         return None, f"a product at {known.site.line} ({contraction.misfit(sizes, count)})"

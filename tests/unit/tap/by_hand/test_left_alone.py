@@ -255,6 +255,14 @@ REFUSED = {
         lambda module, q, k, v: attend(q, k, v) + torch.stack([q @ k.mT, q @ v.mT]).sum(0).softmax(-1) @ v,
         "sum over another axis than that of the rows at test_left_alone.py:",
     ),
+    "between channels": (
+        lambda module, q, k, v: v @ (q.mT @ k * ROOT).softmax(-1).mT,
+        "sums over tokens, as between channels or in linear attention, which",
+    ),
+    "linear": (
+        lambda module, q, k, v: F.relu(q) @ (F.relu(k).mT @ v),
+        "sums over tokens, as between channels or in linear attention, which",
+    ),
     "no softmax": (lambda module, q, k, v: F.relu(q @ k.mT) @ v, "relu at test_left_alone.py:"),
 }
 
