@@ -36,7 +36,8 @@ UNFOLLOWED_KERNELS = {
 }
 """Others that are known to compute an attention, to what may be called in their place."""
 ASKED = TORCH_ATTENTION | KERNELS
-SOFTMAX = {*SOFTMAXES, "Softmax", "LogSoftmax", "XSoftmax"}
+LOG_SOFTMAX = {"log_softmax", "LogSoftmax"}
+SOFTMAX = {*SOFTMAXES, *LOG_SOFTMAX, "Softmax", "XSoftmax"}
 IN_NAME = re.compile("attention|attn", re.IGNORECASE)
 
 

@@ -19,7 +19,9 @@ from betahook import compat
 from betahook.models import trial
 from betahook.models.classifiers import (
     ASKED,
+    LOG_SOFTMAX,
     NO_ATTENTION,
+    SOFTMAX,
     UNKNOWN_CODE,
     Route,
     Verdict,
@@ -177,8 +179,12 @@ def _inside(module: nn.Module) -> set[nn.Module]:
 
 
 def _attends_itself(module: nn.Module, used: Set[str]) -> bool:
-    """True if a module around others is an attention too; its config does not tell, which a whole model has as well."""
-    return is_users(module) and bool(used & ASKED or stated(module)[0] or is_named(module))
+    """True if a module around others is an attention too; its config does not tell, which a whole model has as well.
+
+    Nor does a softmax that is only taken as its logarithm, as that over the classes that a model returns.
+    """
+    of_classes = used & SOFTMAX and used & SOFTMAX <= LOG_SOFTMAX
+    return is_users(module) and bool(used & ASKED or (stated(module)[0] and not of_classes) or is_named(module))
 
 
 Try = Callable[[nn.Module], trial.Outcome | None]

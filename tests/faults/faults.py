@@ -1397,7 +1397,8 @@ FAULTS = [
         f"{LEFT_ALONE}::test_what_is_not_understood_is_left_alone_by_name",
     ),
     Fault("betahook/models/discovery.py", " and stated(module)[0] in (None, shown.size[0])", "", TRIAL),
-    Fault("betahook/models/discovery.py", " or stated(module)[0] or is_named", " or is_named"),
+    Fault("betahook/models/discovery.py", " or (stated(module)[0] and not of_classes)", ""),
+    Fault("betahook/models/discovery.py", " and not of_classes", ""),
     Fault("betahook/models/projections.py", "return not (normed or added)", "return not normed"),
     Fault(
         "betahook/models/code.py", "value.func if isinstance(value, functools.partial) else value", "value", DISCOVERED

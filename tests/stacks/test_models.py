@@ -144,6 +144,7 @@ def test_self_and_cross_attention_under_both_processors(processor):
         projection.register_forward_hook(lambda module, args, output, side=side: seen.update({side: output}))
     with betahook.attach(unet, controller="monitor", when="always") as hook:
         assert {layer.rpartition(".")[2] for layer in hook.layers} == {"attn1", "attn2"}
+        assert hook.not_reached == {}
         unet(sample, steps, text)
         q, k = (seen[side].unflatten(-1, (cross.heads, -1)).transpose(1, 2).double() for side in "qk")
         scores = (q @ k.mT).transpose(0, 1).flatten(1)

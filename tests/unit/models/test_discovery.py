@@ -324,6 +324,16 @@ class Sampler(Pooled):
         return torch.multinomial(self(x).softmax(-1), 1)
 
 
+class Classifier(Pooled):
+    """As the Transformer2DModel of diffusers, which has a product in one method and returns classes in another."""
+
+    def forward(self, x):
+        return F.log_softmax(self.unpatchify(self.encoder(x)), -1)
+
+    def unpatchify(self, x):
+        return torch.einsum("bij,bkj->bik", x, x)
+
+
 def configured(module):
     """As a language model, whose config is that of its layers."""
     module.config = types.SimpleNamespace(num_attention_heads=4, head_dim=8)
@@ -356,6 +366,7 @@ class WrapperAttention(nn.Module):
         (PooledByHand(), False),
         (Sampler(), False),
         (configured(Sampler()), False),
+        (sized(Classifier()), False),
     ],
 )
 def test_attention_around_other_attention_is_named(outer, named):
