@@ -62,9 +62,9 @@ def examine(
 
         print(betahook.examine(model, batches))
 
-    Memory does not grow with the number of batches. Afterwards the model, its modes and the state of the random
-    generators are as before. One process of several may examine its model alone, by its own batches; where weights are
-    in shards, all must call, and have the statistics of the batches of all.
+    The largest logit is that of all pairs. Memory does not grow with the number of batches. Afterwards the model, its
+    modes and the state of the random generators are as before. One process of several may examine its model alone, by
+    its own batches; where weights are in shards, all must call, and have the statistics of the batches of all.
 
     Args:
         model: any model that `attach` takes, not hooked.
@@ -92,6 +92,7 @@ def examine_hooked(hook: Hook, batches: Iterable[Mapping[str, Any] | Tensor]) ->
     if isinstance(batches, Mapping | Tensor):
         raise TypeError(f"examine() takes an iterable of batches; got one {type(batches).__name__}: put it into a list")
     count = 0
+    hook._state.exact_max_logit = True  # sampled rows are the same ones in all batches: some tokens are in none
     hook._state.is_local = not any(map(_is_in_shards, hook.model.parameters()))
     with evaluating(hook.model), random_state_kept(hook.model.parameters()):
         for batch in _each(batches):

@@ -96,6 +96,7 @@ def of_trainer(test: str, file: str) -> str:
 FAULTS = [
     # examination and the command
     Fault("betahook/models/modes.py", 'in ("cuda", "xpu"):', 'in ("cuda",):'),
+    Fault("betahook/examination.py", "hook._state.exact_max_logit = True", "pass"),
     Fault("betahook/examination.py", ", random_state_kept(hook.model.parameters()):", ":"),
     Fault(
         "betahook/report/precision.py", "torch.expm1(max_logit * limits.eps / 2)", "torch.expm1(max_logit * limits.eps)"

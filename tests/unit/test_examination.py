@@ -139,6 +139,19 @@ def test_flat_saturated_and_overflowing_heads_are_told():
     assert "float16: 1 of 2 layers, the worst overflows (model.layers.0.self_attn)" in str(found)
 
 
+def test_an_outlier_between_the_sampled_rows_is_seen():
+    """The query and key of the last of 512 tokens are huge: it is the row of the largest score."""
+    model = FusedAttention()
+    inputs = torch.randn(1, 512, WIDTH, generator=torch.Generator().manual_seed(0))
+    inputs[:, -1] *= 1e4
+    with torch.no_grad():
+        query, key = model.split(model.q_proj(inputs)), model.split(model.k_proj(inputs))
+    largest = (query @ key.mT).abs().amax((0, 2, 3))
+    (float16, *_) = betahook.examine(model, [inputs]).precision
+    assert torch.allclose(float16.range_used.float() * torch.finfo(torch.float16).max, largest)
+    assert float16.verdict == "overflows"
+
+
 def test_a_model_that_is_itself_the_attention_is_called_the_model():
     model = FusedAttention()
     found = betahook.examine(model, [torch.randn(2, LENGTH, WIDTH) * 1e4])
