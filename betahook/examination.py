@@ -20,7 +20,8 @@ from betahook.models.modes import evaluating, random_state_kept
 from betahook.options import LayerChoice
 from betahook.report import precision
 from betahook.report.audit import Audit
-from betahook.report.findings import Findings
+from betahook.report.findings import NAMED, Findings
+from betahook.report.names import listed
 from betahook.report.precision import Precision
 
 
@@ -51,7 +52,11 @@ class Examination:
                 worst = max(found, key=lambda each: each.gravity)
                 layers = f"{len(found)} of {len(self.findings)} layers"
                 concerns.append(f"{name}: {layers}, the worst {worst.verdict} ({shown_name(worst.layer)})")
-        concerns = concerns or ["float16, bfloat16 and float8 would all be precise enough"]
+        unknown = list(dict.fromkeys(shown_name(each.layer) for each in self.precision if each.unmeasured))
+        if not concerns and len(unknown) < len(self.findings):
+            concerns = [f"float16, bfloat16 and float8 would all be precise enough{' elsewhere' * bool(unknown)}"]
+        if unknown:
+            concerns.append(f"NaN, or not measured: {listed(unknown, NAMED)}")
         return "\n".join([str(self.findings), "", *concerns])
 
 

@@ -213,7 +213,7 @@ def is_on_its_way(state: dict[str, Any]) -> bool:
 
 
 def _with_heads(each: Precision) -> str:
-    heads = each.overflowing or each.near_overflow or each.coarse
+    heads = each.overflowing or each.near_overflow or each.coarse or each.unmeasured
     if not heads or len(heads) == len(each.weight_error):
         return each.verdict
     return f"{each.verdict}: {len(heads)} of {len(each.weight_error)} heads"

@@ -6,6 +6,7 @@ so this is about attention that computes its scores or its softmax in the format
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -59,6 +60,11 @@ class Precision:
         return _where(self.weight_error > COARSE)
 
     @property
+    def unmeasured(self) -> list[int]:
+        """Heads of which nothing is known: no forward was measured, or there was a NaN in it."""
+        return _where(self.range_used.isnan())
+
+    @property
     def is_concern(self) -> bool:
         """True if a head overflows, is near it, or is coarse; False where nothing was measured."""
         return bool(self.overflowing or self.near_overflow or self.coarse)
@@ -66,20 +72,18 @@ class Precision:
     @property
     def gravity(self) -> tuple[float, float]:
         """Sort key, larger for the worse of two layers: by the range used where it is beyond `NEAR`, then the error."""
-        share = float(self.range_used.max())
-        return share if share > NEAR else 0.0, float(self.weight_error.max())
+        share = _largest(self.range_used)
+        return share if share > NEAR else 0.0, _largest(self.weight_error)
 
     @property
     def verdict(self) -> str:
         """The worst of it in a few words."""
-        share, error = float(self.range_used.max()), float(self.weight_error.max())
-        if not (share >= 0 and error >= 0):
-            return "not measured"
+        share, error = _largest(self.range_used), _largest(self.weight_error)
         if share > NEAR:
             return "overflows" if share > 1 else f"near overflow ({share:.0%} of the range)"
         if error > COARSE:
             return f"weights off by {error:.0%}" if error < 1 else f"weights off {plain(1 + error, 2)}-fold"
-        return "fine"
+        return "not measured" if self.unmeasured else "fine"
 
 
 def judge(head_metrics: Mapping[str, Tensor]) -> Iterator[Precision]:
@@ -92,6 +96,11 @@ def judge(head_metrics: Mapping[str, Tensor]) -> Iterator[Precision]:
         for dtype in FORMATS:
             limits = torch.finfo(dtype)
             yield Precision(layer, dtype, max_score / limits.max, torch.expm1(max_logit * limits.eps / 2))
+
+
+def _largest(heads: Tensor) -> float:
+    """The largest number of those that are not NaN; NaN without any."""
+    return max(heads[~heads.isnan()].tolist(), default=math.nan)
 
 
 def _where(heads: Tensor) -> list[int]:

@@ -101,6 +101,9 @@ FAULTS = [
     Fault(
         "betahook/report/precision.py", "torch.expm1(max_logit * limits.eps / 2)", "torch.expm1(max_logit * limits.eps)"
     ),
+    Fault("betahook/report/precision.py", "heads[~heads.isnan()].tolist()", "heads.tolist()"),
+    Fault("betahook/report/precision.py", '"not measured" if self.unmeasured else "fine"', '"fine"'),
+    Fault("betahook/examination.py", "if not concerns and len(unknown)", "if not concerns or len(unknown)"),
     Fault("betahook/report/html.py", "[html.escape(cell) for cell in cells]", "list(cells)"),
     Fault(
         "betahook/report/charts.py", "value, low, high = math.log(value), math.log(low), math.log(high)", "pass", CHARTS

@@ -176,3 +176,28 @@ def test_an_idle_layer_does_not_hide_one_that_overflows():
     said = str(betahook.examine(model, [torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))]))
     assert "float16: 1 of 2 layers, the worst overflows (used)" in said
     assert "not measured (idle)" not in said
+    assert said.endswith("\nNaN, or not measured: idle")
+
+
+def test_a_nan_hides_no_overflow_of_other_heads_and_is_not_precise_enough():
+    model = build("llama", num_key_value_heads=4)
+    query = model.model.layers[1].self_attn.q_proj.weight
+    with torch.no_grad():
+        query[0] = math.nan
+    said = str(betahook.examine(model, batches()))
+    assert said.endswith("\nNaN, or not measured: model.layers.1.self_attn")
+    with torch.no_grad():
+        query[8:16] *= 1e6
+    said = str(betahook.examine(model, batches()))
+    assert "float16: 1 of 2 layers, the worst overflows (model.layers.1.self_attn)" in said
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.fill_(math.nan)
+    said = str(betahook.examine(model, batches()))
+    assert "precise enough" not in said
+    assert said.endswith("\nNaN, or not measured: model.layers.0.self_attn and model.layers.1.self_attn")
+
+
+def test_precise_enough_is_said_of_the_layers_that_were_measured():
+    said = str(betahook.examine(OneOfTwo(), [torch.zeros(2, 6, 16)]))
+    assert "float16, bfloat16 and float8 would all be precise enough elsewhere\nNaN, or not measured: idle" in said

@@ -1,9 +1,11 @@
 """`betahook examine`, called as the console script calls it."""
 
+import math
 import re
 import shutil
 
 import pytest
+import torch
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -18,7 +20,8 @@ from transformers import (
 )
 
 import betahook
-from betahook.cli import main
+from betahook.cli import main, pages
+from betahook.report import precision
 from support.html_page import Page
 from support.models import build, inputs
 from support.tokens import tokenizer
@@ -83,6 +86,12 @@ def test_examine_gives_the_text_to_encoder_and_decoder(saved, tmp_path, capsys):
     for place in ("encoder.block.0.layer.0.SelfAttention", "decoder.block.1.layer.1.EncDecAttention"):
         assert re.search(rf"{place} +(healthy|flat)", said)
     assert "6 layers" in said
+
+
+def test_heads_with_a_nan_are_counted_in_the_table_of_formats():
+    largest = {"max_logit/attention": torch.tensor([math.nan, 1.0]), "beta/attention": torch.ones(2)}
+    (row,) = pages.formats(list(precision.judge(largest)), ["0"]).rows
+    assert row == ["0", *3 * ["not measured: 1 of 2 heads"]]
 
 
 @pytest.mark.oldest_skips("it makes up a tokenizer where there is none")

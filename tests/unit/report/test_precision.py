@@ -39,6 +39,13 @@ def test_an_overflow_is_worse_than_any_rounding_and_what_was_not_measured_is_no_
     assert sorted([coarse, overflowing, fine, near], key=lambda each: each.gravity) == [fine, coarse, near, overflowing]
 
 
+def test_a_nan_hides_no_concern_and_is_not_fine():
+    overflowing, fine = judged([math.nan, 70_000.0])[torch.float16], judged([math.nan, 1.0])[torch.float16]
+    assert (overflowing.verdict, overflowing.unmeasured) == ("overflows", [0])
+    assert overflowing.gravity > judged([20_000.0, 1.0])[torch.float16].gravity
+    assert (fine.verdict, fine.is_concern) == ("not measured", False)
+
+
 @pytest.mark.parametrize(
     ("max_logit", "dtype", "verdict"),
     [
@@ -49,6 +56,7 @@ def test_an_overflow_is_worse_than_any_rounding_and_what_was_not_measured_is_no_
         (1_792.0, torch.bfloat16, "weights off 1,100-fold"),
         (224.0, torch.float8_e4m3fn, "near overflow (50% of the range)"),
         (float("nan"), torch.float16, "not measured"),
+        (float("inf"), torch.float16, "overflows"),
     ],
 )
 def test_verdicts(max_logit, dtype, verdict):
