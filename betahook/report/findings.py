@@ -127,7 +127,7 @@ class Findings(tuple[Finding, ...]):
                 f"The largest logit is {plain(largest.numbers.max_logit)} "
                 f"(layer {label}, head {largest.max_logit_head})."
             )
-            gains = [finding.gain for finding, _ in measured if finding.gain > 0]
+            gains = [gain for finding, _ in measured for gain in finding.head_gains if gain > 0]
             if gains:
                 low, high = plain(min(gains), 2), plain(max(gains), 2)
                 times = "" if low == high == "1" else f"{low if low == high else f'{low} to {high}'} times "

@@ -172,6 +172,7 @@ FAULTS = [
     ),
     Fault("betahook/report/findings.py", "100 * (10**finding.note.move - 1)", "100 * finding.note.move"),
     Fault("betahook/report/findings.py", 'notes.pop("", None)', "pass"),
+    Fault("betahook/report/findings.py", "for gain in finding.head_gains if", "for gain in [finding.gain] if"),
     Fault("betahook/report/names.py", "name[:first:-1]", "name[::-1]"),
     Fault("betahook/report/names.py", "sum(map(len, runs[most:]))", "len(runs[most:])"),
     Fault("betahook/report/names.py", "place < len(name) and name[place].isdecimal()", "place < len(name)"),

@@ -221,10 +221,16 @@ def test_a_layer_that_was_replaced_is_not_judged(monitored, caplog):
 
 
 def test_numbers_are_written_without_exponents():
-    far = replace(finding(0, note=Note(Phase.CLIMB, 1.0)), beta=37.5, beta_default=0.25)
-    found = Findings.at(9, [far, replace(far, layer="model.layers.1.attn", beta=3000.0)])
+    far = replace(finding(0, note=Note(Phase.CLIMB, 1.0)), beta=37.5, beta_default=0.25, head_gains=(150.0,) * 8)
+    farther = replace(far, layer="model.layers.1.attn", beta=3000.0, head_gains=(12_000.0,) * 8)
+    found = Findings.at(9, [far, farther])
     assert found.table().rows[0] == ["0", "healthy", "1", "2", "8", "20 of 100", "150 x", "+900 %"]
     assert found.summary.endswith("Beta is 150 to 12,000 times the model's own.")
+
+
+def test_the_summary_has_the_range_of_beta_over_all_heads():
+    apart = replace(finding(0), beta=0.25, head_gains=(0.79, 1.26) * 4)
+    assert Findings.at(9, [apart]).summary.endswith("Beta is 0.79 to 1.3 times the model's own.")
 
 
 @pytest.mark.parametrize("offset", [True, False])
