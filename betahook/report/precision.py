@@ -30,8 +30,8 @@ class Precision:
         layer: module name.
         dtype: the format.
         range_used: the largest absolute score, before beta, over the largest number of the format, `[heads]`.
-        weight_error: relative error of an attention weight if the largest logit x is rounded to nearest,
-            `exp(x eps / 2) - 1`, `[heads]`.
+        weight_error: largest relative error of an attention weight if logits as large as the largest are rounded to
+            nearest, `exp(ulp / 2) - 1` with the spacing `ulp` of the numbers of the format there, `[heads]`.
     """
 
     layer: str
@@ -95,7 +95,13 @@ def judge(head_metrics: Mapping[str, Tensor]) -> Iterator[Precision]:
         max_score = max_logit / head_metrics[f"beta/{layer}"]
         for dtype in FORMATS:
             limits = torch.finfo(dtype)
-            yield Precision(layer, dtype, max_score / limits.max, torch.expm1(max_logit * limits.eps / 2))
+            yield Precision(layer, dtype, max_score / limits.max, torch.expm1(_half_ulp(max_logit, limits.eps)))
+
+
+def _half_ulp(numbers: Tensor, eps: float) -> Tensor:
+    """Half of the spacing of a format's numbers at others, the most that rounding takes them away; inf of an inf."""
+    half = torch.ldexp(torch.full_like(numbers, eps / 2), torch.frexp(numbers).exponent - 1)
+    return half.where(numbers.isfinite() & (numbers > 0), numbers)  # the others have no exponent
 
 
 def _largest(heads: Tensor) -> float:

@@ -98,9 +98,13 @@ FAULTS = [
     Fault("betahook/models/modes.py", 'in ("cuda", "xpu"):', 'in ("cuda",):'),
     Fault("betahook/examination.py", "hook._state.exact_max_logit = True", "pass"),
     Fault("betahook/examination.py", ", random_state_kept(hook.model.parameters()):", ":"),
+    Fault("betahook/report/precision.py", "torch.expm1(_half_ulp(max_logit,", "torch.expm1(2 * _half_ulp(max_logit,"),
     Fault(
-        "betahook/report/precision.py", "torch.expm1(max_logit * limits.eps / 2)", "torch.expm1(max_logit * limits.eps)"
+        "betahook/report/precision.py",
+        "torch.ldexp(torch.full_like(numbers, eps / 2), torch.frexp(numbers).exponent - 1)",
+        "numbers * eps / 2",
     ),
+    Fault("betahook/report/precision.py", "half.where(numbers.isfinite() & (numbers > 0), numbers)", "half"),
     Fault("betahook/report/precision.py", "heads[~heads.isnan()].tolist()", "heads.tolist()"),
     Fault("betahook/report/precision.py", '"not measured" if self.unmeasured else "fine"', '"fine"'),
     Fault("betahook/examination.py", "if not concerns and len(unknown)", "if not concerns or len(unknown)"),
