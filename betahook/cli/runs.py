@@ -29,7 +29,8 @@ class Run:
     """Everything found of a run.
 
     Attributes:
-        scalars: tag to points (step, value), in order of the steps: of TensorBoard, or else of the Trainer's history.
+        scalars: tag to points (step, value), in order of the steps: of TensorBoard, and before that has any, as in a
+            run that was resumed, of the Trainer's history.
         picture: the last picture of TensorBoard, a PNG; None without one.
         words: the last findings in words, as Markdown; empty without any.
         checkpoints: step to the state of the hook in a checkpoint, in order.
@@ -126,7 +127,9 @@ def _read_checkpoints(root: Path, run: Run) -> None:
     for entry in max(map(_history, files), key=len, default=[]):
         for name, value in entry.items():
             curves.setdefault(_tag(name), []).append((entry["step"], value))
-    run.scalars = {**curves, **run.scalars}
+    for tag, points in curves.items():
+        logged = run.scalars.get(tag, [])  # from where the run was resumed: the files of before are in another folder
+        run.scalars[tag] = [point for point in points if not logged or point[0] < logged[0][0]] + logged
 
 
 def _history(file: Path) -> list[dict[str, Any]]:

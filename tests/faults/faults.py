@@ -1775,6 +1775,9 @@ FAULTS = [
     Fault("integrations/reports.py", "if logs is not None and is_training(logs):", "if logs is not None:"),
     Fault("betahook/checkpoint/pretrained.py", "if not isinstance(config, dict):", "if False:", SHOW_AND_FOLD),
     Fault("betahook/cli/runs.py", ' and isinstance(entry.get("step"), int)', "", REPORTS),
+    Fault(
+        "betahook/cli/runs.py", "if not logged or point[0] < logged[0][0]] + logged", "if not logged] + logged", REPORTS
+    ),
     Fault("betahook/cli/models.py", 'return f"cannot be read: {error}"', "pass", SHOW_AND_FOLD),
     Fault("betahook/cli/commands.py", '        names.append("decoder_input_ids")', "        pass", EXAMINE),
     Fault("integrations/reports.py", "        self._undo.close()\n", ""),

@@ -112,6 +112,20 @@ def test_report_of_a_checkpoint_has_the_loss_of_its_evaluations(run, tmp_path):
     assert any(text.startswith("evaluation: ") for text in Page(page).texts)
 
 
+def test_report_of_a_resumed_run_has_what_was_logged_before(run, tmp_path):
+    """TensorBoard's files begin at the resume, the Trainer's history does not; theirs is what both have."""
+    folder = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("runs"))
+    losses = [point for point in runs.read(str(folder)).scalars["train/loss"] if point[0] < 4]
+    assert losses
+    with SummaryWriter(str(folder / "runs" / "resumed")) as writer:
+        for step in (4, 6):
+            writer.add_scalar("train/loss", -1.0, step)
+            writer.add_scalar("attention/max_logit", 9.0, step)
+    scalars = runs.read(str(folder)).scalars
+    assert scalars["train/loss"] == [*losses, (4, -1.0), (6, -1.0)]
+    assert [step for step, _ in scalars["attention/max_logit"]] == [*(step for step, _ in losses), 4, 6]
+
+
 @pytest.mark.parametrize("text", ["null", "[3]", '{"log_history": null}', '{"log_history": 3}'])
 def test_report_without_a_history_that_can_be_read(run, tmp_path, text):
     folder, page = shutil.copytree(run / "checkpoint-3", tmp_path / "checkpoint-3"), tmp_path / "one.html"
