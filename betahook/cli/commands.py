@@ -169,6 +169,12 @@ def examine(name: str, text: str, *, length: int, batch: int, batches: int, pict
     ):
         names.append("decoder_input_ids")  # few models shift the input into the decoder by themselves
     windows = _windows(name, text, min(length, models.longest(model) or length), batch * batches)
+    highest, known = int(windows.max()), models.vocabulary(model)
+    if known is not None and highest >= known:
+        raise ValueError(
+            f"{name}: token {highest} of the tokenizer, but the model has {known}: call "
+            "model.resize_token_embeddings(len(tokenizer)), or is it the tokenizer of another model?"
+        )
     layers = None if state is None else lambda layer, module: layer in state["layers"]
     with checkpoint.unmarked(model), betahook.attach(model, "monitor", layers=layers, when="always") as hook:
         if state is not None:

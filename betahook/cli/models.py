@@ -96,6 +96,15 @@ def longest(model: PreTrainedModel) -> int | None:
     return limit - next(paddings, -1) - 1 if limit > 0 else None
 
 
+def vocabulary(model: PreTrainedModel) -> int | None:
+    """Number of tokens that a model has embeddings for; None if it has no table of them, as CANINE, which hashes."""
+    try:
+        embeddings = model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+    return getattr(embeddings, "num_embeddings", None)
+
+
 def obstacle(name: str, *, for_adapter: str = "give the folder of its base model") -> str | None:
     """Say why no config can be read from there, and what to do; None for a folder with one, or a name on the Hub.
 

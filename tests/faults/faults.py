@@ -112,6 +112,7 @@ FAULTS = [
     Fault(
         "betahook/report/charts.py", "value, low, high = math.log(value), math.log(low), math.log(high)", "pass", CHARTS
     ),
+    Fault("betahook/cli/commands.py", "if known is not None and highest >= known:", "if False:", EXAMINE),
     Fault("betahook/cli/commands.py", "if state is not None:\n            if", "if False:\n            if", EXAMINE),
     Fault("betahook/cli/commands.py", " and not _is_named(path, LEFT_BEHIND)", "", SHOW_AND_FOLD),
     Fault("betahook/cli/commands.py", "if (made / path.name).exists():", "if False:", SHOW_AND_FOLD),

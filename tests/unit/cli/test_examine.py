@@ -94,6 +94,16 @@ def test_heads_with_a_nan_are_counted_in_the_table_of_formats():
     assert row == ["0", *3 * ["not measured: 1 of 2 heads"]]
 
 
+def test_examine_refuses_a_tokenizer_with_more_tokens_than_the_model(saved, tmp_path, capsys):
+    tokenizer().save_pretrained(tmp_path)
+    LlamaModel(LlamaConfig(**{**TINY, "vocab_size": 100})).save_pretrained(tmp_path)
+    capsys.readouterr()
+    assert main(["examine", str(tmp_path), "--text", str(saved / "text.txt"), "--length", "32"]) == 1
+    said = capsys.readouterr().err
+    assert re.match(rf"betahook examine: {tmp_path}: token \d+ of the tokenizer, but the model has 100: call ", said)
+    assert said.count("\n") == 1
+
+
 @pytest.mark.oldest_skips("it makes up a tokenizer where there is none")
 def test_examine_says_why_it_cannot(saved, tmp_path, capsys):
     empty = tmp_path / "empty.txt"
