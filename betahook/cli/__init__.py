@@ -31,12 +31,14 @@ def main(arguments: list[str] | None = None) -> int:
         given["pictured"] = page is not None
     try:
         document = getattr(commands, command)(**given)
-        if page is not None:
-            html.write(document, page)
+        try:
+            if command != "report":
+                terminal.show(document)
+        finally:  # one of them may fail, as in a pipe that is closed: the other has what took long
+            if page is not None:
+                html.write(document, page)
         if command == "report":
             print(f"{page}: open it in a browser")
-        else:
-            terminal.show(document)
     except OBSTACLES as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         print(f"betahook {command}: {reason}", file=sys.stderr)

@@ -32,15 +32,22 @@ PAGE = """<!doctype html>
 
 
 def write(document: Document, path: str | os.PathLike[str]) -> None:
-    """Write a document to a file, which appears whole or not at all; into a device or a pipe, which stays one."""
+    """Write a document to a file, which appears whole or not at all; into a device or a pipe, which stays one.
+
+    Raises:
+        OSError: it cannot be written there.
+    """
     page, file = render(document), Path(path)
-    if file.exists() and not file.is_file():
-        file.write_text(page, encoding="utf-8")
-        return
-    file = file.resolve()  # a link stays, too
-    unfinished = file.with_name(f"{file.name}.unfinished")
-    unfinished.write_text(page, encoding="utf-8")
-    os.replace(unfinished, file)
+    try:
+        if file.exists() and not file.is_file():
+            file.write_text(page, encoding="utf-8")
+            return
+        file = file.resolve()  # a link stays, too
+        unfinished = file.with_name(f"{file.name}.unfinished")
+        unfinished.write_text(page, encoding="utf-8")
+        os.replace(unfinished, file)
+    except OSError as error:  # which names the unfinished one
+        raise OSError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def render(document: Document) -> str:

@@ -2056,6 +2056,7 @@ FAULTS = [
     ),
     Fault("betahook/models/classifiers.py", "has_softmax or re.search", "re.search"),
     Fault("betahook/cli/__init__.py", "not path.is_dir() and ", "", "tests/unit/cli/test_main.py"),
+    Fault("betahook/report/html.py", "written: {error.strerror}", "written: {error}", "tests/unit/cli/test_main.py"),
     Fault("betahook/cli/terminal.py", 'errors="replace"', 'errors="strict"', "tests/unit/cli/test_main.py"),
     Fault(
         "integrations/trainer.py",

@@ -55,6 +55,26 @@ def test_a_folder_in_the_place_of_the_page_is_refused(tmp_path, monkeypatch, cap
     assert "expected a file in a folder that exists; got 'betahook.html'" in capsys.readouterr().err
 
 
+def test_a_page_that_cannot_be_written_costs_no_findings(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("betahook.cli.commands.examine", lambda *_, **__: Document("found", []))
+    page = tmp_path / "page.html"
+    (tmp_path / "page.html.unfinished").mkdir()
+    assert main(["examine", "model", "--text", "text", "--html", str(page)]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "found\n"
+    assert shown.err == f"betahook examine: {page} cannot be written: Is a directory\n"
+
+
+def test_a_closed_pipe_costs_no_page(tmp_path, monkeypatch):
+    def close(document):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("betahook.cli.commands.examine", lambda *_, **__: Document("found", []))
+    monkeypatch.setattr("betahook.cli.terminal.show", close)
+    assert main(["examine", "model", "--text", "text", "--html", str(tmp_path / "page.html")]) == 1
+    assert "found" in (tmp_path / "page.html").read_text()
+
+
 def test_ctrl_c_is_no_fault(monkeypatch):
     def interrupt(folder):
         raise KeyboardInterrupt
