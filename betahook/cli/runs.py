@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def read(folder: str) -> Run:
 
     Raises:
         FileNotFoundError: there is no such folder, or nothing of betahook in it.
+            Or something that is no file, as a broken link, has the name of a TensorBoard file beside others.
         ValueError: its checkpoints are of models with different layers.
         ImportError: there are event files, but tensorboard is not installed.
     """
@@ -60,7 +62,8 @@ def read(folder: str) -> Run:
     if not root.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; give that of a run, with TensorBoard files or checkpoints")
     run = Run()
-    place = _read_events(root, run) if any(root.rglob(FILES)) else root
+    events = [path for path in root.rglob(FILES) if path.is_file()]
+    place = _read_events(root, events, run) if events else root
     _read_checkpoints(_folder_of_checkpoints(root, place), run)
     if not run.checkpoints and not run.remarks and not any(tag.startswith(f"{GROUP}/") for tag in run.scalars):
         raise FileNotFoundError(
@@ -69,16 +72,18 @@ def read(folder: str) -> Run:
     return run
 
 
-def _read_events(root: Path, run: Run) -> Path:
-    """Read the newest TensorBoard run below a folder that has something of betahook; return its place."""
+def _read_events(root: Path, files: list[Path], run: Run) -> Path:
+    """Read the newest TensorBoard run, of files below a folder, that has something of betahook; return its place."""
     try:
         from tensorboard.backend.event_processing import event_accumulator
     except ImportError as error:
         raise ImportError("reading TensorBoard files needs tensorboard: pip install tensorboard") from error
     accumulate: Any = event_accumulator.EventAccumulator
-    files = sorted(root.rglob(FILES), key=lambda file: file.stat().st_mtime_ns, reverse=True)
-    places = list(dict.fromkeys(file.parent for file in files))
+    newest = sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    places = list(dict.fromkeys(file.parent for file in newest))
     for place in places:
+        if other := next((path for path in place.glob(FILES) if not path.is_file()), None):
+            raise FileNotFoundError(f"{other} is no file, and TensorBoard reads none behind it: remove or rename it")
         events = accumulate(str(place), size_guidance=ALL)
         events.Reload()
         tags = events.Tags()
@@ -125,7 +130,7 @@ def _read_checkpoints(root: Path, run: Run) -> None:
     files = [file for file in (*logs, root / compat.trainer_state_name()) if file.is_file()]
     curves: dict[str, Points] = {}
     for entry in max(map(_history, files), key=len, default=[]):
-        for name, value in entry.items():
+        for name, value in _numbers(entry):
             curves.setdefault(_tag(name), []).append((entry["step"], value))
     for tag, points in curves.items():
         logged = run.scalars.get(tag, [])  # from where the run was resumed: the files of before are in another folder
@@ -144,6 +149,13 @@ def _history(file: Path) -> list[dict[str, Any]]:
     history = state.get("log_history") if isinstance(state, dict) else None
     entries = history if isinstance(history, list) else []
     return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("step"), int)]
+
+
+def _numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Names and values of an entry of the history, without what is no number: others' callbacks may write anything."""
+    for name, value in entry.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, value
 
 
 def _tag(name: str) -> str:

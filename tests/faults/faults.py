@@ -1776,6 +1776,13 @@ FAULTS = [
     Fault("integrations/reports.py", "if logs is not None and is_training(logs):", "if logs is not None:"),
     Fault("betahook/checkpoint/pretrained.py", "if not isinstance(config, dict):", "if False:", SHOW_AND_FOLD),
     Fault("betahook/cli/runs.py", ' and isinstance(entry.get("step"), int)', "", REPORTS),
+    Fault("betahook/cli/runs.py", "isinstance(value, int | float) and not isinstance(value, bool)", "True", REPORTS),
+    Fault(
+        "betahook/cli/runs.py",
+        "for path in root.rglob(FILES) if path.is_file()",
+        "for path in root.rglob(FILES)",
+        REPORTS,
+    ),
     Fault(
         "betahook/cli/runs.py", "if not logged or point[0] < logged[0][0]] + logged", "if not logged] + logged", REPORTS
     ),

@@ -145,6 +145,35 @@ def test_report_leaves_out_entries_without_a_step(run, tmp_path):
     assert main(["report", str(folder), "--html", str(tmp_path / "one.html")]) == 0
 
 
+def test_report_leaves_out_values_that_are_no_numbers(run, tmp_path):
+    folder = shutil.copytree(run / "checkpoint-3", tmp_path / "checkpoint-3")
+    state = json.loads((folder / "trainer_state.json").read_text())
+    expected = runs.read(str(folder)).scalars["train/loss"]
+    state["log_history"] += [{"step": 3, "loss": loss, "note": {}} for loss in ("1.2", None, True, [1.0])]
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    scalars = runs.read(str(folder)).scalars
+    assert scalars["train/loss"] == expected
+    assert "train/note" not in scalars
+    assert main(["report", str(folder), "--html", str(tmp_path / "one.html")]) == 0
+
+
+@pytest.mark.parametrize("kind", ["folder", "broken link"])
+def test_report_passes_by_what_has_the_name_of_tensorboard_files_and_is_none(run, tmp_path, capsys, kind):
+    folder, page = shutil.copytree(run, tmp_path / "run"), str(tmp_path / "page.html")
+    for place in (folder / "other", next(folder.rglob(runs.FILES)).parent):
+        other = place / "events.out.tfevents.0"
+        if kind == "folder":
+            other.mkdir(parents=True)
+        else:
+            place.mkdir(exist_ok=True)
+            other.symlink_to(tmp_path / "gone")
+        if place.name == "other":
+            assert main(["report", str(folder), "--html", page]) == 0
+    capsys.readouterr()
+    assert main(["report", str(folder), "--html", page]) == 1
+    assert f"{other} is no file, and TensorBoard reads none behind it" in capsys.readouterr().err
+
+
 def test_report_of_tensorboard_files_alone(tmp_path):
     page = tmp_path / "page.html"
     table = "**Step 2: layer 0 flat.**\n\n| layer | attention |\n| --- | --- |\n| 0 | flat |\n"
