@@ -130,7 +130,8 @@ def _width(page: Axes, text: str, size: float, weight: str = "normal") -> float:
 def _write(
     page: Axes, x: float, y: float, text: str, size: float, ha: str = "left", color: str = INK, **options: Any
 ) -> None:
-    page.text(x, y, text, fontsize=size, color=color, ha=ha, va="center", **options)
+    # A layer may have dollars in its name, between which matplotlib would read a formula.
+    page.text(x, y, text, fontsize=size, color=color, ha=ha, va="center", parse_math=False, **options)
 
 
 def _write_header(page: Axes, columns: Sequence[Column], latest: Findings) -> None:

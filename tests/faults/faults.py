@@ -140,6 +140,7 @@ FAULTS = [
         "tests/unit/report/test_pictures.py",
     ),
     Fault("betahook/report/summary.py", "{**self._seen, **summarise(findings)}", "summarise(findings)"),
+    Fault("betahook/report/pictures.py", "parse_math=False", "parse_math=True"),
     Fault("betahook/report/pictures.py", "if classify(numbers) is condition", "if numbers.sink > 0.5"),
     Fault("betahook/report/glance.py", "self._drawn * SPACING", "self._drawn"),
     Fault(

@@ -11,6 +11,7 @@ from betahook.control.notes import Note
 from betahook.control.opening import Phase
 from betahook.report import panels, pictures
 from betahook.report.conditions import Condition, Numbers, classify
+from betahook.report.findings import Findings
 from betahook.report.history import History
 from betahook.report.panels import FLAT, HEALTHY, SHARP
 from betahook.report.pictures import PIXELS, draw
@@ -170,6 +171,13 @@ def test_the_header_names_the_step_of_the_axis():
 )
 def test_no_column_begins_before_the_run(steps, edges):
     assert pictures._edges(history_of(*steps).columns) == edges
+
+
+def test_dollars_in_the_name_of_a_layer_are_no_formula():
+    history = History()
+    layers = (finding(layer, [numbers(0.6)] * 2) for layer in range(2))
+    history.add(Findings.at(1, [replace(each, layer=f"$\\frac$ of ${at}$") for at, each in enumerate(layers)]), 1)
+    assert colours(draw(history))
 
 
 def test_rows_of_one_key_have_no_ticks():
