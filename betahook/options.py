@@ -47,7 +47,8 @@ def check_model(model: nn.Module) -> None:
     if checkpoint.is_marked(model):
         raise ValueError(
             f"{name} was saved with its beta beside the weights: betahook.restore(model, folder) attaches with that "
-            "beta and returns the hook; BetaHookCallback(hook=...) trains on with it"
+            "beta and returns the hook; BetaHookCallback(hook=...) trains on with it. If it is a new model, made from "
+            f"the config of a saved one: del model.config.{checkpoint.MARK}"
         )
     hooked = [path or name for path, module in model.named_modules() if hasattr(module, ATTRIBUTE)]
     if hooked:

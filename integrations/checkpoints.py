@@ -139,7 +139,7 @@ def resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
     saved = _saved_state(state)
     if (folder := next((place for place in places if _holds(place, state)), None)) is not None:
         if not _is_plain(folder):
-            checkpoint.read(folder).load(hook)
+            _continue(hook, checkpoint.read(folder))
             return
         begins = "stays as the hook that was given has it" if hook.layers.are_adapted else "begins as the model's own"
         logger.warning("%s was saved without betahook: beta %s", folder, begins)
@@ -152,6 +152,17 @@ def resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
             f"{compat.trainer_state_name()} says nothing of betahook. Name it in the arguments too, "
             "TrainingArguments(resume_from_checkpoint=folder), for betahook to find its beta"
         )
+
+
+def _continue(hook: Hook, saved: checkpoint.Saved) -> None:
+    """Let a hook go on from a file; one that holds no beta but the model's own fits any weights.
+
+    Those of ViT and Mixtral the Trainer does not load back: transformers saves them under other names.
+    """
+    if bool(saved.state["beta"].isnan().all()):
+        hook.load_state_dict(saved.state)
+    else:
+        saved.load(hook)
 
 
 def load_best(hook: Hook, folder: str | None) -> bool:
@@ -170,12 +181,18 @@ def load_best(hook: Hook, folder: str | None) -> bool:
 
 
 def _load_found(hook: Hook, folder: str) -> bool:
-    """Bring back the beta of the best checkpoint; False, with a warning, if the folder is gone, as for the Trainer."""
+    """Bring back the beta of the best checkpoint; False, with a warning, if the Trainer has not loaded its weights."""
     if not Path(folder).is_dir():
         logger.warning("the best checkpoint %s was deleted: beta stays that of the last step, as weights do", folder)
         return False
     if not _is_plain(Path(folder)):
-        checkpoint.read(folder).load(hook)
+        saved = checkpoint.read(folder)
+        # A trial that a search prunes ends without them; and of some models the Trainer cannot load what was renamed.
+        if not saved.fits(hook.model):
+            if hook.layers.are_adapted:
+                logger.warning("the weights of %s were not loaded: beta stays that of the last step", folder)
+            return False
+        saved.load(hook)
         return True
     state = hook.state_dict()
     state["beta"].fill_(math.nan)  # stands for the model's own

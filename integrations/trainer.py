@@ -221,10 +221,10 @@ class BetaHookCallback(TrainerCallback):
     ) -> None:
         hook = _begun(self.hook)
         _training.discard(hook)
-        is_best = args.load_best_model_at_end and checkpoints.load_best(hook, state.best_model_checkpoint)
-        if not is_best and hasattr(kwargs.get("optimizer"), "eval"):
-            kwargs["optimizer"].eval()  # a schedule-free one trains other weights than those that it ends with
         try:
+            is_best = args.load_best_model_at_end and checkpoints.load_best(hook, state.best_model_checkpoint)
+            if not is_best and hasattr(kwargs.get("optimizer"), "eval"):
+                kwargs["optimizer"].eval()  # a schedule-free one trains other weights than those that it ends with
             if self._on_end == "fold" and hook.attached:
                 training.provide_input(hook, kwargs.get("train_dataloader"))
                 fold_or_warn(hook, self._unfinished, is_best=is_best)

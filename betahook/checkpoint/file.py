@@ -69,6 +69,14 @@ class Saved:
         """The folder of the file."""
         return Path(self.place).parent
 
+    def fits(self, model: nn.Module) -> bool:
+        """Return True if the weights of a model are those of the fingerprint, see `check`."""
+        try:
+            self.check(model)
+        except ValueError:
+            return False
+        return True
+
     def check(self, model: nn.Module) -> None:
         """Check that the weights of a model are those of the fingerprint, as far as both name the same ones.
 

@@ -42,8 +42,9 @@ def refuse_other_weights(fingerprint: Mapping[str, Tensor], model: nn.Module) ->
     if different := _differences(fingerprint, take(model).get):
         raise ValueError(
             f"its beta belongs to other weights than those of this {type(model).__name__}: {different}. Load those of "
-            "the same folder, and change them only then; if they are of it, its last save was interrupted: take "
-            "another checkpoint"
+            "the same folder, with from_pretrained, and change them only then: a resuming Trainer does not load what "
+            "transformers saves under other names, as of ViT and Mixtral. If they are of it, its last save was "
+            "interrupted: take another checkpoint"
         )
 
 

@@ -159,7 +159,8 @@ def unmarked(model: nn.Module) -> Iterator[None]:
 def _mark_files(model: nn.Module, folder: Path) -> None:
     """Let PEFT and diffusers say, where they load a config, that beta is missing: they name what they do not know."""
     adapters = getattr(model, "peft_config", ["default"])  # `model` is perhaps the config of one
-    marks = {(folder if name == "default" else folder / name) / ADAPTER_CONFIG: NEEDS_RESTORE for name in adapters}
+    in_folder = {"default"} if not compat.saves_adapters(model) else set(adapters)  # PEFT has a folder for each other
+    marks = {folder / ("" if name in in_folder else name) / ADAPTER_CONFIG: NEEDS_RESTORE for name in adapters}
     if hasattr(model, "register_to_config"):  # a model of diffusers
         marks[folder / CONFIG_NAME] = MARK
     for path, mark in marks.items():

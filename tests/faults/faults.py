@@ -383,6 +383,18 @@ FAULTS = [
         "tests/unit/step/test_first_look.py",
     ),
     Fault(
+        "integrations/checkpoints.py",
+        "if not saved.fits(hook.model):",
+        "if False:",
+        "tests/unit/integrations/test_end_of_training.py",
+    ),
+    Fault(
+        "integrations/checkpoints.py",
+        'if bool(saved.state["beta"].isnan().all()):',
+        "if False:",
+        "tests/unit/checkpoint/test_fingerprint.py",
+    ),
+    Fault(
         "integrations/trainer.py",
         "training_loss.forget_unfinished(self.hook._state)",
         "pass",

@@ -76,7 +76,8 @@ def test_a_model_whose_beta_is_in_a_file():
     setattr(model.config, checkpoint.MARK, True)
     assert refused(ValueError, options.check_model, model) == (
         "Model was saved with its beta beside the weights: betahook.restore(model, folder) attaches with that beta "
-        "and returns the hook; BetaHookCallback(hook=...) trains on with it"
+        "and returns the hook; BetaHookCallback(hook=...) trains on with it. If it is a new model, made from the "
+        "config of a saved one: del model.config.betahook"
     )
 
 

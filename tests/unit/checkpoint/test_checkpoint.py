@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 import betahook
 from betahook import checkpoint
+from betahook.checkpoint import pretrained
 from betahook.integrations.trainer import BetaHookCallback
 from support.models import build, inputs
 from support.trainer import make_trainer
@@ -59,6 +60,18 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     assert state["steps"] == resumed_state["steps"] == 8
     for expected, actual in zip(state["controllers"], resumed_state["controllers"], strict=True):
         assert bits(expected["state"]) == bits(actual["state"])
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_the_config_of_an_adapter_is_marked_where_it_is_saved(tmp_path, native):
+    """PEFT has a folder for each adapter with a name of its own; `save_pretrained` of transformers has none."""
+    model = SimpleNamespace(peft_config={"mine": None}, _hf_peft_config_loaded=native)
+    configs = [folder / pretrained.ADAPTER_CONFIG for folder in (tmp_path, tmp_path / "mine")]
+    configs[1].parent.mkdir()
+    for path in configs:
+        path.write_text("{}")
+    pretrained._mark_files(model, tmp_path)
+    assert [pretrained.NEEDS_RESTORE in path.read_text() for path in configs] == [native, not native]
 
 
 def test_resuming_from_a_checkpoint_without_betahook_is_an_error(tmp_path):

@@ -151,6 +151,21 @@ def test_a_shard_of_another_save(tmp_path):
         betahook.restore(load(tmp_path), tmp_path)
 
 
+@pytest.mark.parametrize("controller", ["monitor", "default"])
+def test_a_run_resumes_with_weights_that_the_trainer_did_not_load_if_no_beta_moves(tmp_path, controller):
+    """Those of ViT, say: transformers saves them under names that the Trainer does not load."""
+    steps = dict(save_strategy="steps", save_steps=2)
+    make_trainer(tmp_path, BetaHookCallback(controller), max_steps=2, **steps).train()
+    trainer = make_trainer(tmp_path, BetaHookCallback(controller), max_steps=4, **steps)
+    trainer._load_from_checkpoint = lambda *args, **kwargs: None
+    if controller == "monitor":
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.global_step == 4
+        return
+    with pytest.raises(ValueError, match=r"Load those of the same folder, with from_pretrained, and change them only"):
+        trainer.train(resume_from_checkpoint=True)
+
+
 def test_a_run_does_not_resume_from_a_state_with_other_weights(tmp_path, caplog):
     """That of a run that was saving over the checkpoints of another; the newest one is set aside."""
     make_trainer(tmp_path, BetaHookCallback(), save_strategy="steps", save_steps=2, max_steps=4).train()

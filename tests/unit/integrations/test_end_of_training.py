@@ -51,6 +51,26 @@ def test_the_model_is_plain_after_training_and_keeps_its_beta(tmp_path, best):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(max(losses) if best else losses[-1], rel=1e-5)
 
 
+@pytest.mark.parametrize("controller", [betahook.Search(window=1, warmup=0, rise=False), "monitor"])
+def test_weights_of_the_best_checkpoint_that_were_not_loaded_leave_the_beta_of_the_last_step(
+    tmp_path, caplog, controller
+):
+    """As in a trial that a search prunes; or of ViT, which transformers saves under names that it does not load."""
+    callback = BetaHookCallback(controller, on_end="keep")
+    best = dict(load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True)
+    steps = dict(eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2)
+    trainer = make_trainer(tmp_path, callback, **steps, **best)
+    last = []
+
+    def leave():
+        last.extend(callback.hook.state_dict()["beta"].tolist())
+
+    trainer._load_best_model = leave
+    trainer.train()
+    assert callback.hook.state_dict()["beta"].tolist() == pytest.approx(last, nan_ok=True)
+    assert ("were not loaded: beta stays that of the last step" in caplog.text) is (controller != "monitor")
+
+
 def test_a_best_checkpoint_that_was_deleted_leaves_the_beta_of_the_last_step(tmp_path, caplog):
     class Deleting(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
