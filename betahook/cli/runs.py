@@ -53,8 +53,8 @@ def read(folder: str) -> Run:
     """Read a folder of event files, of checkpoints, of both, or a checkpoint itself.
 
     Raises:
-        FileNotFoundError: there is no such folder, or nothing of betahook in it.
-            Or something that is no file, as a broken link, has the name of a TensorBoard file beside others.
+        FileNotFoundError: there is no such folder, or nothing of betahook in it; or what has the name of a TensorBoard
+            file, beside others, is none, as a broken link.
         ValueError: its checkpoints are of models with different layers.
         ImportError: there are event files, but tensorboard is not installed.
     """
