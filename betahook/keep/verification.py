@@ -39,7 +39,8 @@ def exact_places(plan: FoldPlan) -> dict[AttentionLayer, Scaling]:
     if plan.is_on_any_rank(plan.hook.last_call.input is None):
         raise FoldError(
             "fold() checks itself on the input of the model's last forward, and there was none, or it had a cache. Run "
-            f"{type(plan.hook.model).__name__}, or the part of it that holds all hooked layers, once without a cache"
+            f"{type(plan.hook.model).__name__}, or the part of it that holds all hooked layers, once without a cache. "
+            "Where several parts are called by themselves, attach to each"
         )
     with rerun.without_side_effects(plan.hook):
         places, expected, precision = _check_layers(plan)
