@@ -24,6 +24,10 @@ CHUNK = 2**24
 """How many entries of an output are compared at once: logits may be large, and their differences take float64."""
 
 
+ELSEWHERE = "on another rank, whose error says why"
+"""Words for an error that this rank did not raise."""
+
+
 class Hooked(Protocol):
     """A `Hook`, as far as running its model again is concerned."""
 
@@ -53,6 +57,12 @@ def without_side_effects(hook: Hooked) -> Iterator[None]:
 def run_model(hook: Hooked) -> list[Tensor]:
     """The floating-point tensors that the last call returns when it runs again, without a cache."""
     return [tensor.clone() for tensor in tensors(_output(hook))]  # one of them may be a weight
+
+
+def does_not_run(hook: Hooked, error: Exception | None) -> str:
+    """Say that the last call does not run again: for an `error` here, or with None on another rank."""
+    found = ELSEWHERE if error is None else f"{type(error).__name__}: {error}"
+    return f"{type(hook.last_call.module).__name__} does not run again on the input of its last forward ({found})"
 
 
 def loss(hook: Hooked) -> Tensor:

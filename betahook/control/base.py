@@ -169,7 +169,7 @@ def apply(
 ) -> tuple[Tensor, list[Memory]]:
     """Run controllers in order; a unit keeps beta and memory where anything is not finite, or was never measured.
 
-    So it does where each row has but one key.
+    It also keeps them where each row has but one key.
 
     Controllers judged by the loss run all the same: to them, a beta at which nothing is finite is a bad trial.
 

@@ -216,7 +216,7 @@ class Search(Controller):
 
     def _bound(self, fresh: Tensor, observation: Observation) -> Tensor:
         """The largest logit that a step up may make."""
-        bound = torch.full_like(fresh, observation.overflow, dtype=torch.float32)
+        bound = torch.full_like(fresh, observation.overflow, dtype=torch.float32)  # as in recorded runs
         return bound.masked_fill(fresh > 0, observation.overflow * self.fresh_bound)
 
     @classmethod

@@ -41,7 +41,7 @@ class FoldPlan:
         hook: the hook of the model.
         given: the model that `fold` got, perhaps around the hooked one or a part of it.
         gains: the factors `[heads]`, in float64, of the layers whose beta is not the model's own, or was not until it
-            was lost; one at least.
+            was lost; perhaps none.
         has_weights: False where only the shapes of the weights are to be looked at.
     """
 

@@ -22,7 +22,6 @@ from betahook.models.modes import random_state_kept
 from betahook.models.scaling import Scaling
 from betahook.tap.override import Override
 
-ELSEWHERE = "on another rank, whose error says why"
 ROUNDINGS = 5
 """How often rounding is measured: once is too little for an output of one number, which may happen to be near."""
 
@@ -164,9 +163,7 @@ def _run_model(plan: FoldPlan) -> list[Tensor]:
     except Exception as raised:
         error = raised
     if plan.is_on_any_rank(error is not None):
-        found = ELSEWHERE if error is None else f"{type(error).__name__}: {error}"
-        reason = f"{type(hook.last_call.module).__name__} does not run again on the input of its last forward"
-        raise plan.error(f"{reason} ({found})") from error
+        raise plan.error(rerun.does_not_run(hook, error)) from error
     return output
 
 
@@ -223,7 +220,7 @@ class _LayerCheck:
         except RuntimeError as raised:
             error = raised
         if self._plan.is_on_any_rank(error is not None):
-            found = ELSEWHERE if error is None else error
+            found = rerun.ELSEWHERE if error is None else error
             raise self._plan.error(f"it does not run twice on one input ({found})", self._layer) from error
         return output
 

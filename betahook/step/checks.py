@@ -74,7 +74,8 @@ def _check_unjudged(controllers: Sequence[Controller]) -> None:
 def _ask_ranks(state: State, layers: Layers, here: tuple[bool, bool, bool]) -> list[bool]:
     """Return what is the case here or on any other rank; refuse ranks that hook other layers, or have another state."""
     sizes = [f"{name}: {layer.heads} heads of {layer.head_dim}" for name, layer in layers.items()]
-    hooked, *answers = _ranges(state, [zlib.crc32("\n".join(sizes).encode()), *map(int, here)])
+    asked = [zlib.crc32("\n".join(sizes).encode()), *map(int, here)]
+    hooked, *answers = ranks.ranges_over_ranks(asked, state.device)
     if _differ(hooked):
         raise RuntimeError(
             f"statistics are pooled over all ranks, which must have the same attention layers; ranks differ, and this "
@@ -84,16 +85,12 @@ def _ask_ranks(state: State, layers: Layers, here: tuple[bool, bool, bool]) -> l
     # NaN, for the model's own, as a number that no beta is; what is left alone here lost the beta that it was given.
     bits = state.beta.nan_to_num(0.0).view(torch.int32).tolist()
     betas = [None if alone else of_head for of_head, alone in zip(bits, state.left_alone.tolist(), strict=True)]
-    if any(map(_differ, _ranges(state, [state.steps, state.skipped_steps, *betas]))):
+    if any(map(_differ, ranks.ranges_over_ranks([state.steps, state.skipped_steps, *betas], state.device))):
         raise RuntimeError(
             f"all ranks must begin with the same beta and the same step; ranks differ, and this one is at step "
             f"{state.steps}. Call load_state_dict, or set beta, on every rank alike"
         )
     return [largest > 0 for _, largest in answers]
-
-
-def _ranges(state: State, numbers: Sequence[int | None]) -> list[tuple[int, int]]:
-    return ranks.ranges_over_ranks(numbers, state.device)
 
 
 def _differ(found: tuple[int, int]) -> bool:

@@ -158,7 +158,7 @@ class Clipping:
         except UnsupportedModelError as found:
             error = found
         if self._on_any_rank(error is not None):
-            raise error or UnsupportedModelError("cannot clip on another rank, whose error says why")
+            raise error or UnsupportedModelError(f"cannot clip {rerun.ELSEWHERE}")
 
     def _settle(self, trial: _Trial, clipped: _Clipped) -> bool:
         """Choose the first weights of a layer that do what beta does; False if none do."""
@@ -197,10 +197,7 @@ class _Trial:
                 answer, error = FAILED, raised
         _, worst = ranks.range_over_ranks(answer, self._device)
         if worst == FAILED:
-            found = f"{type(error).__name__}: {error}" if error is not None else "on another rank, whose error says why"
-            module = type(self._hook.last_call.module).__name__
-            reason = f"{module} does not run again on the input of its last forward ({found})"
-            raise _refusal([each.layer for each in self.due], reason) from error
+            raise _refusal([each.layer for each in self.due], rerun.does_not_run(self._hook, error)) from error
         return worst == DIFFERENT
 
     def _differs_here(self, scalings: Sequence[tuple[AttentionLayer, Scaling]], beta_alone: bool) -> bool:

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import betahook
-from betahook.keep.verification import ELSEWHERE
 from betahook.models import materialise
+from betahook.rerun import ELSEWHERE
 from support.models import build, inputs
 from support.processes import run_ranks
 from support.training import move
