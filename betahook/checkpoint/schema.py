@@ -16,8 +16,8 @@ from torch import Tensor
 
 from betahook.checkpoint import handover
 from betahook.checkpoint.migrations import MIGRATIONS
-from betahook.control.base import Controller, is_json, options, started, written
-from betahook.control.memory import DTYPES, is_of_kind
+from betahook.control.base import Controller, is_json, options, written
+from betahook.control.memory import DTYPES, is_of_kind, started
 from betahook.measure import components, statistics, weights
 from betahook.state.left_alone import forget_refused
 from betahook.state.state import LARGEST_BETA, SMALLEST_BETA, State, is_beta

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from betahook.control.memory import check_started, check_updated
+from betahook.control.memory import check_updated, started
 from betahook.control.notes import Note
 from betahook.measure.statistics import Statistics
 
@@ -202,18 +202,6 @@ def apply(
     limit = 10**DECADES
     bounded = new.clamp(observation.beta_default / limit, observation.beta_default * limit)
     return torch.where(new != start, bounded.to(beta), beta), after
-
-
-def started(controller: Controller, beta: Tensor) -> Memory:
-    """Return the memory that a controller begins with.
-
-    Raises:
-        TypeError: it is no dictionary of tensors that a checkpoint holds.
-        ValueError: a name in it is none for a checkpoint.
-    """
-    memory = controller.start(beta)
-    check_started(controller, memory, beta)
-    return memory
 
 
 def _checked(controller: Controller, answer: object, beta: Tensor, before: Memory) -> tuple[Tensor, Memory]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +17,14 @@ SEPARATOR = "/"
 """Between the names on the way to a tensor in a checkpoint."""
 
 
-def check_started(owner: object, memory: object, beta: Tensor) -> None:
-    """Check the memory that a controller begins with.
+def started(owner: Any, beta: Tensor) -> dict[str, Tensor]:
+    """Return the memory that a controller begins with, checked.
 
     Raises:
         ValueError: a name is none that a checkpoint can hold.
         TypeError: it is no dictionary of tensors; or one of them is not `[units]`, or of another dtype.
     """
+    memory: dict[str, Tensor] = owner.start(beta)
     if not isinstance(memory, dict) or not all(isinstance(value, Tensor) for value in memory.values()):
         raise TypeError(f"start() of {owner} must return a dictionary of tensors, {{}} for no memory; got {memory!r}")
     for name, value in memory.items():
@@ -37,6 +39,7 @@ def check_started(owner: object, memory: object, beta: Tensor) -> None:
                 f"{list(beta.shape)}, and {', '.join(map(str, DTYPES[:-1]))} or {DTYPES[-1]}. torch.zeros_like(beta) "
                 "makes one"
             )
+    return memory
 
 
 def check_updated(owner: object, memory: Mapping[str, object], before: Mapping[str, Tensor]) -> None:

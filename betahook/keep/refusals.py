@@ -26,7 +26,7 @@ from betahook.models.discovery import shown_name
 from betahook.models.families import QUERY_CLIPS
 from betahook.models.projections import KNOWN_FORMS, Projection, separate
 from betahook.models.scaling import NoScalingError, Scaling
-from betahook.state.left_alone import ELSEWHERE
+from betahook.state.left_alone import LEFT_ALONE_ELSEWHERE
 
 
 class FoldError(ValueError):
@@ -219,7 +219,7 @@ def beta_is_lost(plan: FoldPlan, layer: AttentionLayer) -> str | None:
         return None
     size = "" if gain == 1 else f", {gain:.3g} times the model's own,"  # on this rank it still acts
     return (
-        f"it is left alone ({layer.refusal or ELSEWHERE}), and its beta{size} no longer acts. "
+        f"it is left alone ({layer.refusal or LEFT_ALONE_ELSEWHERE}), and its beta{size} no longer acts. "
         "Give it the processor or forward that it was trained with, and run one. To do without this beta: layer = "
         f"hook.layers[{layer.name!r}]; layer.head_beta = layer.head_beta_default"
     )

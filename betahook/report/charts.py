@@ -10,7 +10,7 @@ from betahook.report.document import Chart
 
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 30
-NAMED = 6
+IN_LEGEND = 6
 """Most lines that a legend names; more are coloured from the first to the last."""
 DISTINCT = ("#3b82c4", "#e4671e", "#2f9e6e", "#a855c7", "#c9a227", "#d6455d")
 RAMP = ((59, 130, 246), (16, 160, 130), (230, 150, 30), (214, 60, 80))
@@ -49,7 +49,7 @@ def draw(chart: Chart) -> str:
     svg = (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(chart.title)}">{"".join(parts)}</svg>'
     )
-    named = len(names) <= NAMED or bool(chart.colours)
+    named = len(names) <= IN_LEGEND or bool(chart.colours)
     return svg + (_legend(names, colours, named) if len(names) > 1 or chart.colours else "")
 
 
@@ -125,7 +125,7 @@ def _label(value: float) -> str:
 
 
 def _colours(count: int) -> list[str]:
-    if count <= NAMED:
+    if count <= IN_LEGEND:
         return list(DISTINCT[:count])
     return [_between(index / (count - 1)) for index in range(count)]
 

@@ -12,7 +12,7 @@ from betahook.state.factors import gain_of
 from betahook.state.ranges import HeadRange
 from betahook.state.state import State
 
-ELSEWHERE = "as another rank does, whose log says why"
+LEFT_ALONE_ELSEWHERE = "as another rank does, whose log says why"
 """Reason to leave a layer alone that this rank could follow."""
 
 
@@ -34,7 +34,7 @@ def refusal_anywhere(state: State, head_range: HeadRange) -> str | None:
         left_alone = state.left_alone.tolist()
         for each in state.ranges:
             if left_alone[each.heads.start] and each.layer not in state.refused:
-                refuse(state, each, ELSEWHERE)
+                refuse(state, each, LEFT_ALONE_ELSEWHERE)
         state.refusals_are_known = True
     return state.refused.get(head_range.layer)
 
