@@ -75,6 +75,8 @@ def test_what_cannot_be_told_is_nan():
     query, key = tokens(HEADS), tokens(HEADS, length=7)
     assert math.isnan(Correlations.of(query, key, (None, None)).between)
     assert math.isnan(Correlations.of(query[:1], key[:1], (None, None)).tokens_q)
+    only = torch.tensor([[True], [False], [False]]).expand(BATCH, LENGTH)  # the others are padding from end to end
+    assert math.isnan(Correlations.of(query, query, (only, only)).tokens_q)
 
 
 def test_a_component_that_never_changes_correlates_with_nothing():
