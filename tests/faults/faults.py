@@ -41,6 +41,7 @@ VERIFICATION = "tests/unit/keep/test_verification.py"
 MULTIHEAD = "tests/unit/tap/by_hand/test_multihead_attention.py"
 EXPONENTIALS = "tests/unit/tap/by_hand/test_exponentials.py"
 CLIPPING = "tests/unit/step/test_clipping.py"
+SEVERAL_CLIPS = "tests/unit/step/test_several_clips.py"
 PLACES = "tests/unit/models/test_places.py"
 FIRST_FORWARD = "tests/unit/models/test_first_forward.py"
 TRIAL = "tests/unit/models/test_trial.py"
@@ -2092,4 +2093,7 @@ FAULTS = [
     ),
     Fault("betahook/measure/largest.py", "other if masked is None else masked | other", "other"),
     Fault("betahook/measure/correlations.py", "int((lengths > 0).sum()) < 2", "len(lengths) < 2"),
+    Fault("betahook/step/clipping.py", "factors = torch.minimum(factors, clipped)", "factors = clipped", SEVERAL_CLIPS),
+    Fault("betahook/step/clipping.py", "exceeding |= clipped < 1", "exceeding = clipped < 1", SEVERAL_CLIPS),
+    Fault("betahook/step/clipping.py", "if not rule.log_only:", "if True:", SEVERAL_CLIPS),
 ]
