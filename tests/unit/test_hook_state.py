@@ -208,6 +208,16 @@ def test_a_beta_that_was_lost_can_be_given_up():
     assert torch.equal(model(short), expected)
 
 
+@pytest.mark.parametrize("factor", [1.5, torch.nan])
+def test_a_state_that_is_loaded_says_which_beta_the_weights_were_trained_with(factor):
+    """In place of the one that was lost; NaN stands for the model's own."""
+    _, _, hook = left_alone_late()
+    state = hook.state_dict()
+    state["beta"] *= factor
+    hook.load_state_dict(state)
+    torch.testing.assert_close(hook.state_dict()["beta"], state["beta"], rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_beta_that_was_lost_is_forgotten_once_training_has_gone_on_without_it():
     model, short, hook = left_alone_late()
     model(short).sum().backward()

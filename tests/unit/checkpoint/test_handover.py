@@ -1,6 +1,7 @@
 """A state that goes on with other controllers than it was saved with."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -53,6 +54,28 @@ def test_what_was_found_so_far_stays():
     assert state["clips"].any()
     for name in ("clips", "condition", "condition_since", "nonfinite_since", "recent", "steps"):
         assert bits(after[name]) == bits(state[name])
+
+
+@dataclass(frozen=True)
+class Counting(betahook.Controller):
+    """Adds up the batches of its observations."""
+
+    def start(self, beta):
+        return {"batches": torch.zeros_like(beta)}
+
+    def update(self, beta, observation, state):
+        return beta, {"batches": state["batches"] + observation.batches}
+
+
+def test_batches_before_it_took_over_are_none_of_a_controller():
+    weights, state = saved_after("monitor", 3, interval=2)  # in the middle between two poolings
+    assert state["batches"] > 0
+    model = with_weights(weights)
+    with betahook.attach(model, Counting()) as hook:
+        hook.load_state_dict(state)
+        train(model, hook, 2)
+        (entry,) = hook.state_dict()["controllers"]
+    assert entry["state"]["batches"].tolist() == [2, 2]
 
 
 def test_a_limit_takes_no_maximum_of_a_few_rows_for_that_of_all():

@@ -282,6 +282,7 @@ CRAFTED = {
     "no layers": (dict(layers=[1]), "layers should be a dict, got list"),
     "layers without heads": (dict(layers={"a": 0}), "layers should be names with numbers of heads, got 'a': 0"),
     "more skipped than steps": (dict(skipped_steps=9), "5 steps, 9 of them skipped"),
+    "more batches than steps": (dict(batches=9), "5 steps, 0 of them skipped, 9 since the last pooling"),
     "steps that are true": (dict(steps=True), "steps should be a int, got bool"),
     "a negative loss scale": (dict(loss_scale=-1.0), "the loss scale should be a number, 0 or more, got -1.0"),
     "a controller that is code": (
