@@ -2099,4 +2099,11 @@ FAULTS = [
     Fault("betahook/checkpoint/handover.py", '"batches": 0, "controllers"', '"controllers"'),
     Fault("betahook/checkpoint/schema.py", "    state.lost.fill_(torch.nan)\n", "", HOOK_STATE),
     Fault("betahook/checkpoint/schema.py", "0 <= batches <= steps", "0 <= batches"),
+    Fault("betahook/report/findings.py", "return min(later) if", "return max(later) if"),
+    Fault("betahook/report/findings.py", "(not math.isnan(logits[head]), logits[head])", "logits[head]"),
+    Fault("betahook/control/notes.py", "replace(note, move=0.0) for note in notes", "note for note in notes"),
+    Fault("betahook/report/history.py", "turns=tuple(new or old for", "turns=tuple(old or new for"),
+    Fault("betahook/report/warnings.py", "max(IDLE, 2 * interval)", "IDLE", "tests/unit/test_hook_metrics.py"),
+    Fault("betahook/report/audit.py", "if name not in found:", "if True:"),
+    Fault("betahook/report/summary.py", "if each.numbers.entropy >= 0]", "]"),
 ]

@@ -190,6 +190,19 @@ def test_one_warning_says_that_the_numbers_are_old(ask, caplog):
         assert record.message.endswith('Call model.train() after an evaluation, or attach(..., when="always")')
 
 
+def test_numbers_of_a_long_interval_are_old_after_two_of_it(caplog):
+    model = build("llama")
+    with betahook.attach(model, controller="monitor", interval=30) as hook:
+        train(model, hook, 1)
+        model.eval()
+        train(model, hook, 59)
+        hook.metrics()
+        assert not caplog.records
+        train(model, hook, 1)
+        hook.metrics()
+        assert "no attention was measured in the last 60 steps" in caplog.text
+
+
 def test_numbers_are_not_old_after_a_resume_or_in_a_graph_that_was_captured(caplog, monkeypatch):
     model = build("llama")
     with betahook.attach(model, controller="monitor") as hook:

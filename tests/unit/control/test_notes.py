@@ -101,6 +101,8 @@ def test_notes_are_put_together():
     up, down = Note(Phase.SEARCH, 0.1, "up"), Note(Phase.SEARCH, -0.2, "down")
     assert joined([Note(reason="held"), up, Note(reason="Cap")]) == Note(Phase.SEARCH, 0.1, "held; up; Cap")
     assert joined([]) == Note()
+    steeper = Note(Phase.SEARCH, 0.4, "up")
+    assert pooled([down, up, steeper]) == Note(Phase.SEARCH, pytest.approx(0.1), "up (2 of 3 heads)")
     assert pooled([down, up, down]) == Note(Phase.SEARCH, pytest.approx(-0.1), "down (2 of 3 heads)")
     assert str(Note(Phase.WARM_UP, 0.0, "low")) == "warm-up: low"
     assert str(Note()) == ""

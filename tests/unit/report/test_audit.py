@@ -109,6 +109,16 @@ def test_attention_written_by_hand_shows_its_correlations():
         assert hook.audit()[0].score_std != before  # it is recorded again
 
 
+def test_of_two_calls_of_a_layer_the_first_shows_its_correlations():
+    block, tokens = ByHandAttention(), torch.randn(4, LENGTH, WIDTH)
+    found = []
+    for model in (torch.nn.Sequential(block), torch.nn.Sequential(block, block)):
+        with betahook.attach(model, controller="monitor") as hook:
+            model(tokens)
+            found.append(repr(hook.audit()[0].correlations))  # NaN equals none
+    assert found[0] == found[1]
+
+
 def test_a_mask_that_hides_no_token_changes_no_correlation():
     """A causal one does not, though each query sees fewer tokens than there are."""
     model, tokens = torch.nn.Sequential(ByHandAttention()), torch.randn(4, LENGTH, WIDTH)

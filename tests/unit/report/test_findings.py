@@ -168,6 +168,23 @@ def test_the_first_nan_is_dated_by_the_step_that_had_it_and_not_by_the_look(moni
         assert healthy[1].since == healthy.step
 
 
+def test_heads_that_broke_one_after_another_date_the_layer_by_the_first(monitored):
+    model, hook = monitored
+    weight = model.get_submodule(LAYER).q_proj.weight
+    for rows in (slice(0), slice(8, 16), slice(0, 8)):  # of no head, the second, the first too
+        with torch.no_grad():
+            weight[rows] = math.nan
+        model(**inputs("llama"))  # a backward would break all heads at once
+        hook.step()
+    (first, _) = hook.findings()
+    assert (first.condition, first.since) == (Condition.NONFINITE, 2)
+
+
+def test_the_largest_logit_is_none_of_a_head_that_has_no_number():
+    heads = tuple(Numbers(0.0, logit, 2.0, 3.0, 4.0) for logit in (math.nan, 3.0, 8.0, math.nan))
+    assert replace(finding(0), head_numbers=heads).max_logit_head == 2
+
+
 def test_the_remedy_for_logits_that_are_held_is_a_lower_threshold():
     model = build("llama")
     with torch.no_grad():

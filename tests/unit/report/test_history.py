@@ -66,6 +66,13 @@ def test_merging_keeps_the_sharpest_and_the_largest_and_every_turn():
     assert (column.gains[1], column.phases[1], column.turns) == (2.0, "search", (0, -1, 0))
 
 
+def test_of_two_turns_in_a_column_the_later_one_shows():
+    history = History(limit=1)
+    for step, move in enumerate([0.1, -0.1, 0.1, 0.1]):
+        history.add(moving(step, move), step)
+    assert history.columns[0].turns == (1,)
+
+
 def test_what_was_not_measured_gives_way():
     history = History(limit=1)
     nothing = finding(1, [numbers(math.nan, math.nan, math.nan)])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from betahook.report.conditions import Condition, Numbers
 from betahook.report.summary import Summary, summarise
 from support.made_up_findings import ALL_KEYS, finding, findings, numbers
 
@@ -45,6 +46,13 @@ def test_what_was_not_measured_is_left_out():
     found = summarise(findings(0, 1, layer_0=nothing))
     assert {name for name in found if not name.startswith("attention/layers_")} == set()
     assert found["attention/layers_unmeasured"] == 1
+
+
+def test_a_layer_that_is_not_finite_has_no_entropy_to_compare():
+    lost = replace(finding(0, [numbers()]), condition=Condition.NONFINITE, numbers=Numbers(1.0, *[math.nan] * 4))
+    found = summarise(findings(1, layer_0=lost))
+    assert found["attention/layers_nonfinite"] == pytest.approx(1 / 3)
+    assert found["attention/lowest_entropy"] == pytest.approx(0.6 * ALL_KEYS)
 
 
 def test_a_condition_that_was_there_once_is_reported_from_then_on():
