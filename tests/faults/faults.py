@@ -2106,4 +2106,12 @@ FAULTS = [
     Fault("betahook/report/warnings.py", "max(IDLE, 2 * interval)", "IDLE", "tests/unit/test_hook_metrics.py"),
     Fault("betahook/report/audit.py", "if name not in found:", "if True:"),
     Fault("betahook/report/summary.py", "if each.numbers.entropy >= 0]", "]"),
+    Fault(
+        "betahook/control/decades.py", "        near = torch.where(trial.best_score.isinf(), score.isinf(), near)\n", ""
+    ),
+    Fault(
+        "betahook/control/opening.py",
+        "if 0 < step - self.warmup <= self.window:",
+        "if 0 < step - self.warmup < self.window:",
+    ),
 ]

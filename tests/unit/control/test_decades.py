@@ -158,6 +158,15 @@ def test_a_drift_of_the_loss_opens_the_search_again():
     assert path[-1] == approx(-1)
 
 
+def test_losses_that_stay_infinite_are_no_drift_and_a_finite_one_after_them_is():
+    path, memories = search(lambda x: NAN)
+    assert not Decades(window=1).is_in_transition(memories[0])
+    path, memories = search(lambda x: NAN, memories=memories, steps=5)
+    assert not Decades(window=1).is_in_transition(memories[0])
+    path, _ = search(parabola(1.3), memories=memories)
+    assert path[-1] == approx(1.25)
+
+
 def test_layers_search_one_after_another():
     best = (1.0, -1.0, 0.5)
     rules = [Decades(window=1, together=False)]

@@ -160,9 +160,10 @@ def test_units_that_saw_less_of_the_loss_do_what_the_others_do():
 
 
 @pytest.mark.parametrize(("late", "stands"), [(4.0, True), (3.0, False)])
-def test_a_unit_that_missed_the_end_of_the_warmup_ends_it_when_it_is_seen_again(late, stands):
+@pytest.mark.parametrize("step", [10, 12])
+def test_a_unit_that_missed_the_end_of_the_warmup_ends_it_when_it_is_seen_again(step, late, stands):
     """Once, and whatever the weights look like by then; one of an old checkpoint, or seen too late, only waits."""
-    after = RULE.decide(course(Phase.WARM_UP, early=4.0, late=late), observe(step=11))
+    after = RULE.decide(course(Phase.WARM_UP, early=4.0, late=late), observe(step=step))
     up, down = (Phase.WARM_UP, approx(OLD_BETA * 10**0.5), OLD_LEFT, 1), (Phase.PLATEAU, approx(0.01), 7, 1)
     assert places(after) == [down if stands else up]
     assert places(RULE.decide(after, observe(step=12))) == places(after)
