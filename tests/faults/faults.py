@@ -2114,4 +2114,23 @@ FAULTS = [
         "if 0 < step - self.warmup <= self.window:",
         "if 0 < step - self.warmup < self.window:",
     ),
+    Fault(
+        "integrations/checkpoints.py",
+        "key=lambda folder: int(folder.name.removeprefix(prefix)), reverse=True",
+        "key=lambda folder: folder.name, reverse=True",
+        of_trainer("the_newest_checkpoint_is_that_of_the_highest_step", "test_checkpoints.py"),
+    ),
+    Fault(
+        "integrations/reports.py",
+        "self._picture.image_if_due(name) or self._image",
+        "self._picture.image_if_due(name)",
+        of_trainer("two_trackers_that_show_pictures_get_the_same_ones", "test_reports.py"),
+    ),
+    Fault(
+        "integrations/trainer.py",
+        "if not is_best and hasattr(",
+        "if hasattr(",
+        of_trainer("the_weights_that_a_schedule_free_optimizer_ends_with_are_folded", "test_end_of_training.py"),
+    ),
+    Fault("betahook/cli/runs.py", 'name.replace("_", "/", 1) if', 'name.replace("_", "/") if', REPORTS),
 ]

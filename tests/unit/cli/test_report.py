@@ -106,10 +106,11 @@ def test_report_of_a_checkpoint_has_the_loss_of_its_evaluations(run, tmp_path):
     folder, page = tmp_path / "checkpoint-3", tmp_path / "one.html"
     shutil.copytree(run / "checkpoint-3", folder)
     written = json.loads((folder / "trainer_state.json").read_text())
-    written["log_history"] += [{"step": step, "eval_loss": 4.0} for step in (2, 3)]
+    written["log_history"] += [{"step": step, "eval_loss": 4.0, "eval_steps_per_second": 9.0} for step in (2, 3)]
     (folder / "trainer_state.json").write_text(json.dumps(written))
     assert main(["report", str(folder), "--html", str(page)]) == 0
     assert any(text.startswith("evaluation: ") for text in Page(page).texts)
+    assert {"eval/loss", "eval/steps_per_second"} <= runs.read(str(folder)).scalars.keys()  # the tags of TensorBoard
 
 
 def test_report_of_a_resumed_run_has_what_was_logged_before(run, tmp_path):

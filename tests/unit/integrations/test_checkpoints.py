@@ -83,6 +83,18 @@ def test_what_was_never_begun_is_set_aside(tmp_path, caplog):
     assert last_checkpoint(tmp_path) is None
 
 
+def test_the_newest_checkpoint_is_that_of_the_highest_step(copy_of_run):
+    """By its number: names are in another order."""
+    nine, ten = copy_of_run / "checkpoint-9", copy_of_run / "checkpoint-10"
+    (copy_of_run / "checkpoint-4").rename(nine)
+    (copy_of_run / "checkpoint-6").rename(ten)
+    assert last_checkpoint(copy_of_run) == str(ten)
+    damage(ten / "trainer_state.json")
+    make_trainer(copy_of_run, BetaHookCallback())
+    assert (copy_of_run / "unfinished-checkpoint-10.1").is_dir()
+    assert last_checkpoint(copy_of_run) == str(nine)
+
+
 def test_the_last_checkpoint_of_what_is_no_folder():
     with pytest.raises(TypeError, match=r"last_checkpoint\(output_dir\) takes the folder of a run; got None"):
         last_checkpoint(None)

@@ -198,12 +198,21 @@ class ScheduleFree(torch.optim.SGD):
         self.training = False
 
 
-def test_the_weights_that_a_schedule_free_optimizer_ends_with_are_folded(tmp_path):
-    trainer = make_trainer(tmp_path, BetaHookCallback())
+@pytest.mark.parametrize("best", [False, True])
+def test_the_weights_that_a_schedule_free_optimizer_ends_with_are_folded(tmp_path, best):
+    """Or those of the best checkpoint, on which such an optimizer would put its own."""
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 3  # an evaluation would leave the optimizer in its mode
+
+    steps = dict(eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2)
+    trainer = make_trainer(tmp_path, BetaHookCallback(), load_best_model_at_end=best, **steps)
+    trainer.add_callback(Stop())
     optimizer = trainer.optimizer = ScheduleFree(trainer.model.parameters(), lr=0.1)
     modes = []
     with mock.patch(
         "betahook.integrations.trainer.fold_or_warn", side_effect=lambda *_, **__: modes.append(optimizer.training)
     ):
         trainer.train()
-    assert modes == [False]
+    assert modes == [best]

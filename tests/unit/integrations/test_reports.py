@@ -113,6 +113,14 @@ def test_a_tracker_that_shows_pictures_gets_one_when_it_is_due(tmp_path, showing
     assert shown[10].tobytes() != shown[6].tobytes()
 
 
+def test_two_trackers_that_show_pictures_get_the_same_ones(tmp_path, showing):
+    pytest.importorskip("matplotlib")
+    train(tmp_path, BetaHookCallback("monitor"), showing, other := Reporter())
+    first, second = ([(step, row[GLANCE]) for step, row in each.rows if GLANCE in row] for each in (showing, other))
+    assert [step for step, _ in first] == [2, 4, 6]
+    assert first == second
+
+
 def test_without_matplotlib_one_warning_says_that_there_is_no_picture(tmp_path, showing, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     train(tmp_path, BetaHookCallback("monitor"), showing)
