@@ -440,8 +440,10 @@ def test_beta_is_off_with_the_adapters():
             assert torch.equal(adapted(**batch).logits, own)
         assert [layer.statistics.count for layer in hook.layers.values()] == measured
         assert torch.equal(adapted(**batch).logits, trained)
+    betas = [layer.beta for layer in hook.layers.values()]
     with before():  # kept from the time when the model was hooked
         assert torch.equal(adapted(**batch).logits, own)
+        assert [layer.beta for layer in hook.layers.values()] == betas
     assert "disable_adapter" not in vars(adapted)
 
 

@@ -41,12 +41,21 @@ def test_the_model_itself(nested):
 def test_a_part_until_more_is_called(nested):
     model, layer, last = nested
     for module, number in ((layer, 1.0), (model.part.part, 2.0), (model.part, 3.0), (model, 4.0)):
-        module(torch.tensor([number]))
-        assert last.module is module
-        assert last.input[0][0] == number
+        for each in (number, number + 0.5):
+            module(torch.tensor([each]))
+            assert last.module is module
+            assert last.input[0][0] == each
     layer(torch.tensor([5.0]))
     assert last.module is model
-    assert last.input[0][0] == 4
+    assert last.input[0][0] == 4.5
+
+
+def test_the_input_of_a_part_is_none_of_what_is_called_around_it(nested):
+    model, layer, last = nested
+    layer(torch.ones(1))
+    with pytest.raises(TypeError):
+        model(torch.ones(1), cache=object())  # whose input is not kept
+    assert (last.module, last.input) == (model, None)
 
 
 def test_layers_that_lie_apart():
