@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import betahook
-from support.attention import LENGTH, WIDTH, FusedAttention
+from support.attention import HEADS, LENGTH, WIDTH, FusedAttention
 from support.training import move
 
 
@@ -111,3 +111,25 @@ def test_another_use_in_half_precision_is_more_than_rounding():
         move(hook, per_head=False)
         with pytest.raises(betahook.FoldError, match="the output of Sequential would be off by"):
             betahook.fold(model)
+
+
+def test_two_modules_that_call_one_attention_are_no_other_use_of_its_weights():
+    """It has one beta, whoever calls it."""
+
+    class Calling(nn.Module):
+        def __init__(self, attention):
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, x):
+            return x + self.attention(x, x, x)[0]
+
+    torch.manual_seed(0)
+    attention, x = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), torch.randn(3, LENGTH, WIDTH)
+    model = nn.Sequential(Calling(attention), Calling(attention))
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        move(hook, per_head=False)
+        expected = model(x)
+        betahook.fold(model)
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)

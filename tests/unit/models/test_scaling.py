@@ -49,6 +49,14 @@ def test_a_norm_that_adds_1_is_scaled_with_it(dtype):
     torch.testing.assert_close(1 + norm.weight[2:].float(), (1 + before[2:].float()) / 4, rtol=0.03, atol=0)
 
 
+@pytest.mark.parametrize(("shape", "is_bias"), [((WIDTH,), True), ((1, 1, WIDTH), True), ((2, WIDTH), False)])
+def test_a_bias_of_the_query_has_one_entry_for_each_of_its_features(shape, is_bias):
+    module = ByHandAttention()
+    module.q_bias = nn.Parameter(torch.zeros(shape))
+    names = {weight.name for scaling in scalings_of(module) for weight in scaling.weights}
+    assert ("q_bias" in names) is is_bias
+
+
 class Normed(ByHandAttention):
     def __init__(self, norm, key_norm=None):
         super().__init__()
