@@ -127,6 +127,15 @@ def test_a_hook_passes_on_what_its_controllers_say(per_head):
         assert hook.findings()[0].note.reason.startswith("held by a NaN")
 
 
+def test_a_search_that_has_not_moved_yet_has_a_phase_and_no_last_move():
+    model = build("llama")
+    with betahook.attach(model, controller=Search(**{**QUICK, "window": 9})) as hook:
+        train(model, hook, 1)
+        metrics = hook.metrics()
+    assert metrics[f"phase/{LAYER}"] == Phase.SEARCH
+    assert f"last_move/{LAYER}" not in metrics
+
+
 def test_a_bound_is_a_reason():
     model = build("llama")
     with betahook.attach(model, controller=Gradient()) as hook:

@@ -126,6 +126,8 @@ RAISED = "with beta above the model's own already, see if W_q and W_k learn"
         (Condition.DEAD, [19.0], ADVICE[Condition.DEAD]),
         (Condition.DEAD, [math.nan], ADVICE[Condition.DEAD]),
         (Condition.EXPLODING, [0.1], ADVICE[Condition.EXPLODING]),
+        (Condition.FLAT, [0.95], ADVICE[Condition.FLAT]),  # as good as its own
+        (Condition.FLAT, [1.05], ADVICE[Condition.FLAT]),
     ],
 )
 def test_the_advice_goes_by_what_beta_is_already(condition, gains, said):

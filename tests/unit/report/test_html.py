@@ -32,6 +32,7 @@ def test_columns_of_numbers_are_aligned_and_empty_ones_left_out():
     assert [table.is_numeric(column) for column in range(3)] == [False, True, False]
     assert list(table.compact().header) == ["name", "number"]
     assert list(table.compact(without=["number"]).header) == ["name"]
+    assert list(Table(["name", "number"], []).compact().header) == ["name", "number"]
     page = html.render(Document("t", [table]))
     assert '<th class="number">number</th>' in page
     assert "empty" not in page.partition("<body>")[2]
@@ -163,6 +164,7 @@ def test_a_colour_with_a_meaning_stays_with_its_line():
         (0.5, 60.0, True, [1, 10]),
         (0.9, 30.0, True, [1, 2, 5, 10, 20]),
         (4.5, 5.5, True, [4.6, 4.8, 5.0, 5.2, 5.4]),
+        (1e-6, 1e3, True, [1e-6, 1e-4, 1e-2, 1.0, 100.0]),
     ],
 )
 def test_ticks_are_round(low, high, logarithmic, expected):

@@ -88,6 +88,7 @@ T5 += [
         (["a.x.1", "b.x.2"], 4, ["a.1", "b.2"]),
         (["x.a.a", "x.a"], 4, ["a.a", "a"]),
         (["x.a.a", "x.a"], 5, ["x.a.a", "x.a"]),
+        (["attn", "encoder.layers.attn"], 10, ["attn", "encod…attn"]),  # none is left empty
         (["aaaa1zzzzzz", "aaaa2zzzzzz"], 7, ["aaaa1…z", "aaaa2…z"]),  # beyond the middle, where they differ
     ],
 )

@@ -98,6 +98,11 @@ def test_the_scale_agrees_with_the_conditions():
         assert low - 1e-9 <= panels.place_of_entropy(each) <= high + 1e-9
 
 
+def test_a_beta_beyond_the_bounds_of_controllers_lies_at_the_end_of_its_scale():
+    """As one that was set by hand."""
+    assert [panels.place_of_gain(gain) for gain in (1e-5, 1e-3, 1.0, 1e3, 1e5)] == pytest.approx([0, 0, 0.5, 1, 1])
+
+
 def test_what_was_not_measured_has_no_colour():
     assert math.isnan(panels.place_of_entropy(numbers(math.nan)))
     assert math.isnan(panels.place_of_gain(math.nan))
