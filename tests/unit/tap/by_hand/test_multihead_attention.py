@@ -108,7 +108,7 @@ def test_nested_tensors(need_weights, average):
         got, weights = model(nested, nested, value=nested, **options)
         measured = hook.layers[""].statistics
         hook.layers[""].beta = 2 * hook.layers[""].beta_default
-        doubled = model(nested, nested, nested, **options)[0]
+        doubled = model(query=nested, key=nested, value=nested, **options)[0]
         hook.step()
         betahook.fold(model)
         folded = model(nested, nested, nested, **options)[0]

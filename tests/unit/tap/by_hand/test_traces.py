@@ -139,3 +139,22 @@ def test_a_first_forward_goes_away_by_itself(x):
             assert not any(isinstance(each, Forward) for each in gc.get_objects())
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("shared", ["q", "k"])
+def test_a_kernel_may_get_one_query_or_one_key_for_all_sequences(x, shared):
+    def operands(q, k):
+        return (q[:1], k) if shared == "q" else (q, k[:1])
+
+    def fused(module, q, k, v):
+        return F.scaled_dot_product_attention(*operands(q, k), v)
+
+    model = make(fused)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        statistics = hook.layers["1"].statistics
+    hidden, attention = model[0](x), model[1]
+    q, k = operands(*(attention.split(layer(hidden)).double() for layer in (attention.q_proj, attention.k_proj)))
+    scores = q @ k.mT
+    assert statistics.count == scores.numel()
+    assert statistics.std == pytest.approx(scores.var((0, 2, 3), correction=0).mean().sqrt().item(), rel=1e-5)
