@@ -1429,6 +1429,18 @@ FAULTS = [
     ),
     Fault("betahook/tap/by_hand/traces.py", "compat.is_transformed()", "False", TRANSFORMED),
     Fault("betahook/tap/by_hand/products.py", "is not None and self.since < step", "is not None", SETTLED),
+    Fault("betahook/tap/by_hand/arithmetic.py", " and first.is_learned == second.is_learned", "", POSITIONS),
+    Fault(
+        "betahook/tap/by_hand/arithmetic.py", "isinstance(second, Scores) and first.is_learned)", "False)", POSITIONS
+    ),
+    Fault("betahook/tap/by_hand/matrices.py", "learned=learned,", "learned=False,", POSITIONS),
+    Fault("betahook/tap/by_hand/following.py", "_unshadow_biases(forward, call, derived)", "pass", POSITIONS),
+    Fault(
+        "betahook/tap/by_hand/following.py",
+        "shadows.put(tensor, tensor.detach().clone())",
+        "shadows.put(tensor, tensor)",
+        POSITIONS,
+    ),
     Fault("betahook/tap/by_hand/arithmetic.py", "hidden | (masked_by(tensor) & ~scores.pairs)", "hidden", POSITIONS),
     Fault(
         "betahook/tap/by_hand/plan.py",

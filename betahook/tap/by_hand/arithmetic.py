@@ -114,9 +114,10 @@ def _sum(situation: Situation, sign: float, left: Any, right: Any) -> Derived:
     first, second = situation.trace_of(left), situation.trace_of(right)
     if isinstance(first, Weights) or isinstance(second, Weights):
         return other(situation)
-    if isinstance(first, Scores) and isinstance(second, Scores):
+    if isinstance(first, Scores) and isinstance(second, Scores) and first.is_learned == second.is_learned:
         return _sum_of_scores((left, first), (right, second._replace(factor=second.factor * sign)))
-    if isinstance(first, Scores):
+    # Beside others, what a parameter makes from the left is a bias, as from the right; alone, it is a learned query.
+    if isinstance(first, Scores) and not (isinstance(second, Scores) and first.is_learned):
         return _biased(situation, first, right, sign)
     if isinstance(second, Scores):
         return _biased(situation, second._replace(factor=second.factor * sign), left, 1)

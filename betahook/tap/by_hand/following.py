@@ -35,6 +35,8 @@ def follow(forward: Forward, call: Call, handler: Handler) -> Any:
         forward.traces.note(first, before._replace(value=before.value.clone()))
     with torch.no_grad():
         derived = handler(forward.situation(call))
+    if forward.shadows is not None and isinstance(derived, Scores):
+        _unshadow_biases(forward, call, derived)
     output = call.run()
     if handler in (multiply, divide) and isinstance(derived, Scores):
         output, derived = _rescaled(forward, call, output, derived)
@@ -46,6 +48,14 @@ def follow(forward: Forward, call: Call, handler: Handler) -> Any:
     elif call.has_target:
         forward.traces.changed(output)
     return output
+
+
+def _unshadow_biases(forward: Forward, call: Call, derived: Scores) -> None:
+    """Let beta leave alone, in the check by numbers, the scores that turned out to be a bias of others."""
+    for tensor in call.tensors:
+        trace = forward.traces.get(tensor)
+        if forward.shadows is not None and isinstance(trace, Scores) and not {*trace.products} <= {*derived.products}:
+            forward.shadows.put(tensor, tensor.detach().clone())
 
 
 def _rescaled(forward: Forward, call: Call, output: Tensor, scores: Scores) -> tuple[Tensor, Scores]:

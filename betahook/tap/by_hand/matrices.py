@@ -141,6 +141,7 @@ def _new_product(forward: Forward, product: Contraction) -> Product:
     forward.plan.mixes |= any(isinstance(trace, Operand) and trace.mixed for trace in traces)
     makers = tuple(maker for trace in traces if isinstance(trace, Scores) for maker in trace.products)
     assured = not any(isinstance(trace, Operand) and (trace.mixed or trace.learned) for trace in traces)
+    learned = forward.is_learned(product.left)
     made = made_of(forward.labels, product.left, product.right, forward.layer, product.components)
     if forward.labels is not None and made is not None:
         with torch.no_grad():  # a checkpoint counts what is saved for the backward, where a weight is made of others
@@ -150,7 +151,8 @@ def _new_product(forward: Forward, product: Contraction) -> Product:
         site,
         history,
         index=len(forward.products),
-        assured=assured and not forward.is_learned(product.left) and all(maker.assured for maker in makers),
+        assured=assured and not learned and all(maker.assured for maker in makers),
+        learned=learned,
         makers=makers,
         acts=not forward.rehearsal and history.makes_scores is not False,
         made_of=made,

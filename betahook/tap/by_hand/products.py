@@ -58,6 +58,7 @@ class Product:
         site: where the user's code calls it.
         history: of the products there.
         assured: both operands are activations that no weighted value went into, so that a lost trace is a lost score.
+        learned: its left operand is a parameter, see `traces.is_learned`.
         makers: earlier products in whose results this one's operands lie.
         acts: its left operand gets the factor of beta.
         settled: steps before this one have shown that it makes scores.
@@ -78,6 +79,7 @@ class Product:
     site: Site
     history: History
     assured: bool
+    learned: bool = False
     makers: tuple[Product, ...] = ()
     acts: bool = True
     settled: bool = False

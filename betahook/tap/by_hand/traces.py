@@ -68,6 +68,11 @@ class Scores(NamedTuple):
     lost: str | None = None
 
     @property
+    def is_learned(self) -> bool:
+        """True if the left operand of every product is a parameter, see `is_learned`."""
+        return all(product.learned for product in self.products)
+
+    @property
     def pairs(self) -> Tensor:
         """The pairs that are not masked, boolean, of the shape of `value`, which must be known."""
         assert self.value is not None

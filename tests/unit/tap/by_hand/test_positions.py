@@ -67,6 +67,84 @@ def test_positions_out_of_a_table_are_a_bias(x, made):
     torch.testing.assert_close(logits[-1].softmax(-1), expected, rtol=1e-4, atol=1e-5)
 
 
+TABLES = {
+    "q first": lambda scores, table, q, k: scores + (q @ table.mT),
+    "table first": lambda scores, table, q, k: scores + (table @ q.mT).mT,
+    "added to": lambda scores, table, q, k: (table @ q.mT).mT + scores,
+    "taken off": lambda scores, table, q, k: scores - (table @ q.mT).mT,
+    "in place": lambda scores, table, q, k: (table @ q.mT).mT.contiguous().add_(scores),
+    "scaled": lambda scores, table, q, k: scores + ROOT * (table @ q.mT).mT,
+    "lost on the way": lambda scores, table, q, k: scores + (table @ q.mT).mT.cumsum(-1),
+    "without an axis of the batch": lambda scores, table, q, k: scores + (table[0] @ q.mT).mT,
+    "einsum": lambda scores, table, q, k: scores + torch.einsum("hjd,bhid->bhij", table[0], q),
+    "with k": lambda scores, table, q, k: scores + table @ k.mT,
+    "one after the other": lambda scores, table, q, k: (table @ q.mT).mT + scores + table @ k.mT,
+    "two at once": lambda scores, table, q, k: scores + ((table @ q.mT).mT + table @ k.mT),
+}
+
+
+@pytest.mark.parametrize("form", TABLES)
+def test_a_table_on_the_left_is_a_bias_as_on_the_right(x, form):
+    """As in BoTNet, which multiplies its table by q."""
+    logits = []
+
+    def mix(module, q, k, v):
+        logits.append(TABLES[form](q @ k.mT, module.rows, q, k))
+        return (ROOT * logits[-1]).softmax(-1) @ v
+
+    model = make(mix)
+    model[1].rows = torch.nn.Parameter(torch.randn(1, HEADS, LENGTH, WIDTH // HEADS))
+    expected = model(x)
+    scores = raw_scores(model, x)
+    bias = logits[-1].detach() - scores
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        assert torch.equal(model(x), expected)
+        layer = hook.layers["1"]
+        assert layer.refusal is None
+        assert layer.beta_default == pytest.approx(ROOT)
+        assert layer.statistics.std == pytest.approx(scores.var((0, 2, 3), correction=0).mean().sqrt().item(), rel=1e-5)
+        layer.beta = 3 * layer.beta_default
+        model(x)
+    torch.testing.assert_close(logits[-1], (3 * scores + bias).float(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_beta_that_was_loaded_acts_on_no_table(x):
+    def mix(module, q, k, v):
+        return (ROOT * (q @ k.mT + (module.rows @ q.mT).mT)).softmax(-1) @ v
+
+    model = make(mix)
+    model[1].rows = torch.nn.Parameter(torch.randn(1, HEADS, LENGTH, WIDTH // HEADS))
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        hook.step()
+        hook.layers["1"].beta = 0.7
+        expected, state = model(x), hook.state_dict()
+    with betahook.attach(model, controller="monitor") as hook:
+        hook.load_state_dict(state)
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_a_learned_query_makes_scores(x):
+    """Its sum of two products, too."""
+
+    def mix(module, q, k, v):
+        scores = module.rows @ k.mT + module.rows @ module.split(module.further_k(module.inputs)).mT
+        return (ROOT * scores).softmax(-1) @ v
+
+    model = make(mix)
+    model[1].rows = torch.nn.Parameter(torch.randn(1, HEADS, LENGTH, WIDTH // HEADS))
+    model[1].inputs = x
+    model(x)
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        model(x)
+        layer = hook.layers["1"]
+        assert layer.refusal is None
+        layer.beta = 2 * layer.beta_default
+        doubled = model(x)
+    model[1].rows.data *= 2
+    torch.testing.assert_close(doubled, model(x), rtol=1e-4, atol=1e-4)
+
+
 def test_positions_that_are_activations_are_scores(x):
     """As in SpeechT5: the query comes as `[tokens, batch * heads, d_k]`, and a key for each of its tokens."""
 
