@@ -58,6 +58,7 @@ REPORTS = "tests/unit/cli/test_report.py"
 SHOW_AND_FOLD = "tests/unit/cli/test_show_and_fold.py"
 LEFT_ALONE = "tests/unit/tap/by_hand/test_left_alone.py"
 BANDS = "tests/unit/tap/by_hand/test_bands.py"
+EDGES = "tests/unit/tap/by_hand/test_products_edges.py"
 SCALES = "tests/unit/tap/by_hand/test_scales.py"
 POSITIONS = "tests/unit/tap/by_hand/test_positions.py"
 ADAPTERS = "tests/models/test_adapters.py"
@@ -1432,6 +1433,10 @@ FAULTS = [
     Fault("betahook/tap/by_hand/arithmetic.py", " and first.is_learned == second.is_learned", "", POSITIONS),
     Fault(
         "betahook/tap/by_hand/arithmetic.py", "isinstance(second, Scores) and first.is_learned)", "False)", POSITIONS
+    ),
+    Fault("betahook/tap/by_hand/matrices.py", "not in (None, count)", "is None", EDGES),
+    Fault(
+        "betahook/tap/by_hand/head_axes.py", "len(along_axis[along_axis != UNKNOWN].unique())", "len(along_axis)", EDGES
     ),
     Fault("betahook/tap/by_hand/matrices.py", "learned=learned,", "learned=False,", POSITIONS),
     Fault("betahook/tap/by_hand/following.py", "_unshadow_biases(forward, call, derived)", "pass", POSITIONS),

@@ -55,6 +55,18 @@ def varying(labels: Tensor, summed: int | None) -> list[int]:
     return [axis for axis in axes if bool((labels.amax(axis) > least.amin(axis)).any())]
 
 
+def number_of_heads(labels: Tensor, summed: int) -> int | None:
+    """Count the heads along the one axis of an operand, other than that of its components, along which labels vary.
+
+    None where there is no such axis, or more than one.
+    """
+    axes = varying(labels, summed)
+    if len(axes) != 1:
+        return None
+    along_axis = labels.movedim(axes[0], 0).flatten(1).amax(1)
+    return len(along_axis[along_axis != UNKNOWN].unique())
+
+
 def find(labels: Tensor, summed: int | None, heads: int) -> Axis | None:
     """The axis of the heads in a tensor with labels; None if they do not tell.
 

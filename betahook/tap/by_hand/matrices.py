@@ -18,7 +18,7 @@ from betahook.tap.by_hand import contraction
 from betahook.tap.by_hand.contraction import Axis, Contraction
 from betahook.tap.by_hand.factors import Factor, divided, is_zero
 from betahook.tap.by_hand.forward import Forward
-from betahook.tap.by_hand.head_axes import REMEDY, made_of, put_heads, varying
+from betahook.tap.by_hand.head_axes import REMEDY, made_of, number_of_heads, put_heads, varying
 from betahook.tap.by_hand.products import Product
 from betahook.tap.by_hand.shadows import GAIN
 from betahook.tap.by_hand.sites import find_line, find_site
@@ -185,7 +185,6 @@ def _head_axis(forward: Forward, product: Contraction, known: Product) -> tuple[
     found = [] if labels is None else varying(labels, None)
     if summed not in found and not {*found} <= {*shared}:
         return None, f"a product at {known.site.line} that sums over tokens, as between channels or in linear attention"
-    sizes = [product.left.shape[dim] for dim in shared]
-    if labels is not None and len(varying(labels, summed)) == 1 and all(size % count for size in sizes):
-        return None, f"a product at {known.site.line} ({contraction.misfit(sizes, count)})"
+    if labels is not None and (own := number_of_heads(labels, summed)) not in (None, count):
+        return None, f"a product at {known.site.line} of {own} heads, where the module states {count}"
     return None, f"a product at {known.site.line} whose heads are not told apart from the batch ({REMEDY})"

@@ -11,6 +11,7 @@ from torch import nn
 
 import betahook
 from support.attention import (
+    HEADS,
     LENGTH,
     WIDTH,
     Block,
@@ -87,7 +88,28 @@ def test_scores_of_other_heads_than_a_module_states_are_left_alone(x, package):
     expected = model(x[:2])
     with betahook.attach(model) as hook:
         assert torch.equal(model(x[:2]), expected)
-        assert "(expected an axis of 3 heads before the last two, got axes of [2, 4])" in hook.layers["1"].refusal
+        assert "of 4 heads, where the module states 3" in hook.layers["1"].refusal
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("in_batch", [True, False])
+def test_twice_as_many_heads_as_a_module_states_are_counted(batch, in_batch):
+    """As in differential attention, where a trial does not run."""
+
+    class PairedAttention(ByHandAttention):
+        def forward(self, x, *, positions):
+            return super().forward(x + positions)
+
+        def mix(self, q, k, v):
+            if in_batch:
+                q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+            return super().mix(q, k, v).unflatten(0, (-1, HEADS)) if in_batch else super().mix(q, k, v)
+
+    attention = PairedAttention()
+    attention.num_heads = HEADS // 2
+    with betahook.attach(attention, controller="monitor") as hook:
+        attention(torch.randn(batch, LENGTH, WIDTH), positions=0)
+        assert f"of {HEADS} heads, where the module states {HEADS // 2}, which is not followed" in str(hook)
 
 
 def test_nothing_of_it_stays_behind():
