@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from betahook import compat
-from betahook.models.code import PRODUCTS, SOFTMAXES, is_users, names_held
+from betahook.models.code import PRODUCTS, SOFTMAXES, is_users, names_held, operations, scripted
 from betahook.models.families import facts
 
 Route = Literal["interface", "torch", "by hand"]
@@ -38,6 +38,7 @@ UNFOLLOWED_KERNELS = {
 ASKED = TORCH_ATTENTION | KERNELS
 LOG_SOFTMAX = {"log_softmax", "LogSoftmax"}
 SOFTMAX = {*SOFTMAXES, *LOG_SOFTMAX, "Softmax", "XSoftmax"}
+SCRIPTED = torch.jit.ScriptFunction.__name__
 IN_NAME = re.compile("attention|attn", re.IGNORECASE)
 
 
@@ -77,8 +78,8 @@ class Suspect:
     """
 
     module: nn.Module
-    used: Set[str]
-    used_below: Set[str]
+    used: frozenset[str]
+    used_below: frozenset[str]
 
 
 def classify(module: nn.Module, names: Callable[[type], frozenset[str]]) -> Verdict:
@@ -88,11 +89,14 @@ def classify(module: nn.Module, names: Callable[[type], frozenset[str]]) -> Verd
         used |= names(type(module.processor))
     if is_users(module):
         used |= names_held(module)
-    # A product or a softmax may be a module of its own, with a scale at most, and in another one.
-    parts = (part for child in module.children() if not has_matrix(child) for part in child.modules())
-    suspect = Suspect(module, used, used.union(*(names(compat.class_of(part)) for part in parts)))
+    suspect = Suspect(module, used, used.union(*(names(compat.class_of(part)) for part in _parts(module))))
     verdicts = (classifier(suspect) for classifier in CLASSIFIERS)
     return next((verdict for verdict in verdicts if verdict is not None), NO_ATTENTION)
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The parts with a scale at most: a product or a softmax may be one of them, also in another one."""
+    return (part for child in module.children() if not has_matrix(child) for part in child.modules())
 
 
 def known_otherwise(suspect: Suspect) -> Verdict | None:
@@ -139,6 +143,22 @@ def asks_other_kernel(suspect: Suspect) -> Verdict | None:
     return Verdict(obstacle=f"it calls {called}, which is not followed: call {UNFOLLOWED_KERNELS[called]}")
 
 
+def calls_scripted(suspect: Suspect) -> Verdict | None:
+    """Attention whose product or softmax lies in a function that `torch.jit.script` compiled."""
+    if SCRIPTED not in suspect.used_below or _has_product_and_softmax(suspect):
+        return None
+    called = [each for part in (suspect.module, *_parts(suspect.module)) for each in scripted(compat.class_of(part))]
+    hiding = {each: operations(each) & {*SOFTMAX, *PRODUCTS} for each in called}
+    shown = replace(suspect, used_below=suspect.used_below.union(*hiding.values()))
+    if not _has_product_and_softmax(shown) or not has_matrix(suspect.module):
+        return None
+    name = min(str(each.name) for each, found in hiding.items() if found)
+    reason = (
+        f"it calls {name}, which torch.jit.script compiled, so that its scores are out of sight: leave it in Python"
+    )
+    return Verdict(obstacle=reason)
+
+
 def has_no_name(suspect: Suspect) -> Verdict | None:
     """Code that is not called attention, and asks nobody for one."""
     if is_named(suspect.module):
@@ -181,6 +201,6 @@ def _has_product_and_softmax(suspect: Suspect) -> bool:
 
 CLASSIFIERS = (
     *(known_otherwise, is_scripted, is_called_otherwise, asks_interface, asks_torch),
-    *(asks_other_kernel, has_no_name, is_by_hand, has_name_only),
+    *(asks_other_kernel, calls_scripted, has_no_name, is_by_hand, has_name_only),
 )
 """In the order in which they are asked."""

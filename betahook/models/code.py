@@ -5,12 +5,14 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, TypeGuard
 
 from torch import nn
 from torch.autograd import Function
+from torch.jit import ScriptFunction
 
 from betahook.compat import class_of
 
@@ -32,7 +34,8 @@ def names_used(kind: type) -> frozenset[str]:
     if not is_own(kind):
         return _names_in(methods(kind))
     functions = reachable(kind)
-    return _names_in(functions).union(*map(_real_names, functions))
+    compiled = {type(each).__name__ for each in scripted(kind)}
+    return _names_in(functions).union(compiled, *map(_real_names, functions))
 
 
 def names_held(module: nn.Module) -> frozenset[str]:
@@ -105,10 +108,24 @@ def is_users_function(value: object) -> TypeGuard[FunctionType]:
 
 def methods(kind: type) -> list[FunctionType]:
     """The functions among the members of a class and its bases, without those that are overridden."""
+    return [function for function in _members(kind) if isinstance(function, FunctionType)]
+
+
+def _members(kind: type) -> list[Callable[..., Any]]:
     classes = [cls for cls in kind.__mro__ if cls not in (nn.Module, object)]
     members = {name: member for cls in reversed(classes) for name, member in vars(cls).items()}
-    unwrapped = (inspect.unwrap(member) for member in members.values() if callable(member))
-    return [function for function in unwrapped if isinstance(function, FunctionType)]
+    return [inspect.unwrap(member) for member in members.values() if callable(member)]
+
+
+def scripted(kind: type) -> list[ScriptFunction[Any, Any]]:
+    """The functions that `torch.jit.script` compiled, among the members of a class and what its code calls by name."""
+    named = (value for function in reachable(kind) for value in _named(function))
+    return [value for value in (*_members(kind), *named) if isinstance(value, ScriptFunction)]
+
+
+def operations(function: ScriptFunction[Any, Any]) -> set[str]:
+    """The names of torch's operations in what `torch.jit.script` compiled."""
+    return {*re.findall(r"aten::(\w+)", str(function.inlined_graph))}
 
 
 def reachable(kind: type) -> list[FunctionType]:
@@ -151,6 +168,11 @@ def namespaces(names: Iterable[str], *first: dict[str, Any]) -> list[dict[str, A
 
 def _called(function: FunctionType) -> Iterator[FunctionType]:
     """The Python functions and static methods that code names, and what a named function of autograd runs."""
+    return filter(is_users_function, _named(function))
+
+
+def _named(function: FunctionType) -> Iterator[object]:
+    """Find what code names: functions, compiled ones too, static methods, and what a function of autograd runs."""
     names, cells = names_in(function), dict[str, Any]()
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -164,9 +186,8 @@ def _called(function: FunctionType) -> Iterator[FunctionType]:
     for value in values:
         if isinstance(value, type) and issubclass(value, Function):
             value = value.forward
-        called = inspect.unwrap(value) if callable(value) else None
-        if is_users_function(called):
-            yield called
+        if callable(value):
+            yield inspect.unwrap(value)
 
 
 def _is_of_library(module: str | None) -> bool:

@@ -1086,6 +1086,20 @@ FAULTS = [
     ),
     Fault("betahook/models/classifiers.py", "sum(size > 1 for size in parameter.shape) > 1", "True", TRIAL),
     Fault("betahook/models/classifiers.py", "is_lazy(parameter) or", ""),
+    Fault("betahook/models/classifiers.py", "_has_product_and_softmax(shown) or not ", "False and ", DISCOVERED),
+    Fault(
+        "betahook/models/classifiers.py",
+        "for part in (suspect.module, *_parts(suspect.module))",
+        "for part in (suspect.module,)",
+        DISCOVERED,
+    ),
+    Fault(
+        "betahook/models/classifiers.py",
+        "str(each.name) for each, found in hiding.items() if found",
+        "str(each.name) for each in hiding",
+        DISCOVERED,
+    ),
+    Fault("betahook/models/code.py", "for value in (*_members(kind), *named)", "for value in named", DISCOVERED),
     Fault("betahook/models/trial.py", "len(moving) < 2, summed", "False, summed", PLACES),
     Fault(
         "betahook/models/trial.py",

@@ -2,6 +2,7 @@
 
 import functools
 import types
+import warnings
 
 import pytest
 import torch
@@ -425,6 +426,76 @@ def test_attention_that_torch_jit_compiled_is_named(compiled):
     seen = survey(nn.Sequential(compiled(LinearAttention()), nn.ReLU(), compiled(nn.ReLU())))
     assert list(seen.not_reached) == ["0"]
     assert "torch.jit compiled this LinearAttention" in seen.not_reached["0"]
+
+
+def normalised(scores: torch.Tensor):
+    return F.softmax(scores, -1)
+
+
+def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+    return torch.softmax(torch.matmul(q, k.mT), -1) @ v
+
+
+def doubled(x: torch.Tensor):
+    return 2 * x
+
+
+with warnings.catch_warnings(action="ignore"):  # torch would rather see them compiled
+    normalised, attended, doubled = map(torch.jit.script, (normalised, attended, doubled))
+
+
+class TaskHead(nn.Module):
+    """Its product is in its code, its softmax is not, as in Graphormer-3D."""
+
+    scale = staticmethod(doubled)
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return normalised(self.scale(self.q_proj(x)) @ self.k_proj(x).mT) @ x
+
+
+class OfAMember(TaskHead):
+    """As in EGT, which calls all of it by a static method."""
+
+    weigh = staticmethod(attended)
+
+    def forward(self, x):
+        return self.weigh(self.q_proj(x), self.k_proj(x), x)
+
+
+class InAPart(nn.Module):
+    def forward(self, scores):
+        return normalised(scores)
+
+
+class OfAPart(TaskHead):
+    def __init__(self):
+        super().__init__()
+        self.normalise = InAPart()
+
+    def forward(self, x):
+        return self.normalise(self.q_proj(x) @ self.k_proj(x).mT) @ x
+
+
+class WithoutSoftmax(TaskHead):
+    def forward(self, x):
+        return doubled(self.q_proj(x) @ self.k_proj(x).mT) @ x
+
+
+@pytest.mark.parametrize(("kind", "name"), [(TaskHead, "normalised"), (OfAMember, "attended"), (OfAPart, "normalised")])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_attention_that_calls_a_scripted_function_is_named(kind, name, is_named):
+    kind = type(f"{kind.__name__}{'Attention' * is_named}", (kind,), {})
+    seen = survey(nn.Sequential(kind(), kind(), WithoutSoftmax()))
+    assert list(seen.not_reached) == ["0", "1"]
+    assert not seen.found
+    reason = (
+        f"it calls {name}, which torch.jit.script compiled, so that its scores are out of sight: leave it in Python"
+    )
+    assert seen.not_reached["0"] == f"{kind.__name__}: {reason}"
 
 
 class Normalise(nn.Module):
