@@ -4,7 +4,8 @@
     python examples/language_model.py --model llama --learning-rates 1e-3 3e-2 --seeds 0 1 2
 
 Both runs of a pair see the same batches and start from the same weights; the validation files are never trained on.
-A long comparison may be interrupted: with `--save-steps`, the same command goes on from the last checkpoints.
+A long comparison may be interrupted: with `--save-steps`, the same command goes on from the last checkpoints, and
+another one needs another `--output`.
 
     python examples/language_model.py --layers 6 --width 384 --length 32 --bf16 --attention eager \
         --steps 5000 --save-steps 500 --learning-rates 3e-4
@@ -13,6 +14,7 @@ A long comparison may be interrupted: with `--save-steps`, the same command goes
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import sysconfig
 import warnings
@@ -41,6 +43,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from betahook.integrations.trainer import BetaHookCallback, last_checkpoint
 
 BYTES, HEAD_DIM = 256, 32
+
+MAKES_A_RUN = ("model", "steps", "length", "width", "layers", "bf16", "attention")
+"""Options that a checkpoint depends on, besides those in the name of its folder."""
 
 
 class Windows(Dataset[dict[str, Tensor]]):
@@ -119,6 +124,23 @@ def positive(text: str) -> int:
     return number
 
 
+def checkpoint_of(folder: Path, options: argparse.Namespace) -> str | None:
+    """Return the last checkpoint in the folder of a run; None at its beginning, when its options are put there."""
+    made = {name: getattr(options, name) for name in MAKES_A_RUN}
+    file = folder / "options.json"
+    if (checkpoint := last_checkpoint(folder)) is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(made))
+        return None
+    before = json.loads(file.read_text()) if file.exists() else {}
+    others = [
+        f"--{name} {before.get(name, 'unknown')}, not {made[name]}" for name in made if before.get(name) != made[name]
+    ]
+    if others:
+        raise SystemExit(f"{folder} holds checkpoints of {'; '.join(others)}: give another --output")
+    return checkpoint
+
+
 def train(controller: str, learning_rate: float, seed: int, options: argparse.Namespace) -> list[tuple[int, float]]:
     """Train once and return steps and validation losses (nats per byte)."""
     torch.manual_seed(seed)
@@ -154,7 +176,7 @@ def train(controller: str, learning_rate: float, seed: int, options: argparse.Na
         callbacks=[callback, Bar()],
     )
     trainer.pop_callback(PrinterCallback)
-    checkpoint = last_checkpoint(output) if options.save_steps else None
+    checkpoint = checkpoint_of(output, options) if options.save_steps else None
     if checkpoint is not None and Path(checkpoint).name == f"checkpoint-{options.steps}":  # a Trainer would go beyond
         trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
     else:

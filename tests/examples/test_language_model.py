@@ -44,6 +44,29 @@ def test_nothing_to_train_is_refused(example, capsys, option):
     assert f"argument {option}: must be at least 1, not 0" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*")
+def test_checkpoints_of_other_options_are_refused(example, tmp_path, monkeypatch):
+    monkeypatch.setattr(example, "read_library", lambda: (bytes(256) * 4, bytes(256)))
+    options = ["--steps", "2", "--length", "16", "--width", "32", "--layers", "1", "--save-steps", "2"]
+    options += ["--output", str(tmp_path)]
+    example.main(options)
+    example.main(options)  # goes on, with nothing to do
+    folder = tmp_path / "monitor-0.01-seed0"
+
+    def refused(*others):
+        with pytest.raises(SystemExit) as refusal:
+            example.main([*options, *others])
+        assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
+        return str(refusal.value)
+
+    said = f"{folder} holds checkpoints of {{}}: give another --output"
+    assert refused("--model", "llama", "--layers", "2") == said.format("--model gpt2, not llama; --layers 1, not 2")
+    assert refused("--steps", "1", "--bf16") == said.format("--steps 2, not 1; --bf16 False, not True")
+    assert refused("--attention", "eager") == said.format("--attention sdpa, not eager")
+    (folder / "options.json").unlink()
+    assert "--model unknown, not gpt2; --steps unknown, not 2" in refused()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mtime may not be reliable")  # transformers 5.1, of two checkpoints in one second
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*")
