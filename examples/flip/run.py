@@ -21,10 +21,10 @@ from tqdm import tqdm
 import betahook
 from report import draw, relevant_beta, table
 from runs import Results, best_fixed, execute, remembered
-from task import MORE_DATA, TABLE_1, Row, Run, train
+from task import MORE_DATA, TABLE_1, TEST_STRINGS, Row, Run, train
 
-Identity = tuple[str, str, float | None, int]
-"""Column, row, the paper's beta where it matters, seed."""
+Identity = tuple[str, str, float | None, int, int]
+"""Column, row, the paper's beta where it matters, seed, test strings."""
 
 NOISE = 1e-3
 """Accuracies that tie in a search for beta: four times the std of chance on 1,000 strings of 200 out of 100 symbols."""
@@ -71,7 +71,9 @@ def measure(column: str, row: Row, seed: int, options: dict[str, Any]) -> dict[s
         result = train(make(row, seed), **options)
     else:
         trial = remembered(
-            lambda beta: train(Run(row, seed, beta=beta), **options), Path(options["output"]) / "trials.jsonl"
+            lambda beta: train(Run(row, seed, beta=beta), **options),
+            Path(options["output"]) / "trials.jsonl",
+            lambda result: tested_on(result) == options["test_strings"],
         )
         result = best_fixed(trial, score="validation_accuracy", mode="max", noise=NOISE)
     return {"column": column, **result}
@@ -84,13 +86,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--columns", nargs="+", default=list(COLUMNS), choices=list(COLUMNS), metavar="COLUMN")
     parser.add_argument("--seeds", nargs="+", type=int, default=[7])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--test-strings", type=int, default=100_000)
+    parser.add_argument("--test-strings", type=int, default=TEST_STRINGS)
     parser.add_argument(
         "--output", type=Path, default=Path("runs/flip"), help="folder for results, plot and TensorBoard"
     )
     options = parser.parse_args(arguments)
-    if options.jobs < 1:
-        parser.error(f"--jobs must be at least 1, not {options.jobs}")
+    for option, number in (("--jobs", options.jobs), ("--test-strings", options.test_strings)):
+        if number < 1:
+            parser.error(f"{option} must be at least 1, not {number}")
 
     rows = [
         row for row in (*TABLE_1, *MORE_DATA) if row.name in options.rows or ("all" in options.rows and row in TABLE_1)
@@ -103,13 +106,19 @@ def main(arguments: list[str] | None = None) -> None:
         for row in rows
         for column in options.columns
         for seed in options.seeds
-        if (identity := (column, row.name, relevant_beta(row, column), seed)) not in known
+        if (identity := (column, row.name, relevant_beta(row, column), seed, options.test_strings)) not in known
     }
     # With one job at a time, every run shows a bar of its own.
     for identity, result in tqdm(execute(measure, todo, options.jobs), "runs", len(todo), disable=options.jobs == 1):
         results.add({**result, "paper_beta": identity[2]})
 
-    chosen = [result for result in results if result["column"] in options.columns and result["seed"] in options.seeds]
+    chosen = [
+        result
+        for result in results
+        if result["column"] in options.columns
+        and result["seed"] in options.seeds
+        and tested_on(result) == options.test_strings
+    ]
     print(table(rows, chosen, {name: COLUMNS[name][0] for name in options.columns}))
     plot = options.output / "flip.png"
     draw(rows[0], chosen, plot)
@@ -126,7 +135,13 @@ def settings(column: str, row: Row, seed: int, options: argparse.Namespace) -> d
 
 def key(result: dict[str, Any]) -> Identity:
     """Identity of a run."""
-    return result["column"], result["row"], result["paper_beta"], result["seed"]
+    return result["column"], result["row"], result["paper_beta"], result["seed"], tested_on(result)
+
+
+def tested_on(result: dict[str, Any]) -> int:
+    """Number of test strings of a run."""
+    strings: int = result.get("test_strings", TEST_STRINGS)
+    return strings
 
 
 if __name__ == "__main__":

@@ -67,12 +67,20 @@ def execute(function: Callable[..., Any], todo: Mapping[Any, tuple[Any, ...]], j
         pool.shutdown(cancel_futures=True)  # after an error, wait for running jobs and start no others
 
 
-def remembered(trial: Callable[[float], Result], path: Path) -> Callable[[float], Result]:
-    """`trial` with its results in a file of their own, so that an interrupted search repeats no run of hours."""
+def remembered(
+    trial: Callable[[float], Result], path: Path, is_like: Callable[[Result], bool]
+) -> Callable[[float], Result]:
+    """`trial` with its results in a file of their own, so that an interrupted search repeats no run of hours.
+
+    Args:
+        trial: trains with a beta.
+        path: the file.
+        is_like: tells if a result in the file is of a run with the options of `trial`.
+    """
     results = Results(path)
 
     def run(beta: float) -> Result:
-        line = next((line for line in results if line["trial"] == beta), None)
+        line = next((line for line in results if line["trial"] == beta and is_like(line)), None)
         if line is None:
             line = {"trial": beta, **trial(beta)}
             results.add(line)

@@ -88,8 +88,15 @@ class Trials:
 
     def __call__(self, strings: int, beta: float | None) -> Result:
         row = replace(self.row, strings=strings)
-        identity = {"row": row.name, "seed": self.seed, "fixed": beta, "rule": repr(betahook.Search())}
-        known = (result for result in self.results if identity.items() <= result.items())
+        identity = {
+            "row": row.name,
+            "seed": self.seed,
+            "fixed": beta,
+            "rule": repr(betahook.Search()),
+            "test_strings": self.test_strings,
+        }
+        told = {"test_strings": flip.TEST_STRINGS}
+        known = (result for result in self.results if identity.items() <= {**told, **result}.items())
         result = next(known, None)
         if result is None:
             run = flip.Run(row, self.seed, beta=beta, controller=betahook.Search if beta is None else None)
@@ -112,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--row", default="100/20/15000", choices=list(rows), metavar="ROW", help="symbols and length")
     parser.add_argument("--strings", type=positive, help="the smallest data (default: a quarter of the row's)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--test-strings", type=int, default=100_000)
+    parser.add_argument("--test-strings", type=positive, default=flip.TEST_STRINGS)
     parser.add_argument("--output", type=Path, default=Path("runs/study"))
     options = parser.parse_args(arguments)
 

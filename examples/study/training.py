@@ -15,7 +15,7 @@ import neighbours  # noqa: F401
 from betahook import Hook
 from controllers import Treatment
 from runs import Result
-from task import accuracy
+from task import TEST_STRINGS, accuracy
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Settings:
     length: int = 128
     evaluations: int = 12
     pretraining: int = 1_000
-    test_strings: int = 100_000
+    test_strings: int = TEST_STRINGS
 
 
 class Watch(TrainerCallback):

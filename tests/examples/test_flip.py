@@ -74,10 +74,42 @@ def test_a_table_from_runs_to_report_and_not_twice(flip, tmp_path, monkeypatch, 
     assert capsys.readouterr().out == printed
 
 
-def test_runs_of_no_job_are_refused(flip, capsys):
+@pytest.mark.parametrize("option", ["--jobs", "--test-strings"])
+def test_runs_of_nothing_are_refused(flip, capsys, option):
     with pytest.raises(SystemExit, match="2"):
-        flip["run"].main(["--jobs", "0"])
-    assert "--jobs must be at least 1, not 0" in capsys.readouterr().err
+        flip["run"].main([option, "0"])
+    assert f"{option} must be at least 1, not 0" in capsys.readouterr().err
+
+
+def test_a_run_on_fewer_test_strings_is_another_run(flip, tmp_path, monkeypatch, capsys):
+    """With training runs that take no time, whose accuracy is known by the number of test strings."""
+    tested = []
+
+    def train(run, *, test_strings, **options):
+        tested.append(test_strings)
+        result = {"accuracy": test_strings / 1e6, "validation_accuracy": 0.5, "beta": run.beta or 0.2, "seconds": 1.0}
+        return {"row": run.row.name, "seed": run.seed, "steps_to_95": None, "test_strings": test_strings, **result}
+
+    monkeypatch.setattr(flip["run"], "train", train)
+    monkeypatch.setattr(flip["run"], "draw", lambda *_: None)
+    arguments = ["--columns", "plain", "procedure", "--output", str(tmp_path), "--test-strings"]
+
+    def shown(test_strings):
+        """The accuracies of both columns, and on how many strings each new run was tested."""
+        tested.clear()
+        flip["run"].main([*arguments, str(test_strings)])
+        rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(("plain", "proced"))]
+        return [row[1] for row in rows], [row[7] for row in rows], set(tested)
+
+    assert shown(50_000) == (["5.00", "5.00"], ["1", "1"], {50_000})
+    assert shown(100_000) == (["10.00", "10.00"], ["1", "1"], {100_000})
+    assert shown(50_000) == (["5.00", "5.00"], ["1", "1"], set())
+    for file in [tmp_path / "results.jsonl", *tmp_path.rglob("trials.jsonl")]:  # as they were before it was noted
+        file.write_text(file.read_text().replace('"test_strings": 100000, ', ""))
+    assert shown(100_000) == (["10.00", "10.00"], ["1", "1"], set())
+    lines = (tmp_path / "results.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "results.jsonl").write_text("".join(line for line in lines if '"procedure"' not in line))
+    assert shown(100_000) == (["10.00", "10.00"], ["1", "1"], set())  # from the trials
 
 
 @pytest.mark.parametrize("arguments", commands.of("examples/flip/run.py"), ids=" ".join)
@@ -97,7 +129,7 @@ def test_the_procedure_searches_by_validation_accuracy(flip, monkeypatch, tmp_pa
         return {"accuracy": run.beta, "validation_accuracy": validation, "beta": run.beta, "seconds": 1.0}
 
     monkeypatch.setattr(flip["run"], "train", train)
-    options = {"output": str(tmp_path)}
+    options = {"output": str(tmp_path), "test_strings": 100_000}
     result = flip["run"].measure("procedure", flip["task"].TABLE_1[0], 0, options)
     assert result["accuracy"] == result["beta"] == pytest.approx(0.2, rel=0.5)
     assert result["validation_accuracy"] == max(score for _, score in result["trials"])
@@ -120,7 +152,7 @@ def test_the_procedure_does_not_go_where_chance_was_kinder(flip, monkeypatch, tm
         return {"accuracy": validation, "validation_accuracy": validation, "beta": run.beta, "seconds": 1.0}
 
     monkeypatch.setattr(flip["run"], "train", train)
-    options = {"output": str(tmp_path)}
+    options = {"output": str(tmp_path), "test_strings": 100_000}
     result = flip["run"].measure("procedure", flip["task"].TABLE_1[1], 7, options)
     assert result["beta"] == pytest.approx(0.1)
 

@@ -394,10 +394,11 @@ def test_a_procedure_that_never_passes_says_so(study):
         study["procedure"].procedure(lambda strings, beta: {"validation_accuracy": 0.1}, 4, 100)
 
 
-def test_a_procedure_without_strings_is_refused(study, capsys):
+@pytest.mark.parametrize("option", ["--strings", "--test-strings"])
+def test_a_procedure_without_strings_is_refused(study, capsys, option):
     with pytest.raises(SystemExit, match="2"):
-        study["procedure"].main(["--strings", "0"])
-    assert "argument --strings: must be at least 1, not 0" in capsys.readouterr().err
+        study["procedure"].main([option, "0"])
+    assert f"argument {option}: must be at least 1, not 0" in capsys.readouterr().err
 
 
 def test_the_procedure_is_not_run_twice(study, tmp_path, monkeypatch, capsys):
@@ -418,6 +419,13 @@ def test_the_procedure_is_not_run_twice(study, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(study["task"], "train", lambda *_, **__: pytest.fail("a finished run was repeated"))
     study["procedure"].main(["--output", str(tmp_path)])
     assert capsys.readouterr().out == first[first.index("\n| |") :]
+    trials = tmp_path / "procedure.jsonl"
+    trials.write_text(trials.read_text().replace(', "test_strings": 100000', ""))  # as it was before it was noted
+    study["procedure"].main(["--output", str(tmp_path)])
+    assert capsys.readouterr().out == first[first.index("\n| |") :]
+    monkeypatch.setattr(study["task"], "train", train)
+    study["procedure"].main(["--output", str(tmp_path), "--test-strings", "50000"])
+    assert capsys.readouterr().out == first
 
 
 def test_a_trial_of_the_procedure_trains(study, tmp_path):
