@@ -10,6 +10,7 @@ Statistics are pooled over the processes and beta is the same on all; the main o
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -55,25 +56,29 @@ def train(options: argparse.Namespace) -> None:
                 f"{options.output / STATE} is of step {step} already: give more than --steps {options.steps}"
             )
         accelerator.print(f"goes on after step {step}, from {options.output / STATE}")
-        batches = accelerator.skip_first_batches(batches, step * accelerator.gradient_accumulation_steps)
-    for batch in batches:
-        with accelerator.accumulate(wrapped):
-            loss = wrapped(**batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        if not accelerator.sync_gradients:
-            continue
-        hook.step(accelerator.scaler)  # the scaler is None except in float16
-        step += 1
-        if step % options.log_every == 0:
-            mean = accelerator.gather(loss.detach()).mean().item()
-            accelerator.print(f"step {step}: loss {mean:.4f}")
-            accelerator.log({"loss": mean, **hook.metrics()}, step)
-        if step % options.save_every == 0:
-            accelerator.save_state(str(options.output / STATE))
-        if step == options.steps:
-            break
+    each = accelerator.gradient_accumulation_steps
+    steps_of_a_pass = math.ceil(len(batches) / each)  # the last batches of a pass make a step, however many
+    while step < options.steps:
+        passes, done = divmod(step, steps_of_a_pass)
+        batches.set_epoch(passes)  # in another order each time
+        for batch in accelerator.skip_first_batches(batches, done * each) if done else batches:
+            with accelerator.accumulate(wrapped):
+                loss = wrapped(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            if not accelerator.sync_gradients:
+                continue
+            hook.step(accelerator.scaler)  # the scaler is None except in float16
+            step += 1
+            if step % options.log_every == 0:
+                mean = accelerator.gather(loss.detach()).mean().item()
+                accelerator.print(f"step {step}: loss {mean:.4f}")
+                accelerator.log({"loss": mean, **hook.metrics()}, step)
+            if step % options.save_every == 0:
+                accelerator.save_state(str(options.output / STATE))
+            if step == options.steps:
+                break
 
     accelerator.wait_for_everyone()
     betahook.fold(model)  # on every process: the model is the same on all

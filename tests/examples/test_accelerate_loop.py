@@ -26,6 +26,7 @@ def example():
             options = ["--cpu", "--length", "16", "--log-every", "2", "--output", str(folder)]
             modules["accelerate_loop"].main([*options, *arguments])
 
+        run.module = modules["accelerate_loop"]
         yield run
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
@@ -62,6 +63,25 @@ def test_a_resumed_run_ends_with_the_same_bits(example, tmp_path, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("curves")]
     resumed = f"goes on after step 4, from {tmp_path / 'parts' / 'state'}"
     assert lines == [*said((2, 4, 6, 8)), *said((2, 4, 6)), resumed, *said((6, 8))]
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*")
+@pytest.mark.parametrize("saved", [3, 4])  # where a pass ends, and within the next one
+def test_a_run_of_several_passes_over_the_data_goes_on_where_it_was(example, tmp_path, monkeypatch, saved):
+    """A pass has 40 windows in five batches, and so three steps, the last of them of one batch."""
+    windows, seen = example.module.Windows, []
+    monkeypatch.setattr(example.module, "read_library", lambda: ((bytes(range(256)) * 3)[:640], b""))
+    take = windows.__getitem__
+    monkeypatch.setattr(windows, "__getitem__", lambda self, index: (seen.append(index), take(self, index))[1])
+    options = ["--log-every", "1", "--save-every", str(saved)]
+    example(tmp_path / "whole", "--steps", "8", *options)
+    assert list(logged(tmp_path / "whole", "loss")) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert sorted(seen[:40]) == sorted(seen[40:80]) == list(range(40))
+    assert seen[:40] != seen[40:80]
+    example(tmp_path / "parts", "--steps", str(saved), *options)
+    example(tmp_path / "parts", "--steps", "8", *options, "--resume")
+    whole, parts = (flatten(load_file(tmp_path / run / "model" / "model.safetensors")) for run in ("whole", "parts"))
+    assert differences(whole, parts) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*")
