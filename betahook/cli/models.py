@@ -25,7 +25,7 @@ def without_weights(name: str) -> PreTrainedModel:
 
     Raises:
         OSError: there is no config.
-        ValueError: the model needs code of its own.
+        ValueError: the model needs code of its own, or its config has values that transformers rejects.
     """
     with _reading(name) as config:
         architecture = _architecture(config)
@@ -43,7 +43,7 @@ def with_weights(name: str) -> PreTrainedModel:
 
     Raises:
         OSError: there is no config, or there are no weights.
-        ValueError: the model needs code of its own.
+        ValueError: the model needs code of its own, or its config has values that transformers rejects.
     """
     with _reading(name) as config:
         model: PreTrainedModel = _architecture(config).from_pretrained(name, dtype="auto", trust_remote_code=False)
@@ -171,3 +171,8 @@ def _reading(name: str) -> Iterator[Any]:
             f"{name} needs code of its own (auto_map in {CONFIG_NAME}), which this command does not run; load it in "
             'Python and print(betahook.attach(model, controller="monitor"))'
         ) from error
+    except (RuntimeError, ImportError):
+        raise
+    except Exception as error:  # a wrong value fails where transformers comes to use it, with any error
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"transformers makes no model of {name}; correct its {CONFIG_NAME}: {reason}") from error

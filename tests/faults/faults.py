@@ -909,6 +909,7 @@ FAULTS = [
         ":",
         "tests/unit/cli/test_show_and_fold.py::test_a_plain_model_that_was_saved_over_a_hooked_one_is_plain",
     ),
+    Fault("betahook/cli/models.py", "except Exception as error:", "except TypeError as error:", SHOW_AND_FOLD),
     Fault(
         "betahook/tap/kernels.py",
         "Band(last - left - 1 if",

@@ -63,6 +63,15 @@ def test_report_of_a_checkpoint_whose_config_is_of_a_part_of_the_model(run, tmp_
     assert "Beta at step 3" in Page(page).texts
 
 
+def test_report_of_a_checkpoint_whose_config_transformers_rejects(run, tmp_path):
+    folder, page = shutil.copytree(run / "checkpoint-6", tmp_path / "checkpoint-6"), tmp_path / "page.html"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "activation_function": "none", "hidden_act": "none"}))
+    assert main(["report", str(folder), "--html", str(page)]) == 0
+    assert "Beta at step 6" in Page(page).texts
+    assert not any(re.match("Step 6:", text) for text in Page(page).texts)
+
+
 def test_report_of_a_run_that_was_killed_in_its_last_save(run, tmp_path):
     page, folder = tmp_path / "one.html", tmp_path / "run"
     shutil.copytree(run, folder, ignore=shutil.ignore_patterns("events.*"))

@@ -221,6 +221,28 @@ def test_a_damaged_config_is_named(saved, tmp_path, capsys, command, content):
     assert said.count("\n") == 1
 
 
+@pytest.mark.oldest_skips("its configs take values of any type", value="*intermediate_size*")
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({"intermediate_size": 64.0}, "StrictDataclassFieldValidationError: Validation error for field 'intermediate_"),
+        ({"hidden_act": "none"}, "KeyError: 'none'"),
+    ],
+    ids=["intermediate_size", "hidden_act"],
+)
+@pytest.mark.parametrize("command", ["fold", "examine", "inspect"])
+def test_a_config_that_transformers_rejects_is_named(saved, tmp_path, capsys, command, value, reason):
+    given = {"fold": [str(tmp_path / "out")], "examine": ["--text", str(saved / "text.txt")]}
+    folder = shutil.copytree(saved / "hooked", tmp_path / "rejected")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **value}))
+    assert main([command, str(folder), *given.get(command, [])]) == 1
+    said = capsys.readouterr().err
+    start = f"betahook {command}: transformers makes no model of {folder}; correct its config.json: {reason}"
+    assert said.startswith(start)
+    assert said.count("\n") == 1
+
+
 def test_a_plain_model_that_was_saved_over_a_hooked_one_is_plain(saved, tmp_path, capsys):
     """The file of beta stays where it was."""
     folder = shutil.copytree(saved / "hooked", tmp_path / "model")
