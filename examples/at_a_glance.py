@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import betahook
 from betahook.integrations.tensorboard import TensorBoardWriter
-from language_model import BYTES, Windows, read_library
+from language_model import BYTES, Windows, positive, read_library
 
 
 def build(layers: int, heads: int, width: int, length: int) -> GPT2LMHeadModel:
@@ -28,13 +28,13 @@ def build(layers: int, heads: int, width: int, length: int) -> GPT2LMHeadModel:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--length", type=int, default=128, help="bytes in a window")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--every", type=int, default=10, help="steps between two logs")
+    parser.add_argument("--layers", type=positive, default=12)
+    parser.add_argument("--heads", type=positive, default=8)
+    parser.add_argument("--width", type=positive, default=128)
+    parser.add_argument("--length", type=positive, default=128, help="bytes in a window")
+    parser.add_argument("--batch", type=positive, default=8)
+    parser.add_argument("--steps", type=positive, default=300)
+    parser.add_argument("--every", type=positive, default=10, help="steps between two logs")
     parser.add_argument("--learning-rate", type=float, default=1e-2)
     parser.add_argument("--controller", default="default")
     parser.add_argument("--seed", type=int, default=0)
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
             warmup.step()
             optimizer.zero_grad()
             hook.step()
-            if step % options.every == 0:
+            if step % options.every == 0 or step == options.steps:
                 writer.write(hook, step, loss=loss.item())
                 picture.add(hook.findings(), step)
         print(hook.findings())

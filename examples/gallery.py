@@ -19,7 +19,7 @@ from transformers import GPT2LMHeadModel
 
 import betahook
 from at_a_glance import build
-from language_model import Windows, read_library
+from language_model import Windows, positive, read_library
 
 LAYERS, HEADS, WIDTH, LENGTH, BATCH = 6, 6, 96, 64, 8
 
@@ -93,7 +93,7 @@ def train(run: Run, steps: int, every: int, seed: int) -> tuple[bytes, betahook.
             optimizer.zero_grad()
             hook.step()
             losses.append(loss.item())
-            if step % every == 0:
+            if step % every == 0 or step == steps:
                 picture.add(hook.findings(), step)
         found = hook.findings()
     last = losses[-max(1, steps // 4) :]
@@ -103,8 +103,8 @@ def train(run: Run, steps: int, every: int, seed: int) -> tuple[bytes, betahook.
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN", help=", ".join(RUNS))
-    parser.add_argument("--steps", type=int, help="fewer or more than in RUNS")
-    parser.add_argument("--every", type=int, default=10, help="steps between two looks")
+    parser.add_argument("--steps", type=positive, help="fewer or more than in RUNS")
+    parser.add_argument("--every", type=positive, default=10, help="steps between two looks")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/gallery"), help="folder for the pictures")
     options = parser.parse_args(arguments)
