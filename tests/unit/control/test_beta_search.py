@@ -95,6 +95,13 @@ def test_plateaus_failures_noise_and_edges_are_no_end(name, mode):
     assert search.state_dict()["at_edge"] is search.at_edge
 
 
+@pytest.mark.parametrize("peak", PEAKS)
+def test_a_smooth_peak_takes_nine_to_eleven_trials(peak):
+    """As its page says, of peaks within 2.5 decades of the start."""
+    trials = [complete(BetaSearch(), lambda x, top=step / 20: PEAKS[peak](x - top)) for step in range(-50, 51)]
+    assert {len(x) for x in trials} == {9, 10, 11}
+
+
 def test_a_plateau_above_a_worse_score_is_followed_away_from_it():
     trials = complete(BetaSearch(resolution=0.5), lambda x: 1 if x <= 0 else -x)
     # The half step ties with both of its neighbours: only then, for a smooth peak may lie between two alike.
