@@ -182,7 +182,7 @@ def examine(name: str, text: str, *, length: int, batch: int, batches: int, pict
                 raise ValueError(f"{name}: the state of the hook belongs to other layers than those of the model")
             fresh = hook.state_dict()
             hook.load_state_dict({**fresh, "beta": state["beta"], "beta_default": state["beta_default"]})
-        found = examine_hooked(hook, (dict.fromkeys(names, ids) for ids in windows.split(batch)))
+        found = examine_hooked(hook, (dict.fromkeys(names, ids) for ids in windows.split(min(batch, len(windows)))))
     forwards = f"{found.batches} forward{'s' * (found.batches > 1)} of up to {batch} x {windows.shape[1]}"
     source = f"{windows.numel():,} tokens of {Path(text).name}, in {forwards}"
     return pages.examination(f"{name}: {type(model).__name__}", source, found, pictured=pictured)
@@ -198,9 +198,10 @@ def _windows(name: str, text: str, length: int, count: int) -> torch.Tensor:
             f"{name} has no tokenizer that can be loaded; save it there with tokenizer.save_pretrained(), or in Python "
             f"give betahook.examine(model, batches) tokens of your own. transformers says: {error}"
         ) from error
-    # More than any tokenizer makes a token of, so that the windows fill up.
+    # More than any tokenizer makes a token of, so that the windows fill up; Python makes room for what it is asked for.
+    characters = min(16 * length * count, Path(text).stat().st_size)
     with Path(text).open(encoding="utf-8", errors="replace") as file:
-        content = file.read(16 * length * count)
+        content = file.read(characters)
     if "\0" in content or content.count("\ufffd") > len(content) / 100:
         raise ValueError(f"{text} is no text in UTF-8; give a file of plain text with --text")
     ids = torch.tensor(tokenizer(content, truncation=False, verbose=False)["input_ids"])

@@ -910,6 +910,8 @@ FAULTS = [
         "tests/unit/cli/test_show_and_fold.py::test_a_plain_model_that_was_saved_over_a_hooked_one_is_plain",
     ),
     Fault("betahook/cli/models.py", "except Exception as error:", "except TypeError as error:", SHOW_AND_FOLD),
+    Fault("betahook/cli/commands.py", "count, Path(text).stat().st_size)", "count, 2**99)", EXAMINE),
+    Fault("betahook/cli/commands.py", "windows.split(min(batch, len(windows)))", "windows.split(batch)", EXAMINE),
     Fault(
         "betahook/tap/kernels.py",
         "Band(last - left - 1 if",

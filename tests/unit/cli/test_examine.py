@@ -77,6 +77,16 @@ def test_examine_reads_no_more_tokens_than_a_model_has_positions_for(saved, tmp_
     assert f"in 1 forward of up to 2 x {length}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("option", ["--length", "--batch", "--batches"])
+def test_examine_takes_numbers_far_beyond_the_text(saved, capsys, option):
+    arguments = ["examine", str(saved / "plain"), "--text", str(saved / "text.txt"), "--length", "16", option]
+    assert main([*arguments, "9999"]) == 0
+    whole = capsys.readouterr().out
+    for number in ("99999999999999", "9" * 30):
+        assert main([*arguments, number]) == 0
+        assert capsys.readouterr().out == whole.replace("9999 x", f"{number} x")
+
+
 def test_examine_gives_the_text_to_encoder_and_decoder(saved, tmp_path, capsys):
     tokenizer().save_pretrained(tmp_path)
     build("t5", vocab_size=300).save_pretrained(tmp_path)
