@@ -6,6 +6,7 @@ Needs the package `lightning`; nothing else of betahook imports this file.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from betahook.hook import Hook, attach, check_options
+from betahook.hook import Hook, attach, check_options, hooks_of
 from betahook.keep.folding import check_end, fold_or_warn, warn_of_refusals
 from betahook.keep.transition import Unfinished
 from betahook.models.discovery import survey
@@ -28,6 +29,8 @@ from betahook.step import training_loss
 __all__ = ["BetaHook"]
 
 logger = logging.getLogger(__name__)
+_makers: weakref.WeakKeyDictionary[Hook, weakref.ref[BetaHook]] = weakref.WeakKeyDictionary()
+"""The callback that made each hook."""
 
 
 class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not installed
@@ -46,7 +49,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         controller, options: those of `betahook.attach`.
         quantities: metrics to log layer by layer too, as `quantity/layer`, or "all".
         on_end: "fold", as above; where a layer has no exact fold, the hook stays and a warning says why. "keep" leaves
-            the model hooked, with its beta, for you to `fold` or `detach`.
+            the model hooked, with its beta, for you to `fold` or `detach`, also when the callback meets another model.
         unfinished: which beta is folded where training ends early, see `betahook.fold`.
 
     Attributes:
@@ -76,7 +79,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         self._unfinished = unfinished
         self._loaded: dict[str, Any] | None = None
         self._starting: str | None = None  # the stage whose checkpoint, if any, is yet to be loaded
-        self._stepped = 0
+        self._stepped, self._is_fitting = 0, False
         self._losses: list[Tensor] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,6 +93,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._attach(pl_module)
+        self._is_fitting = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.hook is not None:  # of a fit that was broken off while gradients were accumulated
@@ -128,6 +132,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
             self._show(findings, trainer.loggers, step)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._is_fitting = False
         if self._on_end == "fold" and self.hook is not None and self.hook.attached:
             fold_or_warn(self.hook, self._unfinished)
 
@@ -161,10 +166,18 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         """Hook the model of a module, unless it is hooked by this callback already."""
         model = _model_in(module)
         if self.hook is None or not self.hook.attached or self.hook.model is not model:
-            if self.hook is not None:
-                self.hook.detach()
-            self.hook = attach(model, **self._options)
+            self._leave_last(module)
+            earlier = (hook for hook in hooks_of(model) if hook.model is model and _maker_of(hook) is self)
+            self.hook = next(earlier, None) or attach(model, **self._options)
+            _makers[self.hook] = weakref.ref(self)
         return self.hook
+
+    def _leave_last(self, module: nn.Module) -> None:
+        """Let go of the last hook; it is taken off layers of this module, and of a model whose fit was broken off."""
+        hook, self.hook = self.hook, None
+        was_fitting, self._is_fitting = self._is_fitting, False
+        if hook is not None and (was_fitting or hook in hooks_of(module)):
+            hook.detach()
 
     def _load(self, trainer: Trainer, module: nn.Module) -> None:
         """Give the model the beta of the checkpoint that its weights were just loaded from, its own if that has none.
@@ -181,6 +194,11 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
             self.hook.detach()
             if stage == "fit":
                 self._attach(module)
+
+
+def _maker_of(hook: Hook) -> BetaHook | None:
+    maker = _makers.get(hook)
+    return None if maker is None else maker()
 
 
 def _warn_of_weights_only(hook: Hook | None, trainer: Trainer) -> None:

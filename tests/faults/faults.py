@@ -1732,6 +1732,11 @@ FAULTS = [
         "integrations/lightning.py", "if hook is None or not any(controller.moves_beta", "if not any(True", LIGHTNING
     ),
     Fault("integrations/lightning.py", " and self.hook.model in module.modules()", "", LIGHTNING),
+    Fault("integrations/lightning.py", " and (was_fitting or hook in hooks_of(module))", "", LIGHTNING),
+    Fault("integrations/lightning.py", "(was_fitting or ", "(", LIGHTNING),
+    Fault("integrations/lightning.py", " or hook in hooks_of(module)", "", LIGHTNING),
+    Fault("integrations/lightning.py", "next(earlier, None) or ", "", LIGHTNING),
+    Fault("integrations/lightning.py", " and _maker_of(hook) is self", "", LIGHTNING),
     Fault("betahook/tap/last_call.py", " or depth > self._depth", ""),
     Fault(
         "betahook/tap/last_call.py",

@@ -137,6 +137,62 @@ def test_a_fit_from_a_checkpoint_without_beta_begins_anew(fitting):
     assert betas(fitting.callback.hook) == pytest.approx([3.0, 3.0])
 
 
+def other_module():
+    module = torch.nn.Module()
+    module.model = build("llama", "sdpa")
+    return module
+
+
+@pytest.mark.parametrize("stage", ["fit", "test"])
+def test_a_model_that_was_fitted_keeps_its_beta_when_the_callback_meets_another(fitting, stage):
+    """As in a cross validation; when it meets the first again, it goes on with the hook of that one."""
+    callback, trainer, first = fitting.callback, fitting.trainer, fitting.callback.hook
+    set_beta(first, 2.0)
+    state = callback.state_dict()
+    callback.on_fit_end(trainer, fitting.module)
+    other = other_module()
+    callback.setup(trainer, other, stage)
+    if stage == "fit":
+        callback.on_fit_start(trainer, other)
+        callback.on_fit_end(trainer, other)
+    else:
+        callback.load_state_dict(state)
+        callback.on_test_start(trainer, other)
+    second = callback.hook
+    assert second.model is other.model
+    assert betas(first) == pytest.approx([2.0, 2.0])
+    assert first.attached
+    fitting.begin_fit()
+    assert callback.hook is first
+    assert second.attached
+    second.detach()
+
+
+def test_a_model_whose_fit_was_broken_off_is_given_back_when_the_callback_meets_another(fitting):
+    first, other = fitting.callback.hook, other_module()
+    fitting.callback.setup(fitting.trainer, other, "fit")
+    fitting.callback.on_fit_start(fitting.trainer, other)
+    assert not first.attached
+    assert fitting.callback.hook.model is other.model
+
+
+def test_layers_that_come_back_in_another_model_get_a_new_hook(fitting):
+    first, whole = fitting.callback.hook, torch.nn.Module()
+    fitting.callback.on_fit_end(fitting.trainer, fitting.module)
+    whole.one, whole.other = fitting.module.model, build("llama", "sdpa")
+    fitting.callback.setup(fitting.trainer, whole, "fit")
+    fitting.callback.on_fit_start(fitting.trainer, whole)
+    assert not first.attached
+    assert fitting.callback.hook.model is whole
+
+
+def test_another_callback_does_not_take_over_a_hook(lightning, fitting):
+    fitting.callback.on_fit_end(fitting.trainer, fitting.module)
+    other = lightning.BetaHook("monitor")
+    with pytest.raises(RuntimeError, match="hooked already"):
+        other.on_fit_start(fitting.trainer, fitting.module)
+
+
 @pytest.mark.parametrize(
     ("controller", "weights_only", "warned"),
     [("default", True, True), ("monitor", True, False), ("default", False, False)],
