@@ -162,10 +162,10 @@ class AttentionLayer:
             remarks.append(f"left alone, {self.refusal}")
         if self.projections is None:
             remarks.append(f"W_q and W_k have no known form, their std is not measured. {KNOWN_FORMS}")
-        elif any(projection.argument is None for projection in self.projections):
+        elif (reason := self._attention.input_obstacle) is not None:
             remarks.append(
-                "the input of W_q and W_k is not measured, since no module gets it as an argument or the first forward "
-                "had to show them, and the score std that it predicts is not known"
+                f"the input of W_q and W_k is not measured, since {reason}, and the score std that it predicts is not "
+                "known"
             )
         return remarks
 

@@ -70,7 +70,7 @@ class Variance(Controller):
         if self.source == "measured":
             return [Note(reason=f"keeps the measured std of the logits at {self.target:g}")] * len(beta)
         acts = Note(reason=f"keeps the std that W_q and W_k predict of the logits at {self.target:g}")
-        idle = Note(reason="leaves beta alone: W_q or W_k is out of reach, so that they predict no std")
+        idle = Note(reason="leaves beta alone: W_q, W_k or their input is out of reach, so that they predict no std")
         return [idle if unknown else acts for unknown in observation.predicted_std().isnan().tolist()]
 
 

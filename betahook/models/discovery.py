@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,6 +50,7 @@ class AttentionModule:
         places: those of W_q and W_k, as far as a forward showed them: the first one, or before it a trial.
         query_place: that of W_q, where the first forward showed it alone.
         has_changed: True once its forward is another one than at first.
+        shared: modules in it that another attention holds too, and calls with inputs of its own.
     """
 
     module: nn.Module
@@ -60,6 +61,7 @@ class AttentionModule:
     places: tuple[Place, Place] | None = None
     query_place: Place | None = None
     has_changed: bool = False
+    shared: Set[nn.Module] = frozenset()
 
     @property
     def projections(self) -> Pair | None:
@@ -73,6 +75,15 @@ class AttentionModule:
         if (pair := self.projections) is not None:
             return pair[0]
         return None if self.query_place is None else at_place(self.module, self.query_place)
+
+    @property
+    def input_obstacle(self) -> str | None:
+        """Reason why what enters W_q or W_k is out of reach, None where it is not."""
+        pair = self.projections or ()
+        if any(projection.argument is None for projection in pair):
+            return "no module gets it as an argument or the first forward had to show them"
+        shared = any(projection.module in self.shared for projection in pair)
+        return "other layers put theirs through the same modules" if shared else None
 
     @torch.no_grad()  # a checkpoint counts what is saved for the backward, where a weight is made of others
     def correct(self, made_of: Sequence[MadeOf], linears: Sequence[Linear | None]) -> None:
@@ -157,6 +168,7 @@ def survey(model: nn.Module) -> Survey:
             refused[name] = module, Verdict(obstacle=missing(module))
         else:
             found[name] = attention
+    _note_shared(found.values())
     hooked = {one.module for one in found.values()}
     for name, module in around.items():
         if module in able and _attends_itself(module, names(compat.class_of(module))):
@@ -171,6 +183,13 @@ def survey(model: nn.Module) -> Survey:
         if not (verdict.by_name_only and module in reached)
     }
     return Survey(model, found, not_reached)
+
+
+def _note_shared(found: Collection[AttentionModule]) -> None:
+    """Note which modules attention holds that other attention holds too, unless one is a part of the other."""
+    holders = Counter(part for one in found for part in one.module.modules())
+    for one in found:
+        one.shared = {part for part in one.module.modules() if holders[part] > holders[one.module]}
 
 
 def _inside(module: nn.Module) -> set[nn.Module]:

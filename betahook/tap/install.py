@@ -111,6 +111,8 @@ def _watch_inputs(recorder: Recorder, undo: ExitStack) -> None:
     """Record what enters the projections of q and k, once where both share a module and its argument."""
     sides: dict[tuple[nn.Module, int], list[str]] = {}
     for side, projection in zip(SIDES, recorder.attention.projections or (), strict=False):
+        if projection.module in recorder.attention.shared:  # a hook would record what other layers put into it
+            continue
         if projection.argument is not None and copies.takes_hooks(projection.module):
             sides.setdefault((projection.module, projection.argument), []).append(side)
     for (module, argument), names in sides.items():

@@ -1252,6 +1252,19 @@ FAULTS = [
     ),
     Fault("betahook/models/materialise.py", "return not is_of_linear or out", "return out", PARAMETERS),
     Fault("betahook/tap/install.py", "projection.argument is not None and ", "", PARAMETERS),
+    Fault("betahook/tap/install.py", "if projection.module in recorder.attention.shared:", "if False:", MEASURING),
+    Fault(
+        "betahook/models/discovery.py",
+        "holders[part] > holders[one.module]",
+        "holders[part] > 1",
+        "tests/unit/models/test_discovery.py",
+    ),
+    Fault(
+        "betahook/models/discovery.py",
+        "any(projection.module in self.shared for",
+        "all(projection.module in self.shared for",
+        MEASURING,
+    ),
     Fault(
         "betahook/models/labels.py",
         "if mixed else alike",

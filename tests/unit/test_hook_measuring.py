@@ -197,6 +197,48 @@ def test_half_precision_is_measured_in_float32():
             assert b.layers[name].weight_std_q == pytest.approx(a.layers[name].weight_std_q, rel=1e-2)
 
 
+class Tower(torch.nn.Module):
+    """Layers by hand, of which the second gets larger inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Unmasked(), Unmasked()])
+
+    def forward(self, x):
+        return self.layers[0](x).sum() + self.layers[1](9 * x).sum()
+
+
+@pytest.mark.parametrize("names", [["q_proj"], ["q_proj", "k_proj"]])
+@pytest.mark.parametrize("layers", ["*", "*0*"])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_the_input_of_projections_that_layers_share_is_left_out(names, layers, by_hand):
+    """It was that of all layers, also of one that is not hooked, and predicted a std of none."""
+    model, batch = (Tower(), {"x": torch.randn(2, LENGTH, WIDTH)}) if by_hand else (build("llama"), inputs("llama"))
+    attention = [module for module in model.modules() if hasattr(module, "q_proj")]
+    for name in names:
+        setattr(attention[1], name, getattr(attention[0], name))
+    with betahook.attach(model, controller="monitor", layers=layers) as hook:
+        output = model(**batch)
+        (output if by_hand else output.loss).backward()
+        hook.step()
+        assert all(not key.startswith("predicted_std") for key in hook.metrics())
+        for layer in hook.layers.values():
+            assert layer.weight_std_q > 0
+            assert layer.remarks == [
+                "the input of W_q and W_k is not measured, since other layers put theirs through the same modules, and "
+                "the score std that it predicts is not known"
+            ]
+
+
+def test_the_input_of_a_layer_that_runs_twice_is_measured():
+    """A module may have several names."""
+    model = torch.nn.ModuleList([layer := Unmasked(), layer])
+    with betahook.attach(model, controller="monitor") as hook:
+        (model[0](torch.randn(2, LENGTH, WIDTH)).sum() + model[1](torch.randn(2, LENGTH, WIDTH)).sum()).backward()
+        hook.step()
+        assert hook.metrics()["predicted_std/0"] > 0
+
+
 def test_what_is_paused_is_in_no_statistic():
     """As with the loss of a generator, whose gradients in the discriminator are thrown away."""
     model, batch = build("llama"), inputs("llama")

@@ -93,7 +93,7 @@ def test_the_other_controllers():
     by_weights = [Note(reason="keeps the std that W_q and W_k predict of the logits at 1")]
     assert explained(Variance(source="weights"), dict(std=1.0, predicted_std=2.0)) == by_weights
     (unknown,) = explained(Variance(source="weights"), dict(std=1.0))
-    assert unknown.reason == "leaves beta alone: W_q or W_k is out of reach, so that they predict no std"
+    assert unknown.reason == "leaves beta alone: W_q, W_k or their input is out of reach, so that they predict no std"
     assert list(explained(Monitor(), dict(std=1.0))) == []
 
 

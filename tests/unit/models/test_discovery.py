@@ -169,6 +169,17 @@ def test_a_class_that_gets_another_forward_is_read_again(monkeypatch):
     assert survey(module).found[""].route == "interface"
 
 
+def test_parts_of_one_attention_in_another_are_not_shared():
+    model = build("llama")
+    outer, other = (layer.self_attn for layer in model.model.layers)
+    outer.inner, other.q_proj = build("llama").model.layers[0].self_attn, outer.q_proj
+    shared = {one.module: one.shared for one in survey(model).found.values()}
+    assert len(shared) == 3
+    assert shared[outer.inner] == set()
+    assert shared[other] == {outer.q_proj}
+    assert outer.q_proj in shared[outer]
+
+
 def test_of_two_that_hold_one_another_the_inner_one_is_found():
     outer = sized(ByHandAttention())
     outer.core = sized(Fused())
