@@ -100,7 +100,7 @@ def _output(hook: Hooked) -> Any:
     assert given is not None
     args, kwargs = given
     kwargs = {**kwargs, "use_cache": False} if "use_cache" in kwargs else kwargs
-    with random_state_kept(hook.model.parameters()), ExitStack() as afterwards:
+    with random_state_kept(hook.model), ExitStack() as afterwards:
         afterwards.callback(materialise.reshard, hook.model)  # which the caller may write to
         args, kwargs = copied((args, kwargs))
         return module(*args, **kwargs)

@@ -62,7 +62,7 @@ def _check_layers(plan: FoldPlan) -> tuple[dict[AttentionLayer, Scaling], list[T
                 return output
             left[layer] -= 1
             candidates = exact.get(layer, plan.places(layer))  # those left of an earlier call in the same forward
-            with random_state_kept(plan.hook.model.parameters()):
+            with random_state_kept(plan.hook.model):
                 exact[layer] = _LayerCheck(plan, layer, forward, args, kwargs).exact(candidates)
             precision = max(precision, rerun.coarsest_eps([output, exact[layer][0].parameters]))
             return output
@@ -215,7 +215,7 @@ class _LayerCheck:
         output, error = None, None
         try:
             # Some drop out in evaluation, too.
-            with random_state_kept(self._plan.hook.model.parameters()), self._layer.acting(gain):
+            with random_state_kept(self._plan.hook.model), self._layer.acting(gain):
                 output = self._forward()
         except RuntimeError as raised:
             error = raised

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -24,16 +27,46 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def random_state_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Let what runs draw the random numbers that come next on the CPU, and on the devices of some tensors."""
-    devices = {tensor.device for tensor in tensors}
+def random_state_kept(module: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Let a module draw the random numbers that come next, and afterwards let these come again.
+
+    They are those of torch on the CPU and on the devices of the module and its inputs, of Python, of numpy where it is
+    loaded, and of generators that the module or a part of it holds.
+    """
+    devices = {tensor.device for tensor in itertools.chain(module.parameters(), inputs)}
     with ExitStack() as stack:
+        for generator in (random, sys.modules.get("numpy.random"), *_generators(module)):
+            _keep_state(generator, stack)
         for kind in ("cuda", "xpu"):
             of_kind = [device for device in devices if device.type == kind]
             stack.enter_context(torch.random.fork_rng(of_kind, device_type=kind))
         if any(device.type == "mps" for device in devices):  # has one state, which fork_rng cannot ask for
             stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
         yield
+
+
+def _generators(module: nn.Module) -> Iterator[Any]:
+    """The random generators among the attributes of a module and its parts, and in lists and dictionaries of them."""
+    for part in module.modules():
+        for value in vars(part).values():
+            each = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            yield from filter(_is_generator, each)
+
+
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, torch.Generator | random.Random):
+        return not isinstance(value, random.SystemRandom)  # which has no state
+    return type(value).__module__.startswith("numpy.random")
+
+
+def _keep_state(generator: Any, stack: ExitStack) -> None:
+    """Give a generator, or what has a global one, back its state when the stack is closed."""
+    if hasattr(generator, "get_state"):  # of torch, and numpy's global ones
+        stack.callback(generator.set_state, generator.get_state())
+    elif hasattr(generator, "getstate"):  # of Python
+        stack.callback(generator.setstate, generator.getstate())
+    elif hasattr(generator, "bit_generator"):  # of numpy
+        stack.callback(setattr, generator.bit_generator, "state", generator.bit_generator.state)
 
 
 @contextmanager

@@ -99,7 +99,7 @@ FAULTS = [
     # examination and the command
     Fault("betahook/models/modes.py", 'in ("cuda", "xpu"):', 'in ("cuda",):'),
     Fault("betahook/examination.py", "hook._state.exact_max_logit = True", "pass"),
-    Fault("betahook/examination.py", ", random_state_kept(hook.model.parameters()):", ":"),
+    Fault("betahook/examination.py", ", random_state_kept(hook.model):", ":"),
     Fault("betahook/report/precision.py", "torch.expm1(_half_ulp(max_logit,", "torch.expm1(2 * _half_ulp(max_logit,"),
     Fault(
         "betahook/report/precision.py",
@@ -452,8 +452,8 @@ FAULTS = [
     ),
     Fault(
         "betahook/tap/by_hand/watching.py",
-        "dry_run.put_back(layer.module), unsaved, ",
-        "dry_run.put_back(layer.module), ",
+        "dry_run.put_back(module), unsaved, ",
+        "dry_run.put_back(module), ",
         LOADED,
     ),
     Fault("betahook/tap/by_hand/dry_run.py", "tensor.copy_(values)", "pass", LOADED),
@@ -859,7 +859,7 @@ FAULTS = [
     ),
     Fault(
         "betahook/keep/verification.py",
-        "random_state_kept(self._plan.hook.model.parameters()), self.",
+        "random_state_kept(self._plan.hook.model), self.",
         "self.",
         f"{VERIFICATION}::test_a_layer_that_drops_out_in_evaluation_folds_if_torch_draws",
     ),
@@ -1576,6 +1576,16 @@ FAULTS = [
         "tests/models/test_cost.py::test_what_a_graph_measures_leaves_no_tensor_behind",
     ),
     Fault("betahook/models/modes.py", "self._users -= 1", "self._users = 0", MODES),
+    Fault("betahook/models/modes.py", "(random, sys.modules.get", "(sys.modules.get", MODES),
+    Fault("betahook/models/modes.py", ', sys.modules.get("numpy.random")', "", MODES),
+    Fault("betahook/models/modes.py", "return not isinstance(value, random.SystemRandom)", "return True", MODES),
+    Fault(
+        "betahook/models/modes.py", "in module.modules():\n        for value", "in (module,):\n        for value", MODES
+    ),
+    Fault(
+        "betahook/models/discovery.py", "with random_state_kept(module):", "if True:", "tests/unit/models/test_trial.py"
+    ),
+    Fault("betahook/tap/by_hand/watching.py", "random_state_kept(module, given), ", "", LOADED),
     Fault(
         "betahook/tap/by_hand/watching.py",
         "with uncompiled(), ScoreProducts(known):",

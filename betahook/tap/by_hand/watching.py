@@ -170,14 +170,15 @@ def _rehearse(
     layer: Recorder, plan: Plan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Run a forward dry, to learn about its products before a beta that was loaded acts on them."""
-    if not dry_run.is_repeatable(layer.module, (args, kwargs)):
+    module = layer.module
+    if not dry_run.is_repeatable(module, (args, kwargs)):
         return  # a cache, say, would be filled twice
     args, kwargs = copied((args, kwargs))
     known = Forward(layer, plan, (args, kwargs), rehearsal=True)
     given = tensors_in((args, kwargs))
     # Non-reentrant checkpointing counts what is saved for the backward, and its recomputation rehearses nothing.
     unsaved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with random_state_kept(given), layer.state.pause(), dry_run.put_back(layer.module), unsaved, ScoreProducts(known):
+    with random_state_kept(module, given), layer.state.pause(), dry_run.put_back(module), unsaved, ScoreProducts(known):
         forward(*args, **kwargs)
     known.finish()
 

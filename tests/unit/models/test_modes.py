@@ -1,10 +1,13 @@
 """Modes for a while."""
 
+import random
+import sys
 import threading
 import types
 from contextlib import suppress
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 
@@ -128,9 +131,40 @@ def test_the_random_state_of_a_device_is_kept(kind):
         mock.patch.object(module, "set_rng_state") as put_back,
     ):
         before = torch.get_rng_state()
-        with random_state_kept(tensors):
+        with random_state_kept(torch.nn.Module(), tensors):
             torch.rand(2)
             put_back.assert_not_called()
     assert torch.equal(torch.get_rng_state(), before)
     get.assert_called_once_with(device)
     put_back.assert_called_once_with(states[0], device)
+
+
+class Drawing(torch.nn.Module):
+    """A module that draws numbers of all kinds, as a LayerDrop by `random` does, and holds a child that does too."""
+
+    def __init__(self, *, inner=True):
+        super().__init__()
+        self.torch, self.python, self.system = torch.Generator(), random.Random(0), random.SystemRandom()
+        self.numpy, self.several = [numpy.random.default_rng(0)], {"old": numpy.random.RandomState(0)}
+        self.inner = Drawing(inner=False) if inner else torch.nn.Identity()
+
+    def draw(self):
+        own = [torch.rand((), generator=self.torch).item(), self.python.random(), self.numpy[0].random()]
+        shared = [torch.rand(()).item(), random.random(), numpy.random.rand()]
+        inner = [] if isinstance(self.inner, torch.nn.Identity) else self.inner.draw()
+        return [*own, self.several["old"].rand(), *shared, *inner]
+
+
+def test_random_numbers_of_all_kinds_come_again():
+    module = Drawing()
+    with random_state_kept(module):
+        drawn = module.draw()
+    assert len(drawn) == 14
+    assert module.draw() == drawn
+
+
+def test_random_state_is_kept_without_numpy(monkeypatch):
+    monkeypatch.delitem(sys.modules, "numpy.random")
+    with random_state_kept(torch.nn.Module()):
+        drawn = random.random()
+    assert random.random() == drawn

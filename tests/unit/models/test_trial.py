@@ -1,6 +1,7 @@
 """Attentions that do not say how many heads they have; attach finds out, and what is measured is right."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -47,10 +48,10 @@ def test_attention_that_does_not_state_its_heads_is_attached_and_right(kind):
     torch.manual_seed(0)
     model, x = Model(kind).double(), torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)
     layer = model.layer
-    before, random, plain = fingerprint(model), torch.get_rng_state(), model.eval()(x)
+    before, state, plain = fingerprint(model), torch.get_rng_state(), model.eval()(x)
     heads = 1 if kind is OneHead else HEADS
     with betahook.attach(model, controller="monitor", when="always") as hook:
-        assert torch.equal(torch.get_rng_state(), random)
+        assert torch.equal(torch.get_rng_state(), state)
         (found,) = hook.layers.values()
         assert (found.heads, found.head_dim) == (heads, WIDTH // heads)
         assert torch.equal(model(x), plain)
@@ -484,11 +485,14 @@ def test_a_trial_leaves_nothing_behind():
         def forward(self, x):
             self.seen.append(x)
             self.calls += 1
+            random.random()
             return super().forward(x)
 
     model, called = Model(Keeps), []
     model.layer.projection.register_forward_hook(lambda *args: called.append(args))
+    state = random.getstate()
     betahook.attach(model).detach()
+    assert random.getstate() == state
     assert not model.layer.seen
     assert not called
     assert model.layer.calls == 0

@@ -1,8 +1,10 @@
 """The audit of layers whose components are known."""
 
 import math
+import random
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 
@@ -74,15 +76,24 @@ def test_correlated_components_of_q_alone_break_the_fourth_assumption_and_leave_
     assert max(*found.variance_q, *found.variance_k) < 1.1
 
 
+def random_state():
+    """That of Python, and that of numpy."""
+    _, numbers, place, *_ = numpy.random.get_state()
+    return random.getstate(), numbers.tolist(), place
+
+
 def test_the_audit_leaves_no_trace_and_says_where_it_cannot_look():
     model = torch.nn.Sequential(FusedAttention(), torch.nn.Dropout(0.5))
+    model.register_forward_pre_hook(lambda *call: random.random() + numpy.random.rand() and None)  # as a LayerDrop
     tokens = torch.randn(2, 16, WIDTH)
     with betahook.attach(model, controller="monitor") as hook:
         model(tokens)
         hook.audit()  # reads W_q and W_k
+        others = random_state()
         before, given, state = torch.get_rng_state(), hook.last_call.input, bits(hook.state_dict())
         assert "(iv) corr" in str(hook.audit())
         assert torch.equal(torch.get_rng_state(), before)
+        assert random_state() == others
         assert hook.last_call.input is given
         assert bits(hook.state_dict()) == state
         assert model.training

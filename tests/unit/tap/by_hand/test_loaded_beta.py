@@ -38,6 +38,28 @@ def test_a_loaded_beta_acts_in_the_first_forward_already(x):
         assert hook.layers["1"].statistics.input_std_q == inputs
 
 
+def test_the_first_forward_with_a_loaded_beta_draws_once_from_a_generator_of_the_module(x):
+    def mix(module, q, k, v):
+        return (q @ k.mT * ROOT).softmax(-1) @ v + torch.rand((), generator=module.generator)
+
+    model = make(mix)
+    model[1].generator = torch.Generator()
+    drawn = []
+    state = None
+    for _ in range(2):
+        with betahook.attach(model, controller="monitor") as hook:
+            if state is None:
+                model(x)
+                hook.layers["1"].beta = 0.7
+                state = hook.state_dict()
+            else:
+                hook.load_state_dict(state)
+            model[1].generator.manual_seed(3)
+            drawn.append((model(x), model[1].generator.get_state()))
+    for one, other in zip(*drawn, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_loaded_beta_acts_in_a_checkpointed_forward(x, reentrant):
     """Whose recomputation saves what the forward did."""
