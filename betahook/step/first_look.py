@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,14 +13,13 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from betahook.control.base import Controller
 from betahook.layer import Layers
 from betahook.state.state import State
 
-_registered: dict[weakref.ref[State], RemovableHandle] = {}
-"""The hook on all optimizers that looks for each state."""
+_waiting: dict[weakref.ref[State], weakref.ref[Layers]] = {}
+"""The states that wait for their first look, with their layers; references, which keep no model."""
 
 
 def connect(state: State, layers: Layers, controllers: Sequence[Controller], undo: ExitStack) -> None:
@@ -29,24 +29,34 @@ def connect(state: State, layers: Layers, controllers: Sequence[Controller], und
     """
     if not any(controller.opening_batches for controller in controllers):
         return
-    # The hook is one of all optimizers, and would keep the model; and none may be removed while they run.
-    references = weakref.ref(state), weakref.ref(layers)
-    _forget_what_is_gone()
-
-    @torch.no_grad()
-    def look(*call: Any) -> None:
-        state, layers = references[0](), references[1]()
-        if state is None or layers is None or torch.compiler.is_compiling():
-            return
-        # Unseen: it is another model's optimizer.
-        if state.seen and state.batch == 0 and state.first_spectral_ratio is None:
-            state.first_spectral_ratio = layers.spectral_ratio()
-
-    handle = _registered[references[0]] = register_optimizer_step_pre_hook(look)
-    undo.callback(handle.remove)
+    _watch_optimizers()
+    reference = weakref.ref(state, _forget)
+    _waiting[reference] = weakref.ref(layers)
+    undo.callback(_forget, reference)
 
 
-def _forget_what_is_gone() -> None:
-    """Remove the hooks of states that were collected without `detach`; the collector may run within an optimizer."""
-    for reference in [each for each in _registered if each() is None]:
-        _registered.pop(reference).remove()
+def _forget(reference: weakref.ref[State]) -> None:
+    _waiting.pop(reference, None)
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Look before every step of every optimizer, from now on: a hook that is removed stops those of other threads."""
+    register_optimizer_step_pre_hook(_look)
+
+
+def _look(*call: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for reference, layers in _waiting.copy().items():  # threads attach, and the collector runs, in between
+        _look_at(reference(), layers())
+
+
+@torch.no_grad()
+def _look_at(state: State | None, layers: Layers | None) -> None:
+    # Unseen: it is another model's optimizer.
+    if state is None or layers is None or not state.seen or state.batch > 0 or state.first_spectral_ratio is not None:
+        return
+    ratio = layers.spectral_ratio()
+    if state.first_spectral_ratio is None:  # an optimizer of another thread may have looked, and begun its update
+        state.first_spectral_ratio = ratio

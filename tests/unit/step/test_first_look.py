@@ -3,16 +3,18 @@
 import gc
 import math
 import sys
+import threading
 import weakref
 
 import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import betahook
 from betahook.control.opening import Phase
 from betahook.measure import ranks
-from betahook.step import stages
+from betahook.step import first_look, stages
 from support.models import build, inputs
 
 
@@ -83,18 +85,68 @@ def test_a_state_that_is_loaded_forgets_the_weights_that_were_looked_at_before()
 
 @pytest.mark.parametrize("controller", ["default", "monitor"])
 def test_optimizers_keep_no_model_and_no_hook(controller):
-    before = len(hooks)
+    betahook.attach(fresh()).detach()
+    before, waiting = list(hooks), len(first_look._waiting)
     hook = betahook.attach(fresh(), controller)
-    assert len(hooks) == before + (controller == "default")
+    assert len(first_look._waiting) == waiting + (controller == "default")
     hook.detach()
-    assert len(hooks) == before
+    assert len(first_look._waiting) == waiting
     model = weakref.ref(betahook.attach(hook.model, controller).model)
     del hook
     gc.collect()
     assert model() is None
-    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()
-    with betahook.attach(fresh(), controller):  # which takes the place of what is gone
-        assert len(hooks) == before + (controller == "default")
+    assert len(first_look._waiting) == waiting
+    assert list(hooks) == before
+
+
+def test_models_are_attached_and_detached_while_the_optimizers_of_other_threads_run():
+    """As the trials of a search that runs in threads."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def step():
+        optimizer.step()
+        finished.append(True)
+
+    def wait(*call):
+        reached.set()
+        go_on.wait(10)
+
+    betahook.attach(fresh()).detach()  # the first one of a process watches the optimizers
+    optimizer, finished = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), []
+    handle = register_optimizer_step_pre_hook(wait)
+    thread = threading.Thread(target=step)
+    thread.start()
+    reached.wait(10)
+    model = fresh()
+    with betahook.attach(model):
+        go_on.set()
+        thread.join()
+    handle.remove()
+    assert finished
+
+
+def test_models_may_come_and_go_while_an_optimizer_looks(monkeypatch):
+    models = [fresh(), fresh(), fresh()]
+    with betahook.attach(models[0]) as hook:
+        going = betahook.attach(models[1])
+        monkeypatch.setattr(hook.layers, "spectral_ratio", lambda: going.detach() or torch.ones(()))
+        first_step(models[0], hook, 1e-5)
+        assert not going.attached
+
+
+def test_what_another_thread_saw_first_stands(monkeypatch):
+    """It may have begun its update since."""
+    model = fresh()
+    with betahook.attach(model) as hook:
+
+        def look():
+            hook._state.first_spectral_ratio = torch.ones(())
+            return torch.full((), 2.0)
+
+        monkeypatch.setattr(hook.layers, "spectral_ratio", look)
+        model(**inputs("llama")).loss.backward()
+        torch.optim.Adam(model.parameters()).step()
+        assert hook._state.first_spectral_ratio == 1
 
 
 def test_two_models_are_looked_at_in_one_step():
