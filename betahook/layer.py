@@ -295,8 +295,9 @@ class Layers(Mapping[str, AttentionLayer]):
         return {name for name, module in asked.items() if classify(module, names).route != "interface"}
 
     def spectral_ratio(self) -> Tensor:
-        """Return the largest `AttentionLayer.spectral_ratio`, a scalar; NaN where one is. Every rank must call this."""
-        ratios = [layer.spectral_ratio() for layer in self.values()]
+        """Return the largest of all layers, or of those not frozen, if any; NaN where one is. Every rank must call."""
+        trained = [layer for layer in self.values() if not layer._attention.is_frozen]
+        ratios = [layer.spectral_ratio() for layer in trained or self.values()]
         return torch.stack([ratio.to(ratios[0]) for ratio in ratios]).max()
 
     def read_weights(self, which: range | None = None, *, sharded: bool = False) -> None:

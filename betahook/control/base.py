@@ -41,8 +41,9 @@ class Observation:
         overflow: the largest logit whose exponential is finite in the dtype of the softmax.
         step: number of batches before this one, skipped optimizer steps not counted.
         spectral_ratio: returns, as a scalar, the largest `theory.spectral_ratio` of all W_q and W_k, NaN where one was
-            not found, by no rank; in the first batch as they were before its update, where an optimizer of torch made
-            it. A function, since it takes a score of products with each of them; every rank must call it.
+            not found, by no rank; frozen layers count only if all are. In the first batch as they were before its
+            update, where an optimizer of torch made it. A function, since it takes a score of products with each of
+            them; every rank must call it.
         loss: returns, as a scalar, the training loss of this step, the mean over its forwards and all ranks; the sum
             over forwards that are told `num_items_in_batch`, each of which returns a share of it. NaN where there was
             none, and after the batches for which a controller wants it.

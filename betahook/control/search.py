@@ -49,6 +49,7 @@ class Search(Controller):
     the search widens again when the optimum drifts. The paper's second algorithm, which tries `beta = 10^N` and bisects
     over whole training runs, gave it the halving and the overflow bound. A fresh model, one whose W_q and W_k are
     random before the first update, begins with an opening of our own: see the table in `betahook.control.opening`.
+    Frozen layers do not count there, unless all are frozen.
 
     No step takes the largest logit of the rows looked at (32 of a long sequence; all with `exact_max_logit=True`) above
     the paper's bound, the logarithm of the largest number of the softmax's dtype, or above half of it in a model that

@@ -78,6 +78,13 @@ class AttentionModule:
         return None if self.query_place is None else at_place(self.module, self.query_place)
 
     @property
+    def is_frozen(self) -> bool:
+        """True where nothing that makes q or k needs a gradient; weights that FSDP 1 flattened do not tell."""
+        owners = [each.adapter or each.module for each in self.projections or ()] or [self.module]
+        parameters = [parameter for owner in owners for parameter in owner.parameters()]
+        return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+    @property
     def input_obstacle(self) -> str | None:
         """Reason why what enters W_q or W_k is out of reach, None where it is not."""
         pair = self.projections or ()

@@ -55,6 +55,34 @@ def test_a_trained_model_is_trained():
         assert phases(hook) == {Phase.WAIT}
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_trained_tower_that_is_frozen_does_not_make_a_fresh_one_trained(known):
+    """As where a text tower learns from a frozen image tower, whose W_q and W_k may not be known."""
+    model = fresh()
+    frozen = model.model.layers[0].self_attn
+    frozen.q_proj.weight.data += 0.1  # something that is not random
+    if not known:
+        frozen.a_proj, frozen.q_proj = frozen.q_proj, torch.nn.Sequential(frozen.q_proj, torch.nn.Identity())
+    for is_frozen, expected in ((False, False), (True, True)):
+        frozen.requires_grad_(not is_frozen)
+        with betahook.attach(model) as hook:
+            assert (hook.layers["model.layers.0.self_attn"].projections is not None) is known
+            first_step(model, hook, 1e-5)
+            assert (Phase.WAIT not in phases(hook)) is expected
+
+
+def test_a_model_that_is_frozen_as_a_whole_is_looked_at():
+    model = fresh().requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    with betahook.attach(model) as hook:
+        first_step(model, hook, 1e-5)
+        assert Phase.WAIT not in phases(hook)
+    model.load_state_dict(trained())
+    with betahook.attach(model) as hook:
+        first_step(model, hook, 1e-5)
+        assert phases(hook) == {Phase.WAIT}
+
+
 def test_the_optimizer_of_another_model_shows_nothing():
     model, other = fresh(), torch.nn.Linear(2, 2)
     with betahook.attach(model) as hook:
