@@ -53,14 +53,15 @@ def warn_of_steps(state: State, asked: str, unreached: Mapping[str, str], interv
 
 
 def _warn_of_missing_steps(state: State, asked: str) -> None:
-    """Warn once when `asked` is called a second time although `step` never was."""
+    """Warn once when `asked` is called a second time although `step` was not called yet."""
     if state.steps > 0 or not state.recorded or state.reported.warned_of_missing_steps:
         return
     if asked in state.reported.asked:
         state.reported.warned_of_missing_steps = True
         logger.warning(
-            "%s shows no scores: forwards were measured, but hook.step() was never called. Call it once per optimizer "
-            "step, after it",
+            "%s shows no scores: forwards were measured, but hook.step() has not been called yet. Call it once per "
+            "optimizer step, after it, and %s afterwards",
+            asked,
             asked,
         )
     state.reported.asked.add(asked)

@@ -740,6 +740,9 @@ FAULTS = [
     Fault("betahook/tap/copies.py", "len(reduced) < 3 or ", ""),
     Fault("betahook/step/first_look.py", " or not state.seen", ""),
     Fault("betahook/layer.py", " if not layer._attention.is_frozen]", "]", FIRST_LOOK),
+    Fault(
+        "betahook/report/warnings.py", "has not been called yet", "was never called", "tests/unit/test_hook_metrics.py"
+    ),
     Fault("betahook/layer.py", "in trained or self.values()]", "in trained]", FIRST_LOOK),
     Fault(
         "betahook/models/discovery.py",
