@@ -168,7 +168,9 @@ def _betas(state: dict[str, Any]) -> tuple[list[float], list[float]]:
     """Return the model's own beta and that in force, of each layer; NaN in the state stands for the model's own."""
     lengths = torch.tensor(list(state["layers"].values()))
     acting = torch.where(state["beta"].isnan(), state["beta_default"], state["beta"])
-    return geometric_mean(state["beta_default"], lengths).tolist(), geometric_mean(acting, lengths).tolist()
+    layers = torch.arange(len(lengths)).repeat_interleave(lengths)
+    own, now = (geometric_mean(beta, lengths, layers) for beta in (state["beta_default"], acting))
+    return own.tolist(), now.tolist()
 
 
 def _gains(found: Run) -> dict[str, Points]:

@@ -36,8 +36,10 @@ class Observation:
         beta_default: the model's own inverse temperature, `[units]`, float32.
         statistics: of the batches since the last update, or of the last measured ones if none of these was measured.
             The sensitivity is the mean over the batches in which it was finite. The std of W_q and W_k is not in it.
-        predicted_std: returns the standard deviation of the scores that W_q and W_k predict, `[units]`, NaN where they
-            were not found. A function, since it reads them all.
+            Where the heads of a unit have different betas, those of a query times the beta of its head over that of the
+            unit, so that the beta of the unit times a score is the logit.
+        predicted_std: returns the standard deviation of these scores that W_q and W_k predict, `[units]`, NaN where
+            they were not found. A function, since it reads them all.
         overflow: the largest logit whose exponential is finite in the dtype of the softmax.
         step: number of batches before this one, skipped optimizer steps not counted.
         spectral_ratio: returns, as a scalar, the largest `theory.spectral_ratio` of all W_q and W_k, NaN where one was

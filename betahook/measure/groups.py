@@ -6,7 +6,6 @@ in, tensors out: nothing here knows of modules.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -38,6 +37,22 @@ class LayerSize:
 
 
 @dataclass(frozen=True)
+class GroupBeta:
+    """The beta of each group, and how the heads differ from it.
+
+    Attributes:
+        of_group: `[groups]`.
+        of_head: that of its group for each head, `[heads]`.
+        ratios: beta of each head over that of its group, `[heads]`: exactly 1 where the heads of a group are alike, and
+            where beta is not known yet. None where each head is a group.
+    """
+
+    of_group: Tensor
+    of_head: Tensor
+    ratios: Tensor | None
+
+
+@dataclass(frozen=True)
 class HeadGroups:
     """Groups of heads that share one beta: all heads of a layer, or single heads.
 
@@ -49,6 +64,7 @@ class HeadGroups:
         query_width, key_width: d_x of each projection, `[groups]`; NaN where the projection was not found.
         of_head: the group of each head, int64 `[heads]`.
         widths: d_k of each head, int64 `[heads]`.
+        powers: that of a factor on the query in each row of a table, see `statistics.POWERS`.
     """
 
     lengths: Tensor
@@ -57,6 +73,7 @@ class HeadGroups:
     key_width: Tensor
     of_head: Tensor
     widths: Tensor
+    powers: Tensor
 
     @classmethod
     def of(cls, layers: Sequence[LayerSize], device: torch.device) -> HeadGroups:
@@ -65,7 +82,8 @@ class HeadGroups:
         lengths, head_dim, query_width, key_width = torch.tensor(rows, dtype=torch.float32, device=device).T
         heads = [(index, layer.head_dim) for index, layer in enumerate(layers) for _ in range(layer.heads)]
         of_head, widths = torch.tensor(heads, device=device).T
-        return cls(lengths.long(), head_dim, query_width, key_width, of_head.contiguous(), widths.contiguous())
+        powers = torch.tensor(statistics.POWERS, dtype=torch.float32, device=device)
+        return cls(lengths.long(), head_dim, query_width, key_width, of_head.contiguous(), widths.contiguous(), powers)
 
     def by_head(self) -> HeadGroups:
         """Return the same heads, each a group of its own."""
@@ -73,7 +91,7 @@ class HeadGroups:
             values.index_select(0, self.of_head) for values in (self.head_dim, self.query_width, self.key_width)
         )
         each = torch.arange(len(self.of_head), device=self.of_head.device)
-        return HeadGroups(torch.ones_like(each), head_dim, query_width, key_width, each, self.widths)
+        return HeadGroups(torch.ones_like(each), head_dim, query_width, key_width, each, self.widths, self.powers)
 
     def to(self, device: torch.device) -> HeadGroups:
         """Return the same groups with their tensors on another device."""
@@ -90,24 +108,42 @@ class HeadGroups:
 
     def geometric_mean(self, values: Tensor) -> Tensor:
         """The geometric mean of the positive values in each group, `[heads] -> [groups]`."""
-        return values if self.are_heads else statistics.geometric_mean(values, self.lengths)
+        return values if self.are_heads else statistics.geometric_mean(values, self.lengths, self.of_head)
 
     def spread(self, values: Tensor) -> Tensor:
         """The value of its group for each head, `[groups] -> [heads]`."""
         return values if self.are_heads else values.index_select(0, self.of_head)
 
-    def observe(self, table: Tensor, moments: Tensor) -> Statistics:
+    def compare(self, of_group: Tensor, beta: Tensor) -> GroupBeta:
+        """Compare the beta of each group, `of_group [groups]`, with that of its heads, `beta [heads]`."""
+        of_head = self.spread(of_group)
+        return GroupBeta(of_group, of_head, None if self.are_heads else (beta / of_head).nan_to_num(nan=1.0))
+
+    def observe(self, table: Tensor, moments: Tensor, ratios: Tensor | None = None) -> Statistics:
         """Statistics of each group from the sums over all heads.
 
         Args:
             table: `[quantities, heads]`, see `measure.statistics`; not written to from now on.
             moments: `[4, components]`, see `measure.components`.
+            ratios: those of a `GroupBeta`, with which the query of each head is multiplied: the beta of a group times
+                these statistics is then what its heads have, each with its own. None for the query as it is.
         """
-        described = functools.partial(components.described, moments=moments, widths=self.widths)
-        return Statistics.from_table(table, None if self.are_heads else self.lengths, described)
 
-    def weight_std(self, sums: Tensor) -> WeightStd:
-        """The std of the entries of W_q and W_k of each group, from `[6, heads]`, see `measure.weights`."""
+        def relative(sums: Tensor) -> Tensor:
+            return sums if ratios is None else (ratios[:, None] ** self.powers * sums.T).T
+
+        def described() -> Tensor:
+            return relative(components.described(table, moments, self.widths))
+
+        return Statistics.from_table(relative(table), None if self.are_heads else self.lengths, described)
+
+    def weight_std(self, sums: Tensor, ratios: Tensor | None = None) -> WeightStd:
+        """The std of the entries of W_q and W_k of each group, from `[6, heads]`, see `measure.weights`.
+
+        With `ratios`, as `observe` has them, of W_q times these.
+        """
+        if ratios is not None:
+            sums = torch.cat([sums[:1], sums[1:2] * ratios, sums[2:3] * ratios.square(), sums[3:]])
         query, key = statistics.by_segment(sums.T, "sum", self.lengths).T.split(3)
         return WeightStd(statistics.population_std(*query), statistics.population_std(*key))
 

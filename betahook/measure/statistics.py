@@ -49,6 +49,10 @@ MAXIMA = (
     *("max_logit", "max_positive_logit", "max_logit_bound"),
 )
 ROW = {name: index for index, name in enumerate((*SUMS, *MAXIMA))}
+_SQUARES = ("score_square", "row_square", "query_mean_square", "query_variance", "independent_variance")
+_SCORES = ("score", *MAXIMA[:3])
+POWERS = [2 if name in _SQUARES else int(name in _SCORES) for name in ROW]
+"""The power of a factor on the query that each row gets; the logits of a forward have its beta."""
 OF_STEP = slice(ROW["losses"], ROW["loss"] + 1)
 """Rows that are of the last steps, measured or not; the sensitivity is too, but kept elsewhere, see `State.window`."""
 
@@ -81,10 +85,16 @@ def by_segment(values: Tensor, reduction: Literal["sum", "mean", "max"], lengths
     return torch.segment_reduce(values.contiguous(), reduction, lengths=lengths, unsafe=True)
 
 
-def geometric_mean(values: Tensor, lengths: Tensor) -> Tensor:
-    """Geometric mean of runs of positive values, `[entries, ...] -> [segments, ...]`; of equal values, that value."""
+def geometric_mean(values: Tensor, lengths: Tensor, segments: Tensor) -> Tensor:
+    """Geometric mean of runs of positive values, `[entries, ...] -> [segments, ...]`; of equal values, that value.
+
+    Args:
+        values: one after the other.
+        lengths: of the runs, `[segments]`.
+        segments: the run of each value, int64 `[entries]`.
+    """
     largest = by_segment(values, "max", lengths)
-    ratios = values / largest.repeat_interleave(lengths, 0, output_size=len(values))
+    ratios = values / largest.index_select(0, segments)
     return largest * by_segment(ratios.log(), "mean", lengths).exp()
 
 
@@ -186,14 +196,14 @@ class Statistics:
 
     @classmethod
     def from_table(
-        cls, table: Tensor, lengths: Tensor | None = None, describe: Callable[[Tensor], Tensor] | None = None
+        cls, table: Tensor, lengths: Tensor | None = None, describe: Callable[[], Tensor] | None = None
     ) -> Statistics:
         """Statistics of a table of sums, each computed when somebody asks for it: a step asks for few.
 
         Args:
             table: `[quantities, heads]`, not written to from now on.
             lengths: of runs of heads that are pooled, `[groups]`; None for a group of each head.
-            describe: returns a copy of the table with the averages over components in it, see
+            describe: returns the table with the averages over components in it, see
                 `measure.components`; None if it has them.
         """
         made = object.__new__(cls)
@@ -230,7 +240,7 @@ class Pooled:
 
     table: Tensor
     lengths: Tensor | None
-    describe: Callable[[Tensor], Tensor] | None = None
+    describe: Callable[[], Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         if name in MAXIMA:
@@ -259,7 +269,7 @@ class Pooled:
     @cached_property
     def _described(self) -> Pooled:
         assert self.describe is not None
-        return Pooled(self.describe(self.table), self.lengths)
+        return Pooled(self.describe(), self.lengths)
 
     @cached_property
     def _score_square(self) -> Tensor:

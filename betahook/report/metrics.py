@@ -43,13 +43,13 @@ MetricName = Literal[
 ]
 """Names of the metrics.
 
-`beta` is the geometric mean where heads differ; `logit_std` is beta times the std of the scores within rows, which says
-how flat or sharp attention is; `predicted_std` follows from W_q and W_k, `independent_std` from the moments of q and k,
-`classic_std` is `sqrt(d_k)`; `entropy` and `flat_entropy`, that of flat attention, are in nats; `nonfinite` is 1 where
-a NaN, an infinity or a skipped optimizer step held the controllers, `at_bound` where a beta is as far from the model's
-own as controllers may take it; `exact` is 0 where mean and std are of sampled rows; `phase` is the phase of the
-controller, the number of a `control.opening.Phase` for `Search` and of a `control.decades.Phase` for `Decades`, and
-`last_move` the last move of beta by `Search`, in decades.
+`beta` is the geometric mean where heads differ; `logit_std` is the std of the logits within rows, scores times the beta
+of their head, which says how flat or sharp attention is; `predicted_std` follows from W_q and W_k, `independent_std`
+from the moments of q and k, `classic_std` is `sqrt(d_k)`; `entropy` and `flat_entropy`, that of flat attention, are in
+nats; `nonfinite` is 1 where a NaN, an infinity or a skipped optimizer step held the controllers, `at_bound` where a
+beta is as far from the model's own as controllers may take it; `exact` is 0 where mean and std are of sampled rows;
+`phase` is the phase of the controller, the number of a `control.opening.Phase` for `Search` and of a
+`control.decades.Phase` for `Decades`, and `last_move` the last move of beta by `Search`, in decades.
 """
 
 
@@ -111,17 +111,18 @@ def columns(state: State, groups: HeadGroups) -> dict[MetricName, Tensor]:
     observed = groups.observe(state.recent, state.recent_moments)
     weight_std = groups.weight_std(state.weights)
     acting = state.current_beta
-    beta = groups.geometric_mean(acting)
+    beta = groups.compare(groups.geometric_mean(acting), acting)
+    row_std = groups.observe(state.recent, state.recent_moments, beta.ratios).row_std
 
     def measured(values: Tensor) -> Tensor:
         return values.to(observed.std).masked_fill(observed.count == 0, torch.nan)
 
     return {
-        "beta": beta,
+        "beta": beta.of_group,
         "score_mean": observed.mean,
         "score_std": observed.std,
         # Zero beside a sink of zero: a state from before either was measured.
-        "logit_std": beta * observed.row_std.masked_fill((observed.row_std == 0) & (observed.sink == 0), torch.nan),
+        "logit_std": beta.of_group * row_std.masked_fill((row_std == 0) & (observed.sink == 0), torch.nan),
         "predicted_std": groups.predicted_std(observed, weight_std),
         "independent_std": observed.independent_std,
         "classic_std": theory.classic_std(groups.head_dim),

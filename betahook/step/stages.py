@@ -18,6 +18,7 @@ from betahook.control.base import DECADES, Controller, Observation
 from betahook.control.notes import Note, checked, joined, pooled
 from betahook.layer import Layers
 from betahook.measure import ranks, statistics
+from betahook.measure.groups import GroupBeta
 from betahook.state import pending
 from betahook.state.left_alone import has_refused, release_refused
 from betahook.state.ranges import heads_of
@@ -127,15 +128,16 @@ def refreshed(state: State, layers: Layers) -> State:
     return state
 
 
-def observe(state: State, layers: Layers, current: Tensor) -> tuple[Tensor, Observation]:
-    """Return beta `[units]`, pooled from that of the heads, and the observation that controllers get beside it."""
-    units = state.units
-    beta, default = units.geometric_mean(torch.stack([current, state.beta_default], 1)).unbind(1)
-    observed = units.observe(state.recent, state.recent_moments)
+def observe(state: State, layers: Layers) -> tuple[GroupBeta, Observation]:
+    """Return beta, pooled from that of the heads, and the observation that controllers get beside it."""
+    units, current = state.units, state.current_beta
+    pooled, default = units.geometric_mean(torch.stack([current, state.beta_default], 1)).unbind(1)
+    beta = units.compare(pooled, current)
+    observed = units.observe(state.recent, state.recent_moments, beta.ratios)
 
     def predicted_std() -> Tensor:
         layers.read_weights()
-        return units.predicted_std(observed, units.weight_std(state.weights))
+        return units.predicted_std(observed, units.weight_std(state.weights, beta.ratios))
 
     def spectral_ratio() -> Tensor:
         first = state.first_spectral_ratio if state.batch == 0 else None
@@ -162,16 +164,15 @@ def control(state: State, layers: Layers, controllers: Sequence[Controller]) -> 
     """Run the controllers and write the beta that they choose: a move multiplies all heads of a unit alike."""
     if not any(controller.moves_beta for controller in controllers):
         return
-    current = state.current_beta
-    beta, observation = observe(state, layers, current)
-    chosen, state.memories = base.apply(controllers, beta, observation, state.memories)
-    if chosen is not beta:
+    beta, observation = observe(state, layers)
+    chosen, state.memories = base.apply(controllers, beta.of_group, observation, state.memories)
+    if chosen is not beta.of_group:
         # Heads that differ keep their ratios, and a layer that does not move keeps the bits of every head.
-        new, old = state.units.spread(chosen), state.units.spread(beta)
-        moved = new != old
+        new = state.units.spread(chosen)
+        moved = new != beta.of_head
         if has_refused(state):
             moved &= ~state.left_alone
-        state.beta.copy_(torch.where(moved, new * (current / old), state.beta))
+        torch.where(moved, new if beta.ratios is None else new * beta.ratios, state.beta, out=state.beta)
 
 
 @contextmanager
@@ -219,7 +220,8 @@ def turn(state: State, controllers: Sequence[Controller], interval: int) -> rang
 
 def explain(state: State, layers: Layers, controllers: Sequence[Controller]) -> list[Note]:
     """Ask the controllers about their last update: one note a layer. Reads the device back."""
-    beta, observation = observe(state, layers, state.current_beta)
+    pooled_beta, observation = observe(state, layers)
+    beta = pooled_beta.of_group
     moves = any(controller.moves_beta for controller in controllers)
     at_bound = base.at_bound(beta, observation.beta_default) & moves
     is_above = beta > observation.beta_default

@@ -66,6 +66,8 @@ ADAPTERS = "tests/models/test_adapters.py"
 RULES = "tests/unit/control/test_rules.py"
 IDLE = "tests/unit/tap/test_idle.py"
 PENDING = "tests/unit/state/test_pending.py"
+BETA = "tests/unit/test_hook_beta.py"
+GROUPS = "tests/unit/measure/test_groups.py"
 STAGES = "tests/unit/step/test_stages.py"
 CHECKS = "tests/unit/step/test_checks.py"
 WINDOW = "tests/unit/step/test_window.py"
@@ -278,6 +280,15 @@ FAULTS = [
     Fault(
         "betahook/measure/groups.py", "self.key_width, observed.input_std_k", "self.query_width, observed.input_std_k"
     ),
+    Fault("betahook/measure/groups.py", "(beta / of_head).nan_to_num(nan=1.0)", "beta / of_head"),
+    Fault("betahook/measure/groups.py", "return relative(components.described", "return (components.described"),
+    Fault("betahook/measure/groups.py", "sums[2:3] * ratios.square()", "sums[2:3] * ratios"),
+    Fault("betahook/measure/statistics.py", '("score_square", "row_square", ', '("score_square", ', GROUPS),
+    Fault("betahook/measure/statistics.py", '("score", *MAXIMA[:3])', '("score", *MAXIMA)', GROUPS),
+    Fault("betahook/step/stages.py", "state.recent_moments, beta.ratios)", "state.recent_moments)", BETA),
+    Fault("betahook/step/stages.py", "(state.weights, beta.ratios)", "(state.weights)", BETA),
+    Fault("betahook/step/stages.py", "else new * beta.ratios", "else new", BETA),
+    Fault("betahook/report/metrics.py", "beta.ratios).row_std", "None).row_std", "tests/unit/test_hook_metrics.py"),
     Fault("betahook/tap/interface.py", "mask = mask.float()  #", "pass  #", "tests/unit/tap/test_interface.py"),
     Fault("betahook/measure/masks.py", "distance > self.low", "distance >= self.low"),
     Fault("betahook/measure/masks.py", "if known_version != version", "if known_version is None"),
@@ -1799,7 +1810,7 @@ FAULTS = [
     Fault("betahook/checkpoint/file.py", 'content.get("sha256") != _checksum(state, tensors)', "False", CHECKPOINT),
     Fault(
         "betahook/step/stages.py",
-        "moved = new != old",
+        "moved = new != beta.of_head",
         "moved = new > 0",
     ),
     Fault(

@@ -64,6 +64,31 @@ def test_per_head_controllers_move_heads_apart_and_per_layer_ones_do_not():
             torch.testing.assert_close(layer.head_beta, (1 / std).float(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("rule", "name", "target"),
+    [
+        (betahook.Cap(1.5), "max", 1.5),
+        (betahook.Variance(smoothing=0.0), "measured", 1.0),
+        (betahook.Variance(source="weights", smoothing=0.0), "predicted", 1.0),
+    ],
+)
+def test_a_layer_whose_heads_have_different_betas_is_judged_by_their_logits(rule, name, target):
+    """As the beta of the layer, a geometric mean, moves all of them, so that they keep their ratios."""
+    model, heads = build("llama", num_key_value_heads=4), torch.tensor([3.0, 0.03, 0.03, 0.03])
+    with betahook.attach(model, controller=rule, interval=1) as hook:
+        model(**inputs("llama"))
+        layer = hook.layers[LAYER]
+        layer.head_beta = heads
+        model(**inputs("llama")).loss.backward()
+        hook.step()
+        torch.testing.assert_close(layer.head_beta / layer.head_beta[0], heads / 3)
+        logit = float((layer.head_beta * layer.head_statistics.max_score).max())
+        scores = hook.head_metrics()[f"predicted_std/{LAYER}"], layer.head_statistics.std
+        stds = dict(zip(("predicted", "measured"), (layer.head_beta * std for std in scores), strict=True))
+    found = {"max": logit} | {name: float(std.square().mean().sqrt()) for name, std in stds.items()}
+    assert found[name] == pytest.approx(target, rel=0.02)
+
+
 @pytest.mark.parametrize("learned", [False, True])
 def test_search_looks_at_the_weights_of_all_layers_to_begin_below_and_to_wait(learned):
     model = build("llama")

@@ -67,6 +67,20 @@ def test_with_a_beta_a_head_metrics_are_of_the_head_where_it_matters():
         assert {(alert.quantity, alert.layer) for alert in heard} >= {("max_logit", LAYER), ("at_bound", LAYER)}
 
 
+def test_the_spread_of_the_logits_of_a_layer_is_that_of_its_heads_each_with_its_beta():
+    model, batch = build("llama"), inputs("llama")
+    with torch.no_grad():
+        factors = torch.tensor([0.1, 1.0, 30.0, 300.0]).repeat_interleave(8)
+        model.get_submodule(LAYER).q_proj.weight.mul_(factors[:, None])
+    with betahook.attach(model, controller=betahook.Variance(smoothing=0.0), per_head=True, interval=1) as hook:
+        for _ in range(2):
+            model(**batch).loss.backward()
+            hook.step()
+        of_heads = hook.head_metrics()[f"logit_std/{LAYER}"]
+        assert hook.metrics()[f"logit_std/{LAYER}"] == pytest.approx(float(of_heads.square().mean().sqrt()))
+        assert "sharp" not in str(hook.findings())
+
+
 def test_the_largest_logit_is_one_that_a_forward_had():
     """In steps that are not measured beta moves on, and with it what the largest score would give now."""
     model = build("llama")

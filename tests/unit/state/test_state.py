@@ -30,7 +30,7 @@ def test_everything_follows_the_model():
         found += [part for part in parts if isinstance(part, torch.Tensor)]
     found += [state.factors.own, *state.factors.probes, state.factors.probes[0].grad, state.memories[0]["total"]]
     assert {x.device.type for x in found} == {"meta"}
-    assert len(found) == 14 + 6 + 6 + 1 + 2 + 2
+    assert len(found) == 14 + 7 + 7 + 1 + 2 + 2
     assert all(probe.is_leaf and probe.requires_grad for probe in state.factors.probes)
 
 

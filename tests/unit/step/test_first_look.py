@@ -223,7 +223,7 @@ def test_a_rank_that_was_idle_leaves_the_first_look_to_the_others(monkeypatch, l
         monkeypatch.setattr(hook.layers, "spectral_ratio", lambda: torch.full((), 2.0))
         monkeypatch.setattr(stages, "is_pooled", lambda _: True)
         monkeypatch.setattr(ranks, "largest_over_ranks", lambda value, like: given.append(value.item()) or value)
-        _, observation = stages.observe(state, hook.layers, state.current_beta)
+        _, observation = stages.observe(state, hook.layers)
         observation.spectral_ratio()
         assert str(given) == str([1.0 if looked else 2.0 if saw else math.nan])
 
