@@ -156,7 +156,8 @@ def given_mask(
     if causal is None:
         causal = getattr(module, "is_causal", True)
     by_kernel = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
-    band = _band(module, options, last=keys - queries, causal=causal, by_kernel=by_kernel)
+    window = _window(implementation, module, options)
+    band = _band(module, window, last=keys - queries, causal=causal, by_kernel=by_kernel)
 
     if mask is None:
         if implementation == "eager" or implementation == "flex_attention":
@@ -174,13 +175,22 @@ def given_mask(
     return GivenMask("pairs", mask, band)
 
 
-def _band(module: nn.Module, options: dict[str, Any], *, last: int, causal: bool, by_kernel: bool) -> Band:
+def _window(implementation: str, module: nn.Module, options: dict[str, Any]) -> int | None:
+    """The sliding window of a call, None for none: that of its options, by which the kernels of flash attention go.
+
+    A module may keep the window of its config in layers that have none.
+    """
+    by_options = "sliding_window" in options or "flash" in implementation
+    window = options.get("sliding_window") if by_options else getattr(module, "sliding_window", None)
+    return window if isinstance(window, int) and window > 0 else None
+
+
+def _band(module: nn.Module, window: int | None, *, last: int, causal: bool, by_kernel: bool) -> Band:
     """The band of an attention, in which the first query sees the keys up to the one at `last`, if it is causal.
 
     Masks count positions from the end of the keys, which a cache makes longer than the queries.
     """
-    window = options.get("sliding_window") or getattr(module, "sliding_window", None)
-    if not isinstance(window, int):
+    if window is None:
         return Band(None, last) if causal else Band()
     if causal:
         return Band(last - window, last)

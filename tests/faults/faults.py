@@ -68,6 +68,7 @@ IDLE = "tests/unit/tap/test_idle.py"
 PENDING = "tests/unit/state/test_pending.py"
 BETA = "tests/unit/test_hook_beta.py"
 GROUPS = "tests/unit/measure/test_groups.py"
+INTERFACE = "tests/unit/tap/test_interface.py::test_the_window_of_a_call_is_that_of_its_options"
 STAGES = "tests/unit/step/test_stages.py"
 CHECKS = "tests/unit/step/test_checks.py"
 WINDOW = "tests/unit/step/test_window.py"
@@ -280,6 +281,8 @@ FAULTS = [
     Fault(
         "betahook/measure/groups.py", "self.key_width, observed.input_std_k", "self.query_width, observed.input_std_k"
     ),
+    Fault("betahook/tap/interface.py", '"sliding_window" in options or ', "", INTERFACE),
+    Fault("betahook/tap/interface.py", ' or "flash" in implementation', "", INTERFACE),
     Fault("betahook/measure/groups.py", "(beta / of_head).nan_to_num(nan=1.0)", "beta / of_head"),
     Fault("betahook/measure/groups.py", "return relative(components.described", "return (components.described"),
     Fault("betahook/measure/groups.py", "sums[2:3] * ratios.square()", "sums[2:3] * ratios"),

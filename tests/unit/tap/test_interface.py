@@ -332,6 +332,25 @@ def test_which_pairs_an_attention_uses(implementation, queries, keys, mask, opti
     assert given_mask(implementation, torch.nn.Module(), query, key, mask, options).band == band
 
 
+@pytest.mark.parametrize(
+    ("implementation", "mask", "options", "band"),
+    [
+        ("flash_attention_2", None, {"sliding_window": None}, Band(None, 0)),
+        ("flash_attention_2", None, {"sliding_window": 0}, Band(None, 0)),  # the kernel takes it for none
+        ("flash_attention_2", None, {}, Band(None, 0)),
+        ("flash_attention_2", None, {"sliding_window": 2}, Band(-2, 0)),
+        ("sdpa", (2, 1, 5, 5), {"sliding_window": None}, Band(None, 0)),
+        ("sdpa", (2, 1, 5, 5), {}, Band(-3, 0)),
+    ],
+)
+def test_the_window_of_a_call_is_that_of_its_options(implementation, mask, options, band):
+    """Layers of Exaone 4 keep the window of their config where they do not use it; others pass theirs in no option."""
+    module, tokens = torch.nn.Module(), torch.zeros(2, 4, 5, 8)
+    module.sliding_window = 3
+    mask = None if mask is None else torch.ones(mask, dtype=torch.bool)
+    assert given_mask(implementation, module, tokens, tokens, mask, options).band == band
+
+
 @pytest.mark.parametrize(("implementation", "adds"), [("eager", True), ("sdpa", False)])
 def test_eager_attention_adds_a_boolean_mask(implementation, adds):
     tokens, mask = torch.zeros(2, 4, 5, 8), torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
