@@ -14,7 +14,7 @@ from torch import Tensor
 from betahook.measure.calls import valid_tokens
 from betahook.measure.masks import GivenMask, Mask
 from betahook.tap.override import Override
-from betahook.tap.recorder import Recorder
+from betahook.tap.recorder import Recorder, of_one_batch
 
 Listener: TypeAlias = Callable[[Tensor, Tensor, tuple[Tensor | None, Tensor | None]], None]
 """Gets q `[batch, heads, queries, d_k]`, k, and the tokens of each that take part, `[batch or 1, tokens]` or None."""
@@ -27,7 +27,7 @@ def listening(recorder: Recorder, listener: Listener) -> Iterator[None]:
     def record(query: Tensor, key: Tensor, mask: Mask | GivenMask, *_: Any) -> None:
         if isinstance(mask, GivenMask):
             mask = mask.describe(query.shape[2], key.shape[2])
-        listener(query.detach(), key.detach(), (mask.queries, mask.keys))
+        listener(*of_one_batch(query, key), (mask.queries, mask.keys))
 
     def record_pairs(raw: Tensor, logits: Tensor, allowed: Tensor, operands: tuple[Tensor, Tensor], *_: Any) -> None:
         query, key = (tokens.detach() for tokens in operands)

@@ -41,6 +41,13 @@ def _columns(state: State, head_range: HeadRange) -> tuple[Tensor, Tensor]:
     return state.table[:, head_range.heads], state.moments[:, head_range.components]
 
 
+def of_one_batch(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k without their graphs; where one has a batch of 1, as a learned query, it is that of all, as for torch."""
+    batch = max(len(query), len(key))
+    query, key = (x.detach() if len(x) == batch else x.detach().expand(batch, -1, -1, -1) for x in (query, key))
+    return query, key
+
+
 def _scales(state: State, head_range: HeadRange, device: torch.device, *, cached: bool = True) -> Tensor:
     """1 and beta of heads, `[2, heads]`: made once for all layers if `cached`, and the model's own beta is a number."""
     heads = head_range.heads
@@ -286,10 +293,10 @@ class Recorder:
         state, local = self.state, self._local_range
         note_measured(state)
         exact, entries = state.exact_max_logit, state.waiting.inputs.take(local.heads)
-        is_number = state.factors.is_number(local.layer)
+        is_number, operands = state.factors.is_number(local.layer), of_one_batch(query, key)
         if is_number and isinstance(mask, GivenMask) and _may_wait(state, local, query, key, mask, score_mod):
             scales, columns = state.factors.scales(), (local.heads, local.components)
-            call = AttentionCall(*columns, query.detach(), key.detach(), mask, scales, score_mod, exact, entries)
+            call = AttentionCall(*columns, *operands, mask, scales, score_mod, exact, entries)
             state.waiting.note(state.table, state.moments, call)
             if local.layer == state.turn[-1]:
                 state.waiting.add_calls(state.table, state.moments)
@@ -297,8 +304,8 @@ class Recorder:
         if isinstance(mask, GivenMask):
             mask = mask.describe(query.shape[2], key.shape[2])
         scales = _scales(state, local, query.device, cached=not mask.of_graph)
-        sums, query, key = _columns(state, local), query.detach(), key.detach()
-        calls.add_scores(*sums, query, key, mask, scales, score_mod, exact_max_logit=exact, inputs=entries)
+        sums = _columns(state, local)
+        calls.add_scores(*sums, *operands, mask, scales, score_mod, exact_max_logit=exact, inputs=entries)
 
     @torch.no_grad()
     def record_pairs(

@@ -69,6 +69,7 @@ PENDING = "tests/unit/state/test_pending.py"
 BETA = "tests/unit/test_hook_beta.py"
 GROUPS = "tests/unit/measure/test_groups.py"
 INTERFACE = "tests/unit/tap/test_interface.py::test_the_window_of_a_call_is_that_of_its_options"
+BATCH = "tests/unit/tap/test_interface.py::test_what_is_the_same_for_all_samples_counts_for_each"
 STAGES = "tests/unit/step/test_stages.py"
 CHECKS = "tests/unit/step/test_checks.py"
 WINDOW = "tests/unit/step/test_window.py"
@@ -283,6 +284,13 @@ FAULTS = [
     ),
     Fault("betahook/tap/interface.py", '"sliding_window" in options or ', "", INTERFACE),
     Fault("betahook/tap/interface.py", ' or "flash" in implementation', "", INTERFACE),
+    Fault("betahook/tap/listening.py", "*of_one_batch(query, key)", "query, key", BATCH),
+    Fault(
+        "betahook/tap/recorder.py",
+        "state.factors.is_number(local.layer), of_one_batch(query, key)",
+        "state.factors.is_number(local.layer), (query.detach(), key.detach())",
+        BATCH,
+    ),
     Fault("betahook/measure/groups.py", "(beta / of_head).nan_to_num(nan=1.0)", "beta / of_head"),
     Fault("betahook/measure/groups.py", "return relative(components.described", "return (components.described"),
     Fault("betahook/measure/groups.py", "sums[2:3] * ratios.square()", "sums[2:3] * ratios"),

@@ -131,7 +131,6 @@ def fused(forward: Forward, call: Call) -> Any:
         if forward.recording and own is not None:
             raw = divided(query.detach(), factors[0]), divided(key.detach(), factors[1])
             q, k = (contraction.batched(x, axis, layer.heads) for x in raw)
-            q, k = (x.expand(max(len(q), len(k)), *x.shape[1:]) for x in (q, k))  # one may be the same for all
             mask = _pairs(forward, kernel, given, query, key, axis)
             layer.record(q, k, mask, ScoreMod(softcap=given.get("softcap") or None))
         query = contraction.on_heads(

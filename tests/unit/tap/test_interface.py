@@ -442,6 +442,61 @@ def test_a_query_of_other_heads_than_a_module_states_is_left_alone(compiled, cap
         assert hook.layers[first].statistics.count == 0
 
 
+class Pooler(torch.nn.Module):
+    """Attention through the interface, of a query and keys of which one may be the same for all samples."""
+
+    is_causal = False
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.num_heads, self.head_dim = config, 4, 8
+        self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, of_query, of_key, mask):
+        inputs = zip((self.q_proj, self.k_proj, self.v_proj), (of_query, of_key, of_key), strict=True)
+        self.made = [layer(x).unflatten(-1, (4, 8)).transpose(1, 2) for layer, x in inputs]
+        attention = AttentionInterface().get_interface(self.config._attn_implementation, None)
+        return attention(self, *self.made, mask, scaling=8**-0.5)[0].flatten(2)
+
+
+class PoolerModel(transformers.PreTrainedModel):
+    config_class, _supports_sdpa = transformers.PretrainedConfig, True
+
+    def __init__(self, config, queries):
+        super().__init__(config)
+        self.query = torch.nn.Parameter(torch.randn(1, queries, 32))
+        self.layers = torch.nn.ModuleList([Pooler(config), Pooler(config)])
+        self.post_init()
+
+    def forward(self, x, learned, masked):
+        of_query, of_key = (self.query, x) if learned == "queries" else (x, self.query)
+        mask = torch.ones(len(x), 1, of_query.shape[1], of_key.shape[1], dtype=torch.bool) if masked else None
+        return sum(layer(of_query, of_key, mask).square().mean() for layer in self.layers)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("tokens", [5, 160])
+@pytest.mark.parametrize("learned", ["queries", "keys"])
+def test_what_is_the_same_for_all_samples_counts_for_each(learned, tokens, masked):
+    """Learned queries of a batch of 1 over the keys of each sample, as torch's function broadcasts them."""
+    torch.manual_seed(0)
+    model = PoolerModel(transformers.PretrainedConfig(attn_implementation="sdpa"), tokens)
+    x = torch.randn(3, 120, 32) * torch.tensor([0.1, 1, 5]).view(-1, 1, 1)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x, learned, masked).backward()
+        for layer, attention in zip(hook.layers.values(), model.layers, strict=True):
+            query, key, _ = (made.detach().double() for made in attention.made)
+            scores = query @ key.mT
+            assert layer.statistics.count == scores.numel()
+            rows = scores.var(-1, correction=0).mean((0, 2))
+            torch.testing.assert_close(layer.head_statistics.row_std, rows.sqrt(), rtol=1e-5, atol=0)
+            square = query.square().mean((0, 2, 3)).mean()
+            mean_square = layer.statistics.component_mean_square_q + layer.statistics.component_variance_q
+            assert float(mean_square) == pytest.approx(float(square), rel=1e-5)
+        hook.step()
+        assert all(each.correlations is not None for each in hook.audit())
+
+
 AGAIN = """
 import importlib, sys, torch, betahook
 from support.models import build, inputs
