@@ -235,9 +235,13 @@ def _shared_structure(mask: Tensor, band: Band) -> Mask:
 
 
 def from_padding(mask: Tensor, band: Band, queries: int) -> Mask:
-    """Describe a 2-D padding mask `[batch, keys]`, nonzero at real tokens, as used with flash attention."""
+    """Describe a 2-D padding mask `[batch, keys]`, nonzero at real tokens, as used with flash attention.
+
+    Of several queries behind cached keys, flash attention drops the padded ones; it keeps a single one, as in decoding.
+    """
     keys = mask != 0
-    return Mask(band, keys if keys.shape[-1] == queries else None, keys)
+    drops = queries == keys.shape[-1] or 1 < queries < keys.shape[-1]
+    return Mask(band, keys[:, -queries:] if drops else None, keys)
 
 
 def from_documents(documents: Tensor, band: Band) -> Mask:

@@ -291,6 +291,8 @@ FAULTS = [
         "state.factors.is_number(local.layer), (query.detach(), key.detach())",
         BATCH,
     ),
+    Fault("betahook/measure/masks.py", "or 1 < queries < keys.shape[-1]", "or queries < keys.shape[-1]"),
+    Fault("betahook/measure/masks.py", "keys[:, -queries:] if drops", "keys[:, :queries] if drops"),
     Fault("betahook/measure/groups.py", "(beta / of_head).nan_to_num(nan=1.0)", "beta / of_head"),
     Fault("betahook/measure/groups.py", "return relative(components.described", "return (components.described"),
     Fault("betahook/measure/groups.py", "sums[2:3] * ratios.square()", "sums[2:3] * ratios"),
