@@ -110,7 +110,9 @@ def _tapped(
         if layer.is_recording:
             given = given_mask(implementation, module, query, key, mask, options)
             raw = query if prescale == 1 else query / prescale
-            score_mod = ScoreMod(options.get("position_bias"), options.get("softcap"), _sinks(query, **options))
+            # The sdpa of transformers takes no soft cap: 5.1 ignores one, later versions refuse it.
+            softcap = None if implementation == "sdpa" else options.get("softcap")
+            score_mod = ScoreMod(options.get("position_bias"), softcap, _sinks(query, **options))
             opaque.record_call(layer, raw, key, given, default, score_mod)
         else:
             opaque.note_default(layer, default)

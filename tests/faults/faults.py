@@ -70,6 +70,7 @@ BETA = "tests/unit/test_hook_beta.py"
 GROUPS = "tests/unit/measure/test_groups.py"
 INTERFACE = "tests/unit/tap/test_interface.py::test_the_window_of_a_call_is_that_of_its_options"
 BATCH = "tests/unit/tap/test_interface.py::test_what_is_the_same_for_all_samples_counts_for_each"
+CAPPED = "tests/unit/tap/test_interface.py::test_a_soft_cap_counts_where_the_implementation_takes_one"
 STAGES = "tests/unit/step/test_stages.py"
 CHECKS = "tests/unit/step/test_checks.py"
 WINDOW = "tests/unit/step/test_window.py"
@@ -293,6 +294,8 @@ FAULTS = [
     ),
     Fault("betahook/measure/masks.py", "or 1 < queries < keys.shape[-1]", "or queries < keys.shape[-1]"),
     Fault("betahook/measure/masks.py", "keys[:, -queries:] if drops", "keys[:, :queries] if drops"),
+    Fault("betahook/tap/interface.py", 'None if implementation == "sdpa" else', "", CAPPED),
+    Fault("betahook/tap/interface.py", 'implementation == "sdpa" else options', "True else options", CAPPED),
     Fault("betahook/measure/groups.py", "(beta / of_head).nan_to_num(nan=1.0)", "beta / of_head"),
     Fault("betahook/measure/groups.py", "return relative(components.described", "return (components.described"),
     Fault("betahook/measure/groups.py", "sums[2:3] * ratios.square()", "sums[2:3] * ratios"),

@@ -497,6 +497,28 @@ def test_what_is_the_same_for_all_samples_counts_for_each(learned, tokens, maske
         assert all(each.correlations is not None for each in hook.audit())
 
 
+def plain_attention(module, query, key, value, mask, scaling=None, **options):
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
+    return output.transpose(1, 2), None
+
+
+@pytest.mark.parametrize(("implementation", "caps"), [("sdpa", False), ("my_capped", True)])
+def test_a_soft_cap_counts_where_the_implementation_takes_one(implementation, caps):
+    """The sdpa of transformers 5.1 ignores that of Gemma 2."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([Pooler(transformers.PretrainedConfig(attn_implementation="eager"))])
+    query, key = torch.randn(2, 2, 4, 9, 8).mul(3)
+    functions = mock.patch.dict(AttentionInterface._global_mapping, {implementation: plain_attention})
+    with functions, betahook.attach(model, controller="monitor") as hook:
+        attention = AttentionInterface().get_interface(implementation, None)
+        attention(model[0], query.requires_grad_(), key, key, None, scaling=0.5, softcap=2.0, is_causal=False)
+        (layer,) = hook.layers.values()
+        logits = 0.5 * query.detach() @ key.mT
+        weights = (2 * torch.tanh(logits / 2) if caps else logits).softmax(-1)
+        expected = torch.special.entr(weights).sum(-1).mean((0, 2))
+        torch.testing.assert_close(layer.head_statistics.entropy.to(expected), expected, rtol=1e-5, atol=1e-6)
+
+
 AGAIN = """
 import importlib, sys, torch, betahook
 from support.models import build, inputs
