@@ -150,11 +150,37 @@ def documents(ends: Tensor, tokens: int) -> Tensor:
 
 
 def dense(mask: Any, queries: int, keys: int, device: torch.device) -> Tensor:
-    """The pairs of a `BlockMask` of flex attention, boolean `[batch, heads, queries, keys]`."""
+    """The pairs of a `BlockMask` of flex attention, boolean `[batch, heads, queries, keys]`.
+
+    Compiled, it skips blocks that are not listed, and asks the function of the mask only in those that are not full.
+    """
     from torch.nn.attention.flex_attention import create_mask
 
     batch, heads = mask.shape[:2]
-    return create_mask(mask.mask_mod, batch, heads, queries, keys, device=str(device))
+    sizes = queries, keys
+    pairs = create_mask(mask.mask_mod, batch, heads, *sizes, device=str(device))
+    pairs = pairs & _listed(mask.kv_num_blocks, mask.kv_indices, mask.BLOCK_SIZE, *sizes)
+    if mask.full_kv_num_blocks is not None:
+        pairs |= _listed(mask.full_kv_num_blocks, mask.full_kv_indices, mask.BLOCK_SIZE, *sizes)
+    return pairs
+
+
+def _listed(counts: Tensor, indices: Tensor, block: tuple[int, int], queries: int, keys: int) -> Tensor:
+    """The pairs in blocks that are listed, boolean `[batch, heads, queries, keys]`.
+
+    Args:
+        counts: how many blocks are listed for each block of queries, `[batch, heads, blocks]`.
+        indices: the blocks of keys, first those that are listed, `[batch, heads, blocks, at most]`.
+        block: queries and keys in a block.
+        queries: of the attention call; the last block may be longer.
+        keys: likewise.
+    """
+    columns = -(-keys // block[1])
+    is_listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    places = indices.where(is_listed, columns).clamp(max=columns).long()  # the others to a column of their own
+    blocks = is_listed.new_zeros(*counts.shape, columns + 1).scatter_(-1, places, True)
+    of_query, of_key = (torch.arange(n, device=indices.device) for n in (queries, keys))
+    return blocks[..., of_query // block[0], :][..., of_key // block[1]]
 
 
 ENDS = {"cu_seqlens_q": "cu_seqlens_k", "cu_seq_q": "cu_seq_k"}

@@ -421,6 +421,70 @@ def test_a_block_mask_is_made_dense_once_in_a_forward():
         assert dense.call_count == len(hook.layers) == 2
 
 
+LISTS = torch.tensor([[[[2, 0, 0], [0, 1, 7], [1, 2, 0]]], [[[0, 0, 0], [2, 1, 0], [0, 0, 0]]]])
+"""Blocks of keys for each block of queries, in two sequences: those behind the counts may be anything."""
+
+
+def block_mask(partial, full=None, mask_mod=None):
+    """A mask of blocks of 4 queries and 4 keys, by how many of `LISTS` are listed."""
+    indices = LISTS.int()
+    lists = [
+        x for counts in (partial, full) if counts is not None for x in (torch.tensor(counts).int()[:, None], indices)
+    ]
+    return flex.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=4, mask_mod=mask_mod, seq_lengths=(LENGTH, LENGTH))
+
+
+def listed(counts):
+    """The pairs in these blocks, one by one."""
+    pairs = torch.zeros(len(counts), 1, LENGTH, LENGTH, dtype=torch.bool)
+    for sequence, rows in enumerate(counts):
+        for row, count in enumerate(rows):
+            for column in LISTS[sequence, 0, row, :count].tolist():
+                pairs[sequence, 0, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] = True
+    return pairs
+
+
+PARTIAL, FULL = [[1, 2, 2], [1, 0, 1]], [[0, 0, 1], [0, 2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "pairs"),
+    [
+        (block_mask(PARTIAL), listed(PARTIAL)),
+        (block_mask(PARTIAL, mask_mod=lambda b, h, q, k: q >= k), listed(PARTIAL) & CAUSAL),
+        (block_mask(PARTIAL, FULL, lambda b, h, q, k: q >= k), (listed(PARTIAL) & CAUSAL) | listed(FULL)),
+        (BLOCK_MASK, CAUSAL),
+    ],
+    ids=["listed", "with a function", "and full ones", "by a function alone"],
+)
+def test_a_block_mask_has_the_pairs_of_its_blocks(mask, pairs):
+    assert torch.equal(kernels.dense(mask, LENGTH, LENGTH, torch.device("cpu")), pairs.expand(*mask.shape))
+
+
+def test_a_part_of_a_block_mask_has_its_own_blocks():
+    mask, rows = block_mask(PARTIAL), torch.tensor([1], dtype=torch.int32)
+    part = mask[:, :, rows]
+    part.mask_mod = mask.mask_mod  # as one has to
+    assert torch.equal(kernels.dense(part, 4, 7, torch.device("cpu")), listed(PARTIAL)[:, :, 4:8, :7])
+
+
+def test_blocks_alone_are_measured():
+    torch.manual_seed(0)
+    mask, pairs = block_mask(PARTIAL), listed(PARTIAL)
+    model, reference = Kernel(lambda q, k, v: flex_attention(q, k, v, block_mask=mask, scale=0.5)), Reference()
+    reference.load_state_dict(model.state_dict())
+    reference.pairs = pairs
+    x, found = torch.randn(BATCH, LENGTH, WIDTH), []
+    with torch.no_grad():
+        for each in (model, reference):
+            with betahook.attach(each, controller="monitor", when="always") as hook:
+                each(x)
+                measured = hook.layers[""].head_statistics
+                found.append(torch.stack([measured.count, measured.std, measured.entropy]))
+    assert torch.equal(found[0][0], pairs.sum().double().expand(HEADS))
+    torch.testing.assert_close(*found)
+
+
 def test_the_table_holds_what_discovery_finds():
     assert set(kernels.KERNELS) == classifiers.KERNELS | {"scaled_dot_product_attention"}
     assert sys.modules[flex_attention.__module__] is flex
