@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from betahook import compat
 from betahook.models.torch_calls import rebuilt
 from betahook.tap import copies
 
@@ -44,6 +45,9 @@ class LastCall:
         self.input = rebuilt(self.input, lambda tensor: tensor.detach() if tensor.requires_grad else tensor)
 
     def _remember(self, depth: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Tensors that a transform made, or that have no data, mean nothing once it has ended.
+        if compat.is_transformed():
+            return
         # Not what the module calls in turn; and in a compiled graph, the depth would be a reason to compile again.
         if depth > 0 and (torch.compiler.is_compiling() or depth > self._depth):
             return

@@ -1809,6 +1809,7 @@ FAULTS = [
     Fault("integrations/lightning.py", "next(earlier, None) or ", "", LIGHTNING),
     Fault("integrations/lightning.py", " and _maker_of(hook) is self", "", LIGHTNING),
     Fault("betahook/tap/last_call.py", " or depth > self._depth", ""),
+    Fault("betahook/tap/last_call.py", "if compat.is_transformed():", "if False:", TRANSFORMED),
     Fault(
         "betahook/tap/last_call.py",
         "if torch.compiler.is_compiling() else rebuilt",

@@ -127,6 +127,52 @@ def test_a_forward_without_data_leaves_nothing_behind(kind, seen):
         assert torch.isfinite(model(batch(2))).all()
 
 
+def exported(model, x):
+    torch.export.export(model, (x,), strict=False).module()(x)
+
+
+def of_each_sample(model, x):
+    vmap(grad(lambda p, sample: loss(model, p, sample)), (None, 0))(parameters_of(model), x)
+
+
+def without_data(model, x):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model(mode.from_tensor(x))
+
+
+def with_tangents(model, x):
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+        model(forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(exported, marks=pytest.mark.oldest_skips("torch does not tell that it exports")),
+        of_each_sample,
+        without_data,
+        with_tangents,
+    ],
+)
+def test_the_last_call_is_one_that_can_run_again(run):
+    model, hook = hooked(ByHandAttention)
+    expected = model(batch(2))
+    run(model, batch())
+    hook.audit()
+    betahook.fold(model)
+    torch.testing.assert_close(model(batch(2)), expected)
+
+
+def test_without_a_call_that_can_run_again_the_fold_asks_for_one():
+    model = make(Llama)
+    hook = betahook.attach(model, controller="monitor", interval=1)
+    of_each_sample(model, batch())
+    for layer in hook.layers.values():
+        layer.beta = 0.7
+    with pytest.raises(betahook.FoldError, match="there was none, or it had a cache"):
+        betahook.fold(model)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_beta_that_was_loaded_acts_in_the_first_forward_or_nothing_runs(kind):
     states = hooked(kind)[1].state_dict()
@@ -209,10 +255,6 @@ class WithLoss(Llama):
     def forward(self, x):
         scores = super().forward(x)
         return scores, scores.square().mean()
-
-
-def exported(model, x):
-    torch.export.export(model, (x,), strict=False).module()(x)
 
 
 def transformed(model, x):
