@@ -78,7 +78,7 @@ def _attend(
     return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
 
 
-def _pairs(mask: Tensor | None, is_causal: bool, expected: Band) -> GivenMask:
-    if mask is None:
-        return GivenMask("none", band=Band(None, 0 if is_causal else None))
+def _pairs(mask: Any, is_causal: bool, expected: Band) -> GivenMask:
+    if (band := kernels.band_of_torch(mask, is_causal)) is not None:
+        return GivenMask("none", band=band)
     return GivenMask("pairs", mask[(None,) * (4 - mask.dim())], expected)

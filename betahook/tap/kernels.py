@@ -94,10 +94,19 @@ def _parameters(kernel: Callable[..., Any]) -> tuple[str, ...]:
         return ()
 
 
-def _of_torch(given: Arguments, query: Tensor, key: Tensor, batched: Batched) -> GivenMask:
-    mask = given.get("attn_mask")
+def band_of_torch(mask: Any, is_causal: bool) -> Band | None:
+    """The band of `F.scaled_dot_product_attention` by its arguments; None where the mask is a tensor of pairs."""
     if mask is None:
-        return GivenMask("none", band=Band(None, 0 if given.get("is_causal") else None))
+        return Band(None, 0 if is_causal else None)
+    if type(mask).__name__ != "CausalBias":  # by name: its file loads the compiler, which takes seconds
+        return None
+    return Band(None, 0 if mask.variant.name == "UPPER_LEFT" else mask.seq_len_kv - mask.seq_len_q)
+
+
+def _of_torch(given: Arguments, query: Tensor, key: Tensor, batched: Batched) -> GivenMask:
+    mask: Any = given.get("attn_mask")
+    if (band := band_of_torch(mask, bool(given.get("is_causal")))) is not None:
+        return GivenMask("none", band=band)
     pairs = mask.expand(max(len(query), len(key)), *query.shape[1:-1], key.shape[-2])
     return GivenMask("pairs", batched(pairs))
 

@@ -1471,6 +1471,14 @@ FAULTS = [
     Fault("betahook/tap/kernels.py", "pairs |= _listed(", "pairs &= _listed("),
     Fault("betahook/tap/kernels.py", "indices.where(is_listed, columns)", "indices"),
     Fault("betahook/tap/kernels.py", "of_key // block[1]", "of_key"),
+    Fault("betahook/tap/kernels.py", "else mask.seq_len_kv - mask.seq_len_q", "else 0", BANDS),
+    Fault("betahook/tap/kernels.py", 'mask.variant.name == "UPPER_LEFT"', "False", BANDS),
+    Fault(
+        "betahook/tap/compiled.py",
+        "kernels.band_of_torch(mask, is_causal)",
+        "None if isinstance(mask, Tensor) else Band()",
+        COMPILED,
+    ),
     Fault("betahook/tap/kernels.py", "if low > -queries else None", "", BANDS),
     Fault("betahook/tap/kernels.py", "if high < keys - 1 else None", "", BANDS),
     Fault("betahook/tap/kernels.py", "int(distances.min()) - 1", "int(distances.min())", BANDS),
@@ -1664,7 +1672,7 @@ FAULTS = [
         f"{COMPILED}::test_a_layout_that_comes_later_is_looked_at_outside",
     ),
     Fault(
-        "betahook/tap/compiled.py",
+        "betahook/tap/kernels.py",
         "Band(None, 0 if is_causal else None)",
         "Band()",
         f"{COMPILED}::test_fused_attention_compiles_into_one_graph",

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import betahook
 from betahook.measure import masks
@@ -38,6 +39,13 @@ class Masked(Block):
 
     def mix(self, q, k, v):
         return F.scaled_dot_product_attention(q, k, v, self.mask)
+
+
+class Last(Masked):
+    """The last queries alone."""
+
+    def mix(self, q, k, v):
+        return super().mix(q[:, :, -4:], k, v)
 
 
 def scores_of(model, x, mask):
@@ -112,6 +120,29 @@ def test_other_masks_are_looked_at_row_by_row():
     model.mask = others["any"]
     with betahook.attach(model, controller="monitor", when="always", interval=1) as hook:
         assert not measured(model, hook, x).exact.any()
+
+
+@pytest.mark.parametrize(
+    ("mask", "pairs"),
+    [
+        (causal_upper_left, torch.ones(4, LENGTH, dtype=torch.bool).tril()),
+        (causal_lower_right, CAUSAL[-4:]),
+    ],
+)
+def test_causal_masks_of_torch_that_have_no_entries(mask, pairs):
+    torch.manual_seed(0)
+    plain, biased = Last(), Last()
+    plain.mask, biased.mask = pairs, mask(*pairs.shape)
+    biased.load_state_dict(plain.state_dict())
+    x, found = torch.randn(2, LENGTH, WIDTH), []
+    for model in (plain, biased):
+        expected = model(x)
+        with betahook.attach(model, controller="monitor", when="always", interval=1) as hook:
+            statistics = measured(model, hook, x)
+            assert torch.equal(model(x), expected)
+        assert statistics.exact.all()
+        found.append(torch.stack([statistics.count, statistics.mean, statistics.std, statistics.entropy]))
+    torch.testing.assert_close(*found)
 
 
 def test_the_causal_mask_of_torch_is_measured_in_full_at_every_length():
