@@ -53,12 +53,11 @@ TRANSPOSING_GETTERS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H"
 only their identity tells them apart, as in `torch.overrides` itself."""
 
 
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/module_tracker.py
 def is_in_backward() -> bool:
     """True for a forward that runs inside a backward, as gradient checkpointing runs it again.
 
-    False while a compiler traces: the graph is that of the first run, and what is in it asks when it runs. torch asks
-    for the backward in the same way:
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/module_tracker.py
+    False while a compiler traces: the graph is that of the first run, and what is in it asks when it runs.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
@@ -95,8 +94,7 @@ def is_compiled(module: nn.Module) -> bool:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_cpp_function.h
 def age_of(node: Any) -> int:
     """Sequence number of an autograd node: larger than those of all nodes it leads to."""
-    age: int = node._sequence_nr()
-    return age
+    return int(node._sequence_nr())
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/compiler/__init__.py
@@ -136,6 +134,12 @@ def is_transformed() -> bool:
     return in_func or is_without_data() or torch._C._is_tracing()
 
 
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_subclasses/meta_utils.py
+def is_batched(tensor: Tensor) -> bool:
+    """True for what stands for several tensors in a vmap, also in that of batched gradients, which tells nobody."""
+    return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_functorch/pyfunctorch.py
 @contextmanager
 def untransformed() -> Iterator[None]:
@@ -147,8 +151,7 @@ def untransformed() -> Iterator[None]:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/disable_torch_function.cpp
 def unwatched() -> AbstractContextManager[None]:
     """Let the functions that are called in it pass by every `TorchFunctionMode`."""
-    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
-    return context
+    return torch._C.DisableTorchFunction()
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_variable.cpp
@@ -209,8 +212,7 @@ def _unsharded(module: nn.Module) -> dict[int, Any]:
             memo[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
     for part in reversed([*module.modules()]):  # those that are in others first
         if is_fsdp2(part):
-            kind = _without_fsdp2(part)
-            made = kind.__new__(kind)
+            made = (kind := _without_fsdp2(part)).__new__(kind)
             nn.Module.__init__(made)
             state = {name: value for name, value in vars(part).items() if not _is_of_fsdp2(name)}
             vars(made).update(copy.deepcopy(state, memo))

@@ -87,7 +87,8 @@ def _ready(
 
 def _times(values: Tensor, gain: Tensor) -> Tensor:
     """`values * gain` in the dtype of `values`."""
-    if values.dtype == gain.dtype or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    has_no_out = torch.is_grad_enabled() or torch.compiler.is_compiling() or compat.is_batched(values)
+    if values.dtype == gain.dtype or has_no_out:
         product = values * gain
         return product if product.dtype == values.dtype else product.to(values.dtype)
     # Rounded while it is written: a wider product, to be read again, would be most of the cost.

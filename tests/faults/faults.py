@@ -686,6 +686,9 @@ FAULTS = [
     Fault("betahook/compat.py", 'kinds[names.index("FSDPModule") + 1]', "kinds[0]"),
     Fault("betahook/compat.py", "if kind.__module__ != parametrize.__name__)", ")"),
     Fault("betahook/compat.py", 'if hasattr(parameter, "full_tensor"):', "if False:"),
+    Fault("betahook/compat.py", " or torch._C._functorch.is_legacy_batchedtensor(tensor)", ""),
+    Fault("betahook/compat.py", "torch._C._functorch.is_batchedtensor(tensor) or ", ""),
+    Fault("betahook/tap/gain.py", " or compat.is_batched(values)", ""),
     Fault("betahook/compat.py", ' or attribute.startswith("__composable_api_state_key")', ""),
     Fault(
         "betahook/tap/interface.py",

@@ -217,6 +217,30 @@ def test_a_transform_is_told(run):
     assert not seen[-1]
 
 
+def of_torch_func(function):
+    torch.func.vmap(function)(torch.ones(2))
+
+
+def of_batched_gradients(function):
+    leaf = torch.ones(2, requires_grad=True)
+    output = leaf * 2
+    output.register_hook(function)
+    torch.autograd.grad(output, leaf, torch.eye(2), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("run", [of_torch_func, of_batched_gradients])
+def test_a_tensor_that_stands_for_several_is_told(run):
+    seen = []
+
+    def asks(x):
+        seen.append(compat.is_batched(x))
+        return x * 1
+
+    run(asks)
+    asks(torch.ones(2))
+    assert seen == [True, False]
+
+
 def test_a_mode_without_data_is_a_transform_too():
     kept = torch.zeros(2)
     with FakeTensorMode():

@@ -84,6 +84,27 @@ def test_the_gradient_of_the_query_is_that_of_the_product(scale, recorder):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # of vmap
+def test_batched_gradients_are_those_one_by_one(scale, recorder, dtype):
+    query = operands(dtype)[0].requires_grad_()
+    scaled = scale(recorder, query, ())
+    gradients = torch.randn(3, *scaled.shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    (found,) = torch.autograd.grad(scaled, query, gradients, retain_graph=True, is_grads_batched=True)
+    of_func = torch.func.vmap(lambda one: torch.autograd.grad(scaled, query, one, retain_graph=True)[0])(gradients)
+    expected = torch.stack([torch.autograd.grad(scaled, query, one, retain_graph=True)[0] for one in gradients])
+    assert torch.equal(found, expected)
+    assert torch.equal(of_func, expected)
+
+
+def test_a_query_of_several_samples_is_scaled_without_gradients(scale, recorder):
+    queries = operands(torch.bfloat16)[0]
+    with torch.no_grad():
+        expected = scale(recorder, queries, ())
+        found = torch.func.vmap(lambda query: scale(recorder, query[None], ())[0])(queries)
+    assert torch.equal(found, expected)
+
+
 def test_the_sensitivity_of_a_gradient(scale, recorder):
     """A gradient penalty: beta acts in the backward too."""
     query, key, value = operands()
