@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import parametrize
 
@@ -143,8 +143,8 @@ def is_batched(tensor: Tensor) -> bool:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_functorch/pyfunctorch.py
 @contextmanager
 def untransformed() -> Iterator[None]:
-    """Compute with tensors of outside, in a transform of `torch.func` or a `FakeTensorMode`."""
-    with torch._C._DisableFuncTorch(), unset_fake_temporarily():
+    """Compute with tensors of outside, in a transform of `torch.func`, a `FakeTensorMode` or an export."""
+    with torch._C._DisableFuncTorch(), torch.utils._python_dispatch._disable_current_modes(), unwatched():
         yield
 
 

@@ -131,6 +131,19 @@ def _of_this_rank(recorder: Recorder, values: Tensor) -> Tensor:
     return values[first : first + recorder._local_heads]
 
 
+def _as_of_now(values: Tensor) -> Tensor:
+    """Values of the state; in an export a copy, since the program would have those of whenever it runs."""
+    return _copied(values) if compat.is_exporting() else values
+
+
+def _copied(values: Tensor) -> Tensor:
+    with compat.untransformed():
+        return values.detach().clone()
+
+
+setattr(_copied, compat.CALLED_BY_GRAPHS, True)  # a strict export would trace it
+
+
 class Recorder:
     """Records the attention calls of one module.
 
@@ -249,9 +262,9 @@ class Recorder:
 
         Compiled graphs may ask again in the backward, when later layers have written theirs.
         """
-        beta = _of_this_rank(self, self.tensors.beta)
+        beta = _as_of_now(_of_this_rank(self, self.tensors.beta))
         if default is None:
-            default = self.state.beta_default[self._local_range.heads]
+            default = _as_of_now(self.state.beta_default[self._local_range.heads])
         elif isinstance(default, Tensor):
             default = default.to(beta).flatten()
             default = torch.where(default == 0, beta, default)  # scores that are scaled by 0 are so by any beta

@@ -689,6 +689,8 @@ FAULTS = [
     Fault("betahook/compat.py", " or torch._C._functorch.is_legacy_batchedtensor(tensor)", ""),
     Fault("betahook/compat.py", "torch._C._functorch.is_batchedtensor(tensor) or ", ""),
     Fault("betahook/tap/gain.py", " or compat.is_batched(values)", ""),
+    Fault("betahook/tap/recorder.py", "_as_of_now(_of_this_rank(", "(_of_this_rank(", TRANSFORMED),
+    Fault("betahook/tap/recorder.py", "setattr(_copied, compat.CALLED_BY_GRAPHS, True)", "pass", TRANSFORMED),
     Fault("betahook/compat.py", ' or attribute.startswith("__composable_api_state_key")', ""),
     Fault(
         "betahook/tap/interface.py",
@@ -1585,7 +1587,7 @@ FAULTS = [
         "betahook/tap/recorder.py",
         "if compat.is_exporting():",
         "if False:",
-        f"{TRANSFORMED}::test_an_export_holds_beta_and_nothing_else_of_the_hook",
+        f"{TRANSFORMED}::test_an_export_keeps_the_beta_of_its_moment",
     ),
     Fault(
         "betahook/tap/by_hand/rearranging.py",

@@ -231,6 +231,19 @@ def test_an_export_keeps_beta(kind):
 
 
 @pytest.mark.oldest_skips("torch does not tell that it exports")
+@pytest.mark.parametrize(("kind", "strict"), [*((kind, False) for kind in KINDS), (Llama, True)])
+def test_an_export_keeps_the_beta_of_its_moment(kind, strict):
+    model, hook = hooked(kind)
+    expected = model(batch(2))
+    program = torch.export.export(model, (batch(2),), strict=strict).module()
+    for layer in hook.layers.values():
+        layer.beta = 0.1
+    torch.testing.assert_close(program(batch(2)), expected)
+    hook.detach()
+    torch.testing.assert_close(program(batch(2)), expected)
+
+
+@pytest.mark.oldest_skips("torch does not tell that it exports")
 @pytest.mark.parametrize("kind", [Llama, ByHandAttention])
 def test_an_export_holds_beta_and_nothing_else_of_the_hook(kind):
     model, hook = hooked(kind)

@@ -264,6 +264,21 @@ def test_what_is_outside_of_a_transform_changes_in_place():
     assert kept.tolist() == [3, 3]
 
 
+@pytest.mark.oldest_skips("torch does not tell that it exports")
+def test_what_is_outside_of_an_export_is_no_part_of_it():
+    kept = torch.ones(2)
+
+    class Copies(nn.Module):
+        def forward(self, x):
+            with compat.untransformed():
+                copy = kept.clone()
+            return x * copy
+
+    program = torch.export.export(Copies(), (torch.ones(2),), strict=False).module()
+    kept.fill_(3.0)
+    assert program(torch.ones(2)).tolist() == [1, 1]
+
+
 def test_the_owner_of_a_view():
     x = torch.zeros(2, 3)
     assert compat.base_of(x) is x
