@@ -43,11 +43,12 @@ class Band:
 
     def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Boolean `[len(queries), len(keys)]` for the given positions."""
-        distance = keys[None, :] - queries[:, None]
+        # Keys are compared with the edges of each query: distances of pairs would take eight bytes each.
+        below = None if self.high is None else keys <= (queries + self.high)[:, None]
         if self.low is None:
-            return torch.ones_like(distance, dtype=torch.bool) if self.high is None else distance <= self.high
-        above = distance > self.low
-        return above if self.high is None else above & (distance <= self.high)
+            return torch.ones(len(queries), len(keys), dtype=torch.bool, device=keys.device) if below is None else below
+        above = keys > (queries + self.low)[:, None]
+        return above if below is None else above & below
 
     def visible(self, start: int, stop: int, keys: int) -> slice:
         """The keys, of so many, that some query from `start` to `stop` may use."""

@@ -306,7 +306,7 @@ FAULTS = [
     Fault("betahook/step/stages.py", "else new * beta.ratios", "else new", BETA),
     Fault("betahook/report/metrics.py", "beta.ratios).row_std", "None).row_std", "tests/unit/test_hook_metrics.py"),
     Fault("betahook/tap/interface.py", "mask = mask.float()  #", "pass  #", "tests/unit/tap/test_interface.py"),
-    Fault("betahook/measure/masks.py", "distance > self.low", "distance >= self.low"),
+    Fault("betahook/measure/masks.py", "keys > (queries + self.low)", "keys >= (queries + self.low)"),
     Fault("betahook/measure/masks.py", "if known_version != version", "if known_version is None"),
     Fault("betahook/measure/masks.py", "documents == documents[:, :1]", "documents == documents"),
     Fault("betahook/measure/masks.py", "queries[:, :, None] & keys[:, None, :]", "keys[:, None, :]"),

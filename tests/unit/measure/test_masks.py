@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from betahook import compat
 from betahook.measure import masks
@@ -29,6 +30,27 @@ def test_band_equals_a_double_loop(band, positions):
     allowed = band.allowed(*map(torch.tensor, positions))
     assert allowed.dtype == torch.bool
     assert allowed.tolist() == loop(band, *positions)
+
+
+class Dtypes(TorchDispatchMode):
+    """Dtypes of all tensors with an entry for each pair."""
+
+    def __init__(self, pairs):
+        super().__init__()
+        self.pairs, self.seen = pairs, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if output.numel() == self.pairs:
+            self.seen.add(output.dtype)
+        return output
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_a_band_takes_one_byte_a_pair(band):
+    with Dtypes(pairs=7 * 9) as dtypes:
+        band.allowed(torch.arange(7), torch.arange(9))
+    assert dtypes.seen == {torch.bool}
 
 
 def padded(band, queries, keys):
