@@ -34,7 +34,7 @@ from betahook.models.families import Facts, facts
 from betahook.models.heads import count_heads, from_scale, missing, stated
 from betahook.models.labels import Linear, MadeOf
 from betahook.models.modes import random_state_kept
-from betahook.models.places import Place, places_of, places_of_all, query_place_of_all
+from betahook.models.places import Place, places_of
 from betahook.models.projections import Pair, Projection, at_place, at_places, locate
 
 
@@ -101,18 +101,16 @@ class AttentionModule:
             made_of: the features that q and k were made of, for each product that came to a softmax.
             linears: the projections, by number.
         """
-        pair, places = self.projections, places_of(self.module, made_of[0], linears, {})
-        shown = None if places is None else at_places(self.module, places)
-        if pair and places and shown and all(a.stored is b.stored for a, b in zip(pair, shown, strict=True)):
-            query, key = (replace(place, argument=one.argument) for place, one in zip(places, pair, strict=True))
-            self.places = query, key
+        pair, (query, key) = self.projections, places_of(self.module, made_of[:1], linears)
+        shown = at_places(self.module, (query, key)) if query and key else None
+        if pair and query and key and shown and all(a.stored is b.stored for a, b in zip(pair, shown, strict=True)):
+            self.places = replace(query, argument=pair[0].argument), replace(key, argument=pair[1].argument)
         elif pair is None or self.has_changed:
-            places = places_of_all(self.module, made_of, linears, {})
-            if places is not None and all(map(self._is_plain, places)):
-                self.places = places
-            place = query_place_of_all(self.module, made_of, linears)
-            is_whole = place is not None and len(place.rows) == self.heads  # fewer are those of a key
-            self.query_place = place if place is not None and is_whole and self._is_plain(place) else None
+            query, key = places_of(self.module, made_of, linears)
+            if query and key and self._is_plain(query) and self._is_plain(key):
+                self.places = query, key
+            is_whole = query is not None and len(query.rows) == self.heads  # fewer are those of a key
+            self.query_place = query if query and is_whole and self._is_plain(query) else None
 
     def _is_plain(self, place: Place) -> bool:
         """Return True for the place of a weight that alone makes features, all of which is on this rank."""

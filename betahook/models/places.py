@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -71,42 +72,29 @@ def takes_key_first(module: nn.Module, made_of: MadeOf, linears: Sequence[Linear
 
 
 def places_of(
-    module: nn.Module, made_of: MadeOf, linears: Sequence[Linear | None], calls: Calls
-) -> tuple[Place, Place] | None:
-    """The places of the parameters that made the features of a query and of a key.
+    module: nn.Module, products: Sequence[MadeOf], linears: Sequence[Linear | None], calls: Calls = MappingProxyType({})
+) -> tuple[Place | None, Place | None]:
+    """The places of W_q and of W_k that products of an attention have in common, each None where they have none.
 
-    None where something else than a parameter of the module made them, or something beside it.
+    So it is where something else than a parameter of the module made a query or a key, or something beside it.
 
     Args:
         module: the attention.
-        made_of: the features of the left and of the right operand of a product, as far as they are known.
+        products: the features of both operands of each product, as far as they are known.
         linears: the linear maps of the projections, by number.
         calls: those of the parts of the module, and of itself, as far as they are known.
     """
-    query, key = _sides(module, made_of, linears, calls)
-    return None if query is None or key is None else (query, key)
+    found = []
+    for made_of in products:
+        in_order = made_of[::-1] if takes_key_first(module, made_of, linears) else made_of
+        sides = zip(("query", "key"), in_order, strict=True)
+        found.append([_place_of(module, side, features, linears, calls) for side, features in sides])
+    query, key = map(_common, zip(*found, strict=True))
+    return query, key
 
 
-def _sides(module: nn.Module, made_of: MadeOf, linears: Sequence[Linear | None], calls: Calls) -> list[Place | None]:
-    """The place of W_q and that of W_k, see `places_of`; each None where it is not known."""
-    in_order = made_of[::-1] if takes_key_first(module, made_of, linears) else made_of
-    sides = zip(("query", "key"), in_order, strict=True)
-    return [_place_of(module, side, features, linears, calls) for side, features in sides]
-
-
-def places_of_all(
-    module: nn.Module, made_of: Sequence[MadeOf], linears: Sequence[Linear | None], calls: Calls
-) -> tuple[Place, Place] | None:
-    """The places that all products of an attention have in common; None if they have not, or as `places_of`."""
-    first, *others = (places_of(module, each, linears, calls) for each in made_of)
-    if first is None or any(other is None or not all(map(Place.is_that, first, other)) for other in others):
-        return None
-    return first
-
-
-def query_place_of_all(module: nn.Module, made_of: Sequence[MadeOf], linears: Sequence[Linear | None]) -> Place | None:
-    """The place of W_q that all products of an attention have in common, whatever made their keys; None if none is."""
-    first, *others = (_sides(module, each, linears, {})[0] for each in made_of)
+def _common(places: Sequence[Place | None]) -> Place | None:
+    first, *others = places
     return first if first and all(other and first.is_that(other) for other in others) else None
 
 

@@ -42,42 +42,32 @@ def _counts(mode: object) -> bool:
 
 def uncounted() -> AbstractContextManager[None]:
     """Return a context whose operations have no number, but for those in `counted`."""
-    return _stop_counting() if is_counted() else _NOTHING
+    if not is_counted():
+        return _NOTHING
+    modes = _get_current_dispatch_mode_stack()
+    return _under([mode for mode in modes if not _counts(mode)], uncounted=modes)
 
 
 def counted() -> AbstractContextManager[None]:
     """Return a context for the model's own operations in one that is `uncounted`."""
-    return _NOTHING if _uncounted.modes is None else _leave(counting=True)
+    return _NOTHING if _uncounted.modes is None else _under(_uncounted.modes)
 
 
 def apart() -> AbstractContextManager[None]:
     """Return a context in which nothing is `counted`."""
-    return _NOTHING if _uncounted.modes is None else _leave(counting=False)
+    return _NOTHING if _uncounted.modes is None else _under(_get_current_dispatch_mode_stack())
 
 
 @contextmanager
-def _stop_counting() -> Iterator[None]:
-    modes, before = _get_current_dispatch_mode_stack(), _uncounted.modes
-    _exchange([mode for mode in modes if not _counts(mode)])
-    _uncounted.modes = modes
+def _under(modes: list[TorchDispatchMode], uncounted: list[TorchDispatchMode] | None = None) -> Iterator[None]:
+    """Put modes in force, and remember those that `uncounted` took out of it; afterwards all is as it was."""
+    before, kept = _exchange(modes), _uncounted.modes
+    _uncounted.modes = uncounted
     try:
         yield
     finally:
-        _uncounted.modes = before
-        _exchange(modes)
-
-
-@contextmanager
-def _leave(*, counting: bool) -> Iterator[None]:
-    modes, _uncounted.modes = _uncounted.modes, None
-    assert modes is not None
-    others = _exchange(modes) if counting else None
-    try:
-        yield
-    finally:
-        if others is not None:
-            _exchange(others)
-        _uncounted.modes = modes
+        _uncounted.modes = kept
+        _exchange(before)
 
 
 def _exchange(modes: list[TorchDispatchMode]) -> list[TorchDispatchMode]:

@@ -27,7 +27,7 @@ from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.guards import blinded, is_handed_over
 from betahook.models.heads import count_heads
 from betahook.models.labels import Labels, MadeOf, features_of_heads
-from betahook.models.places import ModuleCall, Place, places_of_all
+from betahook.models.places import ModuleCall, Place, places_of
 from betahook.models.torch_calls import Call, summed_axes, tensors_in
 
 BATCH, LENGTH = 3, 7
@@ -184,8 +184,8 @@ def _fixed(names: list[str]) -> Fixed:
 def _places(module: nn.Module, watch: _Watch, size: tuple[int, int]) -> tuple[Place, Place] | None:
     """The places of W_q and W_k, for so many heads and such a d_k, if they are those of every attention."""
     made_of = [_made_of(each, size) for each in watch.attentions]
-    places = places_of_all(module, made_of, watch.labels.linears, watch.calls)
-    return places if places is not None and len(places[0].rows) == size[0] else None
+    query, key = places_of(module, made_of, watch.labels.linears, watch.calls)
+    return (query, key) if query and key and len(query.rows) == size[0] else None
 
 
 def _made_of(found: Attention, size: tuple[int, int]) -> MadeOf:

@@ -819,7 +819,7 @@ FAULTS = [
     Fault("betahook/tap/by_hand/forward.py", "layer.has_passed = True", "pass", BYPASSED),
     Fault("betahook/tap/by_hand/forward.py", "concerns = forward.recording or ", "concerns = ", BYPASSED),
     Fault("betahook/tap/by_hand/forward.py", "layer.projected = False", "layer.projected = True", BYPASSED),
-    Fault("betahook/tap/by_hand/original.py", 'module if hasattr(module, "processor") else None', "None"),
+    Fault("betahook/tap/by_hand/original.py", 'getattr(self._module, "processor", None)', "None"),
     Fault("betahook/tap/by_hand/watching.py", "layer.attention.has_changed = True", "pass", ORIGINAL),
     Fault("betahook/models/torch_calls.py", "return in_place_of_torch(function) or name", "return name", WRAPPED),
     Fault("betahook/models/guards.py", " and in_place_of_torch(function) is None", "", WRAPPED),
@@ -1288,11 +1288,11 @@ FAULTS = [
     ),
     Fault(
         "betahook/models/discovery.py",
-        "if pair and places and shown and",
-        "if pair and places and shown and self.places is None and",
+        "if pair and query and key and shown and",
+        "if pair and query and key and shown and self.places is None and",
         f"{PARAMETERS}::test_the_first_forward_shows_the_rows_where_it_goes_another_way_than_the_trial",
     ),
-    Fault("betahook/models/discovery.py", "replace(place, argument=one.argument) for", "place for", FIRST_FORWARD),
+    Fault("betahook/models/discovery.py", "replace(query, argument=pair[0].argument)", "query", FIRST_FORWARD),
     Fault(
         "betahook/models/materialise.py",
         "weight.dim() < 2 or",
@@ -1331,7 +1331,7 @@ FAULTS = [
         f"{PLACES}::test_what_no_weight_alone_makes_is_not_taken_for_its_rows",
     ),
     Fault("betahook/models/projections.py", "- 1).flatten(1)", "- 1)", PLACES),
-    Fault("betahook/models/discovery.py", "and is_whole and self._is_plain(place)", "", FIRST_FORWARD),
+    Fault("betahook/models/discovery.py", "and is_whole and self._is_plain(query)", "", FIRST_FORWARD),
     Fault(
         "betahook/models/places.py", "all(other and first.is_that(other) for other in others)", "True", FIRST_FORWARD
     ),
@@ -1364,8 +1364,8 @@ FAULTS = [
     ),
     Fault(
         "betahook/models/discovery.py",
-        "places = places_of_all(self.module, made_of, linears, {})",
-        "pass",
+        "if query and key and self._is_plain(query) and self._is_plain(key):",
+        "if False:",
         f"{PLACES}::test_nor_does_the_first_forward_take_it_for_that",
     ),
     Fault(

@@ -14,39 +14,25 @@ from torch import nn
 
 
 class Original:
-    """The forward of a module.
-
-    Attributes:
-        at_first: the forward before it was covered, which is when this object is made.
-    """
+    """The forward of a module, made before it is covered."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._last = self.at_first = module.forward
-        self._function = _function(module)
-        self._with_processor = module if hasattr(module, "processor") else None
-        self._code = _code(self._function, self._with_processor)
+        self._module = module
+        self._last = module.forward
+        self._seen = self._look()
         # A forward of its own hides that of its class; what is no function may be another object at each look.
-        is_followed = "forward" not in vars(module) and isinstance(self._function, FunctionType)
-        self._module = module if is_followed else None
+        self._is_followed = "forward" not in vars(module) and isinstance(type(module).forward, FunctionType)
 
     def now(self) -> tuple[Callable[..., Any], bool]:
         """Return the forward as it is now, and True if it is another one than at the last call, or has other code."""
-        module = self._module
-        if module is None:
-            return self.at_first, False
-        function = _function(module)
-        code = _code(function, self._with_processor)
-        if function is self._function and code == self._code:
+        if not self._is_followed or (seen := self._look()) == self._seen:
             return self._last, False
-        self._function, self._code = function, code
-        self._last = function.__get__(module) if hasattr(function, "__get__") else function
+        function: Any = seen[0]
+        self._seen = seen
+        self._last = function.__get__(self._module) if hasattr(function, "__get__") else function
         return self._last, True
 
-
-def _function(module: nn.Module) -> Any:
-    """The forward of the class of a module, not bound to it."""
-    return type(module).forward
-
-
-def _code(function: Any, with_processor: nn.Module | None) -> tuple[object, type]:
-    return getattr(function, "__code__", None), type(getattr(with_processor, "processor", None))
+    def _look(self) -> tuple[object, object, type]:
+        """Look up the forward of the class of the module, its code, and the class of what diffusers lets it call."""
+        function = type(self._module).forward
+        return function, getattr(function, "__code__", None), type(getattr(self._module, "processor", None))

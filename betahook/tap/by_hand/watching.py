@@ -81,7 +81,7 @@ SYMBOLIC = (
 def connect(layer: Recorder, undo: ExitStack) -> None:
     """Watch every forward of the layer's module until `undo` is closed."""
     original, plan = Original(layer.module), Plan()
-    forward = original.at_first
+    forward = layer.module.forward
     # A function that was compiled by itself would be traced together with the mode, whose notes go wrong then; flex
     # attention, which is compiled too, is seen as a whole, and must stay so.
     uncompiled = nullcontext if kernels.are_called(layer) else modes.eagerly
