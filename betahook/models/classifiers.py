@@ -23,7 +23,13 @@ Route = Literal["interface", "torch", "by hand"]
 
 APART = "{} with q, k and v apart"
 TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
-KERNELS = {"flex_attention", "flash_attn_func", "flash_attn_varlen_func", "varlen_attn", "memory_efficient_attention"}
+NAMED_KERNELS = {
+    "flex_attention",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "varlen_attn",
+    "memory_efficient_attention",
+}
 """Functions that take the softmax too, called by name in users' code; `tap.kernels` has their signatures."""
 UNFOLLOWED_KERNELS = {
     **dict.fromkeys(["flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"], APART.format("flash_attn_func")),
@@ -35,7 +41,7 @@ UNFOLLOWED_KERNELS = {
     "sageattn": "F.scaled_dot_product_attention",
 }
 """Others that are known to compute an attention, to what may be called in their place."""
-ASKED = TORCH_ATTENTION | KERNELS
+ASKED = TORCH_ATTENTION | NAMED_KERNELS
 LOG_SOFTMAX = {"log_softmax", "LogSoftmax"}
 SOFTMAX = {*SOFTMAXES, *LOG_SOFTMAX, "Softmax", "XSoftmax"}
 SCRIPTED = torch.jit.ScriptFunction.__name__
@@ -129,7 +135,7 @@ def asks_torch(suspect: Suspect) -> Verdict | None:
     """Attention that torch computes, unless its code has a softmax of its own for other cases."""
     used, kernels = suspect.used, {"scaled_dot_product_attention"}
     if is_users(suspect.module):
-        used, kernels = suspect.used_below, kernels | KERNELS
+        used, kernels = suspect.used_below, kernels | NAMED_KERNELS
     if not used & (TORCH_ATTENTION | kernels):
         return None
     return Verdict("torch" if used & kernels and not used & SOFTMAX else "by hand")

@@ -17,7 +17,7 @@ from torch.jit import ScriptFunction
 from betahook.compat import class_of
 
 LIBRARIES = {"torch", "transformers", "einops", "numpy", "betahook"}
-"""Packages whose functions are known by their names, or compute no attention."""
+"""Packages whose functions and classes are known by their names, or compute no attention."""
 
 PRODUCTS = ("matmul", "linalg_matmul", "__matmul__", "mm", "bmm", "baddbmm", "einsum")
 """Functions that multiply matrices, by the names that a `TorchFunctionMode` sees."""
@@ -92,8 +92,8 @@ def _real_names(function: FunctionType) -> set[str]:
 
 
 def is_own(kind: type) -> bool:
-    """True for a class that neither transformers nor torch brings along."""
-    return not kind.__module__.startswith(("transformers.", "torch."))
+    """True for a class that is of none of `LIBRARIES`."""
+    return not _is_of_library(kind.__module__)
 
 
 def is_users(module: nn.Module) -> bool:

@@ -486,7 +486,7 @@ def test_blocks_alone_are_measured():
 
 
 def test_the_table_holds_what_discovery_finds():
-    assert set(kernels.KERNELS) == classifiers.KERNELS | {"scaled_dot_product_attention"}
+    assert set(kernels.KERNELS) == classifiers.NAMED_KERNELS | {"scaled_dot_product_attention"}
     assert sys.modules[flex_attention.__module__] is flex
 
 
