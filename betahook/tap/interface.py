@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -79,10 +80,37 @@ _get_interface.betahook_original = _original  # type: ignore[attr-defined]
 
 def _attention(function: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     layer: Recorder | None = getattr(module, ATTRIBUTE, None)
-    if layer is not None and layer.route == "interface":
-        query = _tapped(layer, implementation, module, *args, **kwargs)
-        args, kwargs = ((query, *args[1:]), kwargs) if args else (args, {**kwargs, "query": query})
-    return function(module, *args, **kwargs)
+    if layer is None or layer.route != "interface" or _is_running(layer, module):
+        return function(module, *args, **kwargs)
+    query = _tapped(layer, implementation, module, *args, **kwargs)
+    args, kwargs = ((query, *args[1:]), kwargs) if args else (args, {**kwargs, "query": query})
+    return _run(layer, function, module, args, kwargs)
+
+
+_running: set[tuple[int, int]] = set()
+"""Threads, and in each the modules, by their ids, whose attention function runs now outside of a graph."""
+
+
+def _is_running(layer: Recorder, module: nn.Module) -> bool:
+    """True within the attention function of a module: what that asks for gets a query that beta scales already."""
+    if torch.compiler.is_compiling():
+        return layer.in_function
+    return (threading.get_ident(), id(module)) in _running  # threads of `nn.DataParallel` share the layer
+
+
+def _run(
+    layer: Recorder, function: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run the attention function of a module, which may ask the interface for another one."""
+    if not torch.compiler.is_compiling():  # which takes the change of a number in a checkpoint, but not of a set
+        _running.add(here := (threading.get_ident(), id(module)))
+    layer.in_function = True
+    try:
+        return function(module, *args, **kwargs)
+    finally:
+        layer.in_function = False
+        if not torch.compiler.is_compiling():
+            _running.remove(here)
 
 
 def _tapped(

@@ -162,6 +162,7 @@ class Recorder:
         projected: True if the last one called it, as far as it is watched.
         has_passed: True once a forward that is measured ended without an attention.
         ran_in: True if one ran in training mode, False if one ran in evaluation mode.
+        in_function: True while the attention function runs that the module got of transformers, as graphs see it.
     """
 
     def __init__(
@@ -170,9 +171,7 @@ class Recorder:
         self.name = name
         self.attention = attention
         self.module = attention.module
-        self.heads = attention.heads
-        self.head_dim = attention.head_dim
-        self.route = attention.route
+        self.heads, self.head_dim, self.route = attention.heads, attention.head_dim, attention.route
         self.owner = owner
         self.state = state
         self._head_range = head_range
@@ -182,7 +181,7 @@ class Recorder:
         self._inputs = _Inputs()
         self.tensors = state.layer_tensors[head_range.layer]
         self.runs, self.ran_in = 0, set[bool]()
-        self.is_watched = self.projected = self.has_passed = False
+        self.is_watched = self.projected = self.has_passed = self.in_function = False
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse: `tap.copies` leaves the recorder out, unless a module copies itself in a way of its own."""

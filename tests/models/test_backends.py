@@ -12,7 +12,7 @@ from betahook.measure.pairs import is_short, rows_each, sampled_rows
 from betahook.measure.statistics import ROW
 from support.attention import LENGTH, WIDTH, ByHandAttention
 from support.matrices import overall_std
-from support.models import build, inputs, trace
+from support.models import build, delegating, inputs, trace
 from support.training import enable_checkpointing
 
 
@@ -147,6 +147,31 @@ def test_one_graph_serves_every_beta(family):
         compiled = run(torch.compile(model, backend=counter, fullgraph=True), hook, batch, betas)
     assert counter.frame_count == 1
     for a, b in zip(plain, compiled, strict=True):
+        assert b == pytest.approx(a, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.oldest_skips("torch cannot trace the models at all")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's own tracing
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of the same
+@pytest.mark.parametrize(
+    ("breaks", "checkpointing"), [(False, False), (False, True), pytest.param(True, False, marks=pytest.mark.slow)]
+)
+def test_a_function_that_asks_the_interface_for_another_one_compiles(breaks, checkpointing):
+    """Into one graph for every beta, also in a checkpoint; where it breaks the graph, it is right all the same."""
+    batch, measured = {**inputs("llama"), "use_cache": False}, []
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    with delegating(lambda module: torch._dynamo.graph_break() if breaks else None) as backend:
+        for chosen in ("sdpa", backend):
+            model = build("llama", "sdpa").train()
+            model.config._attn_implementation = chosen
+            if checkpointing:
+                enable_checkpointing(model, reentrant=False)
+            with betahook.attach(model, controller="monitor", interval=1) as hook:
+                torch._dynamo.reset()
+                compiled = torch.compile(model, backend=counter, fullgraph=not breaks)
+                measured.append(run(model if chosen == "sdpa" else compiled, hook, batch, [0.3, 0.6]))
+    assert counter.frame_count == 1 or breaks
+    for a, b in zip(*measured, strict=True):
         assert b == pytest.approx(a, rel=1e-5, abs=1e-6)
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 SIZE = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32, vocab_size=64)
 GROUPED = dict(num_key_value_heads=2)
@@ -151,6 +156,25 @@ def trace() -> Iterator[list[Traced]]:
 
     with mock.patch("torch.matmul", watched_matmul), mock.patch("torch.nn.functional.softmax", watched_softmax):
         yield calls
+
+
+@contextmanager
+def delegating(before: Callable[[nn.Module], None] = lambda module: None) -> Iterator[str]:
+    """The name of an attention function that looks torch's up as the documentation of transformers has it.
+
+    It calls `before` first, with the module.
+    """
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any):
+        before(module)
+        function = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", sdpa_attention_forward)
+        return function(module, query, key, value, mask, **options)
+
+    AttentionInterface.register("delegating", attention)
+    AttentionMaskInterface.register("delegating", sdpa_mask)
+    yield "delegating"
+    del AttentionInterface._global_mapping["delegating"]
+    del AttentionMaskInterface._global_mapping["delegating"]
 
 
 def derivative(layer, loss, shift=5e-3):

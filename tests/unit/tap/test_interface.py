@@ -5,20 +5,22 @@ import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import transformers
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 import betahook
 from betahook.measure.masks import Band
 from betahook.tap import interface
 from betahook.tap.interface import given_mask
 from support.matrices import overall_std
-from support.models import FAMILIES, GROUPED, SIZE, build, derivative, inputs, trace
+from support.models import FAMILIES, GROUPED, SIZE, build, delegating, derivative, inputs, trace
+from support.training import enable_checkpointing
 
 
 def run(model, batch):
@@ -187,6 +189,64 @@ def test_sensitivity_of_a_loss_that_contains_a_gradient():
         layers = list(hook.layers.values())
         sensitivities = [float(layer.statistics.sensitivity) for layer in layers]
         assert sensitivities == pytest.approx([derivative(layer, loss) for layer in layers], rel=1e-3)
+
+
+def delegated(backend, reentrant=None):
+    """Bits of a step with a beta of its own, and its statistics."""
+    model, batch = build("llama", "sdpa"), inputs("llama")
+    model.config._attn_implementation = backend
+    if reentrant is not None:
+        enable_checkpointing(model, reentrant)
+        model.enable_input_require_grads()
+    with betahook.attach(model, controller="monitor", interval=1) as hook:
+        for layer in hook.layers.values():
+            layer.beta = 1.0
+        bits = run(model, batch)
+        measured = [torch.stack(list(vars(layer.statistics).values())) for layer in hook.layers.values()]
+    return [*bits, *(each.nan_to_num(-1) for each in measured)]
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpointed", "reentrant"])
+def test_a_function_that_asks_the_interface_for_another_one_is_scaled_and_measured_once(reentrant):
+    with delegating() as backend:
+        assert_identical(delegated(backend, reentrant), delegated("sdpa", reentrant))
+
+
+@pytest.fixture
+def attend():
+    """Calls an attention function for a module of the tiny llama."""
+    query, key = torch.randn(1, 4, 6, 8, requires_grad=True), torch.randn(1, 2, 6, 8)
+    return lambda module, name="sdpa": ALL_ATTENTION_FUNCTIONS.get_interface(name, None)(module, query, key, key, None)
+
+
+def test_a_function_that_failed_may_be_called_again(attend):
+    def fail(module):
+        if failing:
+            raise KeyboardInterrupt
+
+    model, failing = build("llama", "sdpa"), True
+    with delegating(fail) as backend, betahook.attach(model, controller="monitor") as hook:
+        with pytest.raises(KeyboardInterrupt):
+            attend(model.model.layers[0].self_attn, backend)
+        failing = False
+        once = hook.layers["model.layers.0.self_attn"].statistics.count
+        attend(model.model.layers[0].self_attn, backend)
+        assert hook.layers["model.layers.0.self_attn"].statistics.count == 2 * once > 0
+
+
+def test_attention_of_other_modules_and_threads_within_a_function_is_measured_too(attend):
+    model = build("llama", "sdpa")
+    first, second = (layer.self_attn for layer in model.model.layers)
+
+    def attend_elsewhere(module):
+        attend(second)
+        with ThreadPoolExecutor() as pool:
+            pool.submit(attend, first).result()
+
+    with delegating(attend_elsewhere) as backend, betahook.attach(model, controller="monitor") as hook:
+        attend(first, backend)
+        counts = [float(layer.statistics.count) for layer in hook.layers.values()]
+    assert counts[0] == 2 * counts[1] > 0
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
