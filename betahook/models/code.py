@@ -66,11 +66,11 @@ def argument_names(module: nn.Module) -> list[str]:
 
 
 def _held(module: nn.Module) -> Iterator[object]:
-    values = map(_whole, vars(module).values())
+    values = map(whole, vars(module).values())
     return (inspect.unwrap(value) if isinstance(value, FunctionType) else value for value in values)
 
 
-def _whole(value: object) -> object:
+def whole(value: Any) -> Any:
     """The function that a partial one calls; any other value as it is."""
     return value.func if isinstance(value, functools.partial) else value
 
@@ -86,7 +86,7 @@ def names_in(function: FunctionType) -> frozenset[str]:
 
 def _real_names(function: FunctionType) -> set[str]:
     """The names by which the callees of a function were defined, so that a compiled one has that of the original."""
-    called = (_whole(function.__globals__.get(name)) for name in function.__code__.co_names)
+    called = (whole(function.__globals__.get(name)) for name in function.__code__.co_names)
     names = (getattr(each, "__name__", None) for each in called if callable(each))
     return {name for name in names if isinstance(name, str)}
 
@@ -114,7 +114,7 @@ def methods(kind: type) -> list[FunctionType]:
 def _members(kind: type) -> list[Callable[..., Any]]:
     classes = [cls for cls in kind.__mro__ if cls not in (nn.Module, object)]
     members = {name: member for cls in reversed(classes) for name, member in vars(cls).items()}
-    return [inspect.unwrap(member) for member in members.values() if callable(member)]
+    return [inspect.unwrap(whole(member)) for member in members.values() if callable(member)]
 
 
 def scripted(kind: type) -> list[ScriptFunction[Any, Any]]:
@@ -180,7 +180,7 @@ def _named(function: FunctionType) -> Iterator[object]:
         except ValueError:  # it is empty yet
             continue
     spaces = namespaces({*names, *cells}, function.__globals__, cells)
-    values = [_whole(space.get(name)) for space in spaces for name in {*names, *cells}]
+    values = [whole(space.get(name)) for space in spaces for name in {*names, *cells}]
     of_classes = [vars(value).get(name) for value in values if isinstance(value, type) for name in names]
     values += [member.__func__ for member in of_classes if isinstance(member, staticmethod)]
     for value in values:

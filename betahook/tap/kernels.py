@@ -21,7 +21,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from betahook.measure import masks
 from betahook.measure.masks import Band, GivenMask
 from betahook.models import selective, stand_ins
-from betahook.models.code import functions_of, names_in, namespaces
+from betahook.models.code import functions_of, is_own, names_in, namespaces, whole
 from betahook.models.torch_calls import Call
 from betahook.tap.recorder import Recorder
 
@@ -258,17 +258,24 @@ def are_called(layer: Recorder) -> bool:
     return next(_bindings(layer), None) is not None
 
 
-def _bindings(layer: Recorder) -> Iterator[tuple[dict[str, Any], str]]:
-    """Namespaces and names by which a layer finds its kernels: global, of other modules, or its own attributes."""
-    seen = [(vars(part), frozenset(vars(part))) for part in layer.module.modules()]
+def _bindings(layer: Recorder) -> Iterator[tuple[stand_ins.Namespace, str]]:
+    """Namespaces and names by which a layer finds its kernels: global, of other modules and classes, or its own."""
+    parts = list(layer.module.modules())
+    kinds = {kind: None for part in parts for kind in type(part).__mro__ if is_own(kind)}
+    seen: list[tuple[stand_ins.Namespace, Iterable[str]]] = [(vars(part), list(vars(part))) for part in parts]
+    seen += [(kind, list(vars(kind))) for kind in kinds]
     for function in functions_of(layer.module):
         names = names_in(function)
-        seen += [(namespace, names) for namespace in namespaces(names, function.__globals__)]
-    for namespace, names in seen:
-        yield from ((namespace, name) for name in names if _is_kernel(namespace.get(name)))
+        for namespace in namespaces(names, function.__globals__):
+            named = map(namespace.get, names)
+            seen += [(namespace, names), *((value, names) for value in named if isinstance(value, type))]
+    pairs = ((place, name) for place, names in seen for name in names)
+    return ((place, name) for place, name in pairs if _is_kernel(stand_ins.find(place, name)))
 
 
 def _is_kernel(value: Any) -> bool:
+    """True for a kernel, as a static method or with some arguments given too."""
+    value = whole(value.__func__ if isinstance(value, staticmethod) else value)
     name = getattr(value, "__name__", None)
     kernel = KERNELS.get(name) if isinstance(name, str) and callable(value) else None
     if kernel is None or name == "scaled_dot_product_attention":
@@ -276,8 +283,12 @@ def _is_kernel(value: Any) -> bool:
     return re.match(kernel.modules, str(getattr(value, "__module__", ""))) is not None
 
 
-def _visible(kernel: Any) -> Callable[..., Any]:
-    """A function that does what a kernel does, and shows itself to function modes."""
+def _visible(kernel: Any) -> Any:
+    """A function that does what a kernel does, and shows itself to function modes, with all of its arguments."""
+    if isinstance(kernel, staticmethod):
+        return staticmethod(_visible(kernel.__func__))
+    if isinstance(kernel, functools.partial):
+        return functools.partial(_visible(kernel.func), *kernel.args, **kernel.keywords)
 
     @functools.wraps(kernel)
     def visible(*args: Any, **kwargs: Any) -> Any:

@@ -194,6 +194,8 @@ class ScoreProducts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         forward, kwargs = self._forward, kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # a function compiled by itself is seen as a whole, or not
+            return func(*args, **kwargs)
         if forward.is_settled:
             given = name_of(func) if type(func) is FunctionType else func.__name__  # most are none of Python's
             if not _concerns(forward, given, args, kwargs):

@@ -182,6 +182,51 @@ class OfNamespace(Block):
         return attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
+class OfItsClass(Block):
+    """As in torchtitan."""
+
+    _compiled_flex_attn = compiled_flex_attention
+
+    def mix(self, q, k, v):
+        return OfItsClass._compiled_flex_attn(q, k, v, block_mask=BLOCK_MASK, scale=0.5)
+
+
+class Kernels:
+    flash = staticmethod(flash_attn_func)
+
+
+class OfOtherClass(Block):
+    def mix(self, q, k, v):
+        return Kernels.flash(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=0.5, causal=True).transpose(1, 2)
+
+
+class Static(Block):
+    flex = staticmethod(flex_attention)
+
+    def mix(self, q, k, v):
+        return self.flex(q, k, v, block_mask=BLOCK_MASK, scale=0.5)
+
+
+class OfBaseClass(Static):
+    pass
+
+
+class Partial(Block):
+    def __init__(self):
+        super().__init__()
+        self.flex = functools.partial(flex_attention, block_mask=BLOCK_MASK, scale=0.5)
+
+    def mix(self, q, k, v):
+        return self.flex(q, k, v)
+
+
+class PartialOfCompiled(Block):
+    flex = functools.partial(compiled_flex_attention, block_mask=BLOCK_MASK, scale=0.5)
+
+    def mix(self, q, k, v):
+        return self.flex(q, k, v)
+
+
 class XformersBias(Block):
     def mix(self, q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -201,6 +246,8 @@ class Reference(Block):
 def called():
     """The kernels by the names under which the modules find them."""
     own = flex_attention, compiled_flex_attention, flash_attn_func, flash_attn_varlen_func, memory_efficient_attention
+    of_classes = (vars(kind)["flex"] for kind in (Static, PartialOfCompiled))
+    own = *own, OfItsClass._compiled_flex_attn, vars(Kernels)["flash"], *of_classes
     return *own, varlen_attn, xops.memory_efficient_attention, loaded.flash_attn_func, flex.flex_attention
 
 
@@ -235,6 +282,12 @@ CASES = {
     Xformers: CAUSAL,
     OfPackage: CAUSAL,
     OfNamespace: CAUSAL,
+    OfItsClass: CAUSAL,
+    OfBaseClass: CAUSAL,
+    OfOtherClass: CAUSAL,
+    Static: CAUSAL,
+    Partial: CAUSAL,
+    PartialOfCompiled: CAUSAL,
     XformersBias: WINDOW,
 }
 
@@ -259,6 +312,21 @@ def test_a_kernel_called_by_name_is_measured_and_scaled_as_that_of_torch(kind):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(output, plain, atol=1e-3)
     assert called() == before
+
+
+@pytest.mark.parametrize("kernel", [flex_attention, compiled_flex_attention], ids=["plain", "compiled"])
+def test_a_kernel_that_is_not_found_is_left_alone_and_runs_as_without_a_hook(kernel):
+    class UnseenAttention(Block):
+        def mix(self, q, k, v, kernels=(kernel,)):
+            if v is None:
+                return (q @ k.mT).softmax(-1)
+            return kernels[0](q, k, v, scale=0.5)
+
+    model, x = UnseenAttention().requires_grad_(False), torch.randn(BATCH, LENGTH, WIDTH)
+    plain = model(x)
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        assert torch.equal(model(x), plain)
+        assert hook.layers[""].refusal is not None
 
 
 def test_two_hooks_need_a_kernel():
