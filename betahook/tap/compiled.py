@@ -51,9 +51,9 @@ class FusedAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def fits(layer: Recorder, query: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """True for a query `[batch, heads, queries, d_k]` of a layer, by its shape; it may come with further arguments."""
-    return query.dim() == 4 and query.shape[1] == layer.heads
+def fits(layer: Recorder, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """True for q and k `[batch, heads, tokens, d_k]` of a layer, by their shapes; further arguments may come along."""
+    return query.dim() == key.dim() == 4 and query.shape[1] == layer.heads
 
 
 def _attend(

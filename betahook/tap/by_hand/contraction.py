@@ -208,6 +208,21 @@ def along(numbers: Tensor, axis: Axis, tensor: Tensor) -> Tensor:
     return numbers.view([-1 if each == dim else 1 for each in range(tensor.dim())])
 
 
+def broadcast(query: Tensor, key: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Axis]:
+    """q and k with all axes of both but those of heads, which may be shared, and the axis of the heads in them."""
+    if query.shape[:-2] == key.shape[:-2]:
+        return query, key, axis
+    dims = max(query.dim(), key.dim())
+    if not isinstance(axis, str):
+        further = dims - query.dim()
+        axis = axis._replace(dim=axis.dim + further) if isinstance(axis, Shared) else axis + further
+    query, key = (x[(None,) * (dims - x.dim())] for x in (query, key))
+    pairs = enumerate(zip(query.shape[:-2], key.shape[:-2], strict=True))
+    kept = axis.dim if isinstance(axis, Shared) else axis
+    sizes = [-1 if dim == kept else one if other == 1 else other for dim, (one, other) in pairs]
+    return query.expand(*sizes, -1, -1), key.expand(*sizes, -1, -1), axis
+
+
 def batched(tensor: Tensor, axis: Axis, heads: int) -> Tensor:
     """`[..., n, x]` with its heads anywhere among the dots, as `[batch, heads, n, x]`."""
     apart, dim = _apart(tensor, axis, heads)

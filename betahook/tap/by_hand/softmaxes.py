@@ -121,7 +121,9 @@ def fused(forward: Forward, call: Call) -> Any:
     axis = _fused_axis(forward, call, kernel, given, site)
     if (made := made_of(forward.labels, query, key, layer)) is not None:
         forward.made_of.append(made)
-    is_plain = call.name == "scaled_dot_product_attention" and axis in (1, "single") and compiled.fits(layer, query)
+    is_plain = (
+        call.name == "scaled_dot_product_attention" and axis in (1, "single") and compiled.fits(layer, query, key)
+    )
     forward.fused_only &= is_plain and all(isinstance(factor, float) and factor == 1 for factor in factors)
     query, key = map(kernel.heads_before_tokens, (query, key))
     forward.attended = True
@@ -130,8 +132,9 @@ def fused(forward: Forward, call: Call) -> Any:
         own = None if is_zero(default) else default  # else that of the last call
         if forward.recording and own is not None:
             raw = divided(query.detach(), factors[0]), divided(key.detach(), factors[1])
-            q, k = (contraction.batched(x, axis, layer.heads) for x in raw)
-            mask = _pairs(forward, kernel, given, query, key, axis)
+            q_of_all, k_of_all, axis_of_all = contraction.broadcast(*raw, axis)
+            q, k = (contraction.batched(x, axis_of_all, layer.heads) for x in (q_of_all, k_of_all))
+            mask = _pairs(forward, kernel, given, q_of_all, k_of_all, axis_of_all)
             layer.record(q, k, mask, ScoreMod(softcap=given.get("softcap") or None))
         query = contraction.on_heads(
             query, axis, layer.heads, lambda query, axis: scale_query(layer, query, (key, value), own, axis)

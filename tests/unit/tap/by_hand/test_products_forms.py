@@ -222,6 +222,55 @@ def test_what_is_the_same_for_all_samples_counts_for_each(x, kind, learned):
     torch.testing.assert_close(measured.std, expected.std(1, correction=0), rtol=1e-5, atol=0)
 
 
+class BroadcastAttention(Block):
+    """Operands without axes that the other has: `windows` share keys; learned `keys`, or `queries`, have no batch."""
+
+    def __init__(self, shared, by_hand):
+        super().__init__()
+        self.shared, self.by_hand = shared, by_hand
+        self.learned = nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.register_buffer("mask", torch.rand(4, 1, 1, LENGTH) < 0.7)
+
+    def split(self, x):
+        return x.unflatten(-1, (HEADS, -1)).transpose(-3, -2)
+
+    def forward(self, x):
+        of_query = self.learned if self.shared == "queries" else x
+        of_key = {"keys": self.learned, "queries": x, "windows": x[:, :1]}[self.shared]
+        q, k, v = map(self.split, (self.q_proj(of_query), self.k_proj(of_key), self.v_proj(of_key)))
+        if self.by_hand:
+            q, k, v = torch.broadcast_tensors(q, k, v)
+        return self.mix(q, k, v).transpose(-3, -2).flatten(-2)
+
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, self.mask)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch's compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of the same
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shared", ["windows", "keys", "queries"])
+def test_operands_that_broadcast_count_as_those_expanded_by_hand(shared, compiles):
+    seen = []
+    for by_hand in (True, False):
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        attention = BroadcastAttention(shared, by_hand)
+        x = torch.randn(3, 4, LENGTH, WIDTH) if shared == "windows" else torch.randn(4, LENGTH, WIDTH)
+        plain = attention(x)
+        with betahook.attach(attention, controller="monitor", when="always", interval=1) as hook:
+            assert torch.equal(attention(x), plain)
+            hook.step()
+            hook.layers[""].beta = 2 * hook.layers[""].beta_default
+            output = (torch.compile(attention, backend="aot_eager") if compiles else attention)(x)
+            output.square().sum().backward()
+            measured = (vars(of).values() for of in (hook.layers[""].statistics, hook.layers[""].head_statistics))
+            seen.append([output, *(x for values in measured for x in values if isinstance(x, torch.Tensor))])
+    for found, expected in zip(*seen, strict=True):
+        torch.testing.assert_close(found, expected, equal_nan=True)
+    assert not torch.allclose(output, plain, atol=1e-3)
+
+
 def test_each_of_several_attentions_in_one_forward_is_followed(x):
     class TwiceAttention(ByHandAttention):
         def mix(self, q, k, v):
