@@ -230,7 +230,7 @@ class Labels(ByTensor[Tensor]):
             self.put(target, changed)
 
     def _follow(self, call: Call, output: Any) -> None:
-        parts = list(tensors_in(output))
+        parts = [part for part in tensors_in(output) if not part.is_nested]  # whose sizes are no numbers
         if call.name in REDUCING and len(call.tensors) == 1:
             return self._reduce(call, parts[0])
         if call.name in MOVING:

@@ -211,6 +211,10 @@ class ScoreProducts(TorchFunctionMode):
         forward, name, func = self._forward, call.name, call.function
         if name == "multi_head_attention_forward" or is_handed_over(func):
             forward.refuse(HANDED_OVER.format(name, find_line()))
+        if any(map(nested.is_nested, call.tensors)):
+            if name in SOFTMAXES or name in kernels.KERNELS:
+                forward.refuse(f"{name} at {find_line()} gets a nested tensor, whose scores are not followed: pad it")
+            return call.run()
         handler, shadows = handlers.HANDLERS.get(name), forward.shadows
         if shadows is not None:
             shadows.prepare(call)

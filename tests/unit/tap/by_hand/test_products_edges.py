@@ -1,6 +1,7 @@
 """Attention written by hand at its edges: errors, what is left behind, nested and empty input, no keys."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -172,6 +173,45 @@ def test_nested_tensors_in_attention_written_by_hand_leave_it_alone(caplog):
         assert hook.layers["1"].refusal == "its input is a nested tensor, whose scores are not followed: pad it"
         assert "1 is left alone: its input is a nested tensor" in caplog.text
     assert torch.equal(got.values(), expected.values())
+
+
+class PackedAttention(Block):
+    """Packs sequences of several lengths into a nested tensor, and pads its result."""
+
+    def __init__(self, layout, is_padded):
+        super().__init__()
+        self.layout, self.is_padded = layout, is_padded
+
+    def forward(self, x):
+        packed = torch.nested.as_nested_tensor([each[: 9 - n] for n, each in enumerate(x)], layout=self.layout)
+        projected = (projection(packed) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        if self.is_padded:
+            projected = (torch.nested.to_padded_tensor(each, 0.0) for each in projected)
+        mixed = self.mix(*map(self.split, projected)).transpose(1, 2)
+        return mixed.flatten(2) if self.is_padded else torch.nested.to_padded_tensor(mixed, 0.0)
+
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_that_a_forward_makes_leave_it_alone(x):
+    attention = PackedAttention(torch.jagged, is_padded=False)
+    expected = attention(x)
+    with betahook.attach(attention, controller="monitor") as hook:
+        assert torch.equal(attention(x), expected)
+        refusal = hook.layers[""].refusal
+    assert re.fullmatch(r"scaled_dot.* at .* gets a nested tensor, .* not followed: pad it", refusal)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_that_a_forward_pads_before_its_attention_are_followed(x, layout):
+    attention = PackedAttention(layout, is_padded=True)
+    expected = attention(x)
+    with betahook.attach(attention, controller="monitor") as hook:
+        assert torch.equal(attention(x), expected)
+        assert hook.layers[""].statistics.count == len(x) * HEADS * 9 * 9
 
 
 def test_without_keys_nothing_is_added(x):
