@@ -445,7 +445,7 @@ def test_the_temperatures_of_heads_are_found_behind_a_view(x):
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about gradients of scores
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_function_that_is_compiled_by_itself_is_followed_as_it_is_written(x, fullgraph):
-    cap = torch.compile(lambda scores: 2.0 * (scores / 2.0).tanh(), backend="eager", fullgraph=fullgraph)
+    cap = torch.compile(lambda scores: 2.0 * (scores / 2.0).tanh(), backend="aot_eager", fullgraph=fullgraph)
     model = make(lambda module, q, k, v: cap(q @ k.mT * ROOT).softmax(-1) @ v)
     with betahook.attach(model, controller="monitor") as hook:
         model(x)
