@@ -211,7 +211,10 @@ def test_what_is_compiled_before_any_forward_is_compiled_again(counter):
     assert counter.frame_count == 1  # of the second step on; a loop that leaves a graph is not compiled at all
 
 
-@pytest.mark.parametrize("kind", [pytest.param(Interrupted, marks=pytest.mark.slow), LastCausal])
+CAUSAL_BIAS = pytest.param(LastCausal, marks=pytest.mark.oldest_skips("torch cannot trace its causal masks"))
+
+
+@pytest.mark.parametrize("kind", [pytest.param(Interrupted, marks=pytest.mark.slow), CAUSAL_BIAS])
 def test_graphs_that_end_within_the_attention(kind, counter):
     assert_same(trained(kind, lambda model: torch.compile(model, backend=counter)), trained(kind))
 

@@ -38,6 +38,7 @@ def test_a_loaded_beta_acts_in_the_first_forward_already(x):
         assert hook.layers["1"].statistics.input_std_q == inputs
 
 
+@pytest.mark.oldest_skips("torch crashes where a module with a generator is copied without data")
 def test_the_first_forward_with_a_loaded_beta_draws_once_from_a_generator_of_the_module(x):
     def mix(module, q, k, v):
         return (q @ k.mT * ROOT).softmax(-1) @ v + torch.rand((), generator=module.generator)
