@@ -189,10 +189,15 @@ def is_in_place(name: str) -> bool:
     return name in IN_PLACE or (name.endswith("_") and name[0] != "_")
 
 
+def is_causal_bias(value: object) -> bool:
+    """True for a causal mask of torch that has no entries; by name, as its file loads the compiler, which is slow."""
+    return type(value).__name__ == "CausalBias"
+
+
 def tensors_in(nested: Any) -> Iterator[Tensor]:
     """All tensors in nested lists, tuples and dictionaries, but for the causal masks of torch that have no entries."""
     if isinstance(nested, Tensor):
-        if type(nested).__name__ != "CausalBias":  # torch 2.6 raises where one is asked for anything
+        if not is_causal_bias(nested):  # torch 2.6 raises where one is asked for anything
             yield nested
     elif isinstance(nested, (list, tuple, dict)):
         for item in nested.values() if isinstance(nested, dict) else nested:

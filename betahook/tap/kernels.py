@@ -22,7 +22,7 @@ from betahook.measure import masks
 from betahook.measure.masks import Band, GivenMask
 from betahook.models import selective, stand_ins
 from betahook.models.code import functions_of, is_own, names_in, namespaces, whole
-from betahook.models.torch_calls import Call
+from betahook.models.torch_calls import Call, is_causal_bias
 from betahook.tap.recorder import Recorder
 
 Arguments = Mapping[str, Any]
@@ -98,7 +98,7 @@ def band_of_torch(mask: Any, is_causal: bool) -> Band | None:
     """The band of `F.scaled_dot_product_attention` by its arguments; None where the mask is a tensor of pairs."""
     if mask is None:
         return Band(None, 0 if is_causal else None)
-    if type(mask).__name__ != "CausalBias":  # by name: its file loads the compiler, which takes seconds
+    if not is_causal_bias(mask):
         return None
     return Band(None, 0 if mask.variant.name == "UPPER_LEFT" else mask.seq_len_kv - mask.seq_len_q)
 
