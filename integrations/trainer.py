@@ -254,7 +254,7 @@ def _begun(hook: Hook | None) -> Hook:
 def watch(trainer: Trainer, callback: BetaHookCallback | None = None) -> BetaHookCallback:
     """Add betahook to a Trainer, and its numbers to the logs of every tracker that the Trainer reports to.
 
-        callback = watch(trainer)  # or watch(trainer, BetaHookCallback("monitor", interval=50))
+        watch(trainer)  # or watch(trainer, BetaHookCallback()), to adapt beta
         trainer.train()
 
     The reporters of `report_to`, and those added as callbacks, log them in the row of the training loss, from
@@ -262,7 +262,7 @@ def watch(trainer: Trainer, callback: BetaHookCallback | None = None) -> BetaHoo
 
     Args:
         trainer: before its training begins.
-        callback: betahook's options; None for the callback that the Trainer has already, or a new one.
+        callback: betahook's options; None for the callback that the Trainer has already, or one that only measures.
 
     Returns:
         The callback, whose `hook` is there once training begins.
@@ -285,7 +285,7 @@ def watch(trainer: Trainer, callback: BetaHookCallback | None = None) -> BetaHoo
             "watch(trainer, callback) got a second BetaHookCallback: leave it out, or call "
             "trainer.remove_callback(BetaHookCallback) first"
         )
-    chosen = own or callback or BetaHookCallback()
+    chosen = own or callback or BetaHookCallback("monitor")
     if own is None:
         trainer.add_callback(chosen)
         chosen.on_init_end(trainer.args, trainer.state, trainer.control, trainer.model)

@@ -146,7 +146,7 @@ def test_the_mark_of_weights_without_beta_is_expected_where_a_run_goes_on(copy_o
     callback = Nothing() if watched else BetaHookCallback()
     trainer = make_trainer(copy_of_run, callback, load_best_model_at_end=True, **steps)
     if watched:
-        watch(trainer)
+        watch(trainer, BetaHookCallback())
     trainer.train(resume_from_checkpoint=str(copy_of_run / "checkpoint-4"))
     assert "unexpected" not in caplog.text
     assert not trainer.model._load_state_dict_pre_hooks

@@ -185,6 +185,7 @@ def test_watch_takes_the_callback_of_the_trainer_or_adds_one(tmp_path):
     (tmp_path / "checkpoint-2").mkdir()  # never begun
     added = watch(trainer)
     assert added in trainer.callback_handler.callbacks
+    assert added._options["controller"] == "monitor"  # to watch changes nothing
     assert (tmp_path / "unfinished-checkpoint-2.1").is_dir()
     trainer.remove_callback(BetaHookCallback)
     assert watch(trainer, own) is own
