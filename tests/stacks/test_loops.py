@@ -90,13 +90,19 @@ torch.distributed.destroy_process_group()
 """
 
 
+def run_on_two_ranks(code):
+    Path("train.py").write_text(RANK.format(tests=str(Path(__file__).parents[1])) + code)
+    launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    done = subprocess.run([*launcher, "train.py"], check=True, timeout=120, stdout=subprocess.PIPE, text=True)
+    return done.stdout
+
+
 def test_torchrun_on_two_processes(tmp_path):
-    (code,) = blocks("docs/STACKS.md", "torchrun")
-    Path("train.py").write_text(RANK.format(tests=str(Path(__file__).parents[1])) + code + END)
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    subprocess.run([*command, "--standalone", "train.py"], check=True, timeout=120)
+    ddp, fsdp = blocks("docs/STACKS.md", "torchrun")
+    run_on_two_ranks(ddp + END)
     ranks = [torch.load(f"rank{rank}.pt", weights_only=True) for rank in range(2)]
     assert [world for world, _, _ in ranks] == [2, 2]
     assert torch.equal(ranks[0][1], ranks[1][1])
     assert not ranks[0][1].isnan().any()
     assert all(torch.equal(value, ranks[1][2][name]) for name, value in ranks[0][2].items())
+    assert run_on_two_ranks(fsdp + "torch.distributed.destroy_process_group()\n").count("Step 2: ") == 1
