@@ -67,6 +67,6 @@ def test_the_pages_count_the_model_types_of_the_table():
     assert all(row in clipped for row in folded)
     count, of, folds, clips = map(len, (attached, rows, folded, clipped))
     readme, card = ((DOCS / page).read_text() for page in ("../README.md", "controllers/clip.md"))
-    assert f"attaches to {count} of the {of} model types of transformers ({folds} fold exactly)" in readme
+    assert f"attaches to {count} of the {of} tested model types of transformers ({folds} fold exactly)" in readme
     assert f"Of the {count} model types that attach, {clips} can be clipped, all {folds} that fold among them" in card
     assert f"{len(waiting)} of these have layers that wait" in card

@@ -161,7 +161,7 @@ def test_as_many_model_types_as_the_table_of_support_has():
     numbers = re.findall(r"\d+", f"{attached} {exact}")
     assert int(numbers[1]) == len(rows) - 2  # without its header and the line below
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert "{} of the {} model types of transformers ({} fold exactly)".format(*numbers) in readme
+    assert "{} of the {} tested model types of transformers ({} fold exactly)".format(*numbers) in readme
 
 
 def test_an_average_of_the_weights_gets_beta():
