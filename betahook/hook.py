@@ -324,7 +324,7 @@ class Hook(Uncopied):
             raise RuntimeError("load_state_dict() on a detached hook: attach to the model again")
         own, parsed = self._state, schema.parse(state)
         with pretrained.unmarked(self.model):  # scripts of diffusers take the saved config too when they resume
-            schema.restore(own, schema.match(parsed, self.state_dict(), self.controllers))
+            schema.restore(own, schema.match(parsed, self.state_dict(), own.ranges, self.controllers))
         self.trained_by = list(parsed["trained_by"])
         own.turn = stages.turn(own, self.controllers, self.settings.interval)
 

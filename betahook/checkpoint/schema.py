@@ -16,10 +16,12 @@ from torch import Tensor
 
 from betahook.checkpoint import handover
 from betahook.checkpoint.migrations import MIGRATIONS
+from betahook.checkpoint.order import BY_COMPONENT, BY_LAYER, reordered
 from betahook.control.base import Controller, is_json, options, written
 from betahook.control.memory import DTYPES, is_of_kind, started
 from betahook.measure import components, statistics, weights
 from betahook.state.left_alone import forget_refused
+from betahook.state.ranges import HeadRange
 from betahook.state.state import LARGEST_BETA, SMALLEST_BETA, State, is_beta
 
 VERSION = 3
@@ -40,8 +42,6 @@ REPORTED = {
     "warned_of_unreached": bool,
 }
 """Entries of `State.reported`."""
-BY_LAYER = ("condition", "condition_since")
-"""Tensors with an entry for each layer instead of each head."""
 NEWER = "damaged, or of a newer betahook than this"
 """Said of what is unknown: newer versions add entries and rows to a state of this version."""
 CONDITIONS = 9
@@ -55,6 +55,7 @@ TENSORS = {
 """Tensors with the dtypes that they may have."""
 TYPES: dict[str, type] = {
     "layers": dict,
+    "order": list,
     "options": dict,
     "controllers": list,
     "trained_by": list,
@@ -66,6 +67,7 @@ TYPES: dict[str, type] = {
 """Every entry of a state but its version."""
 LATER: dict[str, Callable[[dict[str, Any]], Any]] = {
     **dict.fromkeys(("findings_step", "batches"), lambda state: 0),
+    "order": lambda state: list(state["layers"]),
     "trained_by": lambda state: [],
     "clips": lambda state: torch.zeros_like(state["nonfinite_since"]),
     **dict.fromkeys(BY_LAYER, lambda state: torch.zeros(len(state["layers"]), dtype=torch.int64, device="cpu")),
@@ -98,6 +100,7 @@ def dump(
     return {
         "version": VERSION,
         "layers": dict(layers),
+        "order": list(layers),  # as one value: torch.distributed.checkpoint keeps that of no dictionary
         "options": dict(settings),
         "trained_by": list(trained_by),
         **{name: getattr(state, name) for name in COUNTERS},
@@ -144,14 +147,14 @@ def parse(given: object) -> dict[str, Any]:
     _check(not unknown, f"{NEWER}: it has entries that are unknown, {', '.join(unknown)}")
     says_units = isinstance(state["options"].get("per_head"), bool)
     _check(says_units, f"incomplete: options should hold per_head, True or False, got {state['options']}")
-    _check_layers(state["layers"])
+    state["layers"] = _layers_in_order(state["layers"], state["order"])
     _check_counters(state)
     named = {"recent_moments": state["rows"].get("moments"), "window": list(ROWS["window"]), **state["rows"]}
     for name, rows in ROWS.items():
         state[name] = _in_order(name, state[name], named.get(name), rows)
     heads = sum(state["layers"].values())
     for name in TENSORS:
-        if name not in ("moments", "recent_moments", *BY_LAYER):
+        if name not in (*BY_COMPONENT, *BY_LAYER):
             _check_shape(name, state[name], (*state[name].shape[:-1], heads))
         _check_dtype(name, state[name], TENSORS[name])
     for name in ("beta", "beta_default"):
@@ -167,10 +170,18 @@ def parse(given: object) -> dict[str, Any]:
     return {**state, "version": VERSION, "rows": {name: list(rows) for name, rows in ROWS.items()}}
 
 
-def match(state: dict[str, Any], own: dict[str, Any], controllers: Sequence[Controller]) -> dict[str, Any]:
-    """Return a state from `parse` as a hook continues from it, which has its `own` state dict and its controllers.
+def match(
+    state: dict[str, Any], own: dict[str, Any], ranges: Sequence[HeadRange], controllers: Sequence[Controller]
+) -> dict[str, Any]:
+    """Return a state from `parse` as a hook continues from it, with the layers in the order of the hook.
 
     Other controllers than the saved ones begin anew, with a warning, where beta is the model's own.
+
+    Args:
+        state: it may be of a model whose layers were made in another order.
+        own: the state dict of the hook.
+        ranges: those of its layers.
+        controllers: those of the hook.
 
     Raises:
         ValueError: the state is of another model, other options or other controllers; the message says which.
@@ -184,13 +195,14 @@ def match(state: dict[str, Any], own: dict[str, Any], controllers: Sequence[Cont
         )
     for name in TENSORS:
         _check_shape(name, state[name], own[name].shape)
+    head_dims = {name: each.head_dim for name, each in zip(own["layers"], ranges, strict=True)}
     if other := handover.difference(state["controllers"], own["controllers"], controllers):
-        return handover.begun_anew(state, own, controllers, other)
+        return reordered(handover.begun_anew(state, own, controllers, other), head_dims)
     pairs = zip(controllers, state["controllers"], own["controllers"], strict=True)
     matched = [{**entry, "state": _memory(each, entry["state"], like["state"])} for each, entry, like in pairs]
     if state["steps"] == 0:  # they begin in the first step, when beta is known
         matched = [{**entry, "state": {}} for entry in matched]
-    return {**state, "controllers": matched}
+    return reordered({**state, "controllers": matched}, head_dims)
 
 
 def _difference(there: dict[str, int], here: dict[str, int]) -> str:
@@ -248,10 +260,14 @@ def makers(state: Mapping[str, Any]) -> list[str]:
     return state["trained_by"] or [written(entry["class"], entry["options"]) for entry in state["controllers"]]
 
 
-def _check_layers(layers: dict[Any, Any]) -> None:
+def _layers_in_order(layers: dict[Any, Any], order: list[Any]) -> dict[str, int]:
+    """Return the number of heads of each layer by name, in the order that they have in the tensors."""
     for name, heads in layers.items():
         are_heads = isinstance(name, str) and type(heads) is int and heads >= 1
         _check(are_heads, f"damaged: layers should be names with numbers of heads, got {name!r}: {heads!r}")
+    are_named = all(isinstance(name, str) for name in order) and sorted(order) == sorted(layers)
+    _check(are_named, f"damaged: order should have the name of each layer once, got {order}")
+    return {name: layers[name] for name in order}
 
 
 def _check_counters(state: dict[str, Any]) -> None:

@@ -1824,6 +1824,16 @@ FAULTS = [
         "values",
         SCHEMA,
     ),
+    Fault("betahook/checkpoint/order.py", "value[..., places.get(name, of_heads)]", "value"),
+    Fault("betahook/checkpoint/order.py", "**dict.fromkeys(BY_COMPONENT, of_components)", ""),
+    Fault("betahook/checkpoint/order.py", "{name: value[of_units] for", "{name: value for"),
+    Fault("betahook/checkpoint/order.py", 'of_heads if state["options"]["per_head"] else of_layers', "of_layers"),
+    Fault(
+        "betahook/checkpoint/schema.py",
+        "{name: layers[name] for name in order}",
+        "layers",
+        "tests/unit/checkpoint/test_order.py",
+    ),
     Fault(
         "betahook/checkpoint/handover.py",
         'if {**defaults(type(controller)), **entry["options"]} != like["options"]',

@@ -136,7 +136,7 @@ def rewrite(**changes):
         (rewrite(version=0), "expected a betahook state of version 3, got 0"),
         (rewrite(table=torch.zeros(2, 8)), "table should have the shape"),
         (
-            rewrite(layers={"a": 8}),
+            rewrite(layers={"a": 8}, order=["a"]),
             "other layers: only the state has a; only this hook has model.layers.0.self_attn, model.layers.1",
         ),
     ],
