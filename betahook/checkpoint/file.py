@@ -40,12 +40,16 @@ class ForeignStateError(ValueError):
     """A file is whole, but what it says is not a state that this version reads."""
 
 
-class Stateful(Protocol):
-    """A `Hook`, as far as a file is concerned."""
+class Savable(Protocol):
+    """A `Hook`, or that of a part of a model, as far as a file is written."""
 
     model: nn.Module
 
     def state_dict(self) -> dict[str, Any]: ...
+
+
+class Stateful(Savable, Protocol):
+    """A `Hook`, as far as a file is concerned."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -111,7 +115,7 @@ class Saved:
             hook.load_state_dict(self.state)
 
 
-def save(hook: Stateful, folder: str | os.PathLike[str], weights: Mapping[str, Tensor] | None = None) -> Path:
+def save(hook: Savable, folder: str | os.PathLike[str], weights: Mapping[str, Tensor] | None = None) -> Path:
     """Write the hook's state to `FILE` in an existing folder; the file appears whole or not at all.
 
     The `weights` are those that are saved with it, by name; None for those of its model.
@@ -201,7 +205,7 @@ def reading(place: object, *errors: type[Exception], remedy: str = "resume from 
         raise ValueError(f"{place} is damaged ({error}); {remedy}") from error
 
 
-def _take_apart(hook: Stateful, weights: Mapping[str, Tensor] | None = None) -> tuple[str, dict[str, Tensor]]:
+def _take_apart(hook: Savable, weights: Mapping[str, Tensor] | None = None) -> tuple[str, dict[str, Tensor]]:
     """Split what is saved into its JSON, with a checksum, and its tensors by name."""
     state = hook.state_dict()
     tensors = {name: value.contiguous().cpu() for name, value in _take_tensors(state, "")}

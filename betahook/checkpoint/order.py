@@ -1,8 +1,8 @@
-"""The order of the layers in the tensors of a state: that of the modules when it was saved."""
+"""The layers in the tensors of a state, which lie there in the order that the modules had when it was saved."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,35 +14,47 @@ BY_COMPONENT = ("moments", "recent_moments")
 """Tensors with `head_dim` entries for each head; any other has one."""
 
 
-def reordered(state: dict[str, Any], head_dims: Mapping[str, int]) -> dict[str, Any]:
-    """Return a state from `schema.match` with its layers in another order.
+def of_layers(state: dict[str, Any], names: Sequence[str], head_dims: Mapping[str, int]) -> dict[str, Any]:
+    """Return the state of some of its layers, or of all in another order.
 
     Args:
-        state: its `layers` are in the order of its tensors.
-        head_dims: d_k of the same layers, in the order that is wanted.
+        state: of the present form, its `layers` in the order of its tensors.
+        names: of the layers that are wanted, in their order.
+        head_dims: d_k of all layers of the state.
     """
     heads: dict[str, int] = state["layers"]
-    if list(heads) == list(head_dims):
+    if list(heads) == list(names):
         return state
-    of_layers = _places(dict.fromkeys(heads, 1), head_dims)
-    of_heads = _places(heads, head_dims)
-    of_components = _places({name: count * head_dims[name] for name, count in heads.items()}, head_dims)
-    places = {**dict.fromkeys(BY_LAYER, of_layers), **dict.fromkeys(BY_COMPONENT, of_components)}
+    by_layer, by_head = _places(dict.fromkeys(heads, 1), names), _places(heads, names)
+    by_component = _places({name: count * head_dims[name] for name, count in heads.items()}, names)
+    places = {**dict.fromkeys(BY_LAYER, by_layer), **dict.fromkeys(BY_COMPONENT, by_component)}
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    of_units = of_heads if state["options"]["per_head"] else of_layers
+    by_unit = by_head if state["options"]["per_head"] else by_layer
     return {
         **state,
-        **{name: value[..., places.get(name, of_heads)] for name, value in tensors.items()},
-        "layers": {name: heads[name] for name in head_dims},
-        "order": list(head_dims),
+        **{name: value[..., places.get(name, by_head)] for name, value in tensors.items()},
+        "layers": {name: heads[name] for name in names},
+        "order": list(names),
         "controllers": [
-            {**entry, "state": {name: value[of_units] for name, value in entry["state"].items()}}
+            {**entry, "state": {name: value[by_unit] for name, value in entry["state"].items()}}
             for entry in state["controllers"]
         ],
     }
 
 
-def _places(widths: Mapping[str, int], names: Mapping[str, object]) -> Tensor:
+def is_in(name: str, path: str) -> bool:
+    """Tell if a layer is in a part of the model, or is that part; the whole model has an empty path."""
+    return not path or f"{name}.".startswith(f"{path}.")
+
+
+def of_part(state: dict[str, Any], path: str, head_dims: Mapping[str, int]) -> dict[str, Any]:
+    """Return the state of the layers in a part of the model, under the names that they have there; see `of_layers`."""
+    part = of_layers(state, [name for name in state["layers"] if is_in(name, path)], head_dims)
+    layers = {name.removeprefix(path).removeprefix("."): heads for name, heads in part["layers"].items()}
+    return {**part, "layers": layers, "order": list(layers)}
+
+
+def _places(widths: Mapping[str, int], names: Sequence[str]) -> Tensor:
     """Return where the entries of the layers lie now, in the order of `names`, from how many entries each has."""
     now = torch.arange(sum(widths.values()), device="cpu").split(list(widths.values()))
     by_name = dict(zip(widths, now, strict=True))

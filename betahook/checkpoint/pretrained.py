@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers.utils import CONFIG_NAME
 
 from betahook import compat
-from betahook.checkpoint.file import FILE, Stateful, reading, save
+from betahook.checkpoint.file import FILE, Savable, Stateful, reading, save
+from betahook.checkpoint.order import is_in, of_part
 from betahook.layer import Layers
+from betahook.models.discovery import named_modules
 from betahook.tap import copies
 from betahook.tap.override import Override
 
@@ -35,26 +37,86 @@ NEEDS_RESTORE = "needs_betahook_restore"
 NOTE = f"beta is in {FILE}: load the model, then call betahook.restore(model, folder)"
 
 
+@dataclass
+class _Part:
+    """A part of a hooked model, with the state of its layers under the names that they have in it."""
+
+    model: nn.Module
+    path: str
+    hook: Stateful
+    layers: Layers
+
+    def state_dict(self) -> dict[str, Any]:
+        head_dims = {name: layer.head_dim for name, layer in self.layers.items()}
+        return of_part(self.hook.state_dict(), self.path, head_dims)
+
+
+@dataclass
+class _Saves:
+    """Tells if a hooked model or a part of it is being saved, which may save parts of its own by their methods."""
+
+    are_running: bool = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.are_running = True
+        try:
+            yield
+        finally:
+            self.are_running = False
+
+
 def connect(model: nn.Module, hook: Stateful, layers: Layers, undo: ExitStack) -> None:
     """Let `save_pretrained` of a hooked model save the state of its hook too, until `undo` is closed.
 
+    That of a part of the model, as `merge_and_unload` of PEFT returns it, saves the state of the layers in it.
+
     Args:
-        model: the hooked model, or the config of an adapter around it.
+        model: the hooked model.
         hook: its hook.
         layers: its layers, whose beta may be in force: the saved weights then need the mark.
         undo: takes the changes back.
     """
-    original = getattr(model, "save_pretrained", None)
-    if original is None:
-        return
+    saves = _Saves()
+    for path, part in named_modules(model):
+        held = [layer for name, layer in layers.items() if is_in(name, path)]
+        # By its class: what PEFT puts around a model has the methods of that model as attributes.
+        if part is model:
+            _connect(model, hook, layers, saves, undo)
+        elif held and hasattr(type(part), "save_pretrained"):
+            _connect(part, _Part(part, path, hook, layers), Layers(held), saves, undo)
+
+
+def _connect(model: nn.Module, hook: Savable, layers: Layers, saves: _Saves, undo: ExitStack) -> None:
+    """Connect the methods of one module, or of the config of an adapter around it."""
+    for name in _writers(model):
+        _connect_method(name, model, hook, layers, saves, undo)
+    if _is_of_transformers(model):
+        copies.keep_hook(model, take_marked(model), undo)
+
+
+def _writers(model: nn.Module) -> list[str]:
+    """The names of the methods that write a model to a folder."""
+    written = getattr(model, "save_pretrained", None)
+    if written is None:
+        return []
+    code = getattr(inspect.unwrap(written), "__code__", None)
+    # That of sentence-transformers calls `save` and does nothing else, as does its `push_to_hub`.
+    return ["save_pretrained", "save"] if getattr(code, "co_names", ()) == ("save",) else ["save_pretrained"]
+
+
+def _connect_method(name: str, model: nn.Module, hook: Savable, layers: Layers, saves: _Saves, undo: ExitStack) -> None:
+    original = getattr(model, name)
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def save_pretrained(save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        if not override.active:  # a wrapper that came later goes on calling this
-            return original(save_directory, *args, **kwargs)
-        bound = signature.bind(save_directory, *args, **kwargs).arguments
-        options = {**bound, **bound.get("kwargs", {})}
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        # A wrapper that came later goes on calling this.
+        if not override.active or saves.are_running:
+            return original(*args, **kwargs)
+        options = signature.bind(*args, **kwargs).arguments
+        options |= options.pop("kwargs", {})
+        folder = args[0] if args else next(iter(options.values()))
         acts = layers.are_adapted
         if options.get("push_to_hub") and acts:
             raise ValueError(
@@ -63,17 +125,15 @@ def connect(model: nn.Module, hook: Stateful, layers: Layers, undo: ExitStack) -
             )
         if options.get("is_main_process", True):
             # First, so that no folder ever has the weights alone.
-            Path(save_directory).mkdir(parents=True, exist_ok=True)
-            save(hook, save_directory, options.get("state_dict"))
-        with _marked(model, options.get("state_dict")) if acts else nullcontext():
-            saved = original(save_directory, *args, **kwargs)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            save(hook, folder, options.get("state_dict"))
+        with saves.running(), _marked(model, options.get("state_dict")) if acts else nullcontext():
+            saved = original(*args, **kwargs)
         if options.get("is_main_process", True) and acts:
-            _mark_files(model, Path(save_directory))
+            _mark_files(model, Path(folder))
         return saved
 
-    override = Override(model, "save_pretrained", save_pretrained, undo)
-    if _is_of_transformers(model):
-        copies.keep_hook(model, take_marked(model), undo)
+    override = Override(model, name, save_pretrained, undo)
 
 
 def take_marked(model: nn.Module) -> RemovableHandle:
@@ -177,4 +237,4 @@ def follow_adapters(model: nn.Module, hook: Stateful, layers: Layers, undo: Exit
     if isinstance(configs, dict) and not compat.saves_adapters(model):
         for config in configs.values():
             if "save_pretrained" not in vars(config):
-                connect(config, hook, layers, undo)
+                _connect(config, hook, layers, _Saves(), undo)

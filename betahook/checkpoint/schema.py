@@ -16,7 +16,7 @@ from torch import Tensor
 
 from betahook.checkpoint import handover
 from betahook.checkpoint.migrations import MIGRATIONS
-from betahook.checkpoint.order import BY_COMPONENT, BY_LAYER, reordered
+from betahook.checkpoint.order import BY_COMPONENT, BY_LAYER, of_layers
 from betahook.control.base import Controller, is_json, options, written
 from betahook.control.memory import DTYPES, is_of_kind, started
 from betahook.measure import components, statistics, weights
@@ -195,14 +195,15 @@ def match(
         )
     for name in TENSORS:
         _check_shape(name, state[name], own[name].shape)
-    head_dims = {name: each.head_dim for name, each in zip(own["layers"], ranges, strict=True)}
+    names = list(own["layers"])
+    head_dims = {name: each.head_dim for name, each in zip(names, ranges, strict=True)}
     if other := handover.difference(state["controllers"], own["controllers"], controllers):
-        return reordered(handover.begun_anew(state, own, controllers, other), head_dims)
+        return of_layers(handover.begun_anew(state, own, controllers, other), names, head_dims)
     pairs = zip(controllers, state["controllers"], own["controllers"], strict=True)
     matched = [{**entry, "state": _memory(each, entry["state"], like["state"])} for each, entry, like in pairs]
     if state["steps"] == 0:  # they begin in the first step, when beta is known
         matched = [{**entry, "state": {}} for entry in matched]
-    return reordered({**state, "controllers": matched}, head_dims)
+    return of_layers({**state, "controllers": matched}, names, head_dims)
 
 
 def _difference(there: dict[str, int], here: dict[str, int]) -> str:

@@ -28,6 +28,7 @@ NOTES = "tests/unit/control/test_notes.py"
 SEARCH = "tests/unit/control/test_search_defaults.py"
 CHECKPOINT = "tests/unit/checkpoint/test_checkpoint.py"
 SCHEMA = "tests/unit/checkpoint/test_schema.py"
+PRETRAINED = "tests/unit/checkpoint/test_pretrained.py"
 HANDOVER = "tests/unit/checkpoint/test_handover.py"
 FINGERPRINT = "tests/unit/checkpoint/test_fingerprint.py"
 STATE = "tests/unit/state/test_state.py"
@@ -1824,10 +1825,17 @@ FAULTS = [
         "values",
         SCHEMA,
     ),
-    Fault("betahook/checkpoint/order.py", "value[..., places.get(name, of_heads)]", "value"),
-    Fault("betahook/checkpoint/order.py", "**dict.fromkeys(BY_COMPONENT, of_components)", ""),
-    Fault("betahook/checkpoint/order.py", "{name: value[of_units] for", "{name: value for"),
-    Fault("betahook/checkpoint/order.py", 'of_heads if state["options"]["per_head"] else of_layers', "of_layers"),
+    Fault("betahook/checkpoint/order.py", 'name.removeprefix(path).removeprefix(".")', "name", PRETRAINED),
+    Fault("betahook/checkpoint/order.py", 'f"{name}.".startswith(f"{path}.")', "False", PRETRAINED),
+    Fault("betahook/checkpoint/pretrained.py", "Layers(held), saves", "layers, saves"),
+    Fault("betahook/checkpoint/pretrained.py", "self.are_running = True", "pass"),
+    Fault("betahook/checkpoint/pretrained.py", "self.are_running = False", "pass"),
+    Fault("betahook/checkpoint/pretrained.py", '["save_pretrained", "save"] if', '["save_pretrained"] if'),
+    Fault("betahook/checkpoint/pretrained.py", "args[0] if args else next(iter(options.values()))", "args[0]"),
+    Fault("betahook/checkpoint/order.py", "value[..., places.get(name, by_head)]", "value"),
+    Fault("betahook/checkpoint/order.py", "**dict.fromkeys(BY_COMPONENT, by_component)", ""),
+    Fault("betahook/checkpoint/order.py", "{name: value[by_unit] for", "{name: value for"),
+    Fault("betahook/checkpoint/order.py", 'by_head if state["options"]["per_head"] else by_layer', "by_layer"),
     Fault(
         "betahook/checkpoint/schema.py",
         "{name: layers[name] for name in order}",

@@ -222,6 +222,21 @@ def test_an_adapter_saves_beta_beside_it(tmp_path):
         assert torch.equal(again(**inputs("llama")).logits, expected)
 
 
+def test_a_model_that_is_merged_under_its_hook_saves_beta(tmp_path):
+    adapted, batch = adapt(build("llama")).eval(), inputs("llama")
+    with betahook.attach(adapted, controller="monitor", when="always") as hook:
+        adapted(**batch)
+        sharpen(hook)
+        merged = adapted.merge_and_unload()
+        expected = merged(**batch).logits
+        merged.save_pretrained(tmp_path)
+    again = type(merged).from_pretrained(tmp_path).eval()
+    with pytest.raises(ValueError, match="was saved with its beta beside the weights"):
+        betahook.attach(again)
+    with betahook.restore(again, tmp_path):
+        torch.testing.assert_close(again(**batch).logits, expected, rtol=1e-5, atol=1e-5)
+
+
 class Packed(nn.Module):
     """A linear module with eight bits a weight, in a form that nobody knows."""
 

@@ -82,13 +82,14 @@ def test_sentence_transformers(sentences, tmp_path, adapting):
     assert (config.betahook_folded["steps"] == 2) if adapting else not hasattr(config, "betahook_folded")
 
 
-def test_beta_of_a_sentence_transformer_is_restored(sentences, tmp_path):
+@pytest.mark.parametrize("method", ["save", "save_pretrained"])
+def test_beta_of_a_sentence_transformer_is_restored(sentences, tmp_path, method):
     text = ["w1 w2 w3"]
     with betahook.attach(sentences, controller="monitor", when="always") as hook:
         sentences.encode(text)
         sharpen(hook, 10.0)
         expected = sentences.encode(text)
-        sentences.save_pretrained(str(tmp_path / "hooked"))
+        getattr(sentences, method)(path=str(tmp_path / "hooked"))
     again = sentence_transformers.SentenceTransformer(str(tmp_path / "hooked"), device="cpu")
     with pytest.raises(ValueError, match=r"betahook\.restore"):
         betahook.attach(again)
