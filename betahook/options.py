@@ -50,12 +50,27 @@ def check_model(model: nn.Module) -> None:
             "beta and returns the hook; BetaHookCallback(hook=...) trains on with it. If it is a new model, made from "
             f"the config of a saved one: del model.config.{checkpoint.MARK}"
         )
+    _check_parts(model, name)
     hooked = [path or name for path, module in model.named_modules() if hasattr(module, ATTRIBUTE)]
     if hooked:
         raise RuntimeError(
             f"{name} is hooked already (at {hooked[0]}): betahook.detach(model) removes the hook and resets beta; "
             "BetaHookCallback(hook=hook) gives it to the next Trainer"
         )
+
+
+def _check_parts(model: nn.Module, name: str) -> None:
+    """Refuse a composite of saved models, each with a config of its own, of which one waits for its beta."""
+    for path, part in model.named_modules():
+        if checkpoint.is_marked(part):
+            is_code = all(map(str.isidentifier, path.split(".")))
+            code = f"model.{path}" if is_code else f"model.get_submodule({path!r})"
+            raise ValueError(
+                f"{path} of {name}, a {type(part).__name__}, was saved with its beta beside the weights: hook = "
+                f"betahook.restore({code}, folder) attaches to it with that beta, and betahook.fold(hook), after a "
+                f"forward, makes it plain. If it is new, made from the config of a saved one: del {code}.config."
+                f"{checkpoint.MARK}"
+            )
 
 
 @dataclass(frozen=True)

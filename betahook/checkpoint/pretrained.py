@@ -203,15 +203,15 @@ def read_config(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def unmarked(model: nn.Module) -> Iterator[None]:
-    """Take the mark from the config of a model; on an error it is put back."""
+    """Take the mark from the configs of a model and of its parts, if they have their own; on an error put it back."""
     with ExitStack() as undo:
-        if is_marked(model):
-            if isinstance(model.config, dict):  # that of diffusers, which is frozen
-                undo.callback(compat.replace_config, model, model.config)
-                compat.replace_config(model, {key: value for key, value in model.config.items() if key != MARK})
+        for part in filter(is_marked, model.modules()):
+            if isinstance(part.config, dict):  # that of diffusers, which is frozen
+                undo.callback(compat.replace_config, part, part.config)
+                compat.replace_config(part, {key: value for key, value in part.config.items() if key != MARK})
             else:
-                undo.callback(setattr, model.config, MARK, NOTE)
-                delattr(model.config, MARK)
+                undo.callback(setattr, part.config, MARK, NOTE)
+                delattr(part.config, MARK)
         yield
         undo.pop_all()
 

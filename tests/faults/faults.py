@@ -438,6 +438,7 @@ FAULTS = [
         "tests/unit/integrations/test_lightning.py",
     ),
     Fault("betahook/step/stages.py", "(ceil(part * groups / interval)", "(part * (groups // interval)", STAGES),
+    Fault("betahook/options.py", "if checkpoint.is_marked(part):", "if False:"),
     Fault("betahook/options.py", "1 if limited or any(", "1 if any(", MEASURING),
     Fault(
         "betahook/state/state.py",
@@ -1829,6 +1830,7 @@ FAULTS = [
     Fault("betahook/checkpoint/order.py", 'f"{name}.".startswith(f"{path}.")', "False", PRETRAINED),
     Fault("betahook/checkpoint/pretrained.py", "Layers(held), saves", "layers, saves"),
     Fault("betahook/checkpoint/pretrained.py", "self.are_running = True", "pass"),
+    Fault("betahook/checkpoint/pretrained.py", "filter(is_marked, model.modules())", "filter(is_marked, [model])"),
     Fault("betahook/checkpoint/pretrained.py", "self.are_running = False", "pass"),
     Fault("betahook/checkpoint/pretrained.py", '["save_pretrained", "save"] if', '["save_pretrained"] if'),
     Fault("betahook/checkpoint/pretrained.py", "args[0] if args else next(iter(options.values()))", "args[0]"),

@@ -81,6 +81,25 @@ def test_a_model_whose_beta_is_in_a_file():
     )
 
 
+@pytest.mark.parametrize(
+    ("model", "path", "code"),
+    [
+        (nn.ModuleDict({"encoder": Model()}), "encoder", "model.encoder"),
+        (nn.Sequential(nn.Sequential(Model())), "0.0", "model.get_submodule('0.0')"),
+    ],
+)
+def test_a_model_of_which_a_part_has_its_beta_in_a_file(model, path, code):
+    part = model.get_submodule(path)
+    part.config = LlamaConfig()
+    options.check_model(model)
+    setattr(part.config, checkpoint.MARK, "in a file")
+    assert refused(ValueError, options.check_model, model) == (
+        f"{path} of {type(model).__name__}, a Model, was saved with its beta beside the weights: hook = "
+        f"betahook.restore({code}, folder) attaches to it with that beta, and betahook.fold(hook), after a forward, "
+        f"makes it plain. If it is new, made from the config of a saved one: del {code}.config.betahook"
+    )
+
+
 @pytest.mark.parametrize(("part", "place"), [("second", "second"), ("", "Model")])
 def test_a_model_that_is_hooked(part, place):
     model = Model()

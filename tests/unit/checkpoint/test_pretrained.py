@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, BertConfig, EncoderDecoderConfig, EncoderDecoderModel
 
 import betahook
 from betahook import checkpoint
@@ -124,3 +124,35 @@ def test_either_method_of_a_model_saves_beta_once(tmp_path, method):
     assert bits(checkpoint.read(tmp_path).state) == bits(state_dict())
     assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint.FILE, "own.pt"]
     assert not {"save", "save_pretrained"} & vars(model).keys()
+
+
+def make_composite(*parts):
+    """An encoder and a decoder, from folders if there are any."""
+    if parts:
+        return EncoderDecoderModel.from_encoder_decoder_pretrained(*parts).eval()
+    size = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=32, vocab_size=64)
+    return EncoderDecoderModel(
+        EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**size), BertConfig(**size))
+    )
+
+
+def test_the_parts_of_a_composite_are_restored_one_by_one(tmp_path):
+    folders, batch = [tmp_path / "encoder", tmp_path / "decoder"], inputs("bert")
+    batch = dict(input_ids=batch["input_ids"], decoder_input_ids=batch["input_ids"])
+    model = make_composite().eval()
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        model(**batch)
+        for layer in hook.layers.values():
+            layer.beta = 2 * layer.beta_default
+        expected = model(**batch).logits
+        for folder in folders:
+            model.get_submodule(folder.name).save_pretrained(folder)
+    again = make_composite(*folders)
+    for folder in folders:
+        with pytest.raises(ValueError, match=rf"betahook.restore\(model.{folder.name}, folder\)"):
+            betahook.attach(again)
+        hook = betahook.restore(again.get_submodule(folder.name), folder)
+        again(**batch)
+        betahook.fold(hook)
+    torch.testing.assert_close(again(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+    betahook.attach(again).detach()
