@@ -27,7 +27,7 @@ from betahook.checkpoint.pretrained import (
     takes_notes,
     unmarked,
 )
-from betahook.checkpoint.schema import makers
+from betahook.checkpoint.schema import makers, other_names
 
 __all__ = [
     "ADAPTER_CONFIG",
@@ -44,6 +44,7 @@ __all__ = [
     "makers",
     "names_weights",
     "naming",
+    "other_names",
     "read",
     "read_config",
     "read_exported",

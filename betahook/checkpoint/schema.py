@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import __version__ as transformers_version
 
 from betahook.checkpoint import handover
 from betahook.checkpoint.migrations import MIGRATIONS
@@ -59,6 +60,7 @@ TYPES: dict[str, type] = {
     "options": dict,
     "controllers": list,
     "trained_by": list,
+    "transformers": str,
     "rows": dict,
     **COUNTERS,
     **REPORTED,
@@ -69,6 +71,7 @@ LATER: dict[str, Callable[[dict[str, Any]], Any]] = {
     **dict.fromkeys(("findings_step", "batches"), lambda state: 0),
     "order": lambda state: list(state["layers"]),
     "trained_by": lambda state: [],
+    "transformers": lambda state: "",
     "clips": lambda state: torch.zeros_like(state["nonfinite_since"]),
     **dict.fromkeys(BY_LAYER, lambda state: torch.zeros(len(state["layers"]), dtype=torch.int64, device="cpu")),
     "recent_moments": lambda state: torch.zeros_like(state["moments"]),
@@ -103,6 +106,7 @@ def dump(
         "order": list(layers),  # as one value: torch.distributed.checkpoint keeps that of no dictionary
         "options": dict(settings),
         "trained_by": list(trained_by),
+        "transformers": transformers_version,  # others give some layers other names
         **{name: getattr(state, name) for name in COUNTERS},
         **{name: getattr(state.reported, name) for name in REPORTED},
         **{name: getattr(state, name).clone() for name in TENSORS},
@@ -187,7 +191,7 @@ def match(
         ValueError: the state is of another model, other options or other controllers; the message says which.
     """
     if state["layers"] != own["layers"]:
-        raise ValueError(_difference(state["layers"], own["layers"]))
+        raise ValueError(_difference(state["layers"], own["layers"]) + other_names(state))
     there, here = state["options"]["per_head"], own["options"]["per_head"]
     if there is not here:
         raise ValueError(
@@ -216,6 +220,17 @@ def _difference(there: dict[str, int], here: dict[str, int]) -> str:
     }
     said = "; ".join(f"{which} {', '.join(sorted(each))}" for which, each in names.items() if each)
     return f"the state belongs to other layers: {said}. Attach to the model of the state, with the same layers=..."
+
+
+def other_names(state: Mapping[str, Any]) -> str:
+    """Say, after an error for other layers, that they may be the same ones in another version of transformers."""
+    if state["transformers"] == transformers_version:
+        return ""
+    saved = f"transformers {state['transformers']}" if state["transformers"] else "another version of transformers"
+    return (
+        f". Layers may have other names in {saved} than in {transformers_version}: restore and fold with "
+        "the one that saved it, then load the folded model with this one"
+    )
 
 
 def _memory(controller: Controller, given: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:

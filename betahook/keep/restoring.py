@@ -56,7 +56,7 @@ def restore_saved(model: nn.Module, saved: checkpoint.Saved, controller: Control
         chosen = asdict(Settings(**state["options"]))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{place} is not the state of a hook: {error}") from error
-    model = _model_with(names, model, place)
+    model = _model_with(names, model, saved)
     with checkpoint.unmarked(model):
         used = "monitor" if controller is None else controller
         hook = attach(model, controller=used, layers=lambda name, module: name in names, **chosen)
@@ -72,7 +72,7 @@ def restore_saved(model: nn.Module, saved: checkpoint.Saved, controller: Control
     return hook
 
 
-def _model_with(names: list[str], model: nn.Module, place: str | Path) -> nn.Module:
+def _model_with(names: list[str], model: nn.Module, saved: checkpoint.Saved) -> nn.Module:
     """The model that has layers of these names: the given one, or that to which a PEFT model adds adapters.
 
     Raises:
@@ -85,7 +85,8 @@ def _model_with(names: list[str], model: nn.Module, place: str | Path) -> nn.Mod
     if base is not None and set(names) <= {name for name, _ in named_modules(base())}:
         return cast(nn.Module, base())
     raise ValueError(
-        f"{place}: the state has layers that this model lacks: {', '.join(missing)}. Restore its own model"
+        f"{saved.place}: the state has layers that this model lacks: {', '.join(missing)}. Restore its own model"
+        f"{checkpoint.other_names(saved.state)}"
     )
 
 

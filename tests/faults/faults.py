@@ -2311,6 +2311,7 @@ FAULTS = [
     Fault("betahook/step/clipping.py", "exceeding |= clipped < 1", "exceeding = clipped < 1", SEVERAL_CLIPS),
     Fault("betahook/step/clipping.py", "if not rule.log_only:", "if True:", SEVERAL_CLIPS),
     Fault("betahook/checkpoint/handover.py", '"batches": 0, "controllers"', '"controllers"'),
+    Fault("betahook/checkpoint/schema.py", 'state["transformers"] == transformers_version', "True", SCHEMA),
     Fault("betahook/checkpoint/schema.py", "    state.lost.fill_(torch.nan)\n", "", HOOK_STATE),
     Fault("betahook/checkpoint/schema.py", "0 <= batches <= steps", "0 <= batches"),
     Fault("betahook/report/findings.py", "return min(later) if", "return max(later) if"),

@@ -2,11 +2,14 @@
 
 import copy
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -180,6 +183,28 @@ def test_a_state_of_before_the_controllers_that_made_a_beta_were_saved(trained):
     assert schema.parse(older)["trained_by"] == []
     with pytest.raises(ValueError, match=r"damaged: trained_by should be controllers in words, got \[3\]"):
         hook.load_state_dict({**state, "trained_by": [3]})
+
+
+@pytest.mark.parametrize(("saved", "named"), [("4.2", "transformers 4.2"), (None, "another version of transformers")])
+def test_other_layers_may_be_the_same_ones_in_another_transformers(trained, tmp_path, saved, named):
+    """After an upgrade, which renamed those of ViT and CLIP."""
+    _, state = trained
+    renamed = {**state, "layers": {"old.0": 4, "old.1": 4}, "order": ["old.0", "old.1"], "transformers": saved}
+    renamed = {name: value for name, value in renamed.items() if value is not None}  # as before it was saved
+    said = (
+        rf"\. Layers may have other names in {named} than in {re.escape(transformers.__version__)}: restore and fold "
+        "with the one that saved it, then load the folded model with this one$"
+    )
+    model = build("llama")
+    model.config.betahook = "beta is in a file"
+    checkpoint.save(SimpleNamespace(model=torch.nn.Module(), state_dict=lambda: copy.deepcopy(renamed)), tmp_path)
+    with pytest.raises(ValueError, match=f"layers that this model lacks: .*{said}"):
+        betahook.restore(model, tmp_path)
+    with betahook.attach(build("llama")) as hook:
+        with pytest.raises(ValueError, match=f"the state belongs to other layers: .*{said}"):
+            hook.load_state_dict(renamed)
+        with pytest.raises(ValueError, match=r"with the same layers=\.\.\.$"):
+            hook.load_state_dict({**renamed, "transformers": state["transformers"]})
 
 
 def test_an_attention_of_one_head_has_a_state_too():
