@@ -7,6 +7,7 @@ of a save leaves a folder in which one of them is new. Its cost grows with the n
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,7 +40,9 @@ def refuse_other_weights(fingerprint: Mapping[str, Tensor], model: nn.Module) ->
     Raises:
         ValueError: weights that both name differ by more than their rounding to the dtype of the model.
     """
-    if different := _differences(fingerprint, take(model).get):
+    others = _adapters_among_others(fingerprint, model)
+    compared = {name: entries for name, entries in fingerprint.items() if name not in others}
+    if different := _differences(compared, take(model).get):
         raise ValueError(
             f"its beta belongs to other weights than those of this {type(model).__name__}: {different}. Load those of "
             "the same folder, with from_pretrained, and change them only then: a resuming Trainer does not load what "
@@ -80,6 +83,31 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _computes_prompts(module: nn.Module) -> bool:
     """True for P-tuning and a projected prefix of PEFT, which saves the prompts in the place of the embedding."""
     return hasattr(module, "total_virtual_tokens") or getattr(module, "prefix_projection", False)
+
+
+def _adapters_among_others(fingerprint: Mapping[str, Tensor], model: nn.Module) -> set[str]:
+    """The parameters of adapters in whose place others than those of the model were saved.
+
+    PEFT saves each of several in a folder of its own, and loads any as `default`: equal names may be of two adapters.
+    """
+    of_adapters, own, saved = compat.parameters_of_adapters(model), defaultdict(set), defaultdict(set)
+    adapters = {name: of_adapters[id(p)] for name, p in _parameters(model) if id(p) in of_adapters}
+    if not adapters:
+        return set()
+    for name in fingerprint:
+        for place, part in _places(name):
+            saved[place].add(part)
+    places = {name: [p for p, part in _places(name) if part == adapter][-1] for name, adapter in adapters.items()}
+    for name, place in places.items():
+        own[place].add(adapters[name])
+    return {name for name, place in places.items() if own[place] != saved[place]}
+
+
+def _places(name: str) -> Iterator[tuple[tuple[str, str], str]]:
+    """Yield each part of a name, after what comes before and behind it."""
+    parts = name.split(".")
+    for index, part in enumerate(parts):
+        yield (".".join(parts[:index]), ".".join(parts[index + 1 :])), part
 
 
 def _is_at_hand(weight: Tensor) -> bool:

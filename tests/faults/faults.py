@@ -2156,6 +2156,8 @@ FAULTS = [
         "betahook/compat.py", "if is_active_adapter(adapter) else {}", "if True else {}", "tests/unit/test_compat.py"
     ),
     Fault("betahook/compat.py", ' or hasattr(module, "adaption_prompt")', "", ADAPTERS),
+    Fault("betahook/checkpoint/fingerprint.py", "own[place] != saved[place]", "False", ADAPTERS),
+    Fault("betahook/checkpoint/fingerprint.py", " if own[place] != saved[place]}", "}", ADAPTERS),
     Fault("betahook/checkpoint/fingerprint.py", "if module not in left_out:", "if True:", ADAPTERS),
     Fault("betahook/keep/restoring.py", ".absolute().parent /", ".parent /", ADAPTERS),
     Fault("betahook/keep/refusals.py", "found[0][1] and ", "", ADAPTERS),

@@ -533,6 +533,27 @@ def test_beta_is_found_above_the_folder_of_a_named_adapter(tmp_path, monkeypatch
         betahook.restore(again, tmp_path / "other")
 
 
+def test_beta_of_one_of_several_adapters_is_restored(tmp_path):
+    """PEFT loads it as `default`, the name that another one was saved under."""
+    adapted, batch = adapt(build("llama")).eval(), inputs("llama")
+    adapted.add_adapter("other", peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    adapted.set_adapter("other")
+    with betahook.attach(adapted, controller="monitor", when="always") as hook:
+        adapted(**batch)
+        sharpen(hook)
+        expected = adapted(**batch).logits
+        adapted.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(build("llama"), tmp_path / "other").eval()
+    with betahook.restore(again, tmp_path / "other"):
+        torch.testing.assert_close(again(**batch).logits, expected)
+    both = peft.PeftModel.from_pretrained(build("llama"), tmp_path)
+    both.load_adapter(tmp_path / "other", "other")
+    with torch.no_grad():
+        both.get_submodule(f"base_model.model.{LAYER}").q_proj.lora_A["other"].weight.add_(1)
+    with pytest.raises(ValueError, match=r"its beta belongs to other weights .*: 1 of .*q_proj.lora_A.other.weight"):
+        betahook.restore(both, tmp_path)
+
+
 @pytest.mark.parametrize("of", ["model", "adapted"])
 def test_beta_of_an_adapted_model_is_restored_from_either(tmp_path, of):
     model, batch = build("llama").eval(), inputs("llama")
