@@ -37,6 +37,19 @@ NEEDS_RESTORE = "needs_betahook_restore"
 NOTE = f"beta is in {FILE}: load the model, then call betahook.restore(model, folder)"
 
 
+def _refuse_copy(layers: Layers, attributes: copies.Attributes) -> None:
+    """Refuse a copy of a model that shares its layers, as `copy.copy` makes it, while beta acts: it is saved without.
+
+    Raises:
+        TypeError: beta acts.
+    """
+    if layers.are_adapted:
+        raise TypeError(
+            "a hooked model whose beta is adapted cannot be copied or pickled, as the copy would be saved without that "
+            "beta: copy it before attach, fold() or detach() first, or copy its state_dict() and that of its hook"
+        )
+
+
 @dataclass
 class _Part:
     """A part of a hooked model, with the state of its layers under the names that they have in it."""
@@ -79,12 +92,11 @@ def connect(model: nn.Module, hook: Stateful, layers: Layers, undo: ExitStack) -
     """
     saves = _Saves()
     for path, part in named_modules(model):
-        held = [layer for name, layer in layers.items() if is_in(name, path)]
-        # By its class: what PEFT puts around a model has the methods of that model as attributes.
-        if part is model:
-            _connect(model, hook, layers, saves, undo)
-        elif held and hasattr(type(part), "save_pretrained"):
-            _connect(part, _Part(part, path, hook, layers), Layers(held), saves, undo)
+        held = Layers([layer for name, layer in layers.items() if is_in(name, path)])
+        # A part by its class: what PEFT puts around a model has the methods of that model as attributes.
+        if held and hasattr(model if part is model else type(part), "save_pretrained"):
+            _connect(part, hook if part is model else _Part(part, path, hook, layers), held, saves, undo)
+            copies.keep_out(part, functools.partial(_refuse_copy, held), undo)
 
 
 def _connect(model: nn.Module, hook: Savable, layers: Layers, saves: _Saves, undo: ExitStack) -> None:
@@ -97,10 +109,7 @@ def _connect(model: nn.Module, hook: Savable, layers: Layers, saves: _Saves, und
 
 def _writers(model: nn.Module) -> list[str]:
     """The names of the methods that write a model to a folder."""
-    written = getattr(model, "save_pretrained", None)
-    if written is None:
-        return []
-    code = getattr(inspect.unwrap(written), "__code__", None)
+    code = getattr(inspect.unwrap(model.save_pretrained), "__code__", None)  # type: ignore[arg-type]
     # That of sentence-transformers calls `save` and does nothing else, as does its `push_to_hub`.
     return ["save_pretrained", "save"] if getattr(code, "co_names", ()) == ("save",) else ["save_pretrained"]
 

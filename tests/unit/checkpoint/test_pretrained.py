@@ -1,5 +1,6 @@
 """The methods that save a hooked model, or a part of it: beta is saved with the weights, whichever is called."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,18 @@ def test_the_model_in_a_hooked_one_saves_its_beta(tmp_path):
         torch.testing.assert_close(same, states, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("part", ["", "model"])
+def test_a_copy_that_shares_its_layers_is_refused_while_beta_acts(part):
+    model = build("llama")
+    with betahook.attach(model, controller="monitor", when="always") as hook:
+        model(**inputs("llama"))
+        assert "save_pretrained" not in vars(copy.copy(model.get_submodule(part)))
+        hook.layers["model.layers.1.self_attn"].beta = 2.0
+        with pytest.raises(TypeError, match="as the copy would be saved without that beta: copy it before"):
+            copy.copy(model.get_submodule(part))
+    copy.copy(model)
+
+
 @pytest.mark.parametrize("part", ["encoder", "decoder"])
 def test_a_part_saves_its_own_layers(tmp_path, part):
     model = build("t5")
@@ -76,6 +89,7 @@ def test_a_part_at_its_own_beta_saves_no_mark(tmp_path):
     with betahook.attach(model, controller="monitor", when="always") as hook:
         model(**inputs("t5"))
         next(layer for name, layer in hook.layers.items() if name.startswith("decoder.")).beta = 0.5
+        copy.copy(model.encoder)  # is not refused, as that of the decoder is
         model.encoder.save_pretrained(tmp_path / "encoder")
         model.decoder.save_pretrained(tmp_path / "decoder")
     marked = [checkpoint.MARK in (tmp_path / part / "config.json").read_text() for part in ("encoder", "decoder")]
