@@ -16,7 +16,7 @@ from betahook import compat
 from betahook.hook import Hook, attach, hooks_of
 from betahook.models import materialise
 from betahook.models.discovery import shown_name
-from betahook.models.modes import evaluating, random_state_kept
+from betahook.models.modes import RandomState, evaluating
 from betahook.options import LayerChoice
 from betahook.report import precision
 from betahook.report.audit import Audit
@@ -99,7 +99,7 @@ def examine_hooked(hook: Hook, batches: Iterable[Mapping[str, Any] | Tensor]) ->
     count = 0
     hook._state.exact_max_logit = True  # sampled rows are the same ones in all batches: some tokens are in none
     hook._state.is_local = not any(map(_is_in_shards, hook.model.parameters()))
-    with evaluating(hook.model), random_state_kept(hook.model):
+    with evaluating(hook.model), RandomState(hook.model).kept():
         for batch in _each(batches):
             _call(hook.model, batch)
             count += 1

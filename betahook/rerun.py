@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from betahook.measure.dtypes import for_sums, sum_dtype
 from betahook.models import materialise
-from betahook.models.modes import eagerly, evaluating, full_precision, random_state_kept
+from betahook.models.modes import RandomState, eagerly, evaluating, full_precision
 from betahook.models.torch_calls import copied
 from betahook.tap.last_call import LastCall
 
@@ -100,7 +100,7 @@ def _output(hook: Hooked) -> Any:
     assert given is not None
     args, kwargs = given
     kwargs = {**kwargs, "use_cache": False} if "use_cache" in kwargs else kwargs
-    with random_state_kept(hook.model), ExitStack() as afterwards:
+    with RandomState(hook.model).kept(), ExitStack() as afterwards:
         afterwards.callback(materialise.reshard, hook.model)  # which the caller may write to
         args, kwargs = copied((args, kwargs))
         return module(*args, **kwargs)

@@ -18,7 +18,7 @@ from torch import Tensor
 from betahook import rerun
 from betahook.keep.refusals import FoldError, FoldPlan
 from betahook.layer import AttentionLayer, has_one_key
-from betahook.models.modes import random_state_kept
+from betahook.models.modes import RandomState
 from betahook.models.scaling import Scaling
 from betahook.tap.override import Override
 
@@ -52,6 +52,7 @@ def _check_layers(plan: FoldPlan) -> tuple[dict[AttentionLayer, Scaling], list[T
     exact: dict[AttentionLayer, list[Scaling]] = {}
     precision = 0.0
     left = _calls_on_all_ranks(plan)
+    random_state = RandomState(plan.hook.model)  # once: to look at a whole deep model for each layer would take long
 
     def checked(layer: AttentionLayer, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
@@ -62,8 +63,7 @@ def _check_layers(plan: FoldPlan) -> tuple[dict[AttentionLayer, Scaling], list[T
                 return output
             left[layer] -= 1
             candidates = exact.get(layer, plan.places(layer))  # those left of an earlier call in the same forward
-            with random_state_kept(plan.hook.model):
-                exact[layer] = _LayerCheck(plan, layer, forward, args, kwargs).exact(candidates)
+            exact[layer] = _LayerCheck(plan, layer, random_state, forward, args, kwargs).exact(candidates)
             precision = max(precision, rerun.coarsest_eps([output, exact[layer][0].parameters]))
             return output
 
@@ -174,6 +174,7 @@ class _LayerCheck:
         self,
         plan: FoldPlan,
         layer: AttentionLayer,
+        random_state: RandomState,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -184,6 +185,7 @@ class _LayerCheck:
 
         self._plan = plan
         self._layer = layer
+        self._random_state = random_state
         self._forward = partial(forward, *map(kept, args), **{name: kept(value) for name, value in kwargs.items()})
         self._gain = plan.gains[layer]
         self._own = torch.ones_like(self._gain)
@@ -214,8 +216,8 @@ class _LayerCheck:
         """Run with `gain [heads]` acting in place of `beta / beta_default`, on the same random numbers each time."""
         output, error = None, None
         try:
-            # Some drop out in evaluation, too.
-            with random_state_kept(self._plan.hook.model), self._layer.acting(gain):
+            # Some drop out in evaluation, too, perhaps on a device where the weights are while the layer runs.
+            with self._random_state.kept(self._layer.module.parameters()), self._layer.acting(gain):
                 output = self._forward()
         except RuntimeError as raised:
             error = raised

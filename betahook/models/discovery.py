@@ -33,7 +33,7 @@ from betahook.models.code import is_users, names_used
 from betahook.models.families import Facts, facts
 from betahook.models.heads import count_heads, from_scale, missing, stated
 from betahook.models.labels import Linear, MadeOf
-from betahook.models.modes import random_state_kept
+from betahook.models.modes import RandomState
 from betahook.models.places import Place, places_of
 from betahook.models.projections import Pair, Projection, at_place, at_places, locate
 
@@ -227,7 +227,7 @@ def _trials() -> Try:
         kind = _kind(module)
         if failures[kind] == ENOUGH:
             return None
-        with random_state_kept(module):  # torch draws none without data, but its forward may ask Python or numpy
+        with RandomState(module).kept():  # torch draws none without data, but its forward may ask Python or numpy
             outcome = trial.run(module)
         failures[kind] += outcome is None
         return outcome

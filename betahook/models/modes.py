@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import sys
 import threading
@@ -26,23 +25,30 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def random_state_kept(module: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Let a module draw the random numbers that come next, and afterwards let these come again.
+class RandomState:
+    """The state of the random numbers that a module draws.
 
-    They are those of torch on the CPU and on the devices of the module and its inputs, of Python, of numpy where it is
-    loaded, and of generators that the module or a part of it holds.
+    They are those of torch on the CPU and on the devices of the module, of Python, of numpy where it is loaded, and of
+    generators that the module or a part of it holds. To find these takes a look at every attribute of every part.
     """
-    devices = {tensor.device for tensor in itertools.chain(module.parameters(), inputs)}
-    with ExitStack() as stack:
-        for generator in (random, sys.modules.get("numpy.random"), *_generators(module)):
-            _keep_state(generator, stack)
-        for kind in ("cuda", "xpu"):
-            of_kind = [device for device in devices if device.type == kind]
-            stack.enter_context(torch.random.fork_rng(of_kind, device_type=kind))
-        if any(device.type == "mps" for device in devices):  # has one state, which fork_rng cannot ask for
-            stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
-        yield
+
+    def __init__(self, module: nn.Module) -> None:
+        self._devices = {parameter.device for parameter in module.parameters()}
+        self._generators = list(_generators(module))
+
+    @contextmanager
+    def kept(self, tensors: Iterable[Tensor] = ()) -> Iterator[None]:
+        """Let the numbers that come next be drawn, and afterwards come again, also on the devices of the tensors."""
+        devices = self._devices.union(tensor.device for tensor in tensors)
+        with ExitStack() as stack:
+            for generator in (random, sys.modules.get("numpy.random"), *self._generators):
+                _keep_state(generator, stack)
+            for kind in ("cuda", "xpu"):
+                of_kind = [device for device in devices if device.type == kind]
+                stack.enter_context(torch.random.fork_rng(of_kind, device_type=kind))
+            if any(device.type == "mps" for device in devices):  # has one state, which fork_rng cannot ask for
+                stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
+            yield
 
 
 def _generators(module: nn.Module) -> Iterator[Any]:

@@ -106,7 +106,7 @@ FAULTS = [
     # examination and the command
     Fault("betahook/models/modes.py", 'in ("cuda", "xpu"):', 'in ("cuda",):'),
     Fault("betahook/examination.py", "hook._state.exact_max_logit = True", "pass"),
-    Fault("betahook/examination.py", ", random_state_kept(hook.model):", ":"),
+    Fault("betahook/examination.py", ", RandomState(hook.model).kept():", ":"),
     Fault("betahook/report/precision.py", "torch.expm1(_half_ulp(max_logit,", "torch.expm1(2 * _half_ulp(max_logit,"),
     Fault(
         "betahook/report/precision.py",
@@ -910,9 +910,15 @@ FAULTS = [
     ),
     Fault(
         "betahook/keep/verification.py",
-        "random_state_kept(self._plan.hook.model), self.",
+        "self._random_state.kept(self._layer.module.parameters()), self.",
         "self.",
         f"{VERIFICATION}::test_a_layer_that_drops_out_in_evaluation_folds_if_torch_draws",
+    ),
+    Fault(
+        "betahook/keep/verification.py",
+        "self._random_state = random_state",
+        "self._random_state = RandomState(plan.hook.model)",
+        f"{VERIFICATION}::test_folding_looks_at_all_modules_as_often_in_a_deep_model",
     ),
     Fault(
         "betahook/keep/verification.py",
@@ -1702,9 +1708,12 @@ FAULTS = [
         "betahook/models/modes.py", "in module.modules():\n        for value", "in (module,):\n        for value", MODES
     ),
     Fault(
-        "betahook/models/discovery.py", "with random_state_kept(module):", "if True:", "tests/unit/models/test_trial.py"
+        "betahook/models/discovery.py",
+        "with RandomState(module).kept():",
+        "if True:",
+        "tests/unit/models/test_trial.py",
     ),
-    Fault("betahook/tap/by_hand/watching.py", "random_state_kept(module, given), ", "", LOADED),
+    Fault("betahook/tap/by_hand/watching.py", "RandomState(module).kept(given), ", "", LOADED),
     Fault(
         "betahook/tap/by_hand/watching.py",
         "with uncompiled(), ScoreProducts(known):",

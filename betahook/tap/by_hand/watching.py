@@ -27,7 +27,7 @@ from betahook.models import modes, selective
 from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.discovery import shown_name
 from betahook.models.guards import is_handed_over
-from betahook.models.modes import random_state_kept
+from betahook.models.modes import RandomState
 from betahook.models.torch_calls import DIVIDING, Call, copied, is_in_place, name_of, tensors_in
 from betahook.tap import kernels
 from betahook.tap.by_hand import bypassed, dry_run, exponentials, following, handlers, matrices, nested, softmaxes
@@ -178,7 +178,7 @@ def _rehearse(
     given = tensors_in((args, kwargs))
     # Non-reentrant checkpointing counts what is saved for the backward, and its recomputation rehearses nothing.
     unsaved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with random_state_kept(module, given), layer.state.pause(), dry_run.put_back(module), unsaved, ScoreProducts(known):
+    with RandomState(module).kept(given), layer.state.pause(), dry_run.put_back(module), unsaved, ScoreProducts(known):
         forward(*args, **kwargs)
     known.finish()
 

@@ -423,6 +423,27 @@ def test_the_number_of_forwards_is_small(dtype, most):
     assert len(calls) <= most
 
 
+def looks_at_all_modules(layers, monkeypatch):
+    """Count how often all modules of a model are listed while it folds."""
+    looks, named_modules = [], nn.Module.named_modules
+    model = build("llama", num_hidden_layers=layers)
+
+    def counted(module, *args, **kwargs):
+        looks.extend([module] if module is model else [])
+        return named_modules(module, *args, **kwargs)
+
+    with betahook.attach(model, controller="monitor") as hook, monkeypatch.context() as patch:
+        model(**inputs("llama"))
+        move(hook, per_head=True)
+        patch.setattr(nn.Module, "named_modules", counted)
+        betahook.fold(model)
+    return len(looks)
+
+
+def test_folding_looks_at_all_modules_as_often_in_a_deep_model(monkeypatch):
+    assert looks_at_all_modules(2, monkeypatch) == looks_at_all_modules(6, monkeypatch) > 0
+
+
 def test_what_is_nan_with_and_without_the_hook_does_not_keep_it_from_folding():
     class Undefined(Block):
         """A query whose keys are all masked."""
