@@ -78,20 +78,10 @@ def pool(state: State, *, skipped: bool = False, begun: range = range(0)) -> Ten
         begun: the layers that are measured in a step which has not ended: they may have no sensitivity yet.
     """
     state.settle()
-    table, summed, moments = state.table, state.window, state.moments
-    before = state.recent[statistics.ROW["sensitivity"]]
     if skipped:  # tells all ranks that the step was skipped on one
-        summed.fill_(torch.nan)
-    if is_pooled(state):
-        own = torch.where(state.factors.own.isnan(), state.beta_default, state.factors.own)
-        since, now = state.nonfinite_since, state.steps + 2  # one beyond this step: an age of 0 stands for none
-        age = torch.where(since > 0, now - since, 0)
-        table, summed, moments, pooled, age, left_alone = statistics.all_reduce(
-            table, summed, moments, own, age, state.left_alone
-        )
-        state.beta_default.copy_(pooled)
-        since.copy_(torch.where(age > 0, now - age, 0))  # that of the rank that saw it first
-        _leave_alone(state, table, summed, left_alone)
+        state.window.fill_(torch.nan)
+    table, summed, moments = _over_ranks(state) if is_pooled(state) else (state.table, state.window, state.moments)
+    before = state.recent[statistics.ROW["sensitivity"]]
     state.recent, state.recent_moments, measured = state.latest(table, moments)
     sensitivity = state.recent[statistics.ROW["sensitivity"]]
     if state.beta_acts:
@@ -103,6 +93,21 @@ def pool(state: State, *, skipped: bool = False, begun: range = range(0)) -> Ten
             has_ended[heads] &= summed[1, heads] > 0
         torch.where(has_ended, torch.div(*summed), before, out=sensitivity)
     return measured
+
+
+def _over_ranks(state: State) -> tuple[Tensor, Tensor, Tensor]:
+    """Add up table, window and moments over all ranks, and give the state what else all of them must have alike."""
+    own = torch.where(state.factors.own.isnan(), state.beta_default, state.factors.own)
+    since, next_step = state.nonfinite_since, state.steps + 2
+    # Of the ages all ranks get the largest, that of the rank that saw it first: 1 in this step, 0 stands for never.
+    age = torch.where(since > 0, next_step - since, 0)
+    table, summed, moments, default, age, left_alone = statistics.all_reduce(
+        state.table, state.window, state.moments, own, age, state.left_alone
+    )
+    state.beta_default.copy_(default)
+    since.copy_(torch.where(age > 0, next_step - age, 0))
+    _leave_alone(state, table, summed, left_alone)
+    return table, summed, moments
 
 
 def _leave_alone(state: State, table: Tensor, summed: Tensor, left_alone: Tensor) -> None:
