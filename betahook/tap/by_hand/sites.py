@@ -44,24 +44,31 @@ class Site:
 
 def find_site(operation: str) -> Site:
     """The site of the torch function that is being called."""
-    frame: FrameType | None = sys._getframe(1)
-    callers: list[tuple[CodeType, int]] = []
-    inside: list[tuple[CodeType, int]] = []
-    line, obstacle = "", None
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
+    of_user: list[FrameType] = []
+    of_torch: list[FrameType] = []
+    obstacle = None
+    for frame, module in _frames_within_forward(sys._getframe(1)):
         package = module.partition(".")[0]
-        if package == "betahook" and frame.f_code.co_name == WATCHED:
-            break
         obstacle = obstacle or _out_of_sight(module, frame.f_code)
         if package == "torch":
-            inside.append((frame.f_code, frame.f_lasti))
+            of_torch.append(frame)
         if package not in PASSED_OVER:
-            line = line or f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-            callers.append((frame.f_code, frame.f_lasti))
+            of_user.append(frame)
+    line = "a line of torch"
+    if of_user:
+        line = f"{os.path.basename(of_user[0].f_code.co_filename)}:{of_user[0].f_lineno}"
+    callers = tuple((frame.f_code, frame.f_lasti) for frame in of_user or of_torch)
+    return Site(operation, callers, line, obstacle and obstacle.format(line))
+
+
+def _frames_within_forward(frame: FrameType | None) -> Iterator[tuple[FrameType, str]]:
+    """Frames from this one outwards, each with its module, up to the tap that called the user's forward."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == WATCHED and module.partition(".")[0] == "betahook":
+            return
+        yield frame, module
         frame = frame.f_back
-    line = line or "a line of torch"
-    return Site(operation, tuple(callers or inside), line, obstacle and obstacle.format(line))
 
 
 def _out_of_sight(module: str, code: CodeType) -> str | None:
