@@ -25,7 +25,8 @@ def behind(logits: Tensor, nodes: dict[Product, Any]) -> Product | None:
     known = _with_makers(product for product in nodes if product.reached)
     # What a known operation lost is left alone for that.
     goals = {nodes[each]: each for each in nodes if each.assured and each.lost is None and each not in known}
-    return goals[found] if (found := _first(logits.grad_fn, goals)) is not None else None
+    found = _first(logits.grad_fn, goals)
+    return None if found is None else goals[found]
 
 
 def _with_makers(products: Iterable[Product]) -> set[Product]:
