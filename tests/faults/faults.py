@@ -1127,8 +1127,8 @@ FAULTS = [
     ),
     Fault(
         "betahook/tap/by_hand/following.py",
-        " & ratio.isfinite() & (ratio != 0)",
-        "",
+        "ratio.isfinite() & (ratio != 0)",
+        "torch.ones_like(is_set)",
         f"{SCALES}::test_the_log_of_a_single_token_scales_by_zero",
     ),
     Fault(

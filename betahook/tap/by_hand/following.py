@@ -67,28 +67,29 @@ def _rescaled(forward: Forward, call: Call, output: Tensor, scores: Scores) -> t
     scaled, before = next((x, trace) for x in operands if isinstance(trace := forward.traces.get(x), Scores))
     if forward.labels is not None:
         forward.score_axis(scaled, "rescale")  # no later forward can find it, but remembers it by the site
-    if before.factor is scores.factor or scores.lost is not None:
+    is_scaled = before.factor is not scores.factor  # else the handler took it for a part of the scores
+    if not is_scaled or scores.lost is not None:
         return output, scores
     by = next(x for x in operands if not isinstance(forward.traces.get(x), Scores))
-    factor = _factor(call, by)
-    site = find_site("scale")
-    expected = [product.expected(site) for product in scores.products]
+    site, factor = find_site("scale"), _factor(call, by)
+    assumed = [product.expected(site) for product in scores.products]  # asked before this scaling counts as one
     for product in scores.products:
         product.scalings.append((site, factor))
     scores = scores._replace(scaled=scores.scaled | {site})
-    differs = [was for was in expected if was is not None and not same_factor(was, factor)]
-    if not before.pure and (differs or (isinstance(by, Tensor) and by.requires_grad)):
+    has_changed = any(was is not None and not same_factor(was, factor) for was in assumed)
+    may_change = isinstance(by, Tensor) and by.requires_grad
+    if not before.pure and (has_changed or may_change):
         return output, scores.losing(f"a scale behind a bias at {find_line()} that changes")
-    own = factor if expected[0] is None else expected[0]
-    if is_zero(factor) or not forward.plan.varies(site, own, factor):
+    last = factor if assumed[0] is None else assumed[0]
+    if is_zero(factor) or not forward.plan.varies(site, last, factor):
         return output, scores
     axis = forward.score_axis(scaled, "rescale")
     if axis is None:
         return output, scores.losing(f"a scale at {find_line()} that changes, where the heads are not told apart")
-    ratio = torch.as_tensor(own / factor, device=output.device)
+    ratio = torch.as_tensor(last / factor, device=output.device)
     is_set = along(forward.layer.is_set.to(output.device), axis, scaled)
-    # A tensor may be 0 in one of both forwards.
-    ratio = torch.where(is_set & ratio.isfinite() & (ratio != 0), ratio, 1.0).to(output.dtype)
+    is_usable = ratio.isfinite() & (ratio != 0)  # a tensor may be 0 in one of both forwards
+    ratio = torch.where(is_set & is_usable, ratio, 1.0).to(output.dtype)
     forward.shadows = None  # which lack the ratio
     return (output.mul_(ratio) if call.in_place else output * ratio), scores
 
