@@ -170,12 +170,13 @@ class BetaHookCallback(TrainerCallback):
         """Let go of the hook of the last training where it is of no use for one of this model."""
         if self.hook is None or not self.hook.attached:
             return
-        is_here = _is_on(self.hook, model)
-        # The weights are now others, or it was broken off: here, by a batch that did not fit (`auto_find_batch_size`).
-        if (is_here and resumed) or (self.hook in _training and (not is_here or self.hook.steps == 0)):
+        was_broken_off = self.hook in _training
+        if not _is_on(self.hook, model):
+            if was_broken_off:
+                self.hook.detach()
+            self.hook = None  # a model that is done keeps its hook
+        elif resumed or (was_broken_off and self.hook.steps == 0):  # now other weights, or a first batch did not fit
             self.hook.detach()
-        if not is_here:
-            self.hook = None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         hook = _begun(self.hook)

@@ -2032,8 +2032,8 @@ FAULTS = [
     ),
     Fault(
         "integrations/trainer.py",
-        "(is_here and resumed) or ",
-        "",
+        "elif resumed or (",
+        "elif (",
         of_trainer("a_checkpoint_without_beta_leaves_none_of_the_training_before", "test_checkpoints.py"),
     ),
     Fault(
@@ -2110,8 +2110,8 @@ FAULTS = [
     ),
     Fault(
         "integrations/trainer.py",
-        "or self.hook.steps == 0)):",
-        "or self.hook.steps < 0)):",
+        "and self.hook.steps == 0):",
+        "and self.hook.steps < 0):",
         of_trainer("a_first_batch_that_did_not_fit_leaves_nothing", "test_further_trainings.py"),
     ),
     Fault(
