@@ -2361,4 +2361,12 @@ FAULTS = [
         of_trainer("the_weights_that_a_schedule_free_optimizer_ends_with_are_folded", "test_end_of_training.py"),
     ),
     Fault("betahook/cli/runs.py", 'name.replace("_", "/", 1) if', 'name.replace("_", "/") if', REPORTS),
+    Fault("betahook/step/clipping.py", "if anew or owners != self._owners:", "if anew or self._owners is None:"),
+    Fault("betahook/step/clipping.py", "rerun.norms(expected) + 4 * noise", "rerun.norms(expected)"),
+    Fault("betahook/step/checks.py", "state.recorded or bool(state.refused)", "state.recorded"),
+    Fault("betahook/step/checks.py", "state.ranks_agree = is_of_ranks", "state.ranks_agree = True"),
+    Fault("betahook/step/stages.py", "any(rule.uses_loss or rule.is_due", "any(rule.is_due", WINDOW),
+    Fault("betahook/step/stages.py", "next_step - since, 0)", "next_step - since + 1, 0)", WINDOW),
+    Fault("betahook/step/stages.py", "state.steps + 2\n", "state.steps + 1\n", WINDOW),
+    Fault("betahook/step/stages.py", ", summed, state.recent):", ", summed):", WINDOW),
 ]

@@ -9,6 +9,7 @@ import betahook
 from betahook.measure import ranks
 from betahook.state.left_alone import refuse
 from betahook.step import checks
+from support.attention import WIDTH, LengthDependent, make
 from support.models import build, inputs
 
 
@@ -59,6 +60,14 @@ def test_another_step_or_beta_is_refused(hook, other, row):
         check(hook)
 
 
+def test_ranks_that_come_together_after_a_step_alone_are_compared(hook, request):
+    hook.model(**inputs("llama"))
+    check(hook)
+    request.getfixturevalue("other").extend([[], [(2, [-7, 7])]])
+    with pytest.raises(RuntimeError, match="all ranks must begin with the same beta and the same step"):
+        check(hook)
+
+
 def test_other_layers_are_refused(hook, other):
     other.append([(0, [-7, 7])])
     with pytest.raises(RuntimeError, match="must have the same attention layers"):
@@ -79,3 +88,12 @@ def test_the_largest_number_is_that_of_the_ranks_that_know_one(monkeypatch, here
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, operation: torch.maximum(x, there, out=x))
     found = ranks.largest_over_ranks(torch.tensor(here), torch.zeros(()))
     assert str(found.item()) == str(largest)
+
+
+def test_a_first_step_of_layers_that_are_left_alone_needs_no_second_warning(caplog):
+    model = make(LengthDependent)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(2, 8, WIDTH)).sum().backward()
+        hook.step()
+    assert "left alone" in caplog.text
+    assert "no attention was measured" not in caplog.text

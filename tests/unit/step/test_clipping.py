@@ -428,6 +428,20 @@ def test_adapters_of_two_sequences_are_each_clipped():
     torch.testing.assert_close(logits_of(model, x), before / largest[:, None, None], rtol=1e-4, atol=1e-5)
 
 
+def test_adapters_that_come_after_the_first_clipping_are_clipped():
+    model, batch = build("llama").eval(), inputs("llama")
+    with betahook.attach(model, controller=betahook.Clip(1e-3), when="always") as hook:
+        model(**batch)
+        hook.step()
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False), model)
+        ups = [weight for name, weight in model.named_parameters() if "lora_B" in name]
+        before = [weight.clone() for weight in ups]
+        model(**batch)
+        hook.step()
+    assert len(ups) == 2
+    assert not any(map(torch.equal, ups, before))
+
+
 @pytest.mark.parametrize("kind", [NormalisedAttention, AttentionTwice])
 def test_weights_that_do_not_act_as_they_look_are_refused_at_the_first_step(kind):
     torch.manual_seed(0)
@@ -553,6 +567,23 @@ def test_a_layer_that_the_output_does_not_depend_on_is_tried_again_at_growing_di
         else:
             with pytest.raises(betahook.UnsupportedModelError, match=r"cannot clip 0 \(Normalised"):
                 hook.step()
+
+
+def test_noise_of_the_model_is_no_effect_of_the_weights():
+    class Drifting(nn.Sequential):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * (1 + 1e-3 * self.calls)
+
+    torch.manual_seed(0)
+    model, x = Drifting(FusedAttention()), 4 * torch.randn(3, LENGTH, WIDTH)
+    with betahook.attach(model, controller=betahook.Clip(1e-3)) as hook:
+        before = model[0].q_proj.weight.detach().clone()
+        model(x).sum().backward()
+        hook.step()
+        assert not torch.equal(model[0].q_proj.weight, before)
 
 
 class FromIterator(nn.Sequential):

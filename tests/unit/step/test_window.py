@@ -9,6 +9,7 @@ import torch
 import betahook
 from betahook import Cap, Clip, Controller, Decades, Gradient, Monitor, Search, Variance
 from betahook.measure import statistics
+from betahook.step import stages
 from support.models import build, inputs
 from support.training import LAYER, train
 
@@ -56,6 +57,17 @@ def test_other_rules_are_due_after_every_batch_and_a_monitor_never():
     for rule in (Variance(), Gradient(), Cap(), Clip(), Decades(), EveryStep()):
         assert all(map(rule.is_due, range(30)))
     assert not any(map(Monitor().is_due, range(30)))
+
+
+def test_a_controller_that_is_judged_by_the_loss_is_updated_in_every_step():
+    @dataclass(frozen=True)
+    class Judged(Probe):
+        uses_loss = True
+
+    model = build("llama")
+    with betahook.attach(model, controller=Judged()) as hook:
+        train(model, hook, 4)
+        assert hook._state.memories[0]["steps"].tolist() == [10203.0] * len(hook.layers)
 
 
 def test_beta_moves_as_if_every_step_were_pooled():
@@ -159,6 +171,35 @@ def test_ranks_exchange_sums_only_where_they_are_pooled(controller, expected, mo
             train(model, hook, 1)
             hook.metrics()
     assert exchanged == [0, 0, *expected]  # at first if they have the same layers, and begin alike
+
+
+def pool_as_a_rank(hook, monkeypatch):
+    """Pool with ranks that have nothing to add."""
+    monkeypatch.setattr(stages, "is_pooled", lambda state: True)
+    monkeypatch.setattr(statistics, "all_reduce", lambda *sums: sums)
+    stages.pool(hook._state)
+
+
+def test_pooling_keeps_the_step_of_the_first_nan(monkeypatch):
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        train(model, hook, 3)
+        since = hook._state.nonfinite_since
+        since[:2] = torch.tensor([1, 4])  # an early step, and that which is being pooled
+        expected = since.tolist()
+        pool_as_a_rank(hook, monkeypatch)
+        assert since.tolist() == expected
+
+
+def test_pooling_forgets_the_numbers_of_heads_that_a_rank_leaves_alone(monkeypatch):
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        train(model, hook, 1)
+        first, second = (each.heads for each in hook._state.ranges)
+        hook._state.left_alone[first] = True
+        pool_as_a_rank(hook, monkeypatch)
+        assert not hook._state.recent[:, first].any()
+        assert hook._state.recent[:, second].any()
 
 
 def spoil(hook, value):
