@@ -94,6 +94,7 @@ ROWS = "tests/unit/measure/test_rows.py"
 CALLS = "tests/unit/measure/test_calls.py"
 MATRIX = "tests/unit/measure/test_rows_of_a_matrix.py"
 TOGETHER = "tests/unit/measure/test_together.py"
+HOOK_METRICS = "tests/unit/test_hook_metrics.py"
 SCORES = "tests/unit/measure/test_scores.py"
 
 
@@ -2369,4 +2370,11 @@ FAULTS = [
     Fault("betahook/step/stages.py", "next_step - since, 0)", "next_step - since + 1, 0)", WINDOW),
     Fault("betahook/step/stages.py", "state.steps + 2\n", "state.steps + 1\n", WINDOW),
     Fault("betahook/step/stages.py", ", summed, state.recent):", ", summed):", WINDOW),
+    Fault("betahook/report/warnings.py", "sorted(first, key=first.__getitem__)", "sorted(first)", HOOK_METRICS),
+    Fault(
+        "betahook/report/warnings.py", "unreached or len(state.refused) == len(state.ranges)", "unreached", HOOK_METRICS
+    ),
+    Fault("betahook/report/metrics.py", "if note.phase is not None and note.move}", "if note.move}", NOTES),
+    Fault("betahook/report/audit.py", "component_mean_square_k[index].sqrt()", "component_mean_square_k[index]"),
+    Fault("betahook/report/alerts.py", "else value > limit", "else value >= limit"),
 ]

@@ -9,6 +9,7 @@ from torch import nn
 
 import betahook
 from betahook.report.audit import _closest
+from support.attention import WIDTH, LengthDependent, make
 from support.models import build, inputs
 from support.training import LAYER, train
 
@@ -127,6 +128,17 @@ def test_the_first_of_several_bad_steps_is_named(caplog):
     assert f"{LAYER} in step 2" in caplog.text
 
 
+def test_the_layers_of_a_nan_are_named_in_the_order_of_their_steps(caplog):
+    model = build("llama")
+    with betahook.attach(model, controller="monitor") as hook:
+        train(model, hook, 2)
+        for each, step in zip(hook._state.ranges, (2, 1), strict=True):
+            hook._state.nonfinite_since[each.heads] = step
+        hook.metrics()
+        first, second = hook.layers
+    assert f"{second} in step 1 and {first} in step 2" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("predicted", "name"),
     [({"a": 0.5, "b": 3.0}, "a"), ({"a": 0.1, "b": 3.0}, "b"), ({"a": 0.0, "b": math.nan}, "none")],
@@ -217,6 +229,17 @@ def test_numbers_of_a_long_interval_are_old_after_two_of_it(caplog):
         train(model, hook, 1)
         hook.metrics()
         assert "no attention was measured in the last 60 steps" in caplog.text
+
+
+def test_where_all_layers_are_left_alone_no_numbers_are_old(caplog):
+    model = make(LengthDependent)
+    with betahook.attach(model, controller="monitor") as hook:
+        for length in [4] + 30 * [8]:
+            model(torch.randn(2, length, WIDTH)).sum().backward()
+            hook.step()
+        hook.metrics()
+    assert "left alone" in caplog.text
+    assert "no attention was measured" not in caplog.text
 
 
 def test_numbers_are_not_old_after_a_resume_or_in_a_graph_that_was_captured(caplog, monkeypatch):

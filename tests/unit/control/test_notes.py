@@ -1,6 +1,7 @@
 """Controllers explain themselves: phase, last move and reason, as they are after an update."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -134,6 +135,19 @@ def test_a_search_that_has_not_moved_yet_has_a_phase_and_no_last_move():
         metrics = hook.metrics()
     assert metrics[f"phase/{LAYER}"] == Phase.SEARCH
     assert f"last_move/{LAYER}" not in metrics
+
+
+def test_a_move_without_a_phase_is_no_metric():
+    @dataclass(frozen=True)
+    class Moving(Monitor):
+        def explain(self, beta, observation, state):
+            return [Note(move=0.5)] * len(beta)
+
+    model = build("llama")
+    with betahook.attach(model, controller=Moving()) as hook:
+        train(model, hook, 1)
+        assert hook.findings()[0].note.move == 0.5
+        assert f"last_move/{LAYER}" not in hook.metrics()
 
 
 def test_a_bound_is_a_reason():

@@ -40,6 +40,18 @@ def test_independent_heads_with_different_means_have_no_covariance():
     assert layer.follows == "independent"
 
 
+def test_the_mean_of_the_components_is_a_root_mean_square():
+    model = torch.nn.Sequential(FusedAttention())
+    with torch.no_grad():
+        for projection, mean in ((model[0].q_proj, 2.0), (model[0].k_proj, 3.0)):
+            projection.weight.zero_()
+            projection.bias.fill_(mean)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(2, LENGTH, WIDTH))
+        (layer,) = hook.audit()
+    assert (layer.component_mean_q, layer.component_mean_k) == (pytest.approx(2.0), pytest.approx(3.0))
+
+
 def test_scores_far_below_1_follow_a_formula_too():
     layer, _ = audited(mix=0.01 * torch.eye(WIDTH // HEADS))
     assert layer.score_std == pytest.approx(0.01 * math.sqrt(WIDTH // HEADS), rel=0.05)
@@ -140,6 +152,25 @@ def test_a_mask_that_hides_no_token_changes_no_correlation():
     with betahook.attach(model, controller="monitor") as hook:
         model(tokens)
         assert repr(hook.audit()[0].correlations) == repr(causal)  # NaN equals none
+
+
+def test_padded_keys_of_attention_written_by_hand_have_no_part_in_correlations():
+    class Padded(ByHandAttention):
+        padding = torch.ones(LENGTH, 1)
+
+        def forward(self, x):
+            q, k, v = map(self.split, (self.q_proj(x), self.k_proj(x * self.padding), self.v_proj(x)))
+            scores = (q @ k.mT / math.sqrt(self.head_dim)).masked_fill(torch.arange(LENGTH) >= 9, float("-inf"))
+            return self.values(scores, v).transpose(1, 2).flatten(2)
+
+    model, tokens, found = torch.nn.Sequential(Padded()), torch.randn(4, LENGTH, WIDTH), []
+    for factor in (1.0, 100.0):
+        model[0].padding[9:] = factor
+        with betahook.attach(model, controller="monitor") as hook:
+            model(tokens)
+            found.append(hook.audit()[0].correlations)
+    assert found[0].variance_k == found[1].variance_k
+    assert found[0].within_k == found[1].within_k
 
 
 @pytest.mark.oldest_skips("T5 writes its attention by hand", family="t5")
