@@ -2377,4 +2377,11 @@ FAULTS = [
     Fault("betahook/report/metrics.py", "if note.phase is not None and note.move}", "if note.move}", NOTES),
     Fault("betahook/report/audit.py", "component_mean_square_k[index].sqrt()", "component_mean_square_k[index]"),
     Fault("betahook/report/alerts.py", "else value > limit", "else value >= limit"),
+    Fault("betahook/keep/transition.py", ' and choice != "own" else (choice,)', " else (choice,)"),
+    Fault("betahook/keep/verification.py", 'None if hasattr(value, "get_seq_length") else value', "value"),
+    Fault(
+        "betahook/keep/verification.py",
+        "if plan.is_on_any_rank([tensor.shape for tensor in actual] != [tensor.shape for tensor in expected]):",
+        "if False:",
+    ),
 ]

@@ -72,6 +72,48 @@ def test_a_model_that_does_not_run_twice_on_one_input_is_not_folded():
         assert hook.attached
 
 
+def test_a_model_whose_output_has_another_shape_each_time_is_not_folded():
+    class Shrinking(nn.Sequential):
+        length = LENGTH
+
+        def forward(self, x):
+            self.length -= 1
+            return super().forward(x)[:, : self.length]
+
+    model = Shrinking(FusedAttention())
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(3, LENGTH, WIDTH))
+        move(hook, per_head=False)
+        with pytest.raises(betahook.FoldError, match="the output of Shrinking has another shape each time"):
+            betahook.fold(model)
+
+
+def test_a_layer_runs_again_without_the_cache_that_its_call_filled():
+    class Cache(list):
+        def get_seq_length(self):
+            return len(self)
+
+    class Cached(FusedAttention):
+        def forward(self, x, cache=None):
+            q, k, v = (self.split(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+            if cache is not None:
+                cache.append((k * (1 + len(cache)), v))
+                k, v = (torch.cat(parts, 2) for parts in zip(*cache, strict=True))
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    class Model(nn.Sequential):
+        def forward(self, x):
+            return self[0](x, Cache())
+
+    model, x = Model(Cached()), torch.randn(2, LENGTH, WIDTH)
+    with betahook.attach(model, controller="monitor") as hook:
+        model(x)
+        move(hook, per_head=False)
+        expected = model(x)
+        betahook.fold(model)
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+
+
 class Taking(nn.Module):
     """Takes entries out of one argument, and puts others into a second."""
 
