@@ -95,6 +95,7 @@ CALLS = "tests/unit/measure/test_calls.py"
 MATRIX = "tests/unit/measure/test_rows_of_a_matrix.py"
 TOGETHER = "tests/unit/measure/test_together.py"
 HOOK_METRICS = "tests/unit/test_hook_metrics.py"
+AUDIT = "tests/unit/report/test_audit.py"
 SCORES = "tests/unit/measure/test_scores.py"
 
 
@@ -2383,5 +2384,26 @@ FAULTS = [
         "betahook/keep/verification.py",
         "if plan.is_on_any_rank([tensor.shape for tensor in actual] != [tensor.shape for tensor in expected]):",
         "if False:",
+    ),
+    Fault("betahook/tap/recorder.py", "(mask.dim() == 2 or mask.shape[1] == 1)", "True", TOGETHER),
+    Fault("betahook/tap/copies.py", "in reversed(self.changes)", "in self.changes", "tests/unit/tap/test_override.py"),
+    Fault(
+        "betahook/tap/interface.py",
+        "if len(query) == 1 and queries == keys else None",
+        "if len(query) == 1 else None",
+        "tests/unit/tap/test_interface.py::test_positions_behind_a_cache_tell_of_no_documents",
+    ),
+    Fault("betahook/tap/listening.py", "valid_tokens(allowed.any(-2)", "valid_tokens(allowed.any(-1)", AUDIT),
+    Fault(
+        "integrations/training.py",
+        "if hook.last_call.input is not None or batches is None:",
+        "if batches is None:",
+        of_trainer("the_batch_of_the_last_step_is_not_replaced", "test_end_of_training.py"),
+    ),
+    Fault(
+        "integrations/tensorboard.py",
+        '[f"{pattern}$"]',
+        "[pattern]",
+        "tests/unit/integrations/test_tensorboard.py::test_a_chart_shows_no_tag_that_begins_with_that_of_another",
     ),
 ]

@@ -10,7 +10,10 @@ from transformers import TrainerCallback
 import betahook
 from betahook import checkpoint
 from betahook.integrations.trainer import BetaHookCallback
+from betahook.integrations.training import provide_input
+from support.models import build
 from support.trainer import Tokens, make_trainer
+from support.training import train
 
 
 def test_a_run_in_bfloat16_ends_plain(tmp_path):
@@ -118,6 +121,15 @@ def test_a_finished_run_whose_data_cannot_be_read_again_stays_hooked(tmp_path, c
     trainer.train(resume_from_checkpoint=True)
     assert "on the input of the model's last forward, and there was none, or it had a cache" in caplog.text
     callback.hook.detach()
+
+
+def test_the_batch_of_the_last_step_is_not_replaced():
+    model = build("llama")
+    with betahook.attach(model) as hook:
+        train(model, hook, 1)
+        last = hook.last_call.input
+        provide_input(hook, [{"input_ids": torch.zeros(1, 1)}])
+        assert hook.last_call.input is last
 
 
 @pytest.mark.parametrize("unfinished", ["better", "own"])

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -263,3 +264,9 @@ def test_the_layout_has_no_chart_that_stays_empty():
         "max_logit by layer",
         "log10_beta_over_own by layer",
     }
+
+
+def test_a_chart_shows_no_tag_that_begins_with_that_of_another():
+    _, (pattern,) = layout([], with_loss=False)["at a glance"]["largest logit"]
+    assert re.match(pattern, "attention/max_logit")
+    assert not re.match(pattern, "attention/max_logit_layer")

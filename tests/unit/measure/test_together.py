@@ -89,6 +89,17 @@ def test_calls_with_masks_of_their_own_are_measured_by_those():
     assert [int(layer.statistics.count) for layer in layers] == [2 * 4 * n * (n + 1) // 2 for n in (10, 20, 30)]
 
 
+def test_calls_with_masks_of_each_head_are_measured_by_those():
+    _, layers, recorders = three_layers()
+    allowed = torch.ones(40, 40, dtype=torch.bool).tril().repeat(2, 4, 1, 1)
+    for head in range(4):
+        allowed[:, head, :, :head] = False
+    for recorder in recorders:
+        recorder.record(*operands(), GivenMask("pairs", allowed, Band(None, 0)))
+    for layer in layers:
+        assert layer.head_statistics.count.tolist() == allowed.sum((0, 2, 3)).tolist()
+
+
 def test_a_layer_that_is_not_reached_is_left_out():
     _, layers, recorders = three_layers()
     for recorder in recorders[::2]:

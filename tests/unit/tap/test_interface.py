@@ -392,6 +392,12 @@ def test_which_pairs_an_attention_uses(implementation, queries, keys, mask, opti
     assert given_mask(implementation, torch.nn.Module(), query, key, mask, options).band == band
 
 
+def test_positions_behind_a_cache_tell_of_no_documents():
+    query, key = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 8, 4)
+    options = {"position_ids": torch.tensor([[5, 6, 7]]), "is_causal": True}
+    assert given_mask("flash_attention_2", torch.nn.Module(), query, key, None, options).kind == "none"
+
+
 @pytest.mark.parametrize(
     ("implementation", "mask", "options", "band"),
     [

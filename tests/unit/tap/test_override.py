@@ -1,5 +1,6 @@
 """Attributes of a module that have another value for a while."""
 
+import copy
 from contextlib import ExitStack
 
 import pytest
@@ -34,6 +35,15 @@ def test_two_on_one_attribute_end_in_either_order(first):
         Override(module, "forward", name, undo)
     stacks[first].close()
     assert module.forward == ("upper" if first == 0 else "lower")
+
+
+def test_a_copy_has_the_value_before_the_first_of_two():
+    module = nn.Linear(2, 2)
+    module.use_nested_tensor = True
+    with ExitStack() as undo:
+        for value in ("lower", "upper"):
+            Override(module, "use_nested_tensor", value, undo)
+        assert copy.copy(module).use_nested_tensor is True
 
 
 def test_a_value_that_came_later_stays():
