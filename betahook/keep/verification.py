@@ -212,7 +212,7 @@ class _LayerCheck:
             )
         raise self._plan.error(reason, self._layer)
 
-    def _run(self, gain: Tensor) -> Any:
+    def _run(self, gain: Tensor) -> object:
         """Run with `gain [heads]` acting in place of `beta / beta_default`, on the same random numbers each time."""
         output, error = None, None
         try:
@@ -226,7 +226,7 @@ class _LayerCheck:
             raise self._plan.error(f"it does not run twice on one input ({found})", self._layer) from error
         return output
 
-    def _run_scaled(self, place: Scaling, factors: Tensor, error: float = 0.0, seed: int = 0) -> Any:
+    def _run_scaled(self, place: Scaling, factors: Tensor, error: float = 0.0, seed: int = 0) -> object:
         """Run with factors in the weights, and the model's own beta."""
         with place.scaled(factors, error, seed):
             return self._run(self._own)
@@ -247,7 +247,7 @@ class _LayerCheck:
                 return False
         return True
 
-    def _blurred(self, actual: Any, place: Scaling, factors: Tensor, precision: float, seed: int) -> Tensor:
+    def _blurred(self, actual: object, place: Scaling, factors: Tensor, precision: float, seed: int) -> Tensor:
         """Distance by which rounding of the scaled weights moves the output."""
         if self._is_random:  # then any error would be explained by what is no rounding
             return torch.zeros(1, device="cpu")
@@ -259,10 +259,10 @@ class _LayerCheck:
         one, other = self._run(self._own), self._run(self._own)
         return bool(self._distance(one, other) > max(1e-5, rerun.coarsest_eps(one)) * self._norm(one))
 
-    def _distance(self, one: Any, other: Any) -> Tensor:
+    def _distance(self, one: object, other: object) -> Tensor:
         return self._plan.pooled(rerun.distances([one], [other]))
 
-    def _norm(self, output: Any) -> Tensor:
+    def _norm(self, output: object) -> Tensor:
         return self._plan.pooled(rerun.norms([output]))
 
 

@@ -8,15 +8,15 @@ at once. Nothing here computes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, MutableMapping
+from typing import TypeAlias
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from betahook import compat
-from betahook.measure.masks import Band, GivenMask, Kind
+from betahook.measure.masks import Band, GivenMask, Kind, Mask
 from betahook.measure.rows import PLAIN, ScoreMod
 from betahook.models import materialise
 from betahook.state.state import writing_to
@@ -148,7 +148,7 @@ def _record_call(
         recorder.record(query, key, mask, ScoreMod(position_bias, softcap, sinks))
 
 
-_masks: Any = compat.WeakTensorKeyDictionary()
+_masks: MutableMapping[Tensor, Mask] = compat.WeakTensorKeyDictionary()
 """Masks of the graphs that run now, by the tensor that `name_mask` returned."""
 
 
