@@ -85,7 +85,7 @@ def row_sums(
     scale = beta.to(query.dtype).view(-1, 1, 1)
     cached = devices.is_cpu(query.device) and query.shape[:-1].numel() * keys > FEW
     parts = _parts(query, key, mask, queries, pairs)
-    found = [_reduce(scores, of, scale, score_mod.softcap, moments, cached) for scores, of in parts]
+    found = [_reduce(scores, of, scale, score_mod.softcap, moments=moments, cached=cached) for scores, of in parts]
     if len(found) == 1:
         return found[0]
     sums, largest = ([torch.stack(part) for part in zip(*one, strict=True)] for one in zip(*found, strict=True))
@@ -142,7 +142,7 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _reduce(
-    scores: Tensor, pairs: RowPairs, beta: Tensor, softcap: float | None, moments: bool, cached: bool
+    scores: Tensor, pairs: RowPairs, beta: Tensor, softcap: float | None, *, moments: bool, cached: bool
 ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
     """Reduce a part as `_parts` makes it, whose scores are overwritten; see `row_sums`."""
     scores *= pairs.used

@@ -192,7 +192,7 @@ class _Trial:
         answer, error = SAME, None
         if self._hook.last_call.input is not None:  # an idle rank leaves it to the others
             try:
-                answer = DIFFERENT if self._differs_here(scalings, beta_alone) else SAME
+                answer = DIFFERENT if self._differs_here(scalings, beta_alone=beta_alone) else SAME
             except Exception as raised:  # whatever code of the model raises: the other ranks wait for an answer
                 answer, error = FAILED, raised
         _, worst = ranks.range_over_ranks(answer, self._device)
@@ -200,7 +200,7 @@ class _Trial:
             raise _refusal([each.layer for each in self.due], rerun.does_not_run(self._hook, error)) from error
         return worst == DIFFERENT
 
-    def _differs_here(self, scalings: Sequence[tuple[AttentionLayer, Scaling]], beta_alone: bool) -> bool:
+    def _differs_here(self, scalings: Sequence[tuple[AttentionLayer, Scaling]], *, beta_alone: bool) -> bool:
         """Compare on this rank; the factors are powers of 4, whose square roots are exact."""
         expected, noise = self._unchanged
         with ExitStack() as undo:
