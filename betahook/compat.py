@@ -47,10 +47,13 @@ REPLICATE = "_replicate_for_data_parallel"
 CALLED_BY_GRAPHS = "_dynamo_marked_constant"
 """Attribute of a function that a compiler calls instead of tracing it; `assume_constant_result` loads the compiler."""
 
+# https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py
+TRAINER_STATE = "trainer_state.json"
+"""Name of the file in which a Trainer keeps its state; its own constant is loaded with the Trainer, an extra."""
+
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/overrides.py
 TRANSPOSING_GETTERS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
-"""Getters that a `TorchFunctionMode` sees for `x.T` and the like. Those of all properties are called `__get__`, so that
-only their identity tells them apart, as in `torch.overrides` itself."""
+"""Getters that a `TorchFunctionMode` sees for `x.T` and the like: all are called `__get__`, and identity tells them."""
 
 
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/module_tracker.py
@@ -232,6 +235,11 @@ def steps_since_rescaling(state: Mapping[str, Any]) -> int:
     return int(state["_growth_tracker"])
 
 
+def is_before_update(scaler: GradScaler) -> bool:
+    """True between the `unscale_()` or `step()` of a `GradScaler` and its `update()`, which forgets the optimizers."""
+    return bool(getattr(scaler, "_per_optimizer_states", None))  # none where it is disabled
+
+
 def initial_scale(scaler: GradScaler) -> float:
     """Scale with which a `GradScaler` was made, or that it was last loaded with."""
     return float(scaler._init_scale)
@@ -247,14 +255,6 @@ def is_zero3(parameter: Tensor) -> bool:
 def is_flattened(parameter: Tensor) -> bool:
     """True for a parameter that FSDP 1 shards: outside the forward, it holds what one rank keeps of it."""
     return hasattr(parameter, "_fsdp_flattened")
-
-
-# https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py
-def trainer_state_name() -> str:
-    """Name of the file in which a Trainer keeps its state; loaded late, the Trainer is an extra."""
-    from transformers.trainer import TRAINER_STATE_NAME
-
-    return TRAINER_STATE_NAME
 
 
 # PEFT, whose layers have no documented way to ask for the weight as it acts, short of changing it.

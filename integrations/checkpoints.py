@@ -100,7 +100,7 @@ def folder_of_step(args: TrainingArguments, state: TrainerState) -> Path:
 def _holds(folder: Path, state: TrainerState) -> bool:
     """Tell if a folder has the checkpoint of this state."""
     try:
-        there = TrainerState.load_from_json(str(folder / compat.trainer_state_name()))
+        there = TrainerState.load_from_json(str(folder / compat.TRAINER_STATE))
     except FileNotFoundError:
         return False
     # By text: a NaN does not equal another NaN.
@@ -144,12 +144,12 @@ def resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
         begins = "stays as the hook that was given has it" if hook.layers.are_adapted else "begins as the model's own"
         logger.warning("%s was saved without betahook: beta %s", folder, begins)
     elif saved is not None:
-        place = f"{compat.trainer_state_name()} of the checkpoint to resume from"
+        place = f"{compat.TRAINER_STATE} of the checkpoint to resume from"
         checkpoint.read_exported(saved, place).load(hook)
     else:
         raise ValueError(
             f"the checkpoint to resume from is not {' or '.join(map(str, places))}, and its "
-            f"{compat.trainer_state_name()} says nothing of betahook. Name it in the arguments too, "
+            f"{compat.TRAINER_STATE} says nothing of betahook. Name it in the arguments too, "
             "TrainingArguments(resume_from_checkpoint=folder), for betahook to find its beta"
         )
 
@@ -202,7 +202,7 @@ def _load_found(hook: Hook, folder: str) -> bool:
 
 def _is_plain(folder: Path) -> bool:
     """Tell if a checkpoint was saved without betahook; a file of beta in it is then left from an earlier one."""
-    state = TrainerState.load_from_json(str(folder / compat.trainer_state_name()))
+    state = TrainerState.load_from_json(str(folder / compat.TRAINER_STATE))
     if _saved_state(state) is not None or checkpoint.is_marked_folder(folder):
         return False
     # Version 0.1.0 put nothing into the state of the Trainer; but its file names no weights either.

@@ -126,8 +126,8 @@ def _read_checkpoints(root: Path, run: Run) -> None:
     if len({tuple(saved.state["layers"].items()) for saved in run.checkpoints.values()}) > 1:
         raise ValueError(f"{root} holds checkpoints of different models; give the folder of one run")
     run.checkpoints = dict(sorted(run.checkpoints.items()))
-    logs = root.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{compat.trainer_state_name()}")
-    files = [file for file in (*logs, root / compat.trainer_state_name()) if file.is_file()]
+    logs = root.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{compat.TRAINER_STATE}")
+    files = [file for file in (*logs, root / compat.TRAINER_STATE) if file.is_file()]
     curves: dict[str, Points] = {}
     for entry in max(map(_history, files), key=len, default=[]):
         for name, value in _numbers(entry):

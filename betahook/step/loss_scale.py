@@ -29,12 +29,15 @@ class LossScale:
 
         Raises:
             TypeError: it is no `GradScaler`.
+            RuntimeError: its `update()` is yet to come, before which it does not tell whether it skipped this step.
         """
         if not isinstance(scaler, GradScaler | None):
             raise TypeError(
                 f"step(scaler) takes a GradScaler or None; got {type(scaler).__name__}. If it wraps a scaler, "
                 "give that one; give a loss by name, step(loss=loss)"
             )
+        if scaler is not None and compat.is_before_update(scaler):
+            raise RuntimeError("hook.step(scaler) came before scaler.update(): call it after that, once per update")
         if scaler is None or not (state := scaler.state_dict()):  # which is empty where the scaler is disabled
             return cls(1.0, expected, skipped=False)
         scale = float(state["scale"])

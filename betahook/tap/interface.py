@@ -41,9 +41,11 @@ UNKNOWN = (
 )
 """Message for attention that bypasses the tap."""
 
-# That of an earlier import of this file would ask this one again, and apply beta twice.
-_original = getattr(AttentionInterface.get_interface, "betahook_original", AttentionInterface.get_interface)
 _users = 0
+_before: Any = None
+"""`AttentionInterface.get_interface` as the first user found it."""
+_ours: Any = None
+"""The method in its place; None without users."""
 
 
 def acquire() -> None:
@@ -52,30 +54,44 @@ def acquire() -> None:
     Raises:
         RuntimeError: transformers does not come here for its attention functions.
     """
-    global _users
+    global _users, _before, _ours
     if _users == 0:
-        AttentionInterface.get_interface = _get_interface  # type: ignore[method-assign, assignment]
+        # As it is now: another library may have wrapped it since the last hook, and is to be asked, and to stay.
+        _before = AttentionInterface.get_interface
+        _ours = _tapping(_before)
+        AttentionInterface.get_interface = _ours  # type: ignore[method-assign]
         answer = ALL_ATTENTION_FUNCTIONS.get_interface("eager", acquire)
         if getattr(answer, "func", None) is not _attention:
-            AttentionInterface.get_interface = _original  # type: ignore[method-assign]
+            AttentionInterface.get_interface = _before  # type: ignore[method-assign]
             raise RuntimeError(UNKNOWN)
     _users += 1
 
 
 def release() -> None:
-    """Undo one `acquire`; the last one restores transformers."""
-    global _users
+    """Undo one `acquire`; the last one restores transformers, unless another library has wrapped the tap since."""
+    global _users, _before, _ours
     _users -= 1
-    if _users == 0 and AttentionInterface.get_interface is _get_interface:
-        AttentionInterface.get_interface = _original  # type: ignore[method-assign]
+    if _users == 0:
+        if AttentionInterface.get_interface is _ours:
+            AttentionInterface.get_interface = _before  # type: ignore[method-assign]
+        _before = _ours = None
 
 
-def _get_interface(self: AttentionInterface, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-    function = _original(self, implementation, default)
-    return functools.partial(_attention, function, implementation)
+def _tapping(original: Any) -> Any:
+    """A `get_interface` that answers with functions that pass the tap.
 
+    A wrapper of another library may hold an earlier one of these: `_attention` lets all but the outermost pass.
+    """
+    # That of an earlier import of this file would apply beta a second time. A wrapper of it has its attributes too.
+    if not hasattr(original, "__wrapped__"):
+        original = getattr(original, "betahook_original", original)
 
-_get_interface.betahook_original = _original  # type: ignore[attr-defined]
+    def get_interface(self: AttentionInterface, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        function = original(self, implementation, default)
+        return functools.partial(_attention, function, implementation)
+
+    get_interface.betahook_original = original  # type: ignore[attr-defined]
+    return get_interface
 
 
 def _attention(function: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

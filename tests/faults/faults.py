@@ -71,6 +71,7 @@ BETA = "tests/unit/test_hook_beta.py"
 GROUPS = "tests/unit/measure/test_groups.py"
 INTERFACE = "tests/unit/tap/test_interface.py::test_the_window_of_a_call_is_that_of_its_options"
 BATCH = "tests/unit/tap/test_interface.py::test_what_is_the_same_for_all_samples_counts_for_each"
+ASKED = "tests/unit/tap/test_interface.py::test_a_wrapper_of_another_library_is_asked_and_stays"
 CAPPED = "tests/unit/tap/test_interface.py::test_a_soft_cap_counts_where_the_implementation_takes_one"
 STAGES = "tests/unit/step/test_stages.py"
 CHECKS = "tests/unit/step/test_checks.py"
@@ -287,6 +288,14 @@ FAULTS = [
         "betahook/measure/groups.py", "self.key_width, observed.input_std_k", "self.query_width, observed.input_std_k"
     ),
     Fault("betahook/tap/interface.py", '"sliding_window" in options or ', "", INTERFACE),
+    Fault("betahook/tap/interface.py", 'if not hasattr(original, "__wrapped__"):', "if True:", ASKED),
+    Fault("betahook/tap/interface.py", "if AttentionInterface.get_interface is _ours:", "if True:", ASKED),
+    Fault(
+        "betahook/step/loss_scale.py",
+        "if scaler is not None and compat.is_before_update(scaler):",
+        "if False:",
+        "tests/unit/step/test_window.py::test_a_scaler_before_its_update_is_refused",
+    ),
     Fault("betahook/tap/interface.py", ' or "flash" in implementation', "", INTERFACE),
     Fault("betahook/tap/listening.py", "*of_one_batch(query, key)", "query, key", BATCH),
     Fault(

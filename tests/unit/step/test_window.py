@@ -451,6 +451,20 @@ class NativeScaler:
     """As those of timm and MAE, which hold a `GradScaler`."""
 
 
+def test_a_scaler_before_its_update_is_refused():
+    """It does not tell yet that it skipped the step, in which beta would move."""
+    model, batch, scaler = build("llama"), inputs("llama"), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with betahook.attach(model) as hook:
+        scaler.scale(model(**batch).loss).backward()
+        scaler.step(optimizer)
+        with pytest.raises(RuntimeError, match=r"came before scaler\.update\(\): call it after that"):
+            hook.step(scaler)
+        scaler.update()
+        hook.step(scaler)
+        assert hook.steps == 1
+
+
 def test_what_is_no_scaler_is_refused():
     model = build("llama")
     with betahook.attach(model) as hook:

@@ -1,5 +1,6 @@
 """The tap against the model alone, bit by bit, and against an independent trace of its attention."""
 
+import functools
 import gc
 import math
 import os
@@ -263,8 +264,8 @@ def test_statistics_have_no_graph():
 def original():
     """The method of transformers, free of the hooks of earlier tests, which go with the garbage collector."""
     gc.collect()
-    assert AttentionInterface.get_interface is interface._original
-    return interface._original
+    assert not hasattr(AttentionInterface.get_interface, "betahook_original")
+    return AttentionInterface.get_interface
 
 
 def test_one_registration_removed_with_the_last_hook(original):
@@ -272,7 +273,7 @@ def test_one_registration_removed_with_the_last_hook(original):
     second = betahook.attach(build("gpt2"))
     assert AttentionInterface.get_interface is not original
     first.detach()
-    assert AttentionInterface.get_interface is interface._get_interface
+    assert AttentionInterface.get_interface.betahook_original is original
     second.detach()
     second.detach()
     assert AttentionInterface.get_interface is original
@@ -347,7 +348,7 @@ def test_attention_that_bypasses_the_tap_is_no_silent_success(monkeypatch):
     model = build("llama")
     with betahook.attach(model) as hook:
         with monkeypatch.context() as patch:
-            patch.setattr(AttentionInterface, "get_interface", interface._original)
+            patch.setattr(AttentionInterface, "get_interface", AttentionInterface.get_interface.betahook_original)
             model(**inputs("llama"))
         with pytest.raises(RuntimeError, match="If it did not, this version of betahook does not know"):
             hook.step()
@@ -615,3 +616,33 @@ def test_betahook_may_be_imported_again_while_a_model_is_hooked(again):
     """As a notebook does after an update; beta acts once."""
     paths = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, "-c", AGAIN.format(again=again)], check=True, env=paths)
+
+
+def test_a_wrapper_of_another_library_is_asked_and_stays(monkeypatch, original):
+    """Also one that came after betahook was loaded, and one that came while a model was hooked."""
+    asked = []
+
+    def wrapped(name, inner):
+        @functools.wraps(inner)
+        def get_interface(self, implementation, default):
+            asked.append(name)
+            return inner(self, implementation, default)
+
+        return get_interface
+
+    model, batch = build("llama"), inputs("llama")
+    before = wrapped("before", original)
+    monkeypatch.setattr(AttentionInterface, "get_interface", before)
+    first = betahook.attach(model)
+    meanwhile = wrapped("meanwhile", AttentionInterface.get_interface)
+    monkeypatch.setattr(AttentionInterface, "get_interface", meanwhile)
+    first.detach()
+    assert AttentionInterface.get_interface is meanwhile
+    with betahook.attach(model) as second:
+        asked.clear()
+        for layer in second.layers.values():
+            layer.beta = 0.5 * layer.head_dim**-0.5
+        halved = model(**batch).logits
+        assert {*asked} == {"before", "meanwhile"}
+    torch.testing.assert_close(halved, _with_scores_scaled(model, batch, 0.5), rtol=1e-5, atol=1e-5)
+    assert AttentionInterface.get_interface is meanwhile
