@@ -75,12 +75,25 @@ def draw(history: History) -> bytes:
         ImportError: matplotlib is not installed.
     """
     try:
+        import matplotlib.figure
         from PIL import Image
-
-        page = new_page()
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install matplotlib") from error
-    latest, columns = history.latest, history.columns
+    # The user's settings, as for a paper, may ask for LaTeX, or be such that drawing fails.
+    defaults = {name: each for name, each in matplotlib.rcParamsDefault.items() if not name.startswith("backend")}
+    with matplotlib.rc_context(defaults):
+        pixels = _pixels(history)
+    image = Image.frombuffer("RGBA", PIXELS, pixels).convert("RGB")
+    file = io.BytesIO()
+    colours = Image.new("P", (1, 1))
+    colours.putpalette(palette())
+    image.quantize(palette=colours, dither=Image.Dither.NONE).save(file, "PNG")
+    return file.getvalue()
+
+
+def _pixels(history: History) -> bytes:
+    """Draw a history as red, green, blue and alpha of each pixel."""
+    page, latest, columns = new_page(), history.latest, history.columns
     assert latest is not None
     _write_header(page, columns, latest)
     labels = fitting(latest.labels, LABEL)
@@ -94,12 +107,7 @@ def draw(history: History) -> bytes:
         _draw_panel(page, box, panel, columns, latest, labels)
     canvas: Any = page.figure.canvas
     canvas.draw()
-    image = Image.frombuffer("RGBA", PIXELS, bytes(canvas.buffer_rgba())).convert("RGB")
-    file = io.BytesIO()
-    colours = Image.new("P", (1, 1))
-    colours.putpalette(palette())
-    image.quantize(palette=colours, dither=Image.Dither.NONE).save(file, "PNG")
-    return file.getvalue()
+    return bytes(canvas.buffer_rgba())
 
 
 def new_page() -> Axes:

@@ -2415,4 +2415,5 @@ FAULTS = [
         "[pattern]",
         "tests/unit/integrations/test_tensorboard.py::test_a_chart_shows_no_tag_that_begins_with_that_of_another",
     ),
+    Fault("betahook/report/pictures.py", "with matplotlib.rc_context(defaults):", "with matplotlib.rc_context():"),
 ]

@@ -18,7 +18,7 @@ from betahook.report.pictures import PIXELS, draw
 from support.made_up_findings import finding, findings, numbers
 
 Image = pytest.importorskip("PIL.Image")
-pytest.importorskip("matplotlib")
+matplotlib = pytest.importorskip("matplotlib")
 
 BOX = pictures.Box(66, 95, 280, 254)
 """A map of layers by step."""
@@ -135,6 +135,23 @@ def history_of(*steps, **change):
 
 def shares(columns):
     return [index / columns for index in range(columns + 1)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"text.usetex": True},
+        {"pcolor.shading": "nearest", "figure.autolayout": True, "path.sketch": (1, 100, 2), "font.size": 20},
+        {"figure.constrained_layout.use": True, "lines.linewidth": 5, "text.hinting": "none", "savefig.dpi": 50},
+    ],
+)
+def test_the_settings_of_matplotlib_change_nothing(settings):
+    """A picture in the middle of a training must not fail because plots of the user's are made for LaTeX."""
+    history = history_of(1, 2)
+    expected = draw(history)
+    with matplotlib.rc_context(settings):
+        assert draw(history) == expected
+        assert matplotlib.rcParams | settings == matplotlib.rcParams
 
 
 def test_long_labels_stay_on_the_page_and_off_the_maps():
