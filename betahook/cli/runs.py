@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,9 +89,8 @@ def _read_events(root: Path, files: list[Path], run: Run) -> Path:
         tags = events.Tags()
         if not any(tag.startswith(f"{GROUP}/") for tag in tags["scalars"]):
             continue
-        # A resumed run writes a step again.
         run.scalars = {
-            tag: sorted({event.step: event.value for event in events.Scalars(tag)}.items()) for tag in tags["scalars"]
+            tag: _last_run((event.step, event.value) for event in events.Scalars(tag)) for tag in tags["scalars"]
         }
         if TAG in tags["images"]:
             run.picture = events.Images(TAG)[-1].encoded_image_string
@@ -104,6 +103,16 @@ def _read_events(root: Path, files: list[Path], run: Run) -> Path:
             )
         return place
     return root
+
+
+def _last_run(written: Iterable[tuple[float, float]]) -> Points:
+    """Leave out what a later run in the same folder, begun anew or resumed, has taken back: the rule of TensorBoard."""
+    points: Points = []
+    for step, value in written:
+        while points and points[-1][0] >= step:
+            points.pop()
+        points.append((step, value))
+    return points
 
 
 def _folder_of_checkpoints(root: Path, place: Path) -> Path:

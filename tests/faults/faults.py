@@ -2415,5 +2415,11 @@ FAULTS = [
         "[pattern]",
         "tests/unit/integrations/test_tensorboard.py::test_a_chart_shows_no_tag_that_begins_with_that_of_another",
     ),
+    Fault(
+        "betahook/cli/runs.py",
+        "while points and points[-1][0] >= step:",
+        "if points and points[-1][0] == step:",
+        REPORTS,
+    ),
     Fault("betahook/report/pictures.py", "with matplotlib.rc_context(defaults):", "with matplotlib.rc_context():"),
 ]

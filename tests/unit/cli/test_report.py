@@ -136,6 +136,18 @@ def test_report_of_a_resumed_run_has_what_was_logged_before(run, tmp_path):
     assert [step for step, _ in scalars["attention/max_logit"]] == [*(step for step, _ in losses), 4, 6]
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "kept"), [((1, 10), (1, 3), (1, 3)), ((1, 10), (6, 8), (1, 8)), ((1, 3), (4, 6), (1, 6))]
+)
+def test_report_of_a_run_that_was_begun_anew_in_its_folder_is_of_the_last_one(tmp_path, first, second, kept):
+    with SummaryWriter(str(tmp_path)) as writer:  # of files, TensorBoard reads one behind the other
+        for number, (begin, end) in enumerate((first, second)):
+            for step in range(begin, end + 1):
+                writer.add_scalar("attention/max_logit", float(number), step)
+    points = runs.read(str(tmp_path)).scalars["attention/max_logit"]
+    assert points == [(step, float(step >= second[0])) for step in range(kept[0], kept[1] + 1)]
+
+
 @pytest.mark.parametrize("text", ["null", "[3]", '{"log_history": null}', '{"log_history": 3}'])
 def test_report_without_a_history_that_can_be_read(run, tmp_path, text):
     folder, page = shutil.copytree(run / "checkpoint-3", tmp_path / "checkpoint-3"), tmp_path / "one.html"
