@@ -28,16 +28,20 @@ from betahook.report.precision import Precision
 from betahook.report.summary import GROUP
 
 COLOURS = {
-    "flat": "#3b82c4",
-    "healthy": "#2f9e6e",
-    "sharp": "#e4671e",
-    "one key": "#d6455d",
-    "exploding": "#a855c7",
-    "sink": "#c9a227",
-    "dead": "#8a7060",
-    "nonfinite": "#8c8f94",
+    "flat": "#4a92c8",
+    "healthy": "#56a372",
+    "sharp": "#e3761b",
+    "one key": "#cd0018",
+    "exploding": "#8d4aef",
+    "sink": "#b88b44",
+    "dead": "#8a5a45",
+    "nonfinite": "#62656c",
+    "unmeasured": "#8c9595",
 }
-"""Colours of conditions in charts: blue is flat and orange sharp, as in the picture; legible on white and on black."""
+"""Colours of conditions in charts: blue is flat and orange sharp, as in the picture.
+
+All can be told apart by the colour-blind, and are legible on white and on the dark page.
+"""
 
 
 def examination(title: str, source: str, found: Examination, *, pictured: bool) -> Document:

@@ -12,7 +12,8 @@ WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 30
 IN_LEGEND = 6
 """Most lines that a legend names; more are coloured from the first to the last."""
-DISTINCT = ("#3b82c4", "#e4671e", "#2f9e6e", "#a855c7", "#c9a227", "#d6455d")
+DISTINCT = ("#4a92c8", "#e3761b", "#56a372", "#8d4aef", "#b88b44", "#cd0018")
+"""Colours of few lines, which the colour-blind can tell apart."""
 RAMP = ((59, 130, 246), (16, 160, 130), (230, 150, 30), (214, 60, 80))
 """From the first line to the last: blue, green, orange, red; legible on white and on black."""
 
