@@ -10,6 +10,8 @@ from betahook.report.document import Chart
 
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 30
+CHARACTER = 8
+"""Width of a digit that fits any font."""
 IN_LEGEND = 6
 """Most lines that a legend names; more are coloured from the first to the last."""
 DISTINCT = ("#4a92c8", "#e3761b", "#56a372", "#8d4aef", "#b88b44", "#cd0018")
@@ -116,8 +118,10 @@ def _axes(chart: Chart, steps: Point, values: Point) -> str:
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_label(value)}</text>')
     for step in ticks(*steps, False):
         if step == int(step):
-            x = _x(step, *steps)
-            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{int(step):,}</text>')
+            label, x, anchor = f"{int(step):,}", _x(step, *steps), "middle"
+            if x + len(label) * CHARACTER / 2 > WIDTH:  # which would be cut
+                x, anchor = WIDTH, "end"
+            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{label}</text>')
     return "".join(parts)
 
 

@@ -149,6 +149,14 @@ def test_an_axis_of_given_ends():
     assert [label for label in ("0", "0.5", "1", "1.1") if f">{label}</text>" in drawn] == ["0", "0.5", "1"]
 
 
+@pytest.mark.parametrize(("last", "is_moved"), [(10, False), (100, False), (2000, True), (1_000_000, True)])
+def test_the_last_step_is_not_cut_at_the_edge(last, is_moved):
+    drawn = charts.draw(Chart("t", {"x": [(0, 1.0), (last, 2.0)]}))
+    ((x, anchor),) = re.findall(rf'<text x="([\d.]+)" y="[\d.]+" text-anchor="(\w+)">{last:,}</text>', drawn)
+    expected = (charts.WIDTH, "end") if is_moved else (charts.WIDTH - charts.RIGHT, "middle")
+    assert (float(x), anchor) == expected
+
+
 def test_a_colour_with_a_meaning_stays_with_its_line():
     lines = {"a": [(0, 1.0), (1, 2.0)], "flat": [(0, 1.0), (1, 2.0)]}
     drawn = charts.draw(Chart("t", lines, colours={"flat": "#123456", "gone": "#654321"}))
