@@ -19,7 +19,7 @@ from betahook.layer import Layers
 from betahook.report import metrics
 from betahook.report.conditions import HELP, WORRYING, Condition, Numbers, advise, classify
 from betahook.report.document import Table, on_one_line
-from betahook.report.names import listed, plain, ranges, short_names
+from betahook.report.names import factor, listed, plain, ranges, short_names
 from betahook.state.state import State
 
 logger = logging.getLogger("betahook")
@@ -129,7 +129,7 @@ class Findings(tuple[Finding, ...]):
             )
             gains = [gain for finding, _ in measured for gain in finding.head_gains if gain > 0]
             if gains:
-                low, high = plain(min(gains), 2), plain(max(gains), 2)
+                low, high = factor(min(gains)), factor(max(gains))
                 times = "" if low == high == "1" else f"{low if low == high else f'{low} to {high}'} times "
                 sentences.append(f"Beta is {times}the model's own.")
         return " ".join(sentences)
@@ -274,7 +274,7 @@ def _cells(finding: Finding, label: str) -> list[str]:
         _cell(plain(numbers.logit_std, 2), numbers.logit_std),
         _cell(plain(numbers.max_logit), numbers.max_logit),
         _cell(f"{plain(numbers.keys)} of {plain(flat)}", numbers.keys, flat),
-        _cell(f"{plain(finding.gain, 2)} x", finding.gain),
+        _cell(f"{factor(finding.gain)} x", finding.gain),
     ]
     move = 100 * (10**finding.note.move - 1)
     moved = f"{'+' * (move > 0)}{plain(move, 2)} %" if move else ""

@@ -83,6 +83,13 @@ def plain(number: float, digits: int = 3) -> str:
     return f"{float(f'{number:.{digits}g}') + 0.0:,.12g}"  # -0.0 + 0.0 is 0.0
 
 
+def factor(number: float, digits: int = 2) -> str:
+    """Write a factor as `plain` does, with more digits where it is not 1 and would read so; float32 rounds to 1e-7."""
+    while plain(number, digits) == "1" and abs(number - 1) > 1e-6:
+        digits += 1
+    return plain(number, digits)
+
+
 def _with_numbers(names: Sequence[tuple[str, ...]], place: int) -> tuple[str, ...]:
     runs = _runs(sorted(int(name[place]) for name in names))
     return (*names[0][:place], ",".join(map(_span, runs)), *names[0][place + 1 :])

@@ -250,6 +250,21 @@ def test_the_summary_has_the_range_of_beta_over_all_heads():
     assert Findings.at(9, [apart]).summary.endswith("Beta is 0.79 to 1.3 times the model's own.")
 
 
+@pytest.mark.parametrize(
+    ("gains", "said", "cell"),
+    [
+        ((1.0, 1.0000001), "the model's own.", "1 x"),
+        ((1.049, 1.049), "1.05 times the model's own.", "1.05 x"),
+        ((0.9996, 1.0), "0.9996 to 1 times the model's own.", "0.9998 x"),
+    ],
+)
+def test_a_beta_near_the_models_own_is_not_taken_for_it(gains, said, cell):
+    near = replace(finding(0), beta=0.25 * sum(gains) / 2, beta_default=0.25, head_gains=gains)
+    found = Findings.at(9, [near])
+    assert found.summary.endswith(f"Beta is {said}")
+    assert cell in found.table().rows[0]
+
+
 @pytest.mark.parametrize("offset", [True, False])
 def test_an_offset_that_all_keys_share_is_named_beside_the_explosion(offset):
     """Biases of q and k add a constant to every score; large weights of k do not."""
