@@ -24,7 +24,7 @@ from betahook.examination import examine_hooked
 from betahook.keep.refusals import foresee
 from betahook.keep.restoring import read_for, restore_saved
 from betahook.report.document import Block, Document, Table, Text
-from betahook.report.names import grouped
+from betahook.report.names import factor, grouped
 
 LEFT_BEHIND = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.ckpt*", "*.ot", "*.onnx", "*.gguf"),  # weights
@@ -114,12 +114,13 @@ def fold(folder: str, out: str) -> Document:
     model = models.with_weights(folder)
     saved = read_for(model, folder)
     hook = restore_saved(model, saved)
-    gains = [layer.beta / layer.beta_default for layer in hook.layers.values() if not math.isnan(layer.beta)]
+    gains = [layer.current_gain for layer in hook.layers.values() if not math.isnan(layer.beta)]
     with torch.no_grad():
         model(**models.an_input(model))
     betahook.fold(hook)
     _save(model, target, Path(folder))
-    changed, low, high = sum(gain != 1 for gain in gains), f"{min(gains):.3g}", f"{max(gains):.3g}"
+    changed = sum(bool((gain != 1).any()) for gain in gains)
+    low, high = (factor(float(end), 3) for end in torch.cat(gains).aminmax())
     said = (
         f"Beta, {low if low == high else f'{low} to {high}'} times the model's own, is in the weights of {changed} of "
         f"{len(hook.layers)} layers. The outputs before and after agree; the model no longer needs betahook."

@@ -130,6 +130,19 @@ def test_fold_reads_the_file_of_beta_once(saved, tmp_path, monkeypatch):
     assert places == [saved / "hooked" / checkpoint.FILE]
 
 
+def test_fold_names_the_beta_of_heads(tmp_path, capsys):
+    """Whose geometric mean is the model's own."""
+    model = build("llama")
+    with betahook.attach(model, controller="monitor", per_head=True) as hook:
+        model(**inputs("llama"))
+        hook.step()
+        layer = hook.layers[LAYER]
+        layer.head_beta = layer.head_beta_default * torch.tensor([0.5, 2.0, 0.25, 4.0])
+        model.save_pretrained(tmp_path / "hooked")
+    assert main(["fold", str(tmp_path / "hooked"), str(tmp_path / "plain")]) == 0
+    assert "Beta, 0.25 to 4 times the model's own, is in the weights of 1 of 2 layers" in capsys.readouterr().out
+
+
 def test_fold_names_one_beta_once(tmp_path, capsys):
     model = build("llama")
     with betahook.attach(model, controller="monitor") as hook:
