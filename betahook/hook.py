@@ -273,7 +273,7 @@ class Hook(Uncopied):
         warnings.warn_of_nonfinite(state, self.layers, self.settings.interval)
         if self._alerts is not None and state.reported.alerts_step < state.steps:
             state.reported.alerts_step = state.steps
-            self._alerts.check(values, state.steps)
+            self._alerts.check(values, state.steps, self.layers)
         return values
 
     def head_metrics(self) -> dict[str, Tensor]:

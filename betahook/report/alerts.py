@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from betahook.control import base
 from betahook.control.base import is_positive, require
+from betahook.layer import AttentionLayer, Layers
 from betahook.models.discovery import shown_name
+from betahook.report.findings import NAMED
+from betahook.report.names import ranges
 
 LIMITS = ("max_logit", "logit_std", "entropy")
 """Quantities with a limit: the lowest value allowed of the entropy, the largest of the others."""
@@ -20,8 +24,9 @@ class Alert:
         step: number of steps of the hook so far.
         quantity: name of the metric: "max_logit", "logit_std", "entropy" or "at_bound".
         layer: name of the layer.
-        value: the metric; of "at_bound", beta.
+        value: the metric; of "at_bound", beta, that of the first head at its bound.
         limit: the limit; None for "at_bound": the bounds are those of the controllers.
+        heads: the heads at their bound, counted from 0, where others are not; else none.
     """
 
     step: int
@@ -29,8 +34,14 @@ class Alert:
     layer: str
     value: float
     limit: float | None
+    heads: tuple[int, ...] = ()
 
     def __str__(self) -> str:
+        if self.heads:
+            heads = f"head{'s' * (len(self.heads) > 1)} {ranges(self.heads, NAMED)}"
+            first = f" in head {self.heads[0]}" * (len(self.heads) > 1)
+            where = f"at its bound in {heads}, {self.value:g}{first}"
+            return f"step {self.step}: beta of {shown_name(self.layer)} is {where}"
         if self.limit is None:
             return f"step {self.step}: beta of {shown_name(self.layer)} is {self.value:g}, which is at its bound"
         beyond = f"beyond its limit of {self.limit:g}"
@@ -71,12 +82,22 @@ class Alerts:
         if not self.at_bound and all(getattr(self, name) is None for name in LIMITS):
             raise ValueError("Alerts without a limit never alert; give one, as in Alerts(print, max_logit=50)")
 
-    def check(self, metrics: Mapping[str, float], step: int) -> None:
-        """Call back for every limit that `metrics`, as from `Hook.metrics`, cross."""
+    def check(self, metrics: Mapping[str, float], step: int, layers: Layers | None = None) -> None:
+        """Call back for every limit that `metrics`, as from `Hook.metrics`, cross; name heads if `layers` are given."""
         for key, value in metrics.items():
             quantity, layer = key.split("/", 1)
             limit = getattr(self, quantity) if quantity in LIMITS else None
             if limit is not None and (value < limit if quantity == "entropy" else value > limit):
                 self.on_alert(Alert(step, quantity, layer, value, limit))
             elif quantity == "at_bound" and self.at_bound and value:
-                self.on_alert(Alert(step, quantity, layer, metrics[f"beta/{layer}"], None))
+                alert = Alert(step, quantity, layer, metrics[f"beta/{layer}"], None)
+                self.on_alert(alert if layers is None else _with_heads(alert, layers[layer]))
+
+
+def _with_heads(alert: Alert, layer: AttentionLayer) -> Alert:
+    """Name the heads of a layer that are at their bound, of whose beta the mean says nothing."""
+    beta = layer.head_beta
+    heads = base.at_bound(beta, layer.head_beta_default).nonzero().flatten().tolist()
+    if len(heads) in (0, layer.heads):  # 0: the device rounds otherwise
+        return alert
+    return replace(alert, value=float(beta[heads[0]]), heads=tuple(heads))

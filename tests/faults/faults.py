@@ -2432,4 +2432,5 @@ FAULTS = [
         "torch.stack([x.mean() for x in gains]).aminmax()",
         SHOW_AND_FOLD,
     ),
+    Fault("betahook/report/alerts.py", "len(heads) in (0, layer.heads)", "True"),
 ]

@@ -75,6 +75,30 @@ def test_alerts_come_once_a_step_with_the_metrics():
         assert str(heard[0]).endswith("beyond its limit of 0.0001")
 
 
+@pytest.mark.parametrize(
+    ("gains", "heads", "said"),
+    [
+        ((0.1, 0.5, 1000.0, 0.5), (2,), "is at its bound in head 2, 353.553"),
+        ((1000.0, 0.5, 1e-3, 1e-3), (0, 2, 3), "is at its bound in heads 0, 2-3, 353.553 in head 0"),
+        ((1000.0,) * 4, (), "is 353.553, which is at its bound"),
+    ],
+)
+def test_an_alert_names_the_heads_at_their_bound(gains, heads, said):
+    """Not the mean beta of the layer, which may be far from it."""
+    model, heard = build("llama"), []
+    with betahook.attach(
+        model, "monitor", per_head=True, interval=1, alerts=betahook.Alerts(heard.append, at_bound=True)
+    ) as hook:
+        train(model, hook, 1)
+        layer = hook.layers[LAYER]
+        layer.head_beta = layer.head_beta_default * torch.tensor(gains)
+        train(model, hook, 1)
+        hook.metrics()
+    (alert,) = heard
+    assert (alert.heads, alert.value) == (heads, pytest.approx(353.5534, rel=1e-5))
+    assert str(alert) == f"step 2: beta of {LAYER} {said}"
+
+
 def test_within_the_limits_there_is_silence():
     model, heard = build("llama"), []
     alerts = betahook.Alerts(heard.append, max_logit=1e3, entropy=1e-3, logit_std=1e3, at_bound=True)
