@@ -23,7 +23,7 @@ from betahook.report.charts import steps_of
 from betahook.report.conditions import Condition
 from betahook.report.document import Block, Chart, Document, Image, Table, Text
 from betahook.report.findings import Findings, read_markdown
-from betahook.report.names import short_names
+from betahook.report.names import listed, short_names
 from betahook.report.precision import Precision
 from betahook.report.summary import GROUP
 
@@ -93,7 +93,7 @@ def run(folder: str, found: Run, judged: tuple[Findings, Audit] | None) -> Docum
         note = "Blue is flat, orange sharp, dark red looks at one key; beta over the model's own at the lower right."
         blocks.append(Image(found.picture, "layer by step, and layer by head", "At a glance", note))
     blocks += [Text("\n".join(found.remarks))] if found.remarks else []
-    blocks += [*charts(found), *tables, footer(sources(found))]
+    blocks += [*charts(found), *tables, footer(*sources(found))]
     return Document(f"Attention in {Path(folder).resolve().name}", blocks)
 
 
@@ -147,15 +147,16 @@ def betas(state: dict[str, Any]) -> Table:
     return Table(["layer", "own beta", "beta", "beta / own", "heads", "attention"], rows)
 
 
-def sources(found: Run) -> str:
-    """Say what the page was made from."""
-    lines = ["TensorBoard files"] if found.scalars else []
+def sources(found: Run) -> list[str]:
+    """Say in a line what the page was made from; in none where all of it was left out."""
+    parts = [*found.logs]
     if found.checkpoints:
         newest = found.checkpoints[max(found.checkpoints)].state
-        steps = ", ".join(map(str, found.checkpoints))
+        after = f"{', '.join(map(str, found.checkpoints))} step{'s' * ([*found.checkpoints] != [1])}"
         options = ", ".join(f"{name}={value!r}" for name, value in newest["options"].items())
-        lines.append(f"checkpoints after {steps} steps; {', '.join(checkpoint.makers(newest))}; {options}")
-    return f"From {' and '.join(lines)}"
+        kind = "checkpoints" if len(found.checkpoints) > 1 else "a checkpoint"
+        parts.append(f"{kind} after {after}; {', '.join(checkpoint.makers(newest))}; {options}")
+    return [f"From {listed(parts)}"] if parts else []
 
 
 def advice(remarks: Mapping[str, str]) -> list[Block]:

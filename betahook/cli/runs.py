@@ -35,6 +35,7 @@ class Run:
         picture: the last picture of TensorBoard, a PNG; None without one.
         words: the last findings in words, as Markdown; empty without any.
         checkpoints: step to the state of the hook in a checkpoint, in order.
+        logs: what the scalars are from, in words.
         remarks: on what could not be read.
     """
 
@@ -42,6 +43,7 @@ class Run:
     picture: bytes | None = None
     words: str = ""
     checkpoints: dict[int, checkpoint.Saved] = field(default_factory=dict)
+    logs: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
     def curve(self, *tags: str) -> Points:
@@ -92,6 +94,7 @@ def _read_events(root: Path, files: list[Path], run: Run) -> Path:
         run.scalars = {
             tag: _last_run((event.step, event.value) for event in events.Scalars(tag)) for tag in tags["scalars"]
         }
+        run.logs.append("TensorBoard files")
         if TAG in tags["images"]:
             run.picture = events.Images(TAG)[-1].encoded_image_string
         for tag in (tag for tag in tags["tensors"] if tag.startswith(f"{GROUP}/findings")):
@@ -141,6 +144,7 @@ def _read_checkpoints(root: Path, run: Run) -> None:
     for entry in max(map(_history, files), key=len, default=[]):
         for name, value in _numbers(entry):
             curves.setdefault(_tag(name), []).append((entry["step"], value))
+    run.logs += ["the Trainer's history"] if curves else []
     for tag, points in curves.items():
         logged = run.scalars.get(tag, [])  # from where the run was resumed: the files of before are in another folder
         run.scalars[tag] = [point for point in points if not logged or point[0] < logged[0][0]] + logged

@@ -2433,4 +2433,5 @@ FAULTS = [
         SHOW_AND_FOLD,
     ),
     Fault("betahook/report/alerts.py", "len(heads) in (0, layer.heads)", "True"),
+    Fault("betahook/cli/runs.py", '["the Trainer\'s history"] if curves else []', '["TensorBoard files"]', REPORTS),
 ]

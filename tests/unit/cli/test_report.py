@@ -18,6 +18,12 @@ from support.trainer import make_trainer
 from support.training import LAYER
 
 
+def said_of_sources(page):
+    """What a page says that it was made from, up to the controllers; empty without it."""
+    lines = [line for text in page.texts for line in text.splitlines() if line.startswith("From ")]
+    return lines[0].partition(";")[0] if lines else ""
+
+
 def test_report_leaves_out_a_checkpoint_that_is_damaged(run, tmp_path, capsys):
     folder, page = shutil.copytree(run, tmp_path / "run"), tmp_path / "page.html"
     (folder / "checkpoint-6" / checkpoint.FILE).write_bytes(b"damaged")
@@ -27,6 +33,15 @@ def test_report_leaves_out_a_checkpoint_that_is_damaged(run, tmp_path, capsys):
     assert "Beta at step 3" in texts
     assert main(["report", str(folder / "checkpoint-6")]) == 1
     assert f"{folder / 'checkpoint-6' / checkpoint.FILE} is damaged" in capsys.readouterr().err
+
+
+def test_report_of_nothing_that_can_be_read_names_no_source(tmp_path):
+    page = tmp_path / "page.html"
+    (tmp_path / "checkpoint-6").mkdir()
+    (tmp_path / "checkpoint-6" / checkpoint.FILE).write_bytes(b"damaged")
+    assert main(["report", str(tmp_path), "--html", str(page)]) == 0
+    assert said_of_sources(Page(page)) == ""
+    assert "left out: " in " ".join(Page(page).texts)
 
 
 def test_report_of_a_run_is_one_file_that_needs_no_other(run, tmp_path, capsys):
@@ -49,6 +64,7 @@ def test_report_of_a_checkpoint_alone(run, tmp_path):
     assert main(["report", str(run / "checkpoint-3"), "--html", str(page)]) == 0
     shown = Page(page)
     assert "Beta at step 3" in shown.texts
+    assert said_of_sources(shown) == "From the Trainer's history and a checkpoint after 3 steps"
     assert any(text.startswith("training: ") for text in shown.texts)  # from the history of the Trainer
     assert any(text.startswith("largest logit: ") for text in shown.texts)
 
@@ -109,6 +125,7 @@ def test_report_of_a_checkpoint_that_measured_nothing(tmp_path):
         model.save_pretrained(tmp_path)
     assert main(["report", str(tmp_path), "--html", str(page)]) == 0
     assert "Beta at step 1" in Page(page).texts
+    assert said_of_sources(Page(page)) == "From a checkpoint after 1 step"
 
 
 def test_report_of_a_checkpoint_has_the_loss_of_its_evaluations(run, tmp_path):
@@ -212,6 +229,7 @@ def test_report_of_tensorboard_files_alone(tmp_path):
     assert main(["report", str(tmp_path), "--html", str(page)]) == 0
     shown = Page(page)
     assert {"Largest logit", "Step 2: layer 0 flat.", "attention", "flat"} <= set(shown.texts)
+    assert said_of_sources(shown) == "From TensorBoard files"
     tips = [text for text in shown.texts if "at step" in text]
     assert tips == ["largest logit: 4 at step 0, 6 at 2", "one key: 0.5 at step 0, 0.5 at 2"]
     assert "img" in shown.seen
