@@ -52,6 +52,8 @@ class TensorBoardWriter:
             raise ImportError("TensorBoard is not installed: pip install tensorboard") from error
         self.writer: Any = SummaryWriter(logdir, filename_suffix=".betahook")
         self._picture = TrackedPicture()
+        self._layout: dict[str, dict[str, list[Any]]] = {}
+        self._charted: set[str] = set()
         self._findings: Findings | None = None
         self._drawn: int | None = None
         self._step = 0
@@ -88,10 +90,7 @@ class TensorBoardWriter:
             with hook.layers.reading_once():
                 metrics = hook.metrics() if metrics is None else metrics
                 findings = hook.findings() if findings is None else findings
-        if self._findings is None:
-            measured = {key.partition("/")[0] for key in metrics}
-            shown = filter(measured.__contains__, self.quantities)
-            self.writer.add_custom_scalars(layout(shown, with_loss=bool(losses)))
+        self._lay_out({key.partition("/")[0] for key in metrics}, with_loss=bool(losses))
         self._picture.add(findings, step)
         self._findings, self._step, self._hook = findings, step, weakref.ref(hook)
         for tag, value in {**self._summary(findings), **losses}.items():
@@ -127,6 +126,14 @@ class TensorBoardWriter:
                 "write(hook, step) got another hook than before, whose numbers would be mixed with those of the first: "
                 "make a TensorBoardWriter for each, in a folder of its own"
             )
+
+    def _lay_out(self, measured: set[str], *, with_loss: bool) -> None:
+        """Write the layout, again where a quantity or the loss comes for the first time: TensorBoard shows the last."""
+        self._charted |= {*measured, *(["loss"] if with_loss else [])}
+        made = layout(filter(self._charted.__contains__, self.quantities), with_loss="loss" in self._charted)
+        if made != self._layout:
+            self.writer.add_custom_scalars(made)
+            self._layout = made
 
     def _write_details(self, hook: Hook, metrics: Mapping[str, float], step: int) -> None:
         """Write the quantities that were asked for, layer by layer."""

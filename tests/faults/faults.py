@@ -2434,4 +2434,16 @@ FAULTS = [
     ),
     Fault("betahook/report/alerts.py", "len(heads) in (0, layer.heads)", "True"),
     Fault("betahook/cli/runs.py", '["the Trainer\'s history"] if curves else []', '["TensorBoard files"]', REPORTS),
+    Fault(
+        "integrations/tensorboard.py",
+        "if made != self._layout:",
+        "if not self._layout:",
+        "tests/unit/integrations/test_tensorboard.py::test_what_is_measured_later_gets_its_chart",
+    ),
+    Fault(
+        "integrations/tensorboard.py",
+        "self._charted |= {",
+        "self._charted = {",
+        "tests/unit/integrations/test_tensorboard.py::test_what_is_measured_later_gets_its_chart",
+    ),
 ]

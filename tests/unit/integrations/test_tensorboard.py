@@ -16,6 +16,10 @@ from typing import get_args
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
 
 import betahook
 from betahook.integrations.tensorboard import CALM, TensorBoardWriter, layout
@@ -159,6 +163,34 @@ def test_every_chart_of_the_layout_finds_its_tags(run):
                 assert answer["regex_valid"]
                 assert answer["tag_to_events"], f"{chart['title']}: nothing matches {pattern}"
                 assert len({tag.split("/")[0] for tag in answer["tag_to_events"]}) == 1
+
+
+def shown_layout(folder):
+    """Titles of the charts by category, as TensorBoard reads them from a folder."""
+    from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin  # which warns
+
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(folder)).Reload()
+    provider = MultiplexerDataProvider(multiplexer, str(folder))
+    plugin = CustomScalarsPlugin(TBContext(logdir=str(folder), data_provider=provider))
+    categories = json.loads(plugin.layout_impl(RequestContext(), ""))["category"]
+    return {category["title"]: [chart["title"] for chart in category["chart"]] for category in categories}
+
+
+@pytest.mark.filterwarnings("ignore:html5lib's sanitizer is deprecated")
+def test_what_is_measured_later_gets_its_chart(tmp_path):
+    """As what a step measures where the first write is before it."""
+    model = build("llama")
+    with (
+        betahook.attach(model, "monitor") as hook,
+        TensorBoardWriter(str(tmp_path), quantities=["entropy", "beta"]) as writer,
+    ):
+        writer.write(hook, 0)
+        model(**inputs("llama")).loss.backward()
+        hook.step()
+        for step in range(1, 4):
+            writer.write(hook, step, loss=1.0 if step == 2 else None)
+    whole = layout(["entropy", "beta"], with_loss=True)
+    assert shown_layout(tmp_path) == {category: [*charts] for category, charts in whole.items()}
 
 
 def written(folder):
