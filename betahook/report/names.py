@@ -31,10 +31,15 @@ def fitting(names: Sequence[str], length: int) -> list[str]:
     names = [".".join(name) for name in parts]
     for room in range(length, _longest(parts)):
         for head in (*range(room // 2, 0, -1), *range(room // 2 + 1, room)):
-            cut = [_elided(name, head, room) for name in names]
+            cut = [elided(name, head, room) for name in names]
             if len(set(cut)) == distinct:
                 return cut
     return names
+
+
+def elided(name: str, head: int, length: int) -> str:
+    """A name of that length at most: its first `head` characters, and its last ones."""
+    return name if len(name) <= length else f"{name[:head]}…{name[len(name) - (length - head - 1) :]}"
 
 
 def zero_padded(names: Sequence[str]) -> list[str]:
@@ -122,8 +127,3 @@ def _common(names: Sequence[Sequence[str]]) -> int:
 
 def _longest(names: Sequence[Sequence[str]]) -> int:
     return max((len(".".join(parts)) for parts in names), default=0)
-
-
-def _elided(name: str, head: int, length: int) -> str:
-    """A name of that length at most: its first `head` characters, and its last ones."""
-    return name if len(name) <= length else f"{name[:head]}…{name[len(name) - (length - head - 1) :]}"

@@ -18,7 +18,7 @@ from betahook.report.charts import ticks
 from betahook.report.conditions import Condition, classify
 from betahook.report.findings import Findings
 from betahook.report.history import Column, History
-from betahook.report.names import fitting
+from betahook.report.names import elided, fitting
 from betahook.report.panels import Panel, colormap, palette, panels, place_of_entropy, place_of_gain
 
 if TYPE_CHECKING:
@@ -34,12 +34,14 @@ LEGIBLE = 2.5
 """Pixels of a marker below which it is left out."""
 LABEL = 28
 """Characters of a layer's label beyond which it is shortened."""
+WIDEST = 210
+"""Pixels of a label beyond which its middle is left out, even if that leaves labels alike: the maps need the room."""
 NARROWEST = 66
 """Pixels left of a map of layers by step, wide enough for the labels of most models."""
 TOPS, HEIGHT, RIGHT = (95, 456), 254, 1122
 """Tops of the upper and lower maps, their height, and the right end of the rightmost scale, in pixels."""
-TICK = 3
-"""Pixels of a tick."""
+TICK, GAP = 3, 5
+"""Pixels of a tick, and between two labels at least."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def _pixels(history: History) -> bytes:
     page, latest, columns = new_page(), history.latest, history.columns
     assert latest is not None
     _write_header(page, columns, latest)
-    labels = fitting(latest.labels, LABEL)
+    labels = [_fitting(page, label, 8, WIDEST) for label in fitting(latest.labels, LABEL)]
     margin = max(NARROWEST, 48 + max(_width(page, label, 8) for label in labels))
     between = margin + 84
     width = (RIGHT - margin - between) / 2
@@ -135,6 +137,14 @@ def _width(page: Axes, text: str, size: float, weight: str = "normal") -> float:
     return float(canvas.get_renderer().get_text_width_height_descent(text, font, False)[0])
 
 
+def _fitting(page: Axes, text: str, size: float, room: float, weight: str = "normal") -> str:
+    """Leave out the middle of a text that is wider than so many pixels."""
+    shown, length = text, math.ceil(len(text) * room / max(_width(page, text, size, weight), 1))
+    while _width(page, shown, size, weight) > room:
+        shown, length = elided(text, length // 2, length), length - 1
+    return shown
+
+
 def _write(
     page: Axes, x: float, y: float, text: str, size: float, ha: str = "left", color: str = INK, **options: Any
 ) -> None:
@@ -148,11 +158,11 @@ def _write_header(page: Axes, columns: Sequence[Column], latest: Findings) -> No
     first, _, rest = f"Step {columns[-1].last}: {summary}".partition(". ")
     first = first.removesuffix(".")
     left, right = 0.03 * PIXELS[0], 0.97 * PIXELS[0]
-    _write(page, left, 21, first, 11, weight="bold")
+    _write(page, left, 21, _fitting(page, first, 11, right - left, "bold"), 11, weight="bold")
     if _width(page, first, 11, "bold") + _width(page, rest, 10) + 30 < right - left:
         _write(page, right, 21, rest, 10, "right")
     else:
-        _write(page, left, 44, rest, 10)
+        _write(page, left, 44, _fitting(page, rest, 10, right - left), 10)
     shown = [numbers for column in columns for numbers in column.numbers]
     shown += [numbers for finding in latest for numbers in finding.head_numbers]
     if any(numbers.nonfinite > 0 for numbers in shown):
@@ -181,7 +191,7 @@ def _draw_panel(
     shown = range(0, len(labels), math.ceil(len(labels) / 16))
     _write_layers(page, over_time, {(layer + 0.5) / len(labels): labels[layer] for layer in shown})
     steps = [step for step in ticks(edges[0], edges[-1], False) if step == int(step)]
-    _write_below(page, over_time, dict(zip(_shares(steps, edges), map(_short, steps), strict=True)), "step")
+    _write_below(page, over_time, dict(zip(_shares(steps, edges), _short(steps), strict=True)), "step")
     shown = range(0, heads, math.ceil(heads / (8 if heads <= 8 else 4)))
     _write_below(page, now, {(head + 0.5) / heads: str(head) for head in shown}, "head, now")
     if panel.scale == "gain":
@@ -208,11 +218,12 @@ def _shares(steps: Sequence[float], edges: Sequence[float]) -> list[float]:
     return [(step - edges[0]) / (edges[-1] - edges[0]) for step in steps]
 
 
-def _short(step: float) -> str:
-    """Write a step in a few characters: `500`, `20k`, `1.2M`."""
-    if step >= 1e6:
-        return f"{step / 1e6:g}M"
-    return f"{step / 1e3:g}k" if step >= 1e4 else f"{step:g}"
+def _short(steps: Sequence[float]) -> list[str]:
+    """Write steps in a few characters, `500`, `20k`, `1.2M`; in all their digits where these would be alike."""
+    written = [
+        f"{step / 1e6:g}M" if step >= 1e6 else f"{step / 1e3:g}k" if step >= 1e4 else f"{step:g}" for step in steps
+    ]
+    return written if len(set(written)) == len(steps) else [f"{step:.0f}" for step in steps]
 
 
 def _draw_map(page: Axes, box: Box, columns: Any, values: Any, scale: str) -> None:
@@ -235,11 +246,15 @@ def _write_layers(page: Axes, box: Box, labels: Mapping[float, str]) -> None:
 
 
 def _write_below(page: Axes, box: Box, labels: Mapping[float, str], name: str) -> None:
-    """Write labels below a map, at shares of its width, and what they number."""
+    """Write labels below a map, at shares of its width, but those that would touch, and what they number."""
     page.vlines([box.x(share) for share in labels], box.bottom, box.bottom + TICK, INK, linewidth=0.8)
+    end = -math.inf
     for share, label in labels.items():
-        beyond = max(box.x(share) + _width(page, label, 8) / 2 - box.right - 5, 0)  # the next map begins there
-        _write(page, box.x(share) - beyond, box.bottom + 10, label, 8, "center")
+        half = _width(page, label, 8) / 2
+        x = min(box.x(share), box.right + 5 - half)  # the next map begins there
+        if x - half >= end + GAP:
+            _write(page, x, box.bottom + 10, label, 8, "center")
+            end = x + half
     _write(page, box.x(0.5), box.bottom + 25, name, 9, "center")
 
 

@@ -2446,4 +2446,8 @@ FAULTS = [
         "self._charted = {",
         "tests/unit/integrations/test_tensorboard.py::test_what_is_measured_later_gets_its_chart",
     ),
+    Fault("betahook/report/pictures.py", "if x - half >= end + GAP:", "if True:"),
+    Fault("betahook/report/pictures.py", "if len(set(written)) == len(steps) else", "if True else"),
+    Fault("betahook/report/pictures.py", "_fitting(page, rest, 10, right - left)", "rest"),
+    Fault("betahook/report/pictures.py", "_fitting(page, label, 8, WIDEST)", "label"),
 ]

@@ -162,6 +162,18 @@ def test_long_labels_stay_on_the_page_and_off_the_maps():
         assert image.crop((left, 96, right, 340)).getcolors() == [((right - left) * 244, (255, 255, 255))]
 
 
+@pytest.mark.parametrize("layers", [1, 8])
+def test_names_of_any_length_leave_room_for_the_maps_and_stay_on_the_page(layers):
+    """Eight differ in three places that no short name has."""
+    places = [f"{index:03b}" for index in range(layers)]
+    names = ("stage_with_a_very_descriptive_name_".join([*place, ""]) for place in places)
+    named = {f"layer_{i}": replace(finding(i, [numbers()]), layer=name) for i, name in enumerate(names)}
+    image = colours(draw(history_of(1, layers=layers, **named)))
+    assert image.crop((1166, 0, 1200, 60)).getcolors() == [(34 * 60, (255, 255, 255))]
+    assert len(image.crop((300, 100, 380, 340)).getcolors()) == 1  # within the first map
+    assert image.getpixel((300, 100)) != (255, 255, 255)
+
+
 @pytest.mark.parametrize(("layers", "lines"), [(1, 1), (12, 2)])
 def test_the_header_takes_two_lines_where_one_is_too_short(layers, lines):
     kinds = [numbers(), numbers(0.05), numbers(0.2), numbers(0.999), numbers(max_logit=200.0), numbers(logit_std=1e-3)]
@@ -257,11 +269,24 @@ def test_the_last_step_stays_off_the_next_map():
     assert max(text.get_window_extent().x1 for text in page.texts) <= BOX.right + 6
 
 
+def test_labels_of_steps_do_not_touch():
+    page = pictures.new_page()
+    pictures._write_below(page, replace(BOX, width=170), {i / 5: f"1.2000{i}M" for i in range(6)}, "step")
+    boxes = [text.get_window_extent() for text in page.texts[:-1]]
+    assert len(boxes) == 3
+    assert all(right.x0 - left.x1 > 2 for left, right in itertools.pairwise(boxes))
+
+
 @pytest.mark.parametrize(
-    ("step", "said"), [(0, "0"), (500, "500"), (9000, "9000"), (20_000, "20k"), (1_200_000, "1.2M")]
+    ("steps", "said"),
+    [
+        ((0, 500, 9000, 20_000, 1_200_000), ["0", "500", "9000", "20k", "1.2M"]),
+        ((1_200_010, 1_200_020), ["1.20001M", "1.20002M"]),
+        ((1_200_000, 1_200_001), ["1200000", "1200001"]),
+    ],
 )
-def test_steps_take_little_room(step, said):
-    assert pictures._short(step) == said
+def test_steps_take_little_room_and_are_told_apart(steps, said):
+    assert pictures._short(steps) == said
 
 
 @pytest.mark.parametrize(("heads", "layers", "are_marked"), [(32, 32, True), (64, 48, False), (8, 100, False)])
