@@ -67,12 +67,12 @@ def attach(
             least as often; 1 does both in every step. All layers are measured in the first step and during a
             controller's opening. The sensitivity is measured in every step, unless no beta was set and no controller
             moves one: a layer whose turn it is not then runs as if there were no hook. Default 10, or 1 for `Variance`,
-            `Cap`, `Clip` and `Alerts(max_logit=...)`, which go by the scores of every step.
+            `Cap`, `Clip` and `Alerts(max_logit=...)`, which go by the scores of every step. All ranks need the same.
         when: "training" measures forwards in training mode that run with gradients, frozen layers included; "always"
             also those in evaluation mode and under `torch.no_grad`, such as the generation of a GRPO step.
         exact_max_logit: measure the largest logit of all pairs instead of 32 query rows of a sequence, adding
             about half the cost of an attention forward. `Cap`, `Clip` and `Alerts(max_logit=...)` switch it on.
-        alerts: limits, and the function to call when the metrics cross them.
+        alerts: limits, and what to call when metrics cross them; one rank alone may have them if all get `interval=`.
 
     Returns:
         The hook. Call its `step()` once per optimizer step, `detach()` at the end.
@@ -234,7 +234,7 @@ class Hook(Uncopied):
 
         Raises:
             RuntimeError: the hook is detached; no attention was seen before the first step, or no loss to judge by; or
-                ranks have different layers, or begin with another beta.
+                ranks have different layers or options, or begin with another beta.
             TypeError: the scaler is not a `GradScaler`, or the loss is neither a tensor nor a number.
             UnsupportedModelError: the weights of a layer do not act as `Clip` needs them to.
             Exception: any that a controller raises; beta stays, and the step counts all the same.
@@ -246,7 +246,7 @@ class Hook(Uncopied):
         adapters.follow(self.model, state, self._undo)
         loss_scale = LossScale.read(scaler, state.loss_scale)
         training_loss.take(state, self.controllers, loss)
-        checks.check(state, self.layers, self.controllers)
+        checks.check(state, self.layers, self.controllers, self.settings)
         stages.add(state, self.layers, loss_scale)
         try:
             if stages.is_due(state, self.controllers, self.settings.interval, loss_scale):

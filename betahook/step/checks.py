@@ -11,15 +11,17 @@ from collections.abc import Sequence
 
 import torch
 
+from betahook.control import base
 from betahook.control.base import Controller
 from betahook.layer import Layers
 from betahook.measure import ranks
+from betahook.options import Settings
 from betahook.state.state import State, is_pooled
 
 logger = logging.getLogger(__name__)
 
 
-def check(state: State, layers: Layers, controllers: Sequence[Controller]) -> None:
+def check(state: State, layers: Layers, controllers: Sequence[Controller], settings: Settings) -> None:
     """Refuse a step before attention or a loss to judge by was ever seen; warn of a first one that measured nothing.
 
     Ranks are asked once: all of them must call.
@@ -32,7 +34,8 @@ def check(state: State, layers: Layers, controllers: Sequence[Controller]) -> No
     seen, measured, has_loss = state.seen, state.recorded or bool(state.refused), state.has_loss
     is_of_ranks = is_pooled(state)
     if is_of_ranks:
-        seen, measured, has_loss = _ask_ranks(state, layers, (seen, measured, has_loss))
+        decisive = _decisive(controllers, settings)
+        seen, measured, has_loss = _ask_ranks(state, layers, decisive, (seen, measured, has_loss))
     if state.steps == 0:
         _check_seen(layers, seen=seen, measured=measured)
     if not has_loss:
@@ -71,16 +74,30 @@ def _check_unjudged(controllers: Sequence[Controller]) -> None:
         )
 
 
-def _ask_ranks(state: State, layers: Layers, here: tuple[bool, bool, bool]) -> list[bool]:
-    """Return what is the case here or on any other rank; refuse ranks that hook other layers, or have another state."""
+def _decisive(controllers: Sequence[Controller], settings: Settings) -> dict[str, object]:
+    """The options of `attach` that decide in which steps ranks meet, and which beta each of them chooses."""
+    written = [base.written(type(each).__qualname__, base.options(each), type(each)) for each in controllers]
+    return {"controller": ", ".join(written), "interval": settings.interval, "per_head": settings.per_head}
+
+
+def _ask_ranks(state: State, layers: Layers, options: dict[str, object], here: tuple[bool, bool, bool]) -> list[bool]:
+    """Return what is the case here or on any rank; refuse those of other layers, decisive options or another state."""
     sizes = [f"{name}: {layer.heads} heads of {layer.head_dim}" for name, layer in layers.items()]
-    asked = [zlib.crc32("\n".join(sizes).encode()), *map(int, here)]
-    hooked, *answers = ranks.ranges_over_ranks(asked, state.device)
+    given = [f"{name}={value}" for name, value in options.items()]
+    asked = [_hash("\n".join(sizes)), *map(int, here), *map(_hash, given)]
+    hooked, *found = ranks.ranges_over_ranks(asked, state.device)
+    answers, chosen = found[: len(here)], found[len(here) :]
     if _differ(hooked):
         raise RuntimeError(
             f"statistics are pooled over all ranks, which must have the same attention layers; ranks differ, and this "
             f"one has {len(sizes)}, from {sizes[0]} to {sizes[-1]}. Stages of a pipeline and several models in one job "
             "cannot be measured: hook a model that all ranks hold, or train each model in a job of its own"
+        )
+    if differing := [option for option, each in zip(given, chosen, strict=True) if _differ(each)]:
+        raise RuntimeError(
+            "all ranks must have the same controllers, interval and per_head; ranks differ, and this one has "
+            f"{', '.join(differing)}. Give every rank the same options of attach. Alerts may stand on one rank alone "
+            "if every rank is given the same interval=, whose default Alerts(max_logit=...) changes"
         )
     # NaN, for the model's own, as a number that no beta is; what is left alone here lost the beta that it was given.
     bits = state.beta.nan_to_num(0.0).view(torch.int32).tolist()
@@ -91,6 +108,10 @@ def _ask_ranks(state: State, layers: Layers, here: tuple[bool, bool, bool]) -> l
             f"{state.steps}. Call load_state_dict, or set beta, on every rank alike"
         )
     return [largest > 0 for _, largest in answers]
+
+
+def _hash(text: str) -> int:
+    return zlib.crc32(text.encode())
 
 
 def _differ(found: tuple[int, int]) -> bool:

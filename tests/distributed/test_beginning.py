@@ -92,10 +92,25 @@ def left_alone(rank):
         return [hook.state_dict()["beta"]]
 
 
-def refused(controller="default", prepare=lambda hook: None, **changes):
+def alerted(rank):
+    """The first rank alone has alerts, and looks at all pairs for them; the interval is that of the other rank."""
+    model, calls = build("llama"), []
+    alerts = None if rank else betahook.Alerts(calls.append, max_logit=1e-9)
+    with betahook.attach(model, betahook.Search(window=1, warmup=1), interval=2, alerts=alerts) as hook:
+        for _ in range(2 * STEPS):
+            model(**inputs("llama")).loss.backward()
+            hook.step()
+            if rank == 0:
+                hook.metrics()
+        assert bool(calls) is (rank == 0)
+        return [hook.state_dict()["beta"]]
+
+
+def refused(controller="default", prepare=lambda hook: None, options=None, **changes):
     """What `step` raises on this rank, twice, after one forward or none; and what it warns of."""
     model = build("llama")
-    with betahook.attach(model, controller) as hook, mock.patch.object(checks.logger, "warning") as warning:
+    hook = betahook.attach(model, controller, **options or {})
+    with hook, mock.patch.object(checks.logger, "warning") as warning:
         prepare(hook)
         before = hook.steps
         if not changes.pop("never_runs", False):
@@ -132,8 +147,15 @@ REFUSED = {
     "no loss": (lambda rank: refused(betahook.Decades(), labels=None), "and the model returned none"),
     "loaded": (loaded, "all ranks must begin with the same beta and the same step"),
     "set": (set_on_one, "all ranks must begin with the same beta and the same step"),
+    "alerts": (
+        lambda rank: refused(options={} if rank else {"alerts": betahook.Alerts(print, max_logit=50)}),
+        "Alerts may stand on one rank alone if every rank is given the same interval=",
+    ),
+    "threshold": (lambda rank: refused(betahook.Clip(50 + rank)), "Clip(threshold=5"),
+    "controllers": (lambda rank: refused("monitor" if rank else "default"), "this one has controller="),
+    "heads": (lambda rank: refused(options={"per_head": bool(rank)}), "this one has per_head="),
 }
-BEGUN = [unused, idle, left_alone]
+BEGUN = [unused, idle, left_alone, alerted]
 
 
 def run(rank, folder):

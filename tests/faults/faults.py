@@ -626,6 +626,8 @@ FAULTS = [
     ),
     Fault("betahook/step/checks.py", "None if alone else of_head", "of_head", CHECKS),
     Fault("betahook/step/checks.py", "largest > 0 for _, largest", "least > 0 for least, _", CHECKS),
+    Fault("betahook/step/checks.py", "chosen, strict=True) if _differ(each)]", "chosen, strict=True)]", CHECKS),
+    Fault("betahook/step/checks.py", '"interval": settings.interval, ', "", CHECKS),
     Fault("betahook/measure/ranks.py", "largest.masked_fill(largest == -torch.inf, torch.nan)", "largest", CHECKS),
     Fault("betahook/step/training_loss.py", "is_compiling() or state.batch < batches", "is_compiling() or True"),
     Fault("betahook/step/training_loss.py", "if is_judged or state.batch < batches:", "if True:"),

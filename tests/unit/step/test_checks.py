@@ -36,7 +36,7 @@ def hook():
 
 
 def check(hook):
-    checks.check(hook._state, hook.layers, hook.controllers)
+    checks.check(hook._state, hook.layers, hook.controllers, hook.settings)
 
 
 def test_what_another_rank_has_seen_counts_here(hook, other):
@@ -72,6 +72,17 @@ def test_other_layers_are_refused(hook, other):
     other.append([(0, [-7, 7])])
     with pytest.raises(RuntimeError, match="must have the same attention layers"):
         check(hook)
+
+
+OPTIONS = ["controller=Monitor()", "interval=10", "per_head=False"]
+
+
+@pytest.mark.parametrize(("row", "shown"), [*enumerate(OPTIONS, start=4)])
+def test_options_that_make_ranks_wait_or_train_apart_are_refused(hook, other, row, shown):
+    other.append([(row, [-7, 7])])
+    with pytest.raises(RuntimeError, match="Give every rank the same options of attach") as refused:
+        check(hook)
+    assert [each in str(refused.value) for each in OPTIONS] == [each == shown for each in OPTIONS]
 
 
 def test_the_beta_of_what_is_left_alone_here_is_not_compared(hook, other):
