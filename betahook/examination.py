@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from betahook import compat
 from betahook.hook import Hook, attach, hooks_of
 from betahook.models import materialise
 from betahook.models.discovery import shown_name
@@ -114,7 +113,7 @@ def examine_hooked(hook: Hook, batches: Iterable[Mapping[str, Any] | Tensor]) ->
 
 def _is_in_shards(parameter: Tensor) -> bool:
     """Tell if a forward needs other processes for a parameter."""
-    return materialise.is_sharded(parameter) or compat.is_flattened(parameter) or compat.is_zero3(parameter)
+    return materialise.is_sharded(parameter) or materialise.is_in_parts(parameter)
 
 
 def _each(batches: Iterable[Mapping[str, Any] | Tensor]) -> Iterator[Mapping[str, Any] | Tensor]:

@@ -17,7 +17,7 @@ from betahook.measure.statistics import ROW, Statistics
 from betahook.models.classifiers import classify
 from betahook.models.code import names_used
 from betahook.models.discovery import AttentionModule, shown_name
-from betahook.models.projections import KNOWN_FORMS, Pair, Projection
+from betahook.models.projections import Pair, Projection, not_located
 from betahook.state.factors import gain_of
 from betahook.state.left_alone import lost_gain, refusal_anywhere
 from betahook.state.ranges import HeadRange
@@ -161,7 +161,7 @@ class AttentionLayer:
         if self.refusal is not None:
             remarks.append(f"left alone, {self.refusal}")
         if self.projections is None:
-            remarks.append(f"W_q and W_k have no known form, their std is not measured. {KNOWN_FORMS}")
+            remarks.append(not_located(self.module))
         elif (reason := self._attention.input_obstacle) is not None:
             remarks.append(
                 f"the input of W_q and W_k is not measured, since {reason}, and the score std that it predicts is not "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from betahook import compat
+from betahook.models import materialise
 from betahook.models.discovery import named_modules
 
 ENTRIES = 16
@@ -112,7 +113,7 @@ def _places(name: str) -> Iterator[tuple[tuple[str, str], str]]:
 
 def _is_at_hand(weight: Tensor) -> bool:
     plain = type(weight.data) is Tensor and weight.is_floating_point() and not weight.is_meta
-    return plain and weight.numel() > 0 and not compat.is_zero3(weight) and not compat.is_flattened(weight)
+    return plain and weight.numel() > 0 and not materialise.is_in_parts(weight)
 
 
 def _entries(weight: Tensor) -> Tensor:

@@ -176,8 +176,7 @@ def _first(refusals: Iterable[Callable[..., str | None]], *given: Any) -> str | 
 
 def weights_are_sharded(plan: FoldPlan) -> str | None:
     """FSDP 1 and ZeRO-3 show a part of a weight, or none, where FSDP 2 and tensor parallelism show which part it is."""
-    parameters = plan.hook.model.parameters()
-    if not any(compat.is_zero3(parameter) or compat.is_flattened(parameter) for parameter in parameters):
+    if not any(map(materialise.is_in_parts, plan.hook.model.parameters())):
         return None
     return (
         "its weights are sharded over ranks. Save the whole model, which saves beta beside the weights; then, in a "

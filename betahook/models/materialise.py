@@ -51,6 +51,11 @@ def is_sharded(weight: Tensor) -> bool:
     return hasattr(weight, "full_tensor")  # a DTensor; torch need not be built with distributed
 
 
+def is_in_parts(parameter: Tensor) -> bool:
+    """True for a parameter that FSDP 1 or ZeRO-3 shards: outside the forward, it shows a part of a weight, or none."""
+    return compat.is_flattened(parameter) or compat.is_zero3(parameter)
+
+
 def is_plain(weight: Tensor) -> bool:
     """True for a weight that can be changed in place: a plain tensor, or one that FSDP 2 or a mesh shards."""
     return type(weight.data) is Tensor or is_sharded(weight)

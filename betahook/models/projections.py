@@ -131,6 +131,13 @@ def at_place(module: nn.Module, place: Place) -> Projection | None:
     return None if is_whole and int(place.rows.max()) >= found.features else found  # heads were pruned
 
 
+def not_located(module: nn.Module) -> str:
+    """The remark on an attention module in which `locate` finds nothing."""
+    if any(map(materialise.is_in_parts, module.parameters())):
+        return "W_q and W_k are sharded outside the forward, their std is not measured"
+    return f"W_q and W_k have no known form, their std is not measured. {KNOWN_FORMS}"
+
+
 def locate(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
     """The query and key projections of an attention module, or None where they are not of a known form."""
     pairs = (strategy(module, heads, head_dim) for strategy in STRATEGIES)

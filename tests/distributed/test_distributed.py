@@ -137,6 +137,7 @@ def sharded_old(rank, steps, use_orig_params):
     assert hook.layers[LAYERS[0]].spectral_ratio().isnan()
     with pytest.raises(betahook.FoldError, match="its weights are sharded over ranks"):
         betahook.fold(hook)
+    assert "sharded outside the forward" in repr(hook)
     end_of_training(hook)
     return said
 

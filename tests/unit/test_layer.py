@@ -165,3 +165,16 @@ def test_weight_std_is_that_of_the_weights_now():
     first.module.q_proj.to("meta")  # out of reach
     assert math.isnan(first.weight_std_q)
     assert first.weight_std_k == pytest.approx(expected[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("mark", ["_fsdp_flattened", "ds_id"])
+def test_weights_in_parts_have_no_form_outside_the_forward(mark):
+    """As FSDP 1 with `use_orig_params` and ZeRO-3 leave them."""
+    module = projecting(4, 24)
+    _, (layer,), _ = make(attention(module, 4, 8))
+    assert layer.remarks == []
+    for projection in (module.q_proj, module.k_proj):
+        projection.weight = nn.Parameter(torch.zeros(0))
+    assert "have no known form" in layer.remarks[0]
+    setattr(module.k_proj.weight, mark, 0)
+    assert layer.remarks == ["W_q and W_k are sharded outside the forward, their std is not measured"]
