@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from filelock import FileLock
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM, TrainerControl, TrainerState
@@ -177,6 +177,19 @@ def save_sharded(rank, folder, whole):
     fold(model, hook, folder)
 
 
+def save_wrapped(rank, folder):
+    """A hook on FSDP 1, as the Trainer's callback attaches it, while the Trainer saves by the model inside."""
+    model = build("llama")
+    network = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    hook = attach(network)
+    train(network, hook, [rows(rank, rank + 1)] * 2)
+    with FullyShardedDataParallel.state_dict_type(network, StateDictType.FULL_STATE_DICT):
+        state = network.state_dict()
+    if rank == 0:
+        model.save_pretrained(folder, state_dict=state)
+        torch.save(hook.state_dict()["beta"], f"{folder}/beta.pt")
+
+
 def fold(model, hook, folder):
     """Fold what lies in parts on all ranks; the weights as a whole."""
     betahook.fold(hook)
@@ -217,6 +230,7 @@ def run(rank, folder, steps):
     for scenario in SCENARIOS:
         torch.save(scenario(rank, steps), f"{folder}/{scenario.__name__}-{rank}")
     if dist.get_world_size() == 2:
+        save_wrapped(rank, f"{folder}/wrapped")
         torch.save(divided(rank, f"{folder}/divided", steps), f"{folder}/divided-{rank}")
         for whole in (False, True):
             save_sharded(rank, f"{folder}/{'one unit' if whole else 'by layer'}", whole)
@@ -327,6 +341,14 @@ def test_what_was_trained_in_shards_is_folded_there_and_in_one_process(results, 
     assert not hasattr(model.config, checkpoint.MARK)
     in_shards = torch.load(folder / "folded.pt")
     assert all(torch.equal(in_shards[name], value) for name, value in model.named_parameters())
+
+
+def test_the_model_in_fsdp_1_saves_the_beta_of_a_hook_around_it(results):
+    folder = results[2] / "wrapped"
+    if not folder.exists():
+        pytest.skip("saved by two ranks")
+    with betahook.restore(LlamaForCausalLM.from_pretrained(folder), folder) as hook:
+        assert torch.equal(hook.state_dict()["beta"], torch.load(folder / "beta.pt"))
 
 
 def die(rank):
