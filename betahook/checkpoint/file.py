@@ -31,6 +31,8 @@ FILE = "betahook.safetensors"
 """Name of the file in a checkpoint folder."""
 UNFINISHED = "unfinished-"
 """Prefix of a checkpoint folder that was not finished, and that betahook has set aside."""
+SHARDS = "pytorch_model_fsdp_*"
+"""Pattern of the names under which Accelerate saves the shards of FSDP, which have no place for a mark."""
 HEADER = "betahook"
 FINGERPRINT = f"fingerprint{SEPARATOR}"
 """Prefix of the tensors of the fingerprint, before the name of a parameter."""
@@ -185,6 +187,11 @@ def names_weights(folder: str | os.PathLike[str]) -> bool:
             return any(name.startswith(FINGERPRINT) for name in file.keys())  # noqa: SIM118, it is not a dict
     except (OSError, SafetensorError):
         return False
+
+
+def is_in_shards(folder: Path) -> bool:
+    """Tell if a checkpoint holds the weights in shards, which are merged or loaded without a word of beta."""
+    return any(folder.glob(SHARDS))
 
 
 @contextmanager

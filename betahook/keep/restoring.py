@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
+from transformers.utils import CONFIG_NAME
 
 from betahook import checkpoint
 from betahook.hook import Hook, attach, hooks_of
+from betahook.keep.folding import NOTE
 from betahook.models.discovery import named_modules
 from betahook.options import ControllerChoice, Settings
 from betahook.version import __version__
@@ -31,7 +33,7 @@ def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: Con
     Args:
         model: the model, with the weights of the folder; a `PeftModel` also where its base model was hooked.
         folder: where `save_pretrained` of the hooked model, or the Trainer, put weights and `betahook.safetensors`; or
-            the folder in it of an adapter with a name of its own.
+            the folder in it of an adapter with a name of its own. For weights merged of shards, that of the shards.
         controller: None keeps beta where it is; the controllers of the saved hook go on from their saved state.
 
     Raises:
@@ -90,6 +92,12 @@ def _model_with(names: list[str], model: nn.Module, saved: checkpoint.Saved) -> 
     )
 
 
+def _is_merged(model: Any, path: Path) -> bool:
+    """Tell if a model may have weights that were merged of the shards beside a file, and so have no mark."""
+    is_bare = checkpoint.is_in_shards(path.parent) or not (path.parent / CONFIG_NAME).exists()
+    return path.exists() and is_bare and not hasattr(model.config, NOTE)
+
+
 def read_for(model: nn.Module, folder: str | os.PathLike[str]) -> checkpoint.Saved:
     """Read what was saved in a folder, if neither a hook nor the config of the model speaks against it."""
     if not isinstance(folder, str | os.PathLike):
@@ -106,7 +114,8 @@ def read_for(model: nn.Module, folder: str | os.PathLike[str]) -> checkpoint.Sav
         )
     marked = checkpoint.is_marked(model)
     # Where the config beside the weights is an adapter's, that of the model has no mark.
-    if checkpoint.takes_notes(model) and not hasattr(model, "peft_config") and not marked:
+    may_be_plain = checkpoint.takes_notes(model) and not hasattr(model, "peft_config") and not _is_merged(model, path)
+    if may_be_plain and not marked:
         load = f"; for a new model, load the weights of {path.parent} first, with from_pretrained"
         raise ValueError(
             f"this {type(model).__name__} was not loaded from a checkpoint that needs betahook: its beta is in the "

@@ -966,6 +966,8 @@ FAULTS = [
         "tests/unit/keep/test_folding.py::test_an_unfinished_beta_is_folded_by_choice",
     ),
     Fault("betahook/layer.py", "if self._are_read or", "if", "tests/unit/integrations/test_tensorboard.py"),
+    Fault("betahook/keep/restoring.py", " and not hasattr(model.config, NOTE)", ""),
+    Fault("betahook/keep/restoring.py", "checkpoint.is_in_shards(path.parent) or ", ""),
     Fault("betahook/keep/restoring.py", "controller is None else controller", "not controller else controller"),
     Fault(
         "betahook/step/stages.py",

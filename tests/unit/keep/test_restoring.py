@@ -1,8 +1,12 @@
 """A model that comes back from a folder, beta where it was; with what else: tests/unit/checkpoint."""
 
 import pytest
+import torch.distributed.checkpoint as dcp
+from accelerate.utils import merge_fsdp_weights
+from accelerate.utils.constants import FSDP_MODEL_NAME
 
 import betahook
+from betahook import checkpoint
 from betahook.cli import main
 from betahook.hook import hooks_of
 from support.models import build, inputs
@@ -16,6 +20,17 @@ def folder(tmp_path):
         train(model, hook, 2)
         hook.model.save_pretrained(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """A checkpoint of the Trainer under FSDP with SHARDED_STATE_DICT, which has no config."""
+    model, folder = build("llama"), tmp_path / "checkpoint-2"
+    with betahook.attach(model, controller=betahook.Gradient(0.1)) as hook:
+        train(model, hook, 2)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder / f"{FSDP_MODEL_NAME}_0", no_dist=True)
+        checkpoint.save(hook, folder)
+    return folder
 
 
 def load(folder):
@@ -114,6 +129,37 @@ def test_a_model_that_needs_no_betahook(folder):
             betahook.restore(model, folder / "missing")
     with pytest.raises(TypeError, match=r"takes a folder second; got LlamaForCausalLM"):
         betahook.restore(folder, build("llama"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")  # a single process writes the shards
+@pytest.mark.parametrize("in_place", [False, True])
+def test_weights_merged_of_shards_get_their_beta(shards, tmp_path, in_place):
+    """They are loaded by the config of the model before its training, which has no mark."""
+    merged = shards if in_place else tmp_path / "merged"
+    merge_fsdp_weights(shards / f"{FSDP_MODEL_NAME}_0", merged)
+    build("llama").config.save_pretrained(merged)
+    model = load(merged)
+    hook = betahook.restore(model, shards)
+    assert betas(hook) == pytest.approx(checkpoint.read(shards).state["beta"][::4].tolist())
+    assert hook.layers.are_adapted
+    model(**inputs("llama"))
+    betahook.fold(hook)
+    model.save_pretrained(shards)
+    for folded in (model, load(shards)):
+        with pytest.raises(ValueError, match="its beta is in the weights already"):
+            betahook.restore(folded, shards)
+
+
+def test_a_file_without_weights_is_restored_from(folder, tmp_path):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / checkpoint.FILE).write_bytes((folder / checkpoint.FILE).read_bytes())
+    trained = build("llama")
+    trained.load_state_dict(load(folder).state_dict())
+    with betahook.restore(trained, alone) as hook:
+        assert hook.layers.are_adapted
+    with pytest.raises(ValueError, match="its beta belongs to other weights"):
+        betahook.restore(build("llama"), alone)
 
 
 def test_other_controllers_leave_the_model_as_it_was(folder):
