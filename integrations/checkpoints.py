@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -87,6 +88,23 @@ def _is_whole(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def save(hook: Hook, folder: Path) -> None:
+    """Save the state of a hook to a checkpoint that the Trainer has written."""
+    checkpoint.save(hook, folder)
+    if checkpoint.is_in_shards(folder) and hook.layers.are_adapted:
+        _warn_of_shards(folder.parent)
+
+
+@functools.cache
+def _warn_of_shards(run: Path) -> None:
+    """Warn, once of a run, that what is merged of the shards in its checkpoints does not say that it lacks beta."""
+    logger.warning(
+        "the checkpoints in %s hold weights in shards: merged, they lack beta and do not say so. Load the merged "
+        "weights, then call betahook.restore(model, folder) with the folder of the checkpoint",
+        run,
+    )
 
 
 def folder_of_step(args: TrainingArguments, state: TrainerState) -> Path:

@@ -201,7 +201,7 @@ class BetaHookCallback(TrainerCallback):
             return
         folder = checkpoints.folder_of_step(args, state)
         if folder.is_dir():
-            checkpoint.save(self.hook, folder)
+            checkpoints.save(self.hook, folder)
         else:
             logger.warning("beta of step %d was not saved: there is no %s", state.global_step, folder)
 

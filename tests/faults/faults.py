@@ -968,6 +968,7 @@ FAULTS = [
     Fault("betahook/layer.py", "if self._are_read or", "if", "tests/unit/integrations/test_tensorboard.py"),
     Fault("betahook/keep/restoring.py", " and not hasattr(model.config, NOTE)", ""),
     Fault("betahook/keep/restoring.py", "checkpoint.is_in_shards(path.parent) or ", ""),
+    Fault("integrations/checkpoints.py", "is_in_shards(folder) and hook.layers.are_adapted", "is_in_shards(folder)"),
     Fault("betahook/keep/restoring.py", "controller is None else controller", "not controller else controller"),
     Fault(
         "betahook/step/stages.py",

@@ -278,6 +278,19 @@ def test_beta_is_saved_where_the_trainer_saves(tmp_path, each_node):
     assert (tmp_path / "checkpoint-2" / checkpoint.FILE).exists() is each_node
 
 
+@pytest.mark.parametrize(("kind", "words"), [("model.safetensors", 0), ("pytorch_model_fsdp_0", 1)])
+def test_a_run_that_saves_shards_is_told_once_that_these_lack_beta(tmp_path, caplog, kind, words):
+    arguments, callback = TrainingArguments(str(tmp_path)), BetaHookCallback()
+    with betahook.attach(build("llama")) as callback.hook:
+        for step, beta in enumerate((None, 1.0, 2.0)):
+            (tmp_path / f"checkpoint-{step}" / kind).mkdir(parents=True)
+            if beta is not None:
+                callback.hook.layers["model.layers.0.self_attn"].beta = beta
+            callback.on_save(arguments, TrainerState(global_step=step), TrainerControl())
+            assert len(caplog.records) == (words if beta else 0)
+    assert f"the checkpoints in {tmp_path} hold weights in shards: merged, they lack beta" in caplog.text or not words
+
+
 def test_the_files_that_are_pushed_have_beta_beside_them(tmp_path):
     """The Trainer copies to its output folder what it knows of a checkpoint, and pushes that."""
     callback = BetaHookCallback(betahook.Search(window=1, warmup=0, rise=False), on_end="keep")
