@@ -295,7 +295,7 @@ class Hook(Uncopied):
         return findings.observe(state, self.layers, notes, unreached)
 
     def audit(self) -> Audit:
-        """Hold the assumptions (i)-(iv) behind `beta = 1/sqrt(d_k)` against what was measured, layer by layer.
+        """Compare the assumptions (i)-(iv) behind `beta = 1/sqrt(d_k)` with what was measured, layer by layer.
 
         For the correlations the model runs once more on its last input: skipped without one or in multi-process runs.
 

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect = _command(group, "inspect", "say where betahook would attach to a model; no weights are read")
     inspect.add_argument("name", **model)
 
-    examine = _command(group, "examine", "look at the attention of a trained model, by forwards over a text")
+    examine = _command(group, "examine", "examine the attention of a trained model, run on a text")
     examine.add_argument("name", **model)
     examine.add_argument("--text", required=True, metavar="FILE", help="plain text to run the model on")
     examine.add_argument("--length", type=_positive, default=512, help="tokens in a window (default: %(default)s)")

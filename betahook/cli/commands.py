@@ -207,8 +207,9 @@ def _windows(name: str, text: str, length: int, count: int) -> torch.Tensor:
         raise ValueError(f"{text} is no text in UTF-8; give a file of plain text with --text")
     ids = torch.tensor(tokenizer(content, truncation=False, verbose=False)["input_ids"])
     if len(ids) < 2:
-        remedy = "give a longer text" if len(content) < 100 else f"does {name} have the files of a tokenizer?"
-        raise ValueError(f"{text} gives {len(ids)} tokens of {len(content)} characters; {remedy}")
+        missing = f"has {name} a tokenizer? tokenizer.save_pretrained(folder) writes one"
+        remedy = "give a longer text" if len(content) < 100 else missing
+        raise ValueError(f"{text}: {len(ids)} tokens from {len(content)} characters; {remedy}")
     length = min(length, len(ids))
     return ids[: len(ids) // length * length].view(-1, length)[:count]
 

@@ -68,7 +68,7 @@ class Variance(Controller):
 
     def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
         if self.source == "measured":
-            return [Note(reason=f"keeps the measured std of the logits at {self.target:g}")] * len(beta)
+            return [Note(reason=f"moves the measured std of the logits to {self.target:g}")] * len(beta)
         acts = Note(reason=f"keeps the std that W_q and W_k predict of the logits at {self.target:g}")
         idle = Note(reason="leaves beta alone: W_q, W_k or their input is out of reach, so that they predict no std")
         return [idle if unknown else acts for unknown in observation.predicted_std().isnan().tolist()]
@@ -178,7 +178,7 @@ class Clip(Controller):
 
     def explain(self, beta: Tensor, observation: Observation, state: Memory) -> Sequence[Note]:
         does = "would scale" if self.log_only else "scales"
-        reason = f"Clip {does} W_q and W_k of heads with a logit above {self.threshold:g}"
+        reason = f"Clip {does} the weights of heads with a logit above {self.threshold:g}"
         exceeds = (beta * observation.statistics.max_score > self.threshold).tolist()
         return [Note(reason=reason) if each else Note() for each in exceeds]
 

@@ -28,7 +28,7 @@ def warn_of_short_training(hook: Hook, steps: int) -> None:
     if late:
         logger.warning(
             "training ends after %d steps, and %s may need %d to bring beta to where it wants it: train longer, choose "
-            'a controller without such an opening, as Search(rise=False), or only watch, with "monitor"',
+            'a controller without an opening, such as Search(rise=False), or only watch, with "monitor"',
             steps,
             ", ".join(map(repr, late)),
             max(controller.opening_batches for controller in late),

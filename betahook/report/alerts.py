@@ -50,7 +50,7 @@ class Alert:
 
 @dataclass(frozen=True)
 class Alerts:
-    """Limits to hold the metrics of a hook against, `attach(model, alerts=Alerts(print, max_logit=50))`.
+    """Limits on the metrics of a hook, `attach(model, alerts=Alerts(print, max_logit=50))`.
 
     Checked when `Hook.metrics` is called, once a step: every logged step beyond a limit raises an alert, a step that
     is not logged raises none.

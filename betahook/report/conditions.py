@@ -34,7 +34,7 @@ class Condition(IntEnum):
     healthy: none of these; also where no row may use more than one key, and so has no choice.
     not measured: no forward was measured yet.
 
-    A condition ends only once its number is a tenth of the limit back inside it.
+    A condition ends only when its number is back inside by a tenth of the limit.
     """
 
     # Checkpoints hold the numbers: never change one.
@@ -146,7 +146,7 @@ RULES = (
 )
 """In the order in which they are asked: the first that holds is the condition, none of them is healthy."""
 
-_HOLD = "hold the logits with QK-norm, betahook.Clip or betahook.Cap, at a lower threshold if one already does"
+_HOLD = "limit the logits with QK-norm, betahook.Clip or betahook.Cap; lower the threshold of one that is in use"
 ADVICE = {
     Condition.UNMEASURED: "run forwards in training mode, then hook.step(); print(hook) names layers left alone",
     Condition.HEALTHY: "",

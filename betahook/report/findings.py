@@ -27,7 +27,7 @@ logger = logging.getLogger("betahook")
 NEARLY_FLAT = 0.75
 """Share of its keys beyond which a head looks at so many that its logits differ little, however large they are."""
 
-OFFSET = "still flat, or nearly: the logits of a row share a large offset, which cancels in the softmax"
+OFFSET = "flat or nearly so, since the logits of a row share a large offset, which cancels"
 """Said of the softmax of layers that explode so."""
 
 TITLE = "Attention, layer by layer"

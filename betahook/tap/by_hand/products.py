@@ -123,7 +123,7 @@ class Product:
         """
         history = self.history
         if self.lost is not None and self.assured and not (self.reached or self.consumed):
-            return f"its scores come to {self.lost}, which is not followed"
+            return f"its scores reach {self.lost}, which is not followed"
         if history.makes_scores not in (None, self.reached):
             return f"the product at {self.site.line} reaches a softmax at times and at times it does not"
         history.makes_scores = self.reached

@@ -70,7 +70,7 @@ def _end_of_scores(forward: Forward, trace: Scores, input: Tensor, dim: int) -> 
     if isinstance(total, float) and total < 0:
         trace = trace.losing(f"a negative factor before {find_line()}")
     if trace.lost is not None:
-        forward.refuse(f"its scores come to {trace.lost}, which is not followed")
+        forward.refuse(f"its scores reach {trace.lost}, which is not followed")
         return
     if forward.shadows is not None and forward.shadows.contradict(trace, input, dim):
         forward.refuse(f"the logits at {find_line()} do not follow beta as its operations say")

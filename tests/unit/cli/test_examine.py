@@ -134,8 +134,8 @@ def test_examine_says_why_it_cannot(saved, tmp_path, capsys):
     capsys.readouterr()
     for folder, text, message in [
         (saved / "plain", gone, f"{gone} is not a file; give a file of plain text with --text"),
-        (saved / "plain", empty, f"{empty} gives 0 tokens of 0 characters; give a longer text"),
-        (made_up, saved / "text.txt", f"characters; does {made_up} have the files of a tokenizer?"),
+        (saved / "plain", empty, f"{empty}: 0 tokens from 0 characters; give a longer text"),
+        (made_up, saved / "text.txt", f"characters; has {made_up} a tokenizer? tokenizer.save_pretrained("),
         (tmp_path / "gone", empty, f"{tmp_path / 'gone'} does not exist; give the folder of a model"),
         (without, empty, f"{without} has no tokenizer that can be loaded; save it there with"),
     ]:

@@ -85,12 +85,12 @@ def test_the_other_controllers():
     for options, does in (({}, "scales"), ({"log_only": True}, "would scale")):
         clip = Clip(30.0, **options)
         assert [note.reason for note in explained(clip, dict(max_score=torch.tensor([60.0, 2.0])), units=2)] == [
-            f"Clip {does} W_q and W_k of heads with a logit above 30",
+            f"Clip {does} the weights of heads with a logit above 30",
             "",
         ]
     assert explained(Gradient(), dict(sensitivity=3.0)) == [Note(reason="a smaller beta lowers the loss")]
     assert explained(Gradient(), dict(sensitivity=0.0)) == [Note(reason="the loss does not depend on beta")]
-    assert explained(Variance(2.0), dict(std=1.0)) == [Note(reason="keeps the measured std of the logits at 2")]
+    assert explained(Variance(2.0), dict(std=1.0)) == [Note(reason="moves the measured std of the logits to 2")]
     by_weights = [Note(reason="keeps the std that W_q and W_k predict of the logits at 1")]
     assert explained(Variance(source="weights"), dict(std=1.0, predicted_std=2.0)) == by_weights
     (unknown,) = explained(Variance(source="weights"), dict(std=1.0))

@@ -137,7 +137,7 @@ def test_one_line_a_step_and_only_of_what_began(monitored, caplog):
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.message.startswith("step 3: attention is now exploding in layer 1 (lower the learning rate")
-    assert record.message.endswith("betahook.Clip or betahook.Cap, at a lower threshold if one already does)")
+    assert record.message.endswith("betahook.Clip or betahook.Cap; lower the threshold of one that is in use)")
     assert [each.since for each in found] == [1, 3]
 
 
@@ -192,10 +192,10 @@ def test_the_remedy_for_logits_that_are_held_is_a_lower_threshold():
     with betahook.attach(model, betahook.Clip(200.0)) as hook:
         found = forward_and_step(model, hook)
     assert found[1].condition is Condition.EXPLODING
-    assert str(found[1].note) == "Clip scales W_q and W_k of heads with a logit above 200"
+    assert str(found[1].note) == "Clip scales the weights of heads with a logit above 200"
     assert found.remarks()["exploding"] == (
-        "lower the learning rate, or hold the logits with QK-norm, betahook.Clip or betahook.Cap, at a lower threshold "
-        "if one already does"
+        "lower the learning rate, or limit the logits with QK-norm, betahook.Clip or betahook.Cap; lower the threshold "
+        "of one that is in use"
     )
 
 
@@ -280,7 +280,7 @@ def test_an_offset_that_all_keys_share_is_named_beside_the_explosion(offset):
         first, second = found = hook.findings()
     assert (first.condition, first.shares_offset) == (Condition.FLAT, False)
     assert (second.condition, second.shares_offset) == (Condition.EXPLODING, offset)
-    said = "still flat, or nearly: the logits of a row share a large offset, which cancels in the softmax"
+    said = "flat or nearly so, since the logits of a row share a large offset, which cancels"
     assert (f"\nsoftmax of layer 1: {said}\n" in str(found)) is offset
 
 
@@ -314,8 +314,8 @@ def test_words():
     assert found.counts == {Condition.ONE_KEY: 1, Condition.SHARP: 6, Condition.HEALTHY: 1}
     assert found.news == (
         "step 130: attention is now on one key in layer 7 (some tasks ask for it; else lower the learning rate or "
-        "beta, or hold the logits with QK-norm, betahook.Clip or betahook.Cap, at a lower threshold if one already "
-        "does), sharp in layers 1, 2, 3, 4 and 2 others and healthy in layer 0"
+        "beta, or limit the logits with QK-norm, betahook.Clip or betahook.Cap; lower the threshold of one that is in "
+        "use), sharp in layers 1, 2, 3, 4 and 2 others and healthy in layer 0"
     )
     assert found.summary.startswith("Step 130: of 8 layers, 1 on one key, 6 sharp and 1 healthy. The largest logit is ")
     assert found.summary.endswith("Beta is 2 times the model's own.")

@@ -181,7 +181,7 @@ REFUSED = {
     ),
     "the larger of two": (
         lambda module, q, k, v: torch.maximum(q @ k.mT, q @ v.mT).mul(ROOT).softmax(-1) @ v,
-        "its scores come to maximum at test_left_alone.py:",
+        "its scores reach maximum at test_left_alone.py:",
     ),
     "normalised scores": (
         lambda module, q, k, v: ((s := q @ k.mT) / s.std()).softmax(-1) @ v,
@@ -232,11 +232,11 @@ REFUSED = {
     "a product of lists": (in_a_product_of_lists, "no product of q and k was seen to reach its softmax"),
     "scaled in a list": (
         lambda module, q, k, v: foreach.mul([q @ k.mT], ROOT)[0].softmax(-1) @ v,
-        "come to foreach.mul at ",
+        "reach foreach.mul at ",
     ),
-    "scaled in place, in a list": (scaled_in_a_list, "come to foreach.mul_ at "),
-    "scaled into a target": (scaled_into_a_target, "come to mul with out= at test_left_alone.py:"),
-    "scaled into themselves": (scaled_into_themselves, "come to mul with out= at test_left_alone.py:"),
+    "scaled in place, in a list": (scaled_in_a_list, "reach foreach.mul_ at "),
+    "scaled into a target": (scaled_into_a_target, "reach mul with out= at test_left_alone.py:"),
+    "scaled into themselves": (scaled_into_themselves, "reach mul with out= at test_left_alone.py:"),
     "one of two": (one_lost_of_two, "exp at test_left_alone.py:"),
     "mean of two along a last axis": (
         lambda module, q, k, v: torch.stack([q @ k.mT, q @ v.mT], -1).mean(-1).mul(ROOT).softmax(-1) @ v,
@@ -386,7 +386,7 @@ def test_a_product_that_is_not_understood_is_no_bias(x, way):
     expected = model(x)
     with betahook.attach(model, controller="monitor") as hook:
         assert torch.equal(model(x), expected)
-        assert "its scores come to add with what " in hook.layers["1"].refusal
+        assert "its scores reach add with what " in hook.layers["1"].refusal
 
 
 def test_scores_put_beside_a_product_that_is_not_understood_are_left_alone(x):
@@ -396,7 +396,7 @@ def test_scores_put_beside_a_product_that_is_not_understood_are_left_alone(x):
 
     with betahook.attach(make(mix), controller="monitor") as hook:
         hook.model(x)
-        assert "its scores come to cat with what inner at " in hook.layers["1"].refusal
+        assert "its scores reach cat with what inner at " in hook.layers["1"].refusal
 
 
 def test_only_a_product_that_is_not_understood(x):
