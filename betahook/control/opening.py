@@ -129,7 +129,10 @@ class Opening:
         down = 10**-self.warmup_decades
         if 0 < step - self.warmup <= self.window:  # units that were not measured, or not finite, as it ended
             missed = ~course.early.isnan() | (course.spread > 0)
-            course = self._end_warm_up(course, observation, missed, torch.ones_like(seen))
+            ended = (course.fresh > 0) & (course.phase > Phase.WARM_UP)
+            waits = (course.phase == Phase.PLATEAU).any()
+            stands = torch.where(ended.any(), waits, self._stands(course, observation))
+            course = self._end_warm_up(course, observation, missed, stands)
         low = course.beta * down if step <= self.warmup else course.beta
         course = course.move(Phase.UNSEEN, Phase.WAIT, seen & ~fresh)
         left = max(self.warmup - step, 0)
@@ -137,17 +140,20 @@ class Opening:
         if random is None:
             return course
         if step == self.warmup:
-            return self._end_warm_up(course, observation, seen, random)
+            return self._end_warm_up(course, observation, seen, random & self._stands(course, observation))
         held = self.rise_logit_std / observation.statistics.std
         return course.move(Phase.WARM_UP, Phase.CLIMB, ~random, beta=held, left=self.rise_batches)
 
-    def _end_warm_up(self, course: Course, observation: Observation, where: Tensor, random: Tensor) -> Course:
-        """Take beta up again, or down where W_q and W_k are `random` and training stands on a plateau; once a unit."""
+    def _stands(self, course: Course, observation: Observation) -> Tensor:
+        """Tell if nothing shows that training has begun to learn, a scalar."""
         learns = (course.early - course.late).abs() > self.plateau_fall * course.late.abs()  # False where none is known
         grown = (observation.statistics.std >= self.plateau_growth * course.spread) & (course.spread > 0)
-        stands = where & random & ~(learns | grown).any()
+        return ~(learns | grown).any()
+
+    def _end_warm_up(self, course: Course, observation: Observation, where: Tensor, stands: Tensor) -> Course:
+        """Take beta up again, or down to the plateau where training `stands` on one; once a unit."""
         below = observation.beta_default * 10**-self.plateau_decades
-        course = course.move(Phase.WARM_UP, Phase.PLATEAU, stands, beta=below, left=self.plateau_batches)
+        course = course.move(Phase.WARM_UP, Phase.PLATEAU, where & stands, beta=below, left=self.plateau_batches)
         up = course.beta / 10**-self.warmup_decades
         return course.move(Phase.WARM_UP, Phase.WARM_UP, where, beta=up, early=torch.nan, spread=0.0)
 

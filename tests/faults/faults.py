@@ -603,8 +603,9 @@ FAULTS = [
         "betahook/control/opening.py", "spectral_ratio() <= self.fresh_ratio", "spectral_ratio() < 2 * self.fresh_ratio"
     ),
     Fault("betahook/control/opening.py", "up = course.beta / 10**-self.warmup_decades", "up = course.beta"),
-    Fault("betahook/control/opening.py", "stands = where & random", "stands = random"),
-    Fault("betahook/control/opening.py", "where & random & ~(learns", "where & ~(learns"),
+    Fault("betahook/control/opening.py", "Phase.PLATEAU, where & stands", "Phase.PLATEAU, stands"),
+    Fault("betahook/control/opening.py", "seen, random & self._stands(", "seen, self._stands("),
+    Fault("betahook/control/opening.py", "ended.any(), waits", "ended.any() & waits, waits"),
     Fault("betahook/control/opening.py", "course.late.abs()", "course.late"),
     Fault("betahook/control/opening.py", "(course.early - course.late).abs()", "(course.early - course.late)"),
     Fault("betahook/control/opening.py", "(learns | grown).any()", "(learns | grown)"),

@@ -171,6 +171,19 @@ def test_a_unit_that_missed_the_end_of_the_warmup_ends_it_when_it_is_seen_again(
     assert decided(course(Phase.WARM_UP, early=4.0, late=late), step=13) == [stays(Phase.WARM_UP, 1)]
 
 
+@pytest.mark.parametrize("others", [Phase.PLATEAU, Phase.CLIMB, Phase.SEARCH])
+@pytest.mark.parametrize("late", [4.0, 3.0])
+def test_a_unit_that_missed_the_end_of_the_warmup_does_what_the_others_did(others, late):
+    """Whatever its own loss shows: what theirs showed is forgotten by then."""
+    missed = torch.tensor([True, False, False])
+    before = course(Phase.WARM_UP, others, others, fresh=1.0)
+    before = replace(before, early=torch.where(missed, 4.0, math.nan), late=torch.where(missed, late, math.nan))
+    first, *rest = decided(before, step=10)
+    up, down = (Phase.WARM_UP, approx(OLD_BETA * 10**0.5), OLD_LEFT, 1), (Phase.PLATEAU, approx(0.01), 7, 1)
+    assert first == (down if others == Phase.PLATEAU else up)
+    assert rest == [stays(others, 1)] * 2
+
+
 @pytest.mark.parametrize(("spread", "stands"), [(0.34, True), (0.33, False), (0.0, True), (math.nan, True)])
 @pytest.mark.parametrize("loss", [4.0, math.nan])
 def test_where_scores_have_grown_training_does_not_stand(spread, stands, loss):
