@@ -174,7 +174,8 @@ def apply(
 
     It also keeps them where each row has but one key.
 
-    Controllers judged by the loss run all the same: to them, a beta at which nothing is finite is a bad trial.
+    Controllers judged by the loss run all the same: to them, a beta at which nothing is finite is a bad trial. They
+    move no beta of rows with one key either.
 
     They compute in the precision of the statistics, float64 where the device has it. Wherever they move beta, it stays
     within `DECADES` of the model's own, and is returned in its dtype. The memory of a controller is empty before its
@@ -197,7 +198,8 @@ def apply(
         proposed, made = _checked(controller, controller.update(new, observation, dict(before)), new, before)
         # Where a controller returns no usable beta, that of the one before stands.
         if proposed is not new:
-            usable = (proposed * 0 < proposed) & (known if controller.uses_loss else healthy)  # finite and positive
+            allowed = known.logical_and(observation.statistics.flat_entropy) if controller.uses_loss else healthy
+            usable = (proposed * 0 < proposed) & allowed  # finite and positive
             new = torch.where(usable, proposed, new)
         after.append(made if controller.uses_loss else _choose(healthy, made, before))
     if new is start:  # nothing moves beta, as in monitoring

@@ -568,6 +568,12 @@ FAULTS = [
     ),
     Fault("betahook/control/base.py", "(logit / score).nan_to_num", "(score / logit).nan_to_num", RULES),
     Fault("betahook/control/base.py", "else _choose(healthy, made, before)", "else made"),
+    Fault(
+        "betahook/control/base.py",
+        "known.logical_and(observation.statistics.flat_entropy) if",
+        "known if",
+        "tests/unit/control/test_decades.py",
+    ),
     Fault("betahook/control/base.py", "or proposed.shape != beta.shape:", ":"),
     Fault("betahook/control/base.py", " or len(answer) != 2:", ":"),
     Fault(
@@ -657,7 +663,7 @@ FAULTS = [
     Fault("betahook/control/decades.py", "after.centre.isnan() & self._searches(after)", "after.centre.isnan()"),
     Fault(
         "betahook/control/base.py",
-        "(known if controller.uses_loss else healthy)",
+        "known.logical_and(observation.statistics.flat_entropy) if controller.uses_loss else healthy",
         "healthy",
         "tests/unit/control/test_decades.py",
     ),

@@ -9,7 +9,7 @@ import torch
 
 from betahook import Cap, Decades
 from betahook.control.base import apply
-from support.observations import approx, observe
+from support.observations import approx, observe, run
 
 NAN = math.nan
 
@@ -302,3 +302,11 @@ def test_it_says_what_it_does():
 def test_options_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Decades(**options)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_beta_of_rows_with_one_key_stays_while_the_others_are_tried(together):
+    observation = observe(units=2, loss=1.0, flat_entropy=torch.tensor([1.0, 0.0]))
+    history = run(Decades(window=1, together=together), [observation] * 40, [0.25, 0.25])
+    assert len({tried for tried, _ in history}) > 3
+    assert {idle for _, idle in history} == {0.25}
