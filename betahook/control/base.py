@@ -277,10 +277,11 @@ def written(name: str, options: Mapping[str, object], kind: type[Controller] | N
 
 
 def check_controller(controller: Controller) -> None:
-    """Refuse a controller whose options a checkpoint could not name.
+    """Refuse a controller whose options a checkpoint could not name, or hide a method.
 
     Raises:
-        TypeError: its class is not decorated with `@dataclass`, or an option is nothing that JSON can hold.
+        TypeError: its class is not decorated with `@dataclass`, or an option is nothing that JSON can hold, or is
+            called as a method of `Controller`.
     """
     name = type(controller).__name__
     if "__dataclass_fields__" not in vars(type(controller)):
@@ -289,6 +290,11 @@ def check_controller(controller: Controller) -> None:
             f"checkpoints name. Write @dataclass above `class {name}`"
         )
     for option, value in options(controller).items():
+        if option in vars(Controller) and callable(getattr(Controller, option)):
+            raise TypeError(
+                f"{name} has an option {option}, which hides the method {option}() of Controller; expected another "
+                "name. Rename the option"
+            )
         if not is_json(value):
             raise TypeError(
                 f"{name}({option}=...) is {value!r}, which JSON cannot hold; expected a finite number, a "

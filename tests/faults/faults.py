@@ -568,6 +568,7 @@ FAULTS = [
     ),
     Fault("betahook/control/base.py", "(logit / score).nan_to_num", "(score / logit).nan_to_num", RULES),
     Fault("betahook/control/base.py", "else _choose(healthy, made, before)", "else made"),
+    Fault("betahook/control/base.py", "and callable(getattr(Controller, option))", "and False"),
     Fault(
         "betahook/control/base.py",
         "known.logical_and(observation.statistics.flat_entropy) if",

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import FrozenInstanceError, dataclass, fields, replace
+from dataclasses import FrozenInstanceError, dataclass, fields, make_dataclass, replace
 
 import numpy
 import pytest
@@ -313,6 +313,13 @@ def test_an_option_that_json_cannot_hold_is_refused(value):
     bad = re.escape("[1, [2, inf]]" if isinstance(value, list) else repr(value))
     with pytest.raises(TypeError, match=rf"^Broken\(value=\.\.\.\) is {bad}, .* expected .* Put "):
         check_controller(Broken(value))
+
+
+@pytest.mark.parametrize("option", ["start", "update", "explain", "is_due", "is_in_transition", "migrate"])
+def test_an_option_that_hides_a_method_is_refused(option):
+    rule = make_dataclass("Own", [(option, float, 1.0)], bases=(Still,))()
+    with pytest.raises(TypeError, match=rf"^Own has an option {option}, .* expected another name. Rename the option$"):
+        check_controller(rule)
 
 
 def test_a_controller_prints_as_one_would_write_it():
