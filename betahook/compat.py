@@ -264,12 +264,6 @@ def is_adapter(module: object) -> bool:
     return hasattr(module, "base_layer")
 
 
-def first_adapter(model: nn.Module) -> Any:
-    """Return the first adapter in a model that PEFT switches on and off; None without any."""
-    adapters = filter(is_adapter, model.modules())  # a model of transformers has the method too
-    return next((adapter for adapter in adapters if hasattr(adapter, "enable_adapters")), None)
-
-
 def is_active_adapter(adapter: Any) -> bool:
     """True unless an adapter is merged into the weight, or disabled."""
     return not (getattr(adapter, "merged", False) or getattr(adapter, "disable_adapters", False))

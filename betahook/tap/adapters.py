@@ -41,7 +41,7 @@ def follow(model: nn.Module, state: State, undo: ExitStack) -> None:
     """
     if not isinstance(vars(model).get("peft_config"), dict):  # PEFT leaves it in the model that it goes around
         return
-    adapter = compat.first_adapter(model)
+    adapter = first_adapter(model)
     if adapter is None or "enable_adapters" in vars(adapter):
         return
     original, off = adapter.enable_adapters, ExitStack()
@@ -56,6 +56,12 @@ def follow(model: nn.Module, state: State, undo: ExitStack) -> None:
             off.enter_context(_switched_off(state))
 
     override = Override(adapter, "enable_adapters", enable_adapters, undo)
+
+
+def first_adapter(model: nn.Module) -> Any:
+    """Return the first adapter in a model that PEFT switches on and off; None without any."""
+    adapters = filter(compat.is_adapter, model.modules())  # a model of transformers has the method too
+    return next((adapter for adapter in adapters if hasattr(adapter, "enable_adapters")), None)
 
 
 @contextmanager

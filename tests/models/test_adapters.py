@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import betahook
-from betahook import checkpoint, compat
+from betahook import checkpoint
+from betahook.tap import adapters
 from support.models import build, derivative, inputs
 from support.training import train
 
@@ -485,7 +486,7 @@ def test_beta_is_off_with_adapters_that_came_after_the_hook(tmp_path):
             hook.detach()
             assert torch.equal(adapted(**batch).logits, own)
         assert [layer.beta for layer in hook.layers.values()] == betas
-    assert "enable_adapters" not in vars(compat.first_adapter(model))
+    assert "enable_adapters" not in vars(adapters.first_adapter(model))
     with betahook.restore(adapted, tmp_path), adapted.disable_adapter():  # attaches to the model below
         assert torch.equal(adapted(**batch).logits, own)
 
