@@ -343,6 +343,8 @@ def _check_new(layer: AttentionLayer, new: Tensor, given: object) -> None:
 
 def _as_tensor(name: str, value: object) -> Tensor:
     try:
+        if torch.as_tensor(value, device="cpu").dtype is torch.bool:
+            raise TypeError("True and False are no numbers")
         return torch.as_tensor(value, dtype=torch.float32, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"beta of {name!r} must be a number, or a tensor of one a head; got {value!r}") from error

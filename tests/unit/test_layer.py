@@ -102,7 +102,7 @@ def test_a_beta_that_makes_no_sense_is_refused(pair, state, name, value, message
 
 
 @pytest.mark.parametrize("name", ["beta", "head_beta"])
-@pytest.mark.parametrize("value", ["a third", None, ["low", 0.5]])
+@pytest.mark.parametrize("value", ["a third", None, ["low", 0.5], True, [True, True], torch.tensor(True)], ids=str)
 def test_a_beta_that_is_no_number_is_refused(pair, name, value):
     with pytest.raises(TypeError, match="beta of 'b' must be a number, or a tensor of one a head; got "):
         setattr(pair[1], name, value)
