@@ -56,6 +56,7 @@ class Factors:
         sensitivity = self.sensitivity().to(beta.device)
         self.beta, self.own, self._made_of, self._leaves = beta, self.own.to(beta.device), None, {}
         self.probes = [probe.detach().to(beta.device).requires_grad_() for probe in self.probes]
+        self._gains, self._known, self._scales = (), self.own, self.own  # they would hold memory of the other device
         self._outlive_graphs = False
         self.set_sensitivity(sensitivity)
 

@@ -403,6 +403,8 @@ FAULTS = [
         REPORTS,
     ),
     Fault("betahook/cli/runs.py", "except (OSError, ValueError, RuntimeError)", "except OSError", REPORTS),
+    Fault("betahook/state/factors.py", "(), self.own, self.own  #", "self._gains, self._known, self._scales  #", STATE),
+    Fault("betahook/state/state.py", "vars(part).update(vars(there))", "part.beta = there.beta", STATE),
     Fault("betahook/layer.py", ".dtype is torch.bool", ".dtype is None", "tests/unit/test_layer.py"),
     Fault("betahook/step/loss_scale.py", "expected = max(", "expected = min(", "tests/models/test_loops.py"),
     Fault(

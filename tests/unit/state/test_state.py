@@ -4,11 +4,15 @@ import pytest
 import torch
 from torch import nn
 
+import betahook
 from betahook.measure.groups import HeadGroups, LayerSize
 from betahook.measure.statistics import ROW
 from betahook.state.ranges import HeadRange, head_ranges
 from betahook.state.state import is_beta
+from betahook.tap.recorder import ATTRIBUTE
 from support.layers import attention, make
+from support.models import build, inputs
+from support.training import LAYER, train
 
 
 def test_layers_lie_one_after_another():
@@ -32,6 +36,60 @@ def test_everything_follows_the_model():
     assert {x.device.type for x in found} == {"meta"}
     assert len(found) == 14 + 7 + 7 + 1 + 2 + 2
     assert all(probe.is_leaf and probe.requires_grad for probe in state.factors.probes)
+
+
+def reachable(value, path, seen):
+    """All tensors by the path of attributes, keys and indices that leads to them from an object of betahook."""
+    if id(value) in seen:
+        return
+    seen[id(value)] = value  # kept, so that no other object gets its id
+    if isinstance(value, torch.Tensor):
+        yield path, value
+        parts = {"grad": value.grad} if value.is_leaf else {}
+    elif isinstance(value, dict | list | tuple):
+        parts = value if isinstance(value, dict) else dict(enumerate(value))
+    else:
+        parts = vars(value) if type(value).__module__.startswith("betahook.") else {}
+    for name, part in parts.items():
+        yield from reachable(part, f"{path}.{name}", seen)
+
+
+def test_no_tensor_is_left_on_the_other_device():
+    """Nor one that is made again when it is asked for: it would hold memory there."""
+    model = build("llama")
+    with betahook.attach(model, betahook.Search(warmup=0, window=1, rise=False), interval=2) as hook:
+        train(model, hook, 3)
+        model(**inputs("llama")).loss.backward()
+        before = dict(reachable(hook._state, "state", {}))
+        assert {"state.factors._known", "state.factors.probes.1", "state.layers.of_head"} <= before.keys()
+        hook._state.to(torch.device("meta"))
+        after = dict(reachable(hook._state, "state", {}))
+        assert [path for path, tensor in after.items() if not tensor.is_meta] == []
+
+
+@pytest.mark.parametrize("then", ["load", "refuse", "fold"])
+def test_a_layer_has_its_tensors_for_good(then):
+    """Views of those of the state, where a graph that was captured goes on reading and writing."""
+    model = build("llama")
+    with betahook.attach(model, betahook.Search(warmup=0, window=1, rise=False)) as hook:
+        state = hook._state
+        before = [tensor.data_ptr() for part in state.layer_tensors for tensor in vars(part).values()]
+        train(model, hook, 2)
+        if then == "load":
+            hook.load_state_dict(hook.state_dict())
+        elif then == "refuse":
+            getattr(model.get_submodule(LAYER), ATTRIBUTE).leave_alone("a reason")
+        else:
+            betahook.fold(model)
+        if hook.attached:
+            train(model, hook, 2)
+        assert [tensor.data_ptr() for part in state.layer_tensors for tensor in vars(part).values()] == before
+        for part, of_layer in zip(state.layer_tensors, state.ranges, strict=True):
+            assert part.table is state.table
+            assert part.moments is state.moments
+            assert part.beta_default is state.beta_default
+            assert part.beta.data_ptr() == state.beta[of_layer.heads].data_ptr()
+            assert part.probe is state.factors.probes[of_layer.layer]
 
 
 def test_heads_without_scores_keep_what_was_last_measured():
