@@ -159,7 +159,7 @@ def survey(model: nn.Module) -> Survey:
     _decide(verdicts, tried)
     able = {module for module, verdict in verdicts.items() if verdict.route is not None}
     found: dict[str, AttentionModule] = {}
-    refused: dict[str, tuple[nn.Module, Verdict]] = {}
+    missed: dict[str, tuple[nn.Module, Verdict]] = {}
     around: dict[str, nn.Module] = {}
     for name, module in named_modules(model):
         verdict = verdicts[module]
@@ -169,9 +169,9 @@ def survey(model: nn.Module) -> Survey:
         if verdict.route != "interface" and not able.isdisjoint(_inside(module)):
             around[name] = module
         elif verdict.route is None:
-            refused[name] = module, verdict
+            missed[name] = module, verdict
         elif (attention := _measured(module, verdict.route, tried)) is None:
-            refused[name] = module, Verdict(obstacle=missing(module))
+            missed[name] = module, Verdict(obstacle=missing(module))
         else:
             found[name] = attention
     _note_shared(found.values())
@@ -179,13 +179,13 @@ def survey(model: nn.Module) -> Survey:
     for name, module in around.items():
         if module in able and _attends_itself(module, names(compat.class_of(module))):
             if not hooked.isdisjoint(module.modules()):
-                refused[name] = module, HOLDS_ATTENTION
+                missed[name] = module, HOLDS_ATTENTION
             elif is_named(module):
-                refused[name] = module, HOLDS_ANOTHER
+                missed[name] = module, HOLDS_ANOTHER
     reached = {part for one in found.values() for part in one.module.modules()}
     not_reached = {
         shown_name(name): f"{compat.class_of(module).__name__}: {verdict.obstacle}"
-        for name, (module, verdict) in refused.items()
+        for name, (module, verdict) in missed.items()
         if not (verdict.by_name_only and module in reached)
     }
     return Survey(model, found, not_reached)

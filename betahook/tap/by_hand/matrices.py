@@ -89,7 +89,7 @@ def _of_other_product(forward: Forward, call: Call) -> Derived:
 
 def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
     layer, known = forward.layer, _new_product(forward, product)
-    axis, trouble = _head_axis(forward, product, known)
+    axis, obstacle = _head_axis(forward, product, known)
     forward.products.append(known)
     factors = forward.factors_of(known.history, product.left, product.right)
     known.prescale = factors[0] * factors[1]
@@ -99,10 +99,10 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
     if product.alpha != 1:
         known.scalings.append((known.site, product.alpha))
     if product.biased and isinstance(forward.traces.get(call.operands[0]), Scores):
-        axis, trouble = None, f"{call.name} at {known.site.line} on scores"
+        axis, obstacle = None, f"{call.name} at {known.site.line} on scores"
     if axis is None:
         output = call.run()
-        forward.traces.note(output, trace.losing(trouble))
+        forward.traces.note(output, trace.losing(obstacle))
         return output
     # The values, not seen yet, may ask for a gradient where q and k do not; a product into a buffer has none.
     others = itertools.chain([product.right], () if call.has_target else layer.module.parameters())
