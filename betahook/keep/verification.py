@@ -51,7 +51,7 @@ def _check_layers(plan: FoldPlan) -> tuple[dict[AttentionLayer, Scaling], list[T
     """An exact place for each layer; what the hooked model returns, and the coarsest precision that was met."""
     exact: dict[AttentionLayer, list[Scaling]] = {}
     precision = 0.0
-    left = _calls_on_all_ranks(plan)
+    left = _calls_on_all_ranks(plan)  # calls still to be checked; ranks check in step
     random_state = RandomState(plan.hook.model)  # once: to look at a whole deep model for each layer would take long
 
     def checked(layer: AttentionLayer, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -74,8 +74,8 @@ class Mask:
         bias: the same shape, added to the logits by the attention where `pairs` holds; None for nothing.
         documents: integer `[batch or 1, tokens]`, the document of each token in packed sequences, where no pair
             crosses from one document to another; None for a single document.
-        structured: boolean scalar tensor, True if the pairs are exactly those of band, queries and keys; None for a
-            structure that holds by construction.
+        structured: boolean scalar tensor on the device: True if the pairs are exactly those of band, queries and keys,
+            so that exact sums count, False if those of sampled rows do; None where it is True by construction.
         of_graph: True in a run of a compiled graph, whose memory nothing that is made of the mask may outlive.
         cache: what `once_per_mask` made of the mask, shared by all layers that are given it.
     """

@@ -23,7 +23,7 @@ _NOTHING = nullcontext()
 
 class _Uncounted(threading.local):
     modes: list[TorchDispatchMode] | None = None
-    """Those that were in force before `uncounted`, the innermost last; None outside of it."""
+    """Those from before `uncounted`, which `counted` puts back, the innermost last; None outside of one."""
 
 
 _uncounted = _Uncounted()

@@ -125,7 +125,10 @@ class Factors:
         return self._leaves[layer]
 
     def _retire(self, layer: int) -> None:
-        """Move the gradient of an outdated leaf to the probe: now, and when graphs that still hold it run backward."""
+        """Move the gradient of a leaf to the probe, as one by log beta, since beta has changed.
+
+        Now, and whenever a graph that still holds the leaf runs backward.
+        """
         leaf, probe = self._leaves[layer], self.probes[layer]
 
         def move(leaf: Tensor) -> None:

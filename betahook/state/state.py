@@ -78,7 +78,7 @@ class State:
         condition_since: int64 `[layers]`, the step that first saw it.
         clips: int64 `[heads]`, in how many steps a `Clip` scaled the weights of each, or would have.
         memories: what each controller remembers, tensors `[units]` by name; empty before its first update.
-        batches: steps since the last pooling, skipped ones not counted.
+        batches: steps since the last pooling, skipped ones not counted; `batch` is the number of this one in the run.
         steps: how often `Hook.step` was called.
         skipped_steps: for how many of these the optimizer skipped its own.
         loss_scale: factor on the loss of the next backward in float16 training; 0 for unknown.

@@ -122,9 +122,9 @@ def _leave_alone(state: State, table: Tensor, summed: Tensor, left_alone: Tensor
 @torch.inference_mode(False)  # its tensors could not be written to outside of it
 @torch.no_grad()
 def refreshed(state: State, layers: Layers) -> State:
-    """Pool what was added since the last pooling, read W_q and W_k, and return the state.
+    """Bring the state up to date for a report, and return it: its sums, and what it says of W_q and W_k.
 
-    With several ranks nothing is pooled: this is for metrics, which one rank may ask for alone.
+    With several ranks nothing is pooled: one rank may ask for metrics alone, and would wait for ever.
     """
     layers.read_weights()
     state.settle()

@@ -11,7 +11,8 @@ from betahook.tap import copies
 class Override:
     """Gives an attribute of an object another value, until `undo` is closed; `active` is True until then.
 
-    A copy of the object has the value from before.
+    A copy of the object has the value from before. Of two on one attribute, the later one acts. If the earlier one ends
+    first, its value comes back at the end of the later one, and stays: it must look at `active`.
     """
 
     active = True

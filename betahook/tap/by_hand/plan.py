@@ -110,11 +110,14 @@ class Plan:
         return form if form in self.axes else next(alike, form)
 
     def always(self, now: bool) -> bool:
-        """Return True if something holds now, and has held at the site that runs in every forward."""
+        """Return True if something holds now, and has held at the site that runs in every forward.
+
+        It looks up the site by the call stack, and so is only for what runs within the forward.
+        """
         site = find_site("always")
         self.firsts[site] = now and self.firsts.get(site, True)
         return self.firsts[site]
 
     def at_first(self, now: bool) -> bool:
-        """Return what held at the site that runs in the first forward, given what holds now."""
+        """Return what held at the site that runs in the first forward, given what holds now; used as `always` is."""
         return self.firsts.setdefault(find_site("at first"), now)

@@ -21,7 +21,7 @@ class History:
         since: the step in which one was first seen to.
         leader: the site of the first product before the same softmax, whose scale is the model's own beta.
         scalings: the factors on the way to a softmax that followed, one for each scaling.
-        way: the factor on that way, where it is another than their product, as of a change of sign.
+        way: the factor from product to softmax, kept only where it is not theirs multiplied, as after a change of sign.
         scaled, on_way: the sites of all scalings so far, and of those on the way to a softmax.
         key_factor: the factor that a key carried in the last forward in which that showed.
         key_first: the left operand is k, not q.
@@ -107,7 +107,10 @@ class Product:
         return math.prod(scalings[len(done) :], start=1.0)
 
     def expected(self, site: Site) -> Factor | None:
-        """The scaling that came next upon it in the last forward; None if there was none, or this is no such one."""
+        """The factor that the scaling at this position had in the last forward.
+
+        None in the first, past the last position, and at a site that never led to a softmax.
+        """
         scalings, done = self.history.scalings or [], len(self._done)
         return None if self.history.is_aside(site) or done >= len(scalings) else scalings[done]
 
