@@ -143,7 +143,7 @@ def _tapped(
     """Record a call, and return its query as beta scales it; as it is, where the layer is idle or left alone."""
     mask = options.pop("attention_mask", mask)
     # A graph, which is run in every step, asks the recorder when it runs.
-    if (not torch.compiler.is_compiling() and layer.is_idle) or _passes_by(layer, query):
+    if (not torch.compiler.is_compiling() and layer.is_idle) or _passes_by(layer, query, options):
         return query
     with selective.uncounted():
         scaling = options.get("scaling")
@@ -163,13 +163,22 @@ def _tapped(
         return scale_query(layer, query, (key, value), default)
 
 
-def _passes_by(layer: Recorder, query: Tensor) -> bool:
-    """Return True if the layer is left alone, as it is once a query has not the heads that its module states."""
-    fits = query.dim() == 4 and layer.select_local_heads(query.shape[1])
+def _passes_by(layer: Recorder, query: Tensor, options: dict[str, Any]) -> bool:
+    """Return True if the layer is left alone, as it is once a query has not the heads that its module states.
+
+    Sinks of an unknown shape leave it alone, too: what they add to the softmax is not known.
+    """
+    has_heads = query.dim() == 4 and layer.select_local_heads(query.shape[1])
+    sinks: Any = options.get("sinks") if options.get("s_aux") is None else options["s_aux"]
+    fits = has_heads and (not isinstance(sinks, Tensor) or _sinks(query, **options) is not None)
     if torch.compiler.is_compiling():  # a graph that looked this up would be one of this layer alone
         return not fits
     if not fits and layer.refusal is None:
-        layer.leave_alone(f"its query is {list(query.shape)}, not [batch, {layer.heads}, queries, d_k]")
+        layer.leave_alone(
+            f"its sinks are {list(sinks.shape)}, neither [heads] nor [batch, heads, queries, 1]"
+            if has_heads
+            else f"its query is {list(query.shape)}, not [batch, {layer.heads}, queries, d_k]"
+        )
     return layer.refusal is not None
 
 

@@ -20,6 +20,17 @@ def test_sinks_of_each_head_or_of_each_query_take_part_in_the_entropy(name, shap
     torch.testing.assert_close(measured.entropy, torch.special.entr(weights).sum(-1).mean((0, 2)), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("name", "shape"), [("s_aux", (1, 4)), ("sinks", (2, 4, 12))])
+def test_sinks_of_another_shape_leave_the_layer_alone(name, shape):
+    """Entropy and sink would be those without them."""
+    model = build("llama", "eager")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(input_ids=torch.randint(3, 64, (2, 12)), **{name: torch.zeros(shape)})
+        (refusal,) = {layer.refusal for layer in hook.layers.values()}
+        assert refusal == f"its sinks are {[*shape]}, neither [heads] nor [batch, heads, queries, 1]"
+        assert not any(layer.statistics.count for layer in hook.layers.values())
+
+
 @pytest.mark.parametrize("first", [0, 2])
 def test_documents_begin_anew_at_the_first_position(first):
     """It is 2 in models that number their padding 1, as RoBERTa."""
