@@ -74,6 +74,7 @@ INTERFACE = "tests/unit/tap/test_interface.py::test_the_window_of_a_call_is_that
 BATCH = "tests/unit/tap/test_interface.py::test_what_is_the_same_for_all_samples_counts_for_each"
 ASKED = "tests/unit/tap/test_interface.py::test_a_wrapper_of_another_library_is_asked_and_stays"
 SINKS = "tests/unit/tap/test_interface_options.py::test_sinks_of_another_shape_leave_the_layer_alone"
+CALLERS = "tests/unit/tap/by_hand/test_settled.py::test_a_product_is_the_same_whoever_calls_the_forward"
 WRAPPER = "tests/unit/tap/test_interface.py::test_a_wrapper_of_another_library_is_asked_and_stays"
 CAPPED = "tests/unit/tap/test_interface.py::test_a_soft_cap_counts_where_the_implementation_takes_one"
 STAGES = "tests/unit/step/test_stages.py"
@@ -1513,6 +1514,7 @@ FAULTS = [
         "self.state.paused else leaf",
         SETTLED,
     ),
+    Fault("betahook/tap/by_hand/sites.py", "frame.f_code is run_forward.__code__", "False", CALLERS),
     Fault("betahook/tap/by_hand/sites.py", "FUNCTION if _is_of_function(code) else None", "None", LEFT_ALONE),
     Fault("betahook/tap/by_hand/sites.py", "inspect.unwrap(kind.forward)", "kind.forward", LEFT_ALONE),
     Fault(

@@ -6,16 +6,15 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
+from typing import Any
 
 from torch.autograd import Function
 
 PASSED_OVER = {"torch", "einops", "betahook"}
 """Packages whose lines are none of the user's: the line of a site is that which called them."""
-WATCHED = "watched"
-"""The function of `watching` that calls the forward of a hooked module: the search for callers ends there."""
 CHECKPOINT = "a checkpoint that begins inside the forward, at {} (begin it around the attention module)"
 FUNCTION = (
     "a torch.autograd.Function, whose backward is not seen, at {} (call it without one, or put the whole attention "
@@ -42,6 +41,11 @@ class Site:
     obstacle: str | None = field(compare=False)
 
 
+def run_forward(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the forward of a hooked module: the search for callers ends at the frame of this function."""
+    return forward(*args, **kwargs)
+
+
 def find_site(operation: str) -> Site:
     """The site of the torch function that is being called."""
     of_user: list[FrameType] = []
@@ -64,10 +68,9 @@ def find_site(operation: str) -> Site:
 def _frames_within_forward(frame: FrameType | None) -> Iterator[tuple[FrameType, str]]:
     """Frames from this one outwards, each with its module, up to the tap that called the user's forward."""
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name == WATCHED and module.partition(".")[0] == "betahook":
+        if frame.f_code is run_forward.__code__:
             return
-        yield frame, module
+        yield frame, frame.f_globals.get("__name__", "")
         frame = frame.f_back
 
 

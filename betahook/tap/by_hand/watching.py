@@ -35,7 +35,7 @@ from betahook.tap.by_hand.arithmetic import divide, multiply
 from betahook.tap.by_hand.forward import Forward
 from betahook.tap.by_hand.original import Original
 from betahook.tap.by_hand.plan import Plan, choices_in
-from betahook.tap.by_hand.sites import find_line
+from betahook.tap.by_hand.sites import find_line, run_forward
 from betahook.tap.by_hand.situation import other
 from betahook.tap.by_hand.traces import Traces
 from betahook.tap.compiled import FusedAttention
@@ -141,7 +141,7 @@ def _run_watched(
                 _rehearse(layer, plan, forward, args, kwargs)
         known = Forward(layer, plan, (args, kwargs))
     with uncompiled(), ScoreProducts(known):
-        output = forward(*args, **kwargs)
+        output = run_forward(forward, args, kwargs)
     with selective.uncounted():
         known.finish()
     return output
@@ -179,7 +179,7 @@ def _rehearse(
     # Non-reentrant checkpointing counts what is saved for the backward, and its recomputation rehearses nothing.
     unsaved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with RandomState(module).kept(given), layer.state.pause(), dry_run.put_back(module), unsaved, ScoreProducts(known):
-        forward(*args, **kwargs)
+        run_forward(forward, args, kwargs)
     known.finish()
 
 

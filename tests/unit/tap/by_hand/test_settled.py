@@ -7,6 +7,8 @@ import torch
 import torch.utils.checkpoint
 
 import betahook
+from betahook.tap.by_hand import matrices
+from betahook.tap.by_hand.sites import find_site
 from support.attention import LENGTH, WIDTH, Block, ByHandAttention, FusedAttention, make
 from support.models import derivative
 
@@ -28,6 +30,19 @@ def names_of(node, seen=None):
         for following, _ in node.next_functions:
             names_of(following, seen)
     return set(seen.values())
+
+
+def test_a_product_is_the_same_whoever_calls_the_forward(x, monkeypatch):
+    """Its site lists the callers within the forward, none of those around it."""
+    found = []
+    monkeypatch.setattr(matrices, "find_site", lambda operation: found.append(find_site(operation)) or found[-1])
+    model = make(ByHandAttention)
+    with betahook.attach(model, controller="monitor", interval=1):
+        model(x)
+        first, once = {*found}, len(found)
+        (lambda: [model(x)])()
+    assert len(found) > once > 0
+    assert {*found} == first
 
 
 @pytest.mark.parametrize("kind", [ByHandAttention, FusedAttention])
