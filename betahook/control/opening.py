@@ -72,8 +72,8 @@ class Course:
         def put(old: Tensor, value: Tensor | float) -> Tensor:
             return torch.where(moved, value, old) if isinstance(value, Tensor) else old.masked_fill(moved, value)
 
-        values = {"phase": target, **changes}.items()
-        return replace(self, **{name: put(getattr(self, name), value) for name, value in values})
+        values = changes if target == source else {"phase": target, **changes}
+        return replace(self, **{name: put(getattr(self, name), value) for name, value in values.items()})
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,9 @@ class Opening:
         down = 10**-self.warmup_decades
         if 0 < step - self.warmup <= self.window:  # units that were not measured, or not finite, as it ended
             missed = ~course.early.isnan() | (course.spread > 0)
-            ended = (course.fresh > 0) & (course.phase > Phase.WARM_UP)
-            waits = (course.phase == Phase.PLATEAU).any()
-            stands = torch.where(ended.any(), waits, self._stands(course, observation))
+            furthest = (course.fresh * course.phase).amax()  # all that ended it on time went the same way
+            ended, waits = furthest > Phase.WARM_UP, furthest == Phase.PLATEAU
+            stands = torch.where(ended, waits, self._stands(course, observation))
             course = self._end_warm_up(course, observation, missed, stands)
         low = course.beta * down if step <= self.warmup else course.beta
         course = course.move(Phase.UNSEEN, Phase.WAIT, seen & ~fresh)

@@ -75,7 +75,6 @@ BATCH = "tests/unit/tap/test_interface.py::test_what_is_the_same_for_all_samples
 ASKED = "tests/unit/tap/test_interface.py::test_a_wrapper_of_another_library_is_asked_and_stays"
 SINKS = "tests/unit/tap/test_interface_options.py::test_sinks_of_another_shape_leave_the_layer_alone"
 CALLERS = "tests/unit/tap/by_hand/test_settled.py::test_a_product_is_the_same_whoever_calls_the_forward"
-WRAPPER = "tests/unit/tap/test_interface.py::test_a_wrapper_of_another_library_is_asked_and_stays"
 CAPPED = "tests/unit/tap/test_interface.py::test_a_soft_cap_counts_where_the_implementation_takes_one"
 STAGES = "tests/unit/step/test_stages.py"
 CHECKS = "tests/unit/step/test_checks.py"
@@ -618,7 +617,7 @@ FAULTS = [
     Fault("betahook/control/opening.py", "up = course.beta / 10**-self.warmup_decades", "up = course.beta"),
     Fault("betahook/control/opening.py", "Phase.PLATEAU, where & stands", "Phase.PLATEAU, stands"),
     Fault("betahook/control/opening.py", "seen, random & self._stands(", "seen, self._stands("),
-    Fault("betahook/control/opening.py", "ended.any(), waits", "ended.any() & waits, waits"),
+    Fault("betahook/control/opening.py", "torch.where(ended, waits", "torch.where(ended & waits, waits"),
     Fault("betahook/control/opening.py", "course.late.abs()", "course.late"),
     Fault("betahook/control/opening.py", "(course.early - course.late).abs()", "(course.early - course.late)"),
     Fault("betahook/control/opening.py", "(learns | grown).any()", "(learns | grown)"),
@@ -2222,8 +2221,6 @@ FAULTS = [
     ),
     Fault("betahook/tap/interface.py", " or _is_running(layer, module)", "", "tests/unit/tap/test_interface.py"),
     Fault("betahook/tap/interface.py", "not isinstance(sinks, Tensor) or ", "True or ", SINKS),
-    Fault("betahook/tap/interface.py", "get_interface is _tapped_original", "get_interface", WRAPPER),
-    Fault("betahook/tap/interface.py", 'if not hasattr(original, "__wrapped__"):', "if True:", WRAPPER),
     Fault("betahook/tap/interface.py", "_running.remove(here)", "pass", "tests/unit/tap/test_interface.py"),
     Fault(
         "betahook/tap/interface.py",

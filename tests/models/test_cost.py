@@ -279,7 +279,7 @@ def test_a_step_takes_as_many_operations_for_any_number_of_layers(layers):
     assert search[:-1] == [1] * 9
     assert search[-1] <= 100
     assert opening <= 159
-    assert after_warmup <= 191
+    assert after_warmup <= 193  # in the batches that look for layers which missed the end of the warm-up
 
 
 @pytest.mark.parametrize(("layers", "turns"), [(2, 1), (8, 4)])
