@@ -49,6 +49,7 @@ class Observation:
         loss: returns, as a scalar, the training loss of this step, the mean over its forwards and all ranks; the sum
             over forwards that are told `num_items_in_batch`, each of which returns a share of it. NaN where there was
             none, and after the batches for which a controller wants it.
+        has_loss: returns, as a scalar, if this step had a loss, on any rank; it may be NaN itself.
         batches: number of batches since the last update, this one included, skipped optimizer steps not counted.
     """
 
@@ -60,6 +61,7 @@ class Observation:
     spectral_ratio: Callable[[], Tensor]
     loss: Callable[[], Tensor] = lambda: torch.tensor(torch.nan)
     batches: int = 1
+    has_loss: Callable[[], Tensor] = lambda: torch.tensor(True)
 
 
 class Controller(ABC):

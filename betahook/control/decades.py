@@ -78,8 +78,8 @@ class Decades(Controller):
     The paper's second algorithm inside one training run. A side ends where a trial has a higher loss than the one
     before it; then half a decade above and below the best is tried, a quarter, and so on. Each of these stages tries
     its middle again, since meanwhile training went on. A loss that is NaN or infinite is worse than any number. A step
-    that float16 training skipped is no batch of a trial, but where its loss is not finite. At the end the best beta
-    stands, until the loss drifts: then the search begins again around it.
+    that float16 training skipped is no batch of a trial, but where its loss is not finite; one without a loss never is.
+    At the end the best beta stands, until the loss drifts: then the search begins again around it.
 
     The paper trains anew for every trial. Here one training goes on through them, which has two consequences: trials
     at bad betas leave their mark on the weights, and while the loss falls by itself, a later trial has the better one.
@@ -127,7 +127,7 @@ class Decades(Controller):
         trial = Trial(**state)
         own = observation.beta_default.to(beta).log10()
         trial = trial.having(trial.best.isnan(), best=own)  # layers that are first used later come in later
-        due, score, trial = self._count(trial, observation.loss().to(beta))
+        due, score, trial = self._count(trial, observation.loss().to(beta), observation.has_loss())
         judged = self._judge(trial, due, score, beta.log10())
         after = self._drifted(trial, due, score, self._go_on(trial, judged, due))
         begins = (trial.phase == Phase.UNSEEN) & ~trial.best.isnan().all()
@@ -166,9 +166,9 @@ class Decades(Controller):
         left = (units >= turn) & ~trial.best.isnan()
         return torch.where(left, units, len(units)).amin().expand_as(units)
 
-    def _count(self, trial: Trial, loss: Tensor) -> tuple[Tensor, Tensor, Trial]:
-        """Count a batch; tell where the window is full, and the mean loss of it, infinite where it failed."""
-        seen = trial.phase != Phase.UNSEEN
+    def _count(self, trial: Trial, loss: Tensor, has_loss: Tensor) -> tuple[Tensor, Tensor, Trial]:
+        """Count a batch with a loss; tell where the window is full, and its mean loss, infinite where it failed."""
+        seen = (trial.phase != Phase.UNSEEN) & has_loss
         batches, total = trial.batches + seen, trial.total + torch.where(seen, loss, 0)
         due = batches >= self.window
         score = (total / self.window).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=torch.inf)

@@ -161,6 +161,7 @@ def observe(state: State, layers: Layers) -> tuple[GroupBeta, Observation]:
         step=state.batch,
         batches=state.batches,
         loss=lambda: training_loss.pooled(state),
+        has_loss=lambda: training_loss.was_recorded(state),
         spectral_ratio=spectral_ratio,
     )
 

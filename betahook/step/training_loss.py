@@ -123,3 +123,8 @@ def pooled(state: State) -> Tensor:
     count, total = state.recent[OF_STEP].sum(1)
     mean: Tensor = total / count
     return mean
+
+
+def was_recorded(state: State) -> Tensor:
+    """Tell if the last step had a loss on any rank, a scalar; a loss of NaN is one, too."""
+    return state.recent[ROW["losses"]].any()

@@ -661,6 +661,10 @@ FAULTS = [
     Fault("betahook/control/opening.py", "course.left.masked_fill(climbs, self.rise_batches)", "course.left"),
     Fault("betahook/control/decades.py", "nan_to_num(nan=torch.inf,", "nan_to_num(nan=-torch.inf,"),
     Fault("betahook/control/decades.py", "batches >= self.window", "batches > self.window"),
+    Fault("betahook/control/decades.py", "(trial.phase != Phase.UNSEEN) & has_loss", "trial.phase != Phase.UNSEEN"),
+    Fault(
+        "betahook/step/training_loss.py", 'return state.recent[ROW["losses"]].any()', "return ~pooled(state).isnan()"
+    ),
     Fault("betahook/control/decades.py", "score > trial.score_below", "score > trial.best_score"),
     Fault("betahook/control/decades.py", "self.drift * trial.best_score.abs()", "self.drift"),
     Fault("betahook/control/decades.py", "ended & self._searches(trial), centre", "ended, centre"),

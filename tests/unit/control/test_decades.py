@@ -75,6 +75,25 @@ def test_a_skipped_step_is_no_batch_unless_its_loss_is_not_finite(skipped, loss)
     assert path([*losses[:skipped], (0, loss), *losses[skipped:]]) == expected
 
 
+@pytest.mark.parametrize("where", [1, 2, 5, 30])
+def test_a_step_without_a_loss_is_no_batch(where):
+    """Neither of a trial nor of a window after the search, which would begin again."""
+
+    def path(has_loss):
+        beta, memories, found = torch.ones(1, dtype=torch.float64), [{}], []
+        for has in has_loss:
+            loss = parabola(0.3)(beta.log10().item()) if has else NAN
+            seen = replace(observe(loss=loss), has_loss=lambda has=has: torch.tensor(has))
+            beta, memories = apply([Decades(window=2)], beta, seen, memories)
+            found.append(beta.item())
+        return found
+
+    expected = path([True] * 40)
+    assert len(set(expected[30:])) == 1
+    expected[where:where] = [expected[where - 1]] * 3
+    assert path([True] * where + [False] * 3 + [True] * (40 - where)) == expected
+
+
 def test_noise_below_what_a_step_changes_is_none():
     generator = torch.Generator().manual_seed(0)
     noisy = lambda x: parabola(1.1)(x) + 0.1 * torch.randn((), generator=generator).item()  # noqa: E731

@@ -309,6 +309,16 @@ def test_what_may_be_something_else_is_not_taken_for_a_loss(put):
             hook.step()
 
 
+def test_a_step_without_a_loss_is_no_batch_of_a_trial():
+    model, path = build("llama"), []
+    with betahook.attach(model, controller=betahook.Decades(window=1, relative=True)) as hook:
+        for loss in (1.0, 1.0, None, None, 2.0):
+            model(input_ids=inputs("llama")["input_ids"])  # without labels
+            hook.step(loss=loss)
+            path.append(round(math.log10(hook.layers[LAYER].beta / hook.layers[LAYER].beta_default), 6))
+    assert path == [0, 1, 1, 1, -1]
+
+
 def test_a_loss_that_is_nan_is_a_failed_trial():
     model = build("llama")
     with betahook.attach(model, controller=betahook.Decades(window=1, relative=True)) as hook:
