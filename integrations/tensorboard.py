@@ -52,7 +52,6 @@ class TensorBoardWriter:
             raise ImportError("TensorBoard is not installed: pip install tensorboard") from error
         self.writer: Any = SummaryWriter(logdir, filename_suffix=".betahook")
         self._picture = TrackedPicture()
-        self._layout: dict[str, dict[str, list[Any]]] = {}
         self._charted: set[str] = set()
         self._findings: Findings | None = None
         self._drawn: int | None = None
@@ -129,11 +128,10 @@ class TensorBoardWriter:
 
     def _lay_out(self, measured: set[str], *, with_loss: bool) -> None:
         """Write the layout, again where a quantity or the loss comes for the first time: TensorBoard shows the last."""
-        self._charted |= {*measured, *(["loss"] if with_loss else [])}
-        made = layout(filter(self._charted.__contains__, self.quantities), with_loss="loss" in self._charted)
-        if made != self._layout:
-            self.writer.add_custom_scalars(made)
-            self._layout = made
+        if new := {*measured, *(["loss"] if with_loss else [])} - self._charted:
+            self._charted |= new
+            shown = filter(self._charted.__contains__, self.quantities)
+            self.writer.add_custom_scalars(layout(shown, with_loss="loss" in self._charted))
 
     def _write_details(self, hook: Hook, metrics: Mapping[str, float], step: int) -> None:
         """Write the quantities that were asked for, layer by layer."""

@@ -176,8 +176,8 @@ def apply(
 
     It also keeps them where each row has but one key.
 
-    Controllers judged by the loss run all the same: to them, a beta at which nothing is finite is a bad trial. They
-    move no beta of rows with one key either.
+    Controllers judged by the loss run all the same, since to them a beta at which nothing is finite is a bad trial;
+    but they, too, keep beta where each row has one key.
 
     They compute in the precision of the statistics, float64 where the device has it. Wherever they move beta, it stays
     within `DECADES` of the model's own, and is returned in its dtype. The memory of a controller is empty before its
@@ -189,10 +189,9 @@ def apply(
     """
     # `logical_and` takes numbers, in one operation. Where rows have one key `flat_entropy` is 0: beta does
     # nothing there, and the sensitivity is rounding.
-    measured = observation.statistics.finite.logical_and(observation.statistics.count)
-    measured = measured.logical_and(observation.statistics.flat_entropy)
     known = observation.beta_default < torch.inf  # not NaN either; `isfinite` is four operations
-    healthy = measured & known
+    matters = known.logical_and(observation.statistics.flat_entropy)
+    healthy = matters & observation.statistics.finite.logical_and(observation.statistics.count)
     start = new = beta.to(observation.statistics.sensitivity.dtype)
     after: list[Memory] = []
     for controller, memory in zip(controllers, memories, strict=True):
@@ -200,8 +199,7 @@ def apply(
         proposed, made = _checked(controller, controller.update(new, observation, dict(before)), new, before)
         # Where a controller returns no usable beta, that of the one before stands.
         if proposed is not new:
-            allowed = known.logical_and(observation.statistics.flat_entropy) if controller.uses_loss else healthy
-            usable = (proposed * 0 < proposed) & allowed  # finite and positive
+            usable = (proposed * 0 < proposed) & (matters if controller.uses_loss else healthy)  # finite and positive
             new = torch.where(usable, proposed, new)
         after.append(made if controller.uses_loss else _choose(healthy, made, before))
     if new is start:  # nothing moves beta, as in monitoring
