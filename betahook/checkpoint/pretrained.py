@@ -44,10 +44,7 @@ def _refuse_copy(layers: Layers, attributes: copies.Attributes) -> None:
         TypeError: beta acts.
     """
     if layers.are_adapted:
-        raise TypeError(
-            "a hooked model whose beta is adapted cannot be copied or pickled, as the copy would be saved without that "
-            "beta: copy it before attach, fold() or detach() first, or copy its state_dict() and that of its hook"
-        )
+        copies.refuse_adapted("be saved without that beta")
 
 
 @dataclass

@@ -34,6 +34,14 @@ def keep_out(owner: object, take_off: Callable[[Attributes], None], undo: ExitSt
     undo.callback(reduce.forget, take_off)
 
 
+def refuse_adapted(consequence: str) -> NoReturn:
+    """Refuse a copy while beta acts; say what the copy would be."""
+    raise TypeError(
+        f"a hooked model whose beta is adapted cannot be copied or pickled, as the copy would {consequence}: copy it "
+        "before attach, fold() or detach() first, or copy its state_dict() and that of its hook"
+    )
+
+
 def takes_hooks(module: nn.Module) -> bool:
     """True unless `torch.jit.script` compiled a module, which then raises where a hook is put on it."""
     return not isinstance(module, torch.jit.RecursiveScriptModule)  # type: ignore[attr-defined]

@@ -77,10 +77,7 @@ def _refuse_copy(recorder: Recorder, attributes: copies.Attributes) -> None:
         TypeError: a controller moves beta, or it was set.
     """
     if recorder.state.beta_acts:
-        raise TypeError(
-            "a hooked model whose beta is adapted cannot be copied or pickled, as the copy would lack that beta: copy "
-            "it before attach, fold() or detach() first, or copy its state_dict() and that of its hook"
-        )
+        copies.refuse_adapted("lack that beta")
 
 
 def _refuse_replica(name: str) -> NoReturn:
