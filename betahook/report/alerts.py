@@ -82,8 +82,8 @@ class Alerts:
         if not self.at_bound and all(getattr(self, name) is None for name in LIMITS):
             raise ValueError("Alerts without a limit never alert; give one, as in Alerts(print, max_logit=50)")
 
-    def check(self, metrics: Mapping[str, float], step: int, layers: Layers | None = None) -> None:
-        """Call back for every limit that `metrics`, as from `Hook.metrics`, cross; name heads if `layers` are given."""
+    def check(self, metrics: Mapping[str, float], step: int, layers: Layers) -> None:
+        """Call back for every limit that `metrics`, as from `Hook.metrics`, cross, with those heads of the `layers`."""
         for key, value in metrics.items():
             quantity, layer = key.split("/", 1)
             limit = getattr(self, quantity) if quantity in LIMITS else None
@@ -91,7 +91,7 @@ class Alerts:
                 self.on_alert(Alert(step, quantity, layer, value, limit))
             elif quantity == "at_bound" and self.at_bound and value:
                 alert = Alert(step, quantity, layer, metrics[f"beta/{layer}"], None)
-                self.on_alert(alert if layers is None else _with_heads(alert, layers[layer]))
+                self.on_alert(_with_heads(alert, layers[layer]))
 
 
 def _with_heads(alert: Alert, layer: AttentionLayer) -> Alert:

@@ -111,7 +111,7 @@ def test_within_the_limits_there_is_silence():
 
 def test_at_its_limit_a_quantity_is_within_it():
     heard = []
-    betahook.Alerts(heard.append, max_logit=5.0, entropy=1.0).check({"max_logit/a": 5.0, "entropy/a": 1.0}, 1)
+    betahook.Alerts(heard.append, max_logit=5.0, entropy=1.0).check({"max_logit/a": 5.0, "entropy/a": 1.0}, 1, {})
     assert heard == []
 
 
