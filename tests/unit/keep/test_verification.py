@@ -72,19 +72,32 @@ def test_a_model_that_does_not_run_twice_on_one_input_is_not_folded():
         assert hook.attached
 
 
-def test_a_model_whose_output_has_another_shape_each_time_is_not_folded():
-    class Shrinking(nn.Sequential):
-        length = LENGTH
+class Shrinking(nn.Sequential):
+    length = LENGTH
 
-        def forward(self, x):
-            self.length -= 1
-            return super().forward(x)[:, : self.length]
+    def forward(self, x):
+        self.length -= 1
+        return super().forward(x)[:, : self.length]
 
-    model = Shrinking(FusedAttention())
+
+class Deciding(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).argmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "trouble"),
+    [
+        (Shrinking, "the output of Shrinking has another shape each time"),
+        (Deciding, "the output of Deciding holds no floating-point tensor"),
+    ],
+)
+def test_a_model_whose_output_cannot_be_compared_is_not_folded(kind, trouble):
+    model = kind(FusedAttention())
     with betahook.attach(model, controller="monitor") as hook:
         model(torch.randn(3, LENGTH, WIDTH))
         move(hook, per_head=False)
-        with pytest.raises(betahook.FoldError, match="the output of Shrinking has another shape each time"):
+        with pytest.raises(betahook.FoldError, match=trouble):
             betahook.fold(model)
 
 
