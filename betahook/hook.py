@@ -233,8 +233,8 @@ class Hook(Uncopied):
             loss: of the training, for controllers that look at it; by default the mean `loss` of the model's outputs.
 
         Raises:
-            RuntimeError: the hook is detached; no attention was seen before the first step, or no loss to judge by; or
-                ranks have different layers or options, or begin with another beta.
+            RuntimeError: the hook is detached; the scaler's `update()` is yet to come; no attention was seen before the
+                first step, or no loss to judge by; or ranks have different layers or options, or another beta.
             TypeError: the scaler is not a `GradScaler`, or the loss is neither a tensor nor a number.
             UnsupportedModelError: the weights of a layer do not act as `Clip` needs them to.
             Exception: any that a controller raises; beta stays, and the step counts all the same.
