@@ -117,6 +117,14 @@ class Search(Controller):
         for name in ("plateau_fall", "fresh_bound"):
             require(self, name, lambda share: 0 < share <= 1, "above 0, at most 1")
 
+    @classmethod
+    def brief(cls) -> Search:
+        """Make the search for training of a few hundred batches, whose opening is brief.
+
+        A fresh model keeps its own beta for 30 batches, and is at three times that after 47.
+        """
+        return cls(warmup_decades=0.0, rise_decades=0.5, rise_batches=17)
+
     def start(self, beta: Tensor) -> Memory:
         zero = torch.zeros_like(beta)
         places = {"phase": zero + Phase.UNSEEN, "left": zero + self.warmup, "fresh": zero}
@@ -185,35 +193,7 @@ class Search(Controller):
             "without_gradient": observation.statistics.sensitivity == 0,
         }
         rows = torch.stack([column.to(beta) for column in columns.values()]).T.tolist()
-        return [self._note(**dict(zip(columns, row, strict=True))) for row in rows]
-
-    def _note(
-        self,
-        *,
-        phase: float,
-        left: float,
-        direction: float,
-        step: float,
-        bound: float,
-        at_bound: float,
-        held: float,
-        without_gradient: float,
-    ) -> Note:
-        """Explain one unit."""
-        stage = Phase(int(phase))
-        if stage != Phase.SEARCH:
-            limited = stage == Phase.CLIMB and held
-            words = WORDS[stage] if self.rise or stage != Phase.UNSEEN else "waits for the search"
-            reason = f"holds the std of the logits at {self.rise_logit_std:g}" if limited else words
-            return Note(stage, reason=f"{reason}, {left:.0f} batch{'es' * (left != 1)} left")
-        if without_gradient:
-            return Note(stage, reason=WITHOUT_GRADIENT)
-        if not direction:
-            return Note(stage, reason="waits for the end of its first window")
-        if direction > 0 and at_bound:
-            return Note(stage, reason=f"no move beyond a largest logit of {bound:.3g}, though {downhill(direction)}")
-        move = direction * step
-        return Note(stage, move, downhill(direction))
+        return [_note(self, **dict(zip(columns, row, strict=True))) for row in rows]
 
     def _bound(self, fresh: Tensor, observation: Observation) -> Tensor:
         """The largest logit that a step up may make."""
@@ -247,6 +227,35 @@ class Search(Controller):
 def limit_increase(new: Tensor, old: Tensor, logit: float | Tensor, observation: Observation) -> Tensor:
     """Keep a step up from taking the largest logit above `logit`; one that is there already does not lower beta."""
     return torch.minimum(new, torch.maximum(old, ceiling(logit, observation.statistics.max_score)))
+
+
+def _note(
+    rule: Search,
+    *,
+    phase: float,
+    left: float,
+    direction: float,
+    step: float,
+    bound: float,
+    at_bound: float,
+    held: float,
+    without_gradient: float,
+) -> Note:
+    """Explain what a search did with one unit."""
+    stage = Phase(int(phase))
+    if stage != Phase.SEARCH:
+        limited = stage == Phase.CLIMB and held
+        words = WORDS[stage] if rule.rise or stage != Phase.UNSEEN else "waits for the search"
+        reason = f"holds the std of the logits at {rule.rise_logit_std:g}" if limited else words
+        return Note(stage, reason=f"{reason}, {left:.0f} batch{'es' * (left != 1)} left")
+    if without_gradient:
+        return Note(stage, reason=WITHOUT_GRADIENT)
+    if not direction:
+        return Note(stage, reason="waits for the end of its first window")
+    if direction > 0 and at_bound:
+        return Note(stage, reason=f"no move beyond a largest logit of {bound:.3g}, though {downhill(direction)}")
+    move = direction * step
+    return Note(stage, move, downhill(direction))
 
 
 def _from_version_2(state: Memory) -> Memory:

@@ -28,7 +28,7 @@ def warn_of_short_training(hook: Hook, steps: int) -> None:
     if late:
         logger.warning(
             "training ends after %d steps, and %s may need %d to bring beta to where it wants it: train longer, choose "
-            'a controller without an opening, such as Search(rise=False), or only watch, with "monitor"',
+            'Search.brief() or Search(rise=False), or only watch, with "monitor"',
             steps,
             ", ".join(map(repr, late)),
             max(controller.opening_batches for controller in late),
@@ -59,13 +59,13 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack, *, is_best: bool) ->
     if not is_first_rank():  # all ranks choose alike
         return ""
     folded = "the model's own beta, which leaves the weights as they are" if takes_own else "the beta in force"
-    has_opening = any(isinstance(controller, Search) for controller in moving)
+    is_long = any(isinstance(controller, Search) and controller != Search.brief() for controller in moving)
     alike = ("keep", "better") if is_best and choice != "own" else (choice,)
     others = [each for each in get_args(Unfinished) if each not in alike]
     return (
         f"fold() at step {hook.steps}, while {', '.join(map(repr, moving))} was still moving beta: folding "
         f"{folded}{_compared(in_force, of_own, takes_own=takes_own)}. Train a few hundred steps longer"
-        f"{', or use Search(rise=False)' if has_opening else ''}, or choose another beta with unfinished="
+        f"{', or use Search.brief()' if is_long else ''}, or choose another beta with unfinished="
         + " or ".join(f'"{each}"' for each in others)
     )
 

@@ -178,8 +178,8 @@ FAULTS = [
     ),
     Fault(
         "betahook/control/search.py",
-        "        if direction > 0 and at_bound:",
-        "        if at_bound:",
+        "    if direction > 0 and at_bound:",
+        "    if at_bound:",
         "tests/unit/control/test_notes.py",
     ),
     Fault("betahook/control/notes.py", "for note in notes) / len(notes)", "for note in notes)"),
@@ -631,6 +631,7 @@ FAULTS = [
         "(mean + ",
     ),
     Fault("betahook/control/opening.py", "torch.where(loss.isnan(), mean, more)", "more"),
+    Fault("betahook/control/search.py", "rise_decades=0.5, rise", "rise_decades=1.0, rise", SEARCH),
     Fault("betahook/control/search.py", "plateau_fall: float = 0.03", "plateau_fall: float = 0.06", SEARCH),
     Fault(
         "betahook/step/stages.py",
@@ -2415,6 +2416,12 @@ FAULTS = [
     Fault("betahook/report/metrics.py", "if note.phase is not None and note.move}", "if note.move}", NOTES),
     Fault("betahook/report/audit.py", "component_mean_square_k[index].sqrt()", "component_mean_square_k[index]"),
     Fault("betahook/report/alerts.py", "else value > limit", "else value >= limit"),
+    Fault(
+        "betahook/keep/transition.py",
+        " and controller != Search.brief()",
+        "",
+        "tests/unit/keep/test_folding.py::test_a_fold_before_the_search_says_so",
+    ),
     Fault("betahook/keep/transition.py", ' and choice != "own" else (choice,)', " else (choice,)"),
     Fault("betahook/keep/verification.py", 'None if hasattr(value, "get_seq_length") else value', "value"),
     Fault(

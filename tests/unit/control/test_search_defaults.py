@@ -117,6 +117,14 @@ def test_the_default_step_begins_at_a_tenth_of_a_decade_grows_by_half_to_a_fifth
     assert taken[: len(steps)] == approx(steps)
 
 
+def test_a_brief_opening_keeps_beta_and_then_triples_it():
+    path = decades(run(Search.brief(), looking(*[1.1] * 11, 1.11, steps=60)))
+    assert path[:30] == approx([0] * 30)
+    assert path[30:47] == approx([0.5 * index / 17 for index in range(1, 18)])
+    assert path[47:] == approx([*[0.5] * 9, *[0.4] * 4])
+    assert eval(repr(Search.brief())) == Search.brief()
+
+
 def test_the_card_names_the_phases():
     card = Path(__file__).parents[3].joinpath("docs/controllers/search.md").read_text()
     rows = re.findall(r"^\| (\d) \| ([\w-]+) \|", card, re.MULTILINE)

@@ -28,12 +28,15 @@ def events(folder):
     return accumulator.Reload()
 
 
-BRIEF = betahook.Search(warmup=1, rise_batches=1, plateau_batches=0)
-
-
 @pytest.mark.parametrize(
     ("controller", "warned"),
-    [(betahook.Search(), True), (BRIEF, False), (betahook.Search(rise=False), False), ("monitor", False)],
+    [
+        (betahook.Search(), True),
+        (betahook.Search.brief(), True),
+        (betahook.Search(warmup=1, rise_batches=1, plateau_batches=0), False),
+        (betahook.Search(rise=False), False),
+        ("monitor", False),
+    ],
 )
 def test_a_training_too_short_for_the_opening_is_named_in_its_first_step(tmp_path, caplog, controller, warned):
     trainer = make_trainer(tmp_path, BetaHookCallback(controller), max_steps=3)

@@ -145,18 +145,25 @@ def test_a_model_with_a_hook_for_each_of_its_parts_is_not_folded_by_half():
     assert not any(hook.attached for hook in hooks)
 
 
-@pytest.mark.parametrize("rise", [True, False])
-def test_a_fold_before_the_search_says_so(rise, caplog):
+@pytest.mark.parametrize(
+    ("controller", "ways"),
+    [
+        (betahook.Search(), ["or use Search.brief(), or choose another beta"]),
+        (betahook.Search.brief(), ["or choose another beta"]),
+        (betahook.Search(rise=False), []),
+    ],
+)
+def test_a_fold_before_the_search_says_so(controller, ways, caplog):
     model, batch = build("llama"), inputs("llama")
-    with betahook.attach(model, controller=betahook.Search(rise=rise)) as hook:
+    with betahook.attach(model, controller=controller) as hook:
         for _ in range(2):
             model(**batch).loss.backward()
             hook.step()
         betahook.fold(model)
     messages = [record.message for record in caplog.records]
-    assert ["fold() at step 2, while Search(" in message for message in messages] == [True] * rise
-    way = ', or use Search(rise=False), or choose another beta with unfinished="own" or "better"'
-    assert all(message.endswith(way) for message in messages)
+    assert all(message.startswith("fold() at step 2, while Search(") for message in messages)
+    ends = [message.rpartition(". Train a few hundred steps longer, ")[2] for message in messages]
+    assert ends == [f'{way} with unfinished="own" or "better"' for way in ways]
 
 
 def test_layers_that_were_removed_are_folded_as_the_message_says():
