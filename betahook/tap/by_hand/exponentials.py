@@ -11,12 +11,12 @@ from typing import Any
 from betahook.models.torch_calls import Call
 from betahook.tap.by_hand import arithmetic, handlers, softmaxes
 from betahook.tap.by_hand.following import follow
-from betahook.tap.by_hand.forward import Forward
+from betahook.tap.by_hand.forward import FollowedForward
 from betahook.tap.by_hand.situation import other
 from betahook.tap.by_hand.traces import Exponential, Scores
 
 
-def exponentiate(forward: Forward, call: Call) -> Any:
+def exponentiate(forward: FollowedForward, call: Call) -> Any:
     """Run `exp`, and remember what it makes of scores."""
     logits = call.operands[0]
     scores = forward.traces.get(logits)
@@ -26,7 +26,7 @@ def exponentiate(forward: Forward, call: Call) -> Any:
     return output
 
 
-def add_up(forward: Forward, call: Call) -> Any:
+def add_up(forward: FollowedForward, call: Call) -> Any:
     """Run a sum, and remember if it is that of the rows of exponentials."""
     output = follow(forward, call, handlers.reduce)
     terms, (dims, keepdim) = call.operands[0], call.reduced
@@ -36,7 +36,7 @@ def add_up(forward: Forward, call: Call) -> Any:
     return output
 
 
-def divide(forward: Forward, call: Call) -> Any:
+def divide(forward: FollowedForward, call: Call) -> Any:
     """Run a division, and end the softmax that it completes."""
     numerator, denominator, *_ = call.operands
     traces, found = forward.traces, forward.traces.exponentials.get(numerator)

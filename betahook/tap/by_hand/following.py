@@ -15,14 +15,14 @@ from betahook.tap.by_hand import handlers
 from betahook.tap.by_hand.arithmetic import divide, multiply, united
 from betahook.tap.by_hand.contraction import along
 from betahook.tap.by_hand.factors import Factor, is_zero, number, same_factor
-from betahook.tap.by_hand.forward import Forward
+from betahook.tap.by_hand.forward import FollowedForward
 from betahook.tap.by_hand.rearranging import keep
 from betahook.tap.by_hand.sites import find_line, find_site
 from betahook.tap.by_hand.situation import Handler, other
 from betahook.tap.by_hand.traces import Derived, Scores, Trace, Weights
 
 
-def follow(forward: Forward, call: Call, handler: Handler) -> Any:
+def follow(forward: FollowedForward, call: Call, handler: Handler) -> Any:
     """Run a function and note what it makes of the tensors that are followed."""
     first: Any = call.operands[0] if call.operands else None
     if handler is other and not (forward.is_learned(first) or any(tensor in forward.traces for tensor in call.tensors)):
@@ -50,7 +50,7 @@ def follow(forward: Forward, call: Call, handler: Handler) -> Any:
     return output
 
 
-def _unshadow_biases(forward: Forward, call: Call, derived: Scores) -> None:
+def _unshadow_biases(forward: FollowedForward, call: Call, derived: Scores) -> None:
     """Let beta leave alone, in the check by numbers, the scores that turned out to be a bias of others."""
     for tensor in call.tensors:
         trace = forward.traces.get(tensor)
@@ -58,7 +58,7 @@ def _unshadow_biases(forward: Forward, call: Call, derived: Scores) -> None:
             forward.shadows.put(tensor, tensor.detach().clone())
 
 
-def _rescaled(forward: Forward, call: Call, output: Tensor, scores: Scores) -> tuple[Tensor, Scores]:
+def _rescaled(forward: FollowedForward, call: Call, output: Tensor, scores: Scores) -> tuple[Tensor, Scores]:
     """Take back by how much a scale differs from that of the last forward, which the gain on the query assumed.
 
     Only where beta was set: the logits are then beta times the scores, whatever the model scales them by.
@@ -101,7 +101,7 @@ def _factor(call: Call, by: Any) -> Factor:
     return 1 / factor if handlers.HANDLERS[call.name] is divide else factor
 
 
-def read_property(forward: Forward, call: Call) -> Any:
+def read_property(forward: FollowedForward, call: Call) -> Any:
     """Read a property of a tensor, of which some are tensors."""
     output = call.run()
     if not isinstance(output, Tensor):
@@ -113,7 +113,7 @@ def read_property(forward: Forward, call: Call) -> Any:
     return output
 
 
-def write_property(forward: Forward, call: Call) -> None:
+def write_property(forward: FollowedForward, call: Call) -> None:
     """Write a property of a tensor, such as its data."""
     call.run()
     scores = forward.traces.get(call.args[0])
@@ -121,7 +121,7 @@ def write_property(forward: Forward, call: Call) -> None:
         forward.traces.note(call.args[0], forward.situation(call).lose(scores))
 
 
-def assign(forward: Forward, call: Call) -> None:
+def assign(forward: FollowedForward, call: Call) -> None:
     """Follow `target[index] = source`."""
     target, index, source = call.args
     into, trace = forward.traces.get(target), forward.traces.get(source)

@@ -33,8 +33,8 @@ UNSEEN = (
 """The reason to leave a module alone in which another forward, perhaps, showed one."""
 
 
-class Forward:
-    """One forward of one attention module.
+class FollowedForward:
+    """All that is known of one forward of one attention module, while it is followed and at its end.
 
     Raises:
         RuntimeError: it is the first one, and shows nothing, as it runs within `torch.export` or the like.
@@ -230,7 +230,7 @@ class Forward:
             layer.attention.correct(self.made_of, self.labels.linears)
 
 
-def _verdict(forward: Forward) -> str | None:
+def _verdict(forward: FollowedForward) -> str | None:
     """Learn from a forward that has ended; return why the module is to be left alone, or None."""
     layer, plan = forward.layer, forward.plan
     plan.checked |= forward.shadows is not None
@@ -256,7 +256,7 @@ def _verdict(forward: Forward) -> str | None:
     return PASSED if plan.only_projects and concerns else None
 
 
-def _label_inputs(forward: Forward, inputs: Any) -> Labels:
+def _label_inputs(forward: FollowedForward, inputs: Any) -> Labels:
     """Labels of the inputs `[..., ..., heads * d_k]`, if any; one with a second axis of this size tells nothing."""
     labels, width = Labels(forward.is_learned, everywhere=True), forward.layer.heads * forward.layer.head_dim
     for tensor in tensors_in(inputs):
@@ -265,7 +265,7 @@ def _label_inputs(forward: Forward, inputs: Any) -> Labels:
     return labels
 
 
-def _obstacle(forward: Forward) -> str:
+def _obstacle(forward: FollowedForward) -> str:
     """The reason why no product of q and k was seen to reach the softmax of a forward."""
     if forward.without_heads is None:
         made = forward.unread and f"its softmax takes what {forward.unread} made, a product that is not followed"

@@ -17,7 +17,7 @@ from betahook.models.torch_calls import Call
 from betahook.tap.by_hand import contraction
 from betahook.tap.by_hand.contraction import Axis, Contraction
 from betahook.tap.by_hand.factors import Factor, divided, is_zero
-from betahook.tap.by_hand.forward import Forward
+from betahook.tap.by_hand.forward import FollowedForward
 from betahook.tap.by_hand.head_axes import REMEDY, made_of, number_of_heads, put_heads, varying
 from betahook.tap.by_hand.products import Product
 from betahook.tap.by_hand.shadows import GAIN
@@ -27,7 +27,7 @@ from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift, Weights
 from betahook.tap.gain import scale_query
 
 
-def multiply(forward: Forward, call: Call) -> Any:
+def multiply(forward: FollowedForward, call: Call) -> Any:
     """Run a product, with beta if it may make scores."""
     product = contraction.read(call)
     if product is not None and _may_make_scores(forward, product):
@@ -35,7 +35,7 @@ def multiply(forward: Forward, call: Call) -> Any:
     return follow_other(forward, call, is_read=product is not None and product.has_batch)
 
 
-def follow_other(forward: Forward, call: Call, *, is_read: bool = False) -> Any:
+def follow_other(forward: FollowedForward, call: Call, *, is_read: bool = False) -> Any:
     """Run a product that makes no scores, as far as it `is_read`; the first forward notes those that might."""
     output = call.run()
     with torch.no_grad():
@@ -48,7 +48,7 @@ def follow_other(forward: Forward, call: Call, *, is_read: bool = False) -> Any:
     return output
 
 
-def _multiplies_activations(forward: Forward, call: Call) -> bool:
+def _multiplies_activations(forward: FollowedForward, call: Call) -> bool:
     factors = [x for x in call.tensors if x.is_floating_point() and x.dim() > 0]
     return len(factors) > 1 and not any(forward.is_learned(x) for x in factors)
 
@@ -62,7 +62,7 @@ UNREAD = frozenset(
 """Further functions that multiply tensors, in none of the forms that make scores."""
 
 
-def _may_make_scores(forward: Forward, product: Contraction) -> bool:
+def _may_make_scores(forward: FollowedForward, product: Contraction) -> bool:
     """Return True for a product of activations that may make scores."""
     layer, traces = forward.layer, [forward.traces.get(operand) for operand in (product.left, product.right)]
     # Where torch takes the softmax, products before it make its bias.
@@ -76,7 +76,7 @@ def _may_make_scores(forward: Forward, product: Contraction) -> bool:
     return True
 
 
-def _of_other_product(forward: Forward, call: Call) -> Derived:
+def _of_other_product(forward: FollowedForward, call: Call) -> Derived:
     weights = [x for x in call.tensors if isinstance(forward.traces.get(x), Weights)]
     others = [x for x in call.tensors if not isinstance(forward.traces.get(x), Weights)]
     if len(weights) == 1 and len(others) == 1:
@@ -87,7 +87,7 @@ def _of_other_product(forward: Forward, call: Call) -> Derived:
     return other(forward.situation(call))
 
 
-def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
+def _score_product(forward: FollowedForward, call: Call, product: Contraction) -> Any:
     layer, known = forward.layer, _new_product(forward, product)
     axis, obstacle = _head_axis(forward, product, known)
     forward.products.append(known)
@@ -134,7 +134,7 @@ def _score_product(forward: Forward, call: Call, product: Contraction) -> Any:
     return output
 
 
-def _new_product(forward: Forward, product: Contraction) -> Product:
+def _new_product(forward: FollowedForward, product: Contraction) -> Product:
     site = find_site("product")
     history = forward.plan.histories[site]
     traces = [forward.traces.get(product.left), forward.traces.get(product.right)]
@@ -160,7 +160,7 @@ def _new_product(forward: Forward, product: Contraction) -> Product:
     )
 
 
-def _default_of(forward: Forward, product: Product, trace: Scores) -> Factor | None:
+def _default_of(forward: FollowedForward, product: Product, trace: Scores) -> Factor | None:
     """The model's own beta in this call, as far as it shows; None for that of the last."""
     leader = product.history.leader
     if leader not in (None, product.site):
@@ -172,7 +172,7 @@ def _default_of(forward: Forward, product: Product, trace: Scores) -> Factor | N
     return None if default is None or is_zero(default) else default
 
 
-def _head_axis(forward: Forward, product: Contraction, known: Product) -> tuple[Axis | None, str]:
+def _head_axis(forward: FollowedForward, product: Contraction, known: Product) -> tuple[Axis | None, str]:
     """The axis of the heads in the left operand, or None and what is wrong."""
     if known.site.obstacle is not None:
         return None, known.site.obstacle

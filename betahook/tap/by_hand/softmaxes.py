@@ -19,7 +19,7 @@ from betahook.tap import compiled
 from betahook.tap.by_hand import contraction, hidden
 from betahook.tap.by_hand.contraction import Axis
 from betahook.tap.by_hand.factors import divided, is_zero
-from betahook.tap.by_hand.forward import Forward
+from betahook.tap.by_hand.forward import FollowedForward
 from betahook.tap.by_hand.head_axes import REMEDY, made_of
 from betahook.tap.by_hand.sites import Site, find_line, find_site
 from betahook.tap.by_hand.traces import Operand, Scores, Shift, Trace, Weights
@@ -30,14 +30,14 @@ REDUCED = "reduced along its last axis, which is not followed"
 HIDDEN = "by a function that torch shows to nobody, as those of torch.jit.script: leave that function in Python"
 
 
-def softmax(forward: Forward, call: Call) -> Tensor:
+def softmax(forward: FollowedForward, call: Call) -> Tensor:
     """Run a softmax, and record the scores that it gets."""
     output: Tensor = call.run()
     end(forward, output, call.operands[0], call.dim)
     return output
 
 
-def end(forward: Forward, output: Tensor, input: Tensor, dim: int) -> None:
+def end(forward: FollowedForward, output: Tensor, input: Tensor, dim: int) -> None:
     """Take note of a softmax of `input`, along a dimension, that gave `output`."""
     trace = forward.traces.get(input)
     forward.traces.note(output, Weights())
@@ -60,7 +60,7 @@ def _may_be_missed(trace: Trace | None) -> bool:
     return (isinstance(trace, Weights) and trace.projected) or (isinstance(trace, Operand) and trace.mixed)
 
 
-def _end_of_scores(forward: Forward, trace: Scores, input: Tensor, dim: int) -> None:
+def _end_of_scores(forward: FollowedForward, trace: Scores, input: Tensor, dim: int) -> None:
     """End the way of scores at their softmax."""
     total = trace.factor * trace.prescale
     for product in trace.products:
@@ -94,7 +94,7 @@ def _end_of_scores(forward: Forward, trace: Scores, input: Tensor, dim: int) -> 
 
 
 @torch.no_grad()
-def _record(forward: Forward, trace: Scores, input: Tensor, dim: int, axis: Axis | None) -> None:
+def _record(forward: FollowedForward, trace: Scores, input: Tensor, dim: int, axis: Axis | None) -> None:
     layer = forward.layer
     assert trace.value is not None
     assert trace.operands is not None
@@ -110,7 +110,7 @@ def _record(forward: Forward, trace: Scores, input: Tensor, dim: int, axis: Axis
     layer.record_pairs(scores, logits, allowed, operands, prescale * acting.view(-1, 1, 1))
 
 
-def fused(forward: Forward, call: Call) -> Any:
+def fused(forward: FollowedForward, call: Call) -> Any:
     """Run a kernel that takes q, k and v with beta, and record its scores."""
     layer, kernel = forward.layer, KERNELS[call.name]
     given = kernel.read(call)
@@ -144,7 +144,9 @@ def fused(forward: Forward, call: Call) -> Any:
     return output
 
 
-def _pairs(forward: Forward, kernel: Kernel, given: Arguments, query: Tensor, key: Tensor, axis: Axis) -> GivenMask:
+def _pairs(
+    forward: FollowedForward, kernel: Kernel, given: Arguments, query: Tensor, key: Tensor, axis: Axis
+) -> GivenMask:
     """The pairs that a kernel uses; the first mask tensor shows the band that later ones are expected to have."""
     mask = kernel.describe(given, query, key, lambda pairs: contraction.batched(pairs, axis, forward.layer.heads))
     if mask.kind != "pairs" or mask.tensor is None:
@@ -155,7 +157,7 @@ def _pairs(forward: Forward, kernel: Kernel, given: Arguments, query: Tensor, ke
     return replace(mask, band=plan.band or Band())
 
 
-def _fused_axis(forward: Forward, call: Call, kernel: Kernel, given: Arguments, site: Site) -> Axis | None:
+def _fused_axis(forward: FollowedForward, call: Call, kernel: Kernel, given: Arguments, site: Site) -> Axis | None:
     """The axis of the heads, before the tokens, in the query of a kernel; None where the module is left alone."""
     query, heads = given[kernel.names[0]], forward.layer.heads
     sizes = kernel.heads_before_tokens(query).shape[:-2]

@@ -32,7 +32,7 @@ from betahook.models.torch_calls import DIVIDING, Call, copied, is_in_place, nam
 from betahook.tap import kernels
 from betahook.tap.by_hand import bypassed, dry_run, exponentials, following, handlers, matrices, nested, softmaxes
 from betahook.tap.by_hand.arithmetic import divide, multiply
-from betahook.tap.by_hand.forward import Forward
+from betahook.tap.by_hand.forward import FollowedForward
 from betahook.tap.by_hand.original import Original
 from betahook.tap.by_hand.plan import Plan, choices_in
 from betahook.tap.by_hand.sites import find_line, run_forward
@@ -42,7 +42,7 @@ from betahook.tap.compiled import FusedAttention
 from betahook.tap.override import Override
 from betahook.tap.recorder import Recorder, follow_again
 
-ACTIONS: dict[str, Callable[[Forward, Call], Any]] = {
+ACTIONS: dict[str, Callable[[FollowedForward, Call], Any]] = {
     **dict.fromkeys(PRODUCTS, matrices.multiply),
     **dict.fromkeys(SOFTMAXES, softmaxes.softmax),
     **dict.fromkeys(kernels.KERNELS, softmaxes.fused),
@@ -139,11 +139,11 @@ def _run_watched(
         if unknown and not (compat.is_exporting() or compat.is_without_data()) and bool(layer.is_set.any()):
             with uncompiled(), selective.apart():
                 _rehearse(layer, plan, forward, args, kwargs)
-        known = Forward(layer, plan, (args, kwargs))
-    with uncompiled(), ScoreProducts(known):
+        followed = FollowedForward(layer, plan, (args, kwargs))
+    with uncompiled(), ScoreProducts(followed):
         output = run_forward(forward, args, kwargs)
     with selective.uncounted():
-        known.finish()
+        followed.finish()
     return output
 
 
@@ -161,9 +161,9 @@ def _is_symbolic(layer: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _refuse_nested(layer: Recorder, plan: Plan) -> None:
-    known = Forward(layer, plan, ())
-    known.refuse("its input is a nested tensor, whose scores are not followed: pad it")
-    known.finish()
+    followed = FollowedForward(layer, plan, ())
+    followed.refuse("its input is a nested tensor, whose scores are not followed: pad it")
+    followed.finish()
 
 
 def _rehearse(
@@ -174,19 +174,25 @@ def _rehearse(
     if not dry_run.is_repeatable(module, (args, kwargs)):
         return  # a cache, say, would be filled twice
     args, kwargs = copied((args, kwargs))
-    known = Forward(layer, plan, (args, kwargs), rehearsal=True)
+    followed = FollowedForward(layer, plan, (args, kwargs), rehearsal=True)
     given = tensors_in((args, kwargs))
     # Non-reentrant checkpointing counts what is saved for the backward, and its recomputation rehearses nothing.
     unsaved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with RandomState(module).kept(given), layer.state.pause(), dry_run.put_back(module), unsaved, ScoreProducts(known):
+    with (
+        RandomState(module).kept(given),
+        layer.state.pause(),
+        dry_run.put_back(module),
+        unsaved,
+        ScoreProducts(followed),
+    ):
         run_forward(forward, args, kwargs)
-    known.finish()
+    followed.finish()
 
 
 class ScoreProducts(TorchFunctionMode):
     """Scales and follows the score products in one forward of one attention module."""
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: FollowedForward) -> None:
         super().__init__()
         self._forward = forward
 
@@ -242,7 +248,7 @@ STARTING = {*PRODUCTS, *SOFTMAXES, *kernels.KERNELS, "multi_head_attention_forwa
 """Functions that may begin a trace, even if nothing that is followed goes into them."""
 
 
-def _concerns(forward: Forward, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _concerns(forward: FollowedForward, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return False for a call that can be run as it is, without a further look at it: most calls are such."""
     if name in STARTING:
         return True

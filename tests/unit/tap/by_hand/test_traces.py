@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 import betahook
-from betahook.tap.by_hand.forward import Forward
+from betahook.tap.by_hand.forward import FollowedForward
 from support.attention import HEADS, LENGTH
 from support.mixing import ROOT, check_doubled, check_measured, make
 
@@ -136,7 +136,7 @@ def test_a_first_forward_goes_away_by_itself(x):
         gc.disable()
         try:
             model(x)
-            assert not any(isinstance(each, Forward) for each in gc.get_objects())
+            assert not any(isinstance(each, FollowedForward) for each in gc.get_objects())
         finally:
             gc.enable()
 
