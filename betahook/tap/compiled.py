@@ -29,9 +29,9 @@ OF_TORCH = compat.multi_head_attention_forward()
 class FusedAttention(TorchFunctionMode):
     """Scales and records the fused attention in one forward of one module, as it is compiled."""
 
-    def __init__(self, layer: Recorder, band: Band, unfollowed: list[str]) -> None:
+    def __init__(self, recorder: Recorder, band: Band, unfollowed: list[str]) -> None:
         super().__init__()
-        self._layer = layer
+        self._recorder = recorder
         self._band = band
         self._unfollowed = unfollowed
 
@@ -39,8 +39,8 @@ class FusedAttention(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and fits(self._layer, *args, **kwargs):
-            return _attend(self._layer, self._band, *args, **kwargs)
+        if func is F.scaled_dot_product_attention and fits(self._recorder, *args, **kwargs):
+            return _attend(self._recorder, self._band, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:
                 return OF_TORCH(*args, **kwargs)
@@ -51,13 +51,13 @@ class FusedAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def fits(layer: Recorder, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> bool:
+def fits(recorder: Recorder, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> bool:
     """True for q and k `[batch, heads, tokens, d_k]` of a layer, by their shapes; further arguments may come along."""
-    return query.dim() == key.dim() == 4 and query.shape[1] == layer.heads
+    return query.dim() == key.dim() == 4 and query.shape[1] == recorder.heads
 
 
 def _attend(
-    layer: Recorder,
+    recorder: Recorder,
     band: Band,
     query: Tensor,
     key: Tensor,
@@ -70,11 +70,11 @@ def _attend(
 ) -> Tensor:
     """`F.scaled_dot_product_attention` with the beta of a layer."""
     default = query.shape[-1] ** -0.5 if scale is None else scale
-    if layer.is_recording:
-        opaque.record_call(layer, query, key, _pairs(attn_mask, is_causal, band), default)
+    if recorder.is_recording:
+        opaque.record_call(recorder, query, key, _pairs(attn_mask, is_causal, band), default)
     else:
-        opaque.note_default(layer, default)
-    query = scale_query(layer, query, (key, value), default)
+        opaque.note_default(recorder, default)
+    query = scale_query(recorder, query, (key, value), default)
     return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
 
 

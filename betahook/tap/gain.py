@@ -26,7 +26,7 @@ class ScaledProduct(Protocol):
 
 
 def scale_query(
-    layer: Recorder,
+    recorder: Recorder,
     query: Tensor,
     others: Iterable[Tensor],
     default: float | Tensor | None,
@@ -36,18 +36,18 @@ def scale_query(
     """`query * beta / beta_default`, bit-identical to `query` while beta is the model's own.
 
     Args:
-        layer: whose beta.
+        recorder: of the layer whose beta it is.
         query: heads lie along `axis`.
         others: what else goes into the attention: where one of them asks for a gradient, the logits have one too.
         default: the model's own beta, where this call shows it: the layer has just noted it.
         axis: of the heads.
         product: what the query goes into, where that is yet to show whether it makes scores.
     """
-    layer.move_state_to(query.device)
+    recorder.move_state_to(query.device)
     has_gradient = torch.is_grad_enabled() and (query.requires_grad or any(x.requires_grad for x in others))
-    gain = _ready(layer, query, default, axis, product, as_leaf=has_gradient and query.numel() <= SMALL)
+    gain = _ready(recorder, query, default, axis, product, as_leaf=has_gradient and query.numel() <= SMALL)
     if gain is None:
-        gain = layer.local_gain(default).detach().to(query.device)
+        gain = recorder.local_gain(default).detach().to(query.device)
         if product is not None and not product.acts:
             gain = torch.ones_like(gain)
         gain = gain.view([-1 if dim == axis else 1 for dim in range(query.dim())])
@@ -56,15 +56,15 @@ def scale_query(
     # The gradient of a leaf is the sensitivity; and in a transform only what the model computes may run.
     if gain.requires_grad or not has_gradient or compat.is_transformed():
         return _times(query, gain)
-    probe = layer.probe
+    probe = recorder.probe
     probe = probe if probe.device == query.device else probe.to(query.device)
     # Also while paused: gradient checkpointing counts what a forward saves, and its recomputation comes later.
-    scaled: Tensor = ScaleQuery.apply(query, gain, probe, axis, not layer.state.paused, product)  # type: ignore[no-untyped-call]
+    scaled: Tensor = ScaleQuery.apply(query, gain, probe, axis, not recorder.state.paused, product)  # type: ignore[no-untyped-call]
     return scaled
 
 
 def _ready(
-    layer: Recorder,
+    recorder: Recorder,
     query: Tensor,
     default: float | Tensor | None,
     axis: int,
@@ -81,7 +81,7 @@ def _ready(
         return None
     if axis != query.dim() - 3 or compat.is_captured(query.device) or compat.is_transformed():
         return None
-    gain = layer.ready_gain(as_leaf=as_leaf)
+    gain = recorder.ready_gain(as_leaf=as_leaf)
     return gain if gain is None or gain.device == query.device else gain.to(query.device)
 
 

@@ -95,42 +95,42 @@ def _tapping(original: Any) -> Any:
 
 
 def _attention(function: Callable[..., Any], implementation: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    layer: Recorder | None = getattr(module, ATTRIBUTE, None)
-    if layer is None or layer.route != "interface" or _is_running(layer, module):
+    recorder: Recorder | None = getattr(module, ATTRIBUTE, None)
+    if recorder is None or recorder.route != "interface" or _is_running(recorder, module):
         return function(module, *args, **kwargs)
-    query = _tapped(layer, implementation, module, *args, **kwargs)
+    query = _tapped(recorder, implementation, module, *args, **kwargs)
     args, kwargs = ((query, *args[1:]), kwargs) if args else (args, {**kwargs, "query": query})
-    return _run(layer, function, module, args, kwargs)
+    return _run(recorder, function, module, args, kwargs)
 
 
 _running: set[tuple[int, int]] = set()
 """Threads, and in each the modules, by their ids, whose attention function runs now outside of a graph."""
 
 
-def _is_running(layer: Recorder, module: nn.Module) -> bool:
+def _is_running(recorder: Recorder, module: nn.Module) -> bool:
     """True within the attention function of a module: what that asks for gets a query that beta scales already."""
     if torch.compiler.is_compiling():
-        return layer.in_function
-    return (threading.get_ident(), id(module)) in _running  # threads of `nn.DataParallel` share the layer
+        return recorder.in_function
+    return (threading.get_ident(), id(module)) in _running  # threads of `nn.DataParallel` share the recorder
 
 
 def _run(
-    layer: Recorder, function: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    recorder: Recorder, function: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run the attention function of a module, which may ask the interface for another one."""
     if not torch.compiler.is_compiling():  # which takes the change of a number in a checkpoint, but not of a set
         _running.add(here := (threading.get_ident(), id(module)))
-    layer.in_function = True
+    recorder.in_function = True
     try:
         return function(module, *args, **kwargs)
     finally:
-        layer.in_function = False
+        recorder.in_function = False
         if not torch.compiler.is_compiling():
             _running.remove(here)
 
 
 def _tapped(
-    layer: Recorder,
+    recorder: Recorder,
     implementation: str,
     module: nn.Module,
     query: Tensor,
@@ -143,43 +143,43 @@ def _tapped(
     """Record a call, and return its query as beta scales it; as it is, where the layer is idle or left alone."""
     mask = options.pop("attention_mask", mask)
     # A graph, which is run in every step, asks the recorder when it runs.
-    if (not torch.compiler.is_compiling() and layer.is_idle) or _passes_by(layer, query, options):
+    if (not torch.compiler.is_compiling() and recorder.is_idle) or _passes_by(recorder, query, options):
         return query
     with selective.uncounted():
         scaling = options.get("scaling")
         if scaling is None:
             scaling = query.shape[-1] ** -0.5  # what every backend does without one
-        prescale = 1.0 if layer.attention.facts.prescale is None else layer.attention.facts.prescale(module)
+        prescale = 1.0 if recorder.attention.facts.prescale is None else recorder.attention.facts.prescale(module)
         default = scaling * prescale
-        if layer.is_recording:
+        if recorder.is_recording:
             given = given_mask(implementation, module, query, key, mask, options)
             raw = query if prescale == 1 else query / prescale
             # The sdpa of transformers takes no soft cap: 5.1 ignores one, later versions refuse it.
             softcap = None if implementation == "sdpa" else options.get("softcap")
             score_mod = ScoreMod(options.get("position_bias"), softcap, _sinks(query, **options))
-            opaque.record_call(layer, raw, key, given, default, score_mod)
+            opaque.record_call(recorder, raw, key, given, default, score_mod)
         else:
-            opaque.note_default(layer, default)
-        return scale_query(layer, query, (key, value), default)
+            opaque.note_default(recorder, default)
+        return scale_query(recorder, query, (key, value), default)
 
 
-def _passes_by(layer: Recorder, query: Tensor, options: dict[str, Any]) -> bool:
+def _passes_by(recorder: Recorder, query: Tensor, options: dict[str, Any]) -> bool:
     """Return True if the layer is left alone, as it is once a query has not the heads that its module states.
 
     Sinks of an unknown shape leave it alone, too: what they add to the softmax is not known.
     """
-    has_heads = query.dim() == 4 and layer.select_local_heads(query.shape[1])
+    has_heads = query.dim() == 4 and recorder.select_local_heads(query.shape[1])
     sinks: Any = options.get("sinks") if options.get("s_aux") is None else options["s_aux"]
     fits = has_heads and (not isinstance(sinks, Tensor) or _sinks(query, **options) is not None)
     if torch.compiler.is_compiling():  # a graph that looked this up would be one of this layer alone
         return not fits
-    if not fits and layer.refusal is None:
-        layer.leave_alone(
+    if not fits and recorder.refusal is None:
+        recorder.leave_alone(
             f"its sinks are {list(sinks.shape)}, neither [heads] nor [batch, heads, queries, 1]"
             if has_heads
-            else f"its query is {list(query.shape)}, not [batch, {layer.heads}, queries, d_k]"
+            else f"its query is {list(query.shape)}, not [batch, {recorder.heads}, queries, d_k]"
         )
-    return layer.refusal is not None
+    return recorder.refusal is not None
 
 
 def _sinks(query: Tensor, s_aux: Any = None, sinks: Any = None, **_: Any) -> Tensor | None:

@@ -246,25 +246,25 @@ KERNELS = {
 """Name of a kernel to its signature."""
 
 
-def connect(layers: Iterable[Recorder], undo: ExitStack) -> None:
+def connect(recorders: Iterable[Recorder], undo: ExitStack) -> None:
     """Let the tap see the kernels that the code of some layers calls by name, until `undo` is closed."""
-    for layer in layers:
-        for namespace, name in _bindings(layer):
+    for recorder in recorders:
+        for namespace, name in _bindings(recorder):
             undo.enter_context(stand_ins.put(namespace, name, _visible))
 
 
-def are_called(layer: Recorder) -> bool:
+def are_called(recorder: Recorder) -> bool:
     """True if the code of a layer calls a kernel by name."""
-    return next(_bindings(layer), None) is not None
+    return next(_bindings(recorder), None) is not None
 
 
-def _bindings(layer: Recorder) -> Iterator[tuple[stand_ins.Namespace, str]]:
+def _bindings(recorder: Recorder) -> Iterator[tuple[stand_ins.Namespace, str]]:
     """Namespaces and names by which a layer finds its kernels: global, of other modules and classes, or its own."""
-    parts = list(layer.module.modules())
+    parts = list(recorder.module.modules())
     kinds = {kind: None for part in parts for kind in type(part).__mro__ if is_own(kind)}
     seen: list[tuple[stand_ins.Namespace, Iterable[str]]] = [(vars(part), list(vars(part))) for part in parts]
     seen += [(kind, list(vars(kind))) for kind in kinds]
-    for function in functions_of(layer.module):
+    for function in functions_of(recorder.module):
         names = names_in(function)
         for namespace in namespaces(names, function.__globals__):
             named = map(namespace.get, names)

@@ -698,7 +698,7 @@ FAULTS = [
     Fault("betahook/tap/gain.py", "gain = gain * probe.exp().view(gain.shape)", "gain = gain * 1"),
     Fault("betahook/tap/gain.py", "_times(gradient, gain) if", "gradient if"),
     Fault("betahook/tap/gain.py", "query.requires_grad or any(x.requires_grad for x in others)", "query.requires_grad"),
-    Fault("betahook/tap/gain.py", "not layer.state.paused, product)", "True, product)"),
+    Fault("betahook/tap/gain.py", "not recorder.state.paused, product)", "True, product)"),
     Fault(
         "betahook/tap/recorder.py",
         "compat.is_in_backward() if recorder.always else compat.is_recomputation()",
@@ -830,11 +830,11 @@ FAULTS = [
         "tests/unit/step/test_first_look.py",
     ),
     Fault("betahook/tap/by_hand/bypassed.py", "any(other.runs for other in watch.sharing)", "watch.layer.runs"),
-    Fault("betahook/tap/by_hand/bypassed.py", "layer.module.training in layer.ran_in", "layer.ran_in"),
-    Fault("betahook/tap/by_hand/bypassed.py", "layer.projected |= layer.runs > 0", "pass"),
-    Fault("betahook/tap/by_hand/bypassed.py", "layer.is_watched = True", "pass"),
-    Fault("betahook/tap/by_hand/forward.py", "if layer.projected and concerns", "if concerns", BYPASSED),
-    Fault("betahook/tap/by_hand/forward.py", "layer.projected and concerns:", "layer.projected:", BYPASSED),
+    Fault("betahook/tap/by_hand/bypassed.py", "recorder.module.training in recorder.ran_in", "recorder.ran_in"),
+    Fault("betahook/tap/by_hand/bypassed.py", "recorder.projected |= recorder.runs > 0", "pass"),
+    Fault("betahook/tap/by_hand/bypassed.py", "recorder.is_watched = True", "pass"),
+    Fault("betahook/tap/by_hand/forward.py", "if recorder.projected and concerns", "if concerns", BYPASSED),
+    Fault("betahook/tap/by_hand/forward.py", "recorder.projected and concerns:", "recorder.projected:", BYPASSED),
     Fault(
         "betahook/tap/by_hand/forward.py", "PASSED if plan.only_projects and concerns", "PASSED if concerns", BYPASSED
     ),
@@ -845,11 +845,11 @@ FAULTS = [
         BYPASSED,
     ),
     Fault("betahook/tap/by_hand/forward.py", "plan.only_projects = False", "pass", BYPASSED),
-    Fault("betahook/tap/by_hand/forward.py", "layer.has_passed = True", "pass", BYPASSED),
+    Fault("betahook/tap/by_hand/forward.py", "recorder.has_passed = True", "pass", BYPASSED),
     Fault("betahook/tap/by_hand/forward.py", "concerns = forward.recording or ", "concerns = ", BYPASSED),
-    Fault("betahook/tap/by_hand/forward.py", "layer.projected = False", "layer.projected = True", BYPASSED),
+    Fault("betahook/tap/by_hand/forward.py", "recorder.projected = False", "recorder.projected = True", BYPASSED),
     Fault("betahook/tap/by_hand/original.py", 'getattr(self._module, "processor", None)', "None"),
-    Fault("betahook/tap/by_hand/watching.py", "layer.attention.has_changed = True", "pass", ORIGINAL),
+    Fault("betahook/tap/by_hand/watching.py", "recorder.attention.has_changed = True", "pass", ORIGINAL),
     Fault("betahook/models/torch_calls.py", "return in_place_of_torch(function) or name", "return name", WRAPPED),
     Fault("betahook/models/guards.py", " and in_place_of_torch(function) is None", "", WRAPPED),
     Fault("betahook/tap/install.py", "return forget_bands", "return lambda: None", "tests/unit/test_hook.py"),
@@ -874,7 +874,7 @@ FAULTS = [
         FIRST_FORWARD,
     ),
     Fault("betahook/report/warnings.py", "elif name in replaced:", "elif False:", "tests/unit/test_hook_metrics.py"),
-    Fault("betahook/tap/by_hand/bypassed.py", " or layer.module.training in layer.ran_in", ""),
+    Fault("betahook/tap/by_hand/bypassed.py", " or recorder.module.training in recorder.ran_in", ""),
     Fault("betahook/tap/install.py", "if recorder.state.beta_acts", "if False", COPIES),
     # keep
     Fault("betahook/keep/places.py", "return max(starts) < min(ends)", "return max(starts) <= min(ends)"),
@@ -1585,14 +1585,14 @@ FAULTS = [
     Fault("betahook/tap/by_hand/softmaxes.py", "plan.band is None and not", "not", BANDS),
     Fault(
         "betahook/tap/by_hand/watching.py",
-        "is_without_data()) and bool(layer.is_set.any())",
-        "is_without_data()) and bool(layer.is_set[0])",
+        "is_without_data()) and bool(recorder.is_set.any())",
+        "is_without_data()) and bool(recorder.is_set[0])",
         f"{SCALES}::test_heads_without_a_beta_of_their_own_keep_the_scale_that_the_model_changes",
     ),
     Fault(
         "betahook/tap/by_hand/following.py",
-        "forward.layer.is_set.to",
-        "forward.layer.is_set[:1].to",
+        "forward.recorder.is_set.to",
+        "forward.recorder.is_set[:1].to",
         f"{SCALES}::test_heads_without_a_beta_of_their_own_keep_the_scale_that_the_model_changes",
     ),
     Fault(
@@ -1639,7 +1639,7 @@ FAULTS = [
         "return not same_factor(before, now)",
         CHECKPOINTED,
     ),
-    Fault("betahook/tap/by_hand/matrices.py", "layer.note_default(known.default)", "pass", SETTLED),
+    Fault("betahook/tap/by_hand/matrices.py", "recorder.note_default(known.default)", "pass", SETTLED),
     Fault("betahook/tap/by_hand/matrices.py", "forward.plan.mixes |= any(", "any(", SETTLED),
     Fault("betahook/tap/gain.py", " or (product is not None and not product.settled)", "", SETTLED),
     Fault("betahook/tap/gain.py", "axis != query.dim() - 3 or ", ""),
@@ -1770,7 +1770,7 @@ FAULTS = [
     ),
     Fault(
         "betahook/tap/compiled.py",
-        "query.dim() == key.dim() == 4 and query.shape[1] == layer.heads",
+        "query.dim() == key.dim() == 4 and query.shape[1] == recorder.heads",
         "True",
         f"{COMPILED}::test_a_layout_that_comes_later_is_looked_at_outside",
     ),
@@ -1988,7 +1988,7 @@ FAULTS = [
         "torch.nan, state.beta[heads])",
         ORIGINAL,
     ),
-    Fault("betahook/tap/by_hand/watching.py", "            follow_again(layer)\n", "", ORIGINAL),
+    Fault("betahook/tap/by_hand/watching.py", "            follow_again(recorder)\n", "", ORIGINAL),
     Fault(
         "betahook/checkpoint/schema.py",
         "torch.where(state.lost.isnan(), state.beta, state.lost)",
@@ -2030,7 +2030,9 @@ FAULTS = [
         SCHEMA,
     ),
     Fault("betahook/checkpoint/schema.py", "<= skipped <= steps < 2**53 and", "<= skipped <= steps and", SCHEMA),
-    Fault("betahook/tap/by_hand/forward.py", "layer.state.steps - forward.rehearsal", "layer.state.steps", SETTLED),
+    Fault(
+        "betahook/tap/by_hand/forward.py", "recorder.state.steps - forward.rehearsal", "recorder.state.steps", SETTLED
+    ),
     Fault("integrations/reports.py", "if self._step != self._hook.steps:", "if True:"),
     Fault("integrations/reports.py", "if logs is not None and is_training(logs):", "if logs is not None:"),
     Fault("betahook/checkpoint/pretrained.py", "if not isinstance(config, dict):", "if False:", SHOW_AND_FOLD),
@@ -2209,7 +2211,7 @@ FAULTS = [
     Fault("betahook/keep/refusals.py", "    other_adapters_lack_beta,\n", "", ADAPTERS),
     Fault(
         "betahook/tap/interface.py",
-        "return layer.refusal is not None",
+        "return recorder.refusal is not None",
         "return False",
         "tests/unit/tap/test_interface.py::test_a_query_of_other_heads_than_a_module_states_is_left_alone",
     ),
@@ -2219,7 +2221,7 @@ FAULTS = [
         "return False",
         "tests/unit/tap/test_interface.py::test_a_query_of_other_heads_than_a_module_states_is_left_alone",
     ),
-    Fault("betahook/tap/interface.py", " or _is_running(layer, module)", "", "tests/unit/tap/test_interface.py"),
+    Fault("betahook/tap/interface.py", " or _is_running(recorder, module)", "", "tests/unit/tap/test_interface.py"),
     Fault("betahook/tap/interface.py", "not isinstance(sinks, Tensor) or ", "True or ", SINKS),
     Fault("betahook/tap/interface.py", "_running.remove(here)", "pass", "tests/unit/tap/test_interface.py"),
     Fault(
@@ -2230,7 +2232,7 @@ FAULTS = [
     ),
     Fault(
         "betahook/tap/interface.py",
-        "return layer.in_function",
+        "return recorder.in_function",
         "return False",
         "tests/models/test_backends.py::test_a_function_that_asks_the_interface_for_another_one_compiles",
     ),

@@ -29,42 +29,42 @@ class Watch:
     """A layer with all that its check needs: an object, since a graph of the compiler depends on other arguments.
 
     Attributes:
-        layer: the layer.
-        sharing: the layers that hold the same query projection.
+        recorder: of the layer.
+        sharing: those of the layers that hold the same query projection.
         around: the layer's module and those that hold it, by id.
     """
 
-    layer: Recorder
+    recorder: Recorder
     sharing: Collection[Recorder]
     around: set[int]
 
 
 @contextmanager
-def running(layer: Recorder) -> Iterator[None]:
+def running(recorder: Recorder) -> Iterator[None]:
     """Note that a forward of a layer's module runs."""
-    layer.ran_in.add(layer.module.training)
-    layer.runs += 1
+    recorder.ran_in.add(recorder.module.training)
+    recorder.runs += 1
     try:
         yield
     finally:
-        layer.runs -= 1
+        recorder.runs -= 1
 
 
-def connect(model: nn.Module, layers: Collection[Recorder], undo: ExitStack) -> None:
+def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) -> None:
     """Leave layers alone whose forward is passed by, until `undo` is closed."""
     around: dict[nn.Module, set[int]] = defaultdict(set)
-    for module in model.modules() if layers else ():
+    for module in model.modules() if recorders else ():
         for part in module.modules():
             around[part].add(id(module))
-    for layer in layers:
-        if layer.attention.projections is None:
+    for recorder in recorders:
+        if recorder.attention.projections is None:
             continue
-        projection = layer.attention.projections[0].module
-        if projection is not layer.module and copies.takes_hooks(projection):
-            sharing = [other for other in layers if id(other.module) in around[projection]]
-            check = functools.partial(_check, Watch(layer, sharing, around[layer.module]))
+        projection = recorder.attention.projections[0].module
+        if projection is not recorder.module and copies.takes_hooks(projection):
+            sharing = [other for other in recorders if id(other.module) in around[projection]]
+            check = functools.partial(_check, Watch(recorder, sharing, around[recorder.module]))
             copies.keep_hook(projection, projection.register_forward_pre_hook(check), undo)
-            layer.is_watched = True
+            recorder.is_watched = True
 
 
 def _check(watch: Watch, projection: nn.Module, args: Any) -> None:
@@ -74,11 +74,11 @@ def _check(watch: Watch, projection: nn.Module, args: Any) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    layer = watch.layer
-    layer.projected |= layer.runs > 0
-    if layer.refusal is not None or any(other.runs for other in watch.sharing) or layer.module.training in layer.ran_in:
+    recorder = watch.recorder
+    recorder.projected |= recorder.runs > 0
+    if recorder.refusal is not None or recorder.module.training in recorder.ran_in:
         return
-    if compat.is_transformed():
+    if any(other.runs for other in watch.sharing) or compat.is_transformed():
         return
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and id(frame.f_locals.get("self")) not in watch.around:
@@ -86,9 +86,9 @@ def _check(watch: Watch, projection: nn.Module, args: Any) -> None:
     # Those who look at the projection alone call it from elsewhere, or from a hook, which torch calls.
     if frame is None or frame.f_globals.get("__name__", "").startswith("torch."):
         return
-    if layer.module not in set(frame.f_locals["self"].modules()):  # another one took its place, and its projection
+    if recorder.module not in set(frame.f_locals["self"].modules()):  # another one took its place, and its projection
         return
-    layer.leave_alone(
+    recorder.leave_alone(
         f"its query projection is called at {find_line()} past its forward, and what that computes is not followed",
         "Attention is followed in the forward of a module that holds no other. ",
     )

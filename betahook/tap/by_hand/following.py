@@ -87,7 +87,7 @@ def _rescaled(forward: FollowedForward, call: Call, output: Tensor, scores: Scor
     if axis is None:
         return output, scores.losing(f"a scale at {find_line()} that changes, where the heads are not told apart")
     ratio = torch.as_tensor(last / factor, device=output.device)
-    is_set = along(forward.layer.is_set.to(output.device), axis, scaled)
+    is_set = along(forward.recorder.is_set.to(output.device), axis, scaled)
     is_usable = ratio.isfinite() & (ratio != 0)  # a tensor may be 0 in one of both forwards
     ratio = torch.where(is_set & is_usable, ratio, 1.0).to(output.dtype)
     forward.shadows = None  # which lack the ratio

@@ -40,7 +40,7 @@ class FollowedForward:
         RuntimeError: it is the first one, and shows nothing, as it runs within `torch.export` or the like.
 
     Attributes:
-        layer: the recorder of the module.
+        recorder: of the module.
         plan: what earlier forwards showed.
         rehearsal: True for a dry run: beta does not act, and nothing is measured.
         recording: True if scores are measured.
@@ -66,20 +66,20 @@ class FollowedForward:
         refused: the reason to leave the module alone once the forward has ended; None for none.
     """
 
-    def __init__(self, layer: Recorder, plan: Plan, inputs: Any, *, rehearsal: bool = False) -> None:
-        self.layer, self.plan, self.rehearsal = layer, plan, rehearsal
-        layer.projected = False
+    def __init__(self, recorder: Recorder, plan: Plan, inputs: Any, *, rehearsal: bool = False) -> None:
+        self.recorder, self.plan, self.rehearsal = recorder, plan, rehearsal
+        recorder.projected = False
         given = next(tensors_in(inputs), None)
-        is_dry = rehearsal or shows_shapes(given, layer.state)
-        self.recording = layer.is_recording and not (is_dry or layer.refusal)
+        is_dry = rehearsal or shows_shapes(given, recorder.state)
+        self.recording = recorder.is_recording and not (is_dry or recorder.refusal)
         form = form_of(inputs)
         self.form = plan.nearest(form) if compat.is_exporting() else form
         self.axes = plan.axes.get(self.form, {})
         self.is_empty = given is not None and given.numel() == 0
-        is_first = self.form not in plan.axes and layer.refusal is None
+        is_first = self.form not in plan.axes and recorder.refusal is None
         if is_first and (compat.is_exporting() or (rehearsal and compat.is_transformed())):
             raise RuntimeError(
-                f"{shown_name(layer.name)}: no forward has shown yet how this attention computes its scores. Run a "
+                f"{shown_name(recorder.name)}: no forward has shown yet how this attention computes its scores. Run a "
                 "forward of the model outside of torch.export, torch.func and torch.jit.trace first"
             )
         self.labels = Labels(self.is_learned) if is_first and not compat.is_without_data() else None
@@ -161,7 +161,7 @@ class FollowedForward:
             shared: the axes that may be of heads.
             site: where the tensor is used.
         """
-        count = self.layer.heads
+        count = self.recorder.heads
         if count == 1:
             return "single"
         if site in self.axes:
@@ -183,8 +183,8 @@ class FollowedForward:
         if is_zero(default):
             self._note_nothing()
             return
-        if self.layer.refusal is None:
-            self.layer.note_default(default)
+        if self.recorder.refusal is None:
+            self.recorder.note_default(default)
         if self.default is None:
             self.default = default
         elif not are_alike(self.default, default, are_read=self.labels is not None):
@@ -196,53 +196,53 @@ class FollowedForward:
 
     def finish(self) -> None:
         """Take stock of a forward that has ended: learn from it, or leave the module alone from now on."""
-        layer = self.layer
+        recorder = self.recorder
         if self.is_empty:
             self._note_nothing()
         # The tensors of a transform mean nothing outside of it, those of an empty batch nothing at all.
         if not (compat.is_transformed() or self.is_empty):
             self._learn()
         for product in self.products:
-            product.counts = product.acts and layer.refusal is None and product.reached
+            product.counts = product.acts and recorder.refusal is None and product.reached
         self.labels = self.of_inputs = None  # they hold on to the forward, and so to the graph of autograd
         self.traces.release()
 
     def _note_nothing(self) -> None:
         """Note that the layer was reached, in a forward that shows nothing."""
-        self.layer.state.seen = True
-        note_measured(self.layer.state)
+        self.recorder.state.seen = True
+        note_measured(self.recorder.state)
 
     def _learn(self) -> None:
         """Learn from a forward whose tensors mean something, or leave the module alone."""
-        layer, plan = self.layer, self.plan
-        reason = _verdict(self) if layer.refusal is None else layer.refusal
+        recorder, plan = self.recorder, self.plan
+        reason = _verdict(self) if recorder.refusal is None else recorder.refusal
         choices = self.form.choices
         fused = reason is None and self.attended and self.fused_only and plan.fused.get(choices, True)
         plan.fused[choices] = fused
-        if fused and plan.broken_since.get(choices) == layer.state.resets:
-            layer.state.has_broken_graphs = True
-        if layer.refusal is None and reason is not None:
-            layer.leave_alone(reason, "Attention by F.scaled_dot_product_attention is followed. ")
+        if fused and plan.broken_since.get(choices) == recorder.state.resets:
+            recorder.state.has_broken_graphs = True
+        if recorder.refusal is None and reason is not None:
+            recorder.leave_alone(reason, "Attention by F.scaled_dot_product_attention is followed. ")
         elif reason is None and self.recording and not self.attended:
-            layer.has_passed = True
+            recorder.has_passed = True
             self._note_nothing()
         elif reason is None and self.labels is not None and self.made_of:
-            layer.attention.correct(self.made_of, self.labels.linears)
+            recorder.attention.correct(self.made_of, self.labels.linears)
 
 
 def _verdict(forward: FollowedForward) -> str | None:
     """Learn from a forward that has ended; return why the module is to be left alone, or None."""
-    layer, plan = forward.layer, forward.plan
+    recorder, plan = forward.recorder, forward.plan
     plan.checked |= forward.shadows is not None
     plan.axes[forward.form] = forward.axes
     # What a rehearsal shows, the steps before a resume did: so the first step after it computes as they.
-    step = layer.state.steps - forward.rehearsal
+    step = recorder.state.steps - forward.rehearsal
     learned = (product.learn(step, are_read=forward.labels is not None) for product in forward.products)
     reason = forward.refused or next(filter(None, learned), None)
     if forward.attended:
         plan.only_projects = False
     elif plan.only_projects is None and forward.labels is not None and forward.labels.linears:
-        plan.only_projects = not layer.is_watched
+        plan.only_projects = not recorder.is_watched
     if reason is not None or forward.attended:
         return reason
     if forward.has_softmax:
@@ -250,15 +250,15 @@ def _verdict(forward: FollowedForward) -> str | None:
     line = forward.products[0].site.line if forward.products else forward.unscored
     if line is not None:
         return f"the product at {line} reaches no softmax"
-    concerns = forward.recording or layer.state.beta_acts  # else it may pass, as one in evaluation
-    if layer.projected and concerns:
+    concerns = forward.recording or recorder.state.beta_acts  # else it may pass, as one in evaluation
+    if recorder.projected and concerns:
         return UNSEEN
     return PASSED if plan.only_projects and concerns else None
 
 
 def _label_inputs(forward: FollowedForward, inputs: Any) -> Labels:
     """Labels of the inputs `[..., ..., heads * d_k]`, if any; one with a second axis of this size tells nothing."""
-    labels, width = Labels(forward.is_learned, everywhere=True), forward.layer.heads * forward.layer.head_dim
+    labels, width = Labels(forward.is_learned, everywhere=True), forward.recorder.heads * forward.recorder.head_dim
     for tensor in tensors_in(inputs):
         if tensor.is_floating_point() and tensor.dim() == 3 and tensor.shape[-1] == width not in tensor.shape[:-1]:
             labels.note_input(tensor)
@@ -271,6 +271,6 @@ def _obstacle(forward: FollowedForward) -> str:
         made = forward.unread and f"its softmax takes what {forward.unread} made, a product that is not followed"
         return made or "no product of q and k was seen to reach its softmax"
     return (
-        f"the product at {forward.without_heads} is of two matrices, in which its {forward.layer.heads} heads have no "
-        "axis: compute all of them at once, with q and k as [batch, heads, tokens, d_k]"
+        f"the product at {forward.without_heads} is of two matrices, in which its {forward.recorder.heads} heads have "
+        "no axis: compute all of them at once, with q and k as [batch, heads, tokens, d_k]"
     )

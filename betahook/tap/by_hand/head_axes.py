@@ -18,14 +18,14 @@ REMEDY = "make q and k [batch, num_heads, tokens, d_k], with num_heads as the mo
 
 
 def made_of(
-    labels: Labels | None, query: Tensor, key: Tensor, layer: Recorder, components: tuple[int, int] = (-1, -1)
+    labels: Labels | None, query: Tensor, key: Tensor, recorder: Recorder, components: tuple[int, int] = (-1, -1)
 ) -> MadeOf | None:
     """The features that q and k of a layer are made of; None in a forward without labels.
 
     Args:
         labels: those of the forward.
         query, key: q and k.
-        layer: the layer.
+        recorder: of the layer.
         components: the axis of the components in each.
     """
     if labels is None:
@@ -33,7 +33,7 @@ def made_of(
 
     def features(tensor: Tensor, axis: int) -> Features | None:
         own = labels.get(tensor)
-        sizes = layer.heads, layer.head_dim, len(query) // layer.heads
+        sizes = recorder.heads, recorder.head_dim, len(query) // recorder.heads
         return None if own is None else features_of_heads(own, [axis], *sizes)
 
     return features(query, components[0]), features(key, components[1])

@@ -64,13 +64,13 @@ UNREAD = frozenset(
 
 def _may_make_scores(forward: FollowedForward, product: Contraction) -> bool:
     """Return True for a product of activations that may make scores."""
-    layer, traces = forward.layer, [forward.traces.get(operand) for operand in (product.left, product.right)]
+    recorder, traces = forward.recorder, [forward.traces.get(operand) for operand in (product.left, product.right)]
     # Where torch takes the softmax, products before it make its bias.
-    if layer.route == "torch" or product.size == 1 or any(isinstance(trace, Weights | Shift) for trace in traces):
+    if recorder.route == "torch" or product.size == 1 or any(isinstance(trace, Weights | Shift) for trace in traces):
         return False
     if not product.left.is_floating_point() or forward.is_learned(product.right):
         return False
-    if not product.has_batch and layer.heads > 1:
+    if not product.has_batch and recorder.heads > 1:
         forward.without_heads = forward.without_heads or find_line()
         return False
     return True
@@ -88,7 +88,7 @@ def _of_other_product(forward: FollowedForward, call: Call) -> Derived:
 
 
 def _score_product(forward: FollowedForward, call: Call, product: Contraction) -> Any:
-    layer, known = forward.layer, _new_product(forward, product)
+    recorder, known = forward.recorder, _new_product(forward, product)
     axis, obstacle = _head_axis(forward, product, known)
     forward.products.append(known)
     factors = forward.factors_of(known.history, product.left, product.right)
@@ -105,12 +105,15 @@ def _score_product(forward: FollowedForward, call: Call, product: Contraction) -
         forward.traces.note(output, trace.losing(obstacle))
         return output
     # The values, not seen yet, may ask for a gradient where q and k do not; a product into a buffer has none.
-    others = itertools.chain([product.right], () if call.has_target else layer.module.parameters())
+    others = itertools.chain([product.right], () if call.has_target else recorder.module.parameters())
     known.default = _default_of(forward, known, trace)
     if known.default is not None:
-        layer.note_default(known.default)
+        recorder.note_default(known.default)
     query = contraction.on_heads(
-        product.left, axis, layer.heads, lambda left, axis: scale_query(layer, left, others, known.default, axis, known)
+        product.left,
+        axis,
+        recorder.heads,
+        lambda left, axis: scale_query(recorder, left, others, known.default, axis, known),
     )
     query = product.laid_out(query)
     with selective.counted():
@@ -119,7 +122,7 @@ def _score_product(forward: FollowedForward, call: Call, product: Contraction) -
         forward.nodes[known] = output.grad_fn
     with torch.no_grad():  # a checkpointed forward must save as much for its backward as its recomputation
         if forward.recording:
-            left, right = product.tokens(axis, layer.heads)
+            left, right = product.tokens(axis, recorder.heads)
             operands = divided(left, factors[0]), divided(right, factors[1])
             value = product.alone(query) if product.biased else output.detach()
             trace = trace._replace(value=value, operands=operands)
@@ -130,7 +133,7 @@ def _score_product(forward: FollowedForward, call: Call, product: Contraction) -
     moved = product.output_axis(axis)
     forward.traces.note(output, trace._replace(axis=moved - output.dim()) if isinstance(moved, int) else trace)
     if forward.labels is not None and moved is not None:
-        put_heads(forward.labels, output, moved, layer.heads)
+        put_heads(forward.labels, output, moved, recorder.heads)
     return output
 
 
@@ -142,10 +145,10 @@ def _new_product(forward: FollowedForward, product: Contraction) -> Product:
     makers = tuple(maker for trace in traces if isinstance(trace, Scores) for maker in trace.products)
     assured = not any(isinstance(trace, Operand) and (trace.mixed or trace.learned) for trace in traces)
     learned = forward.is_learned(product.left)
-    made = made_of(forward.labels, product.left, product.right, forward.layer, product.components)
+    made = made_of(forward.labels, product.left, product.right, forward.recorder, product.components)
     if forward.labels is not None and made is not None:
         with torch.no_grad():  # a checkpoint counts what is saved for the backward, where a weight is made of others
-            if takes_key_first(forward.layer.module, made, forward.labels.linears):
+            if takes_key_first(forward.recorder.module, made, forward.labels.linears):
                 history.key_first = True
     return Product(
         site,
@@ -156,7 +159,7 @@ def _new_product(forward: FollowedForward, product: Contraction) -> Product:
         makers=makers,
         acts=not forward.rehearsal and history.makes_scores is not False,
         made_of=made,
-        settled=history.is_settled(forward.layer.state.steps),
+        settled=history.is_settled(forward.recorder.state.steps),
     )
 
 
@@ -176,7 +179,7 @@ def _head_axis(forward: FollowedForward, product: Contraction, known: Product) -
     """The axis of the heads in the left operand, or None and what is wrong."""
     if known.site.obstacle is not None:
         return None, known.site.obstacle
-    count, summed = forward.layer.heads, product.left_axes.index(product.summed)
+    count, summed = forward.recorder.heads, product.left_axes.index(product.summed)
     labels = forward.labels_of(product.left, summed)
     shared = [dim for dim, axis in enumerate(product.left_axes) if axis in product.batch]
     axis = forward.head_axis(product.left, labels, summed, shared, known.site)

@@ -95,7 +95,7 @@ def _end_of_scores(forward: FollowedForward, trace: Scores, input: Tensor, dim: 
 
 @torch.no_grad()
 def _record(forward: FollowedForward, trace: Scores, input: Tensor, dim: int, axis: Axis | None) -> None:
-    layer = forward.layer
+    recorder = forward.recorder
     assert trace.value is not None
     assert trace.operands is not None
     scores, logits, allowed = (x.detach().movedim(dim, -1) for x in (trace.value, input, trace.pairs))
@@ -104,25 +104,25 @@ def _record(forward: FollowedForward, trace: Scores, input: Tensor, dim: int, ax
         forward.refuse(f"its heads are not told apart from the batch in the softmax at {find_line()}: {REMEDY}")
         return
     prescale = trace.prescale.view(-1, 1, 1) if isinstance(trace.prescale, Tensor) else trace.prescale
-    scores, logits, allowed = (contraction.batched(x, axis, layer.heads) for x in (scores, logits, allowed))
+    scores, logits, allowed = (contraction.batched(x, axis, recorder.heads) for x in (scores, logits, allowed))
     left, right = trace.operands
     operands = (right, left) if trace.products[0].history.key_first else (left, right)
-    layer.record_pairs(scores, logits, allowed, operands, prescale * acting.view(-1, 1, 1))
+    recorder.record_pairs(scores, logits, allowed, operands, prescale * acting.view(-1, 1, 1))
 
 
 def fused(forward: FollowedForward, call: Call) -> Any:
     """Run a kernel that takes q, k and v with beta, and record its scores."""
-    layer, kernel = forward.layer, KERNELS[call.name]
+    recorder, kernel = forward.recorder, KERNELS[call.name]
     given = kernel.read(call)
     query, key, value = (given[name] for name in kernel.names[:3])
     site, scale = find_site("fused"), given.get(kernel.scale)
     factors = forward.factors_of(forward.plan.histories[site], query, key)
     default = factors[0] * factors[1] * (query.shape[-1] ** -0.5 if scale is None else scale)
     axis = _fused_axis(forward, call, kernel, given, site)
-    if (made := made_of(forward.labels, query, key, layer)) is not None:
+    if (made := made_of(forward.labels, query, key, recorder)) is not None:
         forward.made_of.append(made)
     is_plain = (
-        call.name == "scaled_dot_product_attention" and axis in (1, "single") and compiled.fits(layer, query, key)
+        call.name == "scaled_dot_product_attention" and axis in (1, "single") and compiled.fits(recorder, query, key)
     )
     forward.fused_only &= is_plain and all(isinstance(factor, float) and factor == 1 for factor in factors)
     query, key = map(kernel.heads_before_tokens, (query, key))
@@ -133,11 +133,11 @@ def fused(forward: FollowedForward, call: Call) -> Any:
         if forward.recording and own is not None:
             raw = divided(query.detach(), factors[0]), divided(key.detach(), factors[1])
             q_of_all, k_of_all, axis_of_all = contraction.broadcast(*raw, axis)
-            q, k = (contraction.batched(x, axis_of_all, layer.heads) for x in (q_of_all, k_of_all))
+            q, k = (contraction.batched(x, axis_of_all, recorder.heads) for x in (q_of_all, k_of_all))
             mask = _pairs(forward, kernel, given, q_of_all, k_of_all, axis_of_all)
-            layer.record(q, k, mask, ScoreMod(softcap=given.get("softcap") or None))
+            recorder.record(q, k, mask, ScoreMod(softcap=given.get("softcap") or None))
         query = contraction.on_heads(
-            query, axis, layer.heads, lambda query, axis: scale_query(layer, query, (key, value), own, axis)
+            query, axis, recorder.heads, lambda query, axis: scale_query(recorder, query, (key, value), own, axis)
         )
     output = kernel.run(call, kernel.heads_before_tokens(query))
     forward.traces.note(output, forward.trace_of_values())
@@ -148,7 +148,7 @@ def _pairs(
     forward: FollowedForward, kernel: Kernel, given: Arguments, query: Tensor, key: Tensor, axis: Axis
 ) -> GivenMask:
     """The pairs that a kernel uses; the first mask tensor shows the band that later ones are expected to have."""
-    mask = kernel.describe(given, query, key, lambda pairs: contraction.batched(pairs, axis, forward.layer.heads))
+    mask = kernel.describe(given, query, key, lambda pairs: contraction.batched(pairs, axis, forward.recorder.heads))
     if mask.kind != "pairs" or mask.tensor is None:
         return mask
     plan = forward.plan
@@ -159,7 +159,7 @@ def _pairs(
 
 def _fused_axis(forward: FollowedForward, call: Call, kernel: Kernel, given: Arguments, site: Site) -> Axis | None:
     """The axis of the heads, before the tokens, in the query of a kernel; None where the module is left alone."""
-    query, heads = given[kernel.names[0]], forward.layer.heads
+    query, heads = given[kernel.names[0]], forward.recorder.heads
     sizes = kernel.heads_before_tokens(query).shape[:-2]
     if site.obstacle is not None:
         forward.refuse(f"its attention lies in {site.obstacle}")

@@ -78,13 +78,13 @@ SYMBOLIC = (
 )
 
 
-def connect(layer: Recorder, undo: ExitStack) -> None:
+def connect(recorder: Recorder, undo: ExitStack) -> None:
     """Watch every forward of the layer's module until `undo` is closed."""
-    original, plan = Original(layer.module), Plan()
-    forward = layer.module.forward
+    original, plan = Original(recorder.module), Plan()
+    forward = recorder.module.forward
     # A function that was compiled by itself would be traced together with the mode, whose notes go wrong then; flex
     # attention, which is compiled too, is seen as a whole, and must stay so.
-    uncompiled = nullcontext if kernels.are_called(layer) else modes.eagerly
+    uncompiled = nullcontext if kernels.are_called(recorder) else modes.eagerly
 
     # No hooks: torch runs none after a KeyboardInterrupt, and a mode that stays acts on everything that follows.
     @functools.wraps(forward)
@@ -94,10 +94,10 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
             return forward(*args, **kwargs)
         if is_new:
             plan.forget()
-            follow_again(layer)
-            layer.attention.has_changed = True
-        with bypassed.running(layer):
-            return _run_watched(layer, plan, forward, uncompiled, args, kwargs)
+            follow_again(recorder)
+            recorder.attention.has_changed = True
+        with bypassed.running(recorder):
+            return _run_watched(recorder, plan, forward, uncompiled, args, kwargs)
 
     outside = compat.outside_of_graphs(watched, OUTSIDE)
 
@@ -105,20 +105,20 @@ def connect(layer: Recorder, undo: ExitStack) -> None:
     def tapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and not compat.is_exporting() and override.active:
             choices = choices_in((args, kwargs))
-            if plan.fits_graph(choices, layer.state.resets) and not nested.has_nested(args, kwargs):
+            if plan.fits_graph(choices, recorder.state.resets) and not nested.has_nested(args, kwargs):
                 unfollowed: list[str] = []
-                with FusedAttention(layer, plan.band or Band(), unfollowed):
+                with FusedAttention(recorder, plan.band or Band(), unfollowed):
                     output = forward(*args, **kwargs)
                 if not unfollowed:
                     return output
-            plan.broken_since[choices] = layer.state.resets
+            plan.broken_since[choices] = recorder.state.resets
         return outside(*args, **kwargs)
 
-    override = Override(layer.module, "forward", tapped, undo)
+    override = Override(recorder.module, "forward", tapped, undo)
 
 
 def _run_watched(
-    layer: Recorder,
+    recorder: Recorder,
     plan: Plan,
     forward: Callable[..., Any],
     uncompiled: Callable[[], AbstractContextManager[None]],
@@ -126,20 +126,20 @@ def _run_watched(
     kwargs: dict[str, Any],
 ) -> Any:
     """Run a forward with the tap."""
-    unknown = not plan.axes and layer.refusal is None
-    if (layer.is_idle and not unknown) or _is_symbolic(layer, args, kwargs):
+    unknown = not plan.axes and recorder.refusal is None
+    if (recorder.is_idle and not unknown) or _is_symbolic(recorder, args, kwargs):
         return forward(*args, **kwargs)
     if nested.has_nested(args, kwargs):
-        if isinstance(layer.module, nn.MultiheadAttention):
-            each = functools.partial(_run_watched, layer, plan, forward, uncompiled)
+        if isinstance(recorder.module, nn.MultiheadAttention):
+            each = functools.partial(_run_watched, recorder, plan, forward, uncompiled)
             return nested.run_each(forward, lambda *args, **kwargs: each(args, kwargs), args, kwargs)
-        _refuse_nested(layer, plan)
+        _refuse_nested(recorder, plan)
         return forward(*args, **kwargs)
     with selective.uncounted():
-        if unknown and not (compat.is_exporting() or compat.is_without_data()) and bool(layer.is_set.any()):
+        if unknown and not (compat.is_exporting() or compat.is_without_data()) and bool(recorder.is_set.any()):
             with uncompiled(), selective.apart():
-                _rehearse(layer, plan, forward, args, kwargs)
-        followed = FollowedForward(layer, plan, (args, kwargs))
+                _rehearse(recorder, plan, forward, args, kwargs)
+        followed = FollowedForward(recorder, plan, (args, kwargs))
     with uncompiled(), ScoreProducts(followed):
         output = run_forward(forward, args, kwargs)
     with selective.uncounted():
@@ -147,7 +147,7 @@ def _run_watched(
     return output
 
 
-def _is_symbolic(layer: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_symbolic(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True in `torch.fx.symbolic_trace`, which shows the tap no tensors.
 
     Raises:
@@ -155,32 +155,32 @@ def _is_symbolic(layer: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
     """
     if PROXIES.isdisjoint(map(type, (*args, *kwargs.values()))):
         return False
-    if bool(layer.is_set.any()):
-        raise RuntimeError(SYMBOLIC.format(shown_name(layer.name)))
+    if bool(recorder.is_set.any()):
+        raise RuntimeError(SYMBOLIC.format(shown_name(recorder.name)))
     return True
 
 
-def _refuse_nested(layer: Recorder, plan: Plan) -> None:
-    followed = FollowedForward(layer, plan, ())
+def _refuse_nested(recorder: Recorder, plan: Plan) -> None:
+    followed = FollowedForward(recorder, plan, ())
     followed.refuse("its input is a nested tensor, whose scores are not followed: pad it")
     followed.finish()
 
 
 def _rehearse(
-    layer: Recorder, plan: Plan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    recorder: Recorder, plan: Plan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Run a forward dry, to learn about its products before a beta that was loaded acts on them."""
-    module = layer.module
+    module = recorder.module
     if not dry_run.is_repeatable(module, (args, kwargs)):
         return  # a cache, say, would be filled twice
     args, kwargs = copied((args, kwargs))
-    followed = FollowedForward(layer, plan, (args, kwargs), rehearsal=True)
+    followed = FollowedForward(recorder, plan, (args, kwargs), rehearsal=True)
     given = tensors_in((args, kwargs))
     # Non-reentrant checkpointing counts what is saved for the backward, and its recomputation rehearses nothing.
     unsaved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with (
         RandomState(module).kept(given),
-        layer.state.pause(),
+        recorder.state.pause(),
         dry_run.put_back(module),
         unsaved,
         ScoreProducts(followed),
