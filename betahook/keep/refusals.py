@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from betahook import compat
 from betahook.hook import Hook
-from betahook.keep.places import find_places, overlap, query_norms
+from betahook.keep.candidates import find_candidates, overlap, query_norms
 from betahook.layer import AttentionLayer, gain_lost_by, query_projection
 from betahook.measure.ranks import ranges_over_ranks
 from betahook.models import materialise
@@ -58,7 +58,7 @@ class FoldPlan:
             NoScalingError: a weight at one of them cannot be written to.
         """
         if layer not in self._places:
-            found = [(place, self._is_saved(place)) for place in find_places(layer)]
+            found = [(place, self._is_saved(place)) for place in find_candidates(layer)]
             # The first is the norm of the query where it has one: what is before it does nothing.
             self._places[layer] = [place for place, saved in found if found[0][1] and saved]
         return self._places[layer]

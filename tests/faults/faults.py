@@ -877,8 +877,8 @@ FAULTS = [
     Fault("betahook/tap/by_hand/bypassed.py", " or recorder.module.training in recorder.ran_in", ""),
     Fault("betahook/tap/install.py", "if recorder.state.beta_acts", "if False", COPIES),
     # keep
-    Fault("betahook/keep/places.py", "return max(starts) < min(ends)", "return max(starts) <= min(ends)"),
-    Fault("betahook/keep/places.py", 'offset=float(weight.name == "weight")', "offset=1.0"),
+    Fault("betahook/keep/candidates.py", "return max(starts) < min(ends)", "return max(starts) <= min(ends)"),
+    Fault("betahook/keep/candidates.py", 'offset=float(weight.name == "weight")', "offset=1.0"),
     Fault(
         "betahook/models/scaling.py", "        torch.clear_autocast_cache()  # a forward", "        pass  # a forward"
     ),

@@ -9,8 +9,8 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import betahook
+from betahook.keep.candidates import find_candidates
 from betahook.keep.folding import warn_of_refusals
-from betahook.keep.places import find_places
 from betahook.keep.refusals import foresee
 from betahook.models.scaling import NoScalingError
 from support.attention import HEADS, LENGTH, WIDTH, FusedAttention
@@ -378,12 +378,12 @@ def test_each_layer_has_a_reason_of_its_own(monkeypatch):
     def none_in_the_first(layer):
         if ".0." in layer.name:
             raise NoScalingError("its projections take no factor")
-        return find_places(layer)
+        return find_candidates(layer)
 
     peft = pytest.importorskip("peft")
     model = build("llama")
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), model)
-    monkeypatch.setattr("betahook.keep.refusals.find_places", none_in_the_first)
+    monkeypatch.setattr("betahook.keep.refusals.find_candidates", none_in_the_first)
     with betahook.attach(model) as hook:
         first, second = foresee(hook, from_weights=True).values()
     assert first.startswith("its projections take no factor; model.layers.0.self_attn.q_proj is wrapped by an adapter")
@@ -418,7 +418,7 @@ def test_an_adapter_without_a_place_for_beta_does_not_keep_a_training_from_its_b
     peft = pytest.importorskip("peft")
     model = build("llama")
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), model)
-    monkeypatch.setattr("betahook.keep.refusals.find_places", none)
+    monkeypatch.setattr("betahook.keep.refusals.find_candidates", none)
     with betahook.attach(model) as hook:
         warn_of_refusals(hook)
     assert "its projections take no factor" in caplog.text

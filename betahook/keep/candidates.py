@@ -17,8 +17,8 @@ from betahook.models.families import QUERY_NORMS
 from betahook.models.scaling import Norm, Scaling, added_query_norms, learned_norm, query_weights
 
 
-def find_places(layer: AttentionLayer) -> Iterator[Scaling]:
-    """The places of a layer, the norms of its query first, without and with an offset of 1.
+def find_candidates(layer: AttentionLayer) -> Iterator[Scaling]:
+    """The places where the beta of a layer may go, the norms of its query first, without and with an offset of 1.
 
     Raises:
         NoScalingError: a weight cannot be written to.

@@ -7,7 +7,7 @@ import transformers
 from torch import nn
 
 import betahook
-from betahook.keep.places import overlap
+from betahook.keep.candidates import overlap
 from support.models import build, inputs
 from support.training import move
 
