@@ -18,7 +18,7 @@ from betahook.models.classifiers import classify
 from betahook.models.code import names_used
 from betahook.models.discovery import AttentionModule, shown_name
 from betahook.models.projections import Pair, Projection, not_located
-from betahook.state.factors import gain_of
+from betahook.state.gains import gain_of
 from betahook.state.left_alone import lost_gain, refusal_anywhere
 from betahook.state.ranges import HeadRange
 from betahook.state.state import LARGEST_BETA, SMALLEST_BETA, State, is_beta, set_beta

@@ -14,7 +14,7 @@ import torch
 
 from betahook.control.base import Controller, defaults, written
 from betahook.measure.ranks import is_first_rank
-from betahook.state.factors import gain_of
+from betahook.state.gains import gain_of
 
 logger = logging.getLogger(__name__)
 

@@ -261,8 +261,8 @@ def restore(state: State, given: dict[str, Any]) -> None:
     state.has_loss |= bool(state.table[statistics.ROW["losses"]].any())
     state.first_spectral_ratio = None  # of the weights that the model had until now
     state.beta_acts |= not bool(state.beta.isnan().all())
-    state.factors.recall(state.beta_default)
-    state.factors.set_sensitivity(state.table[statistics.ROW["sensitivity"]])
+    state.gains.recall(state.beta_default)
+    state.gains.set_sensitivity(state.table[statistics.ROW["sensitivity"]])
     state.memories = [
         {name: value.to(state.device, copy=True) for name, value in entry["state"].items()}
         for entry in given["controllers"]

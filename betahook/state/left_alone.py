@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from betahook.state.factors import gain_of
+from betahook.state.gains import gain_of
 from betahook.state.ranges import HeadRange
 from betahook.state.state import State
 
@@ -76,5 +76,5 @@ def forget_refused(state: State) -> None:
     for sums in (state.moments, state.recent_moments):
         sums.masked_fill_(state.by_component(state.left_alone), 0)
     for layer in state.refused:
-        state.factors.drop(layer)
+        state.gains.drop(layer)
     release_refused(state)

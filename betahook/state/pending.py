@@ -23,7 +23,7 @@ class Step(NamedTuple):
     Attributes:
         number: of the step, from 1 on.
         heads: those that it watched.
-        gradients, gain: what gives its sensitivity, see `factors.Factors.gradients`.
+        gradients, gain: what gives its sensitivity, see `gains.Gains.gradients`.
         loss_scale: factor on the gradients.
         sums: of these heads, not finite where anything that was measured since the last pooling is not.
     """

@@ -22,7 +22,7 @@ from betahook.measure.dtypes import overflow_logit, sum_dtype
 from betahook.measure.groups import HeadGroups, LayerSize
 from betahook.measure.ranks import is_distributed
 from betahook.measure.together import WaitingCalls
-from betahook.state.factors import Factors
+from betahook.state.gains import Gains
 from betahook.state.pending import Step, add_steps
 from betahook.state.ranges import HeadRange, head_ranges
 from betahook.state.reported import Reported
@@ -41,7 +41,7 @@ class LayerTensors:
     Attributes:
         table, moments, beta_default: of the `State`.
         beta: float32 `[heads of the layer]`, a view of that of the state.
-        probe: see `betahook.state.factors`.
+        probe: see `betahook.state.gains`.
     """
 
     table: Tensor
@@ -65,7 +65,7 @@ class State:
         beta: float32 `[heads]`, the inverse temperature; NaN stands for the model's own.
         beta_default: float32 `[heads]`, the model's own; NaN until the first forward.
         beta_acts: False while no beta was set and no controller moves one: what is not measured then runs unhooked.
-        factors: gain and probe of each layer.
+        gains: gain and probe of each layer.
         layer_tensors: the tensors of each layer alone, as its forward gets them.
         table: sums over the steps since the last pooling, `[quantities, heads]`, see `measure.statistics`.
         moments: sums of q and k over the same steps, `[4, components]`, see `measure.components`.
@@ -130,7 +130,7 @@ class State:
         self.overflow = overflow_logit(dtype)
         self.beta = torch.full((heads,), torch.nan, dtype=torch.float32, device=device)
         self.beta_default = self.beta.clone()
-        self.factors = Factors([layer.heads for layer in layers], self.beta)
+        self.gains = Gains([layer.heads for layer in layers], self.beta)
         self.table, self.recent = (statistics.empty(heads, device) for _ in range(2))
         width = sum(layer.heads * layer.head_dim for layer in layers)
         self.moments, self.recent_moments = (self.table.new_zeros(len(components.ROWS), width) for _ in range(2))
@@ -168,7 +168,7 @@ class State:
         for name, value in vars(self).items():
             if isinstance(value, Tensor | HeadGroups):
                 setattr(self, name, moved(value) if isinstance(value, Tensor) else value.to(device))
-        self.factors.follow(self.beta)
+        self.gains.follow(self.beta)
         for part, there in zip(self.layer_tensors, _tensors_of_layers(self), strict=True):
             vars(part).update(vars(there))
         self.memories = [{name: moved(value) for name, value in memory.items()} for memory in self.memories]
@@ -201,7 +201,7 @@ class State:
         self.seen = True
         number, heads = None if isinstance(default, Tensor) else float(default), head_range.heads
         # A CUDA graph writes it in every run: what the host remembers says nothing about that.
-        is_new = compat.is_captured(self.device) or self.factors.note(head_range.layer, heads, number)
+        is_new = compat.is_captured(self.device) or self.gains.note(head_range.layer, heads, number)
         if is_new or number is None:
             with torch.no_grad():
                 own = self.beta_default[heads]
@@ -219,7 +219,7 @@ class State:
         """Return a copy of the table of some heads, with their sensitivity in it."""
         self.settle()
         table = self.table[:, heads].clone()
-        table[statistics.ROW["sensitivity"]] = self.factors.sensitivity()[heads]
+        table[statistics.ROW["sensitivity"]] = self.gains.sensitivity()[heads]
         return table
 
     def latest(self, table: Tensor, moments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,7 +249,7 @@ class State:
 
 def _tensors_of_layers(state: State) -> list[LayerTensors]:
     """Give each layer its tensors."""
-    shared, probes = (state.table, state.moments, state.beta_default), state.factors.probes
+    shared, probes = (state.table, state.moments, state.beta_default), state.gains.probes
     betas = state.beta.split([probe.numel() for probe in probes])
     return [LayerTensors(*shared, *own) for own in zip(betas, probes, strict=True)]
 

@@ -44,7 +44,7 @@ def add(state: State, layers: Layers, loss_scale: LossScale) -> None:
     heads, last = heads_of(state.ranges, watched), state.pending[-1:]
     if last and (last[0].heads, last[0].number) != (heads, state.steps):
         state.settle()
-    gradients, gain = state.factors.gradients(watched, heads)
+    gradients, gain = state.gains.gradients(watched, heads)
     sums = state.table[:, heads].sum(0)
     state.pending.append(pending.Step(state.steps + 1, heads, gradients, gain, loss_scale.of_step, sums))
     if len(state.pending) == pending.MOST:
@@ -97,7 +97,7 @@ def pool(state: State, *, skipped: bool = False, begun: range = range(0)) -> Ten
 
 def _over_ranks(state: State) -> tuple[Tensor, Tensor, Tensor]:
     """Add up table, window and moments over all ranks, and give the state what else all of them must have alike."""
-    own = torch.where(state.factors.own.isnan(), state.beta_default, state.factors.own)
+    own = torch.where(state.gains.own.isnan(), state.beta_default, state.gains.own)
     since, next_step = state.nonfinite_since, state.steps + 2
     # Of the ages all ranks get the largest, that of the rank that saw it first: 1 in this step, 0 stands for never.
     age = torch.where(since > 0, next_step - since, 0)
@@ -202,7 +202,7 @@ def finish(state: State, controllers: Sequence[Controller], loss_scale: LossScal
     state.skipped_steps += loss_scale.skipped
     state.loss_scale = loss_scale.of_next
     training_loss.forget(state, controllers)
-    state.factors.set_sensitivity(None)
+    state.gains.set_sensitivity(None)
     state.turn = turn(state, controllers, interval)
     if state.has_broken_graphs:
         torch.compiler.reset()

@@ -112,7 +112,7 @@ def forget(state: State, controllers: Sequence[Controller]) -> None:
 def forget_unfinished(state: State) -> None:
     """Forget loss and sensitivity of a step that was broken off, where a training begins again."""
     state.table[OF_STEP].zero_()
-    state.factors.set_sensitivity(None)
+    state.gains.set_sensitivity(None)
 
 
 def pooled(state: State) -> Tensor:

@@ -75,7 +75,7 @@ def _operation(schema: str) -> Callable[[Implementation], Implementation]:
 def _run(name: str, table: Tensor, moments: Tensor, beta_default: Tensor, beta: Tensor, *args: object) -> None:
     """Run an operation of the graph."""
     recorder = _find(beta)
-    recorder.state.factors.outlive_graphs()
+    recorder.state.gains.outlive_graphs()
     with writing_to(recorder.state, table, moments, beta_default):
         globals()[name](recorder, *args)
 

@@ -20,7 +20,7 @@ from betahook.measure.rows import PLAIN, ScoreMod
 from betahook.measure.together import AttentionCall, calls_at_once
 from betahook.models import materialise
 from betahook.models.discovery import AttentionModule, shown_name
-from betahook.state.factors import gain_of
+from betahook.state.gains import gain_of
 from betahook.state.left_alone import lost_gain, refuse, take_up
 from betahook.state.ranges import HeadRange
 from betahook.state.state import State, note_measured
@@ -51,8 +51,8 @@ def of_one_batch(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 def _scales(state: State, head_range: HeadRange, device: torch.device, *, cached: bool = True) -> Tensor:
     """1 and beta of heads, `[2, heads]`: made once for all layers if `cached`, and the model's own beta is a number."""
     heads = head_range.heads
-    if cached and state.factors.is_number(head_range.layer) and not compat.is_captured(device):
-        return state.factors.scales()[:, heads].to(device)
+    if cached and state.gains.is_number(head_range.layer) and not compat.is_captured(device):
+        return state.gains.scales()[:, heads].to(device)
     beta = state.current_beta[heads]
     return torch.stack([torch.ones_like(beta), beta]).to(device)
 
@@ -275,12 +275,12 @@ class Recorder:
         As a leaf it requires grad, and its gradient gives the sensitivity; in a pause, or for a layer that is left
         alone, its gradient is dropped.
         """
-        factors, layer = self.state.factors, self._head_range.layer
+        gains, layer = self.state.gains, self._head_range.layer
         if self._local_heads < self.heads:
             return None
         if not as_leaf:
-            return factors.gain(layer)
-        leaf = factors.leaf(layer)
+            return gains.gain(layer)
+        leaf = gains.leaf(layer)
         return leaf.detach().requires_grad_() if self.state.paused or self.refusal else leaf
 
     @property
@@ -305,9 +305,9 @@ class Recorder:
         state, local = self.state, self._local_range
         note_measured(state)
         exact, entries = state.exact_max_logit, state.waiting.inputs.take(local.heads)
-        is_number, operands = state.factors.is_number(local.layer), of_one_batch(query, key)
+        is_number, operands = state.gains.is_number(local.layer), of_one_batch(query, key)
         if is_number and isinstance(mask, GivenMask) and _may_wait(state, local, query, key, mask, score_mod):
-            scales, columns = state.factors.scales(), (local.heads, local.components)
+            scales, columns = state.gains.scales(), (local.heads, local.components)
             call = AttentionCall(*columns, *operands, mask, scales, score_mod, exact, entries)
             state.waiting.note(state.table, state.moments, call)
             if local.layer == state.turn[-1]:

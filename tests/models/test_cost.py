@@ -153,7 +153,7 @@ def test_a_graph_that_is_launched_without_python_measures_all_layers_by_the_beta
                 hook.step()
                 for sums in (hook._state.table, hook._state.moments):  # which may be pooled later
                     sums.zero_()
-                hook._state.factors.set_sensitivity(None)
+                hook._state.gains.set_sensitivity(None)
                 for layer in hook.layers.values():
                     layer.beta = 0.3 + 0.1 * number
             said.append(steps)

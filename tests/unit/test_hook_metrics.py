@@ -156,7 +156,7 @@ def test_going_back_forgets_what_was_said_of_later_steps(caplog):
                 state = hook.state_dict()
             model(**batch).loss.backward()
             if step == 2:
-                hook._state.factors.set_sensitivity(torch.full_like(hook._state.beta, torch.nan))
+                hook._state.gains.set_sensitivity(torch.full_like(hook._state.beta, torch.nan))
             hook.step()
             hook.metrics()
         assert "in step 3" in caplog.text

@@ -32,10 +32,10 @@ def test_everything_follows_the_model():
     for value in vars(state).values():
         parts = vars(value).values() if isinstance(value, HeadGroups) else [value]
         found += [part for part in parts if isinstance(part, torch.Tensor)]
-    found += [state.factors.own, *state.factors.probes, state.factors.probes[0].grad, state.memories[0]["total"]]
+    found += [state.gains.own, *state.gains.probes, state.gains.probes[0].grad, state.memories[0]["total"]]
     assert {x.device.type for x in found} == {"meta"}
     assert len(found) == 14 + 7 + 7 + 1 + 2 + 2
-    assert all(probe.is_leaf and probe.requires_grad for probe in state.factors.probes)
+    assert all(probe.is_leaf and probe.requires_grad for probe in state.gains.probes)
 
 
 def reachable(value, path, seen):
@@ -61,7 +61,7 @@ def test_no_tensor_is_left_on_the_other_device():
         train(model, hook, 3)
         model(**inputs("llama")).loss.backward()
         before = dict(reachable(hook._state, "state", {}))
-        assert {"state.factors._known", "state.factors.probes.1", "state.layers.of_head"} <= before.keys()
+        assert {"state.gains._known", "state.gains.probes.1", "state.layers.of_head"} <= before.keys()
         hook._state.to(torch.device("meta"))
         after = dict(reachable(hook._state, "state", {}))
         assert [path for path, tensor in after.items() if not tensor.is_meta] == []
@@ -89,7 +89,7 @@ def test_a_layer_has_its_tensors_for_good(then):
             assert part.moments is state.moments
             assert part.beta_default is state.beta_default
             assert part.beta.data_ptr() == state.beta[of_layer.heads].data_ptr()
-            assert part.probe is state.factors.probes[of_layer.layer]
+            assert part.probe is state.gains.probes[of_layer.layer]
 
 
 def test_heads_without_scores_keep_what_was_last_measured():
@@ -125,7 +125,7 @@ def test_the_own_beta_is_that_of_the_last_call_where_numbers_and_tensors_take_tu
     for default, expected in ((0.5, [0.5, 0.5]), (by_head, [0.25, 2.0]), (0.5, [0.5, 0.5]), (by_head, [0.25, 2.0])):
         recorder.note_default(default)
         assert layer.head_beta_default.tolist() == expected
-        assert state.factors.own.isnan().all() == isinstance(default, torch.Tensor)  # else another rank got the number
+        assert state.gains.own.isnan().all() == isinstance(default, torch.Tensor)  # else another rank got the number
 
 
 @pytest.mark.parametrize(

@@ -204,9 +204,9 @@ def test_pooling_forgets_the_numbers_of_heads_that_a_rank_leaves_alone(monkeypat
 
 def spoil(hook, value):
     """Make the sensitivity of one head what it should not be."""
-    sensitivity = hook._state.factors.sensitivity()
+    sensitivity = hook._state.gains.sensitivity()
     sensitivity[1] = value
-    hook._state.factors.set_sensitivity(sensitivity)
+    hook._state.gains.set_sensitivity(sensitivity)
 
 
 def window_of(hook):

@@ -73,7 +73,7 @@ def test_the_sensitivity_away_from_the_beta_of_the_model(scale, recorder):
     query.requires_grad_()
     loss(scale(recorder, query, (key, value)), key, value).backward()
     expected = difference(lambda factor: loss(query.detach() * factor, key, value))
-    assert recorder.state.factors.sensitivity().tolist() == pytest.approx(expected, rel=1e-6)
+    assert recorder.state.gains.sensitivity().tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_gradient_of_the_query_is_that_of_the_product(scale, recorder):
@@ -116,7 +116,7 @@ def test_the_sensitivity_of_a_gradient(scale, recorder):
     leaf = query.requires_grad_()
     penalty(lambda x: scale(recorder, x, (key, value))).backward()
     expected = difference(lambda factor: penalty(lambda x: x * factor))
-    assert recorder.state.factors.sensitivity().tolist() == pytest.approx(expected, rel=1e-6)
+    assert recorder.state.gains.sensitivity().tolist() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -125,7 +125,7 @@ def test_a_query_without_a_gradient_has_a_sensitivity_where_key_or_value_have_on
     others[which].requires_grad_()
     loss(scale(recorder, query, others), *others).backward()
     expected = difference(lambda factor: loss(query * factor, *(x.detach() for x in others)))
-    assert recorder.state.factors.sensitivity().tolist() == pytest.approx(expected, rel=1e-6)
+    assert recorder.state.gains.sensitivity().tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_nothing_that_asks_for_a_gradient_has_no_graph(scale, recorder):
@@ -140,7 +140,7 @@ def test_a_hook_that_is_paused_has_no_sensitivity(scale, recorder):
     query.requires_grad_()
     recorder.state.paused = True
     loss(scale(recorder, query, (key, value)), key, value).backward()
-    assert not recorder.state.factors.sensitivity().any()
+    assert not recorder.state.gains.sensitivity().any()
     assert query.grad.abs().sum() > 0
 
 
@@ -160,10 +160,10 @@ def test_both_forms_agree_in_half_precision(recorder, monkeypatch, dtype):
     for small in (0, 2**18):
         monkeypatch.setattr(gain, "SMALL", small)
         leaf = query.clone().requires_grad_()
-        recorder.state.factors.set_sensitivity(None)
+        recorder.state.gains.set_sensitivity(None)
         scaled = scale_query(recorder, leaf, (), DEFAULT)
         (scaled * weights).sum().backward()
-        found.append((scaled, leaf.grad, recorder.state.factors.sensitivity()))
+        found.append((scaled, leaf.grad, recorder.state.gains.sensitivity()))
     (large, of_large, expected), (small, of_small, sensitivity) = found
     assert large.dtype == small.dtype == dtype
     assert torch.equal(large, small)

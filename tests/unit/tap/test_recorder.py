@@ -114,7 +114,7 @@ def test_the_sensitivity_is_the_gradient_of_the_probe():
     state, layers, (first, second) = make(attention(nn.Module(), 4, 8), attention(nn.Module(), 2, 16))
     (3 * second.probe.sum() + first.probe[2]).backward()
     assert [layer.statistics.sensitivity.item() for layer in layers] == [1, 6]
-    state.factors.set_sensitivity(None)
+    state.gains.set_sensitivity(None)
     assert [layer.statistics.sensitivity.item() for layer in layers] == [0, 0]
 
 
@@ -146,8 +146,8 @@ def test_scores_that_exist_are_recorded_without_beta_and_what_the_query_was_scal
 def test_the_probe_of_a_tensor_parallel_rank_makes_up_for_the_mean_over_ranks():
     state, _, (recorder,) = make(attention(nn.Module(), 4, 8))
     recorder.probe.sum().backward()
-    assert state.factors.probes[0].grad.tolist() == [1] * 4
-    state.factors.probes[0].grad = None
+    assert state.gains.probes[0].grad.tolist() == [1] * 4
+    state.gains.probes[0].grad = None
     recorder._local_range, recorder._local_heads = recorder._head_range.part(2, 2), 2
     recorder.probe.sum().backward()
-    assert state.factors.probes[0].grad.tolist() == [0, 0, 2, 2]
+    assert state.gains.probes[0].grad.tolist() == [0, 0, 2, 2]

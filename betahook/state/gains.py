@@ -1,4 +1,4 @@
-"""The factors on the queries of all layers, and the tensors whose gradients are their sensitivities.
+"""The gains, the factors on the queries of all layers, and the tensors whose gradients are their sensitivities.
 
 A part of `betahook.state.State`. The tap asks for both in every forward of every layer, so they are made for all layers
 at once, when beta has changed. Nothing here reads a value back to the host.
@@ -27,7 +27,7 @@ def _copy_gradient(probe: Tensor) -> None:
         probe.grad = probe.grad.clone()
 
 
-class Factors:
+class Gains:
     """Gains and probes of all layers.
 
     Attributes:
