@@ -45,7 +45,7 @@ def scale_query(
     """
     recorder.move_state_to(query.device)
     has_gradient = torch.is_grad_enabled() and (query.requires_grad or any(x.requires_grad for x in others))
-    gain = _ready(recorder, query, default, axis, product, as_leaf=has_gradient and query.numel() <= SMALL)
+    gain = _gain_at_hand(recorder, query, default, axis, product, as_leaf=has_gradient and query.numel() <= SMALL)
     if gain is None:
         gain = recorder.local_gain(default).detach().to(query.device)
         if product is not None and not product.acts:
@@ -63,7 +63,7 @@ def scale_query(
     return scaled
 
 
-def _ready(
+def _gain_at_hand(
     recorder: Recorder,
     query: Tensor,
     default: float | Tensor | None,
@@ -72,14 +72,14 @@ def _ready(
     *,
     as_leaf: bool,
 ) -> Tensor | None:
-    """Return the gain that the layer has at hand, `[heads, 1, 1]`; None where it has to be made in the forward.
-
-    A graph, which is run with another beta later, computes it inside. What reaches a leaf counts, so that of a product
-    earlier steps must have shown that it makes scores.
-    """
-    if default is None or isinstance(default, Tensor) or (product is not None and not product.settled):
+    """Return the gain that the recorder has at hand, `[heads, 1, 1]`; None where it has to be made in the forward."""
+    if default is None or isinstance(default, Tensor):  # what is at hand was made by a number that was noted
         return None
-    if axis != query.dim() - 3 or compat.is_captured(query.device) or compat.is_transformed():
+    if axis != query.dim() - 3:  # along which it would not broadcast
+        return None
+    if product is not None and not product.settled:  # it might make no scores, but what reaches a leaf counts
+        return None
+    if compat.is_captured(query.device) or compat.is_transformed():  # a graph is run again, with another beta
         return None
     gain = recorder.ready_gain(as_leaf=as_leaf)
     return gain if gain is None or gain.device == query.device else gain.to(query.device)

@@ -1641,8 +1641,8 @@ FAULTS = [
     ),
     Fault("betahook/tap/by_hand/matrices.py", "recorder.note_default(known.default)", "pass", SETTLED),
     Fault("betahook/tap/by_hand/matrices.py", "forward.plan.mixes |= any(", "any(", SETTLED),
-    Fault("betahook/tap/gain.py", " or (product is not None and not product.settled)", "", SETTLED),
-    Fault("betahook/tap/gain.py", "axis != query.dim() - 3 or ", ""),
+    Fault("betahook/tap/gain.py", "if product is not None and not product.settled:", "if False:", SETTLED),
+    Fault("betahook/tap/gain.py", "if axis != query.dim() - 3:", "if False:"),
     Fault("betahook/tap/gain.py", " and query.numel() <= SMALL", ""),
     Fault(
         "betahook/state/left_alone.py",
