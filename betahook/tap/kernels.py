@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from betahook.measure import masks
@@ -260,17 +260,26 @@ def are_called(recorder: Recorder) -> bool:
 
 def _bindings(recorder: Recorder) -> Iterator[tuple[stand_ins.Namespace, str]]:
     """Namespaces and names by which a layer finds its kernels: global, of other modules and classes, or its own."""
-    parts = list(recorder.module.modules())
-    kinds = {kind: None for part in parts for kind in type(part).__mro__ if is_own(kind)}
-    seen: list[tuple[stand_ins.Namespace, Iterable[str]]] = [(vars(part), list(vars(part))) for part in parts]
-    seen += [(kind, list(vars(kind))) for kind in kinds]
-    for function in functions_of(recorder.module):
+    for namespace, names in list(_names_looked_up(recorder.module)):  # all, before a stand-in changes a namespace
+        for name in names:
+            if _is_kernel(stand_ins.find(namespace, name)):
+                yield namespace, name
+
+
+def _names_looked_up(module: nn.Module) -> Iterator[tuple[stand_ins.Namespace, Iterable[str]]]:
+    """Namespaces in which the code of a module may look something up, each with the names that it may look for."""
+    parts = list(module.modules())
+    for part in parts:
+        yield vars(part), list(vars(part))
+    for kind in dict.fromkeys(kind for part in parts for kind in type(part).__mro__ if is_own(kind)):
+        yield kind, list(vars(kind))
+    for function in functions_of(module):
         names = names_in(function)
         for namespace in namespaces(names, function.__globals__):
-            named = map(namespace.get, names)
-            seen += [(namespace, names), *((value, names) for value in named if isinstance(value, type))]
-    pairs = ((place, name) for place, names in seen for name in names)
-    return ((place, name) for place, name in pairs if _is_kernel(stand_ins.find(place, name)))
+            yield namespace, names
+            for value in map(namespace.get, names):
+                if isinstance(value, type):
+                    yield value, names
 
 
 def _is_kernel(value: Any) -> bool:
