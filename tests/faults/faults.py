@@ -534,7 +534,7 @@ FAULTS = [
     ),
     Fault(
         "betahook/tap/by_hand/softmaxes.py",
-        "forward.shadows.contradict(trace, input, dim)",
+        "forward.shadows.contradict(scores, logits, dim)",
         "False",
         f"{SHADOWS}::test_attention_that_is_followed_wrongly_is_left_alone",
     ),
@@ -558,7 +558,7 @@ FAULTS = [
     ),
     Fault("betahook/tap/by_hand/forward.py", " or tensor.shape[axis : axis + 1] == (count,)", " or True", AXES),
     Fault("betahook/tap/by_hand/forward.py", "self.form not in plan.axes", "not plan.axes", AXES),
-    Fault("betahook/tap/by_hand/softmaxes.py", "is_recorded or forward.labels is not None:", "is_recorded:", AXES),
+    Fault("betahook/tap/by_hand/softmaxes.py", "not is_recorded and forward.labels is None:", "not is_recorded:", AXES),
     # control
     Fault("betahook/control/base.py", "DECADES = 3.0", "DECADES = 4.0"),
     Fault(
@@ -775,11 +775,11 @@ FAULTS = [
     ),
     Fault("betahook/tap/by_hand/contraction.py", "set(right_axes) - set(output)", "set(right_axes)"),
     Fault("betahook/tap/recorder.py", "raw / factor", "raw"),
-    Fault("betahook/tap/by_hand/softmaxes.py", "prescale * acting.view(-1, 1, 1)", "prescale", SCALES),
+    Fault("betahook/tap/by_hand/softmaxes.py", "prescale * first.acting.view(-1, 1, 1)", "prescale", SCALES),
     Fault(
         "betahook/tap/by_hand/softmaxes.py",
-        "trace.products[0].acting ",
-        "layer.local_gain(None) ",
+        "* first.acting.view(-1, 1, 1)",
+        "* recorder.local_gain(None).view(-1, 1, 1)",
         f"{SCALES}::test_beta_is_that_which_acts_when_the_scale_of_the_model_changes",
     ),
     Fault("betahook/tap/recorder.py", "else ranks * probe", "else probe"),
@@ -1133,8 +1133,8 @@ FAULTS = [
     ),
     Fault(
         "betahook/tap/by_hand/softmaxes.py",
-        "input.numel() > 0 and not is_zero(total)",
-        "input.numel() > 0",
+        "logits.numel() > 0 and not is_zero(own_beta)",
+        "logits.numel() > 0",
         f"{SCALES}::test_the_log_of_a_single_token_scales_by_zero",
     ),
     Fault(
@@ -1175,8 +1175,8 @@ FAULTS = [
     ),
     Fault(
         "betahook/tap/by_hand/softmaxes.py",
-        "None if is_zero(total) else total",
-        "total",
+        "None if is_zero(own_beta) else own_beta",
+        "own_beta",
         f"{SCALES}::test_the_log_of_a_single_token_scales_by_zero",
     ),
     Fault(
@@ -1443,7 +1443,7 @@ FAULTS = [
         "HIDDEN",
         f"{LEFT_ALONE}::test_what_is_not_understood_is_left_alone_by_name",
     ),
-    Fault("betahook/tap/by_hand/softmaxes.py", "axis) == input.dim() - 1:", "axis) == input.dim():", LEFT_ALONE),
+    Fault("betahook/tap/by_hand/softmaxes.py", "axis) == logits.dim() - 1:", "axis) == logits.dim():", LEFT_ALONE),
     Fault(
         "betahook/tap/by_hand/softmaxes.py",
         "(axis.dim if isinstance(axis, contraction.Shared) else axis)",
@@ -1705,7 +1705,7 @@ FAULTS = [
     Fault("betahook/tap/by_hand/contraction.py", "or output == per_query", "", TRACES),
     Fault(
         "betahook/tap/by_hand/softmaxes.py",
-        "(product := hidden.behind(input, forward.nodes))",
+        "(product := hidden.behind(logits, forward.nodes))",
         "(product := None)",
         LEFT_ALONE,
     ),
@@ -2303,7 +2303,7 @@ FAULTS = [
         "for _, factor in self.scalings",
         SCALES,
     ),
-    Fault("betahook/tap/by_hand/softmaxes.py", "product.on_way |= trace.scaled", "pass", SCALES),
+    Fault("betahook/tap/by_hand/softmaxes.py", "product.on_way |= scores.scaled", "pass", SCALES),
     Fault("betahook/tap/by_hand/arithmetic.py", "scaled=first.scaled | second.scaled", "scaled=first.scaled", SCALES),
     Fault("betahook/tap/by_hand/exponentials.py", "dim in (-1, terms.dim() - 1)", "True"),
     Fault("betahook/tap/by_hand/exponentials.py", "traces.row_sums.get(denominator) is not numerator", "False"),

@@ -37,9 +37,9 @@ def softmax(forward: FollowedForward, call: Call) -> Tensor:
     return output
 
 
-def end(forward: FollowedForward, output: Tensor, input: Tensor, dim: int) -> None:
-    """Take note of a softmax of `input`, along a dimension, that gave `output`."""
-    trace = forward.traces.get(input)
+def end(forward: FollowedForward, output: Tensor, logits: Tensor, dim: int) -> None:
+    """Take note of a softmax of `logits`, along a dimension, that gave `output`."""
+    trace = forward.traces.get(logits)
     forward.traces.note(output, Weights())
     if isinstance(trace, Operand):
         forward.plan.mixes |= trace.mixed
@@ -49,8 +49,8 @@ def end(forward: FollowedForward, output: Tensor, input: Tensor, dim: int) -> No
     forward.has_softmax, forward.fused_only = True, False
     forward.attended |= isinstance(trace, Scores | Weights)
     if isinstance(trace, Scores):
-        _end_of_scores(forward, trace, input, dim)
-    if (product := hidden.behind(input, forward.nodes)) is not None:
+        _end_of_scores(forward, trace, logits, dim)
+    if (product := hidden.behind(logits, forward.nodes)) is not None:
         by = REDUCED if isinstance(trace, Shift) else HIDDEN
         forward.refuse(f"the product at {product.site.line} comes to its softmax at {find_line()} {by}")
 
@@ -60,54 +60,57 @@ def _may_be_missed(trace: Trace | None) -> bool:
     return (isinstance(trace, Weights) and trace.projected) or (isinstance(trace, Operand) and trace.mixed)
 
 
-def _end_of_scores(forward: FollowedForward, trace: Scores, input: Tensor, dim: int) -> None:
-    """End the way of scores at their softmax."""
-    total = trace.factor * trace.prescale
-    for product in trace.products:
+def _end_of_scores(forward: FollowedForward, scores: Scores, logits: Tensor, dim: int) -> None:
+    """End the way of scores at the softmax that gets `logits`: learn from it, and record them."""
+    for product in scores.products:
         product.reach()
-    if trace.shifted and dim not in (-1, input.dim() - 1):
-        trace = trace.losing(f"a softmax at {find_line()} along another axis than their rows were shifted")
-    if isinstance(total, float) and total < 0:
-        trace = trace.losing(f"a negative factor before {find_line()}")
-    if trace.lost is not None:
-        forward.refuse(f"its scores reach {trace.lost}, which is not followed")
+    own_beta = scores.factor * scores.prescale
+    if scores.shifted and dim not in (-1, logits.dim() - 1):
+        scores = scores.losing(f"a softmax at {find_line()} along another axis than their rows were shifted")
+    if isinstance(own_beta, float) and own_beta < 0:
+        scores = scores.losing(f"a negative factor before {find_line()}")
+    if scores.lost is not None:
+        forward.refuse(f"its scores reach {scores.lost}, which is not followed")
         return
-    if forward.shadows is not None and forward.shadows.contradict(trace, input, dim):
+    if forward.shadows is not None and forward.shadows.contradict(scores, logits, dim):
         forward.refuse(f"the logits at {find_line()} do not follow beta as its operations say")
-    forward.note_default(total)
-    in_order = sorted(trace.products, key=lambda product: product.index)
-    leader = in_order[0]
-    leader.total = None if is_zero(total) else total
-    for product in trace.products:
+    forward.note_default(own_beta)
+    leader, *_ = in_order = sorted(scores.products, key=lambda product: product.index)
+    leader.total = None if is_zero(own_beta) else own_beta
+    for product in in_order:
         product.history.leader = leader.site
-        product.on_way |= trace.scaled
-    is_recorded = trace.value is not None and forward.recording and input.numel() > 0 and not is_zero(total)
-    axis = None
-    if is_recorded or forward.labels is not None:  # a later forward, which has none, may be the first that is recorded
-        axis = forward.score_axis(input, "softmax", dim)
-        if (axis.dim if isinstance(axis, contraction.Shared) else axis) == input.dim() - 1:  # as score_axis moves rows
-            forward.refuse(f"its softmax at {find_line()} runs over its heads, too")
+        product.on_way |= scores.scaled
     if forward.labels is not None:
         forward.made_of += [each.made_of for each in in_order if each.made_of is not None]
+    is_recorded = forward.recording and scores.value is not None and logits.numel() > 0 and not is_zero(own_beta)
+    if not is_recorded and forward.labels is None:
+        return
+    # With labels also where nothing is recorded: a later forward, which has none, may be the first that is.
+    axis = forward.score_axis(logits, "softmax", dim)
+    if (axis.dim if isinstance(axis, contraction.Shared) else axis) == logits.dim() - 1:  # as score_axis moves rows
+        forward.refuse(f"its softmax at {find_line()} runs over its heads, too")
     if is_recorded:
-        _record(forward, trace, input, dim, axis)
+        _record(forward, scores, logits, dim, axis)
 
 
 @torch.no_grad()
-def _record(forward: FollowedForward, trace: Scores, input: Tensor, dim: int, axis: Axis | None) -> None:
+def _record(forward: FollowedForward, scores: Scores, logits: Tensor, dim: int, axis: Axis | None) -> None:
     recorder = forward.recorder
-    assert trace.value is not None
-    assert trace.operands is not None
-    scores, logits, allowed = (x.detach().movedim(dim, -1) for x in (trace.value, input, trace.pairs))
-    acting = trace.products[0].acting  # on this product, not by the model's own beta of this call
-    if axis is None or acting is None:
+    assert scores.value is not None
+    assert scores.operands is not None
+    first = scores.products[0]
+    if axis is None or first.acting is None:
         forward.refuse(f"its heads are not told apart from the batch in the softmax at {find_line()}: {REMEDY}")
         return
-    prescale = trace.prescale.view(-1, 1, 1) if isinstance(trace.prescale, Tensor) else trace.prescale
-    scores, logits, allowed = (contraction.batched(x, axis, recorder.heads) for x in (scores, logits, allowed))
-    left, right = trace.operands
-    operands = (right, left) if trace.products[0].history.key_first else (left, right)
-    recorder.record_pairs(scores, logits, allowed, operands, prescale * acting.view(-1, 1, 1))
+
+    def laid_out(tensor: Tensor) -> Tensor:
+        return contraction.batched(tensor.detach().movedim(dim, -1), axis, recorder.heads)
+
+    left, right = scores.operands
+    operands = (right, left) if first.history.key_first else (left, right)
+    prescale = scores.prescale.view(-1, 1, 1) if isinstance(scores.prescale, Tensor) else scores.prescale
+    factor = prescale * first.acting.view(-1, 1, 1)  # on this product, not by the model's own beta of this call
+    recorder.record_pairs(laid_out(scores.value), laid_out(logits), laid_out(scores.pairs), operands, factor)
 
 
 def fused(forward: FollowedForward, call: Call) -> Any:
