@@ -9,6 +9,7 @@ import itertools
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from betahook.measure.masks import masked_by
 from betahook.models import selective
@@ -88,34 +89,23 @@ def _of_other_product(forward: FollowedForward, call: Call) -> Derived:
 
 
 def _score_product(forward: FollowedForward, call: Call, product: Contraction) -> Any:
+    """Run a product that may make scores with beta, and follow what it makes."""
     recorder, known = forward.recorder, _new_product(forward, product)
-    axis, obstacle = _head_axis(forward, product, known)
     forward.products.append(known)
-    factors = forward.factors_of(known.history, product.left, product.right)
-    known.prescale = factors[0] * factors[1]
-    pure = not product.biased or call.kwargs.get("beta") == 0
-    scaled = frozenset([known.site] if product.alpha != 1 else [])
-    trace = Scores(product.alpha, prescale=known.prescale, products=(known,), pure=pure, scaled=scaled)
-    if product.alpha != 1:
-        known.scalings.append((known.site, product.alpha))
+    of_left, of_right = forward.factors_of(known.history, product.left, product.right)
+    known.prescale = of_left * of_right
+    scores = _new_scores(call, product, known)
+    axis, obstacle = _head_axis(forward, product, known)
     if product.biased and isinstance(forward.traces.get(call.operands[0]), Scores):
         axis, obstacle = None, f"{call.name} at {known.site.line} on scores"
     if axis is None:
         output = call.run()
-        forward.traces.note(output, trace.losing(obstacle))
+        forward.traces.note(output, scores.losing(obstacle))
         return output
-    # The values, not seen yet, may ask for a gradient where q and k do not; a product into a buffer has none.
-    others = itertools.chain([product.right], () if call.has_target else recorder.module.parameters())
-    known.default = _default_of(forward, known, trace)
+    known.default = _default_of(forward, known, scores)
     if known.default is not None:
         recorder.note_default(known.default)
-    query = contraction.on_heads(
-        product.left,
-        axis,
-        recorder.heads,
-        lambda left, axis: scale_query(recorder, left, others, known.default, axis, known),
-    )
-    query = product.laid_out(query)
+    query = _scaled_left(forward, call, product, known, axis)
     with selective.counted():
         output = product.run(query)
     if output.grad_fn is not None:
@@ -123,18 +113,39 @@ def _score_product(forward: FollowedForward, call: Call, product: Contraction) -
     with torch.no_grad():  # a checkpointed forward must save as much for its backward as its recomputation
         if forward.recording:
             left, right = product.tokens(axis, recorder.heads)
-            operands = divided(left, factors[0]), divided(right, factors[1])
             value = product.alone(query) if product.biased else output.detach()
-            trace = trace._replace(value=value, operands=operands)
+            scores = scores._replace(value=value, operands=(divided(left, of_left), divided(right, of_right)))
             if forward.shadows is not None and not call.has_target:
                 forward.shadows.put(output, output + (GAIN - 1) * product.alpha * value)
-            if not pure:
-                trace = trace.without(masked_by(call.operands[0].detach()).expand(value.shape))
+            if not scores.pure:
+                scores = scores.without(masked_by(call.operands[0].detach()).expand(value.shape))
     moved = product.output_axis(axis)
-    forward.traces.note(output, trace._replace(axis=moved - output.dim()) if isinstance(moved, int) else trace)
+    forward.traces.note(output, scores._replace(axis=moved - output.dim()) if isinstance(moved, int) else scores)
     if forward.labels is not None and moved is not None:
         put_heads(forward.labels, output, moved, recorder.heads)
     return output
+
+
+def _new_scores(call: Call, product: Contraction, known: Product) -> Scores:
+    """The trace of what a product makes, as yet without values; what the call itself scales by is a first scaling."""
+    pure = not product.biased or call.kwargs.get("beta") == 0
+    scores = Scores(product.alpha, prescale=known.prescale, products=(known,), pure=pure)
+    if product.alpha == 1:
+        return scores
+    known.scalings.append((known.site, product.alpha))
+    return scores._replace(scaled=frozenset([known.site]))
+
+
+def _scaled_left(forward: FollowedForward, call: Call, product: Contraction, known: Product, axis: Axis) -> Tensor:
+    """The left operand with the factor of beta."""
+    recorder = forward.recorder
+    # The values, not seen yet, may ask for a gradient where q and k do not; a product into a buffer has none.
+    others = itertools.chain([product.right], () if call.has_target else recorder.module.parameters())
+
+    def scale(left: Tensor, axis: int) -> Tensor:
+        return scale_query(recorder, left, others, known.default, axis, known)
+
+    return product.laid_out(contraction.on_heads(product.left, axis, recorder.heads, scale))
 
 
 def _new_product(forward: FollowedForward, product: Contraction) -> Product:
