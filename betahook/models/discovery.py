@@ -170,7 +170,7 @@ def survey(model: nn.Module) -> Survey:
             around[name] = module
         elif verdict.route is None:
             missed[name] = module, verdict
-        elif (attention := _measured(module, verdict.route, tried)) is None:
+        elif (attention := _sized(module, verdict.route, tried)) is None:
             missed[name] = module, Verdict(obstacle=missing(module))
         else:
             found[name] = attention
@@ -243,19 +243,27 @@ def _kind(module: nn.Module) -> Hashable:
     return compat.class_of(module), *flags, *shapes
 
 
-def _measured(module: nn.Module, route: Route, tried: Try) -> AttentionModule | None:
+def _sized(module: nn.Module, route: Route, tried: Try) -> AttentionModule | None:
     """The attention with its size, by what the module states or a trial shows; None if neither tells."""
     said = count_heads(module)
     # transformers' own classes state their size, and most have projections of known names.
     is_known = not is_users(module) and (said is None or locate(module, *said) is not None)
-    shown = (None if is_known else tried(module)) or trial.Outcome()
+    outcome = (None if is_known else tried(module)) or trial.Outcome()
+    size = _size(module, said, outcome)
+    return None if size is None else AttentionModule(module, *size, route, facts(module), outcome.places)
+
+
+def _size(module: nn.Module, said: tuple[int, int] | None, outcome: trial.Outcome) -> tuple[int, int] | None:
+    """Heads and d_k: by the rows that made q, as the module said, as a trial counted, or by the scale of the scores."""
+    if outcome.places is not None:  # a differential attention may state the number of its pairs of heads
+        heads, head_dim = outcome.places[0].rows.shape
+        return heads, head_dim
+    if said is not None:
+        return said
     # A size that contradicts the module is of some of the queries only, as in ProbSparse attention.
-    fits = shown.size is not None and stated(module)[0] in (None, shown.size[0])
-    size = said or (shown.size if fits else None) or (from_scale(module) if is_users(module) else None)
-    if shown.places is not None:  # a differential attention may state the number of its pairs of heads
-        heads, head_dim = shown.places[0].rows.shape
-        size = heads, head_dim
-    return None if size is None else AttentionModule(module, *size, route, facts(module), shown.places)
+    if outcome.size is not None and stated(module)[0] in (None, outcome.size[0]):
+        return outcome.size
+    return from_scale(module) if is_users(module) else None
 
 
 def _decide(verdicts: dict[nn.Module, Verdict], tried: Try) -> None:
