@@ -225,6 +225,8 @@ FAULTS = [
     Fault("betahook/tap/by_hand/rearranging.py", "trace.shifted and not rows_stay", "False", HANDLERS),
     Fault("betahook/tap/by_hand/rearranging.py", "if not heads_stay or any(", "if any(", HANDLERS),
     Fault("betahook/tap/recorder.py", "query.requires_grad and key.requires_grad and", "True and", TOGETHER),
+    Fault("betahook/tap/recorder.py", "kept = query.requires_grad and", "kept =", TOGETHER),
+    Fault("betahook/tap/recorder.py", "and key.requires_grad and", "and", TOGETHER),
     Fault("betahook/measure/inputs.py", "            self._add(table, name)\n            self", "            self"),
     Fault("betahook/measure/inputs.py", "        self._entries.update(found)\n", ""),
     Fault("betahook/measure/inputs.py", "if len(found) == len(names):", "if True:"),

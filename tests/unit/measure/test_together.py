@@ -73,6 +73,16 @@ def test_large_calls_and_those_with_a_mask_of_each_head_do_not_wait():
     assert together.calls_at_once(*operands(64)) == 4
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_call_whose_q_or_k_is_not_kept_for_a_backward_does_not_wait(side):
+    """It may be written over before the last layer is measured."""
+    state, _, recorders = three_layers()
+    given = operands()
+    given[side] = given[side].detach()
+    recorders[0].record(*given, CAUSAL)
+    assert state.table[ROW["pairs"], :4].all()
+
+
 def test_calls_that_differ_are_measured_apart():
     state, layers, recorders = three_layers()
     for index, (recorder, length) in enumerate(zip(recorders, (40, 40, 20), strict=True)):
