@@ -457,6 +457,8 @@ FAULTS = [
         "tests/unit/integrations/test_lightning.py",
     ),
     Fault("betahook/step/stages.py", "(ceil(part * groups / interval)", "(part * (groups // interval)", STAGES),
+    Fault("betahook/step/stages.py", "        state.resets += 1\n", "", STAGES),
+    Fault("betahook/step/stages.py", "        state.has_broken_graphs = False\n", "", STAGES),
     Fault("betahook/options.py", "if checkpoint.is_marked(part):", "if False:"),
     Fault("betahook/options.py", "1 if limited or any(", "1 if any(", MEASURING),
     Fault(

@@ -11,7 +11,7 @@ import torch
 import betahook
 from betahook import Controller, Monitor, Search
 from betahook.step.stages import turn
-from support.attention import LENGTH, WIDTH, ToOneKey
+from support.attention import LENGTH, WIDTH, FusedAttention, ToOneKey
 from support.models import build, inputs
 from support.training import LAYER
 
@@ -41,6 +41,18 @@ def test_all_layers_have_the_first_step_an_opening_and_an_interval_of_1():
     assert search.opening_batches == 200
     assert [len(each) for each in turns(40, 10, [199, 200], [MONITOR, search])] == [40, 4]
     assert [len(each) for each in turns(40, 10, [200], [search], skipped=1)] == [40]
+
+
+def test_code_that_breaks_a_graph_is_compiled_again_once(monkeypatch):
+    model, resets = torch.nn.Sequential(FusedAttention()), []
+    with betahook.attach(model, controller="monitor") as hook:
+        monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(hook._state.steps))
+        for broken in (False, True, False, False):
+            model(torch.randn(2, LENGTH, WIDTH)).sum().backward()
+            hook._state.has_broken_graphs |= broken
+            hook.step()
+        assert hook._state.resets == 1  # by which a graph that broke is known to be gone
+        assert resets == [2]
 
 
 @dataclass(frozen=True)
