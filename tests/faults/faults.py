@@ -915,6 +915,7 @@ FAULTS = [
         f"{VERIFICATION}::test_the_check_tells_a_small_error_from_rounding",
     ),
     Fault("betahook/keep/verification.py", "limits.fmax(4 * blurred", "limits.fmax(4000 * blurred", VERIFICATION),
+    Fault("betahook/keep/verification.py", "self._distance(plain, expected) / 4", "self._distance(plain, expected)"),
     Fault(
         "betahook/models/modes.py",
         '"training", part.training)',

@@ -322,6 +322,28 @@ def test_a_model_whose_logits_have_exploded_folds():
             betahook.fold(model)
 
 
+class FaintAttention(Block):
+    """A part of the query comes from no projection of it, and attention adds little to the output."""
+
+    share = 0.0
+
+    def mix(self, q, k, v):
+        return 1000 + 0.1 * F.scaled_dot_product_attention(q + self.share * v, k, v)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_an_error_within_rounding_must_be_small_beside_the_effect_of_beta(share):
+    torch.manual_seed(0)
+    model = nn.Sequential(FaintAttention())
+    model[0].share = share
+    refused = pytest.raises(betahook.FoldError, match="its output is not that of a scaled query projection")
+    with betahook.attach(model, controller="monitor") as hook:
+        model(torch.randn(2, LENGTH, WIDTH))
+        hook.layers["0"].beta = 1.5 * hook.layers["0"].beta_default
+        with refused if share else nullcontext():
+            betahook.fold(model)
+
+
 class LeakingAttention(Block):
     """The query, `leak` times, goes past the scores into the output."""
 
