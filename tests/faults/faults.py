@@ -941,6 +941,10 @@ FAULTS = [
         f"{CLIPPING}::test_a_query_that_several_parameters_make",
     ),
     Fault(
+        "betahook/step/clipping.py", "for weight in weights.weights if weight.offset]", "for weight in weights.weights]"
+    ),
+    Fault("betahook/step/clipping.py", "max(1e-5, rerun.coarsest_eps(offsets))", "1e-5"),
+    Fault(
         "betahook/keep/verification.py",
         "self._random_state.kept(self._layer.module.parameters()), self.",
         "self.",

@@ -273,6 +273,30 @@ def test_half_precision(dtype):
     assert logits.max() <= 1 + torch.finfo(dtype).eps
 
 
+class LeakingAttention(FusedAttention):
+    """A small part of the query goes past the scores into the output."""
+
+    def mix(self, q, k, v):
+        return super().mix(q, k, v) + 0.003 * q
+
+
+def test_half_precision_excuses_no_effect_but_that_of_beta():
+    """What a norm adds 1 to is rounded, but no weight of a projection."""
+    torch.manual_seed(0)
+    x = torch.randn(3, LENGTH, WIDTH, dtype=torch.bfloat16)
+    clip(nn.Sequential(FusedAttention()).bfloat16(), {"input": x}, betahook.Clip(1e-3))
+    with pytest.raises(betahook.UnsupportedModelError, match=r"cannot clip 0 \(LeakingAttention\)"):
+        clip(nn.Sequential(LeakingAttention()).bfloat16(), {"input": x}, betahook.Clip(1e-3))
+
+
+def test_norms_that_add_1_to_their_weight_are_clipped_in_half_precision():
+    model, batch = build("gemma3", dtype=torch.bfloat16, num_hidden_layers=1).eval(), inputs("gemma3")
+    nn.init.uniform_(model.model.layers[0].self_attn.q_norm.weight, -0.1, 0.1)  # with zeros, powers of 2 are exact
+    before = torch.cat([*largest(model, batch).values()]).max()
+    clip(model, batch, betahook.Clip(float(before) / 2), steps=5)
+    assert torch.cat([*largest(model, batch).values()]).max() < 0.6 * before
+
+
 class NormalisedAttention(ByHandAttention):
     """Its logits do not see the length of q."""
 
