@@ -556,7 +556,7 @@ FAULTS = [
     ),
     Fault(
         "betahook/tap/by_hand/matrices.py",
-        "(GAIN - 1) * product.alpha * value",
+        "(GAIN - 1) * matmul.alpha * value",
         "(GAIN - 1) * value",
         "tests/unit/tap/by_hand/test_products.py",
     ),
@@ -1208,8 +1208,8 @@ FAULTS = [
     ),
     Fault(
         "betahook/tap/by_hand/matrices.py",
-        "labels_of(product.left, summed)",
-        "labels_of(product.left)",
+        "labels_of(matmul.left, summed)",
+        "labels_of(matmul.left)",
         f"{AXES}::test_heads_that_share_a_projection_are_told_apart_by_what_it_projects",
     ),
     Fault(
@@ -1648,7 +1648,7 @@ FAULTS = [
         "return not same_factor(before, now)",
         CHECKPOINTED,
     ),
-    Fault("betahook/tap/by_hand/matrices.py", "recorder.note_default(known.default)", "pass", SETTLED),
+    Fault("betahook/tap/by_hand/matrices.py", "recorder.note_default(product.default)", "pass", SETTLED),
     Fault("betahook/tap/by_hand/matrices.py", "forward.plan.mixes |= any(", "any(", SETTLED),
     Fault("betahook/tap/gain.py", "if product is not None and not product.settled:", "if False:", SETTLED),
     Fault("betahook/tap/gain.py", "if axis != query.dim() - 3:", "if False:"),

@@ -22,7 +22,7 @@ from betahook.tap.by_hand.forward import FollowedForward
 from betahook.tap.by_hand.head_axes import REMEDY, made_of, number_of_heads, put_heads, varying
 from betahook.tap.by_hand.products import Product
 from betahook.tap.by_hand.shadows import GAIN
-from betahook.tap.by_hand.sites import find_line, find_site
+from betahook.tap.by_hand.sites import Site, find_line, find_site
 from betahook.tap.by_hand.situation import other
 from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift, Weights
 from betahook.tap.gain import scale_query
@@ -30,10 +30,10 @@ from betahook.tap.gain import scale_query
 
 def multiply(forward: FollowedForward, call: Call) -> Any:
     """Run a product, with beta if it may make scores."""
-    product = contraction.read(call)
-    if product is not None and _may_make_scores(forward, product):
-        return _score_product(forward, call, product)
-    return follow_other(forward, call, is_read=product is not None and product.has_batch)
+    matmul = contraction.read(call)
+    if matmul is not None and _may_make_scores(forward, matmul):
+        return _score_product(forward, call, matmul)
+    return follow_other(forward, call, is_read=matmul is not None and matmul.has_batch)
 
 
 def follow_other(forward: FollowedForward, call: Call, *, is_read: bool = False) -> Any:
@@ -63,15 +63,15 @@ UNREAD = frozenset(
 """Further functions that multiply tensors, in none of the forms that make scores."""
 
 
-def _may_make_scores(forward: FollowedForward, product: Contraction) -> bool:
+def _may_make_scores(forward: FollowedForward, matmul: Contraction) -> bool:
     """Return True for a product of activations that may make scores."""
-    recorder, traces = forward.recorder, [forward.traces.get(operand) for operand in (product.left, product.right)]
+    recorder, traces = forward.recorder, [forward.traces.get(operand) for operand in (matmul.left, matmul.right)]
     # Where torch takes the softmax, products before it make its bias.
-    if recorder.route == "torch" or product.size == 1 or any(isinstance(trace, Weights | Shift) for trace in traces):
+    if recorder.route == "torch" or matmul.size == 1 or any(isinstance(trace, Weights | Shift) for trace in traces):
         return False
-    if not product.left.is_floating_point() or forward.is_learned(product.right):
+    if not matmul.left.is_floating_point() or forward.is_learned(matmul.right):
         return False
-    if not product.has_batch and recorder.heads > 1:
+    if not matmul.has_batch and recorder.heads > 1:
         forward.without_heads = forward.without_heads or find_line()
         return False
     return True
@@ -88,75 +88,75 @@ def _of_other_product(forward: FollowedForward, call: Call) -> Derived:
     return other(forward.situation(call))
 
 
-def _score_product(forward: FollowedForward, call: Call, product: Contraction) -> Any:
+def _score_product(forward: FollowedForward, call: Call, matmul: Contraction) -> Any:
     """Run a product that may make scores with beta, and follow what it makes."""
-    recorder, known = forward.recorder, _new_product(forward, product)
-    forward.products.append(known)
-    of_left, of_right = forward.factors_of(known.history, product.left, product.right)
-    known.prescale = of_left * of_right
-    scores = _new_scores(call, product, known)
-    axis, obstacle = _head_axis(forward, product, known)
-    if product.biased and isinstance(forward.traces.get(call.operands[0]), Scores):
-        axis, obstacle = None, f"{call.name} at {known.site.line} on scores"
+    recorder, product = forward.recorder, _new_product(forward, matmul)
+    forward.products.append(product)
+    of_left, of_right = forward.factors_of(product.history, matmul.left, matmul.right)
+    product.prescale = of_left * of_right
+    scores = _new_scores(call, matmul, product)
+    axis, obstacle = _head_axis(forward, matmul, product.site)
+    if matmul.biased and isinstance(forward.traces.get(call.operands[0]), Scores):
+        axis, obstacle = None, f"{call.name} at {product.site.line} on scores"
     if axis is None:
         output = call.run()
         forward.traces.note(output, scores.losing(obstacle))
         return output
-    known.default = _default_of(forward, known, scores)
-    if known.default is not None:
-        recorder.note_default(known.default)
-    query = _scaled_left(forward, call, product, known, axis)
+    product.default = _default_of(forward, product, scores)
+    if product.default is not None:
+        recorder.note_default(product.default)
+    query = _scaled_left(forward, call, matmul, product, axis)
     with selective.counted():
-        output = product.run(query)
+        output = matmul.run(query)
     if output.grad_fn is not None:
-        forward.nodes[known] = output.grad_fn
+        forward.nodes[product] = output.grad_fn
     with torch.no_grad():  # a checkpointed forward must save as much for its backward as its recomputation
         if forward.recording:
-            left, right = product.tokens(axis, recorder.heads)
-            value = product.alone(query) if product.biased else output.detach()
+            left, right = matmul.tokens(axis, recorder.heads)
+            value = matmul.alone(query) if matmul.biased else output.detach()
             scores = scores._replace(value=value, operands=(divided(left, of_left), divided(right, of_right)))
             if forward.shadows is not None and not call.has_target:
-                forward.shadows.put(output, output + (GAIN - 1) * product.alpha * value)
+                forward.shadows.put(output, output + (GAIN - 1) * matmul.alpha * value)
             if not scores.pure:
                 scores = scores.without(masked_by(call.operands[0].detach()).expand(value.shape))
-    moved = product.output_axis(axis)
+    moved = matmul.output_axis(axis)
     forward.traces.note(output, scores._replace(axis=moved - output.dim()) if isinstance(moved, int) else scores)
     if forward.labels is not None and moved is not None:
         put_heads(forward.labels, output, moved, recorder.heads)
     return output
 
 
-def _new_scores(call: Call, product: Contraction, known: Product) -> Scores:
+def _new_scores(call: Call, matmul: Contraction, product: Product) -> Scores:
     """The trace of what a product makes, as yet without values; what the call itself scales by is a first scaling."""
-    pure = not product.biased or call.kwargs.get("beta") == 0
-    scores = Scores(product.alpha, prescale=known.prescale, products=(known,), pure=pure)
-    if product.alpha == 1:
+    pure = not matmul.biased or call.kwargs.get("beta") == 0
+    scores = Scores(matmul.alpha, prescale=product.prescale, products=(product,), pure=pure)
+    if matmul.alpha == 1:
         return scores
-    known.scalings.append((known.site, product.alpha))
-    return scores._replace(scaled=frozenset([known.site]))
+    product.scalings.append((product.site, matmul.alpha))
+    return scores._replace(scaled=frozenset([product.site]))
 
 
-def _scaled_left(forward: FollowedForward, call: Call, product: Contraction, known: Product, axis: Axis) -> Tensor:
+def _scaled_left(forward: FollowedForward, call: Call, matmul: Contraction, product: Product, axis: Axis) -> Tensor:
     """The left operand with the factor of beta."""
     recorder = forward.recorder
     # The values, not seen yet, may ask for a gradient where q and k do not; a product into a buffer has none.
-    others = itertools.chain([product.right], () if call.has_target else recorder.module.parameters())
+    others = itertools.chain([matmul.right], () if call.has_target else recorder.module.parameters())
 
     def scale(left: Tensor, axis: int) -> Tensor:
-        return scale_query(recorder, left, others, known.default, axis, known)
+        return scale_query(recorder, left, others, product.default, axis, product)
 
-    return product.laid_out(contraction.on_heads(product.left, axis, recorder.heads, scale))
+    return matmul.laid_out(contraction.on_heads(matmul.left, axis, recorder.heads, scale))
 
 
-def _new_product(forward: FollowedForward, product: Contraction) -> Product:
+def _new_product(forward: FollowedForward, matmul: Contraction) -> Product:
     site = find_site("product")
     history = forward.plan.histories[site]
-    traces = [forward.traces.get(product.left), forward.traces.get(product.right)]
+    traces = [forward.traces.get(matmul.left), forward.traces.get(matmul.right)]
     forward.plan.mixes |= any(isinstance(trace, Operand) and trace.mixed for trace in traces)
     makers = tuple(maker for trace in traces if isinstance(trace, Scores) for maker in trace.products)
     assured = not any(isinstance(trace, Operand) and (trace.mixed or trace.learned) for trace in traces)
-    learned = forward.is_learned(product.left)
-    made = made_of(forward.labels, product.left, product.right, forward.recorder, product.components)
+    learned = forward.is_learned(matmul.left)
+    made = made_of(forward.labels, matmul.left, matmul.right, forward.recorder, matmul.components)
     if forward.labels is not None and made is not None:
         with torch.no_grad():  # a checkpoint counts what is saved for the backward, where a weight is made of others
             if takes_key_first(forward.recorder.module, made, forward.labels.linears):
@@ -178,7 +178,7 @@ def _default_of(forward: FollowedForward, product: Product, trace: Scores) -> Fa
     """The model's own beta in this call, as far as it shows; None for that of the last."""
     leader = product.history.leader
     if leader not in (None, product.site):
-        found = next((known.default for known in forward.products if known.site == leader), None)
+        found = next((each.default for each in forward.products if each.site == leader), None)
         if found is not None:
             return found
     after = product.after
@@ -186,19 +186,22 @@ def _default_of(forward: FollowedForward, product: Product, trace: Scores) -> Fa
     return None if default is None or is_zero(default) else default
 
 
-def _head_axis(forward: FollowedForward, product: Contraction, known: Product) -> tuple[Axis | None, str]:
+def _head_axis(forward: FollowedForward, matmul: Contraction, site: Site) -> tuple[Axis | None, str]:
     """The axis of the heads in the left operand, or None and what is wrong."""
-    if known.site.obstacle is not None:
-        return None, known.site.obstacle
-    count, summed = forward.recorder.heads, product.left_axes.index(product.summed)
-    labels = forward.labels_of(product.left, summed)
-    shared = [dim for dim, axis in enumerate(product.left_axes) if axis in product.batch]
-    axis = forward.head_axis(product.left, labels, summed, shared, known.site)
+    if site.obstacle is not None:
+        return None, site.obstacle
+    count, summed = forward.recorder.heads, matmul.left_axes.index(matmul.summed)
+    labels = forward.labels_of(matmul.left, summed)
+    shared = [dim for dim, axis in enumerate(matmul.left_axes) if axis in matmul.batch]
+    axis = forward.head_axis(matmul.left, labels, summed, shared, site)
     if axis is not None:
         return axis, ""
     found = [] if labels is None else varying(labels, None)
     if summed not in found and not {*found} <= {*shared}:
-        return None, f"a product at {known.site.line} that sums over tokens, as between channels or in linear attention"
+        return (
+            None,
+            f"a product at {site.line} that sums over tokens, as between channels or in linear attention",
+        )
     if labels is not None and (own := number_of_heads(labels, summed)) not in (None, count):
-        return None, f"a product at {known.site.line} of {own} heads, where the module states {count}"
-    return None, f"a product at {known.site.line} whose heads are not told apart from the batch ({REMEDY})"
+        return None, f"a product at {site.line} of {own} heads, where the module states {count}"
+    return None, f"a product at {site.line} whose heads are not told apart from the batch ({REMEDY})"
