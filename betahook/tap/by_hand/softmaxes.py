@@ -75,7 +75,8 @@ def _end_of_scores(forward: FollowedForward, scores: Scores, logits: Tensor, dim
     if forward.shadows is not None and forward.shadows.contradict(scores, logits, dim):
         forward.refuse(f"the logits at {find_line()} do not follow beta as its operations say")
     forward.note_default(own_beta)
-    leader, *_ = in_order = sorted(scores.products, key=lambda product: product.index)
+    in_order = sorted(scores.products, key=lambda product: product.index)
+    leader = in_order[0]
     leader.total = None if is_zero(own_beta) else own_beta
     for product in in_order:
         product.history.leader = leader.site
