@@ -6,7 +6,7 @@ import dis
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, TypeGuard
 
@@ -112,8 +112,7 @@ def methods(kind: type) -> list[FunctionType]:
 
 
 def _members(kind: type) -> list[Callable[..., Any]]:
-    classes = [cls for cls in kind.__mro__ if cls not in (nn.Module, object)]
-    members = {name: member for cls in reversed(classes) for name, member in vars(cls).items()}
+    members = {name: member for cls in reversed(_classes(kind)) for name, member in vars(cls).items()}
     return [inspect.unwrap(whole(member)) for member in members.values() if callable(member)]
 
 
@@ -146,14 +145,28 @@ def _closed(functions: Iterable[FunctionType]) -> list[FunctionType]:
 
 
 def _inherited(kind: type) -> Iterator[FunctionType]:
-    """The methods of bases that a method of the same name may call by `super()`."""
-    for number, cls in enumerate(kind.__mro__, start=1):
+    """The methods of bases that a method of the same name may call, by `super()` or by the name of the base."""
+    classes = _classes(kind)
+    for number, cls in enumerate(classes, start=1):
+        bases = classes[number:]
         for name, member in vars(cls).items():
-            if name != "__init__" and "super" in getattr(getattr(member, "__code__", None), "co_names", ()):
-                bases = (vars(base).get(name) for base in kind.__mro__[number:])
-                above = next(filter(callable, bases), None)
-                if above is not None and isinstance(function := inspect.unwrap(above), FunctionType):
-                    yield function
+            overridden = filter(callable, (vars(base).get(name) for base in bases))
+            above = next(map(inspect.unwrap, overridden), None)
+            if name != "__init__" and isinstance(above, FunctionType) and _names_one(member, bases):
+                yield above
+
+
+def _names_one(member: object, bases: Collection[type]) -> bool:
+    """True for a method whose code has `super`, or one of the bases, whatever it is called there."""
+    function = inspect.unwrap(whole(member))
+    if not isinstance(function, FunctionType):
+        return False
+    return "super" in names_in(function) or any(isinstance(each, type) and each in bases for each in _named(function))
+
+
+def _classes(kind: type) -> list[type]:
+    """A class and its bases but those of all modules, the first one first."""
+    return [cls for cls in kind.__mro__ if cls not in (nn.Module, object)]
 
 
 def namespaces(names: Iterable[str], *first: dict[str, Any]) -> list[dict[str, Any]]:

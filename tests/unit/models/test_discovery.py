@@ -34,6 +34,34 @@ class CallsSuper(Calls):
         return super().forward(*args)
 
 
+class CallsBase(Calls):
+    def forward(self, *args):
+        return Calls.forward(self, *args)
+
+
+Asking = Calls
+
+
+class CallsAlias(Calls):
+    def forward(self, *args):
+        return Asking.forward(self, *args)
+
+
+class CallsSuperLater(Calls):
+    def forward(self, *args):
+        def run():
+            return super(CallsSuperLater, self).forward(*args)
+
+        return run()
+
+
+class OverridesAll(Calls):
+    """Has neither the base's attention, nor one of its own."""
+
+    def forward(self, *args):
+        return args if isinstance(self, OverridesAll) else None
+
+
 class Decorated(nn.Module):
     @staticmethod
     def keep(function):
@@ -44,6 +72,12 @@ class Decorated(nn.Module):
         return inner
 
     forward = keep(Calls.forward)
+
+
+class DecoratedSuper(Calls):
+    @Decorated.keep
+    def forward(self, *args):
+        return super().forward(*args)
 
 
 class ByHandAttention(nn.Module):
@@ -108,7 +142,10 @@ def sized(module, heads=2, head_dim=4):
     return module
 
 
-@pytest.mark.parametrize("cls", [Calls, Inherits, CallsSuper, Helper, Decorated])
+@pytest.mark.parametrize(
+    "cls",
+    [Calls, Inherits, CallsSuper, CallsBase, CallsAlias, CallsSuperLater, Helper, Decorated, DecoratedSuper],
+)
 def test_modules_that_ask_the_interface_are_found_by_their_code(cls):
     assert survey(sized(cls())).found[""].route == "interface"
 
@@ -121,7 +158,7 @@ def test_modules_that_compute_their_scores_are_found_by_their_code(cls):
     assert survey(module).found[""].route == ("torch" if cls is Fused else "by hand")
 
 
-@pytest.mark.parametrize("module", [Mixer(), nn.Linear(2, 2), nn.Module()], ids=type)
+@pytest.mark.parametrize("module", [Mixer(), OverridesAll(), nn.Linear(2, 2), nn.Module()], ids=type)
 def test_modules_that_are_no_attention_are_left_alone(module):
     assert survey(sized(module)) == Survey(module, {}, {})
 
