@@ -29,10 +29,12 @@ SOFTMAXES = ("softmax", "log_softmax")
 def names_used(kind: type) -> frozenset[str]:
     """The global names and attributes that the methods of a class use; "@" for the operator.
 
-    Those of functions that they call, too, unless the class is one of transformers, which are known.
+    Those of functions that they call, too, unless the class is one of transformers, whose own methods are known.
     """
     if not is_own(kind):
-        return _names_in(methods(kind))
+        patches = _closed(method for method in methods(kind) if is_users_function(method))
+        called = (value for patch in patches for value in _named(patch) if isinstance(value, FunctionType))
+        return _names_in([*methods(kind), *called])
     functions = reachable(kind)
     compiled = {type(each).__name__ for each in scripted(kind)}
     return _names_in(functions).union(compiled, *map(_real_names, functions))

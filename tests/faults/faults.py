@@ -2192,6 +2192,13 @@ FAULTS = [
     ),
     Fault("betahook/models/code.py", ", *_inherited(kind)]", "]", "tests/unit/models/test_discovery.py"),
     Fault("betahook/models/code.py", '"super" in names_in(function) or ', "", DISCOVERED),
+    Fault("betahook/models/code.py", "[*methods(kind), *called]", "methods(kind)", DISCOVERED),
+    Fault(
+        "betahook/models/code.py",
+        "_closed(method for method in methods(kind) if ",
+        "(method for method in methods(kind) if ",
+        DISCOVERED,
+    ),
     Fault("betahook/models/code.py", "any(isinstance(each, type)", "any(False", DISCOVERED),
     Fault("betahook/models/code.py", " and each in bases", "", DISCOVERED),
     Fault("betahook/models/code.py", "function = inspect.unwrap(whole(member))", "function = member", DISCOVERED),

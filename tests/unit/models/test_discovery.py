@@ -206,6 +206,23 @@ def test_a_class_that_gets_another_forward_is_read_again(monkeypatch):
     assert survey(module).found[""].route == "interface"
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_wrapper_around_the_forward_of_a_class_of_transformers_is_seen_through(monkeypatch, depth):
+    """Also without `functools.wraps`, which would name the original."""
+
+    def timed(forward):
+        def run(*args, **kwargs):
+            return forward(*args, **kwargs)
+
+        return run
+
+    model = build("llama", "sdpa")
+    kind = type(model.model.layers[0].self_attn)
+    for _ in range(depth):
+        monkeypatch.setattr(kind, "forward", timed(kind.forward))
+    assert [each.route for each in survey(model).found.values()] == ["interface"] * 2
+
+
 def test_parts_of_one_attention_in_another_are_not_shared():
     model = build("llama")
     outer, other = (layer.self_attn for layer in model.model.layers)
