@@ -64,7 +64,8 @@ class BetaHookCallback(TrainerCallback):
         quantities: metrics to report layer by layer too, as `quantity/layer`, or "all".
         hook: a hook that is attached to the model already, instead of these options.
         on_end: "fold", as above; where a layer has no exact fold, the hook stays and a warning says why. "keep" leaves
-            the model hooked, with its beta, for you to `fold` or `detach`.
+            the model hooked, with its beta, for you to `fold` or `detach`; a further training of it with this callback
+            goes on with that hook.
         unfinished: which beta is folded where training ends while a controller is still bringing it to where it wants
             it, see `betahook.fold`; a warning says which it was. With the best model, "better" keeps the beta that was
             evaluated with it.
@@ -111,6 +112,7 @@ class BetaHookCallback(TrainerCallback):
         check_end(on_end, unfinished)
         self.hook = hook
         self._given = hook
+        self._made = weakref.WeakSet[Hook]()
         self._quantities = metrics.check_names(quantities)
         self._on_end = on_end
         self._unfinished = unfinished
@@ -157,6 +159,7 @@ class BetaHookCallback(TrainerCallback):
         self.hook._state.loss_ranks = training.ranks_of_a_loss(args, model)
         if self.hook is not self._given:
             _training.add(self.hook)
+            self._made.add(self.hook)
         checkpoints.put(self.hook, state, self)
         if self._on_end == "fold":
             warn_of_refusals(self.hook)
@@ -167,16 +170,13 @@ class BetaHookCallback(TrainerCallback):
         )
 
     def _leave_last(self, model: nn.Module, resumed: bool) -> None:
-        """Let go of the hook of the last training where it is of no use for one of this model."""
-        if self.hook is None or not self.hook.attached:
-            return
-        was_broken_off = self.hook in _training
-        if not _is_on(self.hook, model):
-            if was_broken_off:
-                self.hook.detach()
-            self.hook = None  # a model that is done keeps its hook
-        elif resumed or (was_broken_off and self.hook.steps == 0):  # now other weights, or a first batch did not fit
-            self.hook.detach()
+        """Let go of the last hook, and go on with the one of this model, where that is of use for a training of it."""
+        last = self.hook
+        self.hook = next((hook for hook in hooks_of(model) if hook in self._made and _is_on(hook, model)), None)
+        if last is not None and last is not self.hook and last in _training:  # a model that is done keeps its hook
+            last.detach()
+        if self.hook is not None and (resumed or (self.hook in _training and self.hook.steps == 0)):
+            self.hook.detach()  # now other weights, or a first batch did not fit
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         hook = _begun(self.hook)

@@ -2077,8 +2077,8 @@ FAULTS = [
     ),
     Fault(
         "integrations/trainer.py",
-        "elif resumed or (",
-        "elif (",
+        "self.hook is not None and (resumed or (",
+        "self.hook is not None and ((",
         of_trainer("a_checkpoint_without_beta_leaves_none_of_the_training_before", "test_checkpoints.py"),
     ),
     Fault(
@@ -2155,8 +2155,8 @@ FAULTS = [
     ),
     Fault(
         "integrations/trainer.py",
-        "and self.hook.steps == 0):",
-        "and self.hook.steps < 0):",
+        "and self.hook.steps == 0)):",
+        "and self.hook.steps < 0)):",
         of_trainer("a_first_batch_that_did_not_fit_leaves_nothing", "test_further_trainings.py"),
     ),
     Fault(
@@ -2191,6 +2191,24 @@ FAULTS = [
         "tests/unit/tap/by_hand/test_products_forms.py",
     ),
     Fault("betahook/models/code.py", ", *_inherited(kind)]", "]", "tests/unit/models/test_discovery.py"),
+    Fault(
+        "integrations/trainer.py",
+        "(hook for hook in hooks_of(model) if hook in self._made and _is_on(hook, model))",
+        "(hook for hook in [self.hook] if hook and hook.attached and _is_on(hook, model))",
+        of_trainer("models_that_take_turns_go_on_with_the_hooks_that_they_kept", "test_further_trainings.py"),
+    ),
+    Fault(
+        "integrations/trainer.py",
+        "if hook in self._made and ",
+        "if ",
+        of_trainer("the_hook_of_a_training_that_was_broken_off_is_replaced", "test_further_trainings.py"),
+    ),
+    Fault(
+        "integrations/trainer.py",
+        " and last in _training:",
+        ":",
+        of_trainer("a_hook_that_was_kept_stays_when_its_callback_goes_on", "test_further_trainings.py"),
+    ),
     Fault("betahook/models/code.py", '"super" in names_in(function) or ', "", DISCOVERED),
     Fault("betahook/models/code.py", "[*methods(kind), *called]", "methods(kind)", DISCOVERED),
     Fault(

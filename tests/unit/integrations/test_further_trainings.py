@@ -136,6 +136,34 @@ def test_a_hook_that_was_kept_stays_when_its_callback_goes_on(tmp_path):
     assert callback.hook.model is second.model
 
 
+@pytest.mark.parametrize("detached", [False, True])
+def test_models_that_take_turns_go_on_with_the_hooks_that_they_kept(tmp_path, detached):
+    callback, hooks = BetaHookCallback(betahook.Gradient(), on_end="keep"), []
+    first, second = (make_trainer(tmp_path, callback) for _ in range(2))
+    for trainer in (first, second):
+        trainer.train()
+        hooks.append(callback.hook)
+    if detached:
+        hooks[1].detach()
+    first.train()
+    assert callback.hook is hooks[0]
+    assert callback.hook.steps == 12
+    second.train()
+    assert (callback.hook is hooks[1]) is not detached
+
+
+def test_a_model_that_kept_a_hook_resumes_after_another_with_that_of_the_checkpoint(tmp_path):
+    callback = BetaHookCallback(betahook.Gradient(), on_end="keep")
+    first = make_trainer(tmp_path / "first", callback, save_strategy="steps", save_steps=4)
+    first.train()
+    kept = callback.hook
+    make_trainer(tmp_path / "second", callback).train()
+    first.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-4"))
+    assert not kept.attached
+    assert callback.hook.model is first.model
+    assert callback.hook.steps == 6
+
+
 def test_after_the_fold_of_the_hook_that_it_was_given_a_callback_makes_no_other(tmp_path):
     """It knows nothing of the options that the hook was attached with."""
     trainer = make_trainer(tmp_path, Interrupt())
