@@ -43,7 +43,9 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
     now and then the picture at a glance to those of TensorBoard and W&B. When a layer gets into another condition, a
     line is logged. A checkpoint holds the weights without beta, and the state of the hook beside them: any `Trainer`
     with this callback that loads it, to fit or to test, has the beta that belongs to the weights, which is the model's
-    own where a checkpoint has no such state. At the end of fitting, beta is folded into the weights.
+    own where a checkpoint has no such state. At the end of fitting, beta is folded into the weights. That takes a
+    `training_step` that calls the hooked model as a whole, by `self(batch)` say: where it calls the parts by
+    themselves, a warning tells so after the first step, or under DDP at the end.
 
     Args:
         controller, options: those of `betahook.attach`.
@@ -122,6 +124,8 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         self._stepped = trainer.global_step
         loss = self._loss_of_step(self.hook, trainer)
         self.hook.step(getattr(trainer.precision_plugin, "scaler", None), loss=loss)
+        if self.hook.steps == 1 and self._on_end == "fold":
+            _warn_of_parts(self.hook)
         every = trainer.log_every_n_steps  # 0 for never
         if trainer.is_global_zero and every and trainer.global_step % every == 0:
             with self.hook.layers.reading_once():
@@ -209,6 +213,19 @@ def _warn_of_weights_only(hook: Hook | None, trainer: Trainer) -> None:
         logger.warning(
             "ModelCheckpoint(save_weights_only=True) saves weights without the beta that they are trained with, and "
             "nothing brings it back: leave save_weights_only out"
+        )
+
+
+def _warn_of_parts(hook: Hook) -> None:
+    """Warn of training steps that call parts of the model by themselves: `fold` has nothing to run again."""
+    if hook.last_call.input is None and any(controller.moves_beta for controller in hook.controllers):
+        name = type(hook.model).__name__
+        logger.warning(
+            "training_step did not call %s as a whole, without a cache, and fold() checks itself on such a call: beta "
+            "will not be folded when fitting ends. Give %s a forward that runs its parts, and call that in "
+            "training_step, self(batch), or once after the fit, before betahook.fold(module)",
+            name,
+            name,
         )
 
 

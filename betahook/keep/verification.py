@@ -39,7 +39,7 @@ def exact_places(plan: FoldPlan) -> dict[AttentionLayer, Scaling]:
         raise FoldError(
             "fold() checks itself on the input of the model's last forward, and there was none, or it had a cache. Run "
             f"{type(plan.hook.model).__name__}, or the part of it that holds all hooked layers, once without a cache. "
-            "Where several parts are called by themselves, attach to each"
+            "Where several parts are called by themselves, call a forward that runs them, or attach to each"
         )
     with rerun.without_side_effects(plan.hook):
         places, expected, precision = _check_layers(plan)

@@ -1939,6 +1939,16 @@ FAULTS = [
         LIGHTNING,
     ),
     Fault("integrations/lightning.py", 'if stage == "fit":', "if True:", LIGHTNING),
+    Fault("integrations/lightning.py", 'self.hook.steps == 1 and self._on_end == "fold":', "False:", LIGHTNING),
+    Fault("integrations/lightning.py", "self.hook.steps == 1 and ", "", LIGHTNING),
+    Fault(
+        "integrations/lightning.py",
+        'self.hook.steps == 1 and self._on_end == "fold"',
+        "self.hook.steps == 1",
+        LIGHTNING,
+    ),
+    Fault("integrations/lightning.py", "hook.last_call.input is None and any", "any", LIGHTNING),
+    Fault("integrations/lightning.py", "None and any(controller.moves_beta for", "None and any(True for", LIGHTNING),
     Fault(
         "integrations/lightning.py", "if hook is None or not any(controller.moves_beta", "if not any(True", LIGHTNING
     ),

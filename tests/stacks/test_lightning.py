@@ -247,6 +247,31 @@ def test_a_model_without_exact_fold_stays_hooked_and_says_so(tmp_path, caplog):
     callback.hook.detach()
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_module_whose_parts_are_called_folds_if_its_forward_calls_them(tmp_path, caplog, whole):
+    """Of two parts with attention, all of the module is hooked."""
+
+    class Pair(Module):
+        def __init__(self):
+            super().__init__()
+            self.other = build("llama", "sdpa")
+
+        def forward(self, batch):
+            return self.model(**batch).loss + self.other(**batch).loss
+
+        def training_step(self, batch, index):
+            return self(batch) if whole else self.forward(batch)
+
+    callback, module = BetaHook(controller=betahook.Variance(2.0)), Pair()
+    make_trainer(tmp_path, callback, 1, logger=False).fit(module, batches())
+    assert callback.hook.attached is not whole
+    assert ("training_step did not call Pair as a whole" in caplog.text) is not whole
+    if not whole:
+        with torch.no_grad():
+            module(next(iter(batches())))
+        betahook.fold(module)
+
+
 def test_checkpoints_of_the_weights_alone_are_named_when_training_begins(tmp_path, caplog):
     saving = ModelCheckpoint(tmp_path, save_weights_only=True)
     make_trainer(tmp_path, BetaHook(), 1, saving, logger=False).fit(Module(), batches())

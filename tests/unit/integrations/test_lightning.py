@@ -208,3 +208,39 @@ def test_checkpoints_that_lose_beta_are_named_when_training_begins(
     callback.on_train_start(fitting.trainer, fitting.module)
     callback.hook.detach()
     assert ("leave save_weights_only out" in caplog.text) is warned
+
+
+class Pair(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = build("llama", "sdpa"), build("llama", "sdpa")
+
+    def forward(self, batch):
+        return self.one(**batch).loss + self.other(**batch).loss
+
+
+@pytest.mark.parametrize(
+    ("controller", "on_end", "whole", "warned"),
+    [
+        ("default", "fold", False, True),
+        ("default", "fold", True, False),
+        ("default", "keep", False, False),
+        ("monitor", "fold", False, False),
+    ],
+)
+def test_a_training_step_that_leaves_fold_nothing_to_run_is_named_at_once(
+    lightning, fitting, caplog, controller, on_end, whole, warned
+):
+    callback, module, trainer = lightning.BetaHook(controller, on_end=on_end), Pair(), fitting.trainer
+    trainer.accumulate_grad_batches, trainer.loggers = 1, []
+    callback.setup(trainer, module, "fit")
+    callback.on_fit_start(trainer, module)
+    callback.on_train_start(trainer, module)
+    for _ in range(2):
+        batch = inputs("llama")
+        loss = module(batch) if whole else module.one(**batch).loss + module.other(**batch).loss
+        loss.backward()
+        trainer.global_step += 1
+        callback.on_train_batch_end(trainer, module, loss, batch, 0)
+    callback.hook.detach()
+    assert caplog.text.count("did not call Pair as a whole") == warned
