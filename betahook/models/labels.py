@@ -142,9 +142,9 @@ class Labels(ByTensor[Tensor]):
         self.put(tensor, labels)
         self.linears.append(linear)
 
-    def note_input(self, tensor: Tensor) -> None:
-        """Label an input, along whose last axis lie features that something else made."""
-        self._put_features(tensor, [tensor.dim() - 1], None)
+    def note_input(self, tensor: Tensor, *axes: int) -> None:
+        """Label an input, along whose last axis, and `axes` before it, lie features that something else made."""
+        self._put_features(tensor, [*axes, tensor.dim() - 1], None)
 
     def _tell_heads_apart(self, tensor: Tensor, source: Tensor, alike: int) -> None:
         """Tell apart the features of heads that lie in the batch, and that one projection makes alike.

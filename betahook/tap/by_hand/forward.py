@@ -257,11 +257,21 @@ def _verdict(forward: FollowedForward) -> str | None:
 
 
 def _label_inputs(forward: FollowedForward, inputs: Any) -> Labels:
-    """Labels of the inputs `[..., ..., heads * d_k]`, if any; one with a second axis of this size tells nothing."""
-    labels, width = Labels(forward.is_learned, everywhere=True), forward.recorder.heads * forward.recorder.head_dim
-    for tensor in tensors_in(inputs):
-        if tensor.is_floating_point() and tensor.dim() == 3 and tensor.shape[-1] == width not in tensor.shape[:-1]:
+    """Labels of the inputs `[..., ..., heads * d_k]`, and of those in which heads have an axis, if any.
+
+    An input with a second axis of the size of its last one tells nothing.
+    """
+    heads, head_dim = forward.recorder.heads, forward.recorder.head_dim
+    labels, width = Labels(forward.is_learned, everywhere=True), heads * head_dim
+    floating = [tensor for tensor in tensors_in(inputs) if tensor.is_floating_point()]
+    for tensor in floating:
+        if tensor.dim() == 3 and tensor.shape[-1] == width not in tensor.shape[:-1]:
             labels.note_input(tensor)
+    in_heads = [tensor for tensor in floating if tensor.dim() == 4 and tensor.shape[-1] == head_dim]
+    axis = head_axes.of_inputs([tensor.shape for tensor in in_heads], heads)
+    if axis is not None:
+        for tensor in in_heads:
+            labels.note_input(tensor, axis)
     return labels
 
 

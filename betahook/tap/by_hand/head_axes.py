@@ -6,6 +6,8 @@ along which they vary, other than that of its components, is the axis of the hea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -65,6 +67,16 @@ def number_of_heads(labels: Tensor, summed: int) -> int | None:
         return None
     along_axis = labels.movedim(axes[0], 0).flatten(1).amax(1)
     return len(along_axis[along_axis != UNKNOWN].unique())
+
+
+def of_inputs(shapes: Sequence[Sequence[int]], heads: int) -> int | None:
+    """The axis of the heads in inputs `[..., ..., ..., d_k]` by its size; None where another axis may be that, too.
+
+    Keys of fewer heads have none: with as many sequences as heads, only the queries show that it is none of theirs.
+    """
+    found = {axis for shape in shapes for axis, size in enumerate(shape[:-1]) if size == heads}
+    is_clear = len(found) == 1 and all(shape[-1] not in shape[:-1] for shape in shapes)
+    return found.pop() if is_clear else None
 
 
 def find(labels: Tensor, summed: int | None, heads: int) -> Axis | None:
