@@ -179,20 +179,25 @@ class Scaling:
         torch.clear_autocast_cache()  # a forward under autocast would go on with its copy of the old values
 
     @contextmanager
-    def scaled(self, factors: Tensor, error: float = 0.0, seed: int = 0) -> Iterator[None]:
-        """Scale for a while, each entry off by a relative `error`; afterwards every bit is as it was."""
-        parameters = {id(parameter): parameter.detach() for parameter in self.parameters}
-        kept = [(parameter, parameter.clone()) for parameter in parameters.values()]
+    def kept(self) -> Iterator[None]:
+        """After a while, put every bit of the parameters back."""
+        kept = [(parameter.detach(), parameter.detach().clone()) for parameter in {*self.parameters}]
         try:
-            self.scale(factors)
-            generator = torch.Generator().manual_seed(seed)
-            for weight in self.weights if error else ():
-                weight.blur(error, generator)
             yield
         finally:
             for parameter, values in kept:
                 parameter.copy_(values)
             torch.clear_autocast_cache()
+
+    @contextmanager
+    def scaled(self, factors: Tensor, error: float = 0.0, seed: int = 0) -> Iterator[None]:
+        """Scale for a while, each entry off by a relative `error`; afterwards every bit is as it was."""
+        with self.kept():
+            self.scale(factors)
+            generator = torch.Generator().manual_seed(seed)
+            for weight in self.weights if error else ():
+                weight.blur(error, generator)
+            yield
 
 
 def find_scalings(module: nn.Module, pair: Pair | None, heads: int, head_dim: int) -> Iterator[Scaling]:

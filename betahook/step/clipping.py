@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -46,6 +47,8 @@ NO_EFFECT = (
 )
 PATIENCE = 16
 """How many steps a layer may have no effect, as in a warm-up, before a warning."""
+EXPONENTS = -4, 8
+"""Of powers of 2 that bfloat16 holds less 1, also divided by 16."""
 SAME, DIFFERENT, FAILED = range(3)
 """Findings of a rank that compares outputs; the largest counts."""
 
@@ -126,7 +129,7 @@ class Clipping:
             return
         if due:
             self._find_again(due)
-            with rerun.without_side_effects(hook):
+            with rerun.without_side_effects(hook), _powers_of_2(hook, [each.weights() for each in due]):
                 self._try(_Trial(hook, due, self._state.device))
         for each in used:
             each.waited += 1
@@ -211,9 +214,7 @@ class _Trial:
                 if not beta_alone:
                     undo.enter_context(weights.scaled(factors))
             actual = rerun.run_model(self._hook)
-        # Weights that a norm adds 1 to round; the other ones do not.
-        offsets = [weight.parameter for _, weights in scalings for weight in weights.weights if weight.offset]
-        limits = max(1e-5, rerun.coarsest_eps(offsets)) * rerun.norms(expected) + 4 * noise
+        limits = 1e-5 * rerun.norms(expected) + 4 * noise
         return not bool((rerun.distances(actual, expected) <= limits).all())
 
     @cached_property
@@ -221,6 +222,24 @@ class _Trial:
         """The output of the model as it is, and how far that of a second run is from it."""
         expected = rerun.run_model(self._hook)
         return expected, rerun.distances(rerun.run_model(self._hook), expected)
+
+
+@contextmanager
+def _powers_of_2(hook: Hooked, scalings: Sequence[Scaling]) -> Iterator[None]:
+    """For a while, make what norms make of weights that they add 1 to powers of 2, which scale without rounding.
+
+    In half precision, the rounding of these weights alone would show in the output, and more from layer to layer.
+    """
+    materialise.reshard(hook.model)
+    with ExitStack() as undo:
+        for scaling in scalings:
+            offset = [weight for weight in scaling.weights if weight.offset]
+            undo.enter_context(replace(scaling, weights=offset).kept())
+            for weight in offset:
+                stored = materialise.local(weight.parameter.detach())
+                exponents = (stored.float() + weight.offset).abs().log2().round().clamp(*EXPONENTS)
+                stored.copy_(2.0**exponents - weight.offset)
+        yield
 
 
 class _Clipped:

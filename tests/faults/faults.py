@@ -941,10 +941,10 @@ FAULTS = [
         "pass",
         f"{CLIPPING}::test_a_query_that_several_parameters_make",
     ),
-    Fault(
-        "betahook/step/clipping.py", "for weight in weights.weights if weight.offset]", "for weight in weights.weights]"
-    ),
-    Fault("betahook/step/clipping.py", "max(1e-5, rerun.coarsest_eps(offsets))", "1e-5"),
+    Fault("betahook/step/clipping.py", "limits = 1e-5 *", "limits = 1e-2 *"),
+    Fault("betahook/step/clipping.py", "stored.copy_(2.0**exponents - weight.offset)", "pass"),
+    Fault("betahook/step/clipping.py", "EXPONENTS = -4, 8", "EXPONENTS = -9, 13"),
+    Fault("betahook/step/clipping.py", "undo.enter_context(replace(scaling, weights=offset).kept())", "pass"),
     Fault(
         "betahook/keep/verification.py",
         "self._random_state.kept(self._layer.module.parameters()), self.",

@@ -297,6 +297,62 @@ def test_norms_that_add_1_to_their_weight_are_clipped_in_half_precision():
     assert torch.cat([*largest(model, batch).values()]).max() < 0.6 * before
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_rounding_of_norms_that_add_1_to_their_weight_does_not_pass_through_layers(dtype):
+    model, batch = build("gemma3", dtype=dtype, num_hidden_layers=3).eval(), inputs("gemma3")
+    torch.manual_seed(0)
+    norms = [norm for layer in model.model.layers for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm)]
+    for norm in norms:
+        nn.init.uniform_(norm.weight, -1.5, 3.0)
+        norm.weight.data[0] = -1.0  # what multiplies is 0
+    before = [norm.weight.clone() for norm in norms]
+    clip(model, batch, betahook.Clip(1e9))
+    for norm, weight in zip(norms, before, strict=True):
+        assert torch.equal(norm.weight, weight)
+    smallest = min(logits.max() for logits in largest(model, batch).values())
+    clip(model, batch, betahook.Clip(float(smallest) / 4))
+    assert all(not torch.equal(norm.weight, weight) for norm, weight in zip(norms, before, strict=True))
+
+
+class CentredNorm(nn.RMSNorm):
+    """Its weight is the factor less 1."""
+
+    def forward(self, x):
+        return nn.functional.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x)
+
+
+class CentredNormAttention(FusedAttention):
+    """A small part of the query may go past the scores into the output."""
+
+    def __init__(self, leak):
+        super().__init__()
+        self.leak = leak
+        self.q_norm, self.k_norm = (CentredNorm(WIDTH // HEADS, eps=1e-6) for _ in range(2))
+        for norm in (self.q_norm, self.k_norm):
+            nn.init.uniform_(norm.weight, -0.5, 0.5)
+
+    def mix(self, q, k, v):
+        q = self.q_norm(q)
+        return super().mix(q, self.k_norm(k), v) + self.leak * q
+
+
+def test_norms_that_add_1_to_their_weight_excuse_no_effect_but_that_of_beta():
+    torch.manual_seed(0)
+    x = torch.randn(3, LENGTH, WIDTH, dtype=torch.bfloat16)
+    clip(nn.Sequential(CentredNormAttention(0.0)).bfloat16(), {"input": x}, betahook.Clip(1e-3))
+    with pytest.raises(betahook.UnsupportedModelError, match=r"cannot clip 0 \(CentredNormAttention\)"):
+        clip(nn.Sequential(CentredNormAttention(0.001)).bfloat16(), {"input": x}, betahook.Clip(1e-3))
+
+
+def test_norms_that_multiply_by_far_more_or_far_less_than_1_are_clipped_in_half_precision():
+    torch.manual_seed(0)
+    attention, x = CentredNormAttention(0.0).bfloat16(), torch.randn(3, LENGTH, WIDTH, dtype=torch.bfloat16)
+    nn.init.constant_(attention.q_norm.weight, 400.0)
+    nn.init.constant_(attention.k_norm.weight, -0.97)
+    clip(nn.Sequential(attention), {"input": x}, betahook.Clip(1e-3))
+    assert (attention.q_norm.weight < 100).all()
+
+
 class NormalisedAttention(ByHandAttention):
     """Its logits do not see the length of q."""
 
