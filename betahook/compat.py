@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -20,7 +18,6 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import parametrize
 
@@ -183,30 +180,8 @@ def multi_head_attention_forward() -> Callable[..., Any]:
     return plain
 
 
-# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_subclasses/fake_tensor.py
-@contextmanager
-def without_data() -> Iterator[Callable[[nn.Module], nn.Module]]:
-    """Run code for the shapes that it makes; gives a function that copies a module without data, hooks and shards."""
-    mode, logger = FakeTensorMode(allow_non_fake_inputs=True), logging.getLogger(FakeTensorMode.__module__)
-
-    def copied(module: nn.Module) -> nn.Module:
-        with FakeCopyMode(mode):
-            made = copy.deepcopy(module, _unsharded(module))
-        for part in made.modules():
-            for hooks in (part._forward_pre_hooks, part._forward_hooks):
-                hooks.clear()
-        return made
-
-    disabled, logger.disabled = logger.disabled, True  # it logs what the caller is about to catch
-    try:
-        with mode, warnings.catch_warnings(action="ignore"):  # made-up inputs say nothing on those of users
-            yield copied
-    finally:
-        logger.disabled = disabled
-
-
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py
-def _unsharded(module: nn.Module) -> dict[int, Any]:
+def unsharded(module: nn.Module) -> dict[int, Any]:
     """A memo for `copy.deepcopy` that holds what is sharded in a module, made whole: FSDP 2 refuses to be copied."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():

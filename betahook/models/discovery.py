@@ -227,7 +227,7 @@ def _trials() -> Try:
         kind = _kind(module)
         if failures[kind] == ENOUGH:
             return None
-        with RandomState(module).kept():  # torch draws none without data, but its forward may ask Python or numpy
+        with RandomState(module).kept():  # which Python and numpy may be asked for, and torch to fill a constant
             outcome = trial.run(module)
         failures[kind] += outcome is None
         return outcome

@@ -1,8 +1,8 @@
 """A trial run of an attention module whose code does not tell enough: its forward, on tensors that hold no data.
 
-`discovery` calls `run`. The module is copied without its weights' data, so nothing is computed, no random number is
-drawn, and the module stays as it is. How many scores come to the softmax, and how wide the query is, tells the number
-of heads and d_k; the features that the query and the key are made of tell the rows of W_q and W_k.
+`discovery` calls `run`. The module is copied without its weights' data, so nothing is computed but constants, which
+the code may keep, and the module stays as it is. How many scores come to the softmax, and how wide the query is, tells
+the number of heads and d_k; the features that the query and the key are made of tell the rows of W_q and W_k.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from betahook.models.heads import count_heads
 from betahook.models.labels import Labels, MadeOf, features_of_heads
 from betahook.models.places import ModuleCall, Place, places_of
 from betahook.models.torch_calls import Call, summed_axes, tensors_in
+from betahook.models.without_data import WithoutData, without_data
 
 BATCH, LENGTH = 3, 7
 """Of the trial's input, where any length does; no size of a model is likely to be a multiple of both."""
@@ -86,15 +87,13 @@ def run(module: nn.Module) -> Outcome | None:
 
     Each required argument is `[batch, length, width]`, or what a convolution in the module takes: `[batch, channels,
     length]`, a picture or a video. Masks and biases are None, or, where that does not run, masks `[batch, length,
-    length]`; height and width of a picture are numbers. Where none of that runs, what queries look at is of another
-    width.
+    length]`; sides of a picture are numbers. Where none of that runs, what queries look at is of another width.
     """
     # Compiled code would read the memory of tensors that have none, and crash.
-    with modes.eagerly(), compat.without_data() as copied, torch.no_grad(), blinded(module):
+    with modes.eagerly(), without_data() as trial, torch.no_grad(), blinded(module):
         try:
             parameters = inspect.signature(module.forward).parameters
-            module = copied(module)
-            _drop_adapters(module)
+            module = trial.copied(module)
         except Exception:  # code of others: whatever it raises, there is no trial
             return None
         names = [name for name, each in parameters.items() if each.kind in POSITIONAL and each.default is each.empty]
@@ -105,9 +104,13 @@ def run(module: nn.Module) -> Outcome | None:
         contexts = [name for name in parameters if name in CONTEXTS] or (others if len(others) == 1 else [])
         looked_at = [{}, *(dict.fromkeys(contexts, width) for width in _widths(module) if contexts)]
         forms = itertools.product(looked_at, masked, shapes)
-        watch = _first(_try(module, names, fixed, widths, given, *shape) for widths, given, shape in forms)
-    if watch is None:
-        return None
+        watch = _first(_try(trial, module, names, fixed, widths, given, *shape) for widths, given, shape in forms)
+        with compat.untransformed():
+            return None if watch is None else _outcome(module, watch)
+
+
+def _outcome(module: nn.Module, watch: _Watch) -> Outcome:
+    """The result of a forward, for a module without data."""
     if watch.found is None:
         return Outcome()
     sizes = (size for size in (count_heads(module), watch.found.size) if size is not None)
@@ -131,15 +134,8 @@ def _first(watches: Iterable[_Watch | None]) -> _Watch | None:
     return stopped or unclear
 
 
-def _drop_adapters(module: nn.Module) -> None:
-    """Put the layers below adapters, which come and go, in their places."""
-    for part in module.modules():
-        for name, child in part.named_children():
-            if compat.is_adapter(child):
-                setattr(part, name, child.base_layer)
-
-
 def _try(
+    trial: WithoutData,
     module: nn.Module,
     names: list[str],
     fixed: Fixed,
@@ -164,7 +160,7 @@ def _try(
         given = fixed | others | dict.fromkeys(masks, mask)
         inputs = [given.pop(name, x) for name in names]
         watch.note_call(module, inputs)
-        with watch, register_module_forward_hook(watch.note_call):
+        with watch, register_module_forward_hook(watch.note_call), trial.computing_constants():
             module.forward(*inputs, **given)
         watch.ended = True
     except Exception:  # another shape may fit

@@ -1,10 +1,8 @@
 """The private names of torch, transformers and PEFT: each does upstream what betahook leans on."""
 
 import gc
-import logging
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.models.llama import modeling_llama
 
 from betahook import compat
+from betahook.models.without_data import without_data
 from betahook.tap import interface
 from support.models import build, inputs
 
@@ -455,20 +454,6 @@ def test_a_model_says_that_it_learns_prompts(peft):
     ]
 
 
-def test_copies_without_data():
-    """And nothing is printed where a shape does not fit."""
-    model = nn.Linear(2**20, 2**20, device="meta")
-    with compat.without_data() as copied:
-        made = copied(model)
-        assert made.weight is not model.weight
-        assert made(torch.zeros(3, 2**20, device="meta")).shape == (3, 2**20)
-        with pytest.raises(RuntimeError):
-            made(torch.zeros(3, 2))
-        assert logging.getLogger("torch._subclasses.fake_tensor").disabled
-        warnings.warn("of a made-up input", stacklevel=1)
-    assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
-
-
 def test_a_class_is_as_it_was_written():
     linear = nn.Linear(3, 2)
     parametrize.register_parametrization(linear, "weight", nn.Tanh())
@@ -493,8 +478,8 @@ def test_copies_what_fsdp_2_shards(mesh):
         assert compat.is_fsdp2(module)
     assert not compat.is_fsdp2(model[1])
     assert [compat.class_of(module) for module in model.modules()] == [nn.Sequential, nn.Linear, nn.Linear]
-    with compat.without_data() as copied:
-        made = copied(model)
+    with without_data() as run:
+        made = run.copied(model)
         assert [type(module) for module in made.modules()] == [nn.Sequential, nn.Linear, nn.Linear]
         assert made[0].weight.shape == (4, 6)
         assert made(torch.zeros(3, 6)).shape == (3, 2)

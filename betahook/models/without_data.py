@@ -1,0 +1,190 @@
+"""Runs without data: code of users runs for the shapes that it makes, on copies of modules that hold no weights.
+
+Code may keep a mask or slopes outside of the module, in an `lru_cache`, a dictionary or an attribute of its class, and
+takes them from there ever after. So constants, which are made of no weight and no input, are computed all the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_ops.py
+from torch._ops import OpOverload
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_subclasses/fake_tensor.py
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/multiprocessing/reductions.py
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from betahook import compat
+from betahook.models.torch_calls import rebuilt, tensors_in
+
+LARGEST = 2**26
+"""Bytes of a constant that is computed: for some inputs a trial takes the longest sequence that the module states."""
+
+_ATEN = torch.ops.aten
+SHAPED = {
+    *(_ATEN.new_empty, _ATEN.new_empty_strided, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full),
+    *(_ATEN.empty_like, _ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like),
+}
+"""Operators that make a constant, and take no more of their first argument than its shape, dtype and device."""
+LIFTING = {_ATEN.lift, _ATEN.lift_fresh, _ATEN.lift_fresh_copy}
+"""Operators that `torch.tensor` hands what it made to."""
+KINDS = Tensor, nn.Parameter
+"""Classes of tensors that hold data; what others do is theirs to say."""
+
+KEPT = (
+    "a tensor without data is used: the code of an attention module made it of inputs, weights or random numbers while "
+    "`attach` tried its forward, and kept it outside of the module, as in an `lru_cache` or a global dictionary. Empty "
+    "what keeps it after `attach`, as by `cache_clear()`"
+)
+
+
+@contextmanager
+def without_data() -> Iterator[WithoutData]:
+    """Run code for the shapes that it makes."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    disabled, logger.disabled = logger.disabled, True  # it logs what the caller is about to catch
+    made = WithoutData()
+    try:
+        with made.mode, warnings.catch_warnings(action="ignore"):  # made-up inputs say nothing on those of users
+            yield made
+    finally:
+        made.has_ended = True
+        logger.disabled = disabled
+
+
+class WithoutData:
+    """A run without data; the caller keeps the random state.
+
+    Attributes:
+        mode: in which no operator computes, but for those that make constants while users' code runs.
+        has_ended: what is left of the run must not be used any more.
+    """
+
+    def __init__(self) -> None:
+        self.mode, self.has_ended = FakeTensorMode(allow_non_fake_inputs=True), False
+        # No subclass: operators of higher order go by the exact type of a mode.
+        self.mode.dispatch = self._dispatch  # type: ignore[method-assign]
+        self._computes_constants = False
+        self._own: set[StorageWeakRef] = set()  # memory of constants that were made in this run
+        self._unknown: set[StorageWeakRef] = set()  # memory of real tensors that would have been written to
+
+    def copied(self, module: nn.Module) -> nn.Module:
+        """Copy a module without data, hooks, shards and adapters."""
+        with FakeCopyMode(self.mode):
+            made = copy.deepcopy(module, compat.unsharded(module))
+        for part in made.modules():
+            for hooks in (part._forward_pre_hooks, part._forward_hooks):
+                hooks.clear()
+        _drop_adapters(made)
+        return made
+
+    @contextmanager
+    def computing_constants(self, computes: bool = True) -> Iterator[None]:
+        """Compute what is made of no weight, no input and no random number, for code that may keep it."""
+        before, self._computes_constants = self._computes_constants, computes
+        try:
+            yield
+        finally:
+            self._computes_constants = before
+
+    def _dispatch(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Stand in for `FakeTensorMode.dispatch`."""
+        if self.has_ended:
+            raise RuntimeError(KEPT)
+        kwargs = kwargs or {}
+        if not self._computes_constants or not isinstance(func, OpOverload):
+            return FakeTensorMode.dispatch(self.mode, func, types, args, kwargs)
+        with_data = self._with_data(func, args, kwargs)
+        if with_data is not None and func.overloadpacket in LIFTING:
+            return self._compute(func, with_data, kwargs)
+        with self.computing_constants(False):  # for the shapes, torch calls others
+            try:
+                output = self._without_data(func, types, args, kwargs)
+            except Exception:
+                if with_data is None:
+                    raise
+                return self._compute(func, with_data, kwargs)  # the shape may depend on entries
+        if with_data is not None and _can_hold_data(output):
+            try:
+                return self._compute(func, with_data, kwargs)
+            except Exception:  # as on a device that is not there, or has no memory left
+                pass
+        self._unknown.update(_memory(tensor) for tensor in _written(func, args, kwargs) if _is_plain(tensor))
+        return output
+
+    def _without_data(self, func: OpOverload, types: Sequence[type], args: Any, kwargs: Any) -> Any:
+        """Run an operator for its shapes: given real tensors, torch computes with some, even in place."""
+
+        def of_tensor(tensor: Tensor) -> Tensor:
+            return self.mode.from_tensor(tensor, static_shapes=True) if type(tensor) in KINDS else tensor
+
+        if func.overloadpacket not in LIFTING:
+            args, kwargs = rebuilt(tuple(args), of_tensor), rebuilt(dict(kwargs), of_tensor)
+        return FakeTensorMode.dispatch(self.mode, func, types, args, kwargs)
+
+    def _with_data(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+        """The arguments of an operator that makes a constant; None for those of any other."""
+        given, written = list(args), list(_written(func, args, kwargs))
+        if torch.Tag.nondeterministic_seeded in func.tags and (not written or kwargs.get("generator") is not None):
+            return None  # but memory that is there is filled: nothing would tell that its entries mean nothing
+        if func.overloadpacket in SHAPED and isinstance(given[0], FakeTensor):
+            like = given[0]
+            if not _can_hold_data(like):
+                return None
+            given[0] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        if not all(
+            _is_plain(tensor) and _memory(tensor) not in self._unknown for tensor in tensors_in((given, kwargs))
+        ):
+            return None
+        return given if all(_memory(tensor) in self._own for tensor in written) else None
+
+    def _compute(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        before = set() if func.overloadpacket in LIFTING else {_memory(each) for each in tensors_in((args, kwargs))}
+        output = func(*args, **kwargs)
+        self._own.update({_memory(made) for made in tensors_in(output) if _is_plain(made)} - before)
+        return output
+
+
+def _drop_adapters(module: nn.Module) -> None:
+    """Put the layers below adapters, which come and go, in their places."""
+    for part in module.modules():
+        for name, child in part.named_children():
+            if compat.is_adapter(child):
+                setattr(part, name, child.base_layer)
+
+
+def _can_hold_data(output: Any) -> bool:
+    """True for what is small, and on no meta device: kept until the weights are there, it would silently do nothing."""
+    made = list(tensors_in(output))
+    is_small = sum(tensor.numel() * tensor.itemsize for tensor in made) <= LARGEST
+    return is_small and all(tensor.device.type != "meta" for tensor in made)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """True for a tensor that holds data and is no weight."""
+    is_real = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    return is_real and not tensor.requires_grad
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator writes to."""
+    for number, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(args[number] if number < len(args) else kwargs.get(argument.name))
