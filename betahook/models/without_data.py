@@ -29,7 +29,7 @@ from betahook import compat
 from betahook.models.torch_calls import rebuilt, tensors_in
 
 LARGEST = 2**26
-"""Bytes of a constant that is computed: for some inputs a trial takes the longest sequence that the module states."""
+"""Most bytes of a constant that is computed: some trials run the longest sequence that the module states."""
 
 _ATEN = torch.ops.aten
 SHAPED = {
@@ -38,9 +38,9 @@ SHAPED = {
 }
 """Operators that make a constant, and take no more of their first argument than its shape, dtype and device."""
 LIFTING = {_ATEN.lift, _ATEN.lift_fresh, _ATEN.lift_fresh_copy}
-"""Operators that `torch.tensor` hands what it made to."""
+"""Operators to which `torch.tensor` passes what it has made."""
 KINDS = Tensor, nn.Parameter
-"""Classes of tensors that hold data; what others do is theirs to say."""
+"""Classes of tensors that hold data; what operators do with others is up to their classes."""
 
 KEPT = (
     "a tensor without data is used: the code of an attention module made it of inputs, weights or random numbers while "
