@@ -72,10 +72,11 @@ def number_of_heads(labels: Tensor, summed: int) -> int | None:
 def of_inputs(shapes: Sequence[Sequence[int]], heads: int) -> int | None:
     """The axis of the heads in inputs `[..., ..., ..., d_k]` by its size; None where another axis may be that, too.
 
-    Keys of fewer heads have none: with as many sequences as heads, only the queries show that it is none of theirs.
+    Keys of fewer heads have none: with as many sequences as heads, only the queries show that it is none of theirs. The
+    first axis is that of sequences or tokens.
     """
     found = {axis for shape in shapes for axis, size in enumerate(shape[:-1]) if size == heads}
-    is_clear = len(found) == 1 and all(shape[-1] not in shape[:-1] for shape in shapes)
+    is_clear = len(found) == 1 and 0 not in found and all(shape[-1] not in shape[:-1] for shape in shapes)
     return found.pop() if is_clear else None
 
 

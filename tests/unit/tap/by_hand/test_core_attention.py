@@ -99,6 +99,7 @@ def test_as_many_sequences_as_heads_that_come_in_tell_no_heads_apart(key_heads):
         ([(9, 4, 4, 8), (9, 4, 2, 8)], None),  # as many sequences
         ([(3, 4, 9, 8), (9, 3, 4, 8)], None),  # heads before the queries, but behind the keys
         ([(9, 3, 4, 8), (8, 3, 4, 8)], None),  # as many keys as components
+        ([(4, 9, 2, 8)], None),  # as many sequences, and no queries
         ([(9, 3, 2, 8)], None),
         ([], None),
     ],
