@@ -6,7 +6,6 @@ Needs the package `lightning`; nothing else of betahook imports this file.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -26,11 +25,11 @@ from betahook.report.metrics import MetricName, check_names, chosen
 from betahook.report.summary import Summary
 from betahook.step import training_loss
 
+from . import makers
+
 __all__ = ["BetaHook"]
 
 logger = logging.getLogger(__name__)
-_makers: weakref.WeakKeyDictionary[Hook, weakref.ref[BetaHook]] = weakref.WeakKeyDictionary()
-"""The callback that made each hook."""
 
 
 class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not installed
@@ -171,9 +170,9 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         model = _model_in(module)
         if self.hook is None or not self.hook.attached or self.hook.model is not model:
             self._leave_last(module)
-            earlier = (hook for hook in hooks_of(model) if hook.model is model and _maker_of(hook) is self)
+            earlier = (hook for hook in makers.made_by(self, model) if hook.model is model)
             self.hook = next(earlier, None) or attach(model, **self._options)
-            _makers[self.hook] = weakref.ref(self)
+            makers.note(self.hook, self)
         return self.hook
 
     def _leave_last(self, module: nn.Module) -> None:
@@ -198,11 +197,6 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
             self.hook.detach()
             if stage == "fit":
                 self._attach(module)
-
-
-def _maker_of(hook: Hook) -> BetaHook | None:
-    maker = _makers.get(hook)
-    return None if maker is None else maker()
 
 
 def _warn_of_weights_only(hook: Hook | None, trainer: Trainer) -> None:

@@ -23,7 +23,7 @@ from betahook.report.alerts import Alerts
 from betahook.report.metrics import MetricName
 from betahook.step import training_loss
 
-from . import checkpoints, training
+from . import checkpoints, makers, training
 from .checkpoints import last_checkpoint
 from .reports import Reports, is_training, with_trackers
 
@@ -112,7 +112,6 @@ class BetaHookCallback(TrainerCallback):
         check_end(on_end, unfinished)
         self.hook = hook
         self._given = hook
-        self._made = weakref.WeakSet[Hook]()
         self._quantities = metrics.check_names(quantities)
         self._on_end = on_end
         self._unfinished = unfinished
@@ -159,7 +158,7 @@ class BetaHookCallback(TrainerCallback):
         self.hook._state.loss_ranks = training.ranks_of_a_loss(args, model)
         if self.hook is not self._given:
             _training.add(self.hook)
-            self._made.add(self.hook)
+            makers.note(self.hook, self)
         checkpoints.put(self.hook, state, self)
         if self._on_end == "fold":
             warn_of_refusals(self.hook)
@@ -172,7 +171,7 @@ class BetaHookCallback(TrainerCallback):
     def _leave_last(self, model: nn.Module, resumed: bool) -> None:
         """Let go of the last hook, and go on with the one of this model, where that is of use for a training of it."""
         last = self.hook
-        self.hook = next((hook for hook in hooks_of(model) if hook in self._made and _is_on(hook, model)), None)
+        self.hook = next((hook for hook in makers.made_by(self, model) if _is_on(hook, model)), None)
         if last is not None and last is not self.hook and last in _training:  # a model that is done keeps its hook
             last.detach()
         if self.hook is not None and (resumed or (self.hook in _training and self.hook.steps == 0)):

@@ -1979,7 +1979,7 @@ FAULTS = [
     Fault("integrations/lightning.py", "(was_fitting or ", "(", LIGHTNING),
     Fault("integrations/lightning.py", " or hook in hooks_of(module)", "", LIGHTNING),
     Fault("integrations/lightning.py", "next(earlier, None) or ", "", LIGHTNING),
-    Fault("integrations/lightning.py", " and _maker_of(hook) is self", "", LIGHTNING),
+    Fault("integrations/makers.py", "maker() is callback", "True", LIGHTNING),
     Fault("betahook/tap/last_call.py", " or depth > self._depth", ""),
     Fault("betahook/tap/last_call.py", "if compat.is_transformed():", "if False:", TRANSFORMED),
     Fault(
@@ -2225,14 +2225,14 @@ FAULTS = [
     Fault("betahook/models/code.py", ", *_inherited(kind)]", "]", "tests/unit/models/test_discovery.py"),
     Fault(
         "integrations/trainer.py",
-        "(hook for hook in hooks_of(model) if hook in self._made and _is_on(hook, model))",
+        "(hook for hook in makers.made_by(self, model) if _is_on(hook, model))",
         "(hook for hook in [self.hook] if hook and hook.attached and _is_on(hook, model))",
         of_trainer("models_that_take_turns_go_on_with_the_hooks_that_they_kept", "test_further_trainings.py"),
     ),
     Fault(
         "integrations/trainer.py",
-        "if hook in self._made and ",
-        "if ",
+        "makers.made_by(self, model)",
+        "hooks_of(model)",
         of_trainer("the_hook_of_a_training_that_was_broken_off_is_replaced", "test_further_trainings.py"),
     ),
     Fault(

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -200,6 +201,11 @@ def test_other_ranks_log_nothing(tmp_path):
 def test_options_are_checked_when_the_callback_is_made(options, error):
     with pytest.raises(error, match=f"{next(iter(options))} must be"):
         BetaHookCallback(**options)
+
+
+def test_a_callback_can_be_sent_to_another_process():
+    """As `notebook_launcher` and spawned ranks get it."""
+    assert pickle.loads(pickle.dumps(BetaHookCallback(interval=2)))._options["interval"] == 2
 
 
 def test_the_hook_of_another_model_is_refused(tmp_path):
