@@ -2,6 +2,10 @@
 
 Each entry that comes out of a projection gets a label, the number of its feature. They tell what names and sizes, which
 may coincide, do not: the tap finds the axis of the heads by them, `models.trial` the rows of W_q and W_k.
+
+An example: a projection makes `[batch, tokens, 4]`, labelled 0, 1, 2, 3 in every token. Divided into two heads,
+`[batch, 2, tokens, 2]`, the labels are 0, 1 in the first and 2, 3 in the second. They vary along axis 1, so that is the
+axis of the heads, even if there are two tokens as well; and rows 2 and 3 of the weight made the second head.
 """
 
 from __future__ import annotations
