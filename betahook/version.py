@@ -1,3 +1,3 @@
 """The version of betahook; `pyproject.toml` takes it from here."""
 
-__version__ = "0.7.0"
+__version__ = "0.8.0.dev0"

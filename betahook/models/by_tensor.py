@@ -17,12 +17,17 @@ V = TypeVar("V")
 
 
 class ByTensor(Generic[V]):
-    """A map whose keys are tensors, by identity; an entry lives as long as its tensor."""
+    """A map whose keys are tensors, by identity; an entry lives as long as its tensor.
 
-    __slots__ = ("_entries",)
+    Attributes:
+        ids: the `id` of each tensor.
+    """
+
+    __slots__ = ("_entries", "ids")
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[compat.WeakIdRef, V]] = {}
+        self.ids = self._entries.keys()
 
     def __contains__(self, tensor: object) -> bool:
         return id(tensor) in self._entries  # else the entry would be gone

@@ -240,7 +240,7 @@ class Labels(ByTensor[Tensor]):
         if call.name in MOVING:
             same = Call(ON_LABELS.get(call.name, call.function), call.args, call.kwargs)
             try:
-                labels = list(tensors_in(same.run_on(self._labels_or_none)))
+                labels = tensors_in(same.run_on(self._labels_or_none))
             except (RuntimeError, TypeError, ValueError, IndexError):  # it does not work on labels
                 return
             for part, moved in zip(parts, labels, strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -38,6 +38,8 @@ NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 """Names of numpy that torch takes for its own."""
 ORDER = {"condition": -1, "input": 0, "tensors": 0, "other": 1, "mask": 1, "pad": 1}
 """Position of keyword arguments in torch's signatures."""
+PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+"""Types of most arguments that are no tensors and hold none."""
 
 
 class Call:
@@ -60,7 +62,7 @@ class Call:
     def operands(self) -> list[Any]:
         """The arguments in the order of torch's signatures, those given by name too."""
         if self._operands is None:
-            by_name = sorted(self.kwargs, key=lambda name: ORDER.get(name, 2))
+            by_name = sorted(self.kwargs, key=lambda name: ORDER.get(name, 2)) if self.kwargs else ()
             self._operands = [*self.args, *(self.kwargs[name] for name in by_name)]
         return self._operands
 
@@ -68,7 +70,7 @@ class Call:
     def tensors(self) -> list[Tensor]:
         """All tensors among the arguments."""
         if self._tensors is None:
-            self._tensors = list(tensors_in((self.args, self.kwargs)))
+            self._tensors = tensors_in([*self.args, *self.kwargs.values()] if self.kwargs else self.args)
         return self._tensors
 
     @property
@@ -145,7 +147,13 @@ def axes_of(call: Call) -> tuple[str, str, str] | None:
         return _axes_of_einsum(*call.args)
     if call.name == "baddbmm":
         return None
-    left, right = (x.dim() for x in call.operands[:2])
+    left, right = call.operands[:2]
+    return _axes_of_matrices(left.dim(), right.dim())
+
+
+@functools.cache
+def _axes_of_matrices(left: int, right: int) -> tuple[str, str, str] | None:
+    """`axes_of` matrices, for the number of axes that both operands have."""
     if min(left, right) < 2:
         return None
     batch = "abcdefgh"[: max(left, right) - 2]
@@ -194,15 +202,24 @@ def is_causal_bias(value: object) -> bool:
     return type(value).__name__ == "CausalBias"
 
 
-def tensors_in(nested: Any) -> Iterator[Tensor]:
+def tensors_in(nested: Any) -> list[Tensor]:
     """All tensors in nested lists, tuples and dictionaries, but for the causal masks of torch that have no entries."""
+    found: list[Tensor] = []
+    _collect(nested, found)
+    return found
+
+
+def _collect(nested: Any, found: list[Tensor]) -> None:
     if isinstance(nested, Tensor):
         if not is_causal_bias(nested):  # torch 2.6 raises where one is asked for anything
-            yield nested
+            found.append(nested)
     elif isinstance(nested, (list, tuple, dict)):
         for item in nested.values() if isinstance(nested, dict) else nested:
-            if not isinstance(item, (int, float)):
-                yield from tensors_in(item)
+            kind = type(item)
+            if kind is Tensor:
+                found.append(item)
+            elif kind not in PLAIN:
+                _collect(item, found)
 
 
 def rebuilt(nested: Any, of_tensor: Callable[[Tensor], Tensor]) -> Any:

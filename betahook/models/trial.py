@@ -289,7 +289,7 @@ class _Watch(TorchFunctionMode):
         output = call.run()
         if call.name == "scaled_dot_product_attention":
             self._settle(*call.tensors[:2])
-        parts, moving = list(tensors_in(output)), [x for x in call.tensors if x in self.activations]
+        parts, moving = tensors_in(output), [x for x in call.tensors if x in self.activations]
         # A part of a softmax that is written out.
         is_exponential = call.name == "exp" and any(self.activations[x].factors for x in moving)
         if (call.name in SOFTMAXES or is_exponential) and parts and moving:

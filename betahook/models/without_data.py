@@ -168,7 +168,7 @@ def _drop_adapters(module: nn.Module) -> None:
 
 def _can_hold_data(output: Any) -> bool:
     """True for what is small, and on no meta device: kept until the weights are there, it would silently do nothing."""
-    made = list(tensors_in(output))
+    made = tensors_in(output)
     is_small = sum(tensor.numel() * tensor.itemsize for tensor in made) <= LARGEST
     return is_small and all(tensor.device.type != "meta" for tensor in made)
 

@@ -51,7 +51,7 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = tensors_in((args, kwargs))
         if kwargs.get("device") is not None:
             there = torch.device(kwargs["device"]).type == "mps"
             kwargs["device"] = CPU

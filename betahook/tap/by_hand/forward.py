@@ -69,7 +69,7 @@ class FollowedForward:
     def __init__(self, recorder: Recorder, plan: Plan, inputs: Any, *, rehearsal: bool = False) -> None:
         self.recorder, self.plan, self.rehearsal = recorder, plan, rehearsal
         recorder.projected = False
-        given = next(tensors_in(inputs), None)
+        given = next(iter(tensors_in(inputs)), None)
         is_dry = rehearsal or shows_shapes(given, recorder.state)
         self.recording = recorder.is_recording and not (is_dry or recorder.refusal)
         form = form_of(inputs)

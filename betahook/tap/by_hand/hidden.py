@@ -22,6 +22,8 @@ def behind(logits: Tensor, nodes: dict[Product, Any]) -> Product | None:
         logits: what the softmax gets.
         nodes: those of autograd, of the products so far.
     """
+    if all(product.reached for product in nodes):
+        return None
     known = _with_makers(product for product in nodes if product.reached)
     # What a known operation lost is left alone for that.
     goals = {nodes[each]: each for each in nodes if each.assured and each.lost is None and each not in known}

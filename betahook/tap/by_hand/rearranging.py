@@ -142,11 +142,11 @@ def linear(situation: Situation, *, heads_stay: bool = True) -> Derived:
         trace = trace_of(tensor)
         return trace.pairs if isinstance(trace, Scores) else torch.zeros_like(tensor, dtype=torch.bool)
 
-    parts = list(tensors_in(situation.call.run_on(value)))
+    parts = tensors_in(situation.call.run_on(value))
     masks: list[Any] = [None] * len(parts)
     others = any(x.is_floating_point() and not isinstance(trace_of(x), Scores) for x in situation.call.tensors)
     if others or any(trace.allowed is not None for trace in scores):
-        masks = list(tensors_in(situation.call.run_on(pairs)))
+        masks = tensors_in(situation.call.run_on(pairs))
     if not heads_stay or any(part.dim() != first.value.dim() for part in parts):
         first = first._replace(axis=None)
     return [first._replace(value=part, allowed=mask) for part, mask in zip(parts, masks, strict=True)]

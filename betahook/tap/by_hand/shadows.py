@@ -49,7 +49,7 @@ class Shadows:
         shadow = call.run_on(lambda tensor: tensor if (own := self._of.get(tensor)) is None else own)
         if call.name == "__setitem__":
             return
-        parts, shadows = list(tensors_in(output)), list(tensors_in(shadow))
+        parts, shadows = tensors_in(output), tensors_in(shadow)
         for part, moved in zip(parts, shadows, strict=True):
             if part.is_floating_point():
                 self.put(part, moved)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.autograd import Function
 
@@ -21,6 +21,26 @@ FUNCTION = (
     "module into it)"
 )
 """Obstacles: the tap sees neither code that the backward runs again, nor a backward that a function brings along."""
+
+
+class Place(NamedTuple):
+    """The place in a function that a call stack leads through.
+
+    Attributes:
+        code: of the function.
+        instruction: the offset of the bytecode that runs.
+        module: the name of the module that the function is from.
+    """
+
+    code: CodeType
+    instruction: int
+    module: str
+
+    @property
+    def line(self) -> str:
+        """File and line."""
+        lines = (line for first, last, line in self.code.co_lines() if first <= self.instruction < last)
+        return f"{os.path.basename(self.code.co_filename)}:{next(lines, None)}"
 
 
 @dataclass(frozen=True)
@@ -48,30 +68,30 @@ def run_forward(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 def find_site(operation: str) -> Site:
     """The site of the torch function that is being called."""
-    of_user: list[FrameType] = []
-    of_torch: list[FrameType] = []
-    obstacle = None
-    for frame, module in _frames_within_forward(sys._getframe(1)):
-        package = module.partition(".")[0]
-        obstacle = obstacle or _out_of_sight(module, frame.f_code)
-        if package == "torch":
-            of_torch.append(frame)
-        if package not in PASSED_OVER:
-            of_user.append(frame)
-    line = "a line of torch"
-    if of_user:
-        line = f"{os.path.basename(of_user[0].f_code.co_filename)}:{of_user[0].f_lineno}"
-    callers = tuple((frame.f_code, frame.f_lasti) for frame in of_user or of_torch)
-    return Site(operation, callers, line, obstacle and obstacle.format(line))
-
-
-def _frames_within_forward(frame: FrameType | None) -> Iterator[tuple[FrameType, str]]:
-    """Frames from this one outwards, each with its module, up to the tap that called the user's forward."""
-    while frame is not None:
-        if frame.f_code is run_forward.__code__:
-            return
-        yield frame, frame.f_globals.get("__name__", "")
+    frame: FrameType | None = sys._getframe(1)
+    places, forward = [], run_forward.__code__
+    while frame is not None and frame.f_code is not forward:
+        places.append(Place(frame.f_code, frame.f_lasti, frame.f_globals.get("__name__", "")))
         frame = frame.f_back
+    return _site(operation, tuple(places))
+
+
+@functools.lru_cache(maxsize=2**12)
+def _site(operation: str, places: tuple[Place, ...]) -> Site:
+    """The site of a function that is called at some places, the innermost first."""
+    of_user: list[Place] = []
+    of_torch: list[Place] = []
+    obstacle = None
+    for place in places:
+        package = place.module.partition(".")[0]
+        obstacle = obstacle or _out_of_sight(place.module, place.code)
+        if package == "torch":
+            of_torch.append(place)
+        if package not in PASSED_OVER:
+            of_user.append(place)
+    line = of_user[0].line if of_user else "a line of torch"
+    callers = tuple((place.code, place.instruction) for place in of_user or of_torch)
+    return Site(operation, callers, line, obstacle and obstacle.format(line))
 
 
 def _out_of_sight(module: str, code: CodeType) -> str | None:

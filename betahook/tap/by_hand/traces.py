@@ -156,7 +156,7 @@ class Traces(ByTensor[Trace]):
 
     def note(self, output: Any, derived: Derived) -> None:
         """Remember the traces of what a function returned."""
-        parts = list(tensors_in(output))
+        parts = tensors_in(output)
         for part in parts:
             self._forget_parts(part)
         if derived is None:
@@ -194,8 +194,9 @@ class Traces(ByTensor[Trace]):
 
     def _forget_parts(self, tensor: Tensor) -> None:
         """Forget that a tensor, which is another one now, may be a part of a softmax that is written out."""
-        self.exponentials.pop(tensor)
-        self.row_sums.pop(tensor)
+        if self.exponentials.ids or self.row_sums.ids:
+            self.exponentials.pop(tensor)
+            self.row_sums.pop(tensor)
 
     def before_change(self, tensor: Tensor, view: Tensor) -> Scores | None:
         """Look up the trace of scores before a change of this view of them."""

@@ -28,7 +28,7 @@ from betahook.models.code import PRODUCTS, SOFTMAXES
 from betahook.models.discovery import shown_name
 from betahook.models.guards import is_handed_over
 from betahook.models.modes import RandomState
-from betahook.models.torch_calls import DIVIDING, Call, copied, is_in_place, name_of, tensors_in
+from betahook.models.torch_calls import DIVIDING, PLAIN, Call, copied, is_in_place, name_of, tensors_in
 from betahook.tap import kernels
 from betahook.tap.by_hand import bypassed, dry_run, exponentials, following, handlers, matrices, nested, softmaxes
 from betahook.tap.by_hand.arithmetic import divide, multiply
@@ -215,9 +215,9 @@ class ScoreProducts(TorchFunctionMode):
     def _run(self, call: Call) -> Any:
         """Run a call that has to be looked at."""
         forward, name, func = self._forward, call.name, call.function
-        if name == "multi_head_attention_forward" or is_handed_over(func):
+        if name == "multi_head_attention_forward" or (type(func) is FunctionType and is_handed_over(func)):
             forward.refuse(HANDED_OVER.format(name, find_line()))
-        if any(map(nested.is_nested, call.tensors)):
+        if any([tensor.is_nested for tensor in call.tensors]):
             if name in SOFTMAXES or name in kernels.KERNELS:
                 forward.refuse(f"{name} at {find_line()} gets a nested tensor, whose scores are not followed: pad it")
             return call.run()
@@ -248,13 +248,18 @@ STARTING = {*PRODUCTS, *SOFTMAXES, *kernels.KERNELS, "multi_head_attention_forwa
 """Functions that may begin a trace, even if nothing that is followed goes into them."""
 
 
+COMMON = PLAIN | {Tensor}
+"""Types of arguments that are followed if they have a trace, and hold none that are."""
+
+
 def _concerns(forward: FollowedForward, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return False for a call that can be run as it is, without a further look at it: most calls are such."""
     if name in STARTING:
         return True
     traces, or_learned, learned = forward.traces, True, name in handlers.HANDLERS
-    for argument in itertools.chain(args, kwargs.values()):
-        if _is_followed(traces, argument, or_learned):
+    for argument in itertools.chain(args, kwargs.values()) if kwargs else args:
+        kind = type(argument)
+        if id(argument) in traces.ids or (kind not in COMMON and _is_followed(traces, argument, or_learned)):
             return True
         or_learned = learned
     return False
@@ -262,11 +267,6 @@ def _concerns(forward: FollowedForward, name: str, args: Sequence[Any], kwargs: 
 
 def _is_followed(traces: Traces, argument: Any, or_learned: bool) -> bool:
     """Return True if a followed tensor lies in a nested argument, or one of a subclass, as parameters are."""
-    kind = type(argument)
-    if kind is Tensor:
-        return argument in traces
-    if kind is int or kind is float or argument is None:
-        return False
     if isinstance(argument, (tuple, list, dict)):
         each = argument.values() if isinstance(argument, dict) else argument
         return any(_is_followed(traces, part, or_learned) for part in each)

@@ -1,6 +1,10 @@
 """Attention written by hand in later steps, when earlier ones have shown how it computes its scores."""
 
+import inspect
 import math
+import os
+import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ import torch.utils.checkpoint
 
 import betahook
 from betahook.tap.by_hand import matrices
+from betahook.tap.by_hand.products import Product
 from betahook.tap.by_hand.sites import find_site
 from support.attention import LENGTH, WIDTH, Block, ByHandAttention, FusedAttention, make
 from support.models import derivative
@@ -43,6 +48,17 @@ def test_a_product_is_the_same_whoever_calls_the_forward(x, monkeypatch):
         (lambda: [model(x)])()
     assert len(found) > once > 0
     assert {*found} == first
+
+
+def test_the_line_of_a_product_is_that_of_its_call(x, monkeypatch):
+    found = []
+    monkeypatch.setattr(matrices, "Product", lambda site, *args, **kw: found.append(site) or Product(site, *args, **kw))
+    model = make(ByHandAttention)
+    with betahook.attach(model, controller="monitor"):
+        model(x)
+    lines, first = inspect.getsourcelines(ByHandAttention.mix)
+    number = next(number for number, line in enumerate(lines, first) if "q @ k" in line)
+    assert found[0].line == f"attention.py:{number}"
 
 
 @pytest.mark.parametrize("kind", [ByHandAttention, FusedAttention])
@@ -190,3 +206,28 @@ def test_a_resumed_run_has_the_same_bits_in_half_precision(checkpointed):
         hook.load_state_dict(state)
         assert torch.equal(steps(model, hook, 3, 6), expected)
         assert hook.layers["1"].beta != pytest.approx(hook.layers["1"].beta_default, rel=0.01)
+
+
+@pytest.mark.parametrize(("kind", "most"), [(ByHandAttention, 500), (FusedAttention, 240)])
+def test_a_small_model_does_not_wait_for_python(kind, most, x):
+    """It would, for each function of betahook that runs in a forward which is scaled and not measured, as most are."""
+    own, ran = os.path.dirname(betahook.__file__), Counter()
+
+    def count(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(own):
+            ran[frame.f_code.co_qualname] += 1
+
+    model = make(kind)
+    with betahook.attach(model, controller="monitor", interval=1000) as hook:
+        for _ in range(3):
+            model(x).sum().backward()
+            hook.step()
+            hook.layers["1"].beta = 0.5
+        sys.setprofile(count)
+        try:
+            model(x)
+        finally:
+            sys.setprofile(None)
+    assert ran["scale_query"] == 1
+    assert ran["Recorder.record"] == ran["Recorder.record_pairs"] == 0
+    assert ran.total() <= most, ran.most_common(10)
