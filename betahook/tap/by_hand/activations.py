@@ -1,4 +1,7 @@
-"""Activations in an attention written by hand: what is made of its inputs, not of parameters and constants alone."""
+"""Activations in an attention written by hand: its inputs, and tensors that are computed from them.
+
+Tensors that are computed from parameters and constants alone are not activations.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from betahook.models.by_tensor import ByTensor
 from betahook.models.torch_calls import Call, tensors_in
 
 LIKE_ANOTHER = frozenset(["to", "type_as", "view_as", "reshape_as", "expand_as"])
-"""Functions whose further tensors give a dtype, a device or a shape alone."""
+"""Functions whose further tensors only give a dtype, a device or a shape."""
 
 
 class Activations(ByTensor[bool]):
-    """The activations of one forward. All that it was given are such, but for parameters."""
+    """The activations of one forward, beginning with its inputs, except parameters."""
 
     def __init__(self, inputs: Any) -> None:
         super().__init__()
@@ -23,7 +26,7 @@ class Activations(ByTensor[bool]):
                 self[tensor] = True
 
     def note(self, call: Call, output: Any) -> None:
-        """Note what a call made of activations."""
+        """Note the results of a call as activations, if activations are among its arguments."""
         made_of = call.tensors[:1] if call.name in LIKE_ANOTHER else call.tensors
         if any(tensor in self for tensor in made_of):
             for part in tensors_in((output, call.operands[:1] if call.in_place else ())):

@@ -1,4 +1,4 @@
-"""Factors on scores and operands: numbers, or tensors that nobody reads without need."""
+"""Factors on scores and operands: numbers, or tensors, which are read from the device only if necessary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Factor = float | Tensor
 """A number, a 0-dim tensor, or one that broadcasts over heads."""
 
 ALIKE = 1e-4
-"""Relative difference up to which two numbers count as the same, but for rounding."""
+"""Relative difference up to which two numbers count as equal, to allow for rounding."""
 
 
 def same_factor(a: Factor, b: Factor) -> bool:
@@ -22,8 +22,8 @@ def same_factor(a: Factor, b: Factor) -> bool:
 
 
 def are_alike(one: Factor, other: Factor, *, are_read: bool) -> bool:
-    """Return True if factors differ by rounding at most; tensors are held to be alike where they are not read."""
-    # No quotient: scores may be scaled by 0 for another use.
+    """Return True if two factors differ by rounding at most; tensors count as alike unless `are_read`."""
+    # Not by a quotient: scores may be scaled by 0 for another use.
     if not (isinstance(one, Tensor) or isinstance(other, Tensor)):
         return math.isclose(one, other, rel_tol=ALIKE)
     if not are_read:
@@ -32,20 +32,20 @@ def are_alike(one: Factor, other: Factor, *, are_read: bool) -> bool:
 
 
 def is_zero(factor: Factor) -> bool:
-    """Return True for the number 0, as the log of a single token: all keys count alike then, whatever beta is."""
+    """Return True for the number 0, e.g. the log of a single token: all keys then have equal weight, for any beta."""
     return not isinstance(factor, Tensor) and factor == 0
 
 
 def number(factor: Any) -> Factor | None:
-    """The factor as a number or 0-dim tensor, None if it is neither a number nor a tensor of one element."""
+    """Return a factor as a number or 0-dim tensor; None if it is neither a number nor a tensor of one element."""
     if isinstance(factor, Tensor):
         if factor.numel() != 1:
             return None
         alone = factor.detach().reshape(())
         return float(alone) if factor.device.type == "cpu" and not factor.requires_grad else alone
-    return float(factor) if isinstance(factor, Real) else None  # one of numpy would not multiply a tensor
+    return float(factor) if isinstance(factor, Real) else None  # a NumPy number would not multiply a tensor
 
 
 def divided(tensor: Tensor, factor: Factor) -> Tensor:
-    """`tensor / factor`, without a copy where that is the tensor itself."""
+    """Return `tensor / factor`, or the tensor itself, not a copy, if the factor is 1."""
     return tensor if isinstance(factor, float) and factor == 1 else tensor / factor

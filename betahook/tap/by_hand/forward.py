@@ -1,6 +1,7 @@
-"""State of one forward of a hooked attention module: the traces of its tensors, and its products so far.
+"""State of one forward pass of a hooked attention module: the traces of its tensors, and its products so far.
 
-Made by the tap in `watching` for every forward; the functions of `matrices`, `softmaxes` and `following` work on it.
+The tap in `watching` creates it for every forward; the functions of `matrices`, `softmaxes` and `following` read and
+update it. At the end `finish` updates the module's `Plan`, or leaves the module alone.
 """
 
 from __future__ import annotations
@@ -30,39 +31,41 @@ from betahook.tap.recorder import PASSED, Recorder, shows_shapes
 UNSEEN = (
     "a forward computed queries, but no attention over them was seen: it may run in a kernel that betahook cannot see"
 )
-"""The reason to leave a module alone in which another forward, perhaps, showed one."""
+"""The reason to leave a module alone whose query projection ran and no attention was seen, even if one was before."""
 
 
 class FollowedForward:
-    """All that is known of one forward of one attention module, while it is followed and at its end.
+    """Everything known about one forward of one attention module, while it is followed and at its end.
 
     Raises:
-        RuntimeError: it is the first one, and shows nothing, as it runs within `torch.export` or the like.
+        RuntimeError: no forward has shown yet how the module computes its scores, and this one cannot, since it runs
+            within `torch.export` or a similar transform.
 
     Attributes:
-        recorder: of the module.
+        recorder: the module's recorder.
         plan: what earlier forwards showed.
         rehearsal: True for a dry run: beta does not act, and nothing is measured.
         recording: True if scores are measured.
-        form: of the inputs.
-        is_empty: True where the first of them has no entries, as in a batch without samples: it shows nothing.
-        axes: the axes of the heads with inputs of this form, as far as they are known.
-        labels: the features that entries come from, in the first forward with inputs of this form.
-        of_inputs: further labels in that forward, which tell apart the entries of the inputs too: heads that share one
-            projection, each of its part of the input, are told apart by these alone.
-        activations: what is made of the inputs, in that forward.
-        shadows: what another beta would do, in the first forward that is measured.
+        form: the form of the inputs, by which the plan keeps the axes of the heads.
+        is_empty: True if the first input has no entries, as in a batch without samples: such a forward shows nothing.
+        axes: the axes of the heads that are known for inputs of this form, by site.
+        labels: the feature that each entry comes from; only in the first forward with inputs of this form, else None.
+        of_inputs: further labels in that forward, which also tell the entries of the inputs apart. Only these can
+            distinguish heads that share one projection, each applied to its own part of the input.
+        activations: the tensors computed from the inputs, in that forward.
+        shadows: the tensors under another beta, in the first forward that is measured, else None.
         is_settled: True if neither labels nor shadows are needed.
-        traces: of the tensors that are followed.
-        products: those that may make scores, so far.
-        nodes: the nodes of autograd that made them, where it is on.
-        has_softmax, attended: True once there was a softmax by itself, and once there was one over scores.
+        traces: the traces of the tensors that are followed.
+        products: the products so far that may make scores.
+        nodes: the autograd nodes of their results, while autograd is on.
+        has_softmax: True once there was a softmax outside of a fused kernel.
+        attended: True once there was attention: a softmax over scores, or a fused kernel.
         default: the model's own beta at the first softmax.
-        fused_only: all attention so far was `F.scaled_dot_product_attention`, as `tap.compiled` takes it.
-        made_of: the features that q and k are made of in each product that came to a softmax, if there are labels.
-        unread: a product that is not understood, which came to a softmax alone; None for none.
+        fused_only: True while all attention is `F.scaled_dot_product_attention` in the form that `tap.compiled` takes.
+        made_of: the features that q and k come from, for each product that reached a softmax; only if there are labels.
+        unread: name and line of an unrecognised product that reached a softmax on its own; None for none.
         unscored: the line of a product of activations in a form that is not read; None for none.
-        without_heads: the line of a product of two matrices, in which several heads have no axis; None for none.
+        without_heads: the line of a product of two matrices, which have no axis for several heads; None for none.
         refused: the reason to leave the module alone once the forward has ended; None for none.
     """
 
@@ -100,11 +103,11 @@ class FollowedForward:
         self.refused: str | None = None
 
     def trace_of_values(self) -> Operand | None:
-        """The trace of weighted values; None if nothing in earlier forwards asks for it."""
+        """The trace of weights times values; None if no product or softmax of earlier forwards took such a tensor."""
         return Operand(mixed=True) if self.plan.mixes or not self.is_settled else None
 
     def factors_of(self, history: History, query: Tensor, key: Tensor) -> tuple[Factor, Factor]:
-        """The factors that the operands of a product carry; a key out of a cache carries what keys did before."""
+        """Return the factors that q and k carry; an untraced key, as from a cache, carries that of earlier keys."""
         of_query, of_key = self._factor_of(query), self._factor_of(key)
         if key not in self.traces and history.key_factor is not None:
             of_key = history.key_factor
@@ -119,30 +122,31 @@ class FollowedForward:
         return trace.factor if isinstance(trace, Operand) else 1.0
 
     def is_learned(self, tensor: Tensor) -> bool:
-        """Return True for a parameter, a view of one, or what was made of parameters alone."""
+        """Return True for a parameter, a view of one, or a tensor computed from parameters alone."""
         return is_learned(tensor, self.traces.get(tensor))
 
     def _always(self, now: bool) -> bool:
-        """`Plan.always`, for which a site is looked up: for what does not hold, in the first forward of a form only."""
+        """Return `plan.always(now)`, but skip its look-up of the site for a False `now` after the first forward."""
         return (now or self.labels is not None) and self.plan.always(now)
 
     def _is_activation(self, tensor: Tensor) -> bool:
         return self.activations is not None and tensor in self.activations
 
     def situation(self, call: Call) -> Situation:
-        """A call as a handler gets it."""
+        """Wrap a call as the argument of a handler."""
         return Situation(call, self.traces.get, self.plan.at_first, self._always, self._is_activation, self._axis_of)
 
     def score_axis(self, scores: Tensor, operation: str, dim: int = -1) -> Axis | None:
-        """The axis of the heads in scores that come to an operation, with their rows moved along the last axis."""
+        """Find the axis of the heads in scores at an operation, after moving `dim`, along which rows lie, last."""
         labels, rows = self.labels_of(scores), scores.movedim(dim, -1)
         labels = None if labels is None else labels.movedim(dim, -1)
         return self.head_axis(rows, labels, None, range(rows.dim() - 2), find_site(operation))
 
     def labels_of(self, tensor: Tensor, summed: int | None = None) -> Tensor | None:
-        """The labels of a tensor; None where it has none, or no forward needs them any more.
+        """Return the labels of a tensor; None if it has none, or if this is not the first forward of its form.
 
-        In an operand, where features alone do not tell of heads, those that its projection made them of may.
+        If the features in an operand vary along no axis but `summed`, and so show no heads, these are the labels that
+        also tell the entries of the inputs apart.
         """
         found = None if self.labels is None else self.labels.get(tensor)
         if self.of_inputs is None or (found is not None and (summed is None or head_axes.varying(found, summed))):
@@ -152,14 +156,14 @@ class FollowedForward:
     def head_axis(
         self, tensor: Tensor, labels: Tensor | None, summed: int | None, shared: Sequence[int], site: Site
     ) -> Axis | None:
-        """The axis of the heads in a tensor; None if it is not told apart from others.
+        """Find the axis of the heads in a tensor; None if it cannot be told apart from other axes.
 
         Args:
             tensor: an operand or scores.
-            labels: its labels, if any; what they tell is remembered.
-            summed: the axis of the components in an operand.
-            shared: the axes that may be of heads.
-            site: where the tensor is used.
+            labels: its labels, if any; the axis found by them is remembered for the site.
+            summed: the axis of the components in an operand; None for scores.
+            shared: the axes that may be that of the heads.
+            site: the site where the tensor is used.
         """
         count = self.recorder.heads
         if count == 1:
@@ -170,7 +174,7 @@ class FollowedForward:
         if labels is None:
             fitting = [axis for axis in shared if tensor.shape[axis] == count]
             return fitting[0] if len(fitting) == 1 and tensor.dim() > 3 else None
-        # Also that they do not tell: a recomputation, which has no labels, must not go by sizes instead.
+        # None is stored too: a recomputation, which has no labels, must not fall back to sizes.
         self.axes[site] = head_axes.find(labels, summed, count)
         return self.axes[site]
 
@@ -179,7 +183,7 @@ class FollowedForward:
         return axis - scores.dim() if isinstance(axis, int) else None
 
     def note_default(self, default: Factor) -> None:
-        """Note the model's own beta at a softmax; where another one had another, no beta can be that of both."""
+        """Note the model's own beta at a softmax; refuse if an earlier softmax had another, as one must fit both."""
         if is_zero(default):
             self._note_nothing()
             return
@@ -195,25 +199,25 @@ class FollowedForward:
         self.refused = self.refused or reason
 
     def finish(self) -> None:
-        """Take stock of a forward that has ended: learn from it, or leave the module alone from now on."""
+        """Learn from the forward, which has ended, or leave the module alone from now on."""
         recorder = self.recorder
         if self.is_empty:
             self._note_nothing()
-        # The tensors of a transform mean nothing outside of it, those of an empty batch nothing at all.
+        # Tensors under a transform mean nothing outside of it, and those of an empty batch show nothing.
         if not (compat.is_transformed() or self.is_empty):
             self._learn()
         for product in self.products:
             product.counts = product.acts and recorder.refusal is None and product.reached
-        self.labels = self.of_inputs = None  # they hold on to the forward, and so to the graph of autograd
+        self.labels = self.of_inputs = None  # they would keep the autograd graph alive
         self.traces.release()
 
     def _note_nothing(self) -> None:
-        """Note that the layer was reached, in a forward that shows nothing."""
+        """Note that the layer was reached, by a forward that shows nothing."""
         self.recorder.state.seen = True
         note_measured(self.recorder.state)
 
     def _learn(self) -> None:
-        """Learn from a forward whose tensors mean something, or leave the module alone."""
+        """Learn from a forward that is neither empty nor transformed, or leave the module alone."""
         recorder, plan = self.recorder, self.plan
         reason = _verdict(self) if recorder.refusal is None else recorder.refusal
         choices = self.form.choices
@@ -231,11 +235,12 @@ class FollowedForward:
 
 
 def _verdict(forward: FollowedForward) -> str | None:
-    """Learn from a forward that has ended; return why the module is to be left alone, or None."""
+    """Learn from a forward that has ended; return the reason to leave the module alone, or None."""
     recorder, plan = forward.recorder, forward.plan
     plan.checked |= forward.shadows is not None
     plan.axes[forward.form] = forward.axes
-    # What a rehearsal shows, the steps before a resume did: so the first step after it computes as they.
+    # A rehearsal shows what the steps before a resume had shown, and counts as one of them: the first step after the
+    # resume then computes as they did.
     step = recorder.state.steps - forward.rehearsal
     learned = (product.learn(step, are_read=forward.labels is not None) for product in forward.products)
     reason = forward.refused or next(filter(None, learned), None)
@@ -250,16 +255,16 @@ def _verdict(forward: FollowedForward) -> str | None:
     line = forward.products[0].site.line if forward.products else forward.unscored
     if line is not None:
         return f"the product at {line} reaches no softmax"
-    concerns = forward.recording or recorder.state.beta_acts  # else it may pass, as one in evaluation
+    concerns = forward.recording or recorder.state.beta_acts  # otherwise it may pass, e.g. in evaluation
     if recorder.projected and concerns:
         return UNSEEN
     return PASSED if plan.only_projects and concerns else None
 
 
 def _label_inputs(forward: FollowedForward, inputs: Any) -> Labels:
-    """Labels of the inputs `[..., ..., heads * d_k]`, and of those in which heads have an axis, if any.
+    """Label the features of inputs `[..., ..., heads * d_k]`, and of those in which heads have an axis, if any.
 
-    An input with a second axis of the size of its last one tells nothing.
+    An input in which another axis is as long as the last one shows nothing, and has no labels.
     """
     heads, head_dim = forward.recorder.heads, forward.recorder.head_dim
     labels, width = Labels(forward.is_learned, everywhere=True), heads * head_dim
@@ -276,7 +281,7 @@ def _label_inputs(forward: FollowedForward, inputs: Any) -> Labels:
 
 
 def _obstacle(forward: FollowedForward) -> str:
-    """The reason why no product of q and k was seen to reach the softmax of a forward."""
+    """Explain why no product of q and k was seen to reach the softmax of a forward."""
     if forward.without_heads is None:
         made = forward.unread and f"its softmax takes what {forward.unread} made, a product that is not followed"
         return made or "no product of q and k was seen to reach its softmax"

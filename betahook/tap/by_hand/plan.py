@@ -1,7 +1,7 @@
-"""Facts on the products of one module that its forwards show, and that later ones go by.
+"""The plan of one module: facts about its products that forwards have shown, and on which later ones rely.
 
-The first forward of a module runs with its own beta, so nothing is at stake while it shows which products reach a
-softmax, where their heads lie and by what they are scaled. Later forwards go by that, and are held against it.
+The first forward of a module runs with the model's own beta, so nothing is at stake while it shows which products reach
+a softmax, where their heads lie and how they are scaled. Later forwards rely on that, and are checked against it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from betahook.tap.by_hand.products import History
 from betahook.tap.by_hand.sites import Site, find_site
 
 Choices: TypeAlias = tuple[bool | type[Tensor] | None, ...]
-"""The arguments of a module that are True, False or None, which may choose a branch; `Tensor` for each tensor."""
+"""The arguments of a module that may select a branch: True, False and None as they are, `Tensor` for any tensor."""
 
 
 class Form(NamedTuple):
-    """The form of the inputs of a module.
+    """The form of the inputs of a module, for each of which the axes of the heads are found anew.
 
     Attributes:
-        sizes: True for sizes of 1, of each tensor: there an axis of heads and batch, say, looks like one of heads.
-        choices: the inputs that may choose a branch.
+        sizes: for each tensor, True for sizes of 1: with a batch of 1, an axis of batch and heads may pass for one of
+            heads.
+        choices: the inputs that may select a branch.
     """
 
     sizes: tuple[tuple[bool, ...], ...]
@@ -38,13 +39,13 @@ class Form(NamedTuple):
 
 
 def form_of(inputs: Any) -> Form:
-    """The form of the nested inputs of a module."""
+    """Return the form of the nested inputs of a module."""
     sizes = (tuple(bool(size == 1) for size in x.shape) for x in tensors_in(inputs))
     return Form(tuple(sizes), choices_in(inputs))
 
 
 def choices_in(inputs: Any) -> Choices:
-    """The nested inputs of a module that may choose a branch."""
+    """Return the nested inputs of a module that may select a branch."""
     if inputs is None or isinstance(inputs, bool):
         return (inputs,)
     if isinstance(inputs, Tensor):
@@ -56,20 +57,21 @@ def choices_in(inputs: Any) -> Choices:
 
 @dataclass
 class Plan:
-    """Facts on the products of one module, by their sites in the user's code.
+    """Facts about the products of one module, by their sites in the user's code.
 
     Attributes:
-        histories: of the products at each site.
-        axes: the axis of the heads in a left operand, or in what a softmax gets, for inputs of each form; None where
-            the first forward did not tell.
+        histories: the history of the products at each site.
+        axes: for each form of the inputs, the axis of the heads in the operand or the scores used at each site; None
+            for a site where the first forward did not show it.
         varying: the sites of scales that changed from one forward to another.
-        firsts: what held at other sites in the first forward, or in all, see `at_first` and `always`.
-        band: the one that mask tensors of a kernel are expected to have, as the first one has it; None before any.
-        mixes: a product or a softmax got what weights had made of values.
-        only_projects: forwards ran projections and showed no attention; None before any did, False once there was one.
-        checked: what beta does was checked by numbers, see `tap.by_hand.shadows`.
-        fused: for the choices of each form, whether a graph of the compiler can hold such forwards, see `tap.compiled`.
-        broken_since: for them, how often compiled code had been thrown away when a graph broke at such a forward.
+        firsts: by site, what held there in the first forward, or in all, see `at_first` and `always`.
+        band: the band that mask tensors of a kernel are expected to have, that of the first one; None before any.
+        mixes: True if a product or a softmax ever took a tensor computed from weighted values.
+        only_projects: True if forwards ran projections, which no hook watches, but showed no attention; None before any
+            did, False once there was attention.
+        checked: True once the effect of beta was checked by numbers, see `tap.by_hand.shadows`.
+        fused: for the choices of each form, whether a compiled graph can hold such forwards, see `tap.compiled`.
+        broken_since: for the same choices, the number of compiler resets when a graph last broke at such a forward.
     """
 
     histories: dict[Site, History] = field(default_factory=functools.partial(defaultdict, History))
@@ -84,40 +86,40 @@ class Plan:
     broken_since: dict[Choices, int] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """Forget everything: the module has another forward."""
+        """Forget everything, because the module has a new forward."""
         vars(self).update(vars(Plan()))
 
     def fits_graph(self, choices: Choices, resets: int) -> bool:
-        """Tell if a graph of the compiler is to hold a forward, after so many resets of the compiler.
+        """Return True if a compiled graph is to hold a forward, given the number of compiler resets so far.
 
-        Where a graph broke here, not before the next reset: gradient checkpointing runs a forward again in its
-        backward, when more is known, and what is then kept for the backward must be the same.
+        After a graph broke here, this takes another reset: gradient checkpointing runs a forward again in the backward
+        pass, when more is known, and both runs must save the same tensors.
         """
         return self.fused.get(choices, False) and self.broken_since.get(choices, -1) < resets
 
     def varies(self, site: Site, before: Factor, now: Factor) -> bool:
-        """Tell if the scale at a site has ever changed; a tensor, which nobody reads, always has.
+        """Return True if the scale at a site has ever changed; a tensor, whose value is not read, counts as changed.
 
-        A recomputation finds the scale of its forward, and must run the same operations.
+        The answer stays True, as a recomputation finds the scale of its own forward and must run the same operations.
         """
         if isinstance(now, Tensor) or not same_factor(before, now):
             self.varying.add(site)
         return site in self.varying
 
     def nearest(self, form: Form) -> Form:
-        """Return a form that forwards have shown, for one that shows nothing: itself, or one with its sizes."""
+        """Return the form to use for this one in an export: itself if it is known, else a known one with its sizes."""
         alike = (known for known in self.axes if known.sizes == form.sizes)
         return form if form in self.axes else next(alike, form)
 
     def always(self, now: bool) -> bool:
-        """Return True if something holds now, and has held at the site that runs in every forward.
+        """Return True if a condition holds now, and has held at the present site in every forward.
 
-        It looks up the site by the call stack, and so is only for what runs within the forward.
+        The site is looked up on the call stack, so this only works while the forward runs.
         """
         site = find_site("always")
         self.firsts[site] = now and self.firsts.get(site, True)
         return self.firsts[site]
 
     def at_first(self, now: bool) -> bool:
-        """Return what held at the site that runs in the first forward, given what holds now; used as `always` is."""
+        """Return what held at the present site in the first forward; that is `now` if this is the first."""
         return self.firsts.setdefault(find_site("at first"), now)

@@ -1,4 +1,8 @@
-"""The score products of a forward, and what forwards have shown of the products at each site."""
+"""The products of one forward that may make scores, and a history of the products at each call site.
+
+`matrices` creates a `Product` for each, `softmaxes` and `following` note what becomes of it, and at the end of the
+forward `learn` adds that to the `History` of its site, on which later forwards rely.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,17 @@ from betahook.tap.by_hand.sites import Site
 
 @dataclass(eq=False)
 class History:
-    """Facts on the products at one site that forwards have shown; each is None, or empty, before one has.
+    """Facts about the products at one site, as forwards have shown them; None or empty until one has.
 
     Attributes:
-        makes_scores: True if they reach a softmax.
-        since: the step in which one was first seen to.
-        leader: the site of the first product before the same softmax, whose scale is the model's own beta.
-        scalings: the factors on the way to a softmax that followed, one for each scaling.
-        way: the factor from product to softmax, kept only where it is not theirs multiplied, as after a change of sign.
-        scaled, on_way: the sites of all scalings so far, and of those on the way to a softmax.
-        key_factor: the factor that a key carried in the last forward in which that showed.
-        key_first: the left operand is k, not q.
+        makes_scores: True if the products reach a softmax.
+        since: the step in which one was first seen to reach a softmax.
+        leader: the site of the first product that reaches the same softmax, whose scale is the model's own beta.
+        scalings: the factors applied between product and softmax, one for each scaling, in order.
+        way: the factor from product to softmax, kept only if it is not the product of `scalings`, as after a negation.
+        scaled, on_way: the sites of all scalings so far, and of those between product and softmax.
+        key_factor: the factor that the key carried in the last forward that showed it.
+        key_first: True if the left operand is k, not q.
     """
 
     makes_scores: bool | None = None
@@ -38,14 +42,14 @@ class History:
     key_first: bool | None = None
 
     def is_aside(self, site: Site) -> bool:
-        """Return True for a scaling that no softmax ever saw, such as one of logits that are kept for a plot."""
+        """Return True for a scaling whose result never reached a softmax, as of logits that are kept for a plot."""
         return site in self.scaled and site not in self.on_way
 
     def is_settled(self, step: int) -> bool:
-        """Tell if steps before this one have shown that a product makes scores.
+        """Return True if steps before this one have shown that a product makes scores.
 
-        Not in the same step: gradient checkpointing runs a forward again in its backward, when more is known, and what
-        is then kept for the backward must be the same.
+        Forwards of the same step do not count: gradient checkpointing runs a forward again in the backward pass, when
+        more is known, and both runs must save the same tensors.
         """
         return self.since is not None and self.since < step
 
@@ -56,24 +60,26 @@ class Product:
 
     Attributes:
         site: where the user's code calls it.
-        history: of the products there.
-        assured: both operands are activations that no weighted value went into, so that a lost trace is a lost score.
-        learned: its left operand is a parameter, see `traces.is_learned`.
-        makers: earlier products in whose results this one's operands lie.
-        acts: its left operand gets the factor of beta.
-        settled: steps before this one have shown that it makes scores.
-        acting: that factor, `beta / beta_default`, `[heads]`; ones where it does not act, None where it cannot.
-        scalings: the factors put on the product since, for whatever use, each with its site.
-        on_way: the sites of those that came to a softmax.
+        history: the history of that site.
+        assured: True if neither operand comes from parameters alone or from weighted values, so that losing the trace
+            means losing scores.
+        learned: True if its left operand is learned, see `traces.is_learned`.
+        makers: the earlier products whose scores are operands of this one.
+        acts: True if its left operand is to be multiplied by the gain.
+        settled: True if steps before this one have shown that it makes scores.
+        acting: the gain, `beta / beta_default`, `[heads]`; ones if it does not act, None if it could not be applied.
+        scalings: the factors applied to the product since, for any use, each with its site.
+        on_way: the sites of those that led to a softmax.
         prescale: the factor that its operands carry.
-        total: the factor with which it came to a softmax, as the first of the products there; None elsewhere, or if 0.
-        reached: it came to a softmax.
-        consumed: it made an operand of a product that did.
-        lost: the operation after which nothing more is known, None for none.
-        counts: its gradient is a part of the sensitivity.
+        total: the factor with which it reached a softmax, `prescale` included, if it is the first product there; None
+            for other products, or if the factor is 0.
+        reached: True if it reached a softmax.
+        consumed: True if it made an operand of a product that did.
+        lost: the operation after which its scores could not be followed, None for none.
+        counts: True if its gradient is a part of the sensitivity.
         index: its number among the products of the forward.
-        default: the model's own beta by which it is scaled; None for that of the last forward.
-        made_of: the features that its operands are made of, see `head_axes.made_of`.
+        default: the model's own beta, from which the gain is computed; None to use that of the last forward.
+        made_of: the features that its operands come from, see `head_axes.made_of`.
     """
 
     site: Site
@@ -98,7 +104,7 @@ class Product:
 
     @property
     def after(self) -> Factor | None:
-        """The factor that further scalings put on it up to its softmax in the last forward; None if none was."""
+        """The factor that the scalings yet to come applied in the last forward, up to the softmax; None if none was."""
         scalings, done = self.history.scalings, self._done
         if scalings is None:
             return None
@@ -107,22 +113,22 @@ class Product:
         return math.prod(scalings[len(done) :], start=1.0)
 
     def expected(self, site: Site) -> Factor | None:
-        """The factor that the scaling at this position had in the last forward.
+        """Return the factor that the next scaling had in the last forward, given the site of the one that runs now.
 
-        None in the first, past the last position, and at a site that never led to a softmax.
+        None in the first forward, after the last known scaling, and at a site that never led to a softmax.
         """
         scalings, done = self.history.scalings or [], len(self._done)
         return None if self.history.is_aside(site) or done >= len(scalings) else scalings[done]
 
     @property
     def _done(self) -> list[Factor]:
-        """The factors put on it so far on the way to its softmax."""
+        """The factors applied so far on the way to its softmax."""
         return [factor for site, factor in self.scalings if not self.history.is_aside(site)]
 
     def learn(self, step: int, *, are_read: bool) -> str | None:
-        """Remember it when its forward has ended; return why the module is to be left alone, or None.
+        """Update the history at the end of the forward; return the reason to leave the module alone, or None.
 
-        `are_read` is True if factors that are tensors may be read.
+        `are_read` is True if factors that are tensors may be read from the device.
         """
         history = self.history
         if self.lost is not None and self.assured and not (self.reached or self.consumed):
@@ -144,7 +150,7 @@ class Product:
         return None
 
     def reach(self) -> None:
-        """Note that the product came to a softmax."""
+        """Note that the product reached a softmax, and so its makers were consumed."""
         self.reached = True
         for maker in self.makers:
             maker.consumed = True

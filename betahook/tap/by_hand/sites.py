@@ -1,4 +1,4 @@
-"""Places in the user's code, which tell the products of an attention apart and stay the same in every forward."""
+"""Call sites in the user's code, which identify the products of an attention from one forward to the next."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import Any, NamedTuple
 from torch.autograd import Function
 
 PASSED_OVER = {"torch", "einops", "betahook"}
-"""Packages whose lines are none of the user's: the line of a site is that which called them."""
+"""Packages that are not user code: the line of a site is the innermost one outside of them."""
 CHECKPOINT = "a checkpoint that begins inside the forward, at {} (begin it around the attention module)"
 FUNCTION = (
     "a torch.autograd.Function, whose backward is not seen, at {} (call it without one, or put the whole attention "
     "module into it)"
 )
-"""Obstacles: the tap sees neither code that the backward runs again, nor a backward that a function brings along."""
+"""Obstacles: the tap sees neither a recomputation within the backward pass, nor the backward of a custom function."""
 
 
 class Place(NamedTuple):
-    """The place in a function that a call stack leads through.
+    """A place on the call stack: a function, and the instruction that runs in it.
 
     Attributes:
-        code: of the function.
-        instruction: the offset of the bytecode that runs.
-        module: the name of the module that the function is from.
+        code: the function's code.
+        instruction: the offset of the instruction in the bytecode.
+        module: the name of the module that defines the function.
     """
 
     code: CodeType
@@ -38,21 +38,21 @@ class Place(NamedTuple):
 
     @property
     def line(self) -> str:
-        """File and line."""
+        """File and line of the instruction."""
         lines = (line for first, last, line in self.code.co_lines() if first <= self.instruction < last)
         return f"{os.path.basename(self.code.co_filename)}:{next(lines, None)}"
 
 
 @dataclass(frozen=True)
 class Site:
-    """The call of a torch function.
+    """The call site of a torch function.
 
     Attributes:
-        operation: the name of the function.
-        callers: the user's functions on the way from the forward, and where each of them is; those of torch if it is
-            torch's forward.
-        line: file and line of the innermost.
-        obstacle: the reason why beta would not act in the backward, with the line; None where it does.
+        operation: the name of the function, or of the purpose for which the site was looked up.
+        callers: the user's functions between the forward and the call, innermost first, each with its position in the
+            bytecode; torch's functions if the forward is torch's own.
+        line: file and line of the innermost caller.
+        obstacle: the reason why beta would not act in the backward pass, with the line; None if it does.
     """
 
     operation: str
@@ -62,12 +62,12 @@ class Site:
 
 
 def run_forward(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the forward of a hooked module: the search for callers ends at the frame of this function."""
+    """Run the forward of a hooked module; the frame of this function ends the search for callers."""
     return forward(*args, **kwargs)
 
 
 def find_site(operation: str) -> Site:
-    """The site of the torch function that is being called."""
+    """Return the site of the torch function that is being called."""
     frame: FrameType | None = sys._getframe(1)
     places, forward = [], run_forward.__code__
     while frame is not None and frame.f_code is not forward:
@@ -78,7 +78,7 @@ def find_site(operation: str) -> Site:
 
 @functools.lru_cache(maxsize=2**12)
 def _site(operation: str, places: tuple[Place, ...]) -> Site:
-    """The site of a function that is called at some places, the innermost first."""
+    """Return the site of a torch function from the places on the call stack, innermost first."""
     of_user: list[Place] = []
     of_torch: list[Place] = []
     obstacle = None
@@ -102,7 +102,7 @@ def _out_of_sight(module: str, code: CodeType) -> str | None:
 
 @functools.cache
 def _is_of_function(code: CodeType) -> bool:
-    """True of the forward of a `torch.autograd.Function`; from torch 2.14 on, no frame of torch stands above it."""
+    """Return True for the forward of a `torch.autograd.Function`; from torch 2.14 on, no torch frame calls it."""
     forwards = (inspect.unwrap(kind.forward) for kind in _subclasses(Function))
     return any(code is getattr(forward, "__code__", None) for forward in forwards)
 
@@ -114,5 +114,5 @@ def _subclasses(kind: type[Function]) -> Iterator[type[Function]]:
 
 
 def find_line() -> str:
-    """File and line of the user's code that runs."""
+    """Return file and line of the user's code that is running."""
     return find_site("").line

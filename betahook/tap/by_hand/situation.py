@@ -1,6 +1,6 @@
-"""`Situation`, the argument of every handler: a call with the traces of its tensors; and `other`, for what has none.
+"""`Situation`, the argument of every handler: a call with the traces of its tensors; and `other`, the default handler.
 
-The handlers are in `arithmetic`, `rearranging` and `handlers`, which has the table.
+The other handlers are in `arithmetic`, `rearranging` and `handlers`, which has the table.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift, Trace, 
 
 
 class Situation(NamedTuple):
-    """A call, and what a handler has to know besides.
+    """A call, and whatever else a handler needs to know.
 
     Attributes:
         call: the call.
         trace_of: looks up the trace of an argument; None if it is not a followed tensor.
-        at_first: returns what held at this site in the first forward, given what holds now. With a single query, a
-            factor of each query looks like a number.
+        at_first: returns what held at this site in the first forward, given what holds now. This matters because, with
+            a single query, a factor for each query looks like one number.
         always: returns True if something holds now and has held at this site in every forward.
-        is_activation: returns True for what is made of the inputs, as far as this forward tells.
-        axis_of: looks up the axis of the heads in scores, counted from the last; None if it is not known.
+        is_activation: returns True for a tensor computed from the inputs; after the first forward of a form, False.
+        axis_of: looks up the axis of the heads in scores, as a negative index; None if it is not known.
     """
 
     call: Call
@@ -47,7 +47,7 @@ class Situation(NamedTuple):
         return self.trace_of(self.call.operands[0])
 
     def lose(self, scores: Scores, why: str = "") -> Scores:
-        """The trace of what an operation that is not understood makes of scores."""
+        """Trace of scores after an unrecognised operation."""
         return scores.losing(f"{self.call.name}{why and ' ' + why} at {find_line()}")
 
 
@@ -55,9 +55,10 @@ Handler = Callable[[Situation], Derived]
 
 
 def other(situation: Situation) -> Derived:
-    """Derive what any function makes of followed tensors.
+    """Derive the trace of the results of a function that has no handler of its own.
 
-    Weights stay weights, parameters alone stay parameters, and scores are lost; of q and k anything may come.
+    Weights stay weights, shifts stay shifts, and a function of parameters alone stays learned. Scores are lost, and
+    operands have no trace any more, unless weighted values went into them.
     """
     traces = situation.traces
     weights = [trace for trace in traces if isinstance(trace, Weights)]
@@ -77,17 +78,17 @@ def _is_of_parameters(situation: Situation) -> bool:
     """Return True for a function of parameters alone, such as an interpolation, that is not a projection of them."""
     call, first = situation.call, situation.call.operands[0]
     numbers = [x for x in call.tensors if x.is_floating_point()]
-    if call.name in PROJECTIONS or not any(x is first for x in numbers):  # as an embedding, whose first are indices
+    if call.name in PROJECTIONS or not any(x is first for x in numbers):  # e.g. an embedding of indices
         return False
     return all(is_learned(x, situation.trace_of(x)) for x in numbers)
 
 
 def unread_in(traces: Iterable[Trace | None]) -> str | None:
-    """The first product among some traces that is not understood."""
+    """Return the first unrecognised product in some traces; None if there is none."""
     return next((trace.unread for trace in traces if isinstance(trace, Operand) and trace.unread is not None), None)
 
 
 def unless_unread(situation: Situation) -> Derived:
-    """Derive what `other` does, but follow a product that is not understood."""
+    """Derive the trace that `other` does; if that is None, carry an unrecognised product along."""
     unread, derived = unread_in(situation.traces), other(situation)
     return derived if unread is None or derived is not None else Operand(unread=unread)

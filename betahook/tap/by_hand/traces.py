@@ -1,7 +1,8 @@
-"""Traces of the tensors in an attention written by hand: a type each for operands, scores and weights.
+"""Traces of the tensors in an attention written by hand: one type each for operands, scores, row shifts and weights.
 
-`Traces` holds those of one forward. `handlers` says what a function makes of a traced tensor; the functions of
-`matrices`, `softmaxes` and `following` write it down. Nothing here runs a function of the model.
+A trace is what is known about a tensor, e.g. that it holds scores, and by which factor they were scaled. `Traces` holds
+those of one forward. Handlers derive the traces of a function's results, and `matrices`, `softmaxes` and `following`
+store them. Nothing here runs a function of the model.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from betahook.tap.by_hand.sites import Site, find_line
 
 
 class Operand(NamedTuple):
-    """An activation that carries a factor as a whole.
+    """An activation, such as q or k, that was multiplied as a whole by a known factor.
 
     Attributes:
         factor: the factor.
-        learned: the tensor is a parameter, see `is_learned`.
-        mixed: weighted values went into it.
-        unread: a product of activations in it that is not understood, and so no scores; None for none.
+        learned: True for a parameter or a tensor computed from parameters alone, see `is_learned`.
+        mixed: True if it was computed from weighted values, the product of attention weights and values.
+        unread: name and line of an unrecognised product of activations, not traced as scores, from which the tensor was
+            computed; None for none.
     """
 
     factor: Factor = 1.0
@@ -37,21 +39,24 @@ class Operand(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Scores on their way to the softmax: a tensor equal to `factor * value + bias` with `value = prescale * q . k`.
+    """Scores between their product and the softmax: a tensor `factor * value + bias` with `value = prescale * q.k`.
+
+    For example, `(0.5 * q) @ k.mT * 0.25 + bias` has the prescale 0.5 and the factor 0.25.
 
     Attributes:
-        factor: the factor put on the product since.
-        value: the scores in the layout that they have by now, without masks and biases; None where nobody asks.
-        allowed: boolean, the pairs that are not masked, of the shape of `value`; None for all.
-        prescale: the factors that the operands of the product carried.
-        operands: q and k of the product without these factors, of the first of several.
-        products: the products that were summed or put together, in order.
-        axis: the axis of the heads, counted from the last; None if it is not known or there is none.
-        pure: nothing was added but masks.
-        linear: nothing but factors, masks and biases came upon them.
-        shifted: rows, along the last axis, were shifted by a number of their own, which the softmax does not see.
-        scaled: the sites of the scalings that it went through.
-        lost: the operation after which they are no scores any more, None for none.
+        factor: the factor applied since the product.
+        value: the scores in their present layout, gain included, no masks or biases; None if lost or not recorded.
+        allowed: boolean, of the shape of `value`, True for pairs that are not masked; None if all are allowed.
+        prescale: the factor that q and k carried into the product.
+        operands: the operands of the product without that factor; those of one product if there are several.
+        products: the products that were summed or joined into these scores, in order.
+        axis: the axis of the heads as a negative index; None if it is unknown or heads have none of their own.
+        pure: True unless a bias or mask was added, or a non-linear function applied; masks that replace entries and
+            shifts of rows do not count.
+        linear: True if nothing but factors, masks and biases was applied.
+        shifted: True if each row, along the last axis, was shifted by a number of its own, which cancels in a softmax.
+        scaled: the sites of the scalings that were applied.
+        lost: the first operation that could not be followed; None for none.
     """
 
     factor: Factor = 1.0
@@ -69,12 +74,12 @@ class Scores(NamedTuple):
 
     @property
     def is_learned(self) -> bool:
-        """True if the left operand of every product is a parameter, see `is_learned`."""
+        """True if the left operand of every product is learned, see `is_learned`."""
         return all(product.learned for product in self.products)
 
     @property
     def pairs(self) -> Tensor:
-        """The pairs that are not masked, boolean, of the shape of `value`, which must be known."""
+        """Boolean, True for pairs that are not masked, of the shape of `value`, which must be known."""
         assert self.value is not None
         return torch.ones_like(self.value, dtype=torch.bool) if self.allowed is None else self.allowed
 
@@ -91,7 +96,7 @@ class Scores(NamedTuple):
         return self._replace(value=self.value.expand(shape), allowed=allowed)
 
     def without(self, masked: Tensor | None) -> Scores:
-        """The same scores without the pairs that are True in a mask, which broadcasts to them."""
+        """The same scores with further pairs masked: those that are True in `masked`, which broadcasts to them."""
         if self.value is None or masked is None:
             return self
         shape = torch.broadcast_shapes(self.value.shape, masked.shape)
@@ -99,7 +104,7 @@ class Scores(NamedTuple):
         return self._replace(value=self.value.expand(shape), allowed=allowed.expand(shape))
 
     def losing(self, operation: str) -> Scores:
-        """The same scores after an operation that makes something else of them."""
+        """The same scores, marked as lost at an operation that cannot be followed, as are their products."""
         for product in self.products:
             product.lost = product.lost or operation
         return self._replace(value=None, allowed=None, lost=self.lost or operation)
@@ -107,15 +112,17 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class Shift:
-    """A number made of scores for each row or all, as the largest: a softmax does not see it taken off its row."""
+    """A number computed from scores, for each row or for all, such as a maximum: subtracted, it cancels in softmax."""
 
 
 class Weights(NamedTuple):
-    """Attention weights, the output of a softmax, and whatever was made of them; never q or k.
+    """Attention weights, the output of a softmax, or a tensor computed from them; never q or k.
 
     Attributes:
-        projected: a product with a parameter or other weights made them, which might have been one with values.
-        before: the scores over which they were written, perhaps in part: a slice may still have to come to its softmax.
+        projected: True if they come from a product of weights with a parameter or with other weights, which may in fact
+            have been a product with values.
+        before: the trace of the scores that they overwrote, perhaps in part, as in `x[i] = x[i].softmax(-1)`: other
+            slices may still reach a softmax.
     """
 
     projected: bool = False
@@ -124,7 +131,7 @@ class Weights(NamedTuple):
 
 Trace = Operand | Scores | Shift | Weights
 Derived = Trace | list[Trace] | None
-"""The trace of all that a function returns, of each of its parts, or of nothing."""
+"""One trace for all tensors that a function returns, a list with one for each, or None if they have no trace."""
 
 
 class Exponential(NamedTuple):
@@ -140,22 +147,22 @@ class Exponential(NamedTuple):
 
 
 class Traces(ByTensor[Trace]):
-    """Traces by tensor. Scores are lost where the memory that they share with others is changed.
+    """The traces by tensor. Scores are lost when a tensor that shares their memory is changed in place.
 
     Attributes:
-        exponentials: those of logits that were not changed since, by tensor.
-        row_sums: their sums over the last axis, which they keep, to the exponentials.
+        exponentials: for each result of `exp` on scores, the logits and their trace.
+        row_sums: for each sum of exponentials over the last axis, with `keepdim`, these exponentials.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.exponentials = ByTensor[Exponential]()
         self.row_sums = ByTensor[Tensor]()
-        # The view whose change lost scores, and their trace until then.
+        # For scores that were lost when a view of them was changed: that view, and their trace before.
         self._before = ByTensor[tuple[Tensor, Scores]]()
 
     def note(self, output: Any, derived: Derived) -> None:
-        """Remember the traces of what a function returned."""
+        """Store the traces of what a function returned."""
         parts = tensors_in(output)
         for part in parts:
             self._forget_parts(part)
@@ -168,8 +175,8 @@ class Traces(ByTensor[Trace]):
             self[part] = trace.expanded(part.shape) if isinstance(trace, Scores) else trace
 
     def changed(self, tensor: Any) -> None:
-        """Lose the scores that share the memory of a tensor that was changed in place."""
-        # Tensors of a transform show no memory, and no layer is left alone for what happens there.
+        """Mark scores as lost that share memory with a tensor that was changed in place."""
+        # Under a transform tensors have no storage to compare, and no layer is left alone for what happens there.
         if compat.is_transformed() or not isinstance(tensor, Tensor):
             return
         trace, base = self.get(tensor), compat.base_of(tensor)
@@ -188,22 +195,22 @@ class Traces(ByTensor[Trace]):
             self[base] = trace.losing(f"an in-place operation on a view at {find_line()}")
 
     def release(self) -> None:
-        """Let go of the tensors that live as long as others do, which may be until the backward."""
+        """Drop references that would otherwise keep tensors alive until the backward pass."""
         self.exponentials.clear()
         self.row_sums.clear()
 
     def _forget_parts(self, tensor: Tensor) -> None:
-        """Forget that a tensor, which is another one now, may be a part of a softmax that is written out."""
+        """Forget that a tensor, whose contents are new, was part of a softmax written out with `exp`."""
         if self.exponentials.ids or self.row_sums.ids:
             self.exponentials.pop(tensor)
             self.row_sums.pop(tensor)
 
     def before_change(self, tensor: Tensor, view: Tensor) -> Scores | None:
-        """Look up the trace of scores before a change of this view of them."""
+        """Return the trace of scores before they were lost by a change of this view; None if it did not lose them."""
         found = self._before.get(tensor)
         return found[1] if found is not None and found[0] is view else None
 
 
 def is_learned(tensor: Any, trace: Trace | None) -> bool:
-    """Return True for a parameter, a view of one, or what was made of parameters alone."""
+    """Return True for a parameter, a view of one, or a tensor computed from parameters alone."""
     return isinstance(tensor, nn.Parameter) or (isinstance(trace, Operand) and trace.learned)
