@@ -1,6 +1,7 @@
-"""The products of torch that can make a score matrix, read as `left [..., n, d]` times `right [..., m, d]`.
+"""Torch's products that can make a score matrix, read as contractions of `left [..., n, d]` with `right [..., m, d]`.
 
-Also where their heads lie: along an axis of their own, mostly the second, or along one that they share with the batch.
+Also the position of the heads: an axis of their own, usually the second, or one that they share with the batch. Pure
+functions of calls and tensors, used by `matrices`, `softmaxes` and `head_axes`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ class Shared(NamedTuple):
 
     Attributes:
         dim: the number of the axis.
-        heads_first: all of the first head come before all of the second; else the heads of the first sequence before
-            those of the second.
+        heads_first: True if the axis is `(heads, batch)` flattened, False if it is `(batch, heads)` flattened.
     """
 
     dim: int
@@ -30,7 +30,7 @@ class Shared(NamedTuple):
 
 
 Axis = int | Shared | Literal["single"]
-"""The axis of the heads: one of their own, or one that they share; a single head needs none."""
+"""The axis of the heads: the number of their own axis, or a shared one; a single head needs none."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Contraction:
 
     Attributes:
         left, right: the operands as they were given.
-        run: the product, addend included, for a left operand of the same shape.
+        run: computes the product, addend included, for another left operand of the same shape.
         left_axes, right_axes: a letter for each axis of an operand.
-        batch: the letters of the axes that both have in common and keep, and one of which may be of heads.
+        batch: the letters of the batch axes; one of them may be that of the heads.
         output_axes: a letter for each axis of the product.
         summed: the letter of the axis that is summed over, of size d.
-        alpha: factor that the call itself puts on the product.
-        biased: the call adds something to the product.
+        alpha: the factor by which the call itself multiplies the product.
+        biased: True if the call adds something to the product.
     """
 
     left: Tensor
@@ -66,27 +66,27 @@ class Contraction:
 
     @property
     def components(self) -> tuple[int, int]:
-        """The axis of either operand that is summed over."""
+        """The axes of the left and the right operand that are summed over."""
         return self.left_axes.index(self.summed), self.right_axes.index(self.summed)
 
     @property
     def has_batch(self) -> bool:
-        """True if the left operand has an axis beside those of the product, where heads may lie."""
+        """True if the left operand has more axes than a matrix, one of which may be that of the heads."""
         return self.left.dim() > 2
 
     def alone(self, left: Tensor) -> Tensor:
-        """A biased product for a left operand, without addend and factor."""
+        """Compute a biased product for a left operand, without its addend and factor."""
         return torch.bmm(left, self.right)
 
     def output_axis(self, axis: Axis) -> Axis | None:
-        """The axis of the heads in the product, from that in `left`; None if it has none."""
+        """Return the axis of the heads in the product, given that in `left`; None if the product has none."""
         return _moved(axis, self.left_axes, self.output_axes)
 
     def laid_out(self, scaled: Tensor) -> Tensor:
-        """The scaled left operand as the product lays out the unscaled one.
+        """Return the scaled left operand in the memory layout in which the product multiplies the unscaled one.
 
-        Torch copies matrices whose batch is more than one axis in memory. Scaled, which closes gaps, they may need no
-        copy, and are then multiplied as they lie, with another rounding.
+        Torch copies an operand if its batch axes cannot be viewed as one. Scaling closes gaps in memory, so the scaled
+        operand may need no copy, and would be multiplied in a different layout, with different rounding.
         """
         if self.left.dim() < 4 or self.left.is_contiguous():
             return scaled
@@ -94,7 +94,7 @@ class Contraction:
         if _are_one(self.left, batch) or not _are_one(scaled, batch):
             return scaled
         own = [axis for axis in self.output_axes if axis not in self.batch]
-        # An einsum multiplies the operand whose axes come first in its output from the left.
+        # An einsum multiplies from the left with the operand whose axes come first in its output.
         is_right = bool(own) and own[0] not in self.left_axes
         matrix = [axis for axis in self.left_axes if axis not in self.batch + self.summed]
         matrix = [self.summed, *matrix] if is_right else [*matrix, self.summed]
@@ -103,7 +103,7 @@ class Contraction:
         return scaled.permute(order).contiguous().permute(back)
 
     def tokens(self, axis: Axis, heads: int) -> tuple[Tensor, Tensor]:
-        """Both operands, detached, as `[1, heads, tokens, d]`; one head where an operand has no axis of heads."""
+        """Return both operands, detached, as `[1, heads, tokens, d]`; one without an axis of heads has one head."""
 
         def arrange(tensor: Tensor, axes: str) -> Tensor:
             tensor = tensor.detach().movedim(axes.index(self.summed), -1)
@@ -117,13 +117,13 @@ class Contraction:
 
 
 def _are_one(tensor: Tensor, axes: Sequence[int]) -> bool:
-    """True if some axes of a tensor can be viewed as one."""
+    """Return True if these axes of a tensor can be viewed as one."""
     long = [axis for axis in axes if tensor.shape[axis] > 1]
     return all(tensor.stride(a) == tensor.shape[b] * tensor.stride(b) for a, b in itertools.pairwise(long))
 
 
 def _moved(axis: Axis, before: str, after: str) -> Axis | None:
-    """The axis of the heads among other letters; None if it is not there."""
+    """Return the axis of the heads, given by the letters `before`, among those of `after`; None if it is not there."""
     if axis == "single":
         return axis
     dim = after.find(before[axis.dim if isinstance(axis, Shared) else axis])
@@ -133,7 +133,7 @@ def _moved(axis: Axis, before: str, after: str) -> Axis | None:
 
 
 def read(call: Call) -> Contraction | None:
-    """The product that a call of a function in `PRODUCTS` computes; None if it cannot be a score matrix."""
+    """Read the product that a call of a function in `PRODUCTS` computes; None if it cannot be a score matrix."""
     if call.name == "baddbmm":
         return _read_baddbmm(*call.args, **call.kwargs)
     axes = axes_of(call)
@@ -164,7 +164,7 @@ def _read_einsum(call: Call, left_axes: str, right_axes: str, output: str) -> Co
     equation, (left, right) = call.args[0], call.tensors
     summed = set(left_axes) & set(right_axes) - set(output)
     rows, columns = set(left_axes) - set(right_axes), set(right_axes) - set(left_axes)
-    # With keys of its own for each query, a query is not a row of a matrix: its axis is one more of the batch.
+    # If each query has keys of its own, queries are not the rows of a matrix: theirs is one more batch axis.
     per_query = left_axes[:-1] + "".join(columns) if not rows and len(columns) == 1 else None
     if len(summed) != 1 or not (rows or output == per_query) or not columns:
         return None
@@ -174,7 +174,7 @@ def _read_einsum(call: Call, left_axes: str, right_axes: str, output: str) -> Co
 
 
 def _apart(tensor: Tensor, axis: Axis, heads: int) -> tuple[Tensor, int]:
-    """A view in which the heads have an axis of their own, and that axis."""
+    """Return a view in which the heads have an axis of their own, and that axis."""
     if axis == "single":
         return tensor[None], 0
     if not isinstance(axis, Shared):
@@ -185,20 +185,20 @@ def _apart(tensor: Tensor, axis: Axis, heads: int) -> tuple[Tensor, int]:
 
 
 def misfit(sizes: Sequence[int], heads: int) -> str:
-    """Say that none of the axes before the last two, of these `sizes`, can be that of the heads."""
+    """Return the message that none of the axes before the last two, of these `sizes`, can be that of the heads."""
     return f"expected an axis of {heads} heads before the last two, got axes of {list(sizes)}"
 
 
 def on_heads(tensor: Tensor, axis: Axis, heads: int, function: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """`function(tensor, axis)`, where heads without an axis of their own get one meanwhile."""
+    """Apply `function(tensor, axis)` to a view in which the heads have an axis of their own, and undo the view."""
     output = function(*_apart(tensor, axis, heads))
     if axis == "single":
-        return output.squeeze(0)  # the gradient keeps its layout in memory, which `output[0]` changes
+        return output.squeeze(0)  # `output[0]` would change the memory layout of the gradient
     return output.flatten(axis.dim, axis.dim + 1) if isinstance(axis, Shared) else output
 
 
 def along(numbers: Tensor, axis: Axis, tensor: Tensor) -> Tensor:
-    """Numbers `[heads]`, in a shape that broadcasts to a tensor whose heads lie along an axis."""
+    """Reshape numbers `[heads]` to broadcast to a tensor whose heads lie along `axis`."""
     if axis == "single":
         return numbers
     dim = axis
@@ -209,7 +209,7 @@ def along(numbers: Tensor, axis: Axis, tensor: Tensor) -> Tensor:
 
 
 def broadcast(query: Tensor, key: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Axis]:
-    """q and k with all axes of both but those of heads, which may be shared, and the axis of the heads in them."""
+    """Broadcast q and k over all batch axes but that of the heads, of which k may have fewer; return that axis too."""
     if query.shape[:-2] == key.shape[:-2]:
         return query, key, axis
     dims = max(query.dim(), key.dim())
@@ -224,7 +224,7 @@ def broadcast(query: Tensor, key: Tensor, axis: Axis) -> tuple[Tensor, Tensor, A
 
 
 def batched(tensor: Tensor, axis: Axis, heads: int) -> Tensor:
-    """`[..., n, x]` with its heads anywhere among the dots, as `[batch, heads, n, x]`."""
+    """Rearrange `[..., n, x]`, with the heads along any of the leading axes, to `[batch, heads, n, x]`."""
     apart, dim = _apart(tensor, axis, heads)
     apart = apart.movedim(dim, -3)
     return apart.flatten(0, -4) if apart.dim() > 3 else apart[None]

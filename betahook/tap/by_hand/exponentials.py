@@ -1,7 +1,7 @@
-"""Softmaxes that are written out, `exp` of logits over the sums of its rows: they end at the division.
+"""Softmaxes that are written out, as `e = logits.exp(); e / e.sum(-1, keepdim=True)`: the division completes them.
 
 The tap in `watching` calls these functions in place of torch's. Until the division the exponentials count as lost
-scores, so that they leave the module alone unless they come to one.
+scores, so a module in which no such division follows is left alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from betahook.tap.by_hand.traces import Exponential, Scores
 
 
 def exponentiate(forward: FollowedForward, call: Call) -> Any:
-    """Run `exp`, and remember what it makes of scores."""
+    """Run `exp`, and remember its result if the argument holds scores."""
     logits = call.operands[0]
     scores = forward.traces.get(logits)
     output = follow(forward, call, other)
@@ -27,7 +27,7 @@ def exponentiate(forward: FollowedForward, call: Call) -> Any:
 
 
 def add_up(forward: FollowedForward, call: Call) -> Any:
-    """Run a sum, and remember if it is that of the rows of exponentials."""
+    """Run a sum, and remember its result if these are the row sums of exponentials."""
     output = follow(forward, call, handlers.reduce)
     terms, (dims, keepdim) = call.operands[0], call.reduced
     dim = dims[0] if isinstance(dims, (tuple, list)) and len(dims) == 1 else dims
@@ -37,13 +37,13 @@ def add_up(forward: FollowedForward, call: Call) -> Any:
 
 
 def divide(forward: FollowedForward, call: Call) -> Any:
-    """Run a division, and end the softmax that it completes."""
+    """Run a division; if it completes a softmax, process that."""
     numerator, denominator, *_ = call.operands
     traces, found = forward.traces, forward.traces.exponentials.get(numerator)
     if (
         found is None
         or traces.row_sums.get(denominator) is not numerator
-        or traces.get(found.logits) is not found.scores  # they were changed since
+        or traces.get(found.logits) is not found.scores  # the logits were changed since
         or not call.kwargs.keys() <= {"input", "other"}
     ):
         return follow(forward, call, arithmetic.divide)

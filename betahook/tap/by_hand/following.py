@@ -1,6 +1,7 @@
-"""Calls that are neither products nor softmaxes: each runs as it is, and the traces of its results are noted.
+"""Calls that are neither products nor softmaxes: each is run, and the traces of its results are stored.
 
-The tap in `watching` calls these functions in place of torch's.
+The tap in `watching` calls these functions in place of torch's. The only results that they change are those of scalings
+that differ from the last forward, see `_rescaled`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from betahook.tap.by_hand.traces import Derived, Scores, Trace, Weights
 
 
 def follow(forward: FollowedForward, call: Call, handler: Handler) -> Any:
-    """Run a function and note what it makes of the tensors that are followed."""
+    """Run a function, and store the traces of its results as its handler derives them."""
     first: Any = call.operands[0] if call.operands else None
     if handler is other and not (forward.is_learned(first) or any(tensor in forward.traces for tensor in call.tensors)):
         return call.run()
     if call.has_target and any(isinstance(forward.traces.get(tensor), Scores) for tensor in call.tensors):
-        handler = other  # what else has the memory of the target would change unseen
+        handler = other  # other tensors may share the memory of the target, and change unseen
     before = forward.traces.get(first)
     if call.in_place and isinstance(before, Scores) and before.value is not None:
         # The value may share the memory that is about to change.
@@ -51,7 +52,7 @@ def follow(forward: FollowedForward, call: Call, handler: Handler) -> Any:
 
 
 def _unshadow_biases(forward: FollowedForward, call: Call, derived: Scores) -> None:
-    """Let beta leave alone, in the check by numbers, the scores that turned out to be a bias of others."""
+    """Reset the shadows of scores that turned out to be a bias of other scores: beta does not act on a bias."""
     for tensor in call.tensors:
         trace = forward.traces.get(tensor)
         if forward.shadows is not None and isinstance(trace, Scores) and not {*trace.products} <= {*derived.products}:
@@ -59,20 +60,21 @@ def _unshadow_biases(forward: FollowedForward, call: Call, derived: Scores) -> N
 
 
 def _rescaled(forward: FollowedForward, call: Call, output: Tensor, scores: Scores) -> tuple[Tensor, Scores]:
-    """Take back by how much a scale differs from that of the last forward, which the gain on the query assumed.
+    """Correct the output of a scaling whose factor differs from the last forward's, which the gain on q assumed.
 
-    Only where beta was set: the logits are then beta times the scores, whatever the model scales them by.
+    Only for heads whose beta was set: their logits are beta times the scores, whatever the model scales by. Example: if
+    the last forward scaled by 0.5 and this one by 0.25, the output is multiplied by 0.5 / 0.25.
     """
     operands = call.operands[:2]
     scaled, before = next((x, trace) for x in operands if isinstance(trace := forward.traces.get(x), Scores))
     if forward.labels is not None:
-        forward.score_axis(scaled, "rescale")  # no later forward can find it, but remembers it by the site
-    is_scaled = before.factor is not scores.factor  # else the handler took it for a part of the scores
+        forward.score_axis(scaled, "rescale")  # later forwards, without labels, look it up by the site
+    is_scaled = before.factor is not scores.factor  # otherwise the handler counts it as part of the scores
     if not is_scaled or scores.lost is not None:
         return output, scores
     by = next(x for x in operands if not isinstance(forward.traces.get(x), Scores))
     site, factor = find_site("scale"), _factor(call, by)
-    assumed = [product.expected(site) for product in scores.products]  # asked before this scaling counts as one
+    assumed = [product.expected(site) for product in scores.products]  # before this scaling is appended below
     for product in scores.products:
         product.scalings.append((site, factor))
     scores = scores._replace(scaled=scores.scaled | {site})
@@ -88,9 +90,9 @@ def _rescaled(forward: FollowedForward, call: Call, output: Tensor, scores: Scor
         return output, scores.losing(f"a scale at {find_line()} that changes, where the heads are not told apart")
     ratio = torch.as_tensor(last / factor, device=output.device)
     is_set = along(forward.recorder.is_set.to(output.device), axis, scaled)
-    is_usable = ratio.isfinite() & (ratio != 0)  # a tensor may be 0 in one of both forwards
+    is_usable = ratio.isfinite() & (ratio != 0)  # a tensor may be 0 in either forward
     ratio = torch.where(is_set & is_usable, ratio, 1.0).to(output.dtype)
-    forward.shadows = None  # which lack the ratio
+    forward.shadows = None  # they lack the ratio
     return (output.mul_(ratio) if call.in_place else output * ratio), scores
 
 
@@ -102,7 +104,7 @@ def _factor(call: Call, by: Any) -> Factor:
 
 
 def read_property(forward: FollowedForward, call: Call) -> Any:
-    """Read a property of a tensor, of which some are tensors."""
+    """Read a property of a tensor; some, such as `.data`, are tensors themselves and are followed."""
     output = call.run()
     if not isinstance(output, Tensor):
         return output
@@ -114,7 +116,7 @@ def read_property(forward: FollowedForward, call: Call) -> Any:
 
 
 def write_property(forward: FollowedForward, call: Call) -> None:
-    """Write a property of a tensor, such as its data."""
+    """Write a property of a tensor, such as `.data`, after which its scores are lost."""
     call.run()
     scores = forward.traces.get(call.args[0])
     if isinstance(scores, Scores) and isinstance(call.args[1], Tensor):
@@ -125,7 +127,7 @@ def assign(forward: FollowedForward, call: Call) -> None:
     """Follow `target[index] = source`."""
     target, index, source = call.args
     into, trace = forward.traces.get(target), forward.traces.get(source)
-    # `scores[index] += bias` changes a view, and puts it where it is.
+    # `scores[index] += bias` changes a view in place, and then assigns it to where it already is.
     before_change = forward.traces.before_change(target, source)
     if before_change is not None and _is_same(target[index], source):
         into = before_change
@@ -143,7 +145,7 @@ def assign(forward: FollowedForward, call: Call) -> None:
 
 
 def _is_same(view: Tensor, other: Tensor) -> bool:
-    """True for two views of the same entries."""
+    """Return True for two views of the same entries."""
     return view.data_ptr() == other.data_ptr() and (view.shape, view.stride()) == (other.shape, other.stride())
 
 

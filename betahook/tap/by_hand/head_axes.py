@@ -1,7 +1,8 @@
-"""The axis of the heads in a tensor, found by what the module did and not by sizes, which may coincide.
+"""The axis of the heads in a tensor, found from what the module computed and not from sizes, which may coincide.
 
-In the first forward each entry that comes out of a projection gets a label, see `models.labels`. An axis of a query
-along which they vary, other than that of its components, is the axis of the heads. Used by the tap in `watching`.
+In the first forward each entry that comes out of a projection gets a label, see `models.labels`. The axis of a query
+along which the labels vary, other than that of its components, is the axis of the heads. `forward` looks up the labels;
+this file only interprets them.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from betahook.tap.by_hand.contraction import Axis, Shared, along
 from betahook.tap.recorder import Recorder
 
 REMEDY = "make q and k [batch, num_heads, tokens, d_k], with num_heads as the module states it"
-"""The remedy where the axis of the heads is not found."""
+"""Advice appended when the axis of the heads is not found."""
 
 
 def made_of(
     labels: Labels | None, query: Tensor, key: Tensor, recorder: Recorder, components: tuple[int, int] = (-1, -1)
 ) -> MadeOf | None:
-    """The features that q and k of a layer are made of; None in a forward without labels.
+    """Return the features that q and k of a layer come from; None in a forward without labels.
 
     Args:
-        labels: those of the forward.
+        labels: the labels of the forward.
         query, key: q and k.
-        recorder: of the layer.
+        recorder: the layer's recorder.
         components: the axis of the components in each.
     """
     if labels is None:
@@ -42,14 +43,14 @@ def made_of(
 
 
 def put_heads(labels: Labels, scores: Tensor, axis: Axis, heads: int) -> None:
-    """Label scores by the numbers of their heads."""
+    """Label each entry of scores with the number of its head."""
     if axis != "single":
         numbers = along(torch.arange(heads, device=device_of(scores)), axis, scores)
         labels.put_numbers(scores, numbers.expand(scores.shape).contiguous())
 
 
 def varying(labels: Tensor, summed: int | None) -> list[int]:
-    """The axes of a tensor other than that of the components along which its labels vary."""
+    """Return the axes along which the labels of a tensor vary, other than `summed`, that of the components."""
     if labels.numel() == 0:
         return []
     least = labels.masked_fill(labels == UNKNOWN, FAR * FAR)
@@ -58,9 +59,9 @@ def varying(labels: Tensor, summed: int | None) -> list[int]:
 
 
 def number_of_heads(labels: Tensor, summed: int) -> int | None:
-    """Count the heads along the one axis of an operand, other than that of its components, along which labels vary.
+    """Count the heads along the only axis of an operand, other than `summed`, along which its labels vary.
 
-    None where there is no such axis, or more than one.
+    Return None if there is no such axis, or more than one.
     """
     axes = varying(labels, summed)
     if len(axes) != 1:
@@ -70,10 +71,11 @@ def number_of_heads(labels: Tensor, summed: int) -> int | None:
 
 
 def of_inputs(shapes: Sequence[Sequence[int]], heads: int) -> int | None:
-    """The axis of the heads in inputs `[..., ..., ..., d_k]` by its size; None where another axis may be that, too.
+    """Find the axis of the heads in inputs `[..., ..., ..., d_k]` by its size; None if another axis may be it, too.
 
-    Keys of fewer heads have none: with as many sequences as heads, only the queries show that it is none of theirs. The
-    first axis is that of sequences or tokens.
+    All inputs are judged together. Keys with fewer heads have no axis of that size, unless there are as many sequences
+    as heads; only the queries, with two such axes, then show that the size is ambiguous. The first axis is that of
+    sequences or tokens.
     """
     found = {axis for shape in shapes for axis, size in enumerate(shape[:-1]) if size == heads}
     is_clear = len(found) == 1 and 0 not in found and all(shape[-1] not in shape[:-1] for shape in shapes)
@@ -81,18 +83,18 @@ def of_inputs(shapes: Sequence[Sequence[int]], heads: int) -> int | None:
 
 
 def find(labels: Tensor, summed: int | None, heads: int) -> Axis | None:
-    """The axis of the heads in a tensor with labels; None if they do not tell.
+    """Find the axis of the heads in a tensor by its labels; None if they do not show it.
 
     Args:
-        labels: of the shape of the tensor.
-        summed: the axis of the components, which has labels of its own; None if there is none.
+        labels: the labels, of the shape of the tensor.
+        summed: the axis of the components, along which labels vary as well; None if there is none.
         heads: number of heads.
     """
     found = varying(labels, summed)
-    if len(found) > 1:  # sequences of two projections lie one behind the other, as where an image attends to a text
+    if len(found) > 1:  # the tokens of two projections were joined, e.g. those of an image and a text
         labels = torch.where(labels == UNKNOWN, labels, labels % FAR)
         found = varying(labels, summed)
-    if len(found) > 1 and summed is not None:  # rotary positions move the components of one of them only
+    if len(found) > 1 and summed is not None:  # rotary embeddings moved the components of one of them only
         least = labels.masked_fill(labels == UNKNOWN, FAR).amin(summed, keepdim=True)
         labels = least.masked_fill(least == FAR, UNKNOWN)
         found = varying(labels, summed)

@@ -1,4 +1,4 @@
-"""Matrix products in an attention module: those that may make scores get beta, any others are followed.
+"""Matrix products in an attention module: those that may make scores are scaled by beta, all others only followed.
 
 The tap in `watching` calls `multiply` in place of torch's products.
 """
@@ -29,7 +29,7 @@ from betahook.tap.gain import scale_query
 
 
 def multiply(forward: FollowedForward, call: Call) -> Any:
-    """Run a product, with beta if it may make scores."""
+    """Run a product, scaled by beta if it may make scores."""
     matmul = contraction.read(call)
     if matmul is not None and _may_make_scores(forward, matmul):
         return _score_product(forward, call, matmul)
@@ -37,7 +37,10 @@ def multiply(forward: FollowedForward, call: Call) -> Any:
 
 
 def follow_other(forward: FollowedForward, call: Call, *, is_read: bool = False) -> Any:
-    """Run a product that makes no scores, as far as it `is_read`; the first forward notes those that might."""
+    """Run a product that gets no beta, and follow it.
+
+    In the first forward, a product of activations whose form was not read (`is_read`) is noted: it may make scores.
+    """
     output = call.run()
     with torch.no_grad():
         derived = _of_other_product(forward, call)
@@ -60,13 +63,13 @@ UNREAD = frozenset(
         *("chain_matmul", "linalg_multi_dot", "__rmatmul__", "cosine_similarity"),
     )
 )
-"""Further functions that multiply tensors, in none of the forms that make scores."""
+"""Further functions that multiply tensors, in forms that are not read as score products."""
 
 
 def _may_make_scores(forward: FollowedForward, matmul: Contraction) -> bool:
     """Return True for a product of activations that may make scores."""
     recorder, traces = forward.recorder, [forward.traces.get(operand) for operand in (matmul.left, matmul.right)]
-    # Where torch takes the softmax, products before it make its bias.
+    # If torch's own function computes the attention, products before it only make its bias.
     if recorder.route == "torch" or matmul.size == 1 or any(isinstance(trace, Weights | Shift) for trace in traces):
         return False
     if not matmul.left.is_floating_point() or forward.is_learned(matmul.right):
@@ -81,7 +84,7 @@ def _of_other_product(forward: FollowedForward, call: Call) -> Derived:
     weights = [x for x in call.tensors if isinstance(forward.traces.get(x), Weights)]
     others = [x for x in call.tensors if not isinstance(forward.traces.get(x), Weights)]
     if len(weights) == 1 and len(others) == 1:
-        # With a parameter they are mixed over heads; with anything else, values are weighted.
+        # A product with a parameter mixes the weights over heads; one with anything else weights values.
         return Weights(projected=True) if forward.is_learned(others[0]) else forward.trace_of_values()
     if len(weights) > 1:
         return Weights(projected=True)
@@ -89,7 +92,7 @@ def _of_other_product(forward: FollowedForward, call: Call) -> Derived:
 
 
 def _score_product(forward: FollowedForward, call: Call, matmul: Contraction) -> Any:
-    """Run a product that may make scores with beta, and follow what it makes."""
+    """Run a product that may make scores, with beta on its left operand, and trace its result."""
     recorder, product = forward.recorder, _new_product(forward, matmul)
     forward.products.append(product)
     of_left, of_right = forward.factors_of(product.history, matmul.left, matmul.right)
@@ -110,7 +113,7 @@ def _score_product(forward: FollowedForward, call: Call, matmul: Contraction) ->
         output = matmul.run(query)
     if output.grad_fn is not None:
         forward.nodes[product] = output.grad_fn
-    with torch.no_grad():  # a checkpointed forward must save as much for its backward as its recomputation
+    with torch.no_grad():  # a checkpointed forward must save as many tensors as its recomputation
         if forward.recording:
             left, right = matmul.tokens(axis, recorder.heads)
             value = matmul.alone(query) if matmul.biased else output.detach()
@@ -127,7 +130,7 @@ def _score_product(forward: FollowedForward, call: Call, matmul: Contraction) ->
 
 
 def _new_scores(call: Call, matmul: Contraction, product: Product) -> Scores:
-    """The trace of what a product makes, as yet without values; what the call itself scales by is a first scaling."""
+    """The trace of a product's result, without values yet; a factor of the call itself counts as the first scaling."""
     pure = not matmul.biased or call.kwargs.get("beta") == 0
     scores = Scores(matmul.alpha, prescale=product.prescale, products=(product,), pure=pure)
     if matmul.alpha == 1:
@@ -137,9 +140,9 @@ def _new_scores(call: Call, matmul: Contraction, product: Product) -> Scores:
 
 
 def _scaled_left(forward: FollowedForward, call: Call, matmul: Contraction, product: Product, axis: Axis) -> Tensor:
-    """The left operand with the factor of beta."""
+    """The left operand, multiplied by the gain."""
     recorder = forward.recorder
-    # The values, not seen yet, may ask for a gradient where q and k do not; a product into a buffer has none.
+    # Parameters stand for the values, not seen yet, which may require grad if q and k do not; with `out=` nothing does.
     others = itertools.chain([matmul.right], () if call.has_target else recorder.module.parameters())
 
     def scale(left: Tensor, axis: int) -> Tensor:
@@ -158,7 +161,7 @@ def _new_product(forward: FollowedForward, matmul: Contraction) -> Product:
     learned = forward.is_learned(matmul.left)
     made = made_of(forward.labels, matmul.left, matmul.right, forward.recorder, matmul.components)
     if forward.labels is not None and made is not None:
-        with torch.no_grad():  # a checkpoint counts what is saved for the backward, where a weight is made of others
+        with torch.no_grad():  # looking up a parametrised weight computes it, and a checkpoint counts what is saved
             if takes_key_first(forward.recorder.module, made, forward.labels.linears):
                 history.key_first = True
     return Product(
@@ -175,7 +178,7 @@ def _new_product(forward: FollowedForward, matmul: Contraction) -> Product:
 
 
 def _default_of(forward: FollowedForward, product: Product, trace: Scores) -> Factor | None:
-    """The model's own beta in this call, as far as it shows; None for that of the last."""
+    """Return the model's own beta in this call, if it can be known already; None to use that of the last call."""
     leader = product.history.leader
     if leader not in (None, product.site):
         found = next((each.default for each in forward.products if each.site == leader), None)
@@ -187,7 +190,7 @@ def _default_of(forward: FollowedForward, product: Product, trace: Scores) -> Fa
 
 
 def _head_axis(forward: FollowedForward, matmul: Contraction, site: Site) -> tuple[Axis | None, str]:
-    """The axis of the heads in the left operand, or None and what is wrong."""
+    """Return the axis of the heads in the left operand, or None and the reason why there is none."""
     if site.obstacle is not None:
         return None, site.obstacle
     count, summed = forward.recorder.heads, matmul.left_axes.index(matmul.summed)

@@ -1,6 +1,7 @@
-"""Nested tensors: `nn.MultiheadAttention` takes them in evaluation, on the fast path that goes past the tap.
+"""Nested tensors, which `nn.MultiheadAttention` takes in evaluation, on a fast path that bypasses the tap.
 
-The tap in `watching` runs such a batch here, one sequence at a time; attention written by hand it leaves alone.
+The tap in `watching` passes such a batch to `run_each`, which runs one sequence at a time. Attention written by hand
+that receives a nested tensor is left alone.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ def has_nested(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def run_each(
     forward: Callable[..., Any], watched: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Run each sequence of a nested batch, and nest the outputs; padding would be measured as queries.
+    """Run each sequence of a nested batch, and nest the outputs; if padded, the padding would be measured as queries.
 
     Args:
-        forward: of `nn.MultiheadAttention`; it tells if torch takes the batch at all, and raises its own error if not.
-        watched: the same, with beta.
-        args: of the forward.
-        kwargs: of the forward.
+        forward: the forward of `nn.MultiheadAttention`, run first; it raises torch's own error for a wrong batch.
+        watched: the same forward with the tap.
+        args: the positional arguments of the forward.
+        kwargs: the keyword arguments of the forward.
 
     Returns:
-        The output, nested, and the attention weights `[batch, heads, queries, keys]` or `[batch, queries, keys]`, which
-        torch pads; None where they are not asked for.
+        The nested output, and the attention weights `[batch, heads, queries, keys]` or `[batch, queries, keys]`, which
+        torch pads; None if they were not asked for.
     """
     output, weights = forward(*args, **kwargs)
     parts = []

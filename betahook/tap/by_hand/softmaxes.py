@@ -1,4 +1,4 @@
-"""Softmaxes of an attention module, by themselves or in a fused kernel: the scores that reach one are recorded.
+"""Softmaxes of an attention module, separate or in a fused kernel: the scores that reach one are recorded.
 
 The tap in `watching` calls these functions in place of torch's.
 """
@@ -31,14 +31,14 @@ HIDDEN = "by a function that torch shows to nobody, as those of torch.jit.script
 
 
 def softmax(forward: FollowedForward, call: Call) -> Tensor:
-    """Run a softmax, and record the scores that it gets."""
+    """Run a softmax, and record the scores that reach it."""
     output: Tensor = call.run()
     end(forward, output, call.operands[0], call.dim)
     return output
 
 
 def end(forward: FollowedForward, output: Tensor, logits: Tensor, dim: int) -> None:
-    """Take note of a softmax of `logits`, along a dimension, that gave `output`."""
+    """Process a softmax of `logits` along `dim` that returned `output`: record its scores, or refuse the module."""
     trace = forward.traces.get(logits)
     forward.traces.note(output, Weights())
     if isinstance(trace, Operand):
@@ -56,12 +56,12 @@ def end(forward: FollowedForward, output: Tensor, logits: Tensor, dim: int) -> N
 
 
 def _may_be_missed(trace: Trace | None) -> bool:
-    """Return True for what is not a known product of scores, but was made of weights by a product."""
+    """Return True for a tensor without known scores that a product computed from attention weights."""
     return (isinstance(trace, Weights) and trace.projected) or (isinstance(trace, Operand) and trace.mixed)
 
 
 def _end_of_scores(forward: FollowedForward, scores: Scores, logits: Tensor, dim: int) -> None:
-    """End the way of scores at the softmax that gets `logits`: learn from it, and record them."""
+    """Process scores that reach a softmax as `logits`: learn from them, and record them."""
     for product in scores.products:
         product.reach()
     own_beta = scores.factor * scores.prescale
@@ -86,9 +86,9 @@ def _end_of_scores(forward: FollowedForward, scores: Scores, logits: Tensor, dim
     is_recorded = forward.recording and scores.value is not None and logits.numel() > 0 and not is_zero(own_beta)
     if not is_recorded and forward.labels is None:
         return
-    # With labels also where nothing is recorded: a later forward, which has none, may be the first that is.
+    # With labels the axis is found even if nothing is recorded: the first recorded forward may be one without labels.
     axis = forward.score_axis(logits, "softmax", dim)
-    if (axis.dim if isinstance(axis, contraction.Shared) else axis) == logits.dim() - 1:  # as score_axis moves rows
+    if (axis.dim if isinstance(axis, contraction.Shared) else axis) == logits.dim() - 1:  # score_axis moved rows there
         forward.refuse(f"its softmax at {find_line()} runs over its heads, too")
     if is_recorded:
         _record(forward, scores, logits, dim, axis)
@@ -110,12 +110,12 @@ def _record(forward: FollowedForward, scores: Scores, logits: Tensor, dim: int, 
     left, right = scores.operands
     operands = (right, left) if first.history.key_first else (left, right)
     prescale = scores.prescale.view(-1, 1, 1) if isinstance(scores.prescale, Tensor) else scores.prescale
-    factor = prescale * first.acting.view(-1, 1, 1)  # on this product, not by the model's own beta of this call
+    factor = prescale * first.acting.view(-1, 1, 1)  # as it acted, whatever the model's own beta is in this call
     recorder.record_pairs(laid_out(scores.value), laid_out(logits), laid_out(scores.pairs), operands, factor)
 
 
 def fused(forward: FollowedForward, call: Call) -> Any:
-    """Run a kernel that takes q, k and v with beta, and record its scores."""
+    """Run a fused attention kernel with beta on its query, and record its scores."""
     recorder, kernel = forward.recorder, KERNELS[call.name]
     given = kernel.read(call)
     query, key, value = (given[name] for name in kernel.names[:3])
@@ -133,7 +133,7 @@ def fused(forward: FollowedForward, call: Call) -> Any:
     forward.attended = True
     if axis is not None:
         forward.note_default(default)
-        own = None if is_zero(default) else default  # else that of the last call
+        own = None if is_zero(default) else default  # scale_query then takes that of the last call
         if forward.recording and own is not None:
             raw = divided(query.detach(), factors[0]), divided(key.detach(), factors[1])
             q_of_all, k_of_all, axis_of_all = contraction.broadcast(*raw, axis)
@@ -151,7 +151,7 @@ def fused(forward: FollowedForward, call: Call) -> Any:
 def _pairs(
     forward: FollowedForward, kernel: Kernel, given: Arguments, query: Tensor, key: Tensor, axis: Axis
 ) -> GivenMask:
-    """The pairs that a kernel uses; the first mask tensor shows the band that later ones are expected to have."""
+    """Describe the pairs that a kernel uses; the band found in its first mask tensor is expected of later ones."""
     mask = kernel.describe(given, query, key, lambda pairs: contraction.batched(pairs, axis, forward.recorder.heads))
     if mask.kind != "pairs" or mask.tensor is None:
         return mask
@@ -162,7 +162,7 @@ def _pairs(
 
 
 def _fused_axis(forward: FollowedForward, call: Call, kernel: Kernel, given: Arguments, site: Site) -> Axis | None:
-    """The axis of the heads, before the tokens, in the query of a kernel; None where the module is left alone."""
+    """Find the axis of the heads in a kernel's query, with heads before tokens; None if the module is refused."""
     query, heads = given[kernel.names[0]], forward.recorder.heads
     sizes = kernel.heads_before_tokens(query).shape[:-2]
     if site.obstacle is not None:

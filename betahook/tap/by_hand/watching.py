@@ -1,9 +1,9 @@
-"""The second tap: attention that computes its scores by hand, or asks torch for them, instead of transformers.
+"""The second tap: for attention that is written by hand or calls torch's own functions, not those of transformers.
 
 While such a module runs, every torch function that it calls passes through `ScoreProducts`. A product of activations
 may be a score product: its left operand is multiplied by `beta / beta_default`. From there the scores are followed to
-the softmax, through whatever moves, scales, masks or biases them. The factors on the way make the model's own beta. A
-module whose scores come to an operation that is not understood is left alone, by name.
+the softmax, through operations that move, scale, mask or bias them. The factors on the way multiply to the model's own
+beta. A module whose scores reach an unrecognised operation is left alone, with a warning that names the operation.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ACTIONS: dict[str, Callable[[FollowedForward, Call], Any]] = {
     "__get__": following.read_property,
     "__set__": following.write_property,
 }
-"""Functions that are run in a way of their own; all others go by `handlers.HANDLERS`."""
+"""Functions that are run by an action of their own; `following.follow` runs all others, by `handlers.HANDLERS`."""
 
 UNLABELLED = {"__get__", "__set__"}
 """Functions whose results get no labels."""
@@ -62,13 +62,13 @@ OUTSIDE = (
     "betahook follows attention by hand outside of graphs. F.scaled_dot_product_attention goes into a graph once a "
     "forward has shown that it can: run the model on a batch before you compile it"
 )
-"""The reason why a graph ends here."""
+"""The reason for a graph break, as the compiler shows it."""
 
 HANDED_OVER = (
     "{} hands itself over to function modes at {}, which hides it: take that line out, or call has_torch_function by "
     "that name alone"
 )
-"""The reason to leave a module alone whose guard is not found, see `models.guards`."""
+"""The reason to leave a module alone that calls `has_torch_function` in a way that `models.guards` cannot replace."""
 
 PROXIES = {Proxy, Attribute}
 """Stand-ins for a tensor in `torch.fx.symbolic_trace`."""
@@ -82,15 +82,15 @@ def connect(recorder: Recorder, undo: ExitStack) -> None:
     """Watch every forward of the layer's module until `undo` is closed."""
     original, plan = Original(recorder.module), Plan()
     forward = recorder.module.forward
-    # A function that was compiled by itself would be traced together with the mode, whose notes go wrong then; flex
-    # attention, which is compiled too, is seen as a whole, and must stay so.
+    # A separately compiled function would be traced together with the mode, whose notes would then be wrong, so it runs
+    # eagerly. Flex attention is compiled too, but seen as one call, and must stay compiled.
     uncompiled = nullcontext if kernels.are_called(recorder) else modes.eagerly
 
-    # No hooks: torch runs none after a KeyboardInterrupt, and a mode that stays acts on everything that follows.
+    # Not by forward hooks: torch skips them after a KeyboardInterrupt, and the mode would act on all that follows.
     @functools.wraps(forward)
     def watched(*args: Any, **kwargs: Any) -> Any:
         forward, is_new = original.now()
-        if not override.active:  # a wrapper that came later, such as that of Accelerate, goes on calling this
+        if not override.active:  # wrappers that were added later, e.g. by Accelerate, still call this
             return forward(*args, **kwargs)
         if is_new:
             plan.forget()
@@ -148,10 +148,10 @@ def _run_watched(
 
 
 def _is_symbolic(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True in `torch.fx.symbolic_trace`, which shows the tap no tensors.
+    """Return True in `torch.fx.symbolic_trace`, which passes proxies in place of tensors.
 
     Raises:
-        RuntimeError: what it makes would lack the beta of the layer.
+        RuntimeError: a beta is set, which the traced module would lack.
     """
     if PROXIES.isdisjoint(map(type, (*args, *kwargs.values()))):
         return False
@@ -169,14 +169,14 @@ def _refuse_nested(recorder: Recorder, plan: Plan) -> None:
 def _rehearse(
     recorder: Recorder, plan: Plan, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Run a forward dry, to learn about its products before a beta that was loaded acts on them."""
+    """Run a forward dry, to learn about its products before a beta that was set or loaded acts on them."""
     module = recorder.module
     if not dry_run.is_repeatable(module, (args, kwargs)):
-        return  # a cache, say, would be filled twice
+        return  # e.g. a cache would be filled twice
     args, kwargs = copied((args, kwargs))
     followed = FollowedForward(recorder, plan, (args, kwargs), rehearsal=True)
     given = tensors_in((args, kwargs))
-    # Non-reentrant checkpointing counts what is saved for the backward, and its recomputation rehearses nothing.
+    # Non-reentrant checkpointing counts saved tensors, and its recomputation does not rehearse: hide those saved here.
     unsaved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with (
         RandomState(module).kept(given),
@@ -200,10 +200,10 @@ class ScoreProducts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         forward, kwargs = self._forward, kwargs or {}
-        if torch.compiler.is_dynamo_compiling():  # a function compiled by itself is seen as a whole, or not
+        if torch.compiler.is_dynamo_compiling():  # a separately compiled function is seen as one call, or not at all
             return func(*args, **kwargs)
         if forward.is_settled:
-            given = name_of(func) if type(func) is FunctionType else func.__name__  # most are none of Python's
+            given = name_of(func) if type(func) is FunctionType else func.__name__  # most functions are built-in
             if not _concerns(forward, given, args, kwargs):
                 return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
@@ -213,7 +213,7 @@ class ScoreProducts(TorchFunctionMode):
             return self._run(Call(func, args, kwargs))
 
     def _run(self, call: Call) -> Any:
-        """Run a call that has to be looked at."""
+        """Run a call, and update what is known of the tensors in it."""
         forward, name, func = self._forward, call.name, call.function
         if name == "multi_head_attention_forward" or (type(func) is FunctionType and is_handed_over(func)):
             forward.refuse(HANDED_OVER.format(name, find_line()))
@@ -230,7 +230,7 @@ class ScoreProducts(TorchFunctionMode):
             output = matrices.follow_other(forward, call)
         else:
             output = following.follow(forward, call, handler or other)
-        # What goes by the shape alone may be random, and must not be run twice.
+        # Functions that only use a shape may be random, such as `rand_like`, and must not run twice.
         if shadows is not None and handler is not handlers.ignore and (handler is not None or name == "__setitem__"):
             shadows.follow(call, output)
         if forward.activations is not None and handler is not handlers.ignore:
@@ -245,7 +245,7 @@ class ScoreProducts(TorchFunctionMode):
 STARTING = {*PRODUCTS, *SOFTMAXES, *kernels.KERNELS, "multi_head_attention_forward"} | {
     name for name, handler in handlers.HANDLERS.items() if handler in (multiply, divide) or is_in_place(name)
 }
-"""Functions that may begin a trace, even if nothing that is followed goes into them."""
+"""Functions that may begin a trace even if none of their arguments is followed."""
 
 
 COMMON = PLAIN | {Tensor}
@@ -253,7 +253,7 @@ COMMON = PLAIN | {Tensor}
 
 
 def _concerns(forward: FollowedForward, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return False for a call that can be run as it is, without a further look at it: most calls are such."""
+    """Return False for a call that can be run without further checks, as most calls can."""
     if name in STARTING:
         return True
     traces, or_learned, learned = forward.traces, True, name in handlers.HANDLERS
@@ -266,7 +266,7 @@ def _concerns(forward: FollowedForward, name: str, args: Sequence[Any], kwargs: 
 
 
 def _is_followed(traces: Traces, argument: Any, or_learned: bool) -> bool:
-    """Return True if a followed tensor lies in a nested argument, or one of a subclass, as parameters are."""
+    """Return True if a nested argument holds a followed tensor or, with `or_learned`, a parameter or other subclass."""
     if isinstance(argument, (tuple, list, dict)):
         each = argument.values() if isinstance(argument, dict) else argument
         return any(_is_followed(traces, part, or_learned) for part in each)
