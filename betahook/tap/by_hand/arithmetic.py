@@ -1,4 +1,4 @@
-"""Handlers of factors, sums and biases, see `handlers`."""
+"""Handlers of factors, sums and biases; the table in `handlers` assigns them to torch functions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift, Trace, 
 
 
 def multiply(situation: Situation) -> Derived:
-    """Follow a factor, or a rotation or mask."""
+    """Follow a multiplication by a factor, or as part of a rotation or a mask."""
     return _scale(situation, *situation.call.operands[:2], divide=False)
 
 
 def divide(situation: Situation) -> Derived:
-    """Follow the inverse of a factor."""
+    """Follow a division by a factor."""
     return _scale(situation, *situation.call.operands[:2], divide=True)
 
 
@@ -31,9 +31,9 @@ def _scale(situation: Situation, left: Any, right: Any, *, divide: bool) -> Deri
         return other(situation)
     factor = number(right)
     if isinstance(right, Tensor) and right.dim() > 0 and not isinstance(first, Scores):
-        # Of a single query or sample, a factor of each looks like a number.
+        # With a single query or sample, a factor for each looks like one number.
         factor = factor if situation.always(factor is not None and not _may_be_by_sample(situation, right)) else None
-    # One number times another is a number still: it is read where it meets an activation.
+    # A number times a number is still a number: it is read when it meets an activation.
     if first is None and (factor is None or number(left) is not None):
         return None
     if isinstance(first, Scores):
@@ -42,12 +42,12 @@ def _scale(situation: Situation, left: Any, right: Any, *, divide: bool) -> Deri
         return _scale_scores(situation, first, right, factor, divide=divide)
     trace = Operand() if first is None else first
     if factor is None or not isinstance(trace, Operand):
-        return trace  # a rotation, say; it is linear, and what it does to the spread belongs to the operand
+        return trace  # e.g. a rotation: it is linear, and its effect on the std belongs to the operand
     return trace._replace(factor=trace.factor / factor if divide else trace.factor * factor, learned=False)
 
 
 def _activation(situation: Situation, tensor: Any) -> Trace | None:
-    """Look up the trace of a tensor; a parameter or a view of one is a factor like any other."""
+    """Return the trace of a tensor; None for a learned one, which is a factor like any other."""
     trace = situation.trace_of(tensor)
     return None if isinstance(trace, Operand) and trace.learned else trace
 
@@ -73,7 +73,7 @@ def _scale_scores(situation: Situation, scores: Scores, by: Any, factor: Factor 
 
 
 def _may_be_by_sample(situation: Situation, factor: Tensor) -> bool:
-    """Return True for a factor that is one of each sample, or query, as far as a batch of one shows."""
+    """Return True for a factor that may be one for each sample or query, even if it has one element in this batch."""
     return factor.dim() > 1 and situation.is_activation(factor)
 
 
@@ -82,12 +82,12 @@ def _may_be_by_head(factor: Any) -> bool:
 
 
 def _is_by_head(factor: Tensor, axis: int | None) -> bool:
-    """Return True for a number for each head; any other factor is a part of the scores."""
+    """Return True for a factor with one number for each head; any other tensor counts as part of the scores."""
     return axis is not None and factor.dim() >= -axis and factor.shape[axis] == factor.numel()
 
 
 def negate(situation: Situation) -> Derived:
-    """Follow a change of sign; that of an operand, as in a rotation, is a part of it."""
+    """Follow a change of sign; in an operand, as for a rotation, it counts as part of the operand."""
     trace = situation.first_trace
     if isinstance(trace, Scores):
         return trace._replace(factor=-trace.factor)
@@ -100,12 +100,12 @@ def add(situation: Situation) -> Derived:
 
 
 def subtract(situation: Situation) -> Derived:
-    """Follow the difference of scores, from a bias or from the other side."""
+    """Follow a difference with scores on either side."""
     return _sum(situation, -situation.call.kwargs.get("alpha", 1), *situation.call.operands[:2])
 
 
 def subtract_from(situation: Situation) -> Derived:
-    """Follow `__rsub__` and `rsub`, which take their first operand from the second."""
+    """Follow `__rsub__` and `rsub`, which subtract their first operand from the second."""
     return _sum(situation, -situation.call.kwargs.get("alpha", 1), *situation.call.operands[1::-1])
 
 
@@ -116,7 +116,8 @@ def _sum(situation: Situation, sign: float, left: Any, right: Any) -> Derived:
         return other(situation)
     if isinstance(first, Scores) and isinstance(second, Scores) and first.is_learned == second.is_learned:
         return _sum_of_scores((left, first), (right, second._replace(factor=second.factor * sign)))
-    # Beside others, what a parameter makes from the left is a bias, as from the right; alone, it is a learned query.
+    # A product with a parameter on the left is a learned query; added to other scores it is a bias, like one with a
+    # parameter on the right.
     if isinstance(first, Scores) and not (isinstance(second, Scores) and first.is_learned):
         return _biased(situation, first, right, sign)
     if isinstance(second, Scores):
@@ -128,7 +129,7 @@ def _sum(situation: Situation, sign: float, left: Any, right: Any) -> Derived:
 
 
 def _sum_of_scores(*summands: tuple[Tensor, Scores]) -> Scores:
-    """The trace of the sum of two scores, each given with its tensor; that of the earlier product leads."""
+    """The trace of the sum of two scores, each given with its tensor; the one with the earlier product leads."""
     first, second = (scores.folded() for _, scores in sorted(summands, key=lambda each: each[1].products[0].index))
     if first.value is None or second.value is None:
         return united(first, second)
@@ -136,7 +137,7 @@ def _sum_of_scores(*summands: tuple[Tensor, Scores]) -> Scores:
     trace = united(first, second)._replace(value=total, allowed=None)
     if first.allowed is None and second.allowed is None:
         return trace
-    # What hides a pair in one of them may be a zero, as of a padded shift, to which the score of the other is added.
+    # A pair that one of them lacks may hold a zero there, as after a padded shift: then the other's score remains.
     hidden = first.pairs.logical_or(second.pairs).logical_not()
     for tensor, scores in summands:
         hidden = hidden | (masked_by(tensor) & ~scores.pairs)
@@ -144,7 +145,7 @@ def _sum_of_scores(*summands: tuple[Tensor, Scores]) -> Scores:
 
 
 def united(first: Scores, second: Scores) -> Scores:
-    """The first scores, with the history of the second: lost if one of both is."""
+    """The first scores, with the products and flags of both; lost if either is."""
     lost = first.lost or second.lost
     if lost is not None:
         first = first._replace(value=None, allowed=None, lost=lost)
@@ -158,7 +159,7 @@ def united(first: Scores, second: Scores) -> Scores:
 
 
 def beside_unread(situation: Situation, scores: Scores, *traces: Trace | None) -> Scores | None:
-    """The scores, lost, if they come together with a product that is not understood, which is no bias; else None."""
+    """Return the scores as lost if they are combined with an unrecognised product, which may be no bias; else None."""
     unread = unread_in(traces)
     return None if unread is None else situation.lose(scores, f"with what {unread} made,")
 
@@ -166,7 +167,7 @@ def beside_unread(situation: Situation, scores: Scores, *traces: Trace | None) -
 def _biased(situation: Situation, scores: Scores, addend: Any, sign: float) -> Derived:
     trace = situation.trace_of(addend)
     if isinstance(trace, Shift):
-        # The softmax sees no number that is the same for a row.
+        # A number that is added to a whole row cancels in the softmax.
         if addend.numel() == 1 or addend.shape[-1] == 1:
             return scores._replace(shifted=scores.shifted or addend.numel() > 1)
         return situation.lose(scores, "of what was made of scores")

@@ -1,7 +1,8 @@
-"""Attention modules whose forward is passed by: what calls their query projection instead may compute an attention.
+"""A check for attention modules whose forward is bypassed, by code that calls their query projection itself.
 
-So do the blocks of Flux and Stable Diffusion 3, in which an image and a text attend to each other, and a further method
-of the module itself, as `forward_list` in DINOv3. Beta would act in none of them.
+Such code may compute attention in which beta would not act. Examples are the blocks of Flux and Stable Diffusion 3, in
+which an image and a text attend to each other, and a further method of the module, such as `forward_list` in DINOv3.
+Such a layer is left alone.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from betahook.tap.recorder import Recorder
 
 @dataclass(frozen=True, eq=False)
 class Watch:
-    """A layer with all that its check needs: an object, since a graph of the compiler depends on other arguments.
+    """All that the check of one layer needs, as one object: a compiled graph would depend on arguments of other types.
 
     Attributes:
-        recorder: of the layer.
-        sharing: those of the layers that hold the same query projection.
-        around: the layer's module and those that hold it, by id.
+        recorder: the layer's recorder.
+        sharing: the recorders of all layers that contain the same query projection.
+        around: the ids of the layer's module and of all modules that contain it.
     """
 
     recorder: Recorder
@@ -41,7 +42,7 @@ class Watch:
 
 @contextmanager
 def running(recorder: Recorder) -> Iterator[None]:
-    """Note that a forward of a layer's module runs."""
+    """Return a context that notes that a forward of the layer's module is running."""
     recorder.ran_in.add(recorder.module.training)
     recorder.runs += 1
     try:
@@ -51,7 +52,7 @@ def running(recorder: Recorder) -> Iterator[None]:
 
 
 def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) -> None:
-    """Leave layers alone whose forward is passed by, until `undo` is closed."""
+    """Watch for layers whose forward is bypassed, and leave them alone, until `undo` is closed."""
     around: dict[nn.Module, set[int]] = defaultdict(set)
     for module in model.modules() if recorders else ():
         for part in module.modules():
@@ -68,9 +69,9 @@ def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) 
 
 
 def _check(watch: Watch, projection: nn.Module, args: Any) -> None:
-    """Leave a layer alone if a method of it, or of a module around it, calls its query projection past its forward.
+    """Leave a layer alone if a method of it, or of a module around it, calls its query projection outside its forward.
 
-    Where its forward runs too, in training or in evaluation alike, that is the attention, and this another use.
+    If its forward has run in the same mode, training or evaluation, that is the attention, and this call another use.
     """
     if torch.compiler.is_compiling():
         return
@@ -83,10 +84,10 @@ def _check(watch: Watch, projection: nn.Module, args: Any) -> None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and id(frame.f_locals.get("self")) not in watch.around:
         frame = frame.f_back
-    # Those who look at the projection alone call it from elsewhere, or from a hook, which torch calls.
+    # Code that only inspects the projection calls it from elsewhere, or from a hook, which torch calls.
     if frame is None or frame.f_globals.get("__name__", "").startswith("torch."):
         return
-    if recorder.module not in set(frame.f_locals["self"].modules()):  # another one took its place, and its projection
+    if recorder.module not in set(frame.f_locals["self"].modules()):  # replaced by another, which has its projection
         return
     recorder.leave_alone(
         f"its query projection is called at {find_line()} past its forward, and what that computes is not followed",

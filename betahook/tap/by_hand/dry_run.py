@@ -1,6 +1,6 @@
-"""A forward that is run twice: first dry, after which what its module holds is put back.
+"""Helpers for a dry run, a forward after which the buffers and attributes of the module are restored.
 
-`watching` does so where a beta was loaded before any forward showed on which products it acts.
+`watching` makes one if a beta was set or loaded before any forward has shown on which products it acts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from betahook.tap.recorder import Recorder
 
 CONTAINERS = dict, list, set, OrderedDict, defaultdict
 OTHERS = nn.Module, nn.Parameter, Recorder, type, FunctionType, ModuleType
-"""Kinds whose contents are not put back."""
+"""Types whose contents are not restored."""
 DEPTH = 4
-"""How deep the contents of what a module holds are put back: a tensor in a tuple in a list of a cache, say."""
+"""Depth to which attributes of a module are restored, e.g. a tensor in a tuple in a list that serves as a cache."""
 
 
 def is_repeatable(module: nn.Module, inputs: Any) -> bool:
-    """Tell if a dry run leaves no trace: no object goes in, such as a cache, and no user's hook runs in it."""
+    """Return True if a dry run has no side effects: no input is an object like a cache, and no submodule has a hook."""
     return _is_plain(inputs) and not any(part._forward_hooks for part in module.modules() if part is not module)
 
 
@@ -37,7 +37,7 @@ def _is_plain(nested: Any) -> bool:
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
-    """Undo what a forward does to the buffers and attributes of a module, and to what these hold."""
+    """Restore the buffers and attributes of a module, and their contents, when the context ends."""
     held: dict[int, Any] = {}
     for part in module.modules():
         _collect(vars(part), held, DEPTH)
@@ -52,12 +52,12 @@ def put_back(module: nn.Module) -> Iterator[None]:
                 each.extend(before) if isinstance(each, list) else each.update(before)
         with torch.no_grad():
             for tensor, values, version in tensors:
-                if compat.version(tensor) != version:  # tensors of inference mode have none, and stay as they are
+                if compat.version(tensor) != version:  # tensors of inference mode have no version, and are not restored
                     tensor.copy_(values)
 
 
 def _collect(value: Any, held: dict[int, Any], depth: int) -> None:
-    """Collect the tensors, lists, sets and dictionaries of a value, also those of an object, by id."""
+    """Collect the tensors, lists, sets and dictionaries in a value, and in the attributes of objects, by id."""
     if depth < 0 or id(value) in held or isinstance(value, OTHERS):
         return
     if isinstance(value, Tensor) or type(value) in CONTAINERS:

@@ -1,8 +1,8 @@
-"""A table of torch functions, each with a handler that derives the traces of what the function returns.
+"""The table of handlers: for each torch function, one that derives the traces of its results.
 
-A handler is called before the function runs, under `no_grad`, by the tap in `watching`. It may run functions on
-detached tensors, and changes neither arguments nor traces. What has no handler here goes to
-`situation.other`, which loses scores.
+`following.follow` calls a handler before the function runs, under `no_grad`. A handler may run functions on detached
+tensors, and must change neither arguments nor traces. Functions that are not in the table have the handler
+`situation.other`, which loses scores. The longer handlers are in `arithmetic` and `rearranging`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift
 
 
 def bend(situation: Situation) -> Derived:
-    """Follow a function of each element that is not linear, as a soft cap is."""
+    """Follow a non-linear function of each element, such as a soft cap."""
     trace = situation.first_trace
     if sum(isinstance(each, Scores) for each in situation.traces) > 1:
         return other(situation)
@@ -29,7 +29,7 @@ def bend(situation: Situation) -> Derived:
 
 
 def drop(situation: Situation) -> Derived:
-    """Follow a dropout, which leaves scores as they are where it does nothing."""
+    """Follow a dropout, which loses scores unless it is inactive."""
     call, trace = situation.call, situation.first_trace
     share, training, *_ = *call.operands[1:], 0.5, True
     share, training = call.kwargs.get("p", share), call.kwargs.get("training", training)
@@ -39,16 +39,16 @@ def drop(situation: Situation) -> Derived:
 
 
 def largest(situation: Situation) -> Derived:
-    """Follow a maximum with another tensor, a bound of each score, or one over the scores."""
+    """Follow `max` or `min`, either with another tensor, which bounds each score, or as a reduction."""
     if sum(isinstance(x, Tensor) for x in situation.call.operands) > 1:
         return bend(situation)
     return reduce(situation)
 
 
 def reduce(situation: Situation) -> Derived:
-    """Follow what is the same for whole rows of scores, as the largest of a row; anything else mixes rows.
+    """Follow a reduction: along rows of scores, e.g. their maximum, it gives a `Shift`; along others scores are lost.
 
-    A factor on q is one on its mean or sum, as in a pooled query.
+    A mean or sum of q, as in a pooled query, carries the factor of q.
     """
     trace, (dim, _) = situation.first_trace, situation.call.reduced
     if isinstance(trace, Operand) and situation.call.name in ("mean", "sum"):
@@ -62,7 +62,7 @@ def reduce(situation: Situation) -> Derived:
 
 
 def ignore(situation: Situation) -> Derived:
-    """Follow nothing: only the shape of the arguments counts."""
+    """Follow nothing: the result only depends on the shape of the arguments."""
     return None
 
 
@@ -95,4 +95,4 @@ HANDLERS: Mapping[str, Handler] = {
     ]
     for name in names.split()
 }
-"""Function name to handler; for what is not here there is `other`."""
+"""Function name to handler; any other function has the handler `other`."""

@@ -1,7 +1,7 @@
-"""A check for functions that hide scores: what torch shows to no function mode, as those of `torch.jit.script`.
+"""A check for functions that hide scores, since no torch function mode sees them, such as those of `torch.jit.script`.
 
-Behind such a function nothing is known of the scores, and at the softmax they look like a bias of those of another
-product. The graph of autograd still leads from the softmax to the product.
+After such a function scores have no trace, and added to scores of another product they look like a bias. The autograd
+graph still leads from the softmax back to their product.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from betahook.tap.by_hand.products import Product
 
 
 def behind(logits: Tensor, nodes: dict[Product, Any]) -> Product | None:
-    """The first product that makes what a softmax gets although no trace of it came there; None where none does.
+    """Find a product from which the input of a softmax was computed although its trace did not reach it, else None.
 
     Args:
-        logits: what the softmax gets.
-        nodes: those of autograd, of the products so far.
+        logits: the input of the softmax.
+        nodes: the autograd nodes of the products so far.
     """
     if all(product.reached for product in nodes):
         return None
     known = _with_makers(product for product in nodes if product.reached)
-    # What a known operation lost is left alone for that.
+    # A module is left alone anyway if its product was lost at a known operation.
     goals = {nodes[each]: each for each in nodes if each.assured and each.lost is None and each not in known}
     found = _first(logits.grad_fn, goals)
     return None if found is None else goals[found]
 
 
 def _with_makers(products: Iterable[Product]) -> set[Product]:
-    """Products, and those that made their operands, and so on."""
+    """Return products together with those that made their operands, and so on."""
     waiting, found = list(products), set[Product]()
     while waiting:
         product = waiting.pop()
@@ -43,8 +43,8 @@ def _with_makers(products: Iterable[Product]) -> set[Product]:
 
 
 def _first(node: Any, goals: Collection[Any]) -> Any:
-    """The first of some nodes to which the graph leads from another one; None where it leads to none."""
-    # A node is younger than those it leads to: beyond the oldest goal there is none.
+    """Search the autograd graph from a node, and return the first goal that is found; None if there is none."""
+    # A node is younger than those it leads to, so nodes older than the oldest goal lead to none.
     oldest = min(map(compat.age_of, goals), default=0)
     waiting, seen = [node] if goals else [], set[Any]()
     while waiting:

@@ -1,6 +1,6 @@
-"""Handlers of functions that move, join or replace scores, see `handlers`.
+"""Handlers of functions that move, join or replace entries; the table in `handlers` assigns them to torch functions.
 
-What such a function does to the logits is done to the scores, and to the mask of the pairs in use.
+For scores, they run the same function on `Scores.value` and on the mask of the allowed pairs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from betahook.tap.by_hand.traces import Derived, Operand, Scores, Shift, Weights
 
 
 def keep(situation: Situation) -> Derived:
-    """Follow a function after which an element still stems from the same score, and stands for it."""
+    """Follow a function that leaves every entry in place, such as a copy or a cast: the trace stays the same."""
     first = situation.call.operands[0]
     trace = situation.trace_of(first)
     return Operand(learned=True) if trace is None and isinstance(first, nn.Parameter) else trace
 
 
 def pick(situation: Situation) -> Derived:
-    """Follow a function after which the heads may lie along another axis; rows stay whole."""
+    """Follow a function that may move the heads to another axis, but leaves rows whole, such as indexing."""
     trace = situation.first_trace
     if isinstance(trace, Weights) and trace.before is not None and situation.call.name == "__getitem__":
         before = trace.before
@@ -36,21 +36,21 @@ def pick(situation: Situation) -> Derived:
 
 
 def regroup(situation: Situation) -> Derived:
-    """Follow a function that may put entries of several rows into one."""
+    """Follow a function that may put entries of several rows into one, such as `gather`."""
     return move(situation, rows_stay=False)
 
 
 def permute(situation: Situation) -> Derived:
-    """Follow a function after which heads and rows may lie along other axes."""
+    """Follow a function that may move heads and rows to other axes, such as `transpose`."""
     return move(situation, heads_stay=False, rows_stay=_keeps_rows(situation))
 
 
 RESHAPING = frozenset(["view", "reshape", "view_as", "reshape_as", "flatten", "unflatten"])
-"""Functions that put entries into other axes in the order that they have."""
+"""Functions that arrange the entries in other axes without changing their order."""
 
 
 def _keeps_rows(situation: Situation) -> bool:
-    """Return True if shifted scores get other axes before the last, along which every row stays as it is."""
+    """Return True for a reshape of shifted scores that leaves the last axis, and so every row, as it is."""
     call, trace = situation.call, situation.first_trace
     if call.name not in RESHAPING or not isinstance(trace, Scores) or not trace.shifted:
         return False
@@ -59,12 +59,12 @@ def _keeps_rows(situation: Situation) -> bool:
 
 
 def move(situation: Situation, *, heads_stay: bool = True, rows_stay: bool = True) -> Derived:
-    """Follow a function that leaves the axes where they are, and rows of scores whole, unless told otherwise."""
+    """Follow a function that moves entries; by default, heads keep their axis, and rows of scores stay whole."""
     first = situation.call.operands[0]
     trace = situation.trace_of(first)
     if isinstance(first, nn.Parameter):
         return Operand(learned=True)
-    if isinstance(first, Tensor):  # further ones, as those of `view_as`, give their shapes alone
+    if isinstance(first, Tensor):  # further tensors, as in `view_as`, only give a shape
         if trace is None or isinstance(trace, Operand):
             return trace
         situation = situation._replace(trace_of=lambda tensor: trace if tensor is first else None)
@@ -76,7 +76,7 @@ def move(situation: Situation, *, heads_stay: bool = True, rows_stay: bool = Tru
 
 
 def pad(situation: Situation) -> Derived:
-    """Follow scores that get more columns or rows, which are none."""
+    """Follow padding of scores: the added rows and columns are not allowed pairs."""
     trace = situation.first_trace
     if not isinstance(trace, Scores):
         return move(situation)
@@ -89,12 +89,12 @@ def pad(situation: Situation) -> Derived:
 def where(situation: Situation) -> Derived:
     """Follow the choice between scores and a mask, or between two scores."""
     traces = situation.traces
-    if not traces or len(situation.call.operands) < 3:  # one alone gives indices
+    if not traces or len(situation.call.operands) < 3:  # `where(condition)` returns indices
         return None
     if len(traces) != 1 or not isinstance(traces[0], Scores):
         return linear(situation)
     condition, left, _ = situation.call.operands
-    if isinstance(left, Tensor) and left.dtype == torch.bool:  # the method of a tensor
+    if isinstance(left, Tensor) and left.dtype == torch.bool:  # `left.where(condition, right)`
         condition, left = left, condition
     if not isinstance(condition, Tensor):
         return traces[0]
@@ -102,7 +102,7 @@ def where(situation: Situation) -> Derived:
 
 
 def fill(situation: Situation) -> Derived:
-    """Follow a mask that replaces scores."""
+    """Follow `masked_fill`, which replaces scores."""
     trace = situation.first_trace
     if not isinstance(trace, Scores):
         return unless_unread(situation)
@@ -119,7 +119,7 @@ def triangle(situation: Situation) -> Derived:
 
 
 def linear(situation: Situation, *, heads_stay: bool = True) -> Derived:
-    """Derive what a linear function makes of followed tensors, and perhaps others."""
+    """Derive the traces of a linear function's results, from followed tensors and perhaps others."""
     traces, trace_of = situation.traces, situation.trace_of
     scores = [trace for trace in traces if isinstance(trace, Scores)]
     if not scores or any(isinstance(trace, Shift | Weights) for trace in traces):
@@ -127,7 +127,7 @@ def linear(situation: Situation, *, heads_stay: bool = True) -> Derived:
     if (beside := beside_unread(situation, scores[0], *traces)) is not None:
         return beside
     alone = len(scores) == 1
-    # Several may have different factors, which only values can take in.
+    # Several scores may have different factors, so these go into their values.
     first = functools.reduce(united, scores[1:], scores[0] if alone else scores[0].folded())
     if first.value is None:
         return first if heads_stay else first._replace(axis=None)
@@ -161,6 +161,6 @@ def _linear_in_operands(situation: Situation) -> Derived:
     learned = bool(numbers) and all(is_learned(x, situation.trace_of(x)) for x in numbers)
     if not operands:
         return Operand(learned=True) if learned else None
-    # What is put beside it, out of a cache say, carries the same factor.
+    # Untraced tensors that are joined with it, e.g. from a cache, are assumed to carry the same factor.
     mixed = any(each.mixed for each in operands)
     return operands[0]._replace(mixed=mixed, learned=learned, unread=unread_in(operands))

@@ -1,8 +1,8 @@
-"""A check by numbers: what the softmax would get under another beta, computed along with a forward.
+"""A check by numbers: the input of the softmax under another beta, computed along with a forward.
 
 In the first forward that is measured, each score product gets a shadow, the same product with a larger gain. Whatever
-the module does to the product is done to its shadow too, and at the softmax the two are compared with what the traces
-say. Nothing random is run twice, and no tensor of the module is touched.
+the module does to the product is repeated on its shadow, and at the softmax the two must differ as the traces predict.
+Nothing random is run twice, and no tensor of the module is touched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from betahook.models.torch_calls import Call, tensors_in
 from betahook.tap.by_hand.traces import Scores
 
 GAIN = 1.5
-"""The gain of the shadows beside that of the forward."""
+"""The gain of the shadows, relative to that of the forward."""
 
 
 class Shadows:
@@ -26,7 +26,7 @@ class Shadows:
 
     def __init__(self) -> None:
         self._of = ByTensor[Tensor]()
-        self._eps = 0.0  # of the coarsest dtype on the way, which may be that of scores whose softmax is in float32
+        self._eps = 0.0  # of the coarsest dtype so far: scores may be in half precision before a softmax in float32
 
     def put(self, tensor: Tensor, shadow: Tensor) -> None:
         """Give a tensor a shadow."""
@@ -34,7 +34,7 @@ class Shadows:
         self._eps = max(self._eps, torch.finfo(shadow.dtype).eps)
 
     def prepare(self, call: Call) -> None:
-        """Give a tensor that a call is about to change a shadow, if a tensor with one goes into it."""
+        """Give a shadow to a tensor that a call is about to change in place, if another argument has one."""
         first = call.operands[0] if call.operands else None
         if not isinstance(first, Tensor) or not call.in_place or first in self._of:
             return
@@ -43,7 +43,7 @@ class Shadows:
 
     @torch.no_grad()
     def follow(self, call: Call, output: Any) -> None:
-        """Do to the shadows what a call did to the tensors."""
+        """Repeat a call on the shadows of its arguments."""
         if "dropout" in call.name or not any(tensor in self._of for tensor in call.tensors):
             return
         shadow = call.run_on(lambda tensor: tensor if (own := self._of.get(tensor)) is None else own)
@@ -56,7 +56,7 @@ class Shadows:
 
     @torch.no_grad()
     def contradict(self, scores: Scores, logits: Tensor, dim: int) -> bool:
-        """Return True if the shadow of what a softmax gets is not what beta promises."""
+        """Return True if the softmax of the logits' shadow is not what the traces predict for the larger beta."""
         shadow = self._of.get(logits)
         several = isinstance(scores.factor, Tensor) and scores.factor.numel() > 1 and scores.axis is None
         if shadow is None or scores.value is None or not scores.linear or several or logits.numel() == 0:
@@ -68,6 +68,6 @@ class Shadows:
         got = for_sums(shadow).softmax(dim).nan_to_num()
         largest = change.abs().amax(dim, keepdim=True) + logits.amax(dim, keepdim=True).abs()
         differs = (promised - got).abs() > 1e-4 + 20 * self._eps * (1 + largest)
-        if scores.allowed is not None:  # of a row without a pair nothing is promised: an addend left its scores there
+        if scores.allowed is not None:  # rows without a pair do not count: an added mask left their scores there
             differs &= scores.allowed.any(dim, keepdim=True)
         return bool(differs.any())
