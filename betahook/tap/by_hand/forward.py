@@ -59,7 +59,7 @@ class FollowedForward:
         products: the products so far that may make scores.
         nodes: the autograd nodes of their results, while autograd is on.
         has_softmax: True once there was a softmax outside of a fused kernel.
-        attended: True once there was attention: a softmax over scores, or a fused kernel.
+        attended: True once there was attention: a softmax over scores or attention weights, or a fused kernel.
         default: the model's own beta at the first softmax.
         fused_only: True while all attention is `F.scaled_dot_product_attention` in the form that `tap.compiled` takes.
         made_of: the features that q and k come from, for each product that reached a softmax; only if there are labels.

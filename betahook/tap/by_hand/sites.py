@@ -48,7 +48,7 @@ class Site:
     """The call site of a torch function.
 
     Attributes:
-        operation: the name of the function, or of the purpose for which the site was looked up.
+        operation: the kind of use for which the site is looked up, such as "product", "softmax" or "scale".
         callers: the user's functions between the forward and the call, innermost first, each with its position in the
             bytecode; torch's functions if the forward is torch's own.
         line: file and line of the innermost caller.
