@@ -1,4 +1,4 @@
-"""Discovery of the attention modules of a model before any forward: by their code, or by a trial where that is mute.
+"""Find the attention modules of a model before any forward: by their code or, where it is inconclusive, by a trial.
 
 `options.find_layers` calls `survey` when a hook is attached.
 """
@@ -47,11 +47,11 @@ class AttentionModule:
         heads: number of query heads.
         head_dim: d_k.
         route: the source of its scores.
-        facts: about its class.
-        places: those of W_q and W_k, as far as a forward showed them: the first one, or before it a trial.
-        query_place: that of W_q, where the first forward showed it alone.
-        has_changed: True once its forward is another one than at first.
-        shared: modules in it that another attention holds too, and calls with inputs of its own.
+        facts: facts about its class.
+        places: where W_q and W_k are stored, if the trial or the first forward revealed it.
+        query_place: where W_q is stored, if the first forward revealed that alone.
+        has_changed: True once its forward has been replaced.
+        shared: its submodules that another attention holds too and calls with inputs of its own.
     """
 
     module: nn.Module
@@ -66,40 +66,40 @@ class AttentionModule:
 
     @property
     def projections(self) -> Pair | None:
-        """W_q and W_k as they are now, since adapters come and go; None if the module keeps them in no known form."""
+        """W_q and W_k as they are now (adapters come and go); None if the module stores them in no known form."""
         pair = None if self.places is None else at_places(self.module, self.places)
         return pair or locate(self.module, self.heads, self.head_dim)
 
     @property
     def query_projection(self) -> Projection | None:
-        """W_q as it is now, also where W_k is in no known form; None if it is in none itself."""
+        """W_q as it is now, even if W_k has no known form; None if W_q has none."""
         if (pair := self.projections) is not None:
             return pair[0]
         return None if self.query_place is None else at_place(self.module, self.query_place)
 
     @property
     def is_frozen(self) -> bool:
-        """True where nothing that makes q or k needs a gradient; weights that FSDP 1 flattened do not tell."""
+        """True if no parameter that produces q or k requires a gradient; False if FSDP 1 has flattened them away."""
         owners = [each.adapter or each.module for each in self.projections or ()] or [self.module]
         parameters = [parameter for owner in owners for parameter in owner.parameters()]
         return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
     @property
     def input_obstacle(self) -> str | None:
-        """Reason why what enters W_q or W_k is out of reach, None where it is not."""
+        """Reason why the input of W_q or W_k cannot be observed; None if it can."""
         pair = self.projections or ()
         if any(projection.argument is None for projection in pair):
             return "no module gets it as an argument or the first forward had to show them"
         shared = any(projection.module in self.shared for projection in pair)
         return "other layers put theirs through the same modules" if shared else None
 
-    @torch.no_grad()  # a checkpoint counts what is saved for the backward, where a weight is made of others
+    @torch.no_grad()  # else computing a parametrised weight saves tensors, which activation checkpointing counts
     def correct(self, made_of: Sequence[MadeOf], linears: Sequence[Linear | None]) -> None:
-        """Take the rows of W_q and W_k from the first forward: no trial may have run, or one went another way.
+        """Take the rows of W_q and W_k from the first forward: a trial may have taken another path, or never run.
 
         Args:
-            made_of: the features that q and k were made of, for each product that came to a softmax.
-            linears: the projections, by number.
+            made_of: the features of q and k, for each product that reached a softmax.
+            linears: the linear maps of the projections, by number.
         """
         pair, (query, key) = self.projections, places_of(self.module, made_of[:1], linears)
         shown = at_places(self.module, (query, key)) if query and key else None
@@ -109,25 +109,25 @@ class AttentionModule:
             query, key = places_of(self.module, made_of, linears)
             if query and key and self._is_plain(query) and self._is_plain(key):
                 self.places = query, key
-            is_whole = query is not None and len(query.rows) == self.heads  # fewer are those of a key
+            is_whole = query is not None and len(query.rows) == self.heads  # a place with fewer heads is a key's
             self.query_place = query if query and is_whole and self._is_plain(query) else None
 
     def _is_plain(self, place: Place) -> bool:
-        """Return True for the place of a weight that alone makes features, all of which is on this rank."""
+        """Return True if the weight at a place alone determines the features and lies wholly on this rank."""
         owner, found = self.module.get_submodule(place.owner), at_place(self.module, place)
-        # An owner of a user's class may do more than to multiply; and ranks must agree on what they gather.
+        # A user-defined owner may do more than multiply; and ranks must agree on what they gather.
         multiplies = is_users(self.module) and (owner is self.module or not is_users(owner))
         return multiplies and found is not None and not found.is_sharded
 
 
 @dataclass(frozen=True)
 class Survey:
-    """The attention of a model.
+    """The attention modules of a model.
 
     Attributes:
         model: the model.
-        found: the modules to which betahook can attach, by name.
-        not_reached: names of those that look like attention, with the reason why it cannot.
+        found: the modules that betahook can attach to, by name.
+        not_reached: names of modules that look like attention but cannot be attached to, with the reason.
     """
 
     model: nn.Module
@@ -151,8 +151,8 @@ UNKNOWN_UNNAMED = Verdict(
 
 
 def survey(model: nn.Module) -> Survey:
-    """Look at every module of a model."""
-    # Cached for this survey: a class may be patched before the next one.
+    """Classify every module of a model, and size those that are attention."""
+    # Cached for this survey only: a class may be patched before the next one.
     names: Callable[[type], frozenset[str]] = functools.cache(names_used)
     verdicts = {module: classify(module, names) for module in model.modules()}
     tried = _trials()
@@ -165,7 +165,7 @@ def survey(model: nn.Module) -> Survey:
         verdict = verdicts[module]
         if verdict == NO_ATTENTION:
             continue
-        # Where one contains another, the inner one computes the scores, unless the outer one asks the interface.
+        # Of nested attention modules, the inner one computes the scores, unless the outer one calls the interface.
         if verdict.route != "interface" and not able.isdisjoint(_inside(module)):
             around[name] = module
         elif verdict.route is None:
@@ -192,21 +192,22 @@ def survey(model: nn.Module) -> Survey:
 
 
 def _note_shared(found: Collection[AttentionModule]) -> None:
-    """Note which modules attention holds that other attention holds too, unless one is a part of the other."""
+    """Set `shared` of each attention: the submodules that another one holds too, unless one contains the other."""
     holders = Counter(part for one in found for part in one.module.modules())
     for one in found:
         one.shared = {part for part in one.module.modules() if holders[part] > holders[one.module]}
 
 
 def _inside(module: nn.Module) -> set[nn.Module]:
-    """The modules that another one holds."""
+    """The submodules of a module, without itself."""
     return {*module.modules()} - {module}
 
 
 def _attends_itself(module: nn.Module, used: Set[str]) -> bool:
-    """True if a module around others is an attention too; its config does not tell, which a whole model has as well.
+    """True if a module that contains attention computes attention itself.
 
-    Nor does a softmax that is only taken as its logarithm, as that over the classes that a model returns.
+    Heads in its config are no evidence, since a whole model has one too, nor are heads that it states itself if its
+    only softmax is a log-softmax, such as that over the classes that a model returns.
     """
     of_classes = used & SOFTMAX and used & SOFTMAX <= LOG_SOFTMAX
     return is_users(module) and bool(used & ASKED or (stated(module)[0] and not of_classes) or is_named(module))
@@ -215,11 +216,11 @@ def _attends_itself(module: nn.Module, used: Set[str]) -> bool:
 Try = Callable[[nn.Module], trial.Outcome | None]
 
 ENOUGH = 2
-"""Modules of a kind that run on no made-up input, after which no other is tried: that takes up to a second each."""
+"""Number of failed trials after which no module of the same kind is tried: each takes up to a second."""
 
 
 def _trials() -> Try:
-    """Give a `trial.run` for one survey."""
+    """Return a cached `trial.run` for one survey."""
     failures = Counter[Hashable]()
 
     @functools.cache
@@ -227,7 +228,7 @@ def _trials() -> Try:
         kind = _kind(module)
         if failures[kind] == ENOUGH:
             return None
-        with RandomState(module).kept():  # which Python and numpy may be asked for, and torch to fill a constant
+        with RandomState(module).kept():  # user code may draw from Python or numpy, and fill constants from torch
             outcome = trial.run(module)
         failures[kind] += outcome is None
         return outcome
@@ -236,7 +237,10 @@ def _trials() -> Try:
 
 
 def _kind(module: nn.Module) -> Hashable:
-    """Class, flags and shapes of a module: equal ones run on the same inputs. Of its numbers, one may be its index."""
+    """Class, flags and shapes of a module; modules that agree run on the same inputs.
+
+    Its integers are left out, since one of them may be the index of a layer.
+    """
     flags = [(name, value) for name, value in vars(module).items() if isinstance(value, bool | str | None)]
     named = itertools.chain(module.named_parameters(), module.named_buffers())
     shapes = [(name, None if is_lazy(tensor) else tensor.shape) for name, tensor in named]
@@ -244,7 +248,7 @@ def _kind(module: nn.Module) -> Hashable:
 
 
 def _sized(module: nn.Module, route: Route, tried: Try) -> AttentionModule | None:
-    """The attention with its size, by what the module states or a trial shows; None if neither tells."""
+    """The attention with its size, as the module states it or a trial shows it; None if it remains unknown."""
     said = count_heads(module)
     # transformers' own classes state their size, and most have projections of known names.
     is_known = not is_users(module) and (said is None or locate(module, *said) is not None)
@@ -254,20 +258,20 @@ def _sized(module: nn.Module, route: Route, tried: Try) -> AttentionModule | Non
 
 
 def _size(module: nn.Module, said: tuple[int, int] | None, outcome: trial.Outcome) -> tuple[int, int] | None:
-    """Heads and d_k: by the rows that made q, as the module said, as a trial counted, or by the scale of the scores."""
+    """Heads and d_k: from the rows that produced q, else as stated, else from the trial, else from the scale."""
     if outcome.places is not None:  # a differential attention may state the number of its pairs of heads
         heads, head_dim = outcome.places[0].rows.shape
         return heads, head_dim
     if said is not None:
         return said
-    # A size that contradicts the module is of some of the queries only, as in ProbSparse attention.
+    # A size that contradicts the module counts only some of the queries, as in ProbSparse attention.
     if outcome.size is not None and stated(module)[0] in (None, outcome.size[0]):
         return outcome.size
     return from_scale(module) if is_users(module) else None
 
 
 def _decide(verdicts: dict[nn.Module, Verdict], tried: Try) -> None:
-    """Decide on modules around others, and on those that look like an attention by half: inner ones first."""
+    """Settle the verdicts on modules that contain attention and on doubtful ones, innermost first."""
     for module, verdict in reversed(list(verdicts.items())):
         if not is_users(module) or (verdict.route is None and verdict != UNKNOWN_CODE):
             continue
@@ -278,12 +282,12 @@ def _decide(verdicts: dict[nn.Module, Verdict], tried: Try) -> None:
             continue
         if (verdict.unnamed and not whole) or (verdict == UNKNOWN_CODE and not inner):
             verdicts[module] = _by_trial(module, verdict, tried(module))
-        # Parts without matrices and sizes of their own belong to it.
+        # Parts with neither matrices nor sizes of their own belong to it.
         verdicts.update(dict.fromkeys(inner - whole, NO_ATTENTION))
 
 
 def _by_trial(module: nn.Module, verdict: Verdict, result: trial.Outcome | None) -> Verdict:
-    """The verdict on a module that only its code or only its name makes look like an attention."""
+    """The verdict, after a trial, on a module that looks like attention only by its code or only by its name."""
     if verdict == UNKNOWN_CODE:
         return Verdict("by hand") if result is not None and result.attends else verdict
     if result is not None and not result.attends:
@@ -293,11 +297,11 @@ def _by_trial(module: nn.Module, verdict: Verdict, result: trial.Outcome | None)
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules, the names as those of the weights in a saved model, without what wrappers add to them."""
+    """Yield names and modules; as in the names of saved weights, what wrappers add to a name is left out."""
     for path, module in model.named_modules():
         yield ".".join(part for part in path.split(".") if part not in compat.WRAPPERS), module
 
 
 def shown_name(name: str) -> str:
-    """Return the name of a module for a message: the model, which may be the attention itself, has an empty one."""
+    """Return the name of a module for messages; the model, which may be the attention itself, has an empty one."""
     return name or "the model"

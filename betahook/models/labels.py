@@ -1,11 +1,11 @@
-"""Labels of entries: the features of projections that they come from, followed through whatever moves them.
+"""Labels of tensor entries: the projection feature that each entry is, followed through views and rearrangements.
 
-Each entry that comes out of a projection gets a label, the number of its feature. They tell what names and sizes, which
-may coincide, do not: the tap finds the axis of the heads by them, `models.trial` the rows of W_q and W_k.
+Each entry of a projection's output is labelled with the number of its feature. Labels are reliable where names and
+sizes, which may coincide, are not: the tap uses them to find the heads axis, `models.trial` the rows of W_q and W_k.
 
-An example: a projection makes `[batch, tokens, 4]`, labelled 0, 1, 2, 3 in every token. Divided into two heads,
-`[batch, 2, tokens, 2]`, the labels are 0, 1 in the first and 2, 3 in the second. They vary along axis 1, so that is the
-axis of the heads, even if there are two tokens as well; and rows 2 and 3 of the weight made the second head.
+Example: a projection returns `[batch, tokens, 4]`, labelled 0, 1, 2, 3 in every token. After the split into two heads,
+`[batch, 2, tokens, 2]`, the labels are 0, 1 in the first head and 2, 3 in the second. They vary along axis 1, so that
+is the heads axis, even if there are two tokens as well; and rows 2 and 3 of the weight produced the second head.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from betahook.models.code import PRODUCTS
 from betahook.models.torch_calls import MOVING, Call, axes_of, tensors_in
 
 PROJECTIONS = {"linear": -1, "addmm": -1, "conv1d": 1, "conv2d": 1, "conv3d": 1}
-"""Functions that make features, to the axis along which these lie."""
+"""Functions that project, with the axis of their output along which the features lie."""
 ADDING = {"add", "add_", "__add__", "__radd__", "__iadd__"}
-"""Functions by which a bias is added."""
+"""Functions that may add a bias."""
 REDUCING = {"max", "min", "amax", "amin", "mean", "sum"}
-"""Functions whose results keep a label that all of their entries have in common."""
+"""Functions whose result keeps a label if all entries that they reduce share it."""
 FAR = 2**31
-"""Offset between the labels of two projections, above any number of features."""
+"""Offset between the labels of two projections, larger than any number of features."""
 UNKNOWN = -1
-"""The label of entries that come from elsewhere."""
+"""Label of entries that do not come from a labelled tensor."""
 PAIR = FAR // 2
-"""Offset of the label of a complex entry that two neighbouring features make: the first is its real part."""
+"""Offset added to the label of a complex entry's real part if its imaginary part is the next feature."""
 
 
 def _pad(labels: Tensor, sides: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
-    """Pad labels: a constant has none."""
+    """Pad labels; entries filled with a constant have none."""
     return F.pad(labels, sides, mode, UNKNOWN if mode == "constant" else value)
 
 
@@ -60,16 +60,16 @@ ON_LABELS: dict[str, Callable[..., Tensor]] = {
     "view_as_complex": _as_complex,
     "view_as_real": _as_real,
 }
-"""Replacements on integer labels, by the name of the function."""
+"""Substitutes that work on integer labels, by the name of the original function."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """The features that the heads of a query or a key are made of.
+    """The projection features that make up the heads of a query or a key.
 
     Attributes:
-        projection: the number of the projection that made them.
-        rows: int64 `[heads, d_k]`, of its weight; one head for all query heads that share a key.
+        projection: index of the projection in `Labels.linears`.
+        rows: int64 `[heads, d_k]`, rows of its weight; query heads that share a key share one row of this tensor.
     """
 
     projection: int
@@ -77,7 +77,7 @@ class Features:
 
 
 MadeOf = tuple[Features | None, Features | None]
-"""The features that q and k are made of, each None where labels do not show it."""
+"""The features of q and of k, each None if its labels do not determine them."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class Linear:
     Attributes:
         source: its input.
         weight: the matrix, or the kernel of a convolution.
-        axes: of the weight, along which its features lie; numbered in this order.
-        bias: what was added to the features at once, None for nothing.
-        outputs: the features, and with a bias that was added by a call of its own.
+        axes: axes of the weight along which the features lie, numbered in this order.
+        bias: the bias added to the features; None if there is none.
+        outputs: the features; also their sum with the bias, if a separate call added it.
     """
 
     source: Tensor
@@ -100,10 +100,10 @@ class Linear:
 
 
 class Labels(ByTensor[Tensor]):
-    """The labels of the tensors in one forward, each of the shape of its tensor.
+    """The labels of the tensors in one forward, each with the shape of its tensor.
 
     Attributes:
-        linears: that of each projection, at index `label // FAR`; None where it is not known.
+        linears: the linear map of each projection, at index `label // FAR`; None if it is unknown.
     """
 
     def __init__(
@@ -113,32 +113,33 @@ class Labels(ByTensor[Tensor]):
         *,
         everywhere: bool = False,
     ) -> None:
-        """Begin without labels.
+        """Start without labels.
 
         Args:
-            is_learned: tells if a tensor holds weights: what a product with it makes is labelled.
+            is_learned: returns True for a tensor that holds weights; the output of a product with it is labelled.
             apart: the context in which labels are computed.
-            everywhere: tell features apart that one projection makes of others along any axis, not only the batch.
+            everywhere: when one projection is applied to several heads, distinguish heads that lie along any leading
+                axis, not only along the first.
         """
         super().__init__()
         self.linears: list[Linear | None] = []
-        self._of_numbers: int | None = None  # the index of the entry in `linears` for numbers that are no features
+        self._of_numbers: int | None = None  # index of the entry in `linears` for numbers that are not features
         self._is_learned, self._apart, self._everywhere = is_learned, apart, everywhere
 
     def put(self, tensor: Tensor, labels: Tensor) -> None:
-        """Label a tensor, unless the labels were computed without data."""
+        """Label a tensor, unless the labels are fake tensors without data."""
         if type(labels) is Tensor:
             self[tensor] = labels
 
     def put_numbers(self, tensor: Tensor, numbers: Tensor) -> None:
-        """Label a tensor by numbers that are no features: as if one projection, which is not known, made them all."""
+        """Label a tensor with numbers that are not features, as if one unknown projection had produced them all."""
         if self._of_numbers is None:
             self._of_numbers = len(self.linears)
             self.linears.append(None)
         self.put(tensor, numbers + FAR * self._of_numbers)
 
     def _put_features(self, tensor: Tensor, axes: Sequence[int], linear: Linear | None) -> None:
-        """Label a tensor that a projection made, whose features lie along some of its axes, numbered in that order."""
+        """Label the output of a projection, whose features lie along `axes`, numbered in that order."""
         sizes = [tensor.shape[axis] for axis in axes]
         numbers = torch.arange(math.prod(sizes), device=device_of(tensor)) + FAR * len(self.linears)
         labels = torch.empty(tensor.shape, dtype=numbers.dtype, device=numbers.device)
@@ -147,28 +148,28 @@ class Labels(ByTensor[Tensor]):
         self.linears.append(linear)
 
     def note_input(self, tensor: Tensor, *axes: int) -> None:
-        """Label an input, along whose last axis, and `axes` before it, lie features that something else made."""
+        """Label an input whose features, produced elsewhere, lie along `axes` and its last axis, in that order."""
         self._put_features(tensor, [*axes, tensor.dim() - 1], None)
 
     def _tell_heads_apart(self, tensor: Tensor, source: Tensor, alike: int) -> None:
-        """Tell apart the features of heads that lie in the batch, and that one projection makes alike.
+        """Give different labels to the heads of `source` that one projection, applied to each, labelled alike.
 
-        `alike` is the number of the first axes that tensor and source have in common, which are all of the batch here.
+        Such heads lie in the leading axes that tensor and source have in common, `alike` in number.
         """
         labels, of = self.get(tensor), self.get(source)
         alike = alike if self._everywhere else min(alike, 1)
         if labels is None or of is None or of.numel() == 0 or not 0 < alike < of.dim():
-            return  # with nothing else than the batch in the source, nothing was projected
+            return  # without axes beside those of the batch, nothing was projected
         if of.shape[:alike] != labels.shape[:alike]:
             return
         _, heads = (of.flatten(alike).amin(alike) % FAR).unique(return_inverse=True)
         if heads.any():
-            self.linears[-1] = None  # which all of them share
+            self.linears[-1] = None  # all heads share its weight
             apart = heads * int(labels.max() - labels.min() + 1)
             self.put(tensor, labels + apart.view(*heads.shape, *(1 for _ in labels.shape[alike:])))
 
     def streams(self, query: Tensor, length: int) -> int:
-        """Count the projections whose features lie one behind the other in a query, with so many tokens of each."""
+        """Count the projections whose outputs, `length` tokens each, are concatenated along the tokens of a query."""
         labels = self.get(query)
         if labels is None:
             return 1
@@ -179,7 +180,7 @@ class Labels(ByTensor[Tensor]):
             return count if any(bool((made_by.amax(axis) > made_by.amin(axis)).any()) for axis in axes) else 1
 
     def note(self, call: Call, output: Any) -> None:
-        """Label what a call returned."""
+        """Label the output of a call."""
         name = call.name
         with self._apart():
             if name in PROJECTIONS:
@@ -195,11 +196,11 @@ class Labels(ByTensor[Tensor]):
                 if name in ADDING:
                     self._note_bias(call.tensors, output)
                 self._follow(call, output)
-                if name == "batch_norm":  # behind which the weight alone is not what acts
+                if name == "batch_norm":  # it rescales features: the weight alone no longer determines them
                     self.put(output, self._of_unknown_weight(self._labels_or_none(output)))
 
     def _note_product(self, call: Call, output: Tensor) -> None:
-        """Label what a product with something learned, or with a matrix, makes of its left operand."""
+        """Label the output of a product whose right operand is learned, or a matrix applied to a larger tensor."""
         axes = axes_of(call)
         if axes is None:
             return
@@ -216,7 +217,7 @@ class Labels(ByTensor[Tensor]):
             self._tell_heads_apart(output, source, sum(1 for _ in alike))
 
     def _note_bias(self, added: list[Tensor], output: Tensor) -> None:
-        """Note the bias of a projection that multiplies only: what is added to its features, one number for each."""
+        """Record the bias of a projection that only multiplies: a tensor added later, with one entry per feature."""
         for one, other in itertools.permutations(added, 2):
             labels = self.get(one)
             if labels is None or labels.numel() == 0 or other.dim() > labels.dim():
@@ -234,27 +235,27 @@ class Labels(ByTensor[Tensor]):
             self.put(target, changed)
 
     def _follow(self, call: Call, output: Any) -> None:
-        parts = [part for part in tensors_in(output) if not part.is_nested]  # whose sizes are no numbers
+        parts = [part for part in tensors_in(output) if not part.is_nested]  # nested sizes are not integers
         if call.name in REDUCING and len(call.tensors) == 1:
             return self._reduce(call, parts[0])
         if call.name in MOVING:
             same = Call(ON_LABELS.get(call.name, call.function), call.args, call.kwargs)
             try:
                 labels = tensors_in(same.run_on(self._labels_or_none))
-            except (RuntimeError, TypeError, ValueError, IndexError):  # it does not work on labels
+            except (RuntimeError, TypeError, ValueError, IndexError):  # the function does not accept labels
                 return
             for part, moved in zip(parts, labels, strict=True):
                 self.put(part, moved)
             return
         labelled = [found for tensor in call.tensors if (found := self.get(tensor)) is not None and found.numel()]
         mixed = len(labelled) > 1 and len({int(found.amax()) // FAR for found in labelled}) > 1
-        # As the modulus of a complex number, which has the label of two features.
+        # A real result of complex numbers, such as their modulus, mixes two features.
         mixed |= any(x.is_complex() for x in call.tensors) and not any(part.is_complex() for part in parts)
         for part in parts:
             alike = next((found for found in labelled if found.shape == part.shape), None)
             if alike is not None and (part.is_floating_point() or part.is_complex()):
                 kept = self._of_unknown_weight(alike) if mixed else alike
-                # In the layout of the tensor, by which `as_strided` goes.
+                # `as_strided` depends on the memory layout, so labels need that of their tensor.
                 self.put(part, kept.contiguous() if part.is_contiguous() else kept)
 
     def _reduce(self, call: Call, output: Tensor) -> None:
@@ -265,7 +266,7 @@ class Labels(ByTensor[Tensor]):
                 self.put(output, least)
 
     def _of_unknown_weight(self, labels: Tensor) -> Tensor:
-        """The same features, as if another projection had made them."""
+        """Relabel features as those of a new projection whose linear map is unknown."""
         self.linears.append(None)
         return labels.where(labels == UNKNOWN, labels % FAR + FAR * (len(self.linears) - 1))
 
@@ -275,7 +276,7 @@ class Labels(ByTensor[Tensor]):
 
 
 def _linear_of(call: Call, output: Tensor) -> Linear:
-    """The linear map that a call of a function in `PROJECTIONS` is."""
+    """Describe a call of a function in `PROJECTIONS` as a linear map."""
     if call.name == "addmm":
         bias, source, weight = call.operands[:3]
         return Linear(source, weight, (1,), bias, (output,))
@@ -284,37 +285,37 @@ def _linear_of(call: Call, output: Tensor) -> Linear:
 
 
 def _sums_all_but(made: Sequence[str], weight: Tensor, of_source: str, of_weight: str, of_output: str) -> bool:
-    """True if a product sums over every axis of the weight but those of the features, each with one of the source."""
+    """True if a product contracts every axis of the weight, except those of the features, with one of the source."""
     others = (axis for axis, size in zip(of_weight, weight.shape, strict=True) if axis not in made and size > 1)
     return all(axis in of_source and axis not in of_output for axis in others)
 
 
 def _has_one_for_each(bias: Tensor, labels: Tensor) -> bool:
-    """True if a tensor that is added to features has one entry for each, in the order of their numbers."""
+    """True if a tensor added to features has one entry per feature, in the order of their numbers."""
     sizes = [1] * (labels.dim() - bias.dim()) + list(bias.shape)
     along = labels[tuple(slice(None if n > 1 else 1) for n in sizes)].flatten() % FAR
     return torch.equal(along, torch.arange(bias.numel(), device=along.device))
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """The device for the labels of a tensor: its own, but for the meta device, on which nothing could be read."""
+    """Device for the labels of a tensor: its own, or the CPU in place of the meta device, which holds no data."""
     return torch.device("cpu") if tensor.is_meta else tensor.device
 
 
 def features_of_heads(
     labels: Tensor, components: Sequence[int], heads: int, head_dim: int, batch: int
 ) -> Features | None:
-    """Tell which features the heads of a query or a key are made of.
+    """Determine the features that make up each head of a query or a key.
 
     Args:
-        labels: of the query or the key.
-        components: the axes along which its components lie, over which the product with the other sums.
-        heads: of the query.
+        labels: labels of the query or the key.
+        components: axes along which its components lie, over which the product of q and k sums.
+        heads: number of query heads.
         head_dim: d_k.
-        batch: the number of sequences, which may share an axis with the heads.
+        batch: number of sequences, which may share an axis with the heads.
 
     Returns:
-        None where the entries come from several projections, or where it is not to be seen which make which head.
+        The features, or None if the entries come from several projections or no split into heads fits the labels.
     """
     last = range(-len(components), 0)
     labels = labels.movedim(tuple(components), tuple(last)).flatten(last[0])
@@ -337,7 +338,7 @@ def features_of_heads(
 
 
 def _by_head(labels: Tensor, counts: set[int], batch: int) -> Iterator[Sequence[Tensor]]:
-    """Divide a tensor `[..., d_k]` into heads, as its sizes allow: a single one, along an axis, or in its first."""
+    """Yield possible splits of `[..., d_k]` into heads: one head, along an axis, or along one shared with the batch."""
     if 1 in counts:
         yield [labels]
     for axis, size in enumerate(labels.shape[:-1]):

@@ -1,7 +1,7 @@
-"""Places of W_q and W_k in an attention module, as a forward shows them: the rows of a parameter that made q, or k.
+"""Places of W_q and W_k in an attention module: the parameter, and the rows of it, that produced q, or k, in a forward.
 
-`trial` and the first forward of a layer ask for them with what `labels` tell; `projections` finds the weight at a place
-again. Nothing here reads an entry of a weight.
+`trial` and the first forward of a layer compute them from `labels`; `projections.at_place` later finds the weight at a
+place. Nothing here reads an entry of a weight.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ModuleCall = tuple[Sequence[Any], Any]
 Calls = Mapping[nn.Module, Sequence[ModuleCall]]
 """The calls of each module."""
 QUERY, KEY = re.compile(r"w?q(s|uery|ueries)?"), re.compile(r"w?k(s|ey|eys)?")
-"""Words in names of what makes q, and k."""
+"""Words in the names of modules and parameters that produce q, and k."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Place:
     """The place of W_q or W_k in an attention module.
 
     Attributes:
-        owner: the name of the module that owns the parameter, without what wraps it; empty for the attention itself.
-        weight: the name of the parameter in its owner.
-        rows: int64 `[heads, d_k]`, of the features in the parameter.
-        axes: those axes of the parameter along which the features lie; along the others lie the inputs.
-        bias: the name of the bias beside it; None where none is known.
-        bias_offset: how many entries of the bias lie before that of the first row.
-        argument: which positional argument of the owner is the input; None where that is not to be seen.
+        owner: name of the module that owns the parameter, without wrappers; empty for the attention itself.
+        weight: name of the parameter in its owner.
+        rows: int64 `[heads, d_k]`, numbers of the features in the parameter.
+        axes: axes of the parameter along which the features lie; the inputs lie along the others.
+        bias: name of the owner's bias; None if none is known.
+        bias_offset: index of a feature's bias entry, minus the number of the feature.
+        argument: index of the owner's positional argument that is the input; None if it is unknown.
     """
 
     owner: str
@@ -52,16 +52,16 @@ class Place:
     argument: int | None
 
     def is_that(self, other: Place) -> bool:
-        """True for the same rows of the same parameter."""
+        """True if both are the same rows of the same parameter."""
         return (self.owner, self.weight) == (other.owner, other.weight) and torch.equal(self.rows, other.rows)
 
     def select(self, weight: Tensor) -> Tensor:
-        """Take the rows out of a weight `[out, d_x]`, as `[heads, d_k, d_x]`."""
-        return weight[self.rows.to(weight.device, non_blocking=True)]  # else the host would wait for a GPU
+        """Select the rows from a weight `[out, d_x]`, as `[heads, d_k, d_x]`."""
+        return weight[self.rows.to(weight.device, non_blocking=True)]  # without making the host wait for a GPU
 
 
 def takes_key_first(module: nn.Module, made_of: MadeOf, linears: Sequence[Linear | None]) -> bool:
-    """True for a product whose left operand is k and whose right one is q, by the names of what made them."""
+    """True if the names of the projections say that the left operand of a product is k and the right one is q."""
     sides = []
     for features in made_of:
         linear = None if features is None else linears[features.projection]
@@ -74,15 +74,15 @@ def takes_key_first(module: nn.Module, made_of: MadeOf, linears: Sequence[Linear
 def places_of(
     module: nn.Module, products: Sequence[MadeOf], linears: Sequence[Linear | None], calls: Calls = MappingProxyType({})
 ) -> tuple[Place | None, Place | None]:
-    """The places of W_q and of W_k that products of an attention have in common, each None where they have none.
+    """The places of W_q and of W_k that all products of an attention share; None for one that they do not share.
 
-    So it is where something else than a parameter of the module made a query or a key, or something beside it.
+    A place is also None if q, or k, was not produced by a parameter of the module alone.
 
     Args:
         module: the attention.
-        products: the features of both operands of each product, as far as they are known.
+        products: the features of both operands of each product, None where unknown.
         linears: the linear maps of the projections, by number.
-        calls: those of the parts of the module, and of itself, as far as they are known.
+        calls: recorded calls of the module and of its parts, if there are any.
     """
     found = []
     for made_of in products:
@@ -114,18 +114,18 @@ def _place_of(
         return None
     returned = (_is_all_of(made, output) for made in linear.outputs for _, output in own_calls)
     if path and own_calls and not any(returned):
-        return None  # the owner does more than to multiply
+        return None  # the owner does more than multiply
     axes, rows = rows_of
-    # A causal mask may be called the bias of an attention.
+    # An attribute `bias` of the attention itself may be a causal mask.
     bias, offset = _bias(owner, linear.bias, rows) or ("bias" if path else None, 0)
     argument = _argument(side, linear.source, owner, own_calls)
     return Place(path, name, rows[features.rows.cpu()], axes, bias, offset, argument)
 
 
 def _find(module: nn.Module, weight: Tensor) -> tuple[str, str, Tensor] | None:
-    """The owner, the name and the whole of a parameter, a part of which is `weight`."""
+    """Find the parameter that `weight` is, or is a view of: the name of its owner, its own name, and the tensor."""
     for path, part in module.named_modules():
-        for name in (*part._parameters, "weight"):  # no parameter where a hook of torch makes it of others
+        for name in (*part._parameters, "weight"):  # a hook of torch may compute "weight" from other parameters
             whole = materialise.stored(part, name)
             if isinstance(whole, Tensor) and (whole is weight or whole is compat.base_of(weight)):
                 return path, name, whole
@@ -133,12 +133,12 @@ def _find(module: nn.Module, weight: Tensor) -> tuple[str, str, Tensor] | None:
 
 
 def _rows_in(whole: Tensor, part: Tensor, axes: tuple[int, ...]) -> tuple[tuple[int, ...], Tensor] | None:
-    """The axes of a parameter along which the rows of a part of it lie, and their numbers; None if they are not rows.
+    """The axes of a parameter along which the rows of a view of it lie, and their numbers; None if they are not rows.
 
     Args:
         whole: the parameter.
-        part: a view of it.
-        axes: of the part, along which its rows lie.
+        part: a view of it, or the parameter itself.
+        axes: axes of the view along which its rows lie.
     """
     if part is whole:
         return axes, torch.arange(math.prod(part.shape[axis] for axis in axes), device="cpu")
@@ -147,7 +147,7 @@ def _rows_in(whole: Tensor, part: Tensor, axes: tuple[int, ...]) -> tuple[tuple[
     own = tuple(axis for axis, size in enumerate(whole.shape) if size > 1 and not any(axis in each for each in summed))
     if not all(summed) or not own:
         return None
-    # Where each row begins in memory, from which the strides of the parameter tell its number.
+    # The offset of each row in memory; the strides of the parameter convert it to the number of the row.
     starts = torch.tensor([part.storage_offset() - whole.storage_offset()], device="cpu")
     for axis in axes:
         steps = torch.arange(part.shape[axis], device="cpu") * part.stride(axis)
@@ -156,19 +156,19 @@ def _rows_in(whole: Tensor, part: Tensor, axes: tuple[int, ...]) -> tuple[tuple[
     for axis in own:
         along = starts // whole.stride(axis) % whole.shape[axis]
         numbers, left = numbers * whole.shape[axis] + along, left - along * whole.stride(axis)
-    return None if left.any() else (own, numbers)  # a row that begins within one of the parameter is none of it
+    return None if left.any() else (own, numbers)  # a remainder: this row starts inside one of the parameter
 
 
 def _axes_along(whole: Tensor, size: int, step: int) -> list[int]:
-    """The axes of a tensor that an axis of a view runs through, by its size above 1 and its stride; none if in part."""
+    """The axes of a tensor that an axis of a view covers, given its size, above 1, and its stride; none if in part."""
     axes = [axis for axis, n in enumerate(whole.shape) if n > 1 and step <= whole.stride(axis) < size * step]
     return axes if math.prod(whole.shape[axis] for axis in axes) == size else []
 
 
 def _bias(owner: nn.Module, bias: Tensor | None, rows: Tensor) -> tuple[str, int] | None:
-    """The name of the parameter that holds a bias, and how far behind the rows of the weight its entries lie.
+    """The name of the parameter that holds a bias, and the offset of its entries from the `rows` of the weight.
 
-    None if no parameter of the owner does, or if they lie in another order.
+    None if no parameter of the owner holds it, or if its entries are in another order.
     """
     if bias is None:
         return None
@@ -181,7 +181,7 @@ def _bias(owner: nn.Module, bias: Tensor | None, rows: Tensor) -> tuple[str, int
 
 
 def _argument(side: str, source: Tensor, owner: nn.Module, calls: Sequence[ModuleCall]) -> int | None:
-    """The argument of its owner that a projection got; of several that are the same, that called "query" or "key"."""
+    """Index of the owner's argument that a projection received; if several are the same, that of the name `side`."""
     names = argument_names(owner)
     for args, _ in calls:
         alike = [index for index, x in enumerate(args) if _is_all_of(source, x)]
@@ -193,7 +193,7 @@ def _argument(side: str, source: Tensor, owner: nn.Module, calls: Sequence[Modul
 
 
 def _is_all_of(tensor: Tensor, other: Any) -> bool:
-    """True if a tensor is another one, in whatever shape."""
+    """True if a tensor has all entries of the other, in whatever shape."""
     if not isinstance(other, Tensor):
         return False
     return compat.base_of(tensor) is compat.base_of(other) and tensor.numel() == other.numel()

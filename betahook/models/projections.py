@@ -1,8 +1,8 @@
-"""W_q and W_k of an attention module: where it keeps them, and how to read them.
+"""W_q and W_k of an attention module: where it stores them, and how to read them.
 
-`locate` finds them, one strategy after another: transformers has no convention, but few variations. `families` holds
-the names and the layouts of known classes, `materialise` reads a weight however it is kept. Layers and `fold` hold what
-`locate` returns; nothing here writes to a weight.
+`locate` tries one strategy after another: transformers has no convention, but few variations. `families` holds the
+names and the layouts of known classes, `materialise` reads a weight however it is stored. Layers and `fold` work with
+the `Projection`s that are found; nothing here writes to a weight.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from betahook.models.places import Place
 
 @dataclass(frozen=True)
 class Projection:
-    """The part of a linear map that makes q, or k.
+    """The part of a linear map that produces q, or k.
 
     Attributes:
         module: the module that owns the weight.
-        select: takes the rows that belong to q or k out of the weight `[out, d_x]`, as `[heads, d_k, d_x]`.
-        adapter: the layer around `module` that adds to what it returns, such as LoRA's; None without one.
-        weight: its name in the module.
-        bias: that of the bias; None where none is known.
-        bias_offset: how many entries of the bias lie before that of the first row of the weight.
-        axes: of the weight as the module stores it, along which its features lie, numbered in this order: 0 in
-            `[out, d_x]`, 1 in `[d_x, out]`, 0 and 2 in `[heads, d_x, d_k]`.
-        argument: which of the module's positional arguments is the input; None where none is.
+        select: selects the rows of q or k from the weight `[out, d_x]`, as `[heads, d_k, d_x]`.
+        adapter: the layer around `module` that adds to its output, such as LoRA's; None if there is none.
+        weight: name of the weight in the module.
+        bias: name of the bias in the module; None if none is known.
+        bias_offset: index of a row's bias entry, minus the number of the row in the weight.
+        axes: axes of the stored weight along which its features lie, numbered in this order: 0 in `[out, d_x]`, 1 in
+            `[d_x, out]`, 0 and 2 in `[heads, d_x, d_k]`.
+        argument: index of the module's positional argument that is the input; None if none is.
     """
 
     module: nn.Module
@@ -57,35 +57,35 @@ class Projection:
 
     @property
     def owners(self) -> list[nn.Module]:
-        """The modules whose weights make q or k now: others where adapters came or went."""
+        """The modules whose weights produce q or k now; they change as adapters come and go."""
         return [self.module, *compat.adapter_outputs(self.adapter), *compat.magnitudes(self.adapter)]
 
     @property
     def width(self) -> int:
         """d_x."""
-        width = getattr(self.module, "in_features", None)  # what is quantised may be stored in another shape
+        width = getattr(self.module, "in_features", None)  # a quantised weight may be stored in another shape
         if isinstance(width, int) and self.weight == "weight":
             return width
         return math.prod(size for axis, size in enumerate(self.stored.shape) if axis not in self.axes)
 
     @property
     def features(self) -> int:
-        """The number of features that the whole weight makes, as far as it is stored in its shape."""
+        """Number of features that the whole weight produces; valid for a weight stored in its own shape."""
         return math.prod(self.stored.shape[axis] for axis in self.axes)
 
     @property
     def rows(self) -> Tensor:
-        """The numbers of the features that are those of q, or of k, `[heads, d_k]`; of a weight stored in its shape."""
+        """Numbers of the features of q, or of k, `[heads, d_k]`; valid for a weight stored in its own shape."""
         return self.select(torch.arange(self.features, device="cpu")[:, None]).squeeze(-1)
 
     @property
     def obstacle(self) -> str | None:
-        """Reason why `entries` is out of reach, None where it is not."""
+        """Reason why `entries` cannot be read; None if it can."""
         return materialise.obstacle(self.stored, self.module, self.adapter)
 
     @property
     def is_sharded(self) -> bool:
-        """True where every rank must take part in reading `entries`: the adapter may be sharded alone."""
+        """True if every rank must take part in reading `entries`; the adapter alone may be sharded."""
         adapter = () if self.adapter is None else self.adapter.parameters()
         return any(map(materialise.is_sharded, (self.stored, *adapter)))
 
@@ -93,7 +93,7 @@ class Projection:
     def entries(self) -> Tensor:
         """W_q or W_k as it acts, `[heads, d_k, d_x]` in floating point: gathered, dequantised, with its adapter.
 
-        For a convolution, d_x is that of all of one patch.
+        For a convolution, d_x counts all entries of a patch.
         """
         weight = materialise.read(self.stored, self.module, self.adapter)
         features_first = weight.movedim(self.axes, tuple(range(len(self.axes))))
@@ -101,26 +101,26 @@ class Projection:
 
 
 KNOWN_FORMS = "Known are linear modules called q_proj and k_proj, or qkv; betahook/models/families.py has more names"
-"""The remedy where `locate` finds nothing."""
+"""Advice appended when `locate` finds no projections."""
 Pair = tuple[Projection, Projection]
 """The query projection and the key projection."""
 
 
 def at_places(module: nn.Module, places: tuple[Place, Place]) -> Pair | None:
-    """The query and key projections at places that are known; None where something else is there now."""
+    """The query and key projections at known places; None if something else is there now."""
     query, key = (at_place(module, place) for place in places)
     return None if query is None or key is None else (query, key)
 
 
 def at_place(module: nn.Module, place: Place) -> Projection | None:
-    """The projection at a place that is known; None where something else is there now."""
+    """The projection at a known place; None if something else is there now."""
     try:
         owner = operator.attrgetter(place.owner)(module) if place.owner else module
-    except AttributeError:  # it was taken out, as where projections are fused
+    except AttributeError:  # the owner was removed, for instance when projections were fused
         return None
     adapter = owner if compat.is_adapter(owner) else None
     if place.owner and place.weight == "weight" and not isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        owner = _linear(owner)  # which may be wrapped by now
+        owner = _linear(owner)  # the owner may be wrapped by now
     if owner is None or not isinstance(materialise.stored(owner, place.weight), Tensor):
         return None
     found = Projection(
@@ -132,26 +132,26 @@ def at_place(module: nn.Module, place: Place) -> Projection | None:
 
 
 def not_located(module: nn.Module) -> str:
-    """The remark on an attention module in which `locate` finds nothing."""
+    """Remark on an attention module whose projections `locate` does not find."""
     if any(map(materialise.is_in_parts, module.parameters())):
         return "W_q and W_k are sharded outside the forward, their std is not measured"
     return f"W_q and W_k have no known form, their std is not measured. {KNOWN_FORMS}"
 
 
 def locate(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
-    """The query and key projections of an attention module, or None where they are not of a known form."""
+    """The query and key projections of an attention module, or None if they have no known form."""
     pairs = (strategy(module, heads, head_dim) for strategy in STRATEGIES)
     return next((pair for pair in pairs if pair is not None), None)
 
 
 def added_queries(module: nn.Module, query: Projection) -> list[Projection]:
-    """The query projections of further sequences in joint attention, laid out as that of the first."""
+    """The query projections of further sequences in joint attention, laid out like that of the first."""
     added = (_projection(module, [name], query.select) for name in families.ADDED_QUERIES)
     return [projection for projection in added if projection is not None]
 
 
 def torch_attention(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
-    """`nn.MultiheadAttention`, whose weights are its own: one for q, k and v, or one each where their widths differ."""
+    """`nn.MultiheadAttention`, which owns its weights: one for q, k and v, or one for each if their widths differ."""
     if not isinstance(module, nn.MultiheadAttention):
         return None
     width, first = heads * head_dim, layouts.run(0, heads, head_dim)
@@ -163,7 +163,7 @@ def torch_attention(module: nn.Module, heads: int, head_dim: int) -> Pair | None
 
 
 def separate(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
-    """Two projections side by side; a gated one for the query has further rows behind those of each head."""
+    """Separate projections for q and k; a gated query projection has further rows after those of each head."""
     for names in families.SEPARATE:
         query = _projection(module, names[:1], lambda weight: weight.unflatten(0, (heads, -1))[:, :head_dim])
         key = _projection(module, names[1:], lambda weight: weight.unflatten(0, (-1, head_dim)))
@@ -173,7 +173,7 @@ def separate(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
 
 
 def _fit(module: nn.Module, query: Projection, key: Projection, heads: int, head_dim: int) -> bool:
-    """True if two projections make as many features as the heads have; only known classes gate a query with more."""
+    """True if two projections produce the features that the heads need; only known classes gate q with further ones."""
     of_query, of_key = (features_of(projection.module) for projection in (query, key))
     key_heads, left = divmod(of_key, head_dim)
     if left or not key_heads or heads % key_heads:
@@ -182,9 +182,9 @@ def _fit(module: nn.Module, query: Projection, key: Projection, heads: int, head
 
 
 def latent(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
-    """The projections up of latent attention (MLA), W_k without the components that turn with the position.
+    """The up-projections of latent attention (MLA), W_k without the rotary components.
 
-    All heads share these components, and no projection up makes them.
+    All heads share these components, and no up-projection produces them.
     """
     unturned = getattr(module, "qk_nope_head_dim", None)
     if unturned is None:
@@ -195,14 +195,14 @@ def latent(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
 
 
 def cross_attention(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
-    """Cross-attention of GPT-2: q apart, k and v fused."""
+    """Cross-attention of GPT-2: a separate projection for q, a fused one for k and v."""
     select = layouts.run(0, heads, head_dim)
     query, key = _projection(module, ("q_attn",), select), _projection(module, families.FUSED, select)
     return None if query is None or key is None else (query, key)
 
 
 def fused(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
-    """One projection for q, k and v, laid out as the facts about the class say."""
+    """One projection for q, k and v, in the layout given by the facts about the class."""
     whole = _projection(module, families.FUSED, layouts.run(0, heads, head_dim))
     if whole is None:
         return None
@@ -211,11 +211,11 @@ def fused(module: nn.Module, heads: int, head_dim: int) -> Pair | None:
 
 
 STRATEGIES = (torch_attention, separate, latent, cross_attention, fused)
-"""In the order in which they are asked."""
+"""Strategies of `locate`, in the order in which it tries them."""
 
 
 def features_of(linear: nn.Module) -> int:
-    """The number of features that a linear module makes; what is quantised may be stored in another shape."""
+    """Number of features that a linear module produces; a quantised weight may be stored in another shape."""
     return getattr(linear, "out_features", None) or int(materialise.stored(linear).shape[_axis(linear)])
 
 
@@ -225,7 +225,7 @@ def _axis(linear: nn.Module) -> int:
 
 
 def _projection(module: nn.Module, names: Iterable[str], select: Select) -> Projection | None:
-    """A part of the first linear map that a module keeps under one of these names; None where it keeps none."""
+    """A part of the first linear map that a module holds under one of `names`; None if it holds none."""
     for child in (getattr(module, name, None) for name in names):
         if (linear := _linear(child)) is not None:
             return Projection(linear, select, child if compat.is_adapter(child) else None, axes=(_axis(linear),))
@@ -233,10 +233,10 @@ def _projection(module: nn.Module, names: Iterable[str], select: Select) -> Proj
 
 
 def _linear(module: object) -> nn.Module | None:
-    """The module that owns the matrix of a projection, itself or the one that it wraps."""
+    """The module that owns the matrix of a projection: the module itself or one that it wraps; None if neither does."""
     if not isinstance(module, nn.Module):
         return None
-    # Inside first: an adapter shows the weight of what it wraps as its own, but not how that is stored.
+    # Inside first: an adapter exposes the weight of its base layer as its own, but not how that is stored.
     children = (getattr(module, name, None) for name in families.WRAPPED)
     wrapped = (_linear(child) for child in children if isinstance(child, nn.Module) and _only_wraps(module, child))
     inner = next((inner for inner in wrapped if inner is not None), None)
@@ -246,7 +246,7 @@ def _linear(module: object) -> nn.Module | None:
 
 
 def _only_wraps(wrapper: nn.Module, inside: nn.Module) -> bool:
-    """True unless the weight inside is not what acts: normed as in LeViT, added to as in a LoRA written by hand."""
+    """False if a wrapper changes the effect of the weight inside, by a norm (LeViT) or a LoRA written by hand."""
     normed = any("norm" in type(child).__name__.lower() for child in wrapper.children())
     added = len(list(wrapper.parameters())) > len(list(inside.parameters())) and not compat.is_adapter(wrapper)
     return not (normed or added)

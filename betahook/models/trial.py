@@ -1,8 +1,8 @@
-"""A trial run of an attention module whose code does not tell enough: its forward, on tensors that hold no data.
+"""Trial run of an attention module whose code does not say enough: its forward, on tensors without data.
 
-`discovery` calls `run`. The module is copied without its weights' data, so nothing is computed but constants, which
-the code may keep, and the module stays as it is. How many scores come to the softmax, and how wide the query is, tells
-the number of heads and d_k; the features that the query and the key are made of tell the rows of W_q and W_k.
+`discovery` calls `run`. The module is copied without the data of its weights, so only constants, which user code may
+keep, are computed, and the module itself is not changed. The number of scores that reach the softmax and the width of
+the query give the number of heads and d_k; the features that make up q and k give the rows of W_q and W_k.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from betahook.models.torch_calls import Call, summed_axes, tensors_in
 from betahook.models.without_data import WithoutData, without_data
 
 BATCH, LENGTH = 3, 7
-"""Of the trial's input, where any length does; no size of a model is likely to be a multiple of both."""
+"""Sizes of the trial's input if any length will do; no size of a model is likely to be a multiple of both."""
 
 SIDE, SIDES = 9, ({"H", "W"}, {"h", "w"}, {"height", "width"})
-"""Of a picture whose tokens come as a sequence, and pairs of arguments for it; a convolution may take strides of 8."""
+"""Side of an image given as a sequence of tokens, enough for a convolution of stride 8, and argument pairs for it."""
 BOTH_SIDES = {"size", "feat_size", "hw_shape"}
-"""Arguments for both at once."""
+"""Arguments that take both sides as one tuple."""
 
 CONTEXTS = {
     *("context", "cond", "encoder_hidden_states", "memory", "y"),
     *("key_value_states", "kv", "key", "value"),
 }
-"""Arguments for what queries look at, which may be of another width than they; without one, a second argument may."""
+"""Arguments that may be the source of the keys, with a width of its own; failing these, a sole second argument is."""
 
 POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 Fixed: TypeAlias = dict[str, int | tuple[int, int] | None]
-"""The values of arguments in each trial, by their names."""
+"""Values of arguments that are the same in each trial, by name."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Outcome:
     """The result of a trial that ran.
 
     Attributes:
-        attends: True if there was an attention.
-        size: the query heads and d_k of the first one; None if it does not show them.
-        places: those of W_q and W_k of that attention, with as many heads as the module states, or, where these are not
-            those of the query, of that size; None where q or k is not what one projection returned, or where another
-            attention in the forward, as that of the next head in a loop, has other ones.
+        attends: True if the forward contains an attention.
+        size: number of query heads and d_k of the first attention; None if they cannot be determined.
+        places: places of W_q and W_k, divided into heads as the module states or, if that does not fit the query, as
+            `size` says. None if q or k is not the output of one projection, or if the attentions in the forward
+            disagree, for instance because each head in a loop has weights of its own.
     """
 
     attends: bool = False
@@ -69,12 +69,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Attention:
-    """The product that makes scores.
+    """A product that computes scores.
 
     Attributes:
-        size: the query heads and d_k; None where the product does not tell.
-        labels: those of q and k, each None where it has none.
-        components: the axes of q, and of k, along which their components lie.
+        size: number of query heads and d_k; None if the product does not determine them.
+        labels: labels of q and of k, each None if there are none.
+        components: axes of q, and of k, along which their components lie.
     """
 
     size: tuple[int, int] | None
@@ -83,18 +83,18 @@ class Attention:
 
 
 def run(module: nn.Module) -> Outcome | None:
-    """Run the forward of a module for what it shows; None if it does not run on a made-up input.
+    """Run the forward of a module to see what it computes; None if it runs on no made-up input.
 
-    Each required argument is `[batch, length, width]`, or what a convolution in the module takes: `[batch, channels,
-    length]`, a picture or a video. Masks and biases are None, or, where that does not run, masks `[batch, length,
-    length]`; sides of a picture are numbers. Where none of that runs, what queries look at is of another width.
+    Each required argument is `[batch, length, width]`, or the input of a convolution in the module: `[batch, channels,
+    length]`, an image or a video. Masks and biases are None; if that fails, masks are `[batch, length, length]`. Sides
+    of an image are integers. If all of that fails, the source of the keys gets a width of its own.
     """
-    # Compiled code would read the memory of tensors that have none, and crash.
+    # Compiled code would crash, reading memory that tensors without data do not have.
     with modes.eagerly(), without_data() as trial, torch.no_grad(), blinded(module):
         try:
             parameters = inspect.signature(module.forward).parameters
             module = trial.copied(module)
-        except Exception:  # code of others: whatever it raises, there is no trial
+        except Exception:  # user code may raise anything; then there is no trial
             return None
         names = [name for name, each in parameters.items() if each.kind in POSITIONAL and each.default is each.empty]
         fixed, masks = _fixed(names), [name for name in parameters if "mask" in name]
@@ -110,7 +110,7 @@ def run(module: nn.Module) -> Outcome | None:
 
 
 def _outcome(module: nn.Module, watch: _Watch) -> Outcome:
-    """The result of a forward, for a module without data."""
+    """The outcome of a forward of a module copied without data."""
     if watch.found is None:
         return Outcome()
     sizes = (size for size in (count_heads(module), watch.found.size) if size is not None)
@@ -119,7 +119,11 @@ def _outcome(module: nn.Module, watch: _Watch) -> Outcome:
 
 
 def _first(watches: Iterable[_Watch | None]) -> _Watch | None:
-    """The first forward that ran to its end, without an attention or with one of known size; or else the first one."""
+    """Choose the most telling forward: the first that ended and had an attention of known size.
+
+    Failing that, one that stopped after such an attention, one without an attention, or one with an attention of
+    unknown size, in that order. A forward without an attention ends the search.
+    """
     stopped = unclear = None
     for watch in watches:
         if watch is None:
@@ -144,11 +148,11 @@ def _try(
     shape: tuple[int, ...],
     tokens: int,
 ) -> _Watch | None:
-    """Run the forward on an input of a shape; None if it does not take one.
+    """Run the forward on an input of a given shape; None if it fails before any attention.
 
-    A mask is given as each of `masks`, and `[batch, tokens, width]` as each of `contexts`, names to widths.
+    Each argument named in `masks` receives a mask, each in `contexts` a tensor `[batch, tokens, width]` of its width.
     """
-    numbers = (buffer for buffer in module.buffers() if buffer.is_floating_point())  # for one that is quantised
+    numbers = (buffer for buffer in module.buffers() if buffer.is_floating_point())  # for a quantised module
     like = next(itertools.chain(module.parameters(), numbers, [torch.empty(0)]))
     watch = _Watch(BATCH * tokens)
     try:
@@ -169,7 +173,7 @@ def _try(
 
 
 def _fixed(names: list[str]) -> Fixed:
-    """The values of those required arguments that are no input."""
+    """Values of required arguments that are not inputs: None for masks and biases, numbers for sides of an image."""
     fixed: Fixed = {name: None for name in names if "mask" in name or "bias" in name}
     for pair in SIDES:
         if pair.issubset(names):
@@ -178,14 +182,14 @@ def _fixed(names: list[str]) -> Fixed:
 
 
 def _places(module: nn.Module, watch: _Watch, size: tuple[int, int]) -> tuple[Place, Place] | None:
-    """The places of W_q and W_k, for so many heads and such a d_k, if they are those of every attention."""
+    """Places of W_q and W_k, for a number of heads and d_k, if all attentions in the forward share them."""
     made_of = [_made_of(each, size) for each in watch.attentions]
     query, key = places_of(module, made_of, watch.labels.linears, watch.calls)
     return (query, key) if query and key and len(query.rows) == size[0] else None
 
 
 def _made_of(found: Attention, size: tuple[int, int]) -> MadeOf:
-    """The features that q and k of an attention are made of, for so many heads and such a d_k."""
+    """Features of q and k of an attention, for a number of heads and d_k."""
     query, key = (
         None if labels is None else features_of_heads(labels, components, *size, BATCH)
         for labels, components in zip(found.labels, found.components, strict=True)
@@ -194,7 +198,7 @@ def _made_of(found: Attention, size: tuple[int, int]) -> MadeOf:
 
 
 def _shapes(module: nn.Module, *, is_picture: bool) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Shapes that an input of the module may have, the likeliest first, and how many tokens a sequence then has."""
+    """Yield shapes that an input of the module may have, likeliest first, each with its tokens per sequence."""
     length, *others = [SIDE**2, SIDE**2 + 1] if is_picture else _lengths(module)  # one more for a class token
     widths = _widths(module)
     for width in widths:
@@ -202,14 +206,14 @@ def _shapes(module: nn.Module, *, is_picture: bool) -> Iterator[tuple[tuple[int,
     for axes, kind in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1):
         for width in widths if any(isinstance(part, kind) for part in module.modules()) else ():
             yield (BATCH, width, *(LENGTH for _ in range(axes))), LENGTH**axes
-            if kind is nn.Conv2d:  # of each picture of a video
+            if kind is nn.Conv2d:  # a video, convolved image by image
                 yield (BATCH, width, LENGTH, LENGTH, LENGTH), LENGTH**3
     for length, width in itertools.product(others, widths):
         yield (BATCH, length, width), length
 
 
 def _lengths(module: nn.Module) -> list[int]:
-    """Lengths that an input of the module may have: any, or else those of its masks and numbers that it states."""
+    """Lengths that an input of the module may have: `LENGTH`, the sizes of its masks, and its integer attributes."""
     of_masks = (mask.shape[-1] for mask in module.buffers() if mask.dim() > 1 and mask.shape[-1] == mask.shape[-2])
     stated = (value for value in vars(module).values() if type(value) is int and value > 1)
     return list(dict.fromkeys([LENGTH, *of_masks, *stated]))[:4]
@@ -231,13 +235,13 @@ def _widths(module: nn.Module) -> list[int]:
 
 @dataclass(frozen=True)
 class _Activation:
-    """Knowledge of an activation.
+    """Record of how an activation was computed.
 
     Attributes:
-        factors: the two activations that it is the product of, or was made of by a product. One of them may be a
-            projection of parameters, as of learned queries.
-        summed: the axes of each that this product sums over; None where they are not known.
-        learned: one of the factors is such a projection.
+        factors: the two factors of the product that the activation is, or is derived from; empty if there is none. One
+            of them may be a projection of parameters, for instance of learned queries.
+        learned: True if one of the factors is such a projection.
+        summed: axes of each factor that the product sums over; None if they are unknown.
     """
 
     factors: tuple[Tensor, ...] = ()
@@ -246,14 +250,14 @@ class _Activation:
 
 
 class _Watch(TorchFunctionMode):
-    """Follows products of activations to a softmax, and that to a further product.
+    """Mode that follows products of activations to a softmax, and the attention weights to a further product.
 
     Attributes:
-        tokens: of all sequences in the module's input.
-        labels: the features that entries are made of.
-        calls: of the module and of its parts.
-        attentions: in their order, one for each product with weights.
-        ended: the forward came to its end: else its input may have had another shape than the module takes.
+        tokens: number of tokens in all sequences of the module's input.
+        labels: labels of entries by their features.
+        calls: calls of the module and of its parts.
+        attentions: in order, one for each product with attention weights.
+        ended: True if the forward ran to its end; otherwise the module may not take an input of this shape.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -264,15 +268,15 @@ class _Watch(TorchFunctionMode):
         self.ended = False
         self.activations = ByTensor[_Activation]()
         self.labels = Labels(lambda tensor: tensor not in self.activations, compat.untransformed)
-        self.weights = ByTensor[Attention]()  # that made them
+        self.weights = ByTensor[Attention]()  # for attention weights, the product of their scores
 
     @property
     def found(self) -> Attention | None:
-        """The first attention."""
+        """The first attention; None if there is none."""
         return self.attentions[0] if self.attentions else None
 
     def note_call(self, module: nn.Module, args: Sequence[Any], output: Any = None) -> None:
-        """Note what a module was called with, and what it returned."""
+        """Record the arguments and the output of a call of a module."""
         self.calls.setdefault(module, []).append((args, output))
 
     def __torch_function__(
@@ -284,13 +288,13 @@ class _Watch(TorchFunctionMode):
                 return compat.multi_head_attention_forward()(*args, **call.kwargs)
         if is_handed_over(func):
             raise NotImplementedError("a function that hands itself over to modes hides what it computes")
-        if func is torch.equal:  # which asks for data
+        if func is torch.equal:  # it needs data
             return call.args[0] is call.args[1]
         output = call.run()
         if call.name == "scaled_dot_product_attention":
             self._settle(*call.tensors[:2])
         parts, moving = tensors_in(output), [x for x in call.tensors if x in self.activations]
-        # A part of a softmax that is written out.
+        # The exponential in a softmax written by hand.
         is_exponential = call.name == "exp" and any(self.activations[x].factors for x in moving)
         if (call.name in SOFTMAXES or is_exponential) and parts and moving:
             self._weigh(call.operands[0], -1 if is_exponential else call.dim, parts[0])
@@ -301,7 +305,7 @@ class _Watch(TorchFunctionMode):
             weights = None
         made = self._made(call, moving)
         if call.name == "__setitem__" and weights is not None:
-            self.weights[call.args[0]] = replace(weights, size=None)  # perhaps those of some heads only
+            self.weights[call.args[0]] = replace(weights, size=None)  # perhaps the weights of only some heads
         for part in parts:
             if moving:
                 self.activations[part] = made
@@ -311,7 +315,7 @@ class _Watch(TorchFunctionMode):
         return output
 
     def _made(self, call: Call, moving: list[Tensor]) -> _Activation:
-        """Knowledge of what a function makes of activations."""
+        """Record how a function computes its output from activations."""
         if call.name in PRODUCTS:
             factors = tuple(call.tensors[-2:])
             if all(x in self.activations or self.labels.get(x) is not None for x in factors):
@@ -320,7 +324,7 @@ class _Watch(TorchFunctionMode):
         return max((self.activations[x] for x in moving), key=_rank, default=_Activation())
 
     def _weigh(self, scores: Tensor, dim: int, output: Tensor) -> None:
-        """Note what a softmax of scores makes."""
+        """Record the output of a softmax as attention weights, if its input is a product of activations."""
         self.activations[output] = _Activation()
         made = self.activations.get(scores) or _Activation()
         if made.factors and made.summed is not None:
@@ -331,16 +335,16 @@ class _Watch(TorchFunctionMode):
             self.weights[output] = Attention(None)
 
     def _settle(self, query: Tensor, key: Tensor) -> None:
-        """Note the size of an attention that takes its softmax itself."""
+        """Record an attention function that includes the softmax."""
         size = self._size(query.numel() // query.shape[-1], query.shape[-1], query)
         self.attentions.append(Attention(size, (self.labels.get(query), self.labels.get(key))))
 
     def _size(self, rows: int, head_dim: int, query: Tensor) -> tuple[int, int] | None:
-        """The heads that have so many rows, and d_k; None with more or fewer queries than tokens."""
+        """Number of heads, from the number of score rows, and d_k; None if queries and tokens differ in number."""
         heads, left = divmod(rows, self.tokens * self.labels.streams(query, self.tokens // BATCH))
         return None if left else (heads, head_dim)
 
 
 def _rank(known: _Activation) -> tuple[bool, bool, int]:
-    """Products before all else, those with learned positions last; then by the entries of the larger factor."""
+    """Sort key: products rank highest, among them those without learned factors, then those with a large factor."""
     return bool(known.factors), not known.learned, max((x.numel() for x in known.factors), default=0)
