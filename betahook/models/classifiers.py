@@ -1,6 +1,6 @@
-"""Classifiers, which tell attention and the source of its scores by the code of a module.
+"""Classifiers, which decide from the code of a module if it is attention and what its scores come from.
 
-`discovery.survey` asks for a verdict on every module of a model: that of the first classifier that comes to one.
+`discovery.survey` calls `classify` for every module of a model; the first classifier with a verdict decides.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMED_KERNELS = {
     "varlen_attn",
     "memory_efficient_attention",
 }
-"""Functions that take the softmax too, called by name in users' code; `tap.kernels` has their signatures."""
+"""Kernels, softmax included, that user code calls by name; `tap.kernels` has their signatures."""
 UNFOLLOWED_KERNELS = {
     **dict.fromkeys(["flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"], APART.format("flash_attn_func")),
     **dict.fromkeys(
@@ -40,7 +40,7 @@ UNFOLLOWED_KERNELS = {
     "memory_efficient_attention_forward": "memory_efficient_attention",
     "sageattn": "F.scaled_dot_product_attention",
 }
-"""Others that are known to compute an attention, to what may be called in their place."""
+"""Other functions that are known to compute attention, each with what to call instead."""
 ASKED = TORCH_ATTENTION | NAMED_KERNELS
 LOG_SOFTMAX = {"log_softmax", "LogSoftmax"}
 SOFTMAX = {*SOFTMAXES, *LOG_SOFTMAX, "Softmax", "XSoftmax"}
@@ -50,13 +50,13 @@ IN_NAME = re.compile("attention|attn", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of classifying a module, which is no attention if there is neither a route nor an obstacle.
+    """The result of classifying a module; it is not attention if there is neither a route nor an obstacle.
 
     Attributes:
-        route: the source of its scores, where betahook can reach them.
-        obstacle: the reason why it cannot.
-        by_name_only: nothing but its name makes it look like attention.
-        unnamed: its code may be an attention's, its name is not: a trial decides.
+        route: the source of its scores, if betahook can reach them.
+        obstacle: the reason why betahook cannot.
+        by_name_only: True if only its name makes it look like attention.
+        unnamed: True if its code may be attention but its name does not say so; a trial decides.
     """
 
     route: Route | None = None
@@ -75,12 +75,12 @@ UNKNOWN_CODE = Verdict(
 
 @dataclass(frozen=True)
 class Suspect:
-    """A module, and what its code shows.
+    """A module to be classified, with the names in its code.
 
     Attributes:
         module: the module.
         used: names that its code uses.
-        used_below: those, and the names that the code of its parts uses.
+        used_below: the same, and the names that the code of its parts uses, see `_parts`.
     """
 
     module: nn.Module
@@ -89,9 +89,9 @@ class Suspect:
 
 
 def classify(module: nn.Module, names: Callable[[type], frozenset[str]]) -> Verdict:
-    """The verdict of the first classifier that comes to one; `names` are those that the code of a class uses."""
+    """The verdict of the first classifier that has one; `names` returns the names in the code of a class."""
     used = names(compat.class_of(module))
-    if hasattr(module, "processor"):  # diffusers keeps the attention apart from the module that owns the weights
+    if hasattr(module, "processor"):  # diffusers separates the attention's code from the module that owns the weights
         used |= names(type(module.processor))
     if is_users(module):
         used |= names_held(module)
@@ -101,30 +101,30 @@ def classify(module: nn.Module, names: Callable[[type], frozenset[str]]) -> Verd
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The parts with a scale at most: a product or a softmax may be one of them, also in another one."""
+    """Children without matrices, and all that they contain: the product or the softmax may be one of them."""
     return (part for child in module.children() if not has_matrix(child) for part in child.modules())
 
 
 def known_otherwise(suspect: Suspect) -> Verdict | None:
-    """A class that is known to be something else."""
+    """A class that `families` lists as something other than attention."""
     reason = facts(suspect.module).not_attention
     return None if reason is None else Verdict(obstacle=reason)
 
 
 def is_scripted(suspect: Suspect) -> Verdict | None:
-    """Attention that `torch.jit` compiled: nothing that it calls is seen."""
+    """Attention compiled by `torch.jit`, whose calls cannot be seen."""
     name = suspect.module.original_name if isinstance(suspect.module, torch.jit.ScriptModule) else ""
     reason = f"torch.jit compiled this {name}, so that its products are out of sight; leave it in Python"
     return Verdict(obstacle=reason) if IN_NAME.search(name) else None
 
 
 def is_called_otherwise(suspect: Suspect) -> Verdict | None:
-    """A module with a `__call__` of its own, past its forward: what it computes is a part of what calls it."""
+    """A module with its own `__call__`, which bypasses `forward`: its computation belongs to its caller."""
     return None if type(suspect.module).__call__ is nn.Module.__call__ else NO_ATTENTION
 
 
 def asks_interface(suspect: Suspect) -> Verdict | None:
-    """Attention that asks transformers for its attention function."""
+    """Attention that calls `get_interface` of transformers for its attention function."""
     if "get_interface" not in suspect.used:
         return None
     bypasses = facts(suspect.module).bypasses_interface
@@ -132,7 +132,7 @@ def asks_interface(suspect: Suspect) -> Verdict | None:
 
 
 def asks_torch(suspect: Suspect) -> Verdict | None:
-    """Attention that torch computes, unless its code has a softmax of its own for other cases."""
+    """Attention by a function of torch or a named kernel; "by hand" if the code also has a softmax, for other cases."""
     used, kernels = suspect.used, {"scaled_dot_product_attention"}
     if is_users(suspect.module):
         used, kernels = suspect.used_below, kernels | NAMED_KERNELS
@@ -142,7 +142,7 @@ def asks_torch(suspect: Suspect) -> Verdict | None:
 
 
 def asks_other_kernel(suspect: Suspect) -> Verdict | None:
-    """Attention by a kernel that is not followed, unless its code has one by hand, too."""
+    """Attention by a kernel that betahook does not follow, unless the code also computes attention by hand."""
     called = next((name for name in UNFOLLOWED_KERNELS if name in suspect.used), None)
     if called is None or _has_product_and_softmax(suspect):
         return None
@@ -150,7 +150,7 @@ def asks_other_kernel(suspect: Suspect) -> Verdict | None:
 
 
 def calls_scripted(suspect: Suspect) -> Verdict | None:
-    """Attention whose product or softmax lies in a function that `torch.jit.script` compiled."""
+    """Attention whose product or softmax is inside a function compiled by `torch.jit.script`."""
     if SCRIPTED not in suspect.used_below or _has_product_and_softmax(suspect):
         return None
     called = [each for part in (suspect.module, *_parts(suspect.module)) for each in scripted(compat.class_of(part))]
@@ -166,42 +166,42 @@ def calls_scripted(suspect: Suspect) -> Verdict | None:
 
 
 def has_no_name(suspect: Suspect) -> Verdict | None:
-    """Code that is not called attention, and asks nobody for one."""
+    """A module that is not named attention: its own product, softmax and matrix make it a candidate for a trial."""
     if is_named(suspect.module):
         return None
-    has_weights = has_matrix(suspect.module)  # else it is a part of what calls it
+    has_weights = has_matrix(suspect.module)  # without one, it is a part of its caller
     computes = is_users(suspect.module) and _has_product_and_softmax(suspect)
     return Verdict("by hand", unnamed=True) if computes and has_weights else NO_ATTENTION
 
 
 def is_by_hand(suspect: Suspect) -> Verdict | None:
-    """Attention with a product and a softmax in its code, or past `get_interface` in the registry of transformers."""
+    """Attention with a product and a softmax in its code, or that reads transformers' registry directly."""
     by_hand = _has_product_and_softmax(suspect) or "ALL_ATTENTION_FUNCTIONS" in suspect.used
     return Verdict("by hand") if by_hand else None
 
 
 def has_name_only(suspect: Suspect) -> Verdict | None:
-    """Code that is called an attention; where more follows in the name, as in that of an output, it takes a softmax."""
+    """A module named attention; if its name goes on, as in `AttentionOutput`, its code must mention a softmax."""
     name = compat.class_of(suspect.module).__name__
     has_softmax = is_users(suspect.module) and any("softmax" in used.lower() for used in suspect.used)
     return UNKNOWN_CODE if has_softmax or re.search("(attention|attn)[0-9]*$", name, re.IGNORECASE) else None
 
 
 def is_named(module: nn.Module) -> bool:
-    """True for a module whose class is called attention."""
+    """True for a module whose class name contains "attention" or "attn"."""
     return IN_NAME.search(compat.class_of(module).__name__) is not None
 
 
 def has_matrix(module: nn.Module) -> bool:
-    """True for a module with more parameters than a scale, or one of each head."""
-    return any(hasattr(part, "in_features") for part in module.modules()) or any(  # quantised, it holds no parameter
+    """True for a module that has a matrix, not only scalars or one number per head."""
+    return any(hasattr(part, "in_features") for part in module.modules()) or any(  # a quantised one has no parameter
         is_lazy(parameter) or compat.is_zero3(parameter) or sum(size > 1 for size in parameter.shape) > 1
         for parameter in module.parameters()
     )
 
 
 def _has_product_and_softmax(suspect: Suspect) -> bool:
-    """True for code with a product and a softmax."""
+    """True if the code has a product and a softmax."""
     return bool(suspect.used_below & SOFTMAX and suspect.used_below & {"@", *PRODUCTS})
 
 
@@ -209,4 +209,4 @@ CLASSIFIERS = (
     *(known_otherwise, is_scripted, is_called_otherwise, asks_interface, asks_torch),
     *(asks_other_kernel, calls_scripted, has_no_name, is_by_hand, has_name_only),
 )
-"""In the order in which they are asked."""
+"""In the order in which `classify` asks them."""

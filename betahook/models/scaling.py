@@ -1,10 +1,10 @@
-"""Scaling of single heads by their weights: the rows of parameters that take a factor on the scores, and its power.
+"""Scale the scores of single heads through weights: which rows of which parameters take a factor, and to what power.
 
-For `betahook.step.clipping`, `find_scalings` reads it off a module, without a forward, so that a layer without such
-weights is refused when attached. Where scores `q . k` take a factor, q and k take its square root each, unless several
-query heads share a key: then q takes all of it. For `betahook.keep`, `query_weights` and `learned_norm` are the places
-that may hold beta, on the side of q alone. Weights that FSDP 2 or a mesh shards are scaled where they are, each rank
-its rows. Nothing here reads a value back to the host.
+For `betahook.step.clipping`, `find_scalings` derives them from a module without a forward, so that a layer without
+such weights is refused on attach. To scale `q . k`, q and k each take the square root of the factor, unless several
+query heads share a key: then q takes all of it. For `betahook.keep`, `query_weights` and `learned_norm` give the places
+that may hold beta, on the query side alone. Weights sharded by FSDP 2 or a device mesh are scaled in place, each rank
+its own rows. Nothing here reads a value back to the host.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from betahook.models.projections import Pair, Projection, added_queries
 
 
 class NoScalingError(ValueError):
-    """The weights of an attention module take no factor; the message is the reason, in words."""
+    """The weights of an attention module cannot take a factor; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a weight that belong to heads.
+    """Assignment of the rows of a weight to heads.
 
     Attributes:
-        head: int64 `[rows]`, the head of each; `heads` for a row that belongs to none.
-        exponent: float32 `[rows]`, the power of the head's factor that a row takes.
-        heads: how many there are.
+        head: int64 `[rows]`, the head of each row; `heads` for a row that belongs to none.
+        exponent: float32 `[rows]`, the power to which a row takes its head's factor.
+        heads: number of heads.
     """
 
     head: Tensor
@@ -46,7 +46,7 @@ class Rows:
 
     @classmethod
     def of(cls, rows: Tensor, exponent: Tensor | float, total: int) -> Rows:
-        """Describe `rows [heads, rows of one head]` of `total`; `exponent` broadcasts to one head's."""
+        """Assign `rows [heads, rows of one head]`, of `total` rows; `exponent` broadcasts to `[rows of one head]`."""
         heads, each = rows.shape
         head = torch.full((total,), heads, device="cpu")
         head[rows.flatten()] = torch.arange(heads, device="cpu").repeat_interleave(each)
@@ -55,8 +55,8 @@ class Rows:
         return cls(head, exponents, heads)
 
     def spread(self, factors: Tensor) -> Tensor:
-        """Return the factor of each row, `[heads] -> [rows]`: exactly 1 for rows of no head, and where it is 1."""
-        if (device := factors.device) not in self._copies:  # once: the host waits for a copy, and `Clip` always asks
+        """Return the factor of each row, `[heads] -> [rows]`: exactly 1 for rows of no head and for factors of 1."""
+        if (device := factors.device) not in self._copies:  # once, not in every step: the host waits for a copy
             self._copies[device] = self.head.to(device), self.exponent.to(device)
         head, exponent = self._copies[device]
         return torch.cat([factors, factors.new_ones(1)])[head] ** exponent
@@ -64,14 +64,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter by its name, since sharding puts another one in its place.
+    """A parameter, referred to by its name, since sharding replaces the object.
 
     Attributes:
         module: the module that owns it.
-        name: in that module.
-        rows: what its entries along `axes` belong to.
-        axes: those of its rows, in order: 1 where the module stores it as `[in, out]`.
-        offset: what the module adds to its entries, 1 in norms whose factor is `1 + w`.
+        name: its name in the module.
+        rows: the heads that its rows belong to.
+        axes: the axes along which its rows lie, in order: 1 if the module stores it as `[in, out]`.
+        offset: the number that the module adds to its entries, 1 in norms whose factor is `1 + w`.
     """
 
     module: nn.Module
@@ -82,10 +82,10 @@ class Weight:
 
     @property
     def stored(self) -> nn.Parameter:
-        """The parameter as it is now, wherever its numbers are.
+        """The parameter as it is now, even if its data is elsewhere.
 
         Raises:
-            NoScalingError: it is made of others.
+            NoScalingError: it is computed from other parameters.
         """
         parameter = materialise.stored(self.module, self.name)
         if not isinstance(parameter, nn.Parameter):
@@ -98,7 +98,7 @@ class Weight:
         """The parameter as it is now, to write to.
 
         Raises:
-            NoScalingError: it is made of others, or its numbers are elsewhere.
+            NoScalingError: it is computed from other parameters, or it is offloaded, sharded or quantised.
         """
         parameter = self.stored
         if parameter.is_meta:
@@ -112,35 +112,35 @@ class Weight:
         return parameter
 
     def scale(self, factors: Tensor) -> None:
-        """Multiply the rows of each head, in place, by their power of its factor; `factors [heads]`."""
+        """Multiply the rows of each head in place by its factor, to the power of each row; `factors [heads]`."""
         weight = self.parameter.detach()
         self._multiply(weight, self._by_row(self.rows.spread(factors), weight))
 
     def blur(self, error: float, generator: torch.Generator) -> None:
-        """Move each entry of the heads' rows up or down by a relative `error`, in place, as the generator says."""
+        """Perturb each entry of the heads' rows in place by a relative `error`, up or down as the generator draws."""
         weight = self.parameter.detach()
         signs = 2 * torch.randint(2, weight.shape, generator=generator, device="cpu") - 1
         of_heads = self._by_row(self.rows.head < self.rows.heads, signs)
         self._multiply(weight, (1 + error * signs * of_heads).to(weight.device))
 
     def stays_finite(self, factors: Tensor) -> Tensor:
-        """True if no entry on this rank would be NaN or infinite after `scale`, boolean `[]`."""
+        """True if `scale` would leave every entry on this rank finite; boolean `[]`."""
         weight = self.parameter.detach()
         by_row = materialise.replicated_like(self._by_row(self.rows.spread(factors), weight), weight)
         return materialise.local((weight * by_row).to(weight.dtype)).isfinite().all()
 
     def _by_row(self, values: Tensor, weight: Tensor) -> Tensor:
-        """Values of rows, in a shape and on a device in which they meet these rows of the weight."""
+        """Reshape values `[rows]` so that they broadcast along the rows of the weight, on its device."""
         return values.view(self._sizes(weight)).to(weight.device)
 
     def _sizes(self, weight: Tensor) -> list[int]:
-        """The shape of the rows of the weight: 1 along all other axes."""
+        """Shape of one value per row of the weight: 1 along all axes but those of the rows."""
         return [size if axis in self.axes else 1 for axis, size in enumerate(weight.shape)]
 
     def _multiply(self, weight: Tensor, factors: Tensor) -> None:
         factors = materialise.replicated_like(factors, weight)
         if self.offset:
-            # In this form a factor of 1 keeps every bit.
+            # In this form, a factor of 1 preserves every bit.
             weight.copy_(weight * factors + self.offset * (factors - 1))
         else:
             weight.mul_(factors)
@@ -148,11 +148,11 @@ class Weight:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Weights of an attention module that together take a whole factor on its scores.
+    """Weights of an attention module that, scaled together, apply a factor to its scores.
 
     Attributes:
         weights: all of them.
-        as_one: True if all heads share one of them: they can take a common factor only.
+        as_one: True if all heads share one of them, so that they can only take a common factor.
     """
 
     weights: Sequence[Weight]
@@ -168,19 +168,19 @@ class Scaling:
         return [weight.parameter for weight in self.weights]
 
     def check(self) -> None:
-        """Refuse weights that cannot be written to now, as `parameters` does."""
+        """Raise `NoScalingError` if a weight cannot be written to now, as `parameters` does."""
         _ = self.parameters
 
     def scale(self, factors: Tensor) -> None:
-        """Multiply the scores by `factors [heads]`; where heads share a weight, all by the smallest of them."""
+        """Multiply the scores by `factors [heads]`; heads that share a weight all take the smallest factor."""
         factors = factors.amin().expand_as(factors) if self.as_one else factors
         for weight in self.weights:
             weight.scale(factors)
-        torch.clear_autocast_cache()  # a forward under autocast would go on with its copy of the old values
+        torch.clear_autocast_cache()  # a forward under autocast would continue to use its copy of the old values
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """After a while, put every bit of the parameters back."""
+        """Restore every bit of the parameters when the context ends."""
         kept = [(parameter.detach(), parameter.detach().clone()) for parameter in {*self.parameters}]
         try:
             yield
@@ -191,7 +191,7 @@ class Scaling:
 
     @contextmanager
     def scaled(self, factors: Tensor, error: float = 0.0, seed: int = 0) -> Iterator[None]:
-        """Scale for a while, each entry off by a relative `error`; afterwards every bit is as it was."""
+        """Scale within the context, each entry off by a relative `error`; then restore every bit."""
         with self.kept():
             self.scale(factors)
             generator = torch.Generator().manual_seed(seed)
@@ -201,12 +201,12 @@ class Scaling:
 
 
 def find_scalings(module: nn.Module, pair: Pair | None, heads: int, head_dim: int) -> Iterator[Scaling]:
-    """Find the weights of an attention module that a factor on its scores goes into.
+    """Yield the weights of an attention module that may take a factor on its scores, the likeliest first.
 
-    Mostly the first; only a run shows where it has to be one of the others, which are on the side of q alone.
+    The first are mostly right; only a run shows if the module needs later ones, which are on the query side alone.
 
     Raises:
-        NoScalingError: there are none, or they take no factor.
+        NoScalingError: there are none, or they cannot take a factor.
     """
     if pair is None:
         raise NoScalingError("its query and key projections have no known form, or FSDP 1 shards them")
@@ -225,7 +225,7 @@ def find_scalings(module: nn.Module, pair: Pair | None, heads: int, head_dim: in
             yield Scaling([*norm.weights(head_dim, 0.5), *other.weights(head_dim, 0.5)], as_one)
         yield Scaling([weight for each in of_query for weight in each.weights(head_dim, 1.0)], as_one)
     elif key_heads == heads and not any(getattr(module, name, None) is not None for name in families.KEY_NORMS):
-        # The components of q that meet a part of k which all heads share, as in MLA, take all of the factor.
+        # Components of q that are multiplied by a part of k shared by all heads, as in MLA, take the whole factor.
         exponent = torch.ones(head_dim, device="cpu")
         exponent[:unshared] = 0.5
         of_key = list(of_linear(key, 0.5))
@@ -238,8 +238,8 @@ def find_scalings(module: nn.Module, pair: Pair | None, heads: int, head_dim: in
 def query_weights(
     module: nn.Module, query: Projection, heads: int, head_dim: int, exponent: Tensor | float
 ) -> Iterator[Sequence[Weight]]:
-    """The weights that make the query: first with the biases that may be its own, though no projection has them."""
-    projections = [query, *added_queries(module, query)]  # one, or one of each sequence that attends
+    """Yield the weights that produce the query, first with biases that the module itself holds for it, then without."""
+    projections = [query, *added_queries(module, query)]  # one, or one per sequence in joint attention
     weights = [weight for each in projections for weight in of_linear(each, exponent)]
     if biases := list(_query_biases(module, heads, head_dim, exponent)):
         yield [*weights, *biases]
@@ -247,7 +247,7 @@ def query_weights(
 
 
 def _query_biases(module: nn.Module, heads: int, head_dim: int, exponent: Tensor | float) -> Iterator[Weight]:
-    """Parameters of the attention itself that have the name and the size of a bias of its query."""
+    """Yield parameters of the attention itself that have the name and the size of a query bias."""
     size = heads * head_dim
     for name in families.QUERY_BIASES:
         bias = getattr(module, name, None)
@@ -257,7 +257,7 @@ def _query_biases(module: nn.Module, heads: int, head_dim: int, exponent: Tensor
 
 
 def _rows(projection: Projection) -> Tensor:
-    """The rows of q, or of k, in their weight, `[heads, rows of one head]`; also of one on the meta device."""
+    """Numbers of the rows of q, or of k, `[heads, rows of one head]`, even of a weight on the meta device."""
     stored = projection.stored
     if not stored.is_meta and (obstacle := projection.obstacle) is not None:
         raise NoScalingError(f"its weight is {obstacle}")
@@ -267,11 +267,11 @@ def _rows(projection: Projection) -> Tensor:
 
 
 def of_linear(projection: Projection, exponent: Tensor | float) -> Iterator[Weight]:
-    """The weight and the bias of a projection, and the weights by which its adapters add to its output."""
+    """Yield the weight and the bias of a projection, and those by which its adapters add to its output."""
     features = _rows(projection)
     rows = Rows.of(features, exponent, projection.features)
     biases = [(projection.module, projection.bias, projection.bias_offset)]
-    if magnitudes := compat.magnitudes(projection.adapter):  # of DoRA, where the norms of the weight cancel
+    if magnitudes := compat.magnitudes(projection.adapter):  # DoRA, where a factor on the weight itself cancels
         yield from (Weight(magnitude, "weight", rows) for magnitude in magnitudes)
     else:
         yield Weight(projection.module, projection.weight, rows, axes=projection.axes)
@@ -280,30 +280,30 @@ def of_linear(projection: Projection, exponent: Tensor | float) -> Iterator[Weig
             biases.append((up, "bias", 0))
     for owner, name, offset in biases:
         if name is not None and isinstance(bias := getattr(owner, name, None), Tensor):
-            total = max(bias.numel(), int(features.max()) + offset + 1)  # a shorter one is refused when it is read
+            total = max(bias.numel(), int(features.max()) + offset + 1)  # a shorter bias is refused on access
             yield Weight(owner, name, Rows.of(features + offset, exponent, total), axes=tuple(range(bias.dim())))
 
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm that learns an entry for each component of one head, or of all, under a name of its own."""
+    """A norm that learns one entry per component of one head, or of all heads, in the parameter `name`."""
 
     module: nn.Module
     name: str = "weight"
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Its weight and, where it has one, its bias."""
+        """Its weight and, if it has one, its bias."""
         both = (getattr(self.module, each, None) for each in (self.name, "bias"))
         return [x for x in both if isinstance(x, Tensor)]
 
     @property
     def size(self) -> int:
-        """Number of its entries."""
+        """Number of entries of its weight."""
         return self.tensors[0].numel()
 
     def weights(self, head_dim: int, exponent: float, offset: float | None = None) -> list[Weight]:
-        """Its weight and its bias; one that all heads share is that of the first. None as offset: run it alone."""
+        """Its weight and bias, as the first head's if all heads share them; an offset of None is found by running it."""
         total, rows_of_head = len(self.tensors[0]), 1 if self.tensors[0].dim() == 2 else head_dim
         rows = Rows.of(torch.arange(total, device="cpu").view(-1, rows_of_head), exponent, total)
         offset = _offset(self.module, self.name) if offset is None else offset
@@ -312,7 +312,7 @@ class Norm:
 
 
 def learned_norm(module: nn.Module, name: str, heads: int, head_dim: int) -> Norm | None:
-    """The norm of this name; None if its weight has no entry for each component, of one head or of all."""
+    """The norm of this name; None unless its weight has one entry per component, of one head or of all."""
     norm = getattr(module, name, None)
     if not isinstance(norm, nn.Module):
         return None
@@ -325,14 +325,14 @@ def learned_norm(module: nn.Module, name: str, heads: int, head_dim: int) -> Nor
 
 
 def added_query_norms(module: nn.Module, heads: int, head_dim: int) -> list[Norm]:
-    """The norms of the queries of further sequences in joint attention."""
+    """The query norms of further sequences in joint attention."""
     norms = (learned_norm(module, name, heads, head_dim) for name in families.ADDED_QUERY_NORMS)
     return [norm for norm in norms if norm is not None]
 
 
 @torch.no_grad()
 def _offset(norm: nn.Module, name: str) -> float:
-    """The number that a norm adds to its weight, 0 or 1: seen from what it returns for weights of 0, 1 and 2."""
+    """The number that a norm adds to its weight, 0 or 1, found from its outputs for weights of 0, 1 and 2."""
     state = dict(chain(norm.named_parameters(), norm.named_buffers()))
     on_cpu = {each: torch.zeros(tensor.shape, device="cpu") for each, tensor in state.items()}
     weight = on_cpu[name]

@@ -1,7 +1,7 @@
-"""Runs without data: code of users runs for the shapes that it makes, on copies of modules that hold no weights.
+"""Runs without data: user code runs for the shapes of its results, on copies of modules that hold no weights.
 
-Code may keep a mask or slopes outside of the module, in an `lru_cache`, a dictionary or an attribute of its class, and
-takes them from there ever after. So constants, which are made of no weight and no input, are computed all the same.
+`trial` uses them. User code may cache a mask or slopes outside the module, in an `lru_cache`, a dictionary or a class
+attribute, and use them in all later forwards. So constants, which depend on no weight and no input, are computed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from betahook import compat
 from betahook.models.torch_calls import rebuilt, tensors_in
 
 LARGEST = 2**26
-"""Most bytes of a constant that is computed: some trials run the longest sequence that the module states."""
+"""Largest constant, in bytes, that is computed: some trials run the longest sequence that the module states."""
 
 _ATEN = torch.ops.aten
 SHAPED = {
     *(_ATEN.new_empty, _ATEN.new_empty_strided, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full),
     *(_ATEN.empty_like, _ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like),
 }
-"""Operators that make a constant, and take no more of their first argument than its shape, dtype and device."""
+"""Operators that create a constant and use only the shape, dtype and device of their first argument."""
 LIFTING = {_ATEN.lift, _ATEN.lift_fresh, _ATEN.lift_fresh_copy}
-"""Operators to which `torch.tensor` passes what it has made."""
+"""Operators to which `torch.tensor` passes its result."""
 KINDS = Tensor, nn.Parameter
-"""Classes of tensors that hold data; what operators do with others is up to their classes."""
+"""Tensor classes that hold data; other classes define themselves what operators do with them."""
 
 KEPT = (
     "a tensor without data is used: the code of an attention module made it of inputs, weights or random numbers while "
@@ -51,12 +51,12 @@ KEPT = (
 
 @contextmanager
 def without_data() -> Iterator[WithoutData]:
-    """Run code for the shapes that it makes."""
+    """Run code for the shapes of its results alone."""
     logger = logging.getLogger(FakeTensorMode.__module__)
-    disabled, logger.disabled = logger.disabled, True  # it logs what the caller is about to catch
+    disabled, logger.disabled = logger.disabled, True  # it logs errors that the caller is about to catch
     made = WithoutData()
     try:
-        with made.mode, warnings.catch_warnings(action="ignore"):  # made-up inputs say nothing on those of users
+        with made.mode, warnings.catch_warnings(action="ignore"):  # the user need not know of made-up inputs
             yield made
     finally:
         made.has_ended = True
@@ -64,23 +64,23 @@ def without_data() -> Iterator[WithoutData]:
 
 
 class WithoutData:
-    """A run without data; the caller keeps the random state.
+    """A run without data; the caller must preserve the random state.
 
     Attributes:
-        mode: in which no operator computes, but for those that make constants while users' code runs.
-        has_ended: what is left of the run must not be used any more.
+        mode: the mode in which no operator computes, except those that create constants while user code runs.
+        has_ended: True once the run is over; using a tensor without data then raises an error.
     """
 
     def __init__(self) -> None:
         self.mode, self.has_ended = FakeTensorMode(allow_non_fake_inputs=True), False
-        # No subclass: operators of higher order go by the exact type of a mode.
+        # Not a subclass: higher-order operators look up the exact type of a mode.
         self.mode.dispatch = self._dispatch  # type: ignore[method-assign]
         self._computes_constants = False
-        self._own: set[StorageWeakRef] = set()  # memory of constants that were made in this run
-        self._unknown: set[StorageWeakRef] = set()  # memory of real tensors that would have been written to
+        self._own: set[StorageWeakRef] = set()  # memory of constants that were computed in this run
+        self._unknown: set[StorageWeakRef] = set()  # memory of real tensors whose writes were not computed
 
     def copied(self, module: nn.Module) -> nn.Module:
-        """Copy a module without data, hooks, shards and adapters."""
+        """Copy a module without its data, hooks, shards and adapters."""
         with FakeCopyMode(self.mode):
             made = copy.deepcopy(module, compat.unsharded(module))
         for part in made.modules():
@@ -91,7 +91,7 @@ class WithoutData:
 
     @contextmanager
     def computing_constants(self, computes: bool = True) -> Iterator[None]:
-        """Compute what is made of no weight, no input and no random number, for code that may keep it."""
+        """Compute what depends on no weight, input or random number, since user code may keep it."""
         before, self._computes_constants = self._computes_constants, computes
         try:
             yield
@@ -101,7 +101,7 @@ class WithoutData:
     def _dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Stand in for `FakeTensorMode.dispatch`."""
+        """Replace `FakeTensorMode.dispatch`."""
         if self.has_ended:
             raise RuntimeError(KEPT)
         kwargs = kwargs or {}
@@ -110,23 +110,23 @@ class WithoutData:
         with_data = self._with_data(func, args, kwargs)
         if with_data is not None and func.overloadpacket in LIFTING:
             return self._compute(func, with_data, kwargs)
-        with self.computing_constants(False):  # for the shapes, torch calls others
+        with self.computing_constants(False):  # to find shapes, torch calls further operators
             try:
                 output = self._without_data(func, types, args, kwargs)
             except Exception:
                 if with_data is None:
                     raise
-                return self._compute(func, with_data, kwargs)  # the shape may depend on entries
+                return self._compute(func, with_data, kwargs)  # the shape may depend on the data
         if with_data is not None and _can_hold_data(output):
             try:
                 return self._compute(func, with_data, kwargs)
-            except Exception:  # as on a device that is not there, or has no memory left
+            except Exception:  # for instance, the device does not exist or is out of memory
                 pass
         self._unknown.update(_memory(tensor) for tensor in _written(func, args, kwargs) if _is_plain(tensor))
         return output
 
     def _without_data(self, func: OpOverload, types: Sequence[type], args: Any, kwargs: Any) -> Any:
-        """Run an operator for its shapes: given real tensors, torch computes with some, even in place."""
+        """Run an operator for its shapes, on fake tensors only: with some real ones torch computes, even in place."""
 
         def of_tensor(tensor: Tensor) -> Tensor:
             return self.mode.from_tensor(tensor, static_shapes=True) if type(tensor) in KINDS else tensor
@@ -136,10 +136,10 @@ class WithoutData:
         return FakeTensorMode.dispatch(self.mode, func, types, args, kwargs)
 
     def _with_data(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
-        """The arguments of an operator that makes a constant; None for those of any other."""
+        """The arguments with which to compute an operator that creates a constant; None for any other operator."""
         given, written = list(args), list(_written(func, args, kwargs))
         if torch.Tag.nondeterministic_seeded in func.tags and (not written or kwargs.get("generator") is not None):
-            return None  # but memory that is there is filled: nothing would tell that its entries mean nothing
+            return None  # in-place operators do run: else nothing would mark the entries as meaningless
         if func.overloadpacket in SHAPED and isinstance(given[0], FakeTensor):
             like = given[0]
             if not _can_hold_data(like):
@@ -159,7 +159,7 @@ class WithoutData:
 
 
 def _drop_adapters(module: nn.Module) -> None:
-    """Put the layers below adapters, which come and go, in their places."""
+    """Replace adapters, which come and go, by the layers below them."""
     for part in module.modules():
         for name, child in part.named_children():
             if compat.is_adapter(child):
@@ -167,14 +167,14 @@ def _drop_adapters(module: nn.Module) -> None:
 
 
 def _can_hold_data(output: Any) -> bool:
-    """True for what is small, and on no meta device: kept until the weights are there, it would silently do nothing."""
+    """True if an output is small, and not on the meta device: a kept meta constant would later silently do nothing."""
     made = tensors_in(output)
     is_small = sum(tensor.numel() * tensor.itemsize for tensor in made) <= LARGEST
     return is_small and all(tensor.device.type != "meta" for tensor in made)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """True for a tensor that holds data and is no weight."""
+    """True for a plain strided tensor that holds data and is not a weight."""
     is_real = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
     return is_real and not tensor.requires_grad
 
@@ -184,7 +184,7 @@ def _memory(tensor: Tensor) -> StorageWeakRef:
 
 
 def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an operator writes to."""
+    """Yield the tensors that an operator writes to."""
     for number, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from tensors_in(args[number] if number < len(args) else kwargs.get(argument.name))
