@@ -1,6 +1,7 @@
-"""A map with tensors as its keys.
+"""A map with tensors as its keys, from which entries vanish with their tensors.
 
-Attention that is written by hand asks it many times in each forward: torch's own takes ten times as long to answer.
+The tap for attention written by hand looks tensors up many times in each forward; torch's own such map takes ten times
+as long.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ class ByTensor(Generic[V]):
         self.ids = self._entries.keys()
 
     def __contains__(self, tensor: object) -> bool:
-        return id(tensor) in self._entries  # else the entry would be gone
+        return id(tensor) in self._entries  # an entry vanishes with its tensor, so no id is stale
 
     def __getitem__(self, tensor: Tensor) -> V:
         return self._entries[id(tensor)][1]
 
     def __setitem__(self, tensor: Tensor, value: V) -> None:
         key = id(tensor)
-        # No function of Python's: a tensor that dies in compiled code would have it compiled. The reference, which a
-        # callback gets, is the default of `pop`.
+        # Not a Python function, which would be compiled when a tensor dies in compiled code. The callback receives the
+        # reference, which becomes the default of `pop`.
         self._entries[key] = compat.WeakIdRef(tensor, functools.partial(self._entries.pop, key)), value
 
     def get(self, tensor: object) -> V | None:
-        """Look up the value of a tensor, None where it has none."""
+        """Look up the value of a tensor, None if it has none."""
         entry = self._entries.get(id(tensor))
         return None if entry is None else entry[1]
 
@@ -55,7 +56,7 @@ class ByTensor(Generic[V]):
         self._entries.clear()
 
     def items(self) -> Iterator[tuple[Tensor, V]]:
-        """Give every tensor that is alive with its value; the map may change meanwhile."""
+        """Yield every live tensor with its value; the map may change during the iteration."""
         for reference, value in list(self._entries.values()):
             if (tensor := reference()) is not None:
                 yield tensor, value

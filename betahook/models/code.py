@@ -1,4 +1,8 @@
-"""The names that the code of a class uses, by which `discovery` tells what it computes."""
+"""Names that the code of a class uses, and the functions behind them.
+
+`classifiers` decides by these names what a class computes; `guards` and `tap.kernels` find in these functions what they
+replace.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +21,19 @@ from torch.jit import ScriptFunction
 from betahook.compat import class_of
 
 LIBRARIES = {"torch", "transformers", "einops", "numpy", "betahook"}
-"""Packages whose functions and classes are known by their names, or compute no attention."""
+"""Packages whose functions and classes are recognised by name, or compute no attention; their code is not read."""
 
 PRODUCTS = ("matmul", "linalg_matmul", "__matmul__", "mm", "bmm", "baddbmm", "einsum")
 """Functions that multiply matrices, by the names that a `TorchFunctionMode` sees."""
 
 SOFTMAXES = ("softmax", "log_softmax")
-"""Functions that take a softmax, by the same names."""
+"""Softmax functions, by the names that a `TorchFunctionMode` sees."""
 
 
 def names_used(kind: type) -> frozenset[str]:
-    """The global names and attributes that the methods of a class use; "@" for the operator.
+    """Global names and attributes that the methods of a class use; "@" for the operator.
 
-    Those of functions that they call, too, unless the class is one of transformers, whose own methods are known.
+    Functions that they call are included; in a class of `LIBRARIES`, only those that patched-in user methods call.
     """
     if not is_own(kind):
         patches = _closed(method for method in methods(kind) if is_users_function(method))
@@ -41,18 +45,18 @@ def names_used(kind: type) -> frozenset[str]:
 
 
 def names_held(module: nn.Module) -> frozenset[str]:
-    """The names of the functions that a module holds as attributes, and those that their code uses."""
+    """Names of the functions that a module holds as attributes, and the names that their code uses."""
     held = (value for value in _held(module) if isinstance(value, FunctionType | BuiltinFunctionType))
     return _names_in(functions_held(module)).union(function.__name__ for function in held)
 
 
 def functions_held(module: nn.Module) -> list[FunctionType]:
-    """The Python functions that a module holds as attributes, and those that they call; none of `LIBRARIES`."""
+    """User-defined functions that a module holds as attributes, and those that they call."""
     return _closed(value for value in _held(module) if is_users_function(value))
 
 
 def functions_of(module: nn.Module) -> list[FunctionType]:
-    """The Python functions that the code of a module and of its parts calls, as far as they are users'."""
+    """User-defined functions and methods that make up the code of a module and of its parts."""
     parts = list(module.modules())
     held = [function for part in parts for function in functions_held(part)]
     kinds = {class_of(part): None for part in parts}
@@ -60,7 +64,7 @@ def functions_of(module: nn.Module) -> list[FunctionType]:
 
 
 def argument_names(module: nn.Module) -> list[str]:
-    """The names of the arguments of a module; none where its forward does not tell, as what `torch.jit` traced."""
+    """Names of the arguments of a module's forward; empty if it has no signature, as after `torch.jit.trace`."""
     try:
         return list(inspect.signature(module.forward).parameters)
     except ValueError:
@@ -73,7 +77,7 @@ def _held(module: nn.Module) -> Iterator[object]:
 
 
 def whole(value: Any) -> Any:
-    """The function that a partial one calls; any other value as it is."""
+    """The function inside a `functools.partial`; any other value as it is."""
     return value.func if isinstance(value, functools.partial) else value
 
 
@@ -82,34 +86,34 @@ def _names_in(functions: Iterable[FunctionType]) -> frozenset[str]:
 
 
 def names_in(function: FunctionType) -> frozenset[str]:
-    """The global names and attributes that the code of a function uses, and that of functions in it."""
+    """Global names and attributes that the code of a function uses, nested functions included."""
     return _names(function.__code__)
 
 
 def _real_names(function: FunctionType) -> set[str]:
-    """The names by which the callees of a function were defined, so that a compiled one has that of the original."""
+    """Names under which the callees of a function were defined, which compiled functions share with their originals."""
     called = (whole(function.__globals__.get(name)) for name in function.__code__.co_names)
     names = (getattr(each, "__name__", None) for each in called if callable(each))
     return {name for name in names if isinstance(name, str)}
 
 
 def is_own(kind: type) -> bool:
-    """True for a class that is of none of `LIBRARIES`."""
+    """True for a class that is not from one of `LIBRARIES`, but user-defined."""
     return not _is_of_library(kind.__module__)
 
 
 def is_users(module: nn.Module) -> bool:
-    """True for a module of such a class."""
+    """True for a module whose class is user-defined."""
     return is_own(class_of(module))
 
 
 def is_users_function(value: object) -> TypeGuard[FunctionType]:
-    """True for a Python function that is none of `LIBRARIES`."""
+    """True for a Python function that is not from one of `LIBRARIES`, but user-defined."""
     return isinstance(value, FunctionType) and not _is_of_library(value.__module__)
 
 
 def methods(kind: type) -> list[FunctionType]:
-    """The functions among the members of a class and its bases, without those that are overridden."""
+    """The functions among the members of a class and its bases, without overridden ones."""
     return [function for function in _members(kind) if isinstance(function, FunctionType)]
 
 
@@ -119,23 +123,23 @@ def _members(kind: type) -> list[Callable[..., Any]]:
 
 
 def scripted(kind: type) -> list[ScriptFunction[Any, Any]]:
-    """The functions that `torch.jit.script` compiled, among the members of a class and what its code calls by name."""
+    """Functions compiled by `torch.jit.script`, among the members of a class and what its code calls by name."""
     named = (value for function in reachable(kind) for value in _named(function))
     return [value for value in (*_members(kind), *named) if isinstance(value, ScriptFunction)]
 
 
 def operations(function: ScriptFunction[Any, Any]) -> set[str]:
-    """The names of torch's operations in what `torch.jit.script` compiled."""
+    """Names of torch's operations in a function compiled by `torch.jit.script`."""
     return {*re.findall(r"aten::(\w+)", str(function.inlined_graph))}
 
 
 def reachable(kind: type) -> list[FunctionType]:
-    """The methods of a class, and the functions that they call by name, those of `LIBRARIES` left out."""
+    """The methods of a class, and the user-defined functions that they call by name."""
     return _closed([*methods(kind), *_inherited(kind)])
 
 
 def _closed(functions: Iterable[FunctionType]) -> list[FunctionType]:
-    """Functions and all that they call by name, those of `LIBRARIES` left out."""
+    """Functions, and all user-defined functions that they call by name, directly or not."""
     seen: dict[FunctionType, None] = {}
     waiting = list(functions)
     while waiting:
@@ -147,7 +151,7 @@ def _closed(functions: Iterable[FunctionType]) -> list[FunctionType]:
 
 
 def _inherited(kind: type) -> Iterator[FunctionType]:
-    """The methods of bases that a method of the same name may call, by `super()` or by the name of the base."""
+    """Yield base-class methods that an overriding method may call, by `super()` or by the name of the base."""
     classes = _classes(kind)
     for number, cls in enumerate(classes, start=1):
         bases = classes[number:]
@@ -159,7 +163,7 @@ def _inherited(kind: type) -> Iterator[FunctionType]:
 
 
 def _names_one(member: object, bases: Collection[type]) -> bool:
-    """True for a method whose code has `super`, or one of the bases, whatever it is called there."""
+    """True for a method whose code uses `super`, or refers to one of the bases under any name."""
     function = inspect.unwrap(whole(member))
     if not isinstance(function, FunctionType):
         return False
@@ -167,14 +171,14 @@ def _names_one(member: object, bases: Collection[type]) -> bool:
 
 
 def _classes(kind: type) -> list[type]:
-    """A class and its bases but those of all modules, the first one first."""
+    """A class and its bases in method resolution order, without `nn.Module` and `object`."""
     return [cls for cls in kind.__mro__ if cls not in (nn.Module, object)]
 
 
 def namespaces(names: Iterable[str], *first: dict[str, Any]) -> list[dict[str, Any]]:
-    """The namespaces in which code finds what it names: some first ones, and those of modules that these hold."""
+    """The namespaces in which code finds `names`: the given ones, and those of the modules that they name."""
     found = list(first)
-    for namespace in found:  # which grows
+    for namespace in found:  # the list grows in the loop
         for value in map(namespace.get, names):
             if isinstance(value, ModuleType | SimpleNamespace) and all(vars(value) is not other for other in found):
                 found.append(vars(value))
@@ -182,17 +186,17 @@ def namespaces(names: Iterable[str], *first: dict[str, Any]) -> list[dict[str, A
 
 
 def _called(function: FunctionType) -> Iterator[FunctionType]:
-    """The Python functions and static methods that code names, and what a named function of autograd runs."""
+    """Yield user-defined functions and static methods that code names, and the forwards of autograd functions."""
     return filter(is_users_function, _named(function))
 
 
 def _named(function: FunctionType) -> Iterator[object]:
-    """Find what code names: functions, compiled ones too, static methods, and what a function of autograd runs."""
+    """Yield callables that code names: functions, compiled ones too, static methods, forwards of autograd functions."""
     names, cells = names_in(function), dict[str, Any]()
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             cells[name] = cell.cell_contents
-        except ValueError:  # it is empty yet
+        except ValueError:  # the cell is still empty
             continue
     spaces = namespaces({*names, *cells}, function.__globals__, cells)
     values = [whole(space.get(name)) for space in spaces for name in {*names, *cells}]
@@ -211,7 +215,7 @@ def _is_of_library(module: str | None) -> bool:
 
 @functools.lru_cache(maxsize=2**14)
 def _names(code: CodeType) -> frozenset[str]:
-    """The names in a code object. They are cached by that and not by class, whose methods may be replaced later."""
+    """The names in a code object; cached by code and not by class, whose methods may be replaced later."""
     multiplies = any(i.opname == "BINARY_OP" and i.argrepr in ("@", "@=") for i in dis.get_instructions(code))
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(code.co_names).union(["@"] * multiplies, *inner)

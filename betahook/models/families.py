@@ -1,7 +1,7 @@
-"""Facts about model families that betahook cannot read off a module: names of attributes, and what holds for a class.
+"""Facts about model families that betahook cannot derive from a module: names of attributes, and facts about classes.
 
-The one file to touch for a new family. Classes are known by name, since importing them would load every model of
-transformers.
+This is the only file to edit for a new family. Classes are identified by name, since importing them would load every
+model of transformers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SEPARATE = (
     *(("projection_query", "projection_key"), ("query_projection", "key_projection"), ("q_head", "k_head")),
     *(("c_q", "c_k"), ("W_query", "W_key")),
 )
-"""Pairs of attributes that hold a projection each for q and k."""
+"""Pairs of attributes that hold separate projections for q and k."""
 FUSED = (
     *("c_attn", "qkv_proj", "qkv", "Wqkv", "wqkv", "query_key_value", "in_proj", "att_proj", "to_qkv"),
     "img_qkv_proj",
@@ -54,11 +54,11 @@ KEY_NORMS = (
 )
 """Attributes that hold the norm of the key, in the same order."""
 ADDED_QUERIES, ADDED_QUERY_NORMS = ("add_q_proj",), ("norm_added_q", "q_rms_norm_t")
-"""Attributes that hold the same for a second sequence, which is put behind the first: joint attention of diffusers."""
+"""Attributes that hold the same for a second sequence, appended to the first in diffusers' joint attention."""
 QUERY_BIASES = ("q_bias",)
-"""Parameters of the attention itself that are the bias of its query, as in BEiT: its `qkv` has none."""
+"""Parameters of the attention itself that are the bias of its query, as in BEiT, whose `qkv` has none."""
 QUERY_CLIPS = ("clip_qkv",)
-"""Attributes that bound the entries of q: an input that stays within the bounds would hide them."""
+"""Attributes that bound the entries of q; a test input that stays within the bounds would not reveal them."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,14 @@ class Facts:
     """Facts about one class.
 
     Attributes:
-        not_attention: the reason why a class that looks like attention with scores `q . k` is none.
-        bypasses_interface: whether a module that asks the attention interface computes its scores by hand all the same.
-        prescale: the factor that the module puts on the query before it asks for its attention; part of its beta.
-        remark: what betahook does not measure as one would think, in words.
-        heads: how many, where the module does not say.
-        fused: how the rows of a fused projection are laid out.
+        not_attention: the reason why a class is not attention with scores `q . k`, although it looks like it.
+        bypasses_interface: returns True for a module that computes its scores by hand although its code calls the
+            attention interface.
+        prescale: returns the factor that the module applies to the query before it calls its attention function; this
+            factor is part of its beta.
+        remark: a caveat for users about what betahook measures in this class.
+        heads: number of heads, if the module does not state it.
+        fused: layout of the rows of a fused projection.
     """
 
     not_attention: str | None = None
@@ -83,7 +85,7 @@ class Facts:
 
 
 def facts(module: nn.Module) -> Facts:
-    """Look up the facts about a module's class, or about the nearest class that it inherits from."""
+    """Look up the facts about a module's class, or about the nearest base class that has any."""
     for name in (kind.__name__ for kind in type(module).__mro__):
         if name in FACTS:
             return FACTS[name]
@@ -93,7 +95,7 @@ def facts(module: nn.Module) -> Facts:
 
 
 def _codegen(module: Any, heads: int, head_dim: int, rows: int) -> Selections:
-    """CodeGen: four shards, in each all of q, then v, then k of its heads."""
+    """CodeGen: four shards, each with all of q, then v, then k of its heads."""
 
     def select(part: int) -> Select:
         return lambda weight: weight.unflatten(0, (4, 3, heads // 4, head_dim))[:, part].flatten(0, 1)
@@ -102,12 +104,12 @@ def _codegen(module: Any, heads: int, head_dim: int, rows: int) -> Selections:
 
 
 def _multi_query(module: Any, *sizes: int) -> Selections | None:
-    """GPT BigCode, older Falcon: one key for all heads behind the queries, or else head by head."""
+    """GPT BigCode, older Falcon: after all queries, one key for all heads; without multi-query, head by head."""
     return (layouts.stacked if module.multi_query else layouts.head_by_head)(module, *sizes)
 
 
 def _falcon(module: Any, *sizes: int) -> Selections | None:
-    """Falcon: in groups of heads in the newer architecture."""
+    """Falcon: in the newer architecture, in groups of heads."""
     grouped = module.new_decoder_architecture
     return layouts.grouped(module.num_kv_heads, *sizes) if grouped else _multi_query(module, *sizes)
 
@@ -185,4 +187,4 @@ FACTS = {
     "WavTokenizerVocosAttention": Facts(heads=1),
     "WhisperAttention": _PRESCALED,
 }
-"""Class name to facts. A class that is not here carries no factor in q, and stacks its fused projection."""
+"""Facts by class name. A class that is not listed applies no factor to q and has the usual fused layout."""

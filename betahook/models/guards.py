@@ -1,7 +1,8 @@
-"""Guards in users' code: calls of `has_torch_function`, with which copies of torch's own functions begin.
+"""Guards in user code: calls of `has_torch_function`, with which copies of torch's own functions begin.
 
-Torch's `multi_head_attention_forward` hands itself over to the function mode that it finds so. A copy hands over less:
-not the arguments that its author added, or a name that is none, and torch's function would run in its place.
+Torch's `multi_head_attention_forward` hands itself over to a function mode that its guard finds. So does a copy, but it
+may leave out an argument that its author added, or use a name that is not defined, and torch's function would run in
+its place. So the tap and `trial` blind these guards.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ GUARDS = (has_torch_function, has_torch_function_unary, has_torch_function_varia
 
 @contextmanager
 def blinded(module: nn.Module) -> Iterator[None]:
-    """Replace the guards that the code of a module and its parts calls by name, for as long as the context lasts."""
+    """Blind the guards that the code of a module and its parts calls by name, for as long as the context lasts."""
     with ExitStack() as stack:
         for function in functions_of(module):
             for name in _guards(function):
@@ -34,13 +35,13 @@ def blinded(module: nn.Module) -> Iterator[None]:
 
 
 def is_handed_over(function: object) -> bool:
-    """True for a function of users that handed itself over to a mode; not for what wraps a kernel or one of torch's."""
+    """True for a user-defined function that handed itself over to a mode, but wraps no kernel or torch function."""
     is_theirs = is_users_function(function) and not hasattr(function, "__wrapped__")
     return is_theirs and in_place_of_torch(function) is None
 
 
 def _guards(function: FunctionType) -> Iterator[str]:
-    """The global names by which a function calls guards."""
+    """Yield the global names by which a function calls guards."""
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
         if isinstance(value, FunctionType | BuiltinFunctionType) and inspect.unwrap(value) in GUARDS:
@@ -48,7 +49,7 @@ def _guards(function: FunctionType) -> Iterator[str]:
 
 
 def _blind(guard: Callable[..., bool]) -> Callable[..., bool]:
-    """A guard that sees no function mode."""
+    """Wrap a guard so that it sees no function mode."""
 
     @functools.wraps(guard)
     def blind(*tensors: Any) -> bool:

@@ -1,4 +1,7 @@
-"""Counting the heads of an attention module: `count_heads` asks one strategy after another; `discovery` calls it."""
+"""Number and width of the heads of an attention module, from its attributes, its config and its projections.
+
+`discovery` and `trial` call `count_heads`, which tries one strategy after another.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from betahook.models.projections import features_of
 QUERIES, KEYS = zip(*SEPARATE, strict=True)
 
 Size = tuple[int | None, int | None]
-"""Number of query heads, and the width d_k of each; None for what is not known."""
+"""Number of query heads and the width d_k of each; None for one that is unknown."""
 
 
 def count_heads(module: nn.Module) -> tuple[int, int] | None:
-    """Number of query heads and width d_k of each, or None where the module does not tell."""
+    """Number of query heads and the width d_k of each, or None if no strategy finds both."""
     sizes = (strategy(module) for strategy in STRATEGIES)
     return next(((heads, head_dim) for heads, head_dim in sizes if heads and head_dim), None)
 
@@ -29,7 +32,7 @@ def stated(module: nn.Module) -> Size:
 
 
 def config_heads(module: nn.Module) -> Size:
-    """The heads of the config with the module's d_k, if they fit into the query projection, which a gate widens."""
+    """Heads from the config and d_k from the module, if the query projection, perhaps gated, is a multiple of them."""
     heads, head_dim = _first(_config(module), HEADS), _first(module, HEAD_DIM)
     width = _width(module, QUERIES)
     misfit = heads and head_dim and width and width % (heads * head_dim)
@@ -37,28 +40,28 @@ def config_heads(module: nn.Module) -> Size:
 
 
 def heads_in_query(module: nn.Module) -> Size:
-    """As many heads of the module's d_k as its query projection has room for."""
+    """As many heads of the module's d_k as fit into its query projection."""
     width, head_dim = _width(module, QUERIES), _first(module, HEAD_DIM)
     return width and head_dim and width // head_dim, head_dim
 
 
 def config_only(module: nn.Module) -> Size:
-    """Both numbers as the config states them, unless the module states its heads."""
+    """Both numbers from the config, unless the module states its heads itself."""
     config = _config(module)
     return None if _heads(module) else _first(config, HEADS), _first(config, HEAD_DIM)
 
 
 def shared_width(module: nn.Module) -> Size:
-    """The module's heads share the width of its query, of a third of what is fused, of its keys or of its embedding."""
+    """The module's heads, which divide the width of its query, a third of a fused projection, its key or embedding."""
     heads, query, fused = _heads(module), _width(module, QUERIES), _width(module, FUSED)
-    # A pooling head has a learned query, and a projection of the keys only.
+    # A pooling head has a learned query and projects the keys only.
     width = query or fused or _width(module, KEYS) or _first(module, ["embed_dim"])
     shares = 3 * heads if heads and fused and not query else heads
     return heads, width // shares if width and shares and width % shares == 0 else None
 
 
 def from_scale(module: nn.Module) -> tuple[int, int] | None:
-    """The module's heads, and the d_k that its scale is one over the root of: a last resort, in classes of users."""
+    """The module's heads, and the d_k for which its scale is 1/√d_k: a last resort, for user-defined classes."""
     heads, scale = _heads(module), getattr(module, "scale", None)
     if not heads or not isinstance(scale, float) or not scale > 0:
         return None
@@ -67,11 +70,11 @@ def from_scale(module: nn.Module) -> tuple[int, int] | None:
 
 
 STRATEGIES = (stated, config_heads, heads_in_query, config_only, shared_width)
-"""In the order in which they are asked. Those after `stated` see modules that lack one of the numbers, or both."""
+"""In the order in which they are tried. Those after `stated` see modules that lack one of the numbers, or both."""
 
 
 def missing(module: nn.Module) -> str:
-    """Tell in words what a module does not say of its size."""
+    """Explain which size attributes the module lacks."""
     heads, head_dim = stated(module)
     if heads:
         return f"it does not say how wide its {heads} heads are: set its attribute head_dim before attach"
@@ -92,13 +95,13 @@ def _heads(module: nn.Module) -> int | None:
 
 
 def _first(owner: object, names: Iterable[str]) -> int | None:
-    """The first of these attributes that is a positive number."""
+    """Value of the first of these attributes that is a positive integer."""
     values = (getattr(owner, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def _width(module: nn.Module, names: Iterable[str]) -> int | None:
-    """Width of what the first of these projections returns."""
+    """Output width of the first of these projections that the module has."""
     for projection in (getattr(module, name, None) for name in names):
         if isinstance(projection, nn.Module) and isinstance(materialise.stored(projection), Tensor):
             return features_of(projection)

@@ -1,6 +1,6 @@
-"""Layouts of fused projections: which rows of one weight make q, and which make k.
+"""Layouts of fused projections: which rows of one weight produce q, and which produce k.
 
-`families.Facts.fused` names the layout of a class, `projections.locate` asks it for the rows. A layout reads no tensor.
+`families.Facts.fused` names the layout of a class, `projections.fused` calls it for the rows. A layout reads no tensor.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 from torch import Tensor
 
 Select = Callable[[Tensor], Tensor]
-"""Takes the rows of q, or of k, out of a weight `[out, d_x]`, as `[heads, d_k, d_x]`."""
+"""Selects the rows of q, or of k, from a weight `[out, d_x]`, as `[heads, d_k, d_x]`."""
 Selections = tuple[Select, Select]
-"""The selection of q, and that of k."""
+"""The selection of the rows of q, and of those of k."""
 Layout = Callable[[Any, int, int, int], Selections | None]
-"""From an attention module, its query heads, d_k and the rows of its fused weight to the selection of q and of k; None
-where the sizes do not fit."""
+"""Function of an attention module, its query heads, d_k and the number of rows of its fused weight; returns the
+selections of q and k, or None if the sizes do not fit."""
 
 
 def run(start: int, heads: int, head_dim: int) -> Select:
-    """Select one head after another, from row `start` on."""
+    """Select one head after another, starting at row `start`."""
     return lambda weight: weight[start : start + heads * head_dim].unflatten(0, (heads, head_dim))
 
 
@@ -33,13 +33,13 @@ def stacked(module: Any, heads: int, head_dim: int, rows: int) -> Selections | N
 
 
 def usual(module: Any, heads: int, head_dim: int, rows: int) -> Selections | None:
-    """All of q first, unless the module says that it goes head by head: `head_first`, or a width of v of its own."""
+    """All of q first, unless `head_first`, or a separate width of v, says that the rows go head by head."""
     by_head = getattr(module, "head_first", False) is True or hasattr(module, "val_dim")
     return (head_by_head if by_head else stacked)(module, heads, head_dim, rows)
 
 
 def head_by_head(module: Any, heads: int, head_dim: int, rows: int) -> Selections | None:
-    """The query, key and value of one head after another; v may be of another width (timm: MaxViT, TinyViT)."""
+    """The query, key and value of one head after another; v may have another width (timm: MaxViT, TinyViT)."""
     if rows % heads or rows <= 2 * head_dim * heads:
         return None
 

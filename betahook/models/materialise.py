@@ -1,6 +1,6 @@
-"""Materialise a weight: gather shards, dequantise, add LoRA or DoRA.
+"""Materialise a weight as it acts: gather its shards, dequantise it, apply LoRA or DoRA.
 
-`Projection` and `Weight` call this; nothing here changes a weight or knows which rows are asked for.
+`Projection` and `Weight` call this; nothing here changes a weight or knows which of its rows are needed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from betahook.models.modes import evaluating
 
 
 def stored(module: nn.Module, name: str = "weight") -> Any:
-    """Look up an attribute of a module, None where it has none; buffers of a parametrization stay as they are.
+    """Look up an attribute of a module, None if it has none, without changing the buffers of a parametrization.
 
-    In training mode, each look at a weight under spectral norm is another step of its power iteration.
+    In training mode, each access to a weight under spectral norm would advance its power iteration.
     """
     if not parametrize.is_parametrized(module, name):
         return getattr(module, name, None)
@@ -28,12 +28,12 @@ def stored(module: nn.Module, name: str = "weight") -> Any:
 
 
 def obstacle(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> str | None:
-    """Reason why a weight cannot be read now; None where `read` does.
+    """Reason why `read` cannot read a weight now; None if it can.
 
     Args:
-        weight: as its module stores it.
+        weight: the weight, as its module stores it.
         module: the module that owns it.
-        adapter: the layer around that which adds to what it returns, such as LoRA's; None without one.
+        adapter: the layer around the module that adds to its output, such as LoRA's; None if there is none.
     """
     if weight.is_meta:
         return "offloaded, on the meta device outside the forward"
@@ -47,41 +47,41 @@ def obstacle(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> st
 
 
 def is_sharded(weight: Tensor) -> bool:
-    """True where `read` is a collective operation, in which every rank must take part."""
+    """True if `read` is a collective operation, in which every rank must take part."""
     return hasattr(weight, "full_tensor")  # a DTensor; torch need not be built with distributed
 
 
 def is_in_parts(parameter: Tensor) -> bool:
-    """True for a parameter that FSDP 1 or ZeRO-3 shards: outside the forward, it shows a part of a weight, or none."""
+    """True for a parameter sharded by FSDP 1 or ZeRO-3: outside the forward, it holds part of a weight, or nothing."""
     return compat.is_flattened(parameter) or compat.is_zero3(parameter)
 
 
 def is_plain(weight: Tensor) -> bool:
-    """True for a weight that can be changed in place: a plain tensor, or one that FSDP 2 or a mesh shards."""
+    """True for a weight that can be changed in place: a plain tensor, or one sharded by FSDP 2 or a device mesh."""
     return type(weight.data) is Tensor or is_sharded(weight)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies on this rank, all of it unless it is sharded."""
+    """This rank's part of a tensor: all of it unless it is sharded."""
     part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return part
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor that FSDP 2 or a mesh shards, whole."""
+    """The whole tensor, gathered if FSDP 2 or a device mesh shards it."""
     gathered: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return gathered
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP 2 free the weights that a forward left whole: only their shards may be written to."""
+    """Let FSDP 2 free the weights that a forward left gathered: only their shards may be written to."""
     for module in model.modules():
         if compat.is_fsdp2(module):
             module.reshard()  # type: ignore[operator]
 
 
 def replicated_like(values: Tensor, weight: Tensor) -> Tensor:
-    """`values`, the same on all ranks, as an operand for `weight`: on each rank, the part for its shard."""
+    """Turn `values`, the same on all ranks, into an operand for `weight`: each rank uses the part for its shard."""
     if not is_sharded(weight):
         return values
     from torch.distributed.tensor import DTensor, Replicate
@@ -93,7 +93,7 @@ def replicated_like(values: Tensor, weight: Tensor) -> Tensor:
 def read(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> Tensor:
     """The weight in floating point, with its adapter; its dimensions are in the order in which the module stores them.
 
-    Args: as of `obstacle`.
+    The arguments are those of `obstacle`.
     """
     dequantised = _dequantised(weight, module)
     weight = whole(weight.detach() if dequantised is None else dequantised)
@@ -108,21 +108,21 @@ def read(weight: Tensor, module: nn.Module, adapter: nn.Module | None) -> Tensor
 
 
 def is_whole(weight: Tensor, module: nn.Module) -> bool:
-    """False for the weight of a linear module with fewer entries than it states, as FSDP 1, ZeRO-3 and 4 bits have."""
+    """False for the weight of a linear module with fewer entries than it states: under FSDP 1, ZeRO-3, in 4 bits."""
     out, width = getattr(module, "out_features", None), getattr(module, "in_features", None)
-    # A parameter of an attention is no weight of that size, whatever the attention states.
+    # An attention may state these sizes too, but its own parameters under other names do not have them.
     parameters = dict(module.named_parameters(recurse=False))
     is_of_linear = parameters.get("weight", vars(module).get("weight")) is weight
     return not is_of_linear or out is None or width is None or weight.numel() == out * width
 
 
 def _is_freed(weight: Tensor) -> bool:
-    """True for a plain tensor without its memory, as the views of the flat parameter of FSDP 1 outside the forward."""
+    """True for a plain tensor whose memory is freed, like FSDP 1's views of its flat parameter outside the forward."""
     return type(weight.data) is Tensor and weight.untyped_storage().nbytes() < weight.nbytes
 
 
 def _dequantised(weight: Tensor, module: nn.Module) -> Tensor | None:
-    """A quantised weight in floating point; None for any that is not of a known library."""
+    """A quantised weight in floating point; None if it is not quantised (yet), or by an unknown library."""
     if type(weight).__module__.startswith("torchao."):
         return weight.detach().dequantize()
     dequantise = DEQUANTISERS.get(type(weight).__name__)
@@ -130,7 +130,7 @@ def _dequantised(weight: Tensor, module: nn.Module) -> Tensor | None:
 
 
 def _from_4_bits(weight: Any, module: Any) -> Tensor | None:
-    """A weight of `Linear4bit` of bitsandbytes, which is quantised when it first goes to a device."""
+    """A weight of bitsandbytes' `Linear4bit`; None before its first move to a device, which quantises it."""
     if getattr(weight, "quant_state", None) is None:
         return None
     from bitsandbytes.functional import dequantize_4bit
@@ -140,7 +140,7 @@ def _from_4_bits(weight: Any, module: Any) -> Tensor | None:
 
 
 def _from_8_bits(weight: Any, module: Any) -> Tensor | None:
-    """A weight of `Linear8bitLt` of bitsandbytes; its scales move to the module in the first forward."""
+    """A weight of bitsandbytes' `Linear8bitLt`, whose scales move to the module in the first forward."""
     if weight.is_floating_point():
         return None
     scale = weight.SCB if getattr(weight, "SCB", None) is not None else module.state.SCB
@@ -151,4 +151,4 @@ DEQUANTISERS: dict[str, Callable[[Any, Any], Tensor | None]] = {
     "Params4bit": _from_4_bits,
     "Int8Params": _from_8_bits,
 }
-"""Class of a weight to the function that reads it; None where the weight is not quantised yet."""
+"""Functions that dequantise a weight, by the name of its class; each returns None if it is not quantised yet."""

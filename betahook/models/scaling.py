@@ -303,7 +303,7 @@ class Norm:
         return self.tensors[0].numel()
 
     def weights(self, head_dim: int, exponent: float, offset: float | None = None) -> list[Weight]:
-        """Its weight and bias, as the first head's if all heads share them; an offset of None is found by running it."""
+        """Its weight and bias, as the first head's if all heads share them; an offset of None is found by a run."""
         total, rows_of_head = len(self.tensors[0]), 1 if self.tensors[0].dim() == 2 else head_dim
         rows = Rows.of(torch.arange(total, device="cpu").view(-1, rows_of_head), exponent, total)
         offset = _offset(self.module, self.name) if offset is None else offset

@@ -1,7 +1,7 @@
-"""Operations of betahook that are to have no part in selective activation checkpointing.
+"""Contexts that hide operations of betahook from selective activation checkpointing.
 
-That saves the outputs of some operations of a forward, and hands them out when it runs the forward again, by the name
-of the operation and its number. What only one of the two runs computes would shift the numbers of the rest.
+It saves the outputs of some operations of a forward and, when it runs the forward again, looks them up by the name and
+the running number of the operation. An operation in only one of the two runs would shift the numbers of the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOTHING = nullcontext()
 
 class _Uncounted(threading.local):
     modes: list[TorchDispatchMode] | None = None
-    """Those from before `uncounted`, which `counted` puts back, the innermost last; None outside of one."""
+    """Modes from before `uncounted`, which `counted` restores, the innermost last; None outside of `uncounted`."""
 
 
 _uncounted = _Uncounted()
@@ -41,7 +41,7 @@ def _counts(mode: object) -> bool:
 
 
 def uncounted() -> AbstractContextManager[None]:
-    """Return a context whose operations have no number, but for those in `counted`."""
+    """Return a context whose operations are not numbered, except those in `counted`."""
     if not is_counted():
         return _NOTHING
     modes = _get_current_dispatch_mode_stack()
@@ -49,18 +49,18 @@ def uncounted() -> AbstractContextManager[None]:
 
 
 def counted() -> AbstractContextManager[None]:
-    """Return a context for the model's own operations in one that is `uncounted`."""
+    """Return a context for the model's own operations inside `uncounted`."""
     return _NOTHING if _uncounted.modes is None else _under(_uncounted.modes)
 
 
 def apart() -> AbstractContextManager[None]:
-    """Return a context in which nothing is `counted`."""
+    """Return a context in which `counted` has no effect."""
     return _NOTHING if _uncounted.modes is None else _under(_get_current_dispatch_mode_stack())
 
 
 @contextmanager
 def _under(modes: list[TorchDispatchMode], uncounted: list[TorchDispatchMode] | None = None) -> Iterator[None]:
-    """Put modes in force, and remember those that `uncounted` took out of it; afterwards all is as it was."""
+    """Activate dispatch modes, and record those from before `uncounted`; restore both afterwards."""
     before, kept = _exchange(modes), _uncounted.modes
     _uncounted.modes = uncounted
     try:
@@ -71,7 +71,7 @@ def _under(modes: list[TorchDispatchMode], uncounted: list[TorchDispatchMode] | 
 
 
 def _exchange(modes: list[TorchDispatchMode]) -> list[TorchDispatchMode]:
-    """Put modes in force in place of those that are, which are returned; the innermost is the last."""
+    """Replace the active dispatch modes and return them; the innermost is the last."""
     before = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())][::-1]
     for mode in modes:
         _push_mode(mode)

@@ -1,4 +1,4 @@
-"""Stand-ins for functions that users' code calls by name, as long as hooks need them there."""
+"""Stand-ins for functions that user code calls by name, put there by `guards` and `tap.kernels` for a while."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Namespace: TypeAlias = dict[str, Any] | type
 
 @dataclass
 class _Replaced:
-    """A function that was replaced. Its stand-in holds it: nothing else outlives the namespace that it is in.
+    """Record of a function that was replaced. Only its stand-in holds it, so that it dies with the namespace.
 
     Attributes:
-        namespace: where it was found, a dictionary or a class.
-        name: by which it was found there.
+        namespace: the dictionary or the class in which the function was found.
+        name: its name there.
         function: the function.
         users: number of contexts that need the replacement.
     """
@@ -35,7 +35,7 @@ class _Replaced:
 
 
 def find(namespace: Namespace, name: str) -> Any:
-    """Look up a name in a namespace, None for nothing: in a class alone, not in its bases."""
+    """Look up a name in a namespace, None if it is missing; a class is searched without its bases."""
     return (vars(namespace) if isinstance(namespace, type) else namespace).get(name)
 
 
@@ -48,7 +48,7 @@ def _assign(namespace: Namespace, name: str, value: Any) -> None:
 
 @contextmanager
 def put(namespace: Namespace, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a function in a namespace by `make(function)` until the last such context ends."""
+    """Replace a function in a namespace by `make(function)`, until the last context for it ends."""
     replaced = _replaced(namespace, name, make)
     replaced.users += 1
     try:
@@ -61,7 +61,7 @@ def put(namespace: Namespace, name: str, make: Callable[[Any], Any]) -> Iterator
 
 def _replaced(namespace: Namespace, name: str, make: Callable[[Any], Any]) -> _Replaced:
     function = find(namespace, name)
-    replaced = _of_stand_in(function)  # which may have been imported from elsewhere
+    replaced = _of_stand_in(function)  # of a stand-in that may have been imported from elsewhere
     if replaced is not None and replaced.namespace is namespace and replaced.name == name:
         return replaced
     made = make(function)
@@ -71,6 +71,9 @@ def _replaced(namespace: Namespace, name: str, make: Callable[[Any], Any]) -> _R
 
 
 def _of_stand_in(value: Any) -> _Replaced | None:
-    """Tell what a stand-in replaced; None for any other value. A partial function would hand it on to its copies."""
+    """Return the record of a stand-in; None for any other value.
+
+    It is an attribute of the function inside a partial, since copies of a partial would share an attribute of its own.
+    """
     replaced = getattr(whole(value), _ATTRIBUTE, None)
     return replaced if isinstance(replaced, _Replaced) else None

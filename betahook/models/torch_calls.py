@@ -1,6 +1,6 @@
 """Calls of torch functions: their arguments in the order of torch's signatures, and the tensors among them.
 
-Nothing here knows attention.
+`trial` and the tap wrap each call that they intercept in a `Call`. Nothing here knows about attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from betahook import compat
 from betahook.models import selective
 
 IN_PLACE = {"__imul__", "__itruediv__", "__iadd__", "__isub__", "__setitem__"}
-"""Functions without an underscore at the end that change their first operand."""
+"""Functions that change their first operand, besides those with a trailing underscore such as `add_`."""
 PERMUTING = (
     "view reshape transpose permute swapaxes swapdims movedim moveaxis t adjoint flatten unflatten "
     "view_as reshape_as as_strided unfold"
@@ -33,13 +33,13 @@ SPLITTING = (
 )
 DIVIDING = "div div_ divide divide_ true_divide true_divide_ __truediv__ __itruediv__"
 MOVING = frozenset(f"{PERMUTING} {REGROUPING} {PICKING} {SPLITTING} pad".split())
-"""Functions that only move entries, or leave some out or add some."""
+"""Functions that only rearrange entries, or leave some out or add some."""
 NUMPY = {"axis": "dim", "keepdims": "keepdim"}
-"""Names of numpy that torch takes for its own."""
+"""Argument names of numpy that torch accepts, with its own."""
 ORDER = {"condition": -1, "input": 0, "tensors": 0, "other": 1, "mask": 1, "pad": 1}
-"""Position of keyword arguments in torch's signatures."""
+"""Positions of keyword arguments in torch's signatures; 2 for any other."""
 PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
-"""Types of most arguments that are no tensors and hold none."""
+"""Types of common arguments that neither are tensors nor contain any."""
 
 
 class Call:
@@ -60,7 +60,7 @@ class Call:
 
     @property
     def operands(self) -> list[Any]:
-        """The arguments in the order of torch's signatures, those given by name too."""
+        """All arguments in the order of torch's signatures, keyword arguments included."""
         if self._operands is None:
             by_name = sorted(self.kwargs, key=lambda name: ORDER.get(name, 2)) if self.kwargs else ()
             self._operands = [*self.args, *(self.kwargs[name] for name in by_name)]
@@ -78,12 +78,12 @@ class Call:
         """The dimension that a softmax is taken over."""
         input, *rest = self.operands
         given = self.kwargs.get("dim", self.kwargs.get("axis", rest[0] if rest else None))
-        # torch's choice where `F.softmax` or `nn.Softmax` is not told
+        # torch's default for `F.softmax` and `nn.Softmax`
         return given if isinstance(given, int) else int(input.dim() not in (0, 1, 3))
 
     @property
     def reduced(self) -> tuple[int | tuple[int, ...] | None, bool]:
-        """The dimensions that a reduction takes together, None for all, and if it keeps them."""
+        """The `dim` of a reduction, None for all dimensions, and its `keepdim`."""
         dim, keepdim, *_ = *self.args[1:3], None, False
         given = {NUMPY.get(name, name): value for name, value in self.kwargs.items()}
         return given.get("dim", dim), bool(given.get("keepdim", keepdim))
@@ -95,7 +95,7 @@ class Call:
 
     @property
     def has_target(self) -> bool:
-        """True if the call writes into a tensor that it was given as `out`."""
+        """True if the call writes to a tensor given as `out`."""
         return self.kwargs.get("out") is not None
 
     def run(self) -> Any:
@@ -104,13 +104,13 @@ class Call:
             return self.function(*self.args, **self.kwargs)
 
     def run_on(self, replacement: Callable[[Tensor], Tensor]) -> Any:
-        """Call the function with another tensor in the place of each floating-point or complex one, and no target."""
+        """Call the function with each floating-point or complex tensor replaced, and without `out`."""
 
         def replace(tensor: Tensor) -> Tensor:
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 return tensor
             other = replacement(tensor)
-            # A mask may have been broadcast, whose memory has no such view.
+            # The replacement may be a broadcast mask, whose memory has no such view.
             return other.contiguous() if self.name == "view" and other.stride() != tensor.stride() else other
 
         options = {name: value for name, value in self.kwargs.items() if name != "out"}
@@ -118,15 +118,15 @@ class Call:
 
 
 def in_place_of_torch(function: object) -> str | None:
-    """The name of the function of torch in whose place one of users' stands, as the profiler of DeepSpeed puts it."""
+    """Name of the torch function that this one has replaced in torch, as DeepSpeed's profiler does; None if none."""
     functions = itertools.chain(*(vars(place).items() for place in (F, torch.Tensor, torch)))
     return next((name for name, value in functions if value is function), None)
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function; "transpose" for a property that does so, and "foreach.mul" for a `mul` of lists.
+    """Name of a function; "transpose" for properties such as `x.T`, and "foreach.mul" for a `mul` of lists.
 
-    That of torch for a function that stands in its place under another.
+    A function that replaces one of torch's goes by the name of that one.
     """
     if function in compat.TRANSPOSING_GETTERS:
         return "transpose"
@@ -139,9 +139,10 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def axes_of(call: Call) -> tuple[str, str, str] | None:
-    """A letter for each axis of both operands of a product and of what it returns; axes that meet have the same.
+    """A letter for each axis of the two operands and the output of a product; axes that correspond share a letter.
 
-    None for a product of other than two tensors, and for one of vectors.
+    For example `("axz", "azy", "axy")` for a batched product of two 3-D tensors. None for a product of other than two
+    tensors, and for one with a vector.
     """
     if call.name == "einsum":
         return _axes_of_einsum(*call.args)
@@ -153,7 +154,7 @@ def axes_of(call: Call) -> tuple[str, str, str] | None:
 
 @functools.cache
 def _axes_of_matrices(left: int, right: int) -> tuple[str, str, str] | None:
-    """`axes_of` matrices, for the number of axes that both operands have."""
+    """Return `axes_of` a matrix product whose operands have so many axes."""
     if min(left, right) < 2:
         return None
     batch = "abcdefgh"[: max(left, right) - 2]
@@ -161,9 +162,9 @@ def _axes_of_matrices(left: int, right: int) -> tuple[str, str, str] | None:
 
 
 def summed_axes(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The axes of both operands that a product sums over, those that meet at the same place.
+    """The axes of both operands that a product sums over, in corresponding order.
 
-    None where `axes_of` is, and where it sums over none.
+    None if it sums over none, or if `axes_of` is None, `baddbmm` aside.
     """
     if call.name == "baddbmm":
         return (2,), (1,)
@@ -198,12 +199,12 @@ def is_in_place(name: str) -> bool:
 
 
 def is_causal_bias(value: object) -> bool:
-    """True for a causal mask of torch that has no entries; by name, as its file loads the compiler, which is slow."""
+    """True for torch's `CausalBias`, a mask without entries; by name, as importing it loads the compiler, slowly."""
     return type(value).__name__ == "CausalBias"
 
 
 def tensors_in(nested: Any) -> list[Tensor]:
-    """All tensors in nested lists, tuples and dictionaries, but for the causal masks of torch that have no entries."""
+    """Return all tensors in nested lists, tuples and dictionaries, except torch's causal masks without entries."""
     found: list[Tensor] = []
     _collect(nested, found)
     return found
@@ -211,7 +212,7 @@ def tensors_in(nested: Any) -> list[Tensor]:
 
 def _collect(nested: Any, found: list[Tensor]) -> None:
     if isinstance(nested, Tensor):
-        if not is_causal_bias(nested):  # torch 2.6 raises where one is asked for anything
+        if not is_causal_bias(nested):  # in torch 2.6, any access to one raises
             found.append(nested)
     elif isinstance(nested, (list, tuple, dict)):
         for item in nested.values() if isinstance(nested, dict) else nested:
@@ -223,7 +224,7 @@ def _collect(nested: Any, found: list[Tensor]) -> None:
 
 
 def rebuilt(nested: Any, of_tensor: Callable[[Tensor], Tensor]) -> Any:
-    """Nested lists, tuples and dictionaries, built anew of what stands for each tensor; other objects are the same."""
+    """Rebuild nested lists, tuples and dictionaries with `of_tensor(x)` for each tensor; keep other objects."""
     if isinstance(nested, Tensor):
         return of_tensor(nested)
     kind = type(nested)
@@ -233,5 +234,5 @@ def rebuilt(nested: Any, of_tensor: Callable[[Tensor], Tensor]) -> Any:
 
 
 def copied(inputs: Any) -> Any:
-    """Copy the tensors of nested inputs, to which a forward may write; query and key may be one, and stay so."""
+    """Copy the tensors of nested inputs, as a forward may write to them; one passed twice, as q and k, stays one."""
     return rebuilt(inputs, functools.cache(lambda x: x if isinstance(x, nn.Parameter) else x.clone()))
