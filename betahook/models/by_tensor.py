@@ -1,6 +1,6 @@
 """A map with tensors as its keys, from which entries vanish with their tensors.
 
-The tap for attention written by hand looks tensors up many times in each forward; torch's own such map takes ten times
+The tap for attention written by hand looks tensors up many times in each forward; torch's own weak map takes ten times
 as long.
 """
 

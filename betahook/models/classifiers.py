@@ -132,7 +132,7 @@ def asks_interface(suspect: Suspect) -> Verdict | None:
 
 
 def asks_torch(suspect: Suspect) -> Verdict | None:
-    """Attention by a function of torch or a named kernel; "by hand" if the code also has a softmax, for other cases."""
+    """Attention by torch or a named kernel; "by hand" if its code, or torch's multi-head one, may take a softmax."""
     used, kernels = suspect.used, {"scaled_dot_product_attention"}
     if is_users(suspect.module):
         used, kernels = suspect.used_below, kernels | NAMED_KERNELS

@@ -35,7 +35,7 @@ def blinded(module: nn.Module) -> Iterator[None]:
 
 
 def is_handed_over(function: object) -> bool:
-    """True for a user-defined function that handed itself over to a mode, but wraps no kernel or torch function."""
+    """True for a user function that handed itself over to a mode, rather than wrapping a kernel or one of torch's."""
     is_theirs = is_users_function(function) and not hasattr(function, "__wrapped__")
     return is_theirs and in_place_of_torch(function) is None
 

@@ -32,7 +32,7 @@ def stated(module: nn.Module) -> Size:
 
 
 def config_heads(module: nn.Module) -> Size:
-    """Heads from the config and d_k from the module, if the query projection, perhaps gated, is a multiple of them."""
+    """Heads from the config with d_k from the module, if both fit the query projection, which a gate may widen."""
     heads, head_dim = _first(_config(module), HEADS), _first(module, HEAD_DIM)
     width = _width(module, QUERIES)
     misfit = heads and head_dim and width and width % (heads * head_dim)
@@ -52,7 +52,7 @@ def config_only(module: nn.Module) -> Size:
 
 
 def shared_width(module: nn.Module) -> Size:
-    """The module's heads, which divide the width of its query, a third of a fused projection, its key or embedding."""
+    """The module's heads, each with its share of the width of the query, fused (a third), key or embedding."""
     heads, query, fused = _heads(module), _width(module, QUERIES), _width(module, FUSED)
     # A pooling head has a learned query and projects the keys only.
     width = query or fused or _width(module, KEYS) or _first(module, ["embed_dim"])

@@ -1,4 +1,4 @@
-"""Labels of tensor entries: the projection feature that each entry is, followed through views and rearrangements.
+"""Labels of tensor entries: the projection feature that each entry holds, followed through views and rearrangements.
 
 Each entry of a projection's output is labelled with the number of its feature. Labels are reliable where names and
 sizes, which may coincide, are not: the tap uses them to find the heads axis, `models.trial` the rows of W_q and W_k.
@@ -152,9 +152,9 @@ class Labels(ByTensor[Tensor]):
         self._put_features(tensor, [*axes, tensor.dim() - 1], None)
 
     def _tell_heads_apart(self, tensor: Tensor, source: Tensor, alike: int) -> None:
-        """Give different labels to the heads of `source` that one projection, applied to each, labelled alike.
+        """Give the features of different heads different labels, where one projection of all heads labelled them alike.
 
-        Such heads lie in the leading axes that tensor and source have in common, `alike` in number.
+        Such heads lie in the leading axes that `tensor` and `source` have in common, `alike` in number.
         """
         labels, of = self.get(tensor), self.get(source)
         alike = alike if self._everywhere else min(alike, 1)
@@ -255,7 +255,7 @@ class Labels(ByTensor[Tensor]):
             alike = next((found for found in labelled if found.shape == part.shape), None)
             if alike is not None and (part.is_floating_point() or part.is_complex()):
                 kept = self._of_unknown_weight(alike) if mixed else alike
-                # `as_strided` depends on the memory layout, so labels need that of their tensor.
+                # Labels take the memory layout of their tensor, as `as_strided` depends on it.
                 self.put(part, kept.contiguous() if part.is_contiguous() else kept)
 
     def _reduce(self, call: Call, output: Tensor) -> None:

@@ -203,7 +203,7 @@ class Scaling:
 def find_scalings(module: nn.Module, pair: Pair | None, heads: int, head_dim: int) -> Iterator[Scaling]:
     """Yield the weights of an attention module that may take a factor on its scores, the likeliest first.
 
-    The first are mostly right; only a run shows if the module needs later ones, which are on the query side alone.
+    The first are mostly right; only a run shows if later ones are needed. The last are on the query side alone.
 
     Raises:
         NoScalingError: there are none, or they cannot take a factor.

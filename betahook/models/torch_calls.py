@@ -118,7 +118,7 @@ class Call:
 
 
 def in_place_of_torch(function: object) -> str | None:
-    """Name of the torch function that this one has replaced in torch, as DeepSpeed's profiler does; None if none."""
+    """Name of the torch function in whose place a user-defined one is, as DeepSpeed's profiler does; None if none."""
     functions = itertools.chain(*(vars(place).items() for place in (F, torch.Tensor, torch)))
     return next((name for name, value in functions if value is function), None)
 
