@@ -1,7 +1,7 @@
-"""The gains, the factors on the queries of all layers, and the tensors whose gradients are their sensitivities.
+"""The gains (factors on the queries) of all layers, and the tensors whose gradients give their sensitivities.
 
-A part of `betahook.state.State`. The tap asks for both in every forward of every layer, so they are made for all layers
-at once, when beta has changed. Nothing here reads a value back to the host.
+`Gains` is a part of `betahook.state.State`. The tap needs them in every forward of every layer, so they are computed
+for all layers at once, when beta has changed. Only `recall` reads a value back to the host.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Gains:
     """Gains and probes of all layers.
 
     Attributes:
-        beta: that of the `State`, `[heads]`, which writes to it.
+        beta: the `beta` of the `State`, `[heads]`, which is written in place.
         own: float32 `[heads]`, the inverse temperature that the model itself applied in the last forward of each layer
-            on this rank; NaN where that was not a number.
+            on this rank; NaN where that was a tensor, not a number.
         probes: float32 `[heads of the layer]` each, zeros that require grad; the gradient is a part of the sensitivity
-            (see `tap.gain.ScaleQuery`). One for each layer: a slice of a common one would add to it in every backward.
+            (see `tap.gain.ScaleQuery`). One for each layer, since the backward of a slice would add to the whole.
     """
 
     def __init__(self, lengths: Sequence[int], beta: Tensor) -> None:
@@ -52,38 +52,37 @@ class Gains:
         self._outlive_graphs = False
 
     def follow(self, beta: Tensor) -> None:
-        """Follow `beta`, which is on another device now."""
+        """Move to the device of `beta`, the new tensor of the state."""
         sensitivity = self.sensitivity().to(beta.device)
         self.beta, self.own, self._made_of, self._leaves = beta, self.own.to(beta.device), None, {}
         self.probes = [probe.detach().to(beta.device).requires_grad_() for probe in self.probes]
-        self._gains, self._known, self._scales = (), self.own, self.own  # they would hold memory of the other device
+        self._gains, self._known, self._scales = (), self.own, self.own  # else they would hold memory of the old device
         self._outlive_graphs = False
         self.set_sensitivity(sensitivity)
 
     def note(self, layer: int, heads: slice, beta: float | None) -> bool:
         """Remember the inverse temperature that a layer itself applies; return True unless it is that of the last call.
 
-        None stands for one that is not a number. Compared on the host, where it nearly always is the same number:
-        nothing is then launched.
+        None stands for a tensor. Numbers are compared on the host and nearly always equal, so that nothing is launched.
         """
         if self._noted[layer] == beta:
             return False
         is_new = beta is None or self._noted[layer] != ctypes.c_float(beta).value
         self._noted[layer] = beta
-        if not is_new:  # after a resume, which knows it in single precision
+        if not is_new:  # after a resume, the number is only known in float32
             return False
         self.own[heads] = math.nan if beta is None else beta
-        self._made_of = None  # what a graph of the compiler writes counts as no version
+        self._made_of = None  # writes by a compiled graph do not change the version
         return True
 
     def is_number(self, layer: int) -> bool:
-        """True unless the inverse temperature that a layer itself applied last was a tensor."""
+        """Return False if the inverse temperature that a layer itself applied last was a tensor."""
         return self._noted[layer] is not None
 
     def recall(self, own: Tensor) -> None:
-        """Take the inverse temperatures `[heads]` for those of the last forward: that of a layer if it is one number.
+        """Use `own [heads]` as the inverse temperatures of the last forward, for layers in which all heads have the same.
 
-        So the first forward after a resume computes as it would have without. Reads the device back.
+        The first forward after a resume then computes exactly what it would have without. Reads the device back.
         """
         layers = [values.tolist() for values in own.split(self._lengths)]
         self._noted = [values[0] if len({*values}) == 1 else math.nan for values in layers]
@@ -93,21 +92,21 @@ class Gains:
     def gain(self, layer: int) -> Tensor:
         """Return `beta / own` of a layer, `[heads of the layer, 1, 1]`: 1 where beta is NaN.
 
-        Never written to: a backward that is yet to come holds on to it.
+        It is never modified in place, since a pending backward pass may need it.
         """
         self._make()
         return self._gains[layer]
 
     def scales(self) -> Tensor:
-        """Return 1 and the inverse temperature that acts, `[2, heads]`."""
+        """Return 1 and the acting inverse temperature, `[2, heads]`."""
         self._make()
         return self._scales
 
     def _make(self) -> None:
-        """Make what `gain` and `scales` return for all layers, after `beta` or `own` was written to."""
+        """Compute what `gain` and `scales` return, for all layers, if `beta` or `own` has been written to."""
         made_of = compat.version(self.beta), compat.version(self.own)
         if made_of != self._made_of:
-            with torch.inference_mode(False), torch.no_grad():  # made in a forward, of which it must know nothing
+            with torch.inference_mode(False), torch.no_grad():  # called in a forward, but no part of its graph
                 for of_layer in self._leaves:
                     self._retire(of_layer)
                 acting = torch.where(self.beta.isnan(), self.own, self.beta)
@@ -115,19 +114,19 @@ class Gains:
                 self._scales = torch.stack([torch.ones_like(acting), acting])
                 self._gains = gains[:, None, None].split(self._lengths)
                 self._known, self._leaves = gains.nan_to_num(), {}
-            self._made_of = made_of  # last: what was not made, on an error or in another thread, serves nobody
+            self._made_of = made_of  # last, so that an error or another thread finds nothing half done
 
     def leaf(self, layer: int) -> Tensor:
-        """Return `gain` as a leaf that requires grad: this gradient times the gain is a part of the sensitivity."""
+        """Return `gain` as a leaf that requires grad; its gradient times the gain is a part of the sensitivity."""
         gain = self.gain(layer)
         if layer not in self._leaves:
             self._leaves[layer] = gain.detach().requires_grad_()
         return self._leaves[layer]
 
     def _retire(self, layer: int) -> None:
-        """Move the gradient of a leaf to the probe, as one by log beta, since beta has changed.
+        """Move the gradient of a leaf to the probe, as a gradient by log beta, because beta has changed.
 
-        Now, and whenever a graph that still holds the leaf runs backward.
+        This happens now, and again whenever a graph that still holds the leaf runs backward.
         """
         leaf, probe = self._leaves[layer], self.probes[layer]
 
@@ -140,9 +139,9 @@ class Gains:
         leaf.register_post_accumulate_grad_hook(move)
 
     def outlive_graphs(self) -> None:
-        """From now on keep the gradients of the probes in memory of their own.
+        """From now on keep the gradients of the probes in separate memory.
 
-        That of a CUDA graph is its next run's, which comes before the step where gradients accumulate.
+        The next replay of a CUDA graph overwrites its memory, and with gradient accumulation comes before the step.
         """
         if not self._outlive_graphs:
             self._outlive_graphs = True
@@ -150,7 +149,7 @@ class Gains:
                 probe.register_post_accumulate_grad_hook(_copy_gradient)
 
     def sensitivity(self) -> Tensor:
-        """Return the derivative of the loss with respect to log beta, `[heads]`, zero where there was no backward."""
+        """Return the derivative of the loss with respect to log beta, `[heads]`, zero where no backward pass has run."""
         of_leaves = self._joined(self._of_leaves(range(len(self.probes))))
         of_probes = self._joined([probe.grad for probe in self.probes])
         if of_leaves is None:
@@ -158,9 +157,10 @@ class Gains:
         return of_leaves * self._known if of_probes is None else torch.addcmul(of_probes, of_leaves, self._known)
 
     def gradients(self, layers: range, heads: slice) -> tuple[Sequence[Tensor], Tensor | None]:
-        """Return gradients and gains of some layers and their heads, whose product is the sensitivity; launch nothing.
+        """Return gradients and gains of some layers with these heads, whose product is the sensitivity.
 
-        The gradients are `[heads, 1, 1]`, one for each layer or one for all; the gains are `[heads]`, None for 1.
+        The gradients are `[heads, 1, 1]`, one for each layer, or one for all; the gains are `[heads]`, None for 1.
+        Launches nothing if every layer has the gradient of a leaf, and none that of a probe.
         """
         found = self._of_leaves(layers)
         ready = [gradient for gradient in found if gradient is not None and not gradient.requires_grad]
@@ -169,12 +169,12 @@ class Gains:
         return [self.sensitivity()[heads, None, None]], None
 
     def drop(self, layer: int) -> None:
-        """Drop the sensitivity of a layer since the last step, and what backwards yet bring to its leaf."""
+        """Drop a layer's sensitivity since the last step, and what pending backward passes will add to its leaf."""
         self.probes[layer].grad = None
         self._leaves.pop(layer, None)
 
     def _of_leaves(self, layers: range) -> list[Tensor | None]:
-        """The gradients of the gains, one for each of these layers."""
+        """The gradient of the leaf of each of these layers, None without one."""
         return [getattr(self._leaves.get(layer), "grad", None) for layer in layers]
 
     def _joined(self, gradients: list[Tensor | None]) -> Tensor | None:
@@ -187,7 +187,7 @@ class Gains:
         return torch.cat(parts).detach().flatten()
 
     def set_sensitivity(self, values: Tensor | None) -> None:
-        """Replace the sensitivity by `values [heads]`, or by none."""
+        """Replace the sensitivity by `values [heads]`; None clears it."""
         parts = [None] * len(self.probes) if values is None else values.to(self.own).split(self._lengths)
         for probe, part in zip(self.probes, parts, strict=True):
             probe.grad = part

@@ -1,7 +1,8 @@
-"""Layers that are left alone, here or on any rank: they keep the model's own beta, and nothing of them is measured.
+"""Layers that are left alone, here or on any rank: they keep the model's own beta, and are not measured.
 
-Such a layer may come late, when beta has moved. The beta that it loses is kept as long as the weights are those that
-were trained with it: checkpoints have it, `fold` refuses, and it acts again if the layer can be followed again.
+This may happen late, when beta has already moved. The beta that a layer loses is remembered as long as its weights are
+those that were trained with it: checkpoints contain it, `fold` refuses, and it acts again if the layer is followed
+again.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from betahook.state.ranges import HeadRange
 from betahook.state.state import State
 
 LEFT_ALONE_ELSEWHERE = "as another rank does, whose log says why"
-"""Reason to leave a layer alone that this rank could follow."""
+"""The reason given for a layer that this rank could follow, but another cannot."""
 
 
 @torch.no_grad()
 def refuse(state: State, head_range: HeadRange, reason: str) -> None:
-    """Leave a layer alone from now on, and forget what was measured of it."""
+    """Leave a layer alone from now on, and discard what was measured of it."""
     state.refused[head_range.layer], state.seen = reason, True
     state.left_alone[head_range.heads] = True
     state.settle()
@@ -28,7 +29,8 @@ def refuse(state: State, head_range: HeadRange, reason: str) -> None:
 def refusal_anywhere(state: State, head_range: HeadRange) -> str | None:
     """Return the reason why a layer is left alone here or, as of the last pooling, on any rank; None if it is not.
 
-    From then on it is left alone here too. The first call after a pooling of several ranks reads the device back.
+    A layer that another rank leaves alone is then left alone here too. With several ranks, the first call after a
+    pooling reads the device back.
     """
     if not state.refusals_are_known:
         left_alone = state.left_alone.tolist()
@@ -41,7 +43,7 @@ def refusal_anywhere(state: State, head_range: HeadRange) -> str | None:
 
 @torch.no_grad()
 def take_up(state: State, head_range: HeadRange) -> None:
-    """Follow a layer again if it was left alone, and let the beta act that it lost then."""
+    """Follow a layer again if it was left alone, with the beta that it lost then."""
     heads = head_range.heads
     state.beta[heads] = torch.where(state.left_alone[heads], state.lost[heads], state.beta[heads])
     state.left_alone[heads], state.lost[heads] = False, torch.nan
@@ -49,20 +51,20 @@ def take_up(state: State, head_range: HeadRange) -> None:
 
 
 def lost_gain(state: State, head_range: HeadRange) -> float:
-    """Return the beta that a layer lost when it was left alone, over the model's own; 1 for none.
+    """Return the beta that a layer lost when it was left alone, divided by the model's own; 1 if it lost none.
 
-    NaN where the model's own is not known. Reads the device back.
+    NaN if the model's own is not known. Reads the device back.
     """
     return float(state.layers.geometric_mean(gain_of(state.lost, state.beta_default))[head_range.layer])
 
 
 def has_refused(state: State) -> bool:
-    """Tell if any layer may be left alone."""
+    """Return True if any layer may be left alone."""
     return bool(state.refused) or not state.refusals_are_known
 
 
 def release_refused(state: State) -> None:
-    """Give the layers that are left alone the model's own beta, and remember the one that acted until now."""
+    """Return layers that are left alone to the model's own beta, and remember the one that acted until now."""
     if has_refused(state):
         acted = state.left_alone & ~state.beta.isnan()
         state.lost.copy_(torch.where(acted, state.beta, state.lost))
@@ -70,7 +72,7 @@ def release_refused(state: State) -> None:
 
 
 def forget_refused(state: State) -> None:
-    """Forget what was measured of the layers that are left alone, and give them the model's own beta."""
+    """Discard what was measured of the layers that are left alone, and return them to the model's own beta."""
     for sums in (state.table, state.recent, state.window):
         sums.masked_fill_(state.left_alone, 0)
     for sums in (state.moments, state.recent_moments):

@@ -1,8 +1,8 @@
-"""Steps that are not in the window of sensitivities yet.
+"""Steps whose sensitivities are not in the window yet.
 
-A small model waits for the host to launch its operations, so a step of the hook only takes note of itself, and several
-are added up at once. `betahook.step.stages` makes the notes; `State.settle` adds them, before anyone reads the window.
-Nothing here may read a value back to the host.
+A small model is limited by how fast the host launches operations, so `Hook.step` only appends a note of the step, and
+several notes are added up at once. `betahook.step.stages` makes the notes; `State.settle` adds them before the window
+is read. Nothing here may read a value back to the host.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 MOST = 16
-"""Steps that may wait."""
+"""Largest number of steps that may wait."""
 
 
 class Step(NamedTuple):
     """Note of one step.
 
     Attributes:
-        number: of the step, from 1 on.
-        heads: those that it watched.
-        gradients, gain: what gives its sensitivity, see `gains.Gains.gradients`.
+        number: number of the step, from 1 on.
+        heads: the heads that it watched.
+        gradients, gain: the factors of its sensitivity, see `gains.Gains.gradients`.
         loss_scale: factor on the gradients.
-        sums: of these heads, not finite where anything that was measured since the last pooling is not.
+        sums: for each of these heads, a number that is not finite if anything measured since the last pooling is not.
     """
 
     number: int
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 
 def sensitivities(steps: Sequence[Step], like: Tensor) -> Tensor:
-    """Return the sensitivity of each step, `[steps, heads]` in the dtype of `like`; few operations while beta stays."""
+    """Return the sensitivity of each step, `[steps, heads]` in the dtype of `like`; cheap while beta is unchanged."""
     gain, scale = steps[0].gain, steps[0].loss_scale
     if any(step.gain is not gain or step.loss_scale != scale for step in steps[1:]):
         return torch.cat([sensitivities([step], like) for step in steps])
@@ -47,12 +47,12 @@ def sensitivities(steps: Sequence[Step], like: Tensor) -> Tensor:
 
 
 def add_steps(window: Tensor, nonfinite_since: Tensor, steps: Sequence[Step]) -> None:
-    """Add steps that follow one another and watched the same heads, in place.
+    """Add consecutive steps that watched the same heads, in place.
 
-    A cumulative sum, one step after the other: so a run that is saved while some wait has the same bits.
+    The cumulative sum adds one step after another, so that saving a run while steps wait does not change a bit.
 
     Args:
-        window: `[2, heads]`, sum and number of the sensitivities; of a head that is not finite, a step does not count.
+        window: `[2, heads]`, sum and number of the sensitivities; a step does not count for a head that is not finite.
         nonfinite_since: int64 `[heads]`, the first step in which the head was not finite, 0 for none.
         steps: at least one.
     """

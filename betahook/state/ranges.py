@@ -13,9 +13,9 @@ class HeadRange:
     """Range of consecutive heads of one layer in the flat tensors.
 
     Attributes:
-        layer: its index.
-        heads: their columns in tensors `[..., heads]`.
-        components: their columns in tensors `[..., components]`, `head_dim` for each head.
+        layer: index of the layer.
+        heads: columns of the heads in tensors `[..., heads]`.
+        components: columns of the heads in tensors `[..., components]`, `head_dim` for each head.
         head_dim: d_k.
     """
 
@@ -25,7 +25,7 @@ class HeadRange:
     head_dim: int
 
     def part(self, first: int, count: int) -> HeadRange:
-        """Return `count` of these heads, from the one at `first` on."""
+        """Return the range of `count` of these heads, beginning with number `first`."""
         return HeadRange(
             self.layer,
             _part(self.heads, first, count),
@@ -35,7 +35,7 @@ class HeadRange:
 
 
 def head_ranges(layers: Sequence[LayerSize]) -> list[HeadRange]:
-    """Lay out layers one after another."""
+    """Return the range of each layer, with layers laid out one after another."""
     ranges, head, component = [], 0, 0
     for index, layer in enumerate(layers):
         width = layer.heads * layer.head_dim
@@ -46,7 +46,7 @@ def head_ranges(layers: Sequence[LayerSize]) -> list[HeadRange]:
 
 
 def heads_of(ranges: Sequence[HeadRange], layers: range) -> slice:
-    """The heads of layers that follow one another."""
+    """The heads of consecutive layers."""
     return slice(ranges[layers[0]].heads.start, ranges[layers[-1]].heads.stop) if layers else slice(0, 0)
 
 

@@ -1,4 +1,4 @@
-"""Reports of a run: what was said, so that nothing is said twice, and what the next report is to say.
+"""Record of what a run has reported, so that nothing is reported twice, and of what the next report is about.
 
 `report.warnings`, `report.findings` and `Hook.metrics` read and write it. `betahook.checkpoint` saves four of the
 entries, `schema.REPORTED`.
@@ -14,14 +14,14 @@ class Reported:
     """The reports of a hook.
 
     Attributes:
-        alerts_step: the last step whose metrics were held against the alerts.
+        alerts_step: the last step whose metrics were checked against the alerts.
         findings_step: the last step whose findings were logged.
         warned_of_nonfinite: True once a NaN or an infinity was reported.
         warned_of_unreached: True once layers out of reach were reported.
         warned_of_missing_steps: True once it was reported that `step` is never called.
         asked: reports requested before the first `step`.
-        changed: the layers whose condition has just begun, by index.
-        idle_steps: steps ended since attention was last measured; minus infinity once nobody is to hear of them.
+        changed: indices of the layers whose condition has just begun.
+        idle_steps: steps ended since attention was last measured; minus infinity once they are not to be reported.
     """
 
     alerts_step: int = 0

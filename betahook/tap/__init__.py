@@ -1,5 +1,5 @@
-"""The tap: how a query gets its factor, and how q and k get to the recorder.
+"""The tap: multiplies the query by the gain, and passes q and k to the recorder.
 
-`install` puts it on: `interface` where transformers computes the attention, `by_hand` anywhere else. Both ask `gain`
-for the factor and hand q, k and the mask to the `recorder`, through `opaque` where a compiler looks on.
+`install` puts it on a model: `interface` where transformers computes the attention, `by_hand` anywhere else. Both let
+`gain` scale the query, and pass q, k and the mask to the `recorder`, through `opaque` in compiled code.
 """

@@ -1,6 +1,6 @@
-"""Switch beta off with the adapters of PEFT: without them the model is the one before training.
+"""Switch beta off together with PEFT adapters, since the model without them is the one before training.
 
-`Hook` connects the model. DPO and GRPO get their reference model by `disable_adapter`.
+`Hook` calls `connect` and `follow`. DPO and GRPO, for instance, use `disable_adapter` as their reference model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from betahook.tap.override import Override
 
 
 def connect(model: nn.Module, state: State, undo: ExitStack) -> None:
-    """Let the model's own beta act, and nothing be measured, in `disable_adapter` of PEFT, until `undo` is closed."""
+    """Make PEFT's `disable_adapter` restore the model's own beta and pause measuring, until `undo` is closed."""
     follow(model, state, undo)
     original: Any = getattr(model, "disable_adapter", None)
     if original is None:
@@ -27,7 +27,7 @@ def connect(model: nn.Module, state: State, undo: ExitStack) -> None:
     @contextmanager
     def disable_adapter() -> Iterator[None]:
         with original(), ExitStack() as stack:
-            if override.active:  # else this is a reference that was kept
+            if override.active:  # else somebody kept a reference to this function
                 stack.enter_context(_switched_off(state))
             yield
 
@@ -35,11 +35,11 @@ def connect(model: nn.Module, state: State, undo: ExitStack) -> None:
 
 
 def follow(model: nn.Module, state: State, undo: ExitStack) -> None:
-    """Do the same for adapters that stand around the hooked model, perhaps only since then; args as `connect`.
+    """Do the same for a PEFT model around the hooked model, perhaps made after `attach`; arguments as for `connect`.
 
-    Their `disable_adapter` is out of reach, but it switches each adapter inside the model: the first one tells.
+    Its `disable_adapter` is out of reach, but switches each adapter inside the model, so the first one is watched.
     """
-    if not isinstance(vars(model).get("peft_config"), dict):  # PEFT leaves it in the model that it goes around
+    if not isinstance(vars(model).get("peft_config"), dict):  # PEFT sets it on the model that it wraps
         return
     adapter = first_adapter(model)
     if adapter is None or "enable_adapters" in vars(adapter):
@@ -59,14 +59,14 @@ def follow(model: nn.Module, state: State, undo: ExitStack) -> None:
 
 
 def first_adapter(model: nn.Module) -> Any:
-    """Return the first adapter in a model that PEFT switches on and off; None without any."""
+    """Return the first adapter in a model that PEFT can switch on and off; None without any."""
     adapters = filter(compat.is_adapter, model.modules())  # a model of transformers has the method too
     return next((adapter for adapter in adapters if hasattr(adapter, "enable_adapters")), None)
 
 
 @contextmanager
 def _switched_off(state: State) -> Iterator[None]:
-    """Let the model's own beta act, and nothing be measured, for a while."""
+    """Let the model's own beta act, and measure nothing, inside this context."""
     kept = state.beta.clone()
     with state.pause():
         state.beta.fill_(torch.nan)

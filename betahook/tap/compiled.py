@@ -1,9 +1,9 @@
-"""The tap in a compiled graph, for users' attention that is `F.scaled_dot_product_attention` and no more.
+"""The tap in a compiled graph, for user-defined attention that is `F.scaled_dot_product_attention` and no more.
 
-A compiler cannot look into all that `watching` does to follow scores, so that attention by hand runs outside of its
-graphs. Where forwards have shown that a module's only attention is that function, on a query
-`[batch, heads, queries, d_k]` that carries no factor, there is nothing to follow: the graph gets the factor of beta on
-the query, and the operations of `opaque`.
+The compiler cannot trace through all that `watching` does to follow scores, so attention by hand runs outside of its
+graphs. Once forwards have shown that a module's only attention is that function, on a query
+`[batch, heads, queries, d_k]` that carries no factor, there is nothing to follow. While such a forward is compiled,
+`watching` enters `FusedAttention`, which puts the gain on the query and the operations of `opaque` into the graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ OF_TORCH = compat.multi_head_attention_forward()
 
 
 class FusedAttention(TorchFunctionMode):
-    """Scales and records the fused attention in one forward of one module, as it is compiled."""
+    """Function mode that scales and records the fused attention in one forward of one module while it is compiled.
+
+    It appends the names of softmaxes and kernels that it cannot follow to `unfollowed`.
+    """
 
     def __init__(self, recorder: Recorder, band: Band, unfollowed: list[str]) -> None:
         super().__init__()
@@ -52,7 +55,7 @@ class FusedAttention(TorchFunctionMode):
 
 
 def fits(recorder: Recorder, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """True for q and k `[batch, heads, tokens, d_k]` of a layer, by their shapes; further arguments may come along."""
+    """Return True if q and k have the layer's shapes, `[batch, heads, tokens, d_k]`; ignore further arguments."""
     return query.dim() == key.dim() == 4 and query.shape[1] == recorder.heads
 
 
@@ -68,7 +71,7 @@ def _attend(
     scale: float | None = None,
     **options: Any,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` with the beta of a layer."""
+    """Run `F.scaled_dot_product_attention` with the beta of a layer."""
     default = query.shape[-1] ** -0.5 if scale is None else scale
     if recorder.is_recording:
         opaque.record_call(recorder, query, key, _pairs(attn_mask, is_causal, band), default)

@@ -1,7 +1,7 @@
-"""Copies and pickles of objects that were changed: made without the changes, which would go on acting on the original.
+"""Keep changes that betahook makes to objects out of their copies and pickles, where they would act on the original.
 
-`copy.deepcopy`, `pickle` and what builds on them (`torch.save` of a model, `AveragedModel`, `spawn`) ask an object for
-its attributes by `__reduce_ex__`. Whoever changes an object of the user says here how to take that change off a copy.
+`copy.deepcopy`, `pickle` and what builds on them (`torch.save` of a model, `AveragedModel`, `spawn`) get the attributes
+of an object from `__reduce_ex__`. Code that changes a user's object registers here how to undo the change in a copy.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _REDUCE = "__reduce_ex__"
 
 
 def keep_out(owner: object, take_off: Callable[[Attributes], None], undo: ExitStack) -> None:
-    """Call `take_off` on the attributes that a copy of an object is about to get, until `undo` is closed.
+    """Call `take_off` on the attributes that a copy of an object is about to receive, until `undo` is closed.
 
     Args:
         owner: the object.
-        take_off: changes the attributes; an exception that it raises refuses the copy.
-        undo: ends it.
+        take_off: changes the attributes in place; it may raise an exception to refuse the copy.
+        undo: exit stack that ends this.
     """
     reduce = vars(owner).get(_REDUCE)
     if not isinstance(reduce, _Reduce):
@@ -35,7 +35,7 @@ def keep_out(owner: object, take_off: Callable[[Attributes], None], undo: ExitSt
 
 
 def refuse_adapted(consequence: str) -> NoReturn:
-    """Refuse a copy while beta acts; say what the copy would be."""
+    """Refuse a copy while an adapted beta acts; `consequence` completes "the copy would ..."."""
     raise TypeError(
         f"a hooked model whose beta is adapted cannot be copied or pickled, as the copy would {consequence}: copy it "
         "before attach, fold() or detach() first, or copy its state_dict() and that of its hook"
@@ -43,7 +43,7 @@ def refuse_adapted(consequence: str) -> NoReturn:
 
 
 def takes_hooks(module: nn.Module) -> bool:
-    """True unless `torch.jit.script` compiled a module, which then raises where a hook is put on it."""
+    """Return False for a module compiled by `torch.jit.script`, which raises when a hook is put on it."""
     return not isinstance(module, torch.jit.RecursiveScriptModule)  # type: ignore[attr-defined]
 
 
@@ -56,14 +56,14 @@ def keep_hook(module: nn.Module, handle: RemovableHandle, undo: ExitStack) -> No
 
 
 def _take_off_hook(identity: int, names: Sequence[str], attributes: Attributes) -> None:
-    """Take a hook out of the dictionaries in which torch keeps it."""
-    for name in set(names) & attributes.keys():  # a class may give a copy other attributes
+    """Remove a hook from the dictionaries in which torch keeps it."""
+    for name in set(names) & attributes.keys():  # a class may choose other attributes for a copy
         held = attributes[name]
         attributes[name] = type(held)((key, hook) for key, hook in held.items() if key != identity)
 
 
 class Uncopied:
-    """An object that acts on a model by its identity."""
+    """Base class of objects that belong to one model, and so refuse to be copied."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -80,7 +80,7 @@ class _Reduce:
         self.changes: list[Callable[[Attributes], None]] = []
 
     def forget(self, change: Callable[[Attributes], None]) -> None:
-        """Forget a change; with the last one the object is as it was."""
+        """Forget a change; after the last one, remove this from the object."""
         self.changes.remove(change)
         if not self.changes:
             del vars(self._owner)[_REDUCE]
@@ -88,7 +88,7 @@ class _Reduce:
     def __call__(self, protocol: int) -> str | tuple[Any, ...]:
         reduced = type(self._owner).__reduce_ex__(self._owner, protocol)
         if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-            return reduced  # in a way of the user's own
+            return reduced  # the class has a format of its own
         attributes = {name: value for name, value in reduced[2].items() if value is not self}
         for take_off in reversed(self.changes):
             take_off(attributes)

@@ -1,4 +1,7 @@
-"""The factor on the query by which beta acts, and whose gradient is the sensitivity; both taps call `scale_query`."""
+"""The gain, a factor on the query through which beta acts; its gradient is the sensitivity.
+
+Both taps call `scale_query` on every query, and pass the result to the model's own attention.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ from betahook import compat
 from betahook.tap.recorder import Recorder
 
 SMALL = 2**18
-"""Entries of the largest query that is multiplied by a leaf, whose gradient gives the sensitivity. Autograd keeps the
-unscaled query for it, beside the scaled one, but runs no Python, which takes longer than all else for a small query."""
+"""Most entries of a query for which the gain is an autograd leaf, whose gradient gives the sensitivity. Autograd then
+saves the unscaled query as well as the scaled one, but runs no Python, which for a small query costs more than all
+else."""
 
 
 class ScaledProduct(Protocol):
-    """A product of attention by hand, as far as the factor on its query is concerned; see `by_hand.traces.Product`."""
+    """The attributes of a product in attention by hand that scaling its query needs, see `by_hand.products.Product`."""
 
     acts: bool
     settled: bool
@@ -36,12 +40,12 @@ def scale_query(
     """`query * beta / beta_default`, bit-identical to `query` while beta is the model's own.
 
     Args:
-        recorder: of the layer whose beta it is.
-        query: heads lie along `axis`.
-        others: what else goes into the attention: where one of them asks for a gradient, the logits have one too.
-        default: the model's own beta, where this call shows it: the layer has just noted it.
-        axis: of the heads.
-        product: what the query goes into, where that is yet to show whether it makes scores.
+        recorder: the recorder of the layer.
+        query: the query, with heads along `axis`.
+        others: the other inputs of the attention: if any of them requires grad, the logits receive a gradient too.
+        default: the model's own beta, if this call shows it; the layer has just noted it then.
+        axis: axis of the heads.
+        product: the product that the query enters, if it is yet to be seen whether that makes scores.
     """
     recorder.move_state_to(query.device)
     has_gradient = torch.is_grad_enabled() and (query.requires_grad or any(x.requires_grad for x in others))
@@ -53,12 +57,12 @@ def scale_query(
         gain = gain.view([-1 if dim == axis else 1 for dim in range(query.dim())])
     if product is not None:
         product.acting = gain.detach().flatten()
-    # The gradient of a leaf is the sensitivity; and in a transform only what the model computes may run.
+    # The gradient of a leaf gives the sensitivity; and in a transform only the model's own computation may run.
     if gain.requires_grad or not has_gradient or compat.is_transformed():
         return _times(query, gain)
     probe = recorder.probe
     probe = probe if probe.device == query.device else probe.to(query.device)
-    # Also while paused: gradient checkpointing counts what a forward saves, and its recomputation comes later.
+    # Also while paused: checkpointing compares the tensors saved by a forward with those of its later recomputation.
     scaled: Tensor = ScaleQuery.apply(query, gain, probe, axis, not recorder.state.paused, product)  # type: ignore[no-untyped-call]
     return scaled
 
@@ -72,14 +76,14 @@ def _gain_at_hand(
     *,
     as_leaf: bool,
 ) -> Tensor | None:
-    """Return the gain that the recorder has at hand, `[heads, 1, 1]`; None where it has to be made in the forward."""
-    if default is None or isinstance(default, Tensor):  # what is at hand was made by a number that was noted
+    """Return the gain that the recorder has ready, `[heads, 1, 1]`; None if it must be computed in this forward."""
+    if default is None or isinstance(default, Tensor):  # the ready gain is for a default that is a number
         return None
-    if axis != query.dim() - 3:  # along which it would not broadcast
+    if axis != query.dim() - 3:  # `[heads, 1, 1]` would not broadcast along it
         return None
-    if product is not None and not product.settled:  # it might make no scores, but what reaches a leaf counts
+    if product is not None and not product.settled:  # it may make no scores, but a leaf's gradient always counts
         return None
-    if compat.is_captured(query.device) or compat.is_transformed():  # a graph is run again, with another beta
+    if compat.is_captured(query.device) or compat.is_transformed():  # a graph runs again, with another beta
         return None
     gain = recorder.ready_gain(as_leaf=as_leaf)
     return gain if gain is None or gain.device == query.device else gain.to(query.device)
@@ -91,20 +95,20 @@ def _times(values: Tensor, gain: Tensor) -> Tensor:
     if values.dtype == gain.dtype or has_no_out:
         product = values * gain
         return product if product.dtype == values.dtype else product.to(values.dtype)
-    # Rounded while it is written: a wider product, to be read again, would be most of the cost.
+    # Round while writing: storing a wider product and reading it again would be most of the cost.
     return torch.mul(values, gain, out=torch.empty_like(values))
 
 
 class ScaleQuery(torch.autograd.Function):
-    """`query * gain`, whose backward also gives the sensitivity to `log gain`, as the gradient of a probe.
+    """`query * gain`, whose backward also returns the sensitivity to `log gain`, as the gradient of a probe.
 
-    For queries larger than `SMALL`, and where the gain is made in the forward.
+    Used for queries larger than `SMALL`, and where the gain is computed in the forward.
 
-    Logits are linear in the query, so `dL/d log beta = <query * gain, dL/d(query * gain)>`, for each head. Both factors
-    are at hand: the scaled query is what the attention keeps for its own backward, hence no further memory.
+    Logits are linear in the query, so `dL/d log beta = <query * gain, dL/d(query * gain)>`, for each head. This takes
+    no extra memory, because the attention saves the scaled query for its own backward anyway.
     """
 
-    # Not in two parts, `forward` and `setup_context`: torch takes twice the time of all of this for them.
+    # Not split into `forward` and `setup_context`, for which alone torch takes twice as long as for all of this.
     @staticmethod
     def forward(
         ctx: Any,
@@ -118,13 +122,14 @@ class ScaleQuery(torch.autograd.Function):
         """Scale a query.
 
         Args:
-            ctx: keeps what the backward needs.
-            query: of any shape, heads along `axis`.
+            ctx: saves what the backward pass needs.
+            query: any shape, with heads along `axis`.
             gain: float32, broadcasts to the query.
             probe: float32 `[heads]`.
-            axis: of the heads.
-            measured: True if the backward gives the sensitivity.
-            product: what the query goes into; its `counts` says later whether that is a part of the sensitivity.
+            axis: axis of the heads.
+            measured: True if the backward pass is to return the sensitivity.
+            product: the product that the query enters; the backward pass reads from its `counts` whether the gradient
+                is a part of the sensitivity.
         """
         scaled = _times(query, gain)
         ctx.axis, ctx.measured, ctx.product = axis, measured, product
@@ -136,10 +141,10 @@ class ScaleQuery(torch.autograd.Function):
         scaled, gain, probe = ctx.saved_tensors
         sensitivity = None
         if ctx.measured and (ctx.product is None or ctx.product.counts):
-            if torch.is_grad_enabled():  # this backward is differentiated in turn, and beta acts in it once more
+            if torch.is_grad_enabled():  # double backward: beta acts in this backward pass too
                 gain = gain * probe.exp().view(gain.shape)
             others = [axis for axis in range(gradient.dim()) if axis != ctx.axis]
-            # 0 + gradient * scaled: so the products are in float32 or better without a copy of their factors.
+            # 0 + gradient * scaled: the float32 zeros make the products float32 or better without copying the factors.
             products = torch.addcmul(probe.detach().view(gain.shape), gradient, scaled)
             sensitivity = products.sum(others, dtype=gain.dtype)
         of_query = _times(gradient, gain) if ctx.needs_input_grad[0] else None

@@ -1,6 +1,6 @@
 """Put the tap on the attention modules of a model, and take it off again.
 
-Attention that transformers computes passes `betahook.tap.interface`, any other `betahook.tap.by_hand`.
+Attention computed by transformers goes through `betahook.tap.interface`, any other through `betahook.tap.by_hand`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from betahook.tap.recorder import ATTRIBUTE, Recorder
 
 
 def acquire(recorders: Collection[Recorder]) -> Callable[[], None]:
-    """Prepare what all hooked models of a process share, and return the function that gives it back.
+    """Prepare what all hooked models of a process share, and return the function that releases it.
 
-    That forgets facts of masks, which may lie on a GPU: the others make theirs again.
+    Releasing also drops cached facts about masks, which may occupy GPU memory; other hooks compute theirs again.
 
     Raises:
-        ImportError: this transformers has no attention interface that a model asks.
-        RuntimeError: it does not ask it for its attention functions.
+        ImportError: this version of transformers lacks the attention interface that the tap wraps.
+        RuntimeError: its models do not look up their attention functions there.
     """
     if compat.has_compiled():
-        # What was compiled before goes past the tap, and serves every model of the same class.
+        # Code compiled earlier bypasses the tap, and is shared by all models of the same class.
         torch.compiler.reset()
     if all(recorder.route != "interface" for recorder in recorders):
         return forget_bands
@@ -54,7 +54,7 @@ def _release_interface() -> None:
 
 
 def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) -> None:
-    """Let attention modules pass through the tap, and the inputs of W_q and W_k too, until `undo` is closed."""
+    """Put the tap on the attention modules, and on the inputs of W_q and W_k, until `undo` is closed."""
     for recorder in recorders:
         Override(recorder.module, ATTRIBUTE, recorder, undo)
         copies.keep_out(recorder.module, functools.partial(_refuse_copy, recorder), undo)
@@ -71,7 +71,7 @@ def connect(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) 
 
 
 def _refuse_copy(recorder: Recorder, attributes: copies.Attributes) -> None:
-    """Refuse a copy of a module, which has the model's own beta, if another one may act.
+    """Refuse to copy a module if a beta other than the model's own may act, which the copy would lack.
 
     Raises:
         TypeError: a controller moves beta, or it was set.
@@ -81,7 +81,7 @@ def _refuse_copy(recorder: Recorder, attributes: copies.Attributes) -> None:
 
 
 def _refuse_replica(name: str) -> NoReturn:
-    """Refuse a replica, which would run the forward of the module on the first GPU.
+    """Refuse to replicate a module, since the replica would run the forward of the module on the first GPU.
 
     Raises:
         RuntimeError: always.
@@ -93,10 +93,10 @@ def _refuse_replica(name: str) -> NoReturn:
 
 
 def _keep_padding(model: nn.Module, recorders: Collection[Recorder], undo: ExitStack) -> None:
-    """Let torch's encoders around the modules take a padded batch as it is, until `undo` is closed.
+    """Keep torch's encoders around the modules from packing padded batches, until `undo` is closed.
 
-    In evaluation they pack it into a nested tensor, which `nn.MultiheadAttention` takes on its fast path only, and that
-    no hook sees. At padded positions they now return what they do in training, instead of zeros.
+    In evaluation they pack a padded batch into a nested tensor, which `nn.MultiheadAttention` accepts only on its fast
+    path, where no hook sees it. At padded positions they now return the same as in training, instead of zeros.
     """
     attention = {recorder.module for recorder in recorders}
     for encoder in model.modules():
@@ -105,10 +105,10 @@ def _keep_padding(model: nn.Module, recorders: Collection[Recorder], undo: ExitS
 
 
 def _watch_inputs(recorder: Recorder, undo: ExitStack) -> None:
-    """Record what enters the projections of q and k, once where both share a module and its argument."""
+    """Record the inputs of the projections of q and k, only once if both share a module and its argument."""
     sides: dict[tuple[nn.Module, int], list[str]] = {}
     for side, projection in zip(SIDES, recorder.attention.projections or (), strict=False):
-        if projection.module in recorder.attention.shared:  # a hook would record what other layers put into it
+        if projection.module in recorder.attention.shared:  # a hook would record the inputs of other layers too
             continue
         if projection.argument is not None and copies.takes_hooks(projection.module):
             sides.setdefault((projection.module, projection.argument), []).append(side)
@@ -117,11 +117,11 @@ def _watch_inputs(recorder: Recorder, undo: ExitStack) -> None:
 
 
 def _watch_input(recorder: Recorder, module: nn.Module, argument: int, sides: list[str], undo: ExitStack) -> None:
-    """Record a positional argument of a module, which may also be given by name."""
+    """Record a positional argument of a module, which may also be passed by name."""
     names = argument_names(module)
     name = names[argument] if argument < len(names) else ""
 
-    # Quantisation in place moves it to another module, which calls it without the arguments by name, and keeps it.
+    # In-place quantisation moves this hook to another module, which calls it without `kwargs` and never removes it.
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})) -> None:
         if recorder.state.is_detached or not recorder.is_recording:
             return
@@ -133,7 +133,7 @@ def _watch_input(recorder: Recorder, module: nn.Module, argument: int, sides: li
         with selective.uncounted():
             if recorder.route == "interface" or torch.compiler.is_compiling():
                 opaque.record_input(recorder, given, sides)
-            else:  # the functions of this module pass through the tap, our own need not
+            else:  # a function mode watches this module's operations, but need not see ours
                 with compat.unwatched():
                     recorder.record_input(given, sides)
 

@@ -1,10 +1,10 @@
 """The first tap: attention that goes through the attention interface of transformers.
 
-Models ask `AttentionInterface.get_interface` for their attention function, whatever the backend. While any model is
-hooked, that one method is wrapped. The wrapper leaves modules without a layer alone, and for the others multiplies the
-query by `beta / beta_default` and records the scores; the model's own function does the rest.
+Models look up their attention function with `AttentionInterface.get_interface`, whatever the backend. While any model
+is hooked, that one method is wrapped. For hooked modules the wrapper multiplies the query by `beta / beta_default`,
+records the scores and calls the model's own function; for all others it does nothing.
 
-This file loads the models of transformers, which takes seconds: it is imported where a hook needs it.
+Importing this file loads the models of transformers, which takes seconds, so only hooks that need it import it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-# Both are documented; not that every model asks `get_interface`, which the tap wraps.
+# Both names are documented, but not that every model calls `get_interface`, which the tap wraps.
 # https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -39,24 +39,24 @@ UNKNOWN = (
     f"this version of betahook does not know how transformers {transformers.__version__} looks up its attention "
     "functions: upgrade one of the two"
 )
-"""Message for attention that bypasses the tap."""
+"""Error message for a transformers whose attention bypasses the tap."""
 
 _users = 0
 _before: Any = None
-"""`AttentionInterface.get_interface` as the first user found it."""
+"""`AttentionInterface.get_interface` as it was before the first user."""
 _ours: Any = None
-"""The method in its place; None without users."""
+"""The method that replaces it; None without users."""
 
 
 def acquire() -> None:
     """Register the tap, if this is its first user.
 
     Raises:
-        RuntimeError: transformers does not come here for its attention functions.
+        RuntimeError: transformers does not look up its attention functions here.
     """
     global _users, _before, _ours
     if _users == 0:
-        # As it is now: another library may have wrapped it since the last hook, and is to be asked, and to stay.
+        # Read anew: another library may have wrapped it since the last hook, and its wrapper must be called and kept.
         _before = AttentionInterface.get_interface
         _ours = _tapping(_before)
         AttentionInterface.get_interface = _ours  # type: ignore[method-assign]
@@ -78,11 +78,12 @@ def release() -> None:
 
 
 def _tapping(original: Any) -> Any:
-    """A `get_interface` that answers with functions that pass the tap.
+    """Make a `get_interface` that returns functions with the tap around them.
 
-    A wrapper of another library may hold an earlier one of these: `_attention` lets all but the outermost pass.
+    Another library's wrapper may still call an earlier one of these, but `_attention` only acts in the outermost.
     """
-    # That of an earlier import of this file would apply beta a second time. A wrapper of it has its attributes too.
+    # Unwrap the tap of an earlier import of this file, which would apply beta twice; but not another library's wrapper
+    # of it, to which `functools.wraps` copied the attribute.
     if not hasattr(original, "__wrapped__"):
         original = getattr(original, "betahook_original", original)
 
@@ -104,11 +105,11 @@ def _attention(function: Callable[..., Any], implementation: str, module: nn.Mod
 
 
 _running: set[tuple[int, int]] = set()
-"""Threads, and in each the modules, by their ids, whose attention function runs now outside of a graph."""
+"""Thread id and module id of each attention function that is running now, outside of compiled graphs."""
 
 
 def _is_running(recorder: Recorder, module: nn.Module) -> bool:
-    """True within the attention function of a module: what that asks for gets a query that beta scales already."""
+    """Return True inside a module's attention function, where functions receive a query that is already scaled."""
     if torch.compiler.is_compiling():
         return recorder.in_function
     return (threading.get_ident(), id(module)) in _running  # threads of `nn.DataParallel` share the recorder
@@ -117,8 +118,8 @@ def _is_running(recorder: Recorder, module: nn.Module) -> bool:
 def _run(
     recorder: Recorder, function: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run the attention function of a module, which may ask the interface for another one."""
-    if not torch.compiler.is_compiling():  # which takes the change of a number in a checkpoint, but not of a set
+    """Run the attention function of a module, which may look up another one in the interface."""
+    if not torch.compiler.is_compiling():  # in a checkpoint it can trace a changed attribute, but not a changed set
         _running.add(here := (threading.get_ident(), id(module)))
     recorder.in_function = True
     try:
@@ -140,21 +141,21 @@ def _tapped(
     *_: Any,
     **options: Any,
 ) -> Tensor:
-    """Record a call, and return its query as beta scales it; as it is, where the layer is idle or left alone."""
+    """Record a call, and return its query scaled by the gain; unchanged if the layer is idle or left alone."""
     mask = options.pop("attention_mask", mask)
-    # A graph, which is run in every step, asks the recorder when it runs.
+    # A compiled graph runs in every step, and asks the recorder at run time.
     if (not torch.compiler.is_compiling() and recorder.is_idle) or _passes_by(recorder, query, options):
         return query
     with selective.uncounted():
         scaling = options.get("scaling")
         if scaling is None:
-            scaling = query.shape[-1] ** -0.5  # what every backend does without one
+            scaling = query.shape[-1] ** -0.5  # the default of every backend
         prescale = 1.0 if recorder.attention.facts.prescale is None else recorder.attention.facts.prescale(module)
         default = scaling * prescale
         if recorder.is_recording:
             given = given_mask(implementation, module, query, key, mask, options)
             raw = query if prescale == 1 else query / prescale
-            # The sdpa of transformers takes no soft cap: 5.1 ignores one, later versions refuse it.
+            # The sdpa function of transformers has no soft cap: 5.1 ignores the argument, later versions refuse it.
             softcap = None if implementation == "sdpa" else options.get("softcap")
             score_mod = ScoreMod(options.get("position_bias"), softcap, _sinks(query, **options))
             opaque.record_call(recorder, raw, key, given, default, score_mod)
@@ -164,14 +165,14 @@ def _tapped(
 
 
 def _passes_by(recorder: Recorder, query: Tensor, options: dict[str, Any]) -> bool:
-    """Return True if the layer is left alone, as it is once a query has not the heads that its module states.
+    """Return True if the layer is left alone; leave it alone if a query lacks the heads that its module states.
 
-    Sinks of an unknown shape leave it alone, too: what they add to the softmax is not known.
+    Sinks of an unknown shape are a reason too, since their contribution to the softmax is not known.
     """
     has_heads = query.dim() == 4 and recorder.select_local_heads(query.shape[1])
     sinks: Any = options.get("sinks") if options.get("s_aux") is None else options["s_aux"]
     fits = has_heads and (not isinstance(sinks, Tensor) or _sinks(query, **options) is not None)
-    if torch.compiler.is_compiling():  # a graph that looked this up would be one of this layer alone
+    if torch.compiler.is_compiling():  # looking up the refusal would specialise the graph to this layer
         return not fits
     if not fits and recorder.refusal is None:
         recorder.leave_alone(
@@ -183,12 +184,12 @@ def _passes_by(recorder: Recorder, query: Tensor, options: dict[str, Any]) -> bo
 
 
 def _sinks(query: Tensor, s_aux: Any = None, sinks: Any = None, **_: Any) -> Tensor | None:
-    """The logits beside those of the keys, `[batch or 1, heads, queries or 1]`, None for none.
+    """Logits that take part in the softmax without a key, `[batch or 1, heads, queries or 1]`; None without any.
 
     Args:
-        query: of the call.
+        query: the query of the call.
         s_aux: `[heads]`, learned, as in gpt-oss.
-        sinks: `[batch, heads, queries, 1]`, of each query, as in Inkling 2.
+        sinks: `[batch, heads, queries, 1]`, one for each query, as in Inkling 2.
     """
     if isinstance(s_aux, Tensor) and s_aux.shape == query.shape[1:2]:
         return s_aux.detach().view(1, -1, 1)
@@ -200,7 +201,7 @@ def _sinks(query: Tensor, s_aux: Any = None, sinks: Any = None, **_: Any) -> Ten
 def given_mask(
     implementation: str, module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]
 ) -> GivenMask:
-    """Tell which pairs the attention function called `implementation` will use, as it decides that itself.
+    """Describe the pairs that the attention function called `implementation` will use, by its own rules.
 
     Args:
         mask: what the model passes as `attention_mask`: None, a 4-D tensor, a 2-D padding mask or a `BlockMask`.
@@ -226,14 +227,14 @@ def given_mask(
     if mask.dim() == 2:
         return GivenMask("padding", mask, band)
     if implementation == "eager" and not mask.is_floating_point():
-        mask = mask.float()  # eager attention adds whatever it gets, and so does not mask with a boolean
+        mask = mask.float()  # eager attention adds any mask to the logits, so a boolean one masks nothing
     return GivenMask("pairs", mask, band)
 
 
 def _window(implementation: str, module: nn.Module, options: dict[str, Any]) -> int | None:
-    """The sliding window of a call, None for none: that of its options, by which the kernels of flash attention go.
+    """Sliding window of a call, None without one: from its options if it is given there, or with flash attention.
 
-    A module may keep the window of its config in layers that have none.
+    Else it is the module's, which may hold the window of its config even in layers that do not use one.
     """
     by_options = "sliding_window" in options or "flash" in implementation
     window = options.get("sliding_window") if by_options else getattr(module, "sliding_window", None)
@@ -241,22 +242,22 @@ def _window(implementation: str, module: nn.Module, options: dict[str, Any]) -> 
 
 
 def _band(module: nn.Module, window: int | None, *, last: int, causal: bool, by_kernel: bool) -> Band:
-    """The band of an attention, in which the first query sees the keys up to the one at `last`, if it is causal.
+    """The band of an attention; if it is causal, its first query sees the keys up to position `last`.
 
-    Masks count positions from the end of the keys, which a cache makes longer than the queries.
+    Masks align queries with the end of the keys, of which there are more if there is a cache.
     """
     if window is None:
         return Band(None, last) if causal else Band()
     if causal:
         return Band(last - window, last)
-    # The kernels take 1 off. Masks go by the config, to which most models add 1 for the kernels.
+    # Kernels subtract 1 from the window. Masks use that of the config, to which most models add 1 for the kernels.
     of_config = getattr(getattr(module, "config", None), "__dict__", {}).get("sliding_window")
     reach = window if of_config == window and not by_kernel else window - 1
     return Band(-reach - 1, reach)
 
 
 def _documents(tokens: int, options: dict[str, Any]) -> Tensor | None:
-    """To which document each token of a packed sequence belongs, `[1, tokens]`, by what flash attention goes by."""
+    """The document of each token of a packed sequence, `[1, tokens]`, as flash attention finds it; None if unknown."""
     ends: Tensor | None = options.get("cu_seq_lens_q")
     positions: Tensor | None = options.get("position_ids")
     if ends is not None:

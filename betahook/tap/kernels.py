@@ -1,7 +1,7 @@
-"""Kernels that compute a whole attention from q, k and v: their signatures, and how the tap gets to see their calls.
+"""Kernels that compute a whole attention from q, k and v: their signatures, and how the tap sees their calls.
 
-`softmaxes.fused` runs them. A torch function mode sees `scaled_dot_product_attention`. The others are called by name:
-`connect` puts a function in their place that shows itself to a mode, as functions of torch do.
+`softmaxes.fused` runs them. A torch function mode sees `scaled_dot_product_attention`, but not the others, which user
+code calls by name: `connect` replaces each by a wrapper that function modes see, like functions of torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from betahook.tap.recorder import Recorder
 
 Arguments = Mapping[str, Any]
 Batched = Callable[[Tensor], Tensor]
-"""Makes `[batch, heads, queries, keys]` of what has its heads where a query has them."""
+"""Reshapes a tensor to `[batch, heads, queries, keys]`, given its heads where a query has them."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Kernel:
     """The signature of a kernel.
 
     Attributes:
-        names: of its arguments, in order; the first three are q, k and v. Versions differ in the others, so these
-            count where the function does not tell.
-        scale: the argument that is the model's own beta; None given stands for `1/sqrt(d_k)`.
-        heads: the axis of the heads in a query; None where labels have to show it.
-        describe: the pairs that a call uses, from its arguments, and q and k `[..., heads, tokens, d_k]`.
-        modules: a pattern of the module that it comes from.
+        names: names of its arguments, in order; the first three are q, k and v. Versions differ in the others, so
+            these are used only if the function has no Python signature.
+        scale: the argument that holds the model's own beta; its value None stands for `1/sqrt(d_k)`.
+        heads: the axis of the heads in a query; None if it must be inferred from labels.
+        describe: returns the pairs that a call uses, from its arguments, q and k `[..., heads, tokens, d_k]`.
+        modules: regular expression for the module that defines it.
         unknown: arguments whose effect on the logits is not followed.
-        dims: dimensions of a query with `heads`; labels show the axis in one of fewer.
+        dims: number of dimensions from which on `heads` holds; with fewer, the axis is inferred from labels.
     """
 
     names: tuple[str, ...]
@@ -54,13 +54,13 @@ class Kernel:
     dims: int = 4
 
     def read(self, call: Call) -> dict[str, Any]:
-        """The arguments of a call by their names, behind v those of the installed version."""
+        """Map names to the arguments of a call; after v, by the signature of the installed version."""
         behind = _parameters(inspect.unwrap(call.function))[3:] if len(call.args) > 3 else ()
         names = (*self.names[:3], *behind) if behind else self.names
         return {**dict(zip(names, call.args, strict=False)), **call.kwargs}
 
     def obstacle(self, given: Arguments) -> str | None:
-        """The reason why a call is not followed, None if it is."""
+        """The reason why a call is not followed; None if it is."""
         for name in self.unknown:
             if given.get(name) is not None:
                 return f"{name}, which is not followed"
@@ -77,17 +77,17 @@ class Kernel:
             return call.function(**{**call.kwargs, self.names[0]: query})
 
     def heads_before_tokens(self, tensor: Tensor) -> Tensor:
-        """An operand as `[..., heads, tokens, d_k]`, where the kernel says where its heads are; its own inverse."""
+        """An operand as `[..., heads, tokens, d_k]`, if the kernel states its heads axis. It is its own inverse."""
         return tensor.movedim(self.heads, -3) if self.states_heads(tensor) else tensor  # type: ignore[arg-type]
 
     def states_heads(self, tensor: Tensor) -> bool:
-        """True if the kernel says where the heads of such an operand are."""
+        """Return True if the kernel states the heads axis of such an operand."""
         return self.heads is not None and tensor.dim() >= self.dims
 
 
-@functools.cache  # every forward asks
+@functools.cache  # called in every forward
 def _parameters(kernel: Callable[..., Any]) -> tuple[str, ...]:
-    """The parameters of a kernel; none of one that is written in C++."""
+    """Names of the parameters of a kernel; empty for one written in C++."""
     try:
         return tuple(inspect.signature(kernel).parameters)
     except (TypeError, ValueError):
@@ -95,7 +95,7 @@ def _parameters(kernel: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def band_of_torch(mask: Any, is_causal: bool) -> Band | None:
-    """The band of `F.scaled_dot_product_attention` by its arguments; None where the mask is a tensor of pairs."""
+    """The band of a call of `F.scaled_dot_product_attention`; None if its mask is a tensor of pairs."""
     if mask is None:
         return Band(None, 0 if is_causal else None)
     if not is_causal_bias(mask):
@@ -119,7 +119,7 @@ def _of_flex(given: Arguments, query: Tensor, key: Tensor, batched: Batched) -> 
 
 
 def _of_flash(given: Arguments, query: Tensor, key: Tensor, batched: Batched) -> GivenMask:
-    """Masks count positions from the end of the keys; a window has -1 for an open side."""
+    """Describe the pairs of flash attention: queries align with the end of the keys, and -1 is an open side."""
     left, right = given.get("window_size") or (-1, -1)
     last, right = key.shape[-2] - query.shape[-2], 0 if given.get("causal") or given.get("is_causal") else right
     band = Band(last - left - 1 if left >= 0 else None, last + right if right >= 0 else None)
@@ -141,7 +141,7 @@ def _of_xformers(given: Arguments, query: Tensor, key: Tensor, batched: Batched)
 
 
 def find_band(mask: Tensor) -> Band:
-    """The band of a mask, see `masks.from_tensor`: full, causal or a window. Reads it back to the host."""
+    """Find the band of a mask (see `masks.from_tensor`): full, causal or a window. Reads it back to the host."""
     pairs = masks.from_tensor(mask, Band()).pairs
     assert pairs is not None
     queries, keys = pairs.shape[-2:]
@@ -154,14 +154,14 @@ def find_band(mask: Tensor) -> Band:
 
 
 def documents(ends: Tensor, tokens: int) -> Tensor:
-    """The document of each token of a packed sequence, `[1, tokens]`, from where documents begin and end."""
+    """The document of each token of a packed sequence, `[1, tokens]`, from the cumulative lengths `ends`."""
     return torch.bucketize(torch.arange(tokens, device=ends.device), ends[1:], right=True)[None]
 
 
 def dense(mask: Any, queries: int, keys: int, device: torch.device) -> Tensor:
     """The pairs of a `BlockMask` of flex attention, boolean `[batch, heads, queries, keys]`.
 
-    Compiled, it skips blocks that are not listed, and asks the function of the mask only in those that are not full.
+    Compiled flex attention skips blocks that are not listed, and calls the mask function only in those not full.
     """
     from torch.nn.attention.flex_attention import create_mask
 
@@ -175,32 +175,32 @@ def dense(mask: Any, queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 def _listed(counts: Tensor, indices: Tensor, block: tuple[int, int], queries: int, keys: int) -> Tensor:
-    """The pairs in blocks that are listed, boolean `[batch, heads, queries, keys]`.
+    """The pairs in listed blocks, boolean `[batch, heads, queries, keys]`.
 
     Args:
-        counts: how many blocks are listed for each block of queries, `[batch, heads, blocks]`.
-        indices: the blocks of keys, first those that are listed, `[batch, heads, blocks, at most]`.
-        block: queries and keys in a block.
-        queries: of the attention call; the last block may be longer.
+        counts: number of key blocks listed for each block of queries, `[batch, heads, blocks]`.
+        indices: the key blocks, `[batch, heads, blocks, at most]`; those that are listed come first.
+        block: numbers of queries and keys in a block.
+        queries: number of queries in the call; the last block may extend beyond it.
         keys: likewise.
     """
     columns = -(-keys // block[1])
     is_listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-    places = indices.where(is_listed, columns).clamp(max=columns).long()  # the others to a column of their own
+    places = indices.where(is_listed, columns).clamp(max=columns).long()  # the others go to an extra column
     blocks = is_listed.new_zeros(*counts.shape, columns + 1).scatter_(-1, places, True)
     of_query, of_key = (torch.arange(n, device=indices.device) for n in (queries, keys))
     return blocks[..., of_query // block[0], :][..., of_key // block[1]]
 
 
 ENDS = {"cu_seqlens_q": "cu_seqlens_k", "cu_seq_q": "cu_seq_k"}
-"""Arguments that say where packed queries begin and end, and those that say it of the keys."""
+"""Arguments with the cumulative lengths of packed queries, each mapped to that of the keys."""
 FLASH_OPTIONS = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes")
 FLASH = Kernel(
     names=("q", "k", "v", *FLASH_OPTIONS),
     scale="softmax_scale",
     heads=-2,
     describe=_of_flash,
-    modules=r"\w*flash_att|.*\.flash_attn_interface$",  # Hugging Face's kernels load it under names with a hash
+    modules=r"\w*flash_att|.*\.flash_attn_interface$",  # the library `kernels` loads it under names with a hash
     unknown=("alibi_slopes", "qv", "learnable_sink"),
 )
 KERNELS = {
@@ -227,7 +227,7 @@ KERNELS = {
         dims=3,
     ),
     "varlen_attn": Kernel(
-        names=("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal"),  # the last until 2.10
+        names=("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal"),  # `is_causal` until 2.10
         scale="scale",
         heads=-2,
         describe=_of_flash,
@@ -243,31 +243,31 @@ KERNELS = {
         modules="xformers",
     ),
 }
-"""Name of a kernel to its signature."""
+"""Signature of each kernel, by name."""
 
 
 def connect(recorders: Iterable[Recorder], undo: ExitStack) -> None:
-    """Let the tap see the kernels that the code of some layers calls by name, until `undo` is closed."""
+    """Let the tap see the kernels that the code of these layers calls by name, until `undo` is closed."""
     for recorder in recorders:
         for namespace, name in _bindings(recorder):
             undo.enter_context(stand_ins.put(namespace, name, _visible))
 
 
 def are_called(recorder: Recorder) -> bool:
-    """True if the code of a layer calls a kernel by name."""
+    """Return True if the code of a layer calls a kernel by name."""
     return next(_bindings(recorder), None) is not None
 
 
 def _bindings(recorder: Recorder) -> Iterator[tuple[stand_ins.Namespace, str]]:
-    """Namespaces and names by which a layer finds its kernels: global, of other modules and classes, or its own."""
-    for namespace, names in list(_names_looked_up(recorder.module)):  # all, before a stand-in changes a namespace
+    """Yield namespace and name of each kernel that a layer looks up: in globals, other modules, classes or itself."""
+    for namespace, names in list(_names_looked_up(recorder.module)):  # list: stand-ins will change the namespaces
         for name in names:
             if _is_kernel(stand_ins.find(namespace, name)):
                 yield namespace, name
 
 
 def _names_looked_up(module: nn.Module) -> Iterator[tuple[stand_ins.Namespace, Iterable[str]]]:
-    """Namespaces in which the code of a module may look something up, each with the names that it may look for."""
+    """Yield the namespaces in which the code of a module may look up names, each with those names."""
     parts = list(module.modules())
     for part in parts:
         yield vars(part), list(vars(part))
@@ -283,7 +283,7 @@ def _names_looked_up(module: nn.Module) -> Iterator[tuple[stand_ins.Namespace, I
 
 
 def _is_kernel(value: Any) -> bool:
-    """True for a kernel, as a static method or with some arguments given too."""
+    """Return True for a kernel, including a static method or a partial of one."""
     value = whole(value.__func__ if isinstance(value, staticmethod) else value)
     name = getattr(value, "__name__", None)
     kernel = KERNELS.get(name) if isinstance(name, str) and callable(value) else None
@@ -293,7 +293,7 @@ def _is_kernel(value: Any) -> bool:
 
 
 def _visible(kernel: Any) -> Any:
-    """A function that does what a kernel does, and shows itself to function modes, with all of its arguments."""
+    """Wrap a kernel so that function modes see its calls, with all arguments."""
     if isinstance(kernel, staticmethod):
         return staticmethod(_visible(kernel.__func__))
     if isinstance(kernel, functools.partial):

@@ -1,6 +1,6 @@
-"""Listening to q and k as they pass the tap, instead of recording what follows from them.
+"""Pass q and k from the tap to a listener instead of recording them.
 
-The audit does so in a forward of its own, see `betahook.report.audit`.
+The audit uses this in a forward of its own, see `betahook.report.audit`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from betahook.tap.override import Override
 from betahook.tap.recorder import Recorder, of_one_batch
 
 Listener: TypeAlias = Callable[[Tensor, Tensor, tuple[Tensor | None, Tensor | None]], None]
-"""Gets q `[batch, heads, queries, d_k]`, k, and the tokens of each that take part, `[batch or 1, tokens]` or None."""
+"""Called with q `[batch, heads, queries, d_k]`, k, and the valid tokens of each, `[batch or 1, tokens]` or None."""
 
 
 @contextmanager
 def listening(recorder: Recorder, listener: Listener) -> Iterator[None]:
-    """Hand every attention call to a listener, in any mode of the module; nothing is recorded meanwhile."""
+    """Pass every attention call to a listener, in any mode of the module; nothing is recorded meanwhile."""
 
     def record(query: Tensor, key: Tensor, mask: Mask | GivenMask, *_: Any) -> None:
         if isinstance(mask, GivenMask):
@@ -34,7 +34,7 @@ def listening(recorder: Recorder, listener: Listener) -> Iterator[None]:
         listener(query, key, (valid_tokens(allowed.any(-1), query), valid_tokens(allowed.any(-2), key)))
 
     def record_input(inputs: Tensor, sides: list[str]) -> None:
-        """Leave the inputs of W_q and W_k."""
+        """Ignore the inputs of W_q and W_k."""
 
     replaced = {"record": record, "record_pairs": record_pairs, "record_input": record_input, "always": True}
     with ExitStack() as undo:

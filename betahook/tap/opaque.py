@@ -1,8 +1,8 @@
-"""Calls of the recorder that a compiler does not look into: in a compiled forward, each is one operation.
+"""Calls of the recorder that are opaque to the compiler: in a compiled forward, each is one custom operation.
 
-A compiler that saw what is measured would compile it into every layer, which takes many times as long as the model
-itself. Such an operation calls the recorder when the graph runs; outside of a graph the functions of this file call it
-at once. Nothing here computes.
+If the compiler could see the measurement, it would compile it into every layer, which takes many times as long as
+compiling the model itself. Inside a graph, an operation calls the recorder when the graph runs; outside, the functions
+of this file call it directly. Nothing here computes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def register(recorder: Recorder) -> None:
 def _find(beta: Tensor) -> Recorder:
     """Find a recorder by the address of its layer's beta.
 
-    A number would be a constant of the graph, and each layer in need of a graph of its own.
+    The index of the layer would be a constant of the graph, so that each layer would need its own graph.
     """
     address = beta.data_ptr()
     found = _by_address.get(address)
-    if found is None or found.tensors.beta.data_ptr() != address:  # a new one, or one that moved to another device
+    if found is None or found.tensors.beta.data_ptr() != address:  # new, or moved to another device
         _by_address.clear()
         _by_address.update({each.tensors.beta.data_ptr(): each for each in _recorders})
         found = _by_address.get(address)
@@ -51,18 +51,18 @@ def _find(beta: Tensor) -> Recorder:
 
 
 Implementation: TypeAlias = Callable[..., None]
-"""Gets the recorder of a layer first, which writes to the tables that the graph has."""
+"""Receives the recorder of a layer first, while that writes to the tables given to the graph."""
 TABLES = "Tensor(a!) table, Tensor(b!) moments, Tensor(c!) beta_default, Tensor beta"
 
 
 def _operation(schema: str) -> Callable[[Implementation], Implementation]:
-    """Make an operation that gets the tables of a layer and its beta first, and returns nothing."""
+    """Register a function as an operation whose first arguments are a layer's tables and beta; it returns nothing."""
 
     def define(function: Implementation) -> Implementation:
         own = function.__name__
         name = own.removeprefix("_")
         if not hasattr(torch.ops.betahook, name):  # it outlives this module, which may be imported again
-            # Tensors may have any strides: a compiler that had to keep them would copy what it has not computed yet.
+            # Accept any strides: to preserve them, the compiler would copy tensors that it has not computed yet.
             tags = torch.Tag.flexible_layout
             torch.library.define(f"betahook::{name}", f"({TABLES}, {schema}) -> ()", tags=tags)
             torch.library.impl(f"betahook::{name}", "default", lambda *args: sys.modules[__name__]._run(own, *args))
@@ -73,7 +73,7 @@ def _operation(schema: str) -> Callable[[Implementation], Implementation]:
 
 
 def _run(name: str, table: Tensor, moments: Tensor, beta_default: Tensor, beta: Tensor, *args: object) -> None:
-    """Run an operation of the graph."""
+    """Run an operation of a graph, on the tables of that graph."""
     recorder = _find(beta)
     recorder.state.gains.outlive_graphs()
     with writing_to(recorder.state, table, moments, beta_default):
@@ -109,7 +109,7 @@ def record_call(
     default: float | Tensor,
     score_mod: ScoreMod = PLAIN,
 ) -> None:
-    """Note the model's own beta, and record one attention call: see `Recorder.record`."""
+    """Note the model's own beta, and record one attention call, see `Recorder.record`."""
     if torch.compiler.is_compiling():
         operands = *_number_or_tensor(default), query.detach(), key.detach()
         pairs = given.band.low, given.band.high, given.kind, given.tensor
@@ -149,21 +149,21 @@ def _record_call(
 
 
 _masks: MutableMapping[Tensor, Mask] = compat.WeakTensorKeyDictionary()
-"""Masks of the graphs that run now, by the tensor that `name_mask` returned."""
+"""Masks of the graphs that are running, by the tensor that `name_mask` returned."""
 
 
 def _name_mask(
     low: int | None, high: int | None, kind: Kind, mask: Tensor | None, queries: int, keys: int, device: torch.device
 ) -> Tensor:
-    """Return an empty tensor that stands for a mask: the same one for all layers of a graph that are given it.
+    """Return an empty tensor that identifies a mask: the same one for all layers of a graph that receive that mask.
 
-    The compiler sees to that, since equal operations on equal tensors are one for it. The mask itself would not do:
-    another one may come to lie in its memory, and in the same tensor, within a run of the graph.
+    It is the same because the compiler merges equal operations on equal tensors. The mask itself cannot be the key:
+    within a run of the graph, its memory, and even the same tensor object, may be reused for another mask.
     """
     return torch.empty(0, device=device)
 
 
-if not hasattr(torch.ops.betahook, "name_mask"):  # as above
+if not hasattr(torch.ops.betahook, "name_mask"):  # it outlives this module, as above
     torch.library.define(
         "betahook::name_mask",
         "(SymInt? low, SymInt? high, str kind, Tensor? mask, SymInt queries, SymInt keys, Device device) -> Tensor",

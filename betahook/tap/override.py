@@ -1,4 +1,4 @@
-"""`Override`: another value for an attribute of an object, until a stack is closed."""
+"""`Override`: replaces the value of an attribute until an exit stack is closed; used for every patch of the tap."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from betahook.tap import copies
 
 
 class Override:
-    """Gives an attribute of an object another value, until `undo` is closed; `active` is True until then.
+    """Another value for an attribute of an object, until `undo` is closed; `active` is True until then.
 
-    A copy of the object has the value from before. Of two on one attribute, the later one acts. If the earlier one ends
-    first, its value comes back at the end of the later one, and stays: it must look at `active`.
+    Copies of the object get the original value. If one attribute is overridden twice, the later override acts. If the
+    earlier one ends first, the end of the later one brings its value back for good, so the value must check `active`.
     """
 
     active = True
@@ -25,10 +25,10 @@ class Override:
         copies.keep_out(owner, self._take_off_copy, undo)
 
     def _remove(self) -> None:
-        """Leave the object as it was, unless another value has taken the place of this one."""
+        """Restore the attribute, unless something else has replaced this value since."""
         self.active = False
         self._restore(vars(self._owner))
-        # A value that refers to this object would keep both, and so a model, until the cyclic collector runs.
+        # Break the cycle with a value that refers to this object, which would keep a model alive until gc runs.
         del self._owner, self._value, self._before
 
     def _restore(self, attributes: dict[str, Any]) -> None:
@@ -37,10 +37,10 @@ class Override:
             attributes.update(self._before)
 
     def _take_off_copy(self, attributes: dict[str, Any]) -> None:
-        """Give a copy the value from before.
+        """Give a copy the original value.
 
         Raises:
-            TypeError: another value has taken the place of this one, and may hold it.
+            TypeError: something else has replaced this value, and may refer to it.
         """
         if self._name in attributes and attributes[self._name] is not self._value:
             raise TypeError(

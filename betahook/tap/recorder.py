@@ -1,7 +1,7 @@
-"""The recorder, which the tap writes to: the part of the state that belongs to one attention module.
+"""The recorder: the tap's access to the part of the state that belongs to one attention module.
 
-Every hooked module holds its `Recorder`. The tap asks it for the gain, tells it the model's own beta, and hands it q, k
-and masks; it adds their sums to the `State`. It never reads a value back to the host.
+Every hooked module holds a `Recorder`. The tap asks it for the gain, reports the model's own beta to it, and passes it
+q, k and masks, whose sums it adds to the `State`. It never reads a value back to the host.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ LEFT_ALONE = (
     "leave the module out with attach(layers=...)"
 )
 PASSED = "its forward ran, but no attention was seen in it: it may run in a kernel that betahook cannot see"
-"""Said of a module whose forward showed no attention, where nothing tells that it computed queries."""
+"""Reason given for a module whose forward showed no attention, if it is not known to have computed queries."""
 
 
 def _columns(state: State, head_range: HeadRange) -> tuple[Tensor, Tensor]:
-    """Columns of heads in the tables of sums and of the components of q and k."""
+    """The columns of these heads in the tables of sums and of the components of q and k."""
     return state.table[:, head_range.heads], state.moments[:, head_range.components]
 
 
 def of_one_batch(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k without their graphs; where one has a batch of 1, as a learned query, it is that of all, as for torch."""
+    """Detach q and k, and expand a batch of 1, e.g. of a learned query, to the batch of the other, as torch does."""
     batch = max(len(query), len(key))
     query, key = (x.detach() if len(x) == batch else x.detach().expand(batch, -1, -1, -1) for x in (query, key))
     return query, key
 
 
 def _scales(state: State, head_range: HeadRange, device: torch.device, *, cached: bool = True) -> Tensor:
-    """1 and beta of heads, `[2, heads]`: made once for all layers if `cached`, and the model's own beta is a number."""
+    """1 and beta of heads, `[2, heads]`; computed once for all layers if `cached` and the model's beta is a number."""
     heads = head_range.heads
     if cached and state.gains.is_number(head_range.layer) and not compat.is_captured(device):
         return state.gains.scales()[:, heads].to(device)
@@ -60,11 +60,11 @@ def _scales(state: State, head_range: HeadRange, device: torch.device, *, cached
 def _may_wait(
     state: State, head_range: HeadRange, query: Tensor, key: Tensor, given: GivenMask, score_mod: ScoreMod
 ) -> bool:
-    """Tell if a call is small, its pairs are the same for all heads, and autograd keeps its q and k as they are."""
+    """Return True for a small call whose pairs are the same for all heads and whose q and k autograd keeps anyway."""
     if score_mod.position_bias is not None or score_mod.sinks is not None:
         return False
     kept = query.requires_grad and key.requires_grad and type(query) is type(key) is Tensor
-    # On another device another thread may be at work; and a graph that is captured must measure within itself.
+    # On another device another thread may be running; and a captured graph must contain its own measurement.
     if not kept or len(state.turn) < 2 or query.device != state.device or compat.is_captured(query.device):
         return False
     mask = given.tensor
@@ -74,19 +74,20 @@ def _may_wait(
 
 
 def is_repeated(recorder: Recorder) -> bool:
-    """Tell if gradient checkpointing runs a forward again that has been measured; a graph asks when it runs."""
-    # Reentrant checkpointing runs a forward without gradients first; by default, the one in the backward counts.
+    """Return True if gradient checkpointing re-runs a forward that was measured; compiled graphs ask at run time."""
+    # Reentrant checkpointing runs the forward under no_grad first. If that run is measured too (`always`), the one in
+    # the backward pass is a repetition; by default, only the latter is measured.
     return compat.is_in_backward() if recorder.always else compat.is_recomputation()
 
 
 class _Inputs:
-    """Sums of what enters W_q and W_k: computed once where both get the same tensor, one after the other."""
+    """Sums over the inputs of W_q and W_k, computed once if both receive the same tensor, one after the other."""
 
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Tensor], int, inputs.Entries] | None = None
 
     def entries_of(self, tensor: Tensor) -> inputs.Entries:
-        """`inputs.entries_of` a tensor, those of the last one if it is that one, unchanged."""
+        """Return `inputs.entries_of(tensor)`, or the last result if it is the same tensor, unchanged."""
         last, self._last = self._last, None
         version = compat.version(tensor)
         if last is not None and last[0]() is tensor and last[1] == version:
@@ -98,41 +99,41 @@ class _Inputs:
 
 
 def follow_again(recorder: Recorder) -> None:
-    """Follow a layer again, with the beta that it had, if it was left alone: its module has another forward."""
+    """Follow a layer that was left alone again, with the beta that it had, because its module has a new forward."""
     take_up(recorder.state, recorder._head_range)
 
 
 def _beta_left_alone(recorder: Recorder) -> str:
-    """Say what becomes of the beta of a layer that has just been left alone."""
+    """Part of the warning that says what happens to the beta of a layer that has just been left alone."""
     gain = lost_gain(recorder.state, recorder._head_range)
     return " stays the model's own" if gain == 1 else f", {gain:.3g} times the model's own, no longer acts"
 
 
 def shows_shapes(tensor: Tensor | None, state: State) -> bool:
-    """Return True for a tensor of a forward on the meta device: a look at shapes, unless the state is there too."""
+    """Return True in a forward on the meta device, which only computes shapes, unless the state is there too."""
     return tensor is not None and tensor.is_meta and state.device.type != "meta"
 
 
 def _first_of_this_rank(attention: AttentionModule, heads: int) -> int | None:
-    """Index of the first head of a rank that computes so many; None if none computes that many."""
+    """Index of the first head that this rank computes if each computes `heads`; None if the mesh does not fit that."""
     projections = attention.projections
     mesh = getattr(projections[0].stored, "device_mesh", None) if projections else None
     if mesh is None or heads * mesh.size(mesh.ndim - 1) != attention.heads:
         return None
-    first: int = mesh.get_local_rank(mesh.ndim - 1) * heads  # on the innermost dimension: the outer are data-parallel
+    first: int = mesh.get_local_rank(mesh.ndim - 1) * heads  # the innermost dimension; the outer are data-parallel
     return first
 
 
 def _of_this_rank(recorder: Recorder, values: Tensor) -> Tensor:
-    """The values of the heads that this rank computes, of those of all heads of a layer."""
-    if recorder._local_heads == recorder.heads:  # a slice of them would make constants of a compiled layer
+    """Select the values of the heads that this rank computes from those of all heads of the layer."""
+    if recorder._local_heads == recorder.heads:  # the bounds of a slice would be constants of a compiled layer
         return values
     first = recorder._local_range.heads.start - recorder._head_range.heads.start
     return values[first : first + recorder._local_heads]
 
 
 def _as_of_now(values: Tensor) -> Tensor:
-    """Values of the state; in an export a copy, since the program would have those of whenever it runs."""
+    """The given values of the state; in an export a copy, or the program would read them whenever it runs."""
     return _copied(values) if compat.is_exporting() else values
 
 
@@ -141,28 +142,28 @@ def _copied(values: Tensor) -> Tensor:
         return values.detach().clone()
 
 
-setattr(_copied, compat.CALLED_BY_GRAPHS, True)  # a strict export would trace it
+setattr(_copied, compat.CALLED_BY_GRAPHS, True)  # otherwise strict export would trace it
 
 
 class Recorder:
     """Records the attention calls of one module.
 
     Attributes:
-        name: of the module, as in `model.named_modules()`, without what wrappers add to that.
-        attention: the module as it was found.
+        name: name of the module, as in `model.named_modules()`, without the parts that wrappers add.
+        attention: the facts that discovery found about the module.
         module: the attention module.
         heads, head_dim: number of query heads, and d_k of each.
-        route: where the module's scores come from, see `models.discovery.AttentionModule`.
-        state: of the hook.
-        owner: the hook, so that it lives as long as the hooked model even if nobody else holds it.
+        route: the source of the module's scores, see `models.discovery.AttentionModule`.
+        state: the state of the hook.
+        owner: the hook; this reference keeps it alive as long as the hooked model.
         always: True if every forward is recorded, also in evaluation mode and under `no_grad`.
-        tensors: of the layer alone, see `state.LayerTensors`.
-        runs: how many forwards of the module run now, of those that the tap watches.
-        is_watched: True if a hook of the query projection tells when a forward calls it.
-        projected: True if the last one called it, as far as it is watched.
-        has_passed: True once a forward that is measured ended without an attention.
-        ran_in: True if one ran in training mode, False if one ran in evaluation mode.
-        in_function: True while the attention function runs that the module got of transformers, as graphs see it.
+        tensors: the state's tensors for this layer, see `state.LayerTensors`.
+        runs: number of watched forwards of the module that are running now.
+        is_watched: True if a hook on the query projection notices its calls.
+        projected: True if the last forward called the query projection; only known if `is_watched`.
+        has_passed: True once a measured forward ended without showing an attention.
+        ran_in: the modes in which forwards ran: holds True for training, False for evaluation.
+        in_function: True while the attention function from transformers runs; read only while compiling.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class Recorder:
         self.is_watched = self.projected = self.has_passed = self.in_function = False
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse: `tap.copies` leaves the recorder out, unless a module copies itself in a way of its own."""
+        """Refuse to be copied: `tap.copies` leaves the recorder out, unless a module has its own method for copies."""
         raise TypeError(
             f"{shown_name(self.name)} is hooked and has a method of its own for copies, which cannot leave the hook "
             "out: copy or pickle the model before attach, or detach() first"
@@ -192,44 +193,47 @@ class Recorder:
 
     @property
     def is_recording(self) -> bool:
-        """True if the forward that runs now is to be measured: once, though gradient checkpointing runs it twice."""
+        """True if the current forward is to be measured: only once, even if gradient checkpointing runs it twice."""
         measured = self.always or (self.module.training and torch.is_grad_enabled())
         if not (self.is_due() and measured) or self.state.paused or compat.is_transformed():
             return False
         return not is_repeated(self)
 
     def is_due(self) -> bool:
-        """Tell if the layer is measured in this step; a graph of the compiler asks when it runs, a CUDA graph never."""
+        """Return True if the layer is measured in this step, or if a graph is being captured.
+
+        A compiled graph asks again when it runs; a CUDA graph cannot ask, and measures in every replay.
+        """
         return compat.is_captured(self.state.device) or self._head_range.layer in self.state.turn
 
     @property
     def is_idle(self) -> bool:
         """True if a forward in training is neither measured nor scaled, and may run as if there were no hook.
 
-        Asked about its recomputation in the backward, which must save as much, it says the same. In evaluation torch's
-        own attention would take its fast path, with another rounding than in a forward that is measured.
+        This also holds for its recomputation in the backward pass, which must save the same tensors. It is never True
+        in evaluation, where torch's own attention would take its fast path and round differently from measured ones.
         """
         return not self.state.beta_acts and self.module.training and not self.is_due()
 
     @property
     def is_set(self) -> Tensor:
-        """True for heads whose beta was set, boolean `[heads]`; the others have the model's own."""
+        """True for heads whose beta was set, boolean `[heads]`; the others use the model's own."""
         return ~self.state.beta[self._head_range.heads].isnan()
 
     @property
     def refusal(self) -> str | None:
-        """The reason why the layer is left alone, None if it is not."""
+        """The reason why the layer is left alone; None if it is not."""
         return self.state.refused.get(self._head_range.layer)
 
     def leave_alone(self, reason: str, advice: str = "") -> None:
-        """Leave the layer alone from now on, with a warning; `advice` stands before what can always be done."""
+        """Leave the layer alone from now on, and warn; `advice` is put before the advice that always applies."""
         refuse(self.state, self._head_range, reason)
         logger.warning(LEFT_ALONE, shown_name(self.name), reason, _beta_left_alone(self), advice)
 
     def note_default(self, beta: float | Tensor) -> None:
-        """Remember the inverse temperature that the model itself applies: one, or one for each head.
+        """Remember the inverse temperature that the model itself applies: a number, or a tensor with one per head.
 
-        Noted in no export: the program keeps the current beta.
+        An export notes nothing, since the exported program keeps the current beta.
         """
         if compat.is_exporting():
             return
@@ -240,14 +244,14 @@ class Recorder:
                 self.state.note_default(self._head_range, beta)
 
     def move_state_to(self, device: torch.device) -> None:
-        """Move the state to where the model went, but not to the meta device, see `shows_shapes`."""
+        """Move the state from the CPU to the model's device, but never to the meta device, see `shows_shapes`."""
         if device.type not in ("cpu", "meta") and self.state.device.type == "cpu":
             self.state.to(device)
 
     def select_local_heads(self, heads: int) -> bool:
-        """Point the recorder at the heads that this rank computes; False if a query cannot have so many.
+        """Point the recorder at the heads that this rank computes; return False if a query cannot have that many.
 
-        Under tensor parallelism a rank has one of as many equal runs of heads as there are ranks, in their order.
+        Under tensor parallelism each rank computes an equal, consecutive share of the heads, in the order of ranks.
         """
         if heads == self._local_heads:
             return True
@@ -257,23 +261,23 @@ class Recorder:
         return True
 
     def local_gain(self, default: float | Tensor | None) -> Tensor:
-        """`beta / beta_default` of the heads that this rank computes, by the `default` of this call if given.
+        """`beta / beta_default` of the heads that this rank computes, with the `default` of this call if given.
 
-        Compiled graphs may ask again in the backward, when later layers have written theirs.
+        A compiled graph may recompute it in the backward pass, after later layers have written their defaults.
         """
         beta = _as_of_now(_of_this_rank(self, self.tensors.beta))
         if default is None:
             default = _as_of_now(self.state.beta_default[self._local_range.heads])
         elif isinstance(default, Tensor):
             default = default.to(beta).flatten()
-            default = torch.where(default == 0, beta, default)  # scores that are scaled by 0 are so by any beta
+            default = torch.where(default == 0, beta, default)  # scores scaled by 0 are 0 for any beta
         return gain_of(beta, default)
 
     def ready_gain(self, *, as_leaf: bool) -> Tensor | None:
-        """The gain by the number that was last noted, `[heads, 1, 1]`; None if another rank computes some heads.
+        """The gain for the default that was last noted, `[heads, 1, 1]`; None if another rank computes some heads.
 
-        As a leaf it requires grad, and its gradient gives the sensitivity; in a pause, or for a layer that is left
-        alone, its gradient is dropped.
+        With `as_leaf` it requires grad, and its gradient gives the sensitivity. While paused, and for a layer that is
+        left alone, the leaf is a temporary one, so the gradient is dropped.
         """
         gains, layer = self.state.gains, self._head_range.layer
         if self._local_heads < self.heads:
@@ -285,20 +289,19 @@ class Recorder:
 
     @property
     def probe(self) -> Tensor:
-        """Zeros whose gradient is the sensitivity, of the heads that this rank computes.
+        """Zeros whose gradient is the sensitivity of the heads that this rank computes.
 
-        Scaled by the number of tensor-parallel ranks: the reduction takes the mean over all ranks, and only one of them
-        computes a head.
+        Scaled by the number of tensor-parallel ranks, because the reduction averages over all ranks although only one
+        of them computes a head.
         """
         probe, ranks = _of_this_rank(self, self.tensors.probe), self.heads // self._local_heads
         return probe if ranks == 1 else ranks * probe
 
     @torch.no_grad()
     def record(self, query: Tensor, key: Tensor, mask: Mask | GivenMask, score_mod: ScoreMod = PLAIN) -> None:
-        """Add one attention call; `query [batch, heads, queries, d_k]` and `key` as the score product gets them.
+        """Add one attention call; `query [batch, heads, queries, d_k]` and `key` are the operands of its score product.
 
-        With a mask that nobody has looked at yet, a small call may wait until the last layer's: all that wait are then
-        measured at once.
+        A small call with a `GivenMask` may wait for that of the last layer; all that wait are then measured at once.
         """
         if query.numel() == 0 or key.numel() == 0 or shows_shapes(query, self.state):
             return
@@ -323,9 +326,9 @@ class Recorder:
     def record_pairs(
         self, raw: Tensor, logits: Tensor, allowed: Tensor, operands: tuple[Tensor, Tensor], factor: Tensor
     ) -> None:
-        """Add one attention whose scores exist: `raw`, `logits` and `allowed` are `[batch, heads, queries, keys]`.
+        """Add one attention call by its score matrix: `raw`, `logits`, `allowed` are `[batch, heads, queries, keys]`.
 
-        `operands` are q and k, `[1, heads, tokens, d_k]`. `raw` carries a `factor`, which is not part of a score.
+        `operands` are q and k, `[1, heads, tokens, d_k]`. `raw` holds the scores times `factor`.
         """
         note_measured(self.state)
         scales = _scales(self.state, self._local_range, raw.device)
@@ -333,7 +336,7 @@ class Recorder:
 
     @torch.no_grad()
     def record_input(self, tensor: Tensor, sides: list[str], *, may_wait: bool = True) -> None:
-        """Add the entries that enter the projections `sides`; at once unless they `may_wait`: a graph reuses memory."""
+        """Add sums over the input of the projections `sides`; they may not wait in a graph, which reuses memory."""
         if shows_shapes(tensor, self.state):
             return
         tensor = materialise.local(tensor)  # a DTensor under tensor parallelism, the same on all ranks
