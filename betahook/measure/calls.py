@@ -1,7 +1,7 @@
-"""Everything that is measured of one attention call, and how it is added to the tables of a hook.
+"""Measure one attention call, and add the results to the tables of a hook.
 
-The recorder of a layer calls `add_scores` where q and k are at hand, and `add_pairs` where the scores are; what enters
-W_q and W_k is in `betahook.measure.inputs`. Which form of the statistics is the cheapest is decided in `_score_sums`.
+The recorder of a layer calls `add_scores` if it has q and k, and `add_pairs` if it has the score matrix. `_score_sums`
+chooses the cheapest form of the statistics. The inputs of W_q and W_k are summed in `betahook.measure.inputs`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def add_scores(
 
     Args:
         table: `[quantities, heads]`, see `betahook.measure.statistics`.
-        moments: `[4, heads * d_k]`, see `betahook.measure.components`; left as they are by a call with another d_k.
+        moments: `[4, heads * d_k]`, see `betahook.measure.components`; unchanged by a call with another d_k.
         query: `[batch, heads, queries, d_k]`, any floating dtype.
         key: `[batch, key_heads, keys, d_k]`; `heads` is a multiple of `key_heads` (grouped-query attention).
         mask: the pairs that the call uses.
-        scales: `[2, heads]`, 1 and the inverse temperature in force.
+        scales: `[2, heads]`, 1 and the acting inverse temperature.
         score_mod: what the model does to its logits.
-        exact_max_logit: True to look for the largest score of a long sequence among all pairs, False to bound it.
-        inputs: `inputs.Entries` of what entered W_q and W_k for it, to be added with the rest; empty for none.
+        exact_max_logit: True to search all pairs of a long sequence for the largest score, False to bound it.
+        inputs: `inputs.Entries` of the inputs of W_q and W_k in this call, to be added too; empty for none.
     """
     if is_short(query.shape[2], key.shape[2]) or not devices.is_cpu(query.device):
         query, key = at_least_float32(query), at_least_float32(key)
@@ -66,7 +66,7 @@ def add_scores(
 def _score_sums(
     query: Tensor, key: Tensor, mask: Mask, beta: Tensor, of_query: Components, score_mod: ScoreMod
 ) -> tuple[list[Tensor], tuple[Tensor, ...], Components]:
-    """Choose the form: sums of the scores of a call as `_add` gets them, their `extremes`, and moments of the keys."""
+    """Choose the form; return the sums of the scores for `_add`, their `extremes`, and the moments of the keys."""
     short = is_short(query.shape[2], key.shape[2])
     with_moments = short or mask.structured is not None
     sampled, largest = row_sums(query, key, mask, beta, score_mod, moments=with_moments)
@@ -94,13 +94,13 @@ def add_pairs(
     key: Tensor,
     scales: Tensor,
 ) -> None:
-    """Add one attention call whose scores exist; `table`, `moments` and `scales` are those of `add_scores`.
+    """Add one attention call by its score matrix; `table`, `moments` and `scales` are as in `add_scores`.
 
     Args:
         raw: scores `[batch, heads, queries, keys]`.
         logits: of the same shape, the input of the softmax.
         allowed: boolean, of the same shape.
-        query, key: `[1, heads, tokens, d_k]`, all tokens that had a part in the scores.
+        query, key: `[1, heads, tokens, d_k]`, all tokens that took part in the scores.
     """
     with no_autocast(raw.device):
         counts, sums, largest = pair_sums(raw, logits, allowed)
@@ -112,7 +112,7 @@ def add_pairs(
 
 
 def valid_tokens(seen: Tensor, tokens: Tensor) -> Tensor | None:
-    """`[batch, heads, tokens]` as `[1, tokens]` for tokens `[1, heads, tokens, d_k]`; None where they do not match."""
+    """Flatten `seen [batch, heads, tokens]` of the first head to `[1, tokens]`; None if `tokens` has another number."""
     flat = seen[:, 0].flatten()[None]
     return flat if flat.shape[1] == tokens.shape[2] else None
 
@@ -126,14 +126,14 @@ def _add(
     query: Components,
     key: Components,
 ) -> None:
-    """Add one call: sums, the `extremes` of the scores with any bound on them, and components.
+    """Add one call: its sums, the `extremes` of its scores with any bound on them, and its components.
 
-    The sums are rows of the table from the first on: `COUNTS`, others `[rows, heads]`, then single ones, `[heads]`.
+    The sums fill the table from its first row on: `COUNTS`, others `[rows, heads]`, then single rows `[heads]`.
     """
     counts = sums[0]
     if query.mean.numel() == moments.shape[1]:
         components.add(moments, query, key, counts[4:])
-    else:  # another d_k than the module says
+    else:  # d_k is not the one that the module states
         sums[0] = F.pad(counts[:4], (0, 0, 0, 2))
     statistics.add(table, "pairs", torch.cat([x if x.dim() == 2 else x[None] for x in sums]))
     statistics.raise_maxima(table, torch.stack(tuple(largest)), scales)

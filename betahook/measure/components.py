@@ -1,8 +1,8 @@
 """Moments of every component of q and of k: a second flat table of sums, over all components of all heads.
 
-The score variance that independent components would give is not a sum over batches: `described` computes it from the
-moments of everything that was measured, beside the sums of `betahook.measure.statistics`. `betahook.measure.calls`
-calls `add`; `Statistics` call `described` when somebody asks for what follows from these moments.
+The score variance that independent components would give does not add up over batches, so `described` computes it from
+the moments of everything that was measured, and from the sums of `betahook.measure.statistics`.
+`betahook.measure.calls` calls `add`; `Statistics` call `described` when a value that needs these moments is read.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from betahook.measure.scores import Components
 from betahook.measure.statistics import ROW, by_segment
 
 ROWS = ("query_sum", "query_square", "key_sum", "key_square")
-"""Sums of q, q^2, k and k^2 over tokens, whose number the table holds."""
+"""Sums of q, q^2, k and k^2 over tokens; the table holds the number of tokens."""
 
 
 def add(moments: Tensor, query: Components, key: Components, tokens: Tensor) -> None:
     """Add the components of one attention call to `moments [4, heads * d_k]`, in place.
 
-    The sums are about zero whatever the mean, so that they can be added over calls and ranks: float64 keeps the float32
-    digits of a variance up to means ten thousand times the spread. Each of the key heads may serve several heads, of
-    whose queries and keys `tokens [2, heads]` are the numbers.
+    The sums are about zero, not about the mean, so that they can be added over calls and ranks: float64 keeps the
+    float32 digits of a variance up to means ten thousand times the spread. A key head may serve several query heads;
+    `tokens [2, heads]` are the numbers of their queries and keys.
     """
     key_heads, width = key.mean.shape
     shape = key_heads, len(query.mean) // key_heads, width
@@ -35,11 +35,11 @@ def add(moments: Tensor, query: Components, key: Components, tokens: Tensor) -> 
 
 
 def described(table: Tensor, moments: Tensor, widths: Tensor) -> Tensor:
-    """Return `table [quantities, heads]` with the averages over components in it.
+    """Return `table [quantities, heads]` with the averages over components filled in.
 
     Args:
-        table: with the numbers of tokens. Heads without moments keep the averages that it has.
-        moments: as `add` made them.
+        table: the table, which holds the numbers of tokens. Heads without moments keep the averages that it has.
+        moments: moments from `add`.
         widths: d_k of each head, `[heads]`.
     """
     known = by_segment((moments != 0).any(0).to(table), "max", widths) > 0

@@ -1,6 +1,6 @@
 """Correlations among the components of q and k, and among tokens: the paper's assumptions (iii) and (iv) to the letter.
 
-`betahook.report.audit` calls it on one forward. It needs covariance matrices of `d_k x d_k`, so no step measures them.
+`betahook.report.audit` measures them in one forward. No step does, since they need `d_k x d_k` covariance matrices.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from betahook.measure.dtypes import at_least_float32
 
 @dataclass(frozen=True)
 class Correlations:
-    """One layer in one forward, over the tokens that its mask lets take part.
+    """Correlations of one layer in one forward, over the tokens that its mask allows to take part.
 
     Variances are population variances. Correlations are Pearson's; `within_q`, `within_k` and `between` are root mean
-    squares over pairs of components and over heads, less what as many independent tokens give by chance.
+    squares over pairs of components and over heads, minus what the same number of independent tokens gives by chance.
 
     Attributes:
         variance_q, variance_k: (iii) smallest and largest variance of a component, assumed to be 1.
         within_q, within_k: (iv) correlation of two components of one q, or of one k, assumed to be 0.
-        between: (iv) correlation of a component of q with one of k, of the same token; NaN where q and k are not of the
-            same number of tokens.
+        between: (iv) correlation of a component of q with one of k, of the same token; NaN if q and k have different
+            numbers of tokens.
         tokens_q, tokens_k: (iv) mean correlation of a component at two tokens of one sequence, assumed to be 0; NaN
-            with a single sequence, whose mean cannot be told from that of all.
+            with a single sequence, whose mean cannot be distinguished from the overall mean.
     """
 
     variance_q: tuple[float, float]
@@ -39,7 +39,7 @@ class Correlations:
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, valid: tuple[Tensor | None, Tensor | None]) -> Correlations:
-        """Measure `query [batch, heads, queries, d_k]` and `key [batch, groups, keys, d_k]`; `valid` their tokens."""
+        """Measure `query [batch, heads, queries, d_k]` and `key [batch, groups, keys, d_k]` at their `valid` tokens."""
         q, k = (_Standardised.of(tokens, used) for tokens, used in zip((query, key), valid, strict=True))
         return cls(
             variance_q=q.range,
@@ -69,7 +69,7 @@ class _Standardised:
         mean = (tokens * weight).sum((0, 2), keepdim=True) / count
         centred = (tokens - mean) * weight
         variance = centred.square().sum((0, 2), keepdim=True) / count
-        # A constant component correlates with nothing, nor does one that varies by the rounding of its mean only.
+        # A constant component correlates with nothing, nor does one that varies only by the rounding of its mean.
         changes = variance.sqrt() > 16 * torch.finfo(tokens.dtype).eps * mean.abs()
         return cls((centred / variance.sqrt()).where(changes, 0), used, variance)
 
@@ -89,7 +89,7 @@ class _Standardised:
 
 
 def _correlation(one: _Standardised, other: _Standardised, *, off_diagonal: bool = False) -> float:
-    """Root mean square of the correlations of components at the same token, less that of as many independent ones."""
+    """Root mean square correlation of components at the same token, minus what as many independent tokens give."""
     group = one.values.shape[1] // other.values.shape[1]
     count = (one.used * other.used).sum()
     matrix = torch.einsum("bhti,bhtj->hij", one.values, other.values.repeat_interleave(group, 1)) / count

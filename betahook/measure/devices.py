@@ -1,4 +1,4 @@
-"""The one question about a device, which decides between two forms of the same statistics."""
+"""The property of a device that decides between two forms of the same statistics."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def is_cpu(device: torch.device) -> bool:
-    """True where work is best done in blocks that fit a cache, False where each operation is a launch that costs."""
+    """Return True if work is best done in blocks that fit a cache, False if every launch of an operation is costly."""
     return device.type == "cpu"

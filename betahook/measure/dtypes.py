@@ -1,6 +1,6 @@
-"""Dtypes that the statistics are computed in: float32 or better for products, float64 for sums.
+"""Dtypes in which the statistics are computed: float32 or better for products, float64 for sums.
 
-The other files of `measure` use it, and so do the state, the step and the tap, where they compute by its rules.
+The other files of `measure` use these functions, and so does any other code that computes by the same rules.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from betahook import compat
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of sums: float64, except where the device has none, as Apple's GPUs and some of Intel's."""
+    """The dtype of sums: float64, or float32 on devices without it, such as Apple's GPUs and some of Intel's."""
     lacks = device.type == "mps" or (device.type == "xpu" and not _has_float64(device))
     return torch.float32 if lacks else torch.float64
 
 
 def _has_float64(device: torch.device) -> bool:
-    """True for a GPU of Intel's that computes in float64; the Arc A-series does not."""
+    """Return True for an Intel GPU that computes in float64; the Arc A-series does not."""
     return bool(torch.xpu.get_device_properties(device).has_fp64)
 
 
-setattr(_has_float64, compat.CALLED_BY_GRAPHS, True)  # torch.compile cannot trace the question
+setattr(_has_float64, compat.CALLED_BY_GRAPHS, True)  # torch.compile cannot trace the query
 
 
 def for_sums(tensor: Tensor) -> Tensor:
-    """The tensor in the dtype of sums on its device."""
+    """Convert a tensor to the dtype of sums on its device."""
     return tensor.to(sum_dtype(tensor.device))
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of products of tensors of a dtype: float32, or wider where they are."""
+    """The dtype for products of tensors of `dtype`: float64 for float64, else float32."""
     return dtype if dtype == torch.float64 else torch.float32
 
 

@@ -1,7 +1,7 @@
 """Groups of heads that share one beta: maps between heads and groups, and the statistics of each group.
 
-A `State` has one for what its controllers move and one for the layers, of which the metrics and the audit are. Tensors
-in, tensors out: nothing here knows of modules.
+A `State` has one `HeadGroups` for the units that its controllers move, and one for the layers, which the metrics and
+the audit report on. Tensors in, tensors out: nothing here knows about modules.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LayerSize:
     Attributes:
         heads: number of query heads.
         head_dim: d_k.
-        query_width, key_width: d_x, features that enter each projection; NaN where that was not found.
+        query_width, key_width: d_x, the number of input features of each projection; NaN if it was not found.
     """
 
     heads: int
@@ -41,10 +41,10 @@ class GroupBeta:
     """The beta of each group, and how the heads differ from it.
 
     Attributes:
-        of_group: `[groups]`.
-        of_head: that of its group for each head, `[heads]`.
-        ratios: beta of each head over that of its group, `[heads]`: exactly 1 where the heads of a group are alike, and
-            where beta is not known yet. None where each head is a group.
+        of_group: the beta of each group, `[groups]`.
+        of_head: for each head, the beta of its group, `[heads]`.
+        ratios: beta of each head divided by that of its group, `[heads]`: exactly 1 where the heads of a group have the
+            same, and where beta is not known yet. None if each head is its own group.
     """
 
     of_group: Tensor
@@ -64,7 +64,7 @@ class HeadGroups:
         query_width, key_width: d_x of each projection, `[groups]`; NaN where the projection was not found.
         of_head: the group of each head, int64 `[heads]`.
         widths: d_k of each head, int64 `[heads]`.
-        powers: that of a factor on the query in each row of a table, see `statistics.POWERS`.
+        powers: power of a factor on the query in each row of a table, see `statistics.POWERS`.
     """
 
     lengths: Tensor
@@ -86,7 +86,7 @@ class HeadGroups:
         return cls(lengths.long(), head_dim, query_width, key_width, of_head.contiguous(), widths.contiguous(), powers)
 
     def by_head(self) -> HeadGroups:
-        """Return the same heads, each a group of its own."""
+        """Return the same heads, each as its own group."""
         head_dim, query_width, key_width = (
             values.index_select(0, self.of_head) for values in (self.head_dim, self.query_width, self.key_width)
         )
@@ -99,11 +99,11 @@ class HeadGroups:
 
     @property
     def are_heads(self) -> bool:
-        """True if each head is a group of its own."""
+        """True if each head is its own group."""
         return len(self.lengths) == len(self.of_head)
 
     def reduce(self, values: Tensor, reduction: Literal["sum", "max"]) -> Tensor:
-        """The sum or the largest of floating-point values in each group, `[heads] -> [groups]`."""
+        """The sum or the maximum of floating-point values in each group, `[heads] -> [groups]`."""
         return values if self.are_heads else statistics.by_segment(values, reduction, self.lengths)
 
     def geometric_mean(self, values: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class HeadGroups:
         return values if self.are_heads else statistics.geometric_mean(values, self.lengths, self.of_head)
 
     def spread(self, values: Tensor) -> Tensor:
-        """The value of its group for each head, `[groups] -> [heads]`."""
+        """Give each head the value of its group, `[groups] -> [heads]`."""
         return values if self.are_heads else values.index_select(0, self.of_head)
 
     def compare(self, of_group: Tensor, beta: Tensor) -> GroupBeta:
@@ -123,10 +123,10 @@ class HeadGroups:
         """Statistics of each group from the sums over all heads.
 
         Args:
-            table: `[quantities, heads]`, see `measure.statistics`; not written to from now on.
+            table: `[quantities, heads]`, see `measure.statistics`; not modified from now on.
             moments: `[4, components]`, see `measure.components`.
-            ratios: those of a `GroupBeta`, with which the query of each head is multiplied: the beta of a group times
-                these statistics is then what its heads have, each with its own. None for the query as it is.
+            ratios: `GroupBeta.ratios`, by which the query of each head is multiplied, so that the beta of a group times
+                these statistics equals what its heads have with their own betas. None for the query as it is.
         """
 
         def relative(sums: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class HeadGroups:
     def weight_std(self, sums: Tensor, ratios: Tensor | None = None) -> WeightStd:
         """The std of the entries of W_q and W_k of each group, from `[6, heads]`, see `measure.weights`.
 
-        With `ratios`, as `observe` has them, of W_q times these.
+        With `ratios`, as in `observe`, W_q is multiplied by them.
         """
         if ratios is not None:
             sums = torch.cat([sums[:1], sums[1:2] * ratios, sums[2:3] * ratios.square(), sums[3:]])

@@ -1,7 +1,7 @@
 """Sums over the inputs of W_q and W_k, held back to be added with the scores of the same forward.
 
-An operation for each layer and side would cost a small model more than the sums themselves. The recorder of a layer
-calls `entries_of` and `note` where the inputs are, and `take` where the scores are; a compiled graph adds at once.
+In a small model, a separate operation for each layer and side would cost more than the sums themselves. The recorder of
+a layer calls `entries_of` and `note` at the projections, and `take` at the attention; compiled graphs do not wait.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Entries = tuple[int, Tensor, Tensor]
 SIDES = "query", "key"
 
 FEW = 2**16
-"""Entries whose squares the CPU sums up precisely in one operation."""
+"""Maximum number of entries whose squares the CPU sums precisely in one operation."""
 
 
 def entries_of(inputs: Tensor) -> Entries:
-    """Sum up what enters a projection, in float32 or better."""
+    """Sum up the input of a projection, in float32 or better."""
     number, dtype = inputs.numel(), product_dtype(inputs.dtype)
-    if number > FEW and devices.is_cpu(inputs.device):  # row by row: of millions at once, it rounds most squares away
+    if number > FEW and devices.is_cpu(inputs.device):  # by row: over millions at once, it rounds most squares away
         square = torch.linalg.vector_norm(inputs, dim=-1, dtype=dtype).square().sum()
     elif inputs.dtype == dtype:
         flat = inputs.flatten()
@@ -46,9 +46,9 @@ def add(table: Tensor, side: str, entries: Entries) -> None:
 
 
 def joined(layers: Sequence[Sequence[Entries]]) -> list[Entries]:
-    """Join the entries of several layers side by side: numbers stay, each sum becomes one of all layers, `[layers]`.
+    """Stack the entries of several layers: their numbers stay as they are, and each sum becomes `[layers]`.
 
-    Each layer gives the same sides, with the same number of entries.
+    All layers must have the same sides, with the same numbers of entries.
     """
     if len(layers) == 1 or not layers[0]:
         return list(layers[0])
@@ -58,16 +58,16 @@ def joined(layers: Sequence[Sequence[Entries]]) -> list[Entries]:
 
 
 def input_rows(mask: Mask, query: Tensor, entries: Sequence[Entries]) -> list[Tensor]:
-    """Entries of both sides as rows of a table, six `[heads]`, on the device of a query `[batch, heads, ...]`.
+    """Convert the entries of both sides to six rows `[heads]` of a table, on the device of `query [batch, heads, ...]`.
 
-    Sums are scalars, or `[layers]` where the heads are those of as many layers.
+    Sums are scalars, or `[layers]` if the heads are those of several layers.
     """
     rows = [(once_per_mask(_scalar, mask, total, number), total, square) for number, total, square in entries]
     return [_by_head(x.to(query.device), query.shape[1]) for row in rows for x in row]
 
 
 def _by_head(values: Tensor, heads: int) -> Tensor:
-    """A scalar or `[layers]`, to `[heads]`."""
+    """Expand a scalar or `[layers]` to `[heads]`."""
     return values.expand(heads) if values.dim() == 0 else values[:, None].expand(-1, heads // len(values)).flatten()
 
 
@@ -82,16 +82,16 @@ class WaitingInputs:
         self._entries: dict[tuple[int, int, str], Entries] = {}
 
     def note(self, table: Tensor, heads: slice, sides: Sequence[str], entries: Entries) -> None:
-        """Keep the entries of some sides of a layer; earlier ones of these go to the `table` of all heads."""
+        """Keep the entries of some sides of a layer; earlier entries of the same go to the `table` of all heads."""
         for side in sides:
             name = heads.start, heads.stop, side
             self._add(table, name)
             self._entries[name] = entries
 
     def take(self, heads: slice) -> list[Entries]:
-        """Hand the entries of both sides to the caller, who adds them; none if one is missing."""
+        """Return the entries of both sides to the caller, who adds them; an empty list if one is missing."""
         names = [(heads.start, heads.stop, side) for side in SIDES]
-        # Threads of `nn.DataParallel` share the layer: after a look, another one may take what was there.
+        # Threads of `nn.DataParallel` share the layer: another thread may take entries between a look and a pop.
         found = {name: each for name in names if (each := self._entries.pop(name, None)) is not None}
         if len(found) == len(names):
             return list(found.values())
@@ -99,7 +99,7 @@ class WaitingInputs:
         return []
 
     def add_all(self, table: Tensor) -> None:
-        """Add what no scores came for."""
+        """Add entries whose scores never came."""
         for name in list(self._entries):
             self._add(table, name)
 

@@ -1,7 +1,7 @@
 """The largest scores over all pairs, without an N x N matrix: exact, or bounded from above.
 
-The sampled rows of `betahook.measure.rows` show the largest score among themselves only. `betahook.measure.calls`
-takes one of the two forms here for every long sequence, so that what limits the logits limits all of them.
+The sampled rows of `betahook.measure.rows` only show the largest score among themselves. `betahook.measure.calls` uses
+one of the two forms here for every long sequence, so that a limit on the logits holds for all of them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from betahook.measure.masks import Band, Mask
 from betahook.measure.scores import extremes
 
 HEIGHT = 128
-"""Queries in a block: more would waste work at the edge of a causal mask, fewer the time to start a product."""
+"""Queries in a block: more would waste work at the edge of a causal mask, fewer would waste time on launches."""
 
 
 def norm_bound(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
     """Bound the absolute scores of each head from above, `[heads]`: `max |q_i| * max |k_j|` in each sequence.
 
-    Cauchy and Schwarz. A masked token counts, too, if nothing but a mask of pairs for each head masks it.
+    This is the Cauchy-Schwarz inequality. A masked token counts too if only a mask of pairs for each head masks it.
     """
     longest: list[Tensor] = []
     for tokens, valid in ((query, mask.queries), (key, mask.keys)):
@@ -41,8 +41,8 @@ def norm_bound(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
 def extreme_scores(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
     """The `scores.extremes` of each head over all pairs of a mask, `[2, heads]`, float64; 0 where none is positive.
 
-    Blocks outside of the band are not computed. Products run in float32 or better: in float16 one could overflow where
-    the model's own does not.
+    Blocks outside the band are not computed. Products are computed in float32 or better, since in float16 one could
+    overflow where the model's own does not.
 
     Args:
         query: `[batch, heads, queries, d_k]`, any floating dtype.
@@ -53,7 +53,7 @@ def extreme_scores(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
     key_heads, keys = key.shape[1:3]
     band = mask.band if mask.pairs is None else Band()
     query, key = at_least_float32(query), at_least_float32(key)
-    if mask.pairs is None:  # a masked pair counts as 0, never an extreme: so does one with a zero in place of q or k
+    if mask.pairs is None:  # zeros in q or k give masked pairs the score 0, which is never an extreme
         query, key = _without(query, mask.queries), _without(key, mask.keys)
     key = key.flatten(0, 1)
     grouped = query.unflatten(1, (key_heads, heads // key_heads))
@@ -69,17 +69,17 @@ def extreme_scores(query: Tensor, key: Tensor, mask: Mask) -> Tensor:
 
 
 def _without(tokens: Tensor, valid: Tensor | None) -> Tensor:
-    """Tokens `[batch, heads, tokens, d_k]` with zeros where they take no part."""
+    """Set tokens `[batch, heads, tokens, d_k]` that take no part to zero."""
     return tokens if valid is None else tokens.masked_fill(~valid[:, None, :, None], 0)
 
 
 def _area(device: torch.device, matrices: int) -> int:
-    """Number of scores of one head to work on at once: the CPU's fit its cache, an accelerator's are worth a launch."""
+    """Number of scores of one head to process at once: few enough for a CPU's cache, enough for a GPU launch to pay."""
     return (2**18 if devices.is_cpu(device) else 2**24) // matrices
 
 
 def _blocks(band: Band, queries: int, keys: int, area: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of the blocks that cover a band over `queries x keys`, of about `area` pairs each."""
+    """Yield rows and columns of blocks that cover a band over `queries x keys`, with about `area` pairs each."""
     width = max(area // HEIGHT, HEIGHT)
     for start in range(0, queries, HEIGHT):
         stop = min(start + HEIGHT, queries)
@@ -89,7 +89,7 @@ def _blocks(band: Band, queries: int, keys: int, area: int) -> Iterator[tuple[sl
 
 
 def _masked(mask: Mask, band: Band, rows: slice, columns: slice, device: torch.device) -> Tensor | None:
-    """Boolean `[batch or 1, heads or 1, rows, columns]`, True at pairs not in use; None where all are."""
+    """Boolean `[batch or 1, heads or 1, rows, columns]`, True at pairs not in use; None if all are in use."""
     if mask.pairs is not None:
         return ~mask.pairs[..., rows, columns]
     masked = None

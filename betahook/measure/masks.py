@@ -1,9 +1,9 @@
 """The query-key pairs that an attention may use, and the structure by which exact statistics can exploit them.
 
-Almost every mask is a band (full, causal, sliding window) without its padded rows and columns. Two integers and two
-validity vectors describe such a mask, and the moments of the scores follow in linear time (`betahook.measure.scores`).
-The tap makes a `Mask` of whatever an attention call was given. Whether a mask tensor has the expected structure is
-decided on its device: the answer is a tensor, never a branch.
+Almost every mask is a band (full, causal, sliding window) minus the padded rows and columns. Two integers and two
+validity vectors describe such a mask, and the moments of the scores then take linear time (`betahook.measure.scores`).
+The tap describes the mask arguments of an attention call as a `GivenMask`, from which a `Mask` is made. Whether a mask
+tensor has the expected structure is decided on its device: the answer is a tensor, never a branch.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor
 from betahook import compat
 
 GAPS = (math.log(torch.finfo(torch.float32).tiny), -9000.0)
-"""Upper bounds of masks by large negative numbers, such as -100 or -1e4 plus a bias. Added to a logit, the first,
--87.3, makes the weight of a pair vanish in float32."""
+"""Upper bounds of masks that consist of large negative numbers, such as -100, or -1e4 plus a bias. The first, -87.3,
+makes the weight of a pair vanish in float32 when it is added to the logit."""
 
 NO_BIAS = -1e8
-"""No position bias is below this: ALiBi takes off at most as much as there are tokens."""
+"""No position bias is below this: ALiBi subtracts at most the number of tokens."""
 
 KEPT = 16
-"""Facts that are kept about one mask, and bands whose facts are kept: more than one model needs."""
+"""Maximum number of cached facts about one mask, and of bands with cached facts: more than one model needs."""
 
 T = TypeVar("T")
 Kind = Literal["none", "padding", "documents", "pairs"]
-"""Forms in which an attention call is told its pairs, see `GivenMask`."""
+"""Forms in which an attention call specifies its pairs, see `GivenMask`."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Band:
 
     def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Boolean `[len(queries), len(keys)]` for the given positions."""
-        # Keys are compared with the edges of each query: distances of pairs would take eight bytes each.
+        # Compare keys with the edges of each query: a matrix of distances would take eight bytes for each pair.
         below = None if self.high is None else keys <= (queries + self.high)[:, None]
         if self.low is None:
             return torch.ones(len(queries), len(keys), dtype=torch.bool, device=keys.device) if below is None else below
@@ -51,12 +51,12 @@ class Band:
         return above if below is None else above & below
 
     def visible(self, start: int, stop: int, keys: int) -> slice:
-        """The keys, of so many, that some query from `start` to `stop` may use."""
+        """The range of the `keys` keys that any query from `start` to `stop` may use."""
         first = 0 if self.low is None else min(max(start + self.low + 1, 0), keys)
         return slice(first, keys if self.high is None else min(max(stop + self.high, 0), keys))
 
     def edges(self, keys: int) -> list[int]:
-        """The edges of the two prefixes of the keys whose difference a query sees; a single one where `low` is open."""
+        """The edges of the two key prefixes whose difference a query sees; only the upper one if `low` is open."""
         upper = keys if self.high is None else self.high
         return [upper] if self.low is None else [upper, self.low]
 
@@ -69,15 +69,14 @@ class Mask:
         band: the static part, known without looking at any tensor.
         queries: boolean `[batch or 1, queries]`, rows that take part; None for all.
         keys: boolean `[batch or 1, keys]`, columns that take part; None for all.
-        pairs: boolean `[batch or 1, heads or 1, queries, keys]`, the mask that the attention was given; None if it
-            was given none.
-        bias: the same shape, added to the logits by the attention where `pairs` holds; None for nothing.
+        pairs: boolean `[batch or 1, heads or 1, queries, keys]`, the mask tensor of the call; None without one.
+        bias: the same shape, added to the logits by the attention where `pairs` is True; None without one.
         documents: integer `[batch or 1, tokens]`, the document of each token in packed sequences, where no pair
             crosses from one document to another; None for a single document.
         structured: boolean scalar tensor on the device: True if the pairs are exactly those of band, queries and keys,
-            so that exact sums count, False if those of sampled rows do; None where it is True by construction.
-        of_graph: True in a run of a compiled graph, whose memory nothing that is made of the mask may outlive.
-        cache: what `once_per_mask` made of the mask, shared by all layers that are given it.
+            so that the exact sums are used, False to use those of sampled rows; None if it is True by construction.
+        of_graph: True in a run of a compiled graph, which reuses memory: nothing computed from the mask may outlive it.
+        cache: results of `once_per_mask`, shared by all layers that receive the mask.
     """
 
     band: Band
@@ -92,31 +91,31 @@ class Mask:
 
     @property
     def is_band(self) -> bool:
-        """True if the pairs are known without any tensor."""
+        """True if the pairs follow from the band alone, without any tensor."""
         return self.pairs is self.queries is self.keys is self.documents is None
 
 
 @dataclass(frozen=True)
 class GivenMask:
-    """A mask as an attention call is given it: the tensor and numbers that tell its pairs, not yet looked at.
+    """A mask as an attention call receives it: a tensor and its interpretation, not yet examined.
 
     Attributes:
-        kind: "none" for nothing but the band; "padding" and "documents" for the tensors of `from_padding` and
-            `from_documents`; "pairs" for that of `from_tensor`, which may have more keys than the call, and may leave a
-            dimension at 1.
-        tensor: of that kind, None for nothing.
+        kind: "none" for the band alone; "padding" and "documents" for the tensors of `from_padding` and
+            `from_documents`; "pairs" for that of `from_tensor`, which may have more keys than the call, and dimensions
+            of size 1.
+        tensor: tensor of that kind; None without one.
         band: the expected structure.
     """
 
     kind: Kind
     tensor: Tensor | None = None
-    band: Band = field(default_factory=Band)  # as torch 2.11 has no way to trace a default that is an object
+    band: Band = field(default_factory=Band)  # torch 2.11 cannot trace a default that is an object
 
     def describe(self, queries: int, keys: int, *, of_graph: bool = False) -> Mask:
-        """Make a `Mask` of it, for a call of so many queries and keys.
+        """Make a `Mask` for a call with this many queries and keys.
 
-        A tensor of pairs is looked at once for all layers that are given it, except `of_graph`, in a run of a compiled
-        graph, whose memory is used again.
+        A tensor of pairs is examined once for all layers that receive it. Pass `of_graph` in a run of a compiled graph,
+        which reuses memory, to examine it every time.
         """
         tensor = self.tensor
         if tensor is None:
@@ -132,21 +131,21 @@ class GivenMask:
 
 
 def once_per_mask(make: Callable[..., T], mask: Mask, like: Tensor, *sizes: int) -> T:
-    """Return `make(mask, like, *sizes)`, made once for all calls with the same mask, device, dtype and sizes.
+    """Return `make(mask, like, *sizes)`, computed once for all calls with the same mask, device, dtype and sizes.
 
     Args:
-        make: a function that reads the dtype and the device of its second argument, and nothing else of it.
-        mask: of the call. Calls with the same tensor of pairs have one description; of padding and documents, each has
-            its own.
+        make: a function that uses only the dtype and the device of its second argument.
+        mask: the mask of the call. Calls with the same tensor of pairs share what is cached; with padding or documents,
+            each call has its own.
         like: a tensor of the attention call.
-        sizes: of the attention call, as `make` needs them.
+        sizes: sizes of the attention call, as `make` needs them.
     """
-    if type(like) is not Tensor:  # a fake tensor stands for no data
+    if type(like) is not Tensor:  # a fake tensor has no data
         return make(mask, like, *sizes)
     has_own = not mask.is_band or mask.of_graph or compat.is_captured(like.device)
     cache = mask.cache if has_own else _of_band(mask.band).cache
     name = make, like.device, like.dtype, sizes
-    made: T | None = cache.get(name)  # once: another thread may clear the cache
+    made: T | None = cache.get(name)  # looked up once, since another thread may clear the cache
     if made is None:
         if len(cache) >= KEPT:
             cache.clear()
@@ -160,7 +159,7 @@ def _of_band(band: Band) -> Mask:
 
 
 def forget_bands() -> None:
-    """Forget what `once_per_mask` made of bands alone, which no tensor ends with its own life."""
+    """Clear the cache of `once_per_mask` for bands alone, which does not expire with any tensor."""
     _of_band.cache_clear()
 
 
@@ -168,8 +167,8 @@ def from_tensor(mask: Tensor, band: Band, *, cached: bool = True) -> Mask:
     """Describe the 4-D `mask` of an attention call, `[batch or 1, heads or 1, queries, keys]`.
 
     A boolean mask is True where a pair may be used. A floating-point mask is added to the logits, and may hold a bias:
-    see `masked_by` for the pairs that it masks. `band` is the expected structure; `Mask.structured` says if it is that
-    of the mask. `cached` is False to look at the tensor anew, though it was looked at for another layer.
+    see `masked_by` for the pairs that it masks. `band` is the expected structure; `Mask.structured` says if the mask
+    has it. Pass `cached=False` to examine the tensor again even if that was done for another layer.
     """
     mask = _once(mask)
     structure = _shared_structure(mask, band) if cached else _structure(mask, band)
@@ -178,7 +177,7 @@ def from_tensor(mask: Tensor, band: Band, *, cached: bool = True) -> Mask:
 
 
 def _once(mask: Tensor) -> Tensor:
-    """A mask that was expanded over batch or heads, without the repetitions."""
+    """Remove the repetitions of a mask that was expanded over batch or heads."""
     for dim in (0, 1):
         mask = mask.narrow(dim, 0, 1) if mask.stride(dim) == 0 and len(mask) else mask
     return mask
@@ -187,10 +186,10 @@ def _once(mask: Tensor) -> Tensor:
 def masked_by(addend: Tensor) -> Tensor:
     """The pairs that a floating-point addend of the logits masks, boolean of its shape.
 
-    It may hold a bias, in which a small number is not a mask: ALiBi reaches -1000 and less. What is minus infinity, the
-    least number of a dtype, or too low for a bias is masked in any case. Other numbers below one of `GAPS` are masked
-    where a gap parts them from higher ones, as -100 added to a learned bias is; ALiBi has no gap. An addend that lowers
-    all logits, or that is constant along each row, does not mask.
+    The addend may contain a bias, in which a low number does not mask: ALiBi reaches -1000 and less. Entries that are
+    minus infinity, the lowest number of a dtype, or too low for a bias always mask. Other entries below one of `GAPS`
+    mask if a gap separates them from all higher ones, e.g. -100 added to a learned bias; ALiBi has no gap. Without
+    higher ones, i.e. if the addend lowers all logits or is constant along each row, they do not mask.
     """
     least_half = torch.finfo(torch.float16).min
     too_low = least_half / 2 if addend.dtype == torch.float16 else NO_BIAS
@@ -205,7 +204,7 @@ def masked_by(addend: Tensor) -> Tensor:
 def _structure(mask: Tensor, band: Band) -> Mask:
     """Find the rows and columns that take part, and compare the mask with the band over them.
 
-    The pairs are in it where they are another tensor than the mask, which it would keep alive.
+    The result holds `pairs` only if they are another tensor than the mask, which it must not keep alive.
     """
     is_boolean = mask.dtype == torch.bool
     pairs = mask if is_boolean else ~masked_by(mask)
@@ -218,13 +217,13 @@ def _structure(mask: Tensor, band: Band) -> Mask:
 
 
 _structures: Any = compat.WeakTensorKeyDictionary()
-"""Tensors that are alive, to their version and the structures of their views."""
+"""Version and structures of the views of each mask tensor that is alive."""
 
 
 def _shared_structure(mask: Tensor, band: Band) -> Mask:
-    """`_structure`, computed once for all layers that are given the same, unchanged tensor."""
-    base, version = compat.base_of(mask), compat.version(mask)  # the views that layers make are new each time
-    if version is None or compat.is_captured(mask.device):  # nothing tells of changes, as in later runs of a graph
+    """Return `_structure`, computed once for all layers that receive the same, unchanged tensor."""
+    base, version = compat.base_of(mask), compat.version(mask)  # layers make new views each time
+    if version is None or compat.is_captured(mask.device):  # changes go unnoticed, as in later runs of a graph
         return _structure(mask, band)
     known_version, known = _structures.get(base, (None, {}))
     view = mask.storage_offset(), mask.shape, mask.stride(), band
@@ -238,7 +237,7 @@ def _shared_structure(mask: Tensor, band: Band) -> Mask:
 def from_padding(mask: Tensor, band: Band, queries: int) -> Mask:
     """Describe a 2-D padding mask `[batch, keys]`, nonzero at real tokens, as used with flash attention.
 
-    Of several queries behind cached keys, flash attention drops the padded ones; it keeps a single one, as in decoding.
+    Flash attention drops padded queries, except a single one behind cached keys, as in decoding.
     """
     keys = mask != 0
     drops = queries == keys.shape[-1] or 1 < queries < keys.shape[-1]
@@ -246,5 +245,5 @@ def from_padding(mask: Tensor, band: Band, queries: int) -> Mask:
 
 
 def from_documents(documents: Tensor, band: Band) -> Mask:
-    """Describe sequences packed into one, `documents [1, tokens]`; structured only with a single document."""
+    """Describe sequences packed into one, `documents [1, tokens]`; structured only if there is a single document."""
     return Mask(band, documents=documents, structured=(documents == documents[:, :1]).all())

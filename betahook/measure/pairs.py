@@ -1,6 +1,6 @@
-"""Facts about the pairs of an attention call that follow from its mask alone: made once for all layers.
+"""Facts about the pairs of an attention call that follow from its mask alone, computed once for all layers.
 
-`betahook.measure.rows` looks at the rows that are picked here, and `betahook.measure.calls` adds up the numbers. The
+`betahook.measure.rows` examines the rows that are picked here, and `betahook.measure.calls` adds up the counts. The
 functions of a mask are called through `masks.once_per_mask`.
 """
 
@@ -16,50 +16,50 @@ from betahook.measure.dtypes import product_dtype, sum_dtype
 from betahook.measure.masks import Mask, once_per_mask
 
 SHORT = 128
-"""All rows are looked at up to the pairs of this many queries and keys: that is quicker than any other form."""
+"""All rows are examined up to the pairs of this many queries and keys, where that is faster than any other form."""
 
 ROWS = 32
-"""Number of query rows that are sampled of a longer sequence; of so few queries all, however many keys there are."""
+"""Number of query rows sampled from a longer sequence; no more queries than this are all examined, for any keys."""
 
 
 def is_short(queries: int, keys: int) -> bool:
-    """True if all rows are looked at."""
+    """Return True if all rows are examined."""
     return queries <= ROWS or queries * keys <= SHORT**2
 
 
 def sampled_rows(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Positions of the query rows that are looked at: all of a short sequence, else the middles of `ROWS` runs."""
+    """Positions of the query rows to examine: all of a short sequence, else the middles of `ROWS` equal runs."""
     if is_short(queries, keys):
         return torch.arange(queries, device=device)
     return torch.arange(queries, 2 * ROWS * queries, 2 * queries, device=device) // (2 * ROWS)
 
 
 def row_at(index: int, queries: int, keys: int) -> int:
-    """Position of the row with this index among those that are looked at."""
+    """Position of the row with this index among those that are examined."""
     return index if is_short(queries, keys) else (2 * index + 1) * queries // (2 * ROWS)
 
 
 def rows_each(queries: int, keys: int) -> float:
-    """Number of rows that each one looked at stands for."""
+    """Number of rows that each examined row stands for."""
     return 1.0 if is_short(queries, keys) else queries / ROWS
 
 
 @dataclass(frozen=True)
 class RowPairs:
-    """The pairs of the picked rows; `mask` stands for `[batch or 1, heads or 1, rows, keys]`.
+    """The pairs of the picked rows; the shape `mask` below is `[batch or 1, heads or 1, rows, keys]`.
 
     Attributes:
         picked: positions of the rows, None for all of them.
         used: 1 for a pair that takes part and 0 for any other, of the shape `mask`.
-        added: what is added to the logits, of the shape `mask`: the bias, and where a pair takes no part a number so
-            low that its weight vanishes. It is finite, and 0 at the first key of a row that may use none: so no row
-            gives a NaN, and such a row no entropy.
-        count: pairs in each row, `mask` without keys, in float64.
-        share: `share_of` that number, in the dtype of `used`.
-        first: the first key that each row may use, like `count`, int64; 0 for a row without one.
+        added: an addend of the logits, of the shape `mask`: the bias, and for pairs that take no part a number so low
+            that their weight vanishes. It is always finite, and 0 at the first key of a row that may use none, so that
+            no row gives a NaN, and such a row has no entropy.
+        count: number of pairs in each row, of the shape `mask` without keys, in float64.
+        share: `share_of` the count, in the dtype of `used`.
+        first: the first key that each row may use, shaped like `count`, int64; 0 for a row without one.
         begins: 1 for the first key of a row that has one and 0 for any other, of the shape `mask`.
-        filled: 1 for a row with a key and 0 for any other, like `count`.
-        sinks: logits that take part in the softmax without a key, `[batch or 1, heads, rows]`; None for none.
+        filled: 1 for a row with a key and 0 for any other, shaped like `count`.
+        sinks: logits that take part in the softmax without a key, `[batch or 1, heads, rows]`; None without any.
     """
 
     picked: Tensor | None
@@ -73,7 +73,7 @@ class RowPairs:
     sinks: Tensor | None = None
 
     def part(self, sequences: slice, rows: slice, keys: slice) -> RowPairs:
-        """Return the same of some sequences, rows and keys, among which are all that these rows may use."""
+        """Return the part for some sequences, rows and keys; the keys must include all that these rows may use."""
 
         def of_rows(values: Tensor) -> Tensor:
             return of_sequences(values, sequences)[..., rows]
@@ -81,7 +81,7 @@ class RowPairs:
         used, added, begins = (
             of_sequences(x, sequences)[..., rows, keys] for x in (self.used, self.added, self.begins)
         )
-        # A row without a key has its first one before those of the part; it does not count.
+        # A row without a key, which does not count, has its first one at 0, perhaps before this part.
         first = (of_rows(self.first) - keys.start).clamp_(min=0)
         count, share, filled = map(of_rows, (self.count, self.share, self.filled))
         sinks = None if self.sinks is None else of_rows(self.sinks)
@@ -89,7 +89,7 @@ class RowPairs:
 
 
 def row_pairs(mask: Mask, like: Tensor, queries: int, keys: int) -> RowPairs:
-    """Describe the rows that are looked at, in float32 or better."""
+    """Describe the rows to examine, in float32 or better."""
     dtype = product_dtype(like.dtype)
     rows = sampled_rows(queries, keys, like.device)
     allowed = _allowed(mask, rows, keys)
@@ -102,23 +102,23 @@ def row_pairs(mask: Mask, like: Tensor, queries: int, keys: int) -> RowPairs:
         added = added + bias.masked_fill(~allowed, 0)
     picked, filled = None if is_short(queries, keys) else rows, (count > 0).to(dtype)
     count, share = count.to(sum_dtype(like.device)), share_of(count).to(dtype)
-    first = used.argmax(-1)  # of equal entries, it takes the first
+    first = used.argmax(-1)  # the first of equal entries
     begins = torch.zeros_like(used).scatter_(-1, first[..., None], filled[..., None])
     return RowPairs(picked, used, added, count, share, first, begins, filled)
 
 
 def share_of(count: Tensor) -> Tensor:
-    """1 over each count, by which a sum over so many becomes their mean; 1 for none, whose sum is 0."""
+    """1 over each count, the factor that turns a sum into a mean; 1 for a count of 0, whose sum is 0."""
     return count.clamp(min=1).reciprocal()
 
 
 def of_sequences(facts: Tensor, some: slice) -> Tensor:
-    """Facts about some sequences of the batch, from `[batch or 1, ...]`."""
+    """Select the facts about some sequences of the batch from `[batch or 1, ...]`."""
     return facts if len(facts) == 1 else facts[some]
 
 
 def _allowed(mask: Mask, rows: Tensor, keys: int) -> Tensor:
-    """Boolean `[batch or 1, heads or 1, rows, keys]`."""
+    """The pairs that these rows may use, boolean `[batch or 1, heads or 1, rows, keys]`."""
     if mask.pairs is not None:
         return mask.pairs[..., rows, :]
     pairs = mask.band.allowed(rows, torch.arange(keys, device=rows.device))[None, None]
@@ -145,12 +145,12 @@ def keys_per_query(mask: Mask, like: Tensor, queries: int, keys: int) -> Tensor:
 
 
 COUNTS = ("pairs", "exact_pairs", "rows", "flat_entropy", "queries", "keys")
-"""Numbers of pairs, and of those whose moments are exact; number of rows with a key, and the sum of what their entropy
-would be under flat attention, over all keys that a row may use; numbers of query and of key tokens."""
+"""Number of pairs, and of those whose moments are exact; number of rows with a key, and the sum of their entropies
+under uniform attention over all keys that a row may use; numbers of query and of key tokens."""
 
 
 def call_counts(mask: Mask, like: Tensor, batch: int, heads: int, queries: int, keys: int) -> Tensor:
-    """The `COUNTS` of one attention call, `[6, heads]`, float64: estimates where some rows stand for the others."""
+    """The `COUNTS` of one attention call, `[6, heads]`, float64; estimates if some rows stand for the others."""
     sampled = once_per_mask(row_pairs, mask, like, queries, keys)
     of_rows = torch.stack([sampled.count, sampled.filled.to(sampled.count), sampled.count.clamp(min=1).log()])
     pairs, rows, flat = rows_each(queries, keys) * of_rows.expand(3, batch, heads, -1).sum((1, 3))
@@ -167,7 +167,7 @@ def call_counts(mask: Mask, like: Tensor, batch: int, heads: int, queries: int, 
 
 
 def count_tokens(like: Tensor, valid: Tensor | None, batch: int, tokens: int) -> Tensor:
-    """Number of tokens where `valid [batch or 1, tokens]` is True, None for all: a tensor like `like`."""
+    """Number of tokens where `valid [batch or 1, tokens]` is True (None for all), as a tensor like `like`."""
     if valid is None:
         return torch.full_like(like, batch * tokens)
     return valid.expand(batch, tokens).sum(dtype=like.dtype).expand_as(like)

@@ -1,9 +1,9 @@
-"""The sums of `betahook.measure.scores` in a few large operations: the form for accelerators.
+"""The sums of `betahook.measure.scores`, computed in a few large operations: the form for accelerators.
 
-There a launch costs more than the work that it starts, and nothing is gained by staying in a cache. So all blocks of
-queries are worked on at once: the sums over the keys in front of each block, `[d, d]` for the squares of the scores and
-`[d]` for the scores, stand beside the keys of the block itself as one factor, and one masked product with the queries
-gives both. `betahook.measure.calls` chooses between the forms.
+There a launch costs more than the work that it starts, and nothing is gained by staying in a cache, so all blocks of
+queries are processed at once. The sums over the keys in front of each block, `[d, d]` for the squared scores and `[d]`
+for the scores, are concatenated with the keys of the block itself, and one masked product of the queries with the
+result gives both kinds of sums. `betahook.measure.calls` chooses between the forms.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from betahook.measure.pairs import keys_per_query, of_sequences, share_of
 from betahook.measure.scores import BLOCK, Components, padded, query_blocks, summed
 
 SLAB = 4096
-"""Queries of a sequence that are worked on at once: memory does not grow beyond."""
+"""Maximum number of queries of a sequence that are processed at once, which bounds the memory."""
 
 AT_ONCE = 2**26
-"""Entries of the largest tensor that is made, above which sequences are worked on one after another."""
+"""Maximum size of the largest intermediate tensor, in entries; a batch that would exceed it is split."""
 
 
 def score_sums(query: Tensor, key: Tensor, mask: Mask, of_key: Components) -> Tensor:
@@ -30,7 +30,7 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, of_key: Components) -> Te
     Args:
         query: `[batch, heads, queries, d_k]`, any floating dtype.
         key: `[batch, key_heads, keys, d_k]`.
-        mask: band and padding are used.
+        mask: only its band and padding are used.
         of_key: moments of the keys.
     """
     batch, heads, queries, width = query.shape
@@ -44,7 +44,7 @@ def score_sums(query: Tensor, key: Tensor, mask: Mask, of_key: Components) -> Te
 
 
 def _sequences(query: Tensor, key: Tensor, mask: Mask, of_key: Components, some: slice) -> Tensor:
-    """`score_sums` of some sequences of the batch."""
+    """Compute `score_sums` for some sequences of the batch."""
     batch, heads, queries, width = query.shape
     key_heads, keys = key.shape[1:3]
     # Centred, so that a large mean score does not cancel the digits of the variance: s = q . (k - mean) + q . mean.
@@ -69,7 +69,7 @@ def _sequences(query: Tensor, key: Tensor, mask: Mask, of_key: Components, some:
         first = start // BLOCK
         count, share = (x if queries <= SLAB else x[:, :, first : first + rows.shape[1]] for x in counts)
         mean = score * share
-        sums = torch.empty(3, *mean.shape, dtype=count.dtype, device=mean.device)  # those of `scores.pool_rows`
+        sums = torch.empty(3, *mean.shape, dtype=count.dtype, device=mean.device)  # the sums of `scores.pool_rows`
         torch.addcmul(square, score, mean, value=-1, out=sums[2])  # the offset is the same for all keys of a query
         torch.mul(mean.add_(offset), count, out=sums[0])
         torch.addcmul(sums[2], sums[0], mean, out=sums[1])
@@ -78,26 +78,26 @@ def _sequences(query: Tensor, key: Tensor, mask: Mask, of_key: Components, some:
 
 
 def block_counts(mask: Mask, like: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
-    """Number of keys of each query in float64, and `share_of` it: `[batch or 1, 1, blocks, 1, BLOCK]`."""
+    """Number of keys of each query in float64, and its `share_of`: `[batch or 1, 1, blocks, 1, BLOCK]` each."""
     count = once_per_mask(keys_per_query, mask, like, queries, keys).to(sum_dtype(like.device))
     count = F.pad(count, (0, -queries % BLOCK)).view(len(count), 1, -1, 1, BLOCK)
     return count, share_of(count).to(product_dtype(like.dtype))
 
 
 def block_factors(mask: Mask, like: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """1 for each earlier block, `[blocks, blocks]`, and 1 for each key of its own block that a query sees."""
+    """Matrices of 0 and 1: the earlier blocks of each block, and the keys of its own block that each query sees."""
     earlier = torch.ones(blocks, blocks, dtype=like.dtype, device=like.device).tril(-1)
     return earlier, torch.ones(BLOCK, BLOCK, dtype=like.dtype, device=like.device).tril()
 
 
 class _SlabSums:
-    """Score sums of each query `i` over the keys `j <= i + edge`, slab after slab.
+    """Score sums of each query `i` over the keys `j <= i + edge`, for one slab of queries after another.
 
     Args:
-        mask: with which facts are shared.
-        edge: of its band.
-        key: centred keys beside a 1, `[batch * key_heads, keys, d + 1]`.
-        mean: their mean before that, `[batch * key_heads, 1, d, 1]`.
+        mask: the mask of the call, which caches the factors of blocks.
+        edge: an edge of its band.
+        key: centred keys with a 1 appended to each, `[batch * key_heads, keys, d + 1]`.
+        mean: mean of the keys before centring, `[batch * key_heads, 1, d, 1]`.
     """
 
     def __init__(self, mask: Mask, edge: int, key: Tensor, mean: Tensor) -> None:
@@ -112,7 +112,7 @@ class _SlabSums:
         """Sum over the queries `[batch * key_heads, blocks, groups * BLOCK, d]` from the one at `start` on.
 
         Returns:
-            The product of each query with the mean key, the sum of its scores, and of their squares,
+            The product of each query with the mean key, the sum of its scores, and the sum of their squares,
             `[batch * key_heads, blocks, groups * BLOCK]` each.
         """
         _, blocks, _, width = query.shape
@@ -120,14 +120,14 @@ class _SlabSums:
         self._take(first)
         if first == last:
             return self._of_all(query)
-        # The edge runs through these keys: of the keys in its own block a query sees those up to its own place.
+        # The edge runs through these keys: in its own block, a query sees the keys up to its own position.
         key = padded(self.key[:, first:last], blocks * BLOCK, before=first - start - self.edge)
         key = key.view(len(key), blocks, BLOCK, -1)
         earlier, visible = once_per_mask(block_factors, self.mask, query, blocks)
         sums = self._in_front_of(key, earlier)
         parts = [sums[..., :-1], key[..., :-1].mT, sums[..., -1:], self.mean.expand(-1, blocks, -1, -1)]
-        # Columns: of the keys in front what gives the squares of their scores, each key of the own block, the sum of
-        # those in front, the mean.
+        # Columns: the Gram matrix of the keys in front, which gives the squared scores; each key of the query's own
+        # block; the sum of the keys in front; the mean key.
         in_front, own, every_score = slice(width), slice(width, width + BLOCK), slice(width, width + BLOCK + 1)
         products = query @ torch.cat(parts, -1)
         products.view(-1, BLOCK, width + BLOCK + 2)[..., own].mul_(visible)
@@ -137,7 +137,7 @@ class _SlabSums:
         return products[..., -1], score, products[..., : width + BLOCK].sum(-1)
 
     def _of_all(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum over the keys that were taken."""
+        """Sum over the keys taken so far, all of which these queries see."""
         if self.sums is None:
             nothing = torch.zeros_like(query[..., 0])
             return nothing, nothing, nothing
@@ -148,7 +148,7 @@ class _SlabSums:
         return offset, score, square
 
     def _take(self, stop: int) -> None:
-        """Take the keys up to `stop` that every query from now on sees."""
+        """Take in the keys up to `stop`, which every query from now on sees."""
         if stop > self.seen:
             key = self.key[:, self.seen : stop]
             sums = key[..., :-1].mT @ key

@@ -1,9 +1,9 @@
-"""Statistics that need whole rows of scores: the largest one, the entropy, and moments under an unstructured mask.
+"""Statistics that need whole rows of scores: the maximum, the entropy, and moments under an unstructured mask.
 
-A short sequence is looked at as a whole, which is quicker than any other form and exact whatever the mask is. Of a
-longer one it is a fixed, evenly spaced subset of query rows against all keys. `betahook.measure.calls` weights them by
-the rows that they stand for, and takes the moments of a structured mask from elsewhere. A matrix of scores that the
-model itself made is summed up whole.
+A short sequence is examined as a whole, which is faster than any other form and exact whatever the mask is. From a
+longer one, a fixed, evenly spaced subset of query rows is examined against all keys. `betahook.measure.calls` weights
+them by the rows that they stand for, and takes the moments under a structured mask from elsewhere. A score matrix that
+the model itself computed is summed as a whole.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from betahook.measure.pairs import RowPairs, row_at, row_pairs
 from betahook.measure.scores import extremes, pool_rows
 
 CACHED = 2**17
-"""Scores that the CPU works on at once, so that they stay in its cache."""
+"""Number of scores that the CPU processes at once, so that they stay in its cache."""
 
 AT_ONCE = 2**24
-"""Scores that an accelerator works on at once, so that memory does not grow with the batch."""
+"""Number of scores that an accelerator processes at once, so that memory does not grow with the batch."""
 
 FEW = 2**14
-"""Up to this many scores, the form with the fewest operations is the quickest on the CPU too."""
+"""Up to this many scores, the form with the fewest operations is the fastest on the CPU too."""
 
 LOWEST = -80.0
-"""Floor of the logits, relative to the largest of their row, on the CPU: `exp(-80)` vanishes beside 1, and the
-exponential of a lower logit would be a denormal number, which takes it ten times as long."""
+"""Floor of the logits on the CPU, relative to the largest of their row: `exp(-80)` is negligible next to 1, and the
+exponential of a lower logit would be a denormal number, which takes the CPU ten times as long."""
 
 
 class ScoreMod(NamedTuple):
-    """Everything that is done to scaled scores before the softmax, but for the mask; flex attention calls it so.
+    """Everything that is done to scaled scores before the softmax, except masking; the name is that of flex attention.
 
     Attributes:
         position_bias: `[batch or 1, heads or 1, queries or 1, keys]`, added to the logits.
@@ -50,7 +50,7 @@ class ScoreMod(NamedTuple):
 
 
 PLAIN = ScoreMod()
-"""Nothing is done to the scores: the logits are beta times them."""
+"""Nothing is done to the scores: the logits are beta times the scores."""
 
 
 def row_sums(
@@ -62,15 +62,15 @@ def row_sums(
         query: `[batch, heads, queries, d_k]`.
         key: `[batch, key_heads, keys, d_k]`.
         mask: `mask.pairs` where given, else band, padding and documents.
-        beta: `[heads]` or a scalar, the inverse temperature in force; used for the entropy only.
-        score_mod: of the model.
+        beta: `[heads]` or a scalar, the acting inverse temperature; used for entropy and sink only.
+        score_mod: what the model does to its logits.
         moments: False to leave out the moments of the scores.
 
     Returns:
-        The sums over these rows: of `scores.pool_rows`, `[3, heads]`, if asked for, then of entropy and sink, one
-        `[2, heads]` in float64 or two `[heads]`; and the `scores.extremes` of the scores in them.
+        The sums over these rows: if `moments`, those of `scores.pool_rows`, `[3, heads]`, then those of entropy and
+        sink, one `[2, heads]` in float64 or two `[heads]`; and the `scores.extremes` of the scores in them.
 
-    Entropy and sink are those of the attention row itself: mask and `score_mod` included.
+    Entropy and sink are those of the attention row itself, including mask and `score_mod`.
 
     For a sequence that is not short these are estimates from `n` rows (`ROWS` times the batch), as good as random rows
     unless attention is periodic in the distance between them. The largest score is never overestimated, and with 95 %
@@ -93,7 +93,7 @@ def row_sums(
 
 
 def _with_terms(pairs: RowPairs, score_mod: ScoreMod, queries: int, keys: int) -> RowPairs:
-    """The rows with the position bias and the sinks of this call."""
+    """Add the position bias and the sinks of this call to the rows."""
     position_bias, _, sinks = score_mod
     rows = slice(None) if pairs.picked is None else pairs.picked
     if position_bias is not None:
@@ -105,7 +105,7 @@ def _with_terms(pairs: RowPairs, score_mod: ScoreMod, queries: int, keys: int) -
 
 
 def _parts(query: Tensor, key: Tensor, mask: Mask, queries: int, pairs: RowPairs) -> Iterator[tuple[Tensor, RowPairs]]:
-    """Scores `[batch, heads, rows, keys]`, in parts to work on at once, each with the same part of `pairs`."""
+    """Yield scores `[batch, heads, rows, keys]` in parts to process at once, each with the same part of `pairs`."""
     batch, heads, rows, _ = query.shape
     keys, on_cpu = key.shape[2], devices.is_cpu(query.device)
     each, at_once = heads * rows * keys, CACHED if on_cpu else AT_ONCE
@@ -124,7 +124,7 @@ def _parts(query: Tensor, key: Tensor, mask: Mask, queries: int, pairs: RowPairs
 
 
 def _visible(mask: Mask, queries: int, keys: int, first: int, last: int) -> slice:
-    """The keys that a run of picked rows may see by the band, one at least."""
+    """The keys that a run of picked rows may see within the band, at least one."""
     if mask.pairs is not None:
         return slice(0, keys)
     seen = mask.band.visible(row_at(first, queries, keys), row_at(last, queries, keys) + 1, keys)
@@ -133,7 +133,7 @@ def _visible(mask: Mask, queries: int, keys: int, first: int, last: int) -> slic
 
 
 def _scores(query: Tensor, key: Tensor) -> Tensor:
-    """Scores `[batch, heads, rows, keys]`; several heads may share one of the keys."""
+    """Scores `[batch, heads, rows, keys]`; several query heads may share a key head."""
     batch, heads, rows, width = query.shape
     if heads == key.shape[1]:
         return query @ key.mT
@@ -144,7 +144,7 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
 def _reduce(
     scores: Tensor, pairs: RowPairs, beta: Tensor, softcap: float | None, *, moments: bool, cached: bool
 ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-    """Reduce a part as `_parts` makes it, whose scores are overwritten; see `row_sums`."""
+    """Reduce a part from `_parts`, see `row_sums`. Its scores are overwritten."""
     scores *= pairs.used
     if softcap is None:
         logits = torch.addcmul(pairs.added, scores, beta)
@@ -164,11 +164,11 @@ def _reduce(
 
 
 def _small_attention(logits: Tensor, pairs: RowPairs) -> list[Tensor]:
-    """`_attention` in few operations."""
+    """Compute the same as `_attention` in fewer operations."""
     weight = logits.softmax(-1)
     entropy, begins = torch.special.entr(weight), pairs.begins
     if pairs.sinks is not None:
-        entropy = entropy * pairs.filled[..., None]  # a row without a key has its sink
+        entropy = entropy * pairs.filled[..., None]  # a row without a key still has its sink
         weight = weight[..., :-1]
     if begins.shape[:2] == (1, 1) == (len(weight), 1) and pairs.sinks is None:
         sink = torch.mv(weight.flatten(2)[0], begins.flatten())
@@ -180,7 +180,7 @@ def _small_attention(logits: Tensor, pairs: RowPairs) -> list[Tensor]:
 def _attention(logits: Tensor, pairs: RowPairs) -> list[Tensor]:
     """Sums over the rows of the Shannon entropy of their softmax and of its weight of their first key; see `row_sums`.
 
-    The logits `[batch, heads, rows, keys]`, with those of sinks behind, are overwritten. A row without a key
+    The logits `[batch, heads, rows, keys]`, followed by those of sinks, are overwritten. A row without a key
     does not count.
     """
     logits -= logits.amax(-1, keepdim=True)
@@ -193,7 +193,7 @@ def _attention(logits: Tensor, pairs: RowPairs) -> list[Tensor]:
 
 
 def pair_sums(scores: Tensor, logits: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Exact sums over the allowed pairs of a score matrix that the model made itself.
+    """Exact sums over the allowed pairs of a score matrix that the model itself computed.
 
     Args:
         scores: raw scores `[batch, heads, queries, keys]`.
@@ -207,17 +207,17 @@ def pair_sums(scores: Tensor, logits: Tensor, allowed: Tensor) -> tuple[Tensor, 
     wide, masked = sum_dtype(scores.device), ~allowed
     used = at_least_float32(scores).masked_fill(masked, 0)
     largest = extremes(used)
-    # Centred: a large mean score would cancel the digits of the variance. In place: a new matrix costs more than a sum.
-    count = allowed.sum(-1, dtype=torch.int32)  # with int64 each pair is copied into one
+    # Centred, as a large mean would cancel digits of the variance; in place, as a new matrix costs more than a sum.
+    count = allowed.sum(-1, dtype=torch.int32)  # int64 would copy every pair to int64 first
     mean = used.sum(-1) / count.clamp(min=1)
     rest = used.sub_(mean[..., None]).masked_fill_(masked, 0)
-    mean = mean.to(wide) + rest.sum(-1) / count.clamp(min=1)  # what it was rounded by
+    mean = mean.to(wide) + rest.sum(-1) / count.clamp(min=1)  # plus its rounding error
     square = torch.linalg.vector_norm(rest, dim=-1).square_()
 
     log_weights = at_least_float32(logits).log_softmax(-1).clamp_(min=LOWEST)
     weights = log_weights.exp()
     sink = weights.gather(-1, allowed.byte().argmax(-1, keepdim=True)).squeeze(-1)
-    entropy = -weights.mul_(log_weights).sum(-1)  # of all that a row attends to: sinks are no pairs
+    entropy = -weights.mul_(log_weights).sum(-1)  # over all that a row attends to, including sinks, which are no pairs
     seen = count > 0
     of_rows = (x.masked_fill(~seen, 0) for x in (entropy, sink))
     sums = pool_rows(count, mean, square, *of_rows)

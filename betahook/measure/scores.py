@@ -1,12 +1,12 @@
 """Exact moments of attention scores, and of their factors q and k, without an N x N tensor.
 
-A score is `s_ij = q_i . k_j`. The first two moments of a query's scores need no more than sums over its keys,
+A score is `s_ij = q_i . k_j`. The first two moments of a query's scores only need sums over its keys,
 
     sum_j s_ij = q_i . (sum_j k_j)            sum_j s_ij^2 = q_i^T (sum_j k_j k_j^T) q_i
 
 and under a causal mask those sums are carried from one block of queries to the next. The cost is O(N d^2) instead of
-O(N^2 d), the extra memory O(d^2). Maximum, entropy and masks without structure have no such form; they are in
-`betahook.measure.rows`.
+O(N^2 d), the extra memory O(d^2). The maximum, the entropy and unstructured masks have no such form; they are handled
+in `betahook.measure.rows`.
 
 `betahook.measure.calls` calls `components` and `score_sums` for each attention call.
 """
@@ -29,7 +29,7 @@ BLOCK = 64
 """Queries per block of the causal sum: about d_k, where the work inside blocks equals the work between them."""
 
 FEW_TOKENS = 2**12
-"""Tokens of a batch whose moments are taken at once on the CPU."""
+"""Maximum number of tokens of a batch whose moments the CPU computes at once."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Components:
 def components(tokens: Tensor, valid: Tensor | None) -> Components:
     """Moments of `tokens [batch, heads, tokens, d_k]` where `valid [batch or 1, tokens]` is True; None for all.
 
-    Zeros where there is no token; in float32 or better.
+    Zeros if there is no token. Computed in float32 or better.
     """
     if valid is None and not devices.is_cpu(tokens.device):
         variance, mean = torch.var_mean(at_least_float32(tokens), (0, 2), correction=0)
@@ -71,7 +71,7 @@ def _count(tokens: Tensor, valid: Tensor | None) -> Tensor | int:
 
 
 def _approximate_mean(tokens: Tensor, valid: Tensor | None) -> Tensor:
-    """Mean of each component over some evenly spaced tokens, the last among them: `[heads, d_k]`."""
+    """Mean of each component over some evenly spaced tokens, including the last: `[heads, d_k]`."""
     length = tokens.shape[2]
     step = length // BLOCK + 1
     some = slice((length - 1) % step, None, step)
@@ -84,19 +84,19 @@ def _per_token(valid: Tensor) -> Tensor:
 
 
 def _centred(tokens: Tensor, mean: Tensor, valid: Tensor | None, start: int, stop: int) -> Tensor:
-    """Tokens `start` to `stop` less the mean of their head, `[heads, d]`: a new tensor, zero where not valid."""
+    """Tokens `start` to `stop` minus the mean of their head, `[heads, d]`: a new tensor, zero where not valid."""
     part = tokens[:, :, start:stop] - mean[:, None, :]
     return part if valid is None else part.mul_(_per_token(valid[:, start:stop]))
 
 
 def _slabs(length: int) -> Iterator[tuple[int, int]]:
-    """Start and stop of the runs of tokens to work on at once; all but the last are whole blocks."""
+    """Yield start and stop of the runs of tokens to process at once; all but the last are whole blocks."""
     for start in range(0, length, BLOCK):
         yield start, min(start + BLOCK, length)
 
 
 def padded(tokens: Tensor, length: int, before: int = 0) -> Tensor:
-    """Pad with zeros, `[..., n, d] -> [..., length, d]`: `before` of them in front, the rest behind."""
+    """Pad with zeros, `[..., n, d] -> [..., length, d]`: `before` of them in front, the rest at the end."""
     after = length - before - tokens.shape[-2]
     return F.pad(tokens, (0, 0, before, after)) if before or after else tokens
 
@@ -108,9 +108,9 @@ def _rounded_up(length: int) -> int:
 class _PrefixSums:
     """Score sums of each query `i` over the centred keys `j <= i + edge`, from sums over prefixes of the keys.
 
-    Called with one block of queries after another, it carries the sums over the keys that every later query sees:
-    `gram [batch * key_heads, d, d]`, and `vectors [batch * key_heads, d, 2]`, the sum of the keys beside their mean,
-    which costs next to nothing to multiply by in the same call.
+    It is called with one block of queries after another, and carries the sums over the keys that every later query
+    sees: `gram [batch * key_heads, d, d]`, and `vectors [batch * key_heads, d, 2]`, the sum of the keys next to their
+    mean, because multiplying by both in one call costs hardly more.
     """
 
     def __init__(self, edge: int, key: Tensor, mean: Tensor, valid: Tensor | None) -> None:
@@ -126,8 +126,8 @@ class _PrefixSums:
         """Sum over the queries of one block, from `start` to `stop`, `[batch * key_heads, groups * BLOCK, d]`.
 
         Returns:
-            The sum of the scores of each query beside its product with the mean key, `[..., groups * BLOCK, 2]`, and
-            the sum of the squares of all scores, `[batch * key_heads, groups]`.
+            For each query the sum of its scores and its product with the mean key, `[..., groups * BLOCK, 2]`, and the
+            sum of the squares of all scores, `[batch * key_heads, groups]`.
         """
         first = min(max(start + self.edge, 0), self.keys)
         last = min(max(stop + self.edge, 0), self.keys)
@@ -135,7 +135,7 @@ class _PrefixSums:
         if first == last:
             return self._of_all(query, groups)
 
-        # The edge runs through these keys: of the keys in its own block a query sees those up to its own place.
+        # The edge runs through these keys: in its own block, a query sees the keys up to its own position.
         key = padded(self._read(first, last), BLOCK, before=first - start - self.edge)
         self.seen = last
         score, square = self._of_all(query, groups)
@@ -145,12 +145,12 @@ class _PrefixSums:
         return score, square.add_(torch.linalg.vector_norm(in_block, dim=(2, 3)).square_())
 
     def _of_all(self, query: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-        """Sum over the keys that were taken, which all of these queries see."""
+        """Sum over the keys taken so far, all of which these queries see."""
         square = torch.bmm(query, self.gram).mul_(query)
         return torch.bmm(query, self.vectors), square.view(len(square), groups, -1).sum(-1)
 
     def components(self) -> Components:
-        """Moments of all keys, those that no query sees included, from the sums at hand."""
+        """Moments of all keys, including those that no query sees, from the sums at hand."""
         self._take_until(self.keys)
         count, wide = _count(self.key, self.valid), sum_dtype(self.key.device)
         sums = self.vectors.select(-1, 0), self.gram.diagonal(dim1=-2, dim2=-1)
@@ -172,17 +172,17 @@ class _PrefixSums:
 
 
 def score_sums(query: Tensor, key: Tensor, mask: Mask, query_mean: Tensor) -> tuple[Tensor, Components]:
-    """Exact sums over the scores of a structured mask; the moments of the keys come at no further cost.
+    """Exact sums over the scores of a structured mask; the moments of the keys come at no extra cost.
 
     Args:
         query: `[batch, heads, queries, d_k]`, any floating dtype.
         key: `[batch, key_heads, keys, d_k]`; `heads` is a multiple of `key_heads` (grouped-query attention).
         mask: band and padding are used; `mask.pairs` and `mask.documents` are not.
-        query_mean: `[heads, d_k]`, an estimate of the mean query. It changes the rounding of the sums only.
+        query_mean: `[heads, d_k]`, an estimate of the mean query. It only affects the rounding of the sums.
 
     Returns:
-        Sums of the scores, of their squares, and of those about the mean of their row, `[3, heads]` in float64, and the
-        moments of the keys.
+        Sums of the scores, of their squares, and of their squared deviations from the mean of their row, `[3, heads]`
+        in float64; and the moments of the keys.
     """
     batch, heads, queries, _ = query.shape
     key_heads, keys = key.shape[1:3]
@@ -228,13 +228,13 @@ def summed(parts: list[Tensor]) -> Tensor:
 
 
 def pool_rows(count: Tensor, mean: Tensor, square: Tensor, *others: Tensor) -> Tensor:
-    """Sum the scores of rows, their squares, and those about the mean of their row: `[3 and others, heads]`.
+    """Sum over rows the scores, their squares, their squared deviations from the row mean: `[3 + others, heads]`.
 
     Args:
-        count: number of scores in each row, `[batch, heads, rows]`, in float64, which the sums are taken in.
-        mean: their mean.
-        square: sum of their squares about it.
-        others: further numbers of each row to be summed.
+        count: number of scores in each row, `[batch, heads, rows]`, in float64, the dtype of the sums.
+        mean: mean of the scores in each row.
+        square: sum of their squared deviations from it.
+        others: further numbers to be summed, one for each row.
     """
     total = mean * count
     sums = torch.stack([total, torch.addcmul(square, total, mean), square, *others])
@@ -245,8 +245,8 @@ def extremes(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Largest absolute score and largest score of each head, `[batch, heads, rows, keys] -> [heads]`."""
     over = 0, 2, 3
     positive = scores.amax(over)
-    if devices.is_cpu(scores.device):  # whose norm takes each score by itself
-        return torch.maximum(positive, 0 - scores.amin(over)), positive  # no -0 where all are 0
+    if devices.is_cpu(scores.device):  # whose norm processes one score at a time
+        return torch.maximum(positive, 0 - scores.amin(over)), positive  # 0 - x: no -0 if all are 0
     return torch.linalg.vector_norm(scores, torch.inf, over), positive
 
 

@@ -1,9 +1,9 @@
 """One flat table of sums over all heads of all layers, and the statistics that follow from it.
 
 Every quantity is kept as a sum, so that micro-batches, ranks and the heads of a layer are pooled by adding columns.
-The exceptions are the last rows, maxima, and the spread of the scores: heads are pooled about a mean of their own each,
-since no softmax sees an offset between heads. `betahook.measure.calls` adds to the table; the hook reduces it over
-ranks and pools it over groups of heads.
+There are two exceptions: the last rows are maxima, and the spread of the scores is pooled with each head about its own
+mean, since an offset between heads affects no softmax. `betahook.measure.calls` adds to the table; the hook reduces it
+over ranks and pools it over groups of heads.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from betahook.measure.dtypes import sum_dtype
 from betahook.measure.pairs import COUNTS
 
 DESCRIBED = ("query_mean_square", "query_variance", "key_mean_square", "key_variance", "independent_variance")
-"""Rows that `betahook.measure.components` computes from the moments when somebody asks for them; they do not add up.
+"""Rows that `betahook.measure.components` computes from the moments on demand, since they are not sums over calls.
 Weighted by numbers of tokens: averages over the components of q and k, and the variance that independence predicts."""
 SUMS = (
     *COUNTS,  # of the calls
-    # Sums over pairs, the third of the squares of the scores about the mean of their row, and over rows.
+    # Three sums over pairs, `row_square` of squared deviations from the mean of the row; then two sums over rows.
     "score",
     "score_square",
     "row_square",
     "entropy",
     "sink",
-    # Entries of the inputs of the two projections.
+    # Number, sum and sum of squares of the inputs of the two projections.
     "query_inputs",
     "query_input",
     "query_input_square",
@@ -39,7 +39,7 @@ SUMS = (
     "key_input_square",
     *DESCRIBED,
     "sensitivity",
-    # Training losses of the step, the same for all heads: how many, and their sum. For controllers that look at it.
+    # Number and sum of the training losses of the step, the same for all heads, for controllers that use the loss.
     "losses",
     "loss",
 )
@@ -52,33 +52,33 @@ ROW = {name: index for index, name in enumerate((*SUMS, *MAXIMA))}
 _SQUARES = ("score_square", "row_square", "query_mean_square", "query_variance", "independent_variance")
 _SCORES = ("score", *MAXIMA[:3])
 POWERS = [2 if name in _SQUARES else int(name in _SCORES) for name in ROW]
-"""The power of a factor on the query that each row gets; the logits of a forward have its beta."""
+"""The power with which a factor on the query enters each row; 0 for logits, which contain the beta of their forward."""
 OF_STEP = slice(ROW["losses"], ROW["loss"] + 1)
-"""Rows that are of the last steps, measured or not; the sensitivity is too, but kept elsewhere, see `State.window`."""
+"""Rows that cover all of the last steps, even unmeasured ones; so does the sensitivity, kept in `State.window`."""
 
 
 def empty(heads: int, device: torch.device) -> Tensor:
-    """A table `[quantities, heads]` of zeros: float64, except where the device has none."""
+    """A table `[quantities, heads]` of zeros, in float64 if the device has it."""
     return torch.zeros(len(ROW), heads, dtype=sum_dtype(device), device=device)
 
 
 def add(table: Tensor, first: str, values: Tensor) -> None:
-    """Add `values [rows, heads or 1]` to as many rows of `table` from the one called `first` on, in place."""
+    """Add `values [rows, heads or 1]` to consecutive rows of `table`, from the one called `first` on, in place."""
     row = ROW[first]
     table[row : row + len(values)].add_(values.to(table.device))  # the layer may be on another device
 
 
 def raise_maxima(table: Tensor, found: Tensor, scales: Tensor) -> None:
-    """Raise the maxima in `table` to `found * scales`, in place. They begin at 0, so none is negative.
+    """Raise the maxima in `table` to at least `found * scales`, in place. They begin at 0, so none is negative.
 
-    `found [2 or 3, heads]` are of scores, `scales [2, heads]` 1 and beta.
+    `found [2 or 3, heads]` are maxima of scores, `scales [2, heads]` are 1 and beta.
     """
     values = (found * scales[:, None]).to(table.device)
     table[ROW["max_score"] :].unflatten(0, (2, -1))[:, : len(found)].clamp_(min=values)
 
 
 def by_segment(values: Tensor, reduction: Literal["sum", "mean", "max"], lengths: Tensor) -> Tensor:
-    """Reduce runs of `lengths [segments]` entries of `values [entries, ...]`: `[segments, ...]`."""
+    """Reduce consecutive runs of `values [entries, ...]`, of `lengths [segments]`, to `[segments, ...]`."""
     if values.device.type == "mps":  # which lacks the operation
         return by_segment(values.cpu(), reduction, lengths.cpu()).to(values.device)
     # unsafe=True: checking the lengths would read them back to the host.
@@ -86,12 +86,12 @@ def by_segment(values: Tensor, reduction: Literal["sum", "mean", "max"], lengths
 
 
 def geometric_mean(values: Tensor, lengths: Tensor, segments: Tensor) -> Tensor:
-    """Geometric mean of runs of positive values, `[entries, ...] -> [segments, ...]`; of equal values, that value.
+    """Geometric mean of runs of positive values, `[entries, ...] -> [segments, ...]`; exact if they are equal.
 
     Args:
-        values: one after the other.
-        lengths: of the runs, `[segments]`.
-        segments: the run of each value, int64 `[entries]`.
+        values: the runs, one after another.
+        lengths: lengths of the runs, `[segments]`.
+        segments: index of the run of each value, int64 `[entries]`.
     """
     largest = by_segment(values, "max", lengths)
     ratios = values / largest.index_select(0, segments)
@@ -99,24 +99,24 @@ def geometric_mean(values: Tensor, lengths: Tensor, segments: Tensor) -> Tensor:
 
 
 def population_std(count: Tensor, total: Tensor, square: Tensor) -> Tensor:
-    """Population std of numbers, from their count, their sum and the sum of their squares."""
+    """Population std of numbers from their count, their sum and the sum of their squares."""
     return (square / count - (total / count).square()).clamp(min=0).sqrt()
 
 
 def all_reduce(
     table: Tensor, window: Tensor, moments: Tensor, beta_default: Tensor, age: Tensor, left_alone: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Pool everything over several ranks in one collective, to the same bits on each.
+    """Pool everything over several ranks in one collective, with bit-identical results on each.
 
-    The maxima travel as one slot per rank inside the sum, which saves a second collective.
+    The maxima travel in one slot per rank inside the sum, which saves a second collective.
 
     Args:
         table: `[quantities, heads]`.
         window: sums for each head, `[rows, heads]`.
         moments: see `measure.components`.
-        beta_default: `[heads]`; NaN for a layer that this rank has not used yet, it is then taken from the others.
-        age: whole numbers `[heads]`, 0 or more, of which the largest is returned.
-        left_alone: boolean `[heads]`, returned true where it is on any rank.
+        beta_default: `[heads]`; NaN for a layer that this rank has not used yet, whose value is taken from the others.
+        age: whole numbers `[heads]`, 0 or more; the largest over all ranks is returned.
+        left_alone: boolean `[heads]`; returned True where it is True on any rank.
     """
     distributed = torch.distributed
     world, rank = distributed.get_world_size(), distributed.get_rank()
@@ -139,34 +139,34 @@ def all_reduce(
 class Statistics:
     """Statistics of groups of heads, tensors of shape `[groups]`; or of one group, scalars.
 
-    Every std is a population std: the squares are divided by their number. A quantity that was not measured is NaN;
-    `count` is then 0.
+    Every std is a population std: the sum of squares is divided by their number. A quantity that was not measured is
+    NaN; `count` is then 0.
 
     Attributes:
-        count: number of query-key pairs; estimated where not `exact`.
+        count: number of query-key pairs; an estimate unless `exact`.
         mean: mean of the raw scores `q . k`.
-        std: standard deviation of the raw scores, not of the logits. Of several heads it is the root of the mean of
-            their variances, each about its own mean and weighted by its pairs.
+        std: standard deviation of the raw scores, not of the logits. For several heads it is the root of the mean of
+            their variances, each about the head's own mean and weighted by its number of pairs.
         row_std: standard deviation within rows, about the mean score of each query: the spread that the softmax sees.
-        exact: True where mean, std and row_std cover every pair, False where they come from some rows.
-        max_score: largest absolute score in the query rows looked at: all where there are at most 32 of them, or at
-            most 128 * 128 pairs of query and key, else 32 of them; always all with `attach(exact_max_logit=True)`.
+        exact: True where mean, std and row_std cover every pair, False where they are estimated from some rows.
+        max_score: largest absolute score in the sampled query rows: all rows if there are at most 32, or at most
+            128 * 128 query-key pairs, else 32 of them; always all with `attach(exact_max_logit=True)`.
         max_positive_score: the same without the absolute value; 0 where no score is positive.
-        max_score_bound: no absolute score was above it; equal to `max_score` where all rows were looked at.
+        max_score_bound: upper bound of all absolute scores; equal to `max_score` where that covers all rows.
         max_logit: largest absolute score times the beta of its forward pass, in the same rows.
         max_positive_logit: the same without the absolute value; 0 where no score is positive.
-        max_logit_bound: no absolute score times beta was above it; equal to `max_logit` where that is of all rows.
-        entropy: mean entropy of the attention rows, in nats, over the same rows, each for the rows that it stands for.
-        sink: mean share of the attention that a row gives to the first key that it may use, over the same rows.
-        flat_entropy: the entropy that flat attention would have in these rows: the mean logarithm of the number of keys
-            that a row may use. It is 0 where each row has but one.
+        max_logit_bound: upper bound of all absolute scores times beta; equal to `max_logit` where that covers all rows.
+        entropy: mean entropy of the attention rows, in nats, from the same rows, weighted by how many each stands for.
+        sink: mean share of the attention that a row gives to the first key that it may use, from the same rows.
+        flat_entropy: the entropy that uniform attention would have in these rows: the mean logarithm of the number of
+            keys that a row may use. It is 0 where each row has only one.
         component_mean_square_q, component_mean_square_k: square of the mean of a component of q, or of k, averaged over
             the components.
         component_variance_q, component_variance_k: variance of a component, averaged over the components.
         independent_std: standard deviation of the scores if the components of q and k were independent, from their
             moments over all tokens of a head.
-        input_std_q, input_std_k: standard deviation of the entries that enter the query projection, or that of the key.
-        sensitivity: derivative of the training loss with respect to log beta, the mean over the batches.
+        input_std_q, input_std_k: standard deviation of the inputs of the query projection, or of the key projection.
+        sensitivity: derivative of the training loss with respect to log beta, averaged over the batches.
         finite: False where a measured sum is NaN or infinite.
     """
 
@@ -198,20 +198,20 @@ class Statistics:
     def from_table(
         cls, table: Tensor, lengths: Tensor | None = None, describe: Callable[[], Tensor] | None = None
     ) -> Statistics:
-        """Statistics of a table of sums, each computed when somebody asks for it: a step asks for few.
+        """Statistics of a table of sums, each computed when it is first read, since a step reads few of them.
 
         Args:
-            table: `[quantities, heads]`, not written to from now on.
-            lengths: of runs of heads that are pooled, `[groups]`; None for a group of each head.
-            describe: returns the table with the averages over components in it, see
-                `measure.components`; None if it has them.
+            table: `[quantities, heads]`, not modified from now on.
+            lengths: numbers of consecutive heads to pool, `[groups]`; None for each head as its own group.
+            describe: returns the table with the averages over components filled in, see
+                `measure.components`; None if it already has them.
         """
         made = object.__new__(cls)
         vars(made)["_pooled"] = Pooled(table, lengths, describe)
         return made
 
     def __getattr__(self, name: str) -> Tensor:
-        """Compute a statistic that is not there yet."""
+        """Compute a statistic when it is first read."""
         pooled: Pooled | None = vars(self).get("_pooled")
         if pooled is None or name not in FORMULAS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -231,11 +231,11 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Pooled:
-    """Rows of a table pooled over runs of heads, by name, each when somebody asks for it.
+    """Rows of a table pooled over consecutive heads, by name, each computed when it is first read.
 
-    All sums are added but "score_square", from which the part between the means of the heads is taken: the variance of
-    a group is the mean of its heads' variances, weighted by pairs. Segments, not scattering, keep the order of the
-    additions, and so every bit, the same on all ranks. The fields are those of `Statistics.from_table`.
+    Sums are added, but "score_square" without the variance between the heads' means: the variance of a group is the
+    mean of its heads' variances, weighted by pairs. Segment reductions add in a fixed order, unlike scattering, so the
+    results are bit-identical on all ranks. The fields are the arguments of `Statistics.from_table`.
     """
 
     table: Tensor
@@ -253,17 +253,17 @@ class Pooled:
 
     @cached_property
     def _by_head(self) -> Tensor:
-        """The table as `by_segment` wants it, `[heads, quantities]`."""
+        """The table transposed for `by_segment`, `[heads, quantities]`."""
         return self.table.T.contiguous()
 
     @cached_property
     def _sums(self) -> Tensor:
-        """Sums of all rows, `[quantities, groups]`: of maxima too, where they only tell if all were finite."""
+        """Sums of all rows, `[quantities, groups]`; those of maxima only serve to check that all were finite."""
         return self.table if self.lengths is None else by_segment(self._by_head, "sum", self.lengths).T
 
     @cached_property
     def _maxima(self) -> Tensor:
-        """The largest of all rows, `[quantities, groups]`, though only those of maxima mean something."""
+        """Maxima of all rows, `[quantities, groups]`; only those of the rows in `MAXIMA` are meaningful."""
         return self.table if self.lengths is None else by_segment(self._by_head, "max", self.lengths).T
 
     @cached_property
@@ -279,32 +279,32 @@ class Pooled:
 
     @cached_property
     def unmeasured(self) -> Tensor:
-        """True for groups without a pair, boolean `[groups]`."""
+        """True for groups without any pair, boolean `[groups]`."""
         return self["pairs"] == 0
 
     def finite(self) -> Tensor:
-        """True for groups of which everything is finite, boolean `[groups]`."""
-        return (self._sums * 0).sum(0) == 0  # three operations, `isfinite` alone has four
+        """True for groups in which everything is finite, boolean `[groups]`."""
+        return (self._sums * 0).sum(0) == 0  # three operations; `isfinite` alone takes four
 
     def largest(self, *names: str) -> Tensor:
-        """The largest of some maxima, `[groups]`; NaN where nothing was measured."""
+        """The largest of the named maxima, `[groups]`; NaN where nothing was measured."""
         largest = self[names[0]] if len(names) == 1 else torch.maximum(*(self[name] for name in names))
         return largest.masked_fill(self.unmeasured, torch.nan)
 
     def std(self, count: str, total: str) -> Tensor:
-        """The `population_std` of what these rows count and sum up."""
+        """The `population_std` from the row `count`, the row `total`, and the row of its squares."""
         return population_std(self[count], self[total], self[f"{total}_square"])
 
 
 def _rounded(value: float | list[float]) -> str:
-    """Write a number, or a list of them, in five digits; a boolean as it is."""
+    """Format a number, or a list of numbers, with five digits; a boolean as it is."""
     if isinstance(value, list):
         return f"[{', '.join(map(_rounded, value))}]"
     return str(value) if isinstance(value, bool) else f"{value:.5g}"
 
 
 def _mean_part(table: Tensor) -> Tensor:
-    """Squares of the scores of each column of `table` if all were equal to their mean."""
+    """Sum of squares that each column would have if all its scores were equal to their mean."""
     return table[ROW["score"]].square() / table[ROW["pairs"]].clamp(min=1)
 
 
@@ -333,4 +333,4 @@ FORMULAS: dict[str, Callable[[Pooled], Tensor]] = {
     "sensitivity": lambda pooled: pooled["sensitivity"],
     "finite": lambda pooled: pooled.finite(),
 }
-"""Every statistic."""
+"""The formula of each statistic, by name."""

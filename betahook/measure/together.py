@@ -1,8 +1,8 @@
-"""Attention calls of several small layers, which wait for one another and are measured as one call with many heads.
+"""Attention calls of several small layers, held back to be measured as one call with many heads.
 
-A small layer costs what the host takes to launch its statistics, so those of all layers are launched at once. The
-recorder of a layer asks `calls_at_once` if its call is small enough, hands it to `note`, and calls `add_calls` with the
-last layer of the forward; who reads the tables calls `add` first.
+Measuring a small layer costs the time in which the host launches the operations, so all layers share one launch. The
+recorder of a layer asks `calls_at_once` if its call is small enough, passes it to `note`, and calls `add_calls` at the
+last layer of the forward. Code that reads the tables calls `add` first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from betahook.measure.pairs import is_short
 from betahook.measure.rows import CACHED, ScoreMod
 
 AT_ONCE = 2**22
-"""Entries of the queries that an accelerator takes at once, so that copies of them need little memory.
+"""Maximum number of query entries that an accelerator measures at once, so that copies of them need little memory.
 
 With 2**24, a step of GPT-2-small in which every layer is measured took a quarter less time on an H200; with a small
 vocabulary it took 11 % more memory.
@@ -30,7 +30,7 @@ vocabulary it took 11 % more memory.
 
 
 def calls_at_once(query: Tensor, key: Tensor) -> int:
-    """Return how many calls such as this one may be measured at once; 1 for a call that has nothing to gain."""
+    """Return how many calls like this one may be measured at once; 1 for a call that gains nothing from waiting."""
     queries, keys = query.shape[2], key.shape[2]
     if not devices.is_cpu(query.device):
         return AT_ONCE // max(1, query.numel())
@@ -39,16 +39,16 @@ def calls_at_once(query: Tensor, key: Tensor) -> int:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One attention call, as `calls.add_scores` gets it.
+    """The arguments of one attention call for `calls.add_scores`.
 
     Attributes:
         heads, components: columns of the layer in the table and in the moments.
-        query, key: detached. Autograd keeps them for the backward, so that they take no memory of their own.
-        given: its pairs, alike for all heads.
-        scales: `[2, all heads]`, 1 and the inverse temperature in force; mostly one tensor for all layers of a forward.
-        score_mod: alike for all heads.
-        exact_max_logit: as `calls.add_scores` has it.
-        inputs: of W_q and W_k, none where they were not seen.
+        query, key: detached. Autograd saves them for the backward pass anyway, so holding them takes no extra memory.
+        given: its mask, the same for all heads.
+        scales: `[2, all heads]`, 1 and the acting inverse temperature; mostly one tensor for all layers of a forward.
+        score_mod: the same for all heads.
+        exact_max_logit: as in `calls.add_scores`.
+        inputs: entries of the inputs of W_q and W_k; empty if they were not seen.
     """
 
     heads: slice
@@ -62,12 +62,12 @@ class AttentionCall:
     inputs: list[Entries]
 
     def versions(self) -> tuple[int | None, ...]:
-        """Tell how often q, k and the tensor of the mask were changed in place."""
+        """Return the versions of q, k and the tensor of the mask, which in-place changes increment."""
         tensors = self.query, self.key, self.given.tensor
         return tuple(compat.version(tensor) for tensor in tensors if tensor is not None)
 
     def is_like(self, other: AttentionCall) -> bool:
-        """Tell if both can be measured as one, this one behind the other."""
+        """Return True if both can be measured as one, with this call's heads after those of the other."""
         follows = self.given.tensor is other.given.tensor and self.heads.start == other.heads.stop
         return follows and self._form() == other._form()
 
@@ -78,25 +78,25 @@ class AttentionCall:
 
 
 class WaitingCalls:
-    """Everything that is measured and not in the table of all layers yet.
+    """Calls and inputs that were seen but are not in the table of all layers yet.
 
-    The calls that wait are alike, and of neighbouring layers.
+    The calls that wait are alike, and belong to neighbouring layers.
 
     Attributes:
-        inputs: of W_q and W_k, whose call is yet to come.
+        inputs: inputs of W_q and W_k whose attention call is yet to come.
     """
 
     def __init__(self) -> None:
         self.inputs = WaitingInputs()
-        self._calls: list[tuple[AttentionCall, tuple[int | None, ...]]] = []  # with its versions
+        self._calls: list[tuple[AttentionCall, tuple[int | None, ...]]] = []  # each with its `versions()`
         self._alone: set[int] = set()
 
     def takes(self, heads: slice) -> bool:
-        """Tell if a layer's calls can wait: not where it once changed q or k before they were measured."""
+        """Return False for a layer that once changed q, k or the mask while its call waited: it may not wait again."""
         return heads.start not in self._alone
 
     def note(self, table: Tensor, moments: Tensor, call: AttentionCall) -> None:
-        """Let a call wait; `table` and `moments` are of all heads, as in `add`."""
+        """Let a call wait; `table` and `moments` cover all heads, as in `add`."""
         if self._calls:
             last, _ = self._calls[-1]
             if not call.is_like(last) or len(self._calls) >= calls_at_once(call.query, call.key):
@@ -110,7 +110,7 @@ class WaitingCalls:
 
     @torch.no_grad()
     def add_calls(self, table: Tensor, moments: Tensor) -> None:
-        """Measure the calls, and add them."""
+        """Measure the calls that wait, and add them."""
         for run in self._unchanged():
             heads = slice(run[0].heads.start, run[-1].heads.stop)
             components = slice(run[0].components.start, run[-1].components.stop)
@@ -129,7 +129,7 @@ class WaitingCalls:
         self._calls = []
 
     def _unchanged(self) -> Iterator[list[AttentionCall]]:
-        """Give runs of neighbours. A layer whose q, k or mask changed meanwhile is left out, and waits no more."""
+        """Yield runs of neighbours; drop calls whose q, k or mask has changed, and let their layers wait no more."""
         for unchanged, noted in groupby(self._calls, lambda each: each[0].versions() == each[1]):
             run = [call for call, _ in noted]
             if unchanged:
@@ -139,12 +139,12 @@ class WaitingCalls:
 
 
 def _scales(run: list[AttentionCall], heads: slice) -> Tensor:
-    """The scales of all heads of a run, mostly one tensor; in the first forward, each call has one of its own."""
+    """The scales of all heads of a run: mostly one shared tensor, but in the first forward each call has its own."""
     if all(call.scales is run[0].scales for call in run):
         return run[0].scales[:, heads]
     return torch.cat([call.scales[:, call.heads] for call in run], 1)
 
 
 def _side_by_side(tensors: list[Tensor]) -> Tensor:
-    """Put the heads of layers beside one another, `[batch, heads, tokens, d_k]` each."""
+    """Concatenate the heads of several layers, `[batch, heads, tokens, d_k]` each."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)

@@ -1,6 +1,6 @@
-"""Sums over the entries of W_q and W_k, one column a head, and the type of the standard deviations that follow.
+"""Sums over the entries of W_q and W_k, with one column per head, and the type of the std computed from them.
 
-`AttentionLayer` writes the columns of its heads when somebody asks for them; nothing here knows where a weight is kept.
+`AttentionLayer` writes the columns of its heads on demand; nothing here knows where a weight is stored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from betahook.measure.dtypes import product_dtype
 
 ROWS = ("query_count", "query_sum", "query_square", "key_count", "key_sum", "key_square")
-"""Number, sum and sum of squares of the entries of W_q, and of those of W_k."""
+"""Number, sum and sum of squares of the entries of W_q, then the same of W_k."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class WeightStd:
 
 def entry_sums(weight: Tensor) -> Tensor:
     """Number, sum and sum of squares of the entries of each head: `[heads, d_k, d_x]` to `[3, heads]`."""
-    # In place, in float32 or better, and along memory: a copy of a transposed weight takes longer than its sums.
+    # Without a copy, in float32 or better, along contiguous memory: copying a transposed weight takes longer than this.
     dtype = product_dtype(weight.dtype)
     along = 1 if weight.stride(1) == 1 else 2
     total = weight.sum(2, dtype=dtype).sum(1)

@@ -80,7 +80,7 @@ class Gains:
         return self._noted[layer] is not None
 
     def recall(self, own: Tensor) -> None:
-        """Use `own [heads]` as the inverse temperatures of the last forward, for layers in which all heads have the same.
+        """Take `own [heads]` for the inverse temperatures of the last forward, in layers whose heads all have the same.
 
         The first forward after a resume then computes exactly what it would have without. Reads the device back.
         """
@@ -149,7 +149,7 @@ class Gains:
                 probe.register_post_accumulate_grad_hook(_copy_gradient)
 
     def sensitivity(self) -> Tensor:
-        """Return the derivative of the loss with respect to log beta, `[heads]`, zero where no backward pass has run."""
+        """Return the derivative of the loss with respect to log beta, `[heads]`, zero where no backward has run."""
         of_leaves = self._joined(self._of_leaves(range(len(self.probes))))
         of_probes = self._joined([probe.grad for probe in self.probes])
         if of_leaves is None:

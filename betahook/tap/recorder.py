@@ -231,11 +231,8 @@ class Recorder:
         logger.warning(LEFT_ALONE, shown_name(self.name), reason, _beta_left_alone(self), advice)
 
     def note_default(self, beta: float | Tensor) -> None:
-        """Remember the inverse temperature that the model itself applies: a number, or a tensor with one per head.
-
-        An export notes nothing, since the exported program keeps the current beta.
-        """
-        if compat.is_exporting():
+        """Remember the inverse temperature that the model itself applies: a number, or a tensor with one per head."""
+        if compat.is_exporting():  # the program keeps the current beta
             return
         if not compat.is_transformed():
             self.state.note_default(self._head_range, beta)
