@@ -36,7 +36,10 @@ Kind = Literal["none", "padding", "documents", "pairs"]
 
 @dataclass(frozen=True)
 class Band:
-    """The pairs with `low < key - query <= high`; `None` leaves a side open."""
+    """The pairs with `low < key - query <= high`; `None` leaves a side open.
+
+    `Band()` is full attention, `Band(None, 0)` is causal, and `Band(-4, 0)` is causal with a window of 4 keys.
+    """
 
     low: int | None = None
     high: int | None = None
@@ -69,7 +72,7 @@ class Mask:
         band: the static part, known without looking at any tensor.
         queries: boolean `[batch or 1, queries]`, rows that take part; None for all.
         keys: boolean `[batch or 1, keys]`, columns that take part; None for all.
-        pairs: boolean `[batch or 1, heads or 1, queries, keys]`, the mask tensor of the call; None without one.
+        pairs: boolean `[batch or 1, heads or 1, queries, keys]`, from the mask tensor of the call; None without one.
         bias: the same shape, added to the logits by the attention where `pairs` is True; None without one.
         documents: integer `[batch or 1, tokens]`, the document of each token in packed sequences, where no pair
             crosses from one document to another; None for a single document.

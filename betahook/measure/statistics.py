@@ -52,7 +52,7 @@ ROW = {name: index for index, name in enumerate((*SUMS, *MAXIMA))}
 _SQUARES = ("score_square", "row_square", "query_mean_square", "query_variance", "independent_variance")
 _SCORES = ("score", *MAXIMA[:3])
 POWERS = [2 if name in _SQUARES else int(name in _SCORES) for name in ROW]
-"""The power with which a factor on the query enters each row; 0 for logits, which contain the beta of their forward."""
+"""The power with which a factor on the query enters each row; logits have 0, since their beta is part of them."""
 OF_STEP = slice(ROW["losses"], ROW["loss"] + 1)
 """Rows that cover all of the last steps, even unmeasured ones; so does the sensitivity, kept in `State.window`."""
 
@@ -78,7 +78,10 @@ def raise_maxima(table: Tensor, found: Tensor, scales: Tensor) -> None:
 
 
 def by_segment(values: Tensor, reduction: Literal["sum", "mean", "max"], lengths: Tensor) -> Tensor:
-    """Reduce consecutive runs of `values [entries, ...]`, of `lengths [segments]`, to `[segments, ...]`."""
+    """Reduce consecutive runs of `values [entries, ...]`, of `lengths [segments]`, to `[segments, ...]`.
+
+    For example, the sums of `[1, 2, 3]` with the lengths `[2, 1]` are `[3, 3]`.
+    """
     if values.device.type == "mps":  # which lacks the operation
         return by_segment(values.cpu(), reduction, lengths.cpu()).to(values.device)
     # unsafe=True: checking the lengths would read them back to the host.

@@ -1,8 +1,8 @@
 """The first tap: attention that goes through the attention interface of transformers.
 
 Models look up their attention function with `AttentionInterface.get_interface`, whatever the backend. While any model
-is hooked, that one method is wrapped. For hooked modules the wrapper multiplies the query by `beta / beta_default`,
-records the scores and calls the model's own function; for all others it does nothing.
+is hooked, that one method is wrapped. For hooked modules the wrapper multiplies the query by `beta / beta_default` and
+records the scores; then the model's own function runs, as it does for all other modules.
 
 Importing this file loads the models of transformers, which takes seconds, so only hooks that need it import it.
 """

@@ -27,7 +27,7 @@ from betahook.tap.recorder import Recorder
 
 Arguments = Mapping[str, Any]
 Batched = Callable[[Tensor], Tensor]
-"""Reshapes a tensor to `[batch, heads, queries, keys]`, given its heads where a query has them."""
+"""Reshapes a tensor, whose heads lie where a query has them, to `[batch, heads, queries, keys]`."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Kernel:
             these are used only if the function has no Python signature.
         scale: the argument that holds the model's own beta; its value None stands for `1/sqrt(d_k)`.
         heads: the axis of the heads in a query; None if it must be inferred from labels.
-        describe: returns the pairs that a call uses, from its arguments, q and k `[..., heads, tokens, d_k]`.
+        describe: returns the pairs that a call uses, from its arguments, q and k `[..., heads, tokens, d_k]`, and a
+            function that reshapes masks.
         modules: regular expression for the module that defines it.
         unknown: arguments whose effect on the logits is not followed.
         dims: number of dimensions from which on `heads` holds; with fewer, the axis is inferred from labels.
@@ -77,7 +78,7 @@ class Kernel:
             return call.function(**{**call.kwargs, self.names[0]: query})
 
     def heads_before_tokens(self, tensor: Tensor) -> Tensor:
-        """An operand as `[..., heads, tokens, d_k]`, if the kernel states its heads axis. It is its own inverse."""
+        """An operand as `[..., heads, tokens, d_k]`, if the kernel states its heads axis; a second call undoes it."""
         return tensor.movedim(self.heads, -3) if self.states_heads(tensor) else tensor  # type: ignore[arg-type]
 
     def states_heads(self, tensor: Tensor) -> bool:
@@ -154,7 +155,10 @@ def find_band(mask: Tensor) -> Band:
 
 
 def documents(ends: Tensor, tokens: int) -> Tensor:
-    """The document of each token of a packed sequence, `[1, tokens]`, from the cumulative lengths `ends`."""
+    """The document of each token of a packed sequence, `[1, tokens]`, from the cumulative lengths `ends`.
+
+    For example, the ends `[0, 2, 5]` give `[[0, 0, 1, 1, 1]]`.
+    """
     return torch.bucketize(torch.arange(tokens, device=ends.device), ends[1:], right=True)[None]
 
 

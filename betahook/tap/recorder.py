@@ -99,7 +99,7 @@ class _Inputs:
 
 
 def follow_again(recorder: Recorder) -> None:
-    """Follow a layer that was left alone again, with the beta that it had, because its module has a new forward."""
+    """If a layer was left alone, follow it again with the beta that it lost, since its module has a new forward."""
     take_up(recorder.state, recorder._head_range)
 
 
@@ -211,7 +211,7 @@ class Recorder:
         """True if a forward in training is neither measured nor scaled, and may run as if there were no hook.
 
         This also holds for its recomputation in the backward pass, which must save the same tensors. It is never True
-        in evaluation, where torch's own attention would take its fast path and round differently from measured ones.
+        in evaluation: there torch's own attention would take its fast path, which rounds differently.
         """
         return not self.state.beta_acts and self.module.training and not self.is_due()
 
