@@ -19,7 +19,7 @@ SHORT = 128
 """All rows are examined up to the pairs of this many queries and keys, where that is faster than any other form."""
 
 ROWS = 32
-"""Number of query rows sampled from a longer sequence; no more queries than this are all examined, for any keys."""
+"""Number of query rows sampled from a longer sequence; up to this many rows, all are examined, for any keys."""
 
 
 def is_short(queries: int, keys: int) -> bool:

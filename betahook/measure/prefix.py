@@ -85,7 +85,7 @@ def block_counts(mask: Mask, like: Tensor, queries: int, keys: int) -> tuple[Ten
 
 
 def block_factors(mask: Mask, like: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Matrices of 0 and 1: the earlier blocks of each block, and the keys of its own block that each query sees."""
+    """1 for each earlier block of a block, `[blocks, blocks]`; 1 for each key of its own block that a query sees."""
     earlier = torch.ones(blocks, blocks, dtype=like.dtype, device=like.device).tril(-1)
     return earlier, torch.ones(BLOCK, BLOCK, dtype=like.dtype, device=like.device).tril()
 

@@ -1,8 +1,8 @@
 """Attention calls of several small layers, held back to be measured as one call with many heads.
 
-Measuring a small layer costs the time in which the host launches the operations, so all layers share one launch. The
-recorder of a layer asks `calls_at_once` if its call is small enough, passes it to `note`, and calls `add_calls` at the
-last layer of the forward. Code that reads the tables calls `add` first.
+Measuring a small layer costs the time in which the host launches the operations, so each is launched once for several
+layers. The recorder of a layer asks `calls_at_once` if its call is small enough, passes it to `note`, and calls
+`add_calls` at the last layer of the forward. Code that reads the tables calls `add` first.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def has_refused(state: State) -> bool:
 
 
 def release_refused(state: State) -> None:
-    """Return layers that are left alone to the model's own beta, and remember the one that acted until now."""
+    """Reset layers that are left alone to the model's own beta, and remember the one that acted until now."""
     if has_refused(state):
         acted = state.left_alone & ~state.beta.isnan()
         state.lost.copy_(torch.where(acted, state.beta, state.lost))
@@ -72,7 +72,7 @@ def release_refused(state: State) -> None:
 
 
 def forget_refused(state: State) -> None:
-    """Discard what was measured of the layers that are left alone, and return them to the model's own beta."""
+    """Discard what was measured of the layers that are left alone, and reset them to the model's own beta."""
     for sums in (state.table, state.recent, state.window):
         sums.masked_fill_(state.left_alone, 0)
     for sums in (state.moments, state.recent_moments):

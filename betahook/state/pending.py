@@ -49,7 +49,7 @@ def sensitivities(steps: Sequence[Step], like: Tensor) -> Tensor:
 def add_steps(window: Tensor, nonfinite_since: Tensor, steps: Sequence[Step]) -> None:
     """Add consecutive steps that watched the same heads, in place.
 
-    The cumulative sum adds one step after another, so that saving a run while steps wait does not change a bit.
+    The cumulative sum adds one step after another, so that saving a run while steps wait changes no bit of the sums.
 
     Args:
         window: `[2, heads]`, sum and number of the sensitivities; a step does not count for a head that is not finite.

@@ -15,9 +15,9 @@ from betahook import compat
 from betahook.tap.recorder import Recorder
 
 SMALL = 2**18
-"""Maximum number of query entries for which the gain is an autograd leaf, whose gradient gives the sensitivity. Then
-autograd saves the unscaled query as well as the scaled one, but runs no Python, which dominates the cost of a small
-query."""
+"""Maximum number of query entries for which the gain is an autograd leaf, whose gradient gives the sensitivity.
+With a leaf, autograd saves the unscaled query as well as the scaled one, but runs no Python, which would dominate the
+cost of a small query."""
 
 
 class ScaledProduct(Protocol):

@@ -51,7 +51,7 @@ def _find(beta: Tensor) -> Recorder:
 
 
 Implementation: TypeAlias = Callable[..., None]
-"""Receives the recorder of a layer first, while that writes to the tables given to the graph."""
+"""Function behind an operation. Its first argument is a recorder, which meanwhile writes to the graph's tables."""
 TABLES = "Tensor(a!) table, Tensor(b!) moments, Tensor(c!) beta_default, Tensor beta"
 
 

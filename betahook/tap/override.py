@@ -1,4 +1,4 @@
-"""`Override`: replaces the value of an attribute until an exit stack is closed; used for every patch of the tap."""
+"""`Override`: replaces the value of an attribute until an exit stack is closed, as the tap does with modules."""
 
 from __future__ import annotations
 
