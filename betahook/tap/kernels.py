@@ -231,7 +231,7 @@ KERNELS = {
         dims=3,
     ),
     "varlen_attn": Kernel(
-        names=("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal"),  # `is_causal` until 2.10
+        names=("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal"),  # the last until 2.10
         scale="scale",
         heads=-2,
         describe=_of_flash,
