@@ -1,1 +1,1 @@
-"""Beta outlives the process: restored from a folder, or folded into the weights."""
+"""Keep a trained beta beyond the process: `fold` it into the weights, or `restore` it from a saved folder."""

@@ -1,8 +1,8 @@
-"""Places at which the query of a layer may take a factor: its norms, its projection and a bias of its own.
+"""Candidate places for folding beta into a layer: the query's norms, its projection and a separate query bias.
 
-Logits are linear in the query, so a factor on beta is the same factor on the last learned, linear thing that the query
-passes. Names do not tell which that is, so `verification` tries every place. Only `keep` uses this file; it refuses
-nothing and runs nothing.
+Logits are linear in the query, so a factor on beta equals the same factor on the weights of the last learned, linear
+operation on the query. Names do not reveal which operation that is, so `verification` tries every candidate. Only
+`keep` uses this file; nothing here runs the model or writes to it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from betahook.models.scaling import Norm, Scaling, added_query_norms, learned_no
 
 
 def find_candidates(layer: AttentionLayer) -> Iterator[Scaling]:
-    """The places where the beta of a layer may go, the norms of its query first, without and with an offset of 1.
+    """Yield the places where the beta of a layer may go: first its query norms, without and with an offset of 1.
+
+    A norm with an offset multiplies by `1 + w`, so that scaling its effect by `g` means `w -> g * (1 + w) - 1`.
 
     Raises:
         NoScalingError: a weight cannot be written to.
@@ -32,14 +34,14 @@ def find_candidates(layer: AttentionLayer) -> Iterator[Scaling]:
 
 
 def query_norms(layer: AttentionLayer) -> list[list[Norm]]:
-    """Each norm of the query that learns an entry for each component, with that of a further sequence."""
+    """Return the query norms with a learned weight per component, each followed by those of a further sequence."""
     module, heads, head_dim = layer.module, layer.heads, layer.head_dim
     norms = (learned_norm(module, name, heads, head_dim) for name in QUERY_NORMS)
     return [[norm, *added_query_norms(module, heads, head_dim)] for norm in norms if norm is not None]
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Tell if two tensors on one storage overlap in memory; strided ones count as filling theirs."""
+    """Return True if two tensors in one storage overlap in memory; gaps between strided entries count as occupied."""
     starts, ends = [], []
     for tensor in (one, other):
         steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

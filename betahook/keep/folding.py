@@ -1,7 +1,8 @@
 """`fold`: bake beta into the weights, so that the model no longer needs betahook.
 
-Reads as refuse, find the exact places, write, detach. Until the whole model is checked, nothing stays written. The
-callbacks of trainers fold by `fold_or_warn`.
+A fold raises an error where it cannot be exact (`refusals`), finds the weights to scale (`verification`), scales them
+and detaches the hook. Weights that the checks change are restored; the lasting change comes after the whole model has
+passed. The callbacks of trainers fold by `fold_or_warn`.
 """
 
 from __future__ import annotations
@@ -29,35 +30,36 @@ from betahook.version import __version__
 
 logger = logging.getLogger(__name__)
 NOTE = "betahook_folded"
-"""Key of the note in the config; `checkpoint.MARK`, another one, says that beta is not in the weights."""
+"""Config key of the note that a fold leaves. Not `checkpoint.MARK`, which says that the weights lack beta."""
 TAG = "betahook"
 
 
 def fold(model: nn.Module | Hook, *, unfinished: Unfinished = "keep") -> None:
     """Bake the current beta of a hooked model into its weights and detach: a plain model with the same outputs.
 
-    Checks itself before anything is written for good: the model runs again, at least twice, on the input of its last
-    forward, in evaluation mode. Up to rounding, each layer alone must give the same output from its folded weights, and
-    so must the model, in every floating-point tensor that it returns; where only a part of it was ever called, that is
-    `hook.last_call.module`. Uses of a query weight outside of that forward, as in a loss of your own, are not seen.
+    Before any change becomes permanent, the fold is checked: the model runs again, at least twice, on the input of its
+    last forward, in evaluation mode. Up to rounding, each layer must return the same output with its folded weights,
+    and so must the whole model, in every floating-point tensor that it returns. If only a part of the model was ever
+    called, that part, `hook.last_call.module`, is compared. Uses of a query weight outside that forward, as in a loss
+    of your own, go unnoticed.
 
-    If FSDP 2 or tensor parallelism divides the model over ranks, every rank must call this.
+    If FSDP 2 or tensor parallelism shards the model, every rank must call this.
 
-    The config of a model of transformers then says what was folded, under `betahook_folded`, and its card on the Hub
-    has the tag "betahook". Nothing reads either: delete them as you like.
+    The config of a transformers model then records the fold under `betahook_folded`, and its card on the Hub gets the
+    tag "betahook". You may delete both.
 
     Args:
         model: a hooked model, or its hook.
-        unfinished: which beta to fold where training ended while a controller was still bringing it to where it wants
-            it, as in the first 200 batches of a fresh model under `Search`. "keep": the one in force; "own": the
-            model's own, which leaves the weights as they are; "better": that of the two which has the lower loss on the
-            input of the last forward, the one in force where they are alike or the model returns no loss (with several
-            ranks, all must call). A warning says which it was.
+        unfinished: the beta to fold if training ended while a controller was still moving beta to its target, as in the
+            first 200 batches of a fresh model under `Search`. "keep": the beta in force; "own": the model's own, which
+            leaves the weights unchanged; "better": the one of the two with the lower loss on the input of the last
+            forward, or the one in force if the losses are equal or the model returns none (with several ranks, all must
+            call). A warning says which one was folded.
 
     Raises:
-        FoldError: a layer has no exact fold, something else uses its weights, they would not be finite, or the model
-            does not run again. Nothing is changed, the hook stays attached.
-        ValueError: the model is not hooked, or has several hooks; or `unfinished` is none of these.
+        FoldError: a layer has no exact fold, its weights are used elsewhere too, they would not be finite, or the model
+            does not run again. Nothing is changed, and the hook stays attached.
+        ValueError: the model is not hooked, or has several hooks; or `unfinished` is none of the above.
         TypeError: `model` is neither a module nor a hook.
     """
     hook = model if isinstance(model, Hook) else _only_hook(model)
@@ -70,15 +72,19 @@ def fold(model: nn.Module | Hook, *, unfinished: Unfinished = "keep") -> None:
 def _fold(
     hook: Hook, given: nn.Module, unfinished: Unfinished, *, is_best: bool = False, together: bool = False
 ) -> None:
-    """Fold as `fold` does.
+    """Fold as `fold` does; `fold_or_warn` sets the other options.
 
-    `is_best` says that an evaluation has chosen the weights with the beta in force, `together` that every rank calls,
-    of which all fold or none.
+    Args:
+        hook: the hook to fold.
+        given: the model passed to `fold`, see `FoldPlan`.
+        unfinished: as for `fold`.
+        is_best: True if an evaluation chose the weights together with the beta in force.
+        together: True if every rank calls this, so that either all of them fold or none does.
     """
     with ExitStack() as undo:
         choice = transition.choose(hook, unfinished, undo, is_best=is_best)
         gains = {layer: for_sums(layer.current_gain) for layer in hook.layers.values()}
-        # NaN is no 1 either.
+        # An unknown gain, NaN, counts as changed: NaN != 1. `beta_is_unknown` refuses it.
         changed = {layer: gain for layer, gain in gains.items() if bool((gain != 1).any()) or gain_lost_by(layer) != 1}
         materialise.reshard(hook.model)
         for layer, place in _find_places(FoldPlan(hook, given, changed), together).items():
@@ -91,7 +97,11 @@ def _fold(
 
 
 def _find_places(plan: FoldPlan, together: bool) -> dict[AttentionLayer, Scaling]:
-    """Return the place for each gain; refuse, also where a rank does of those that fold `together`."""
+    """Return, for each layer to fold, the weights that take its gain.
+
+    Raises:
+        FoldError: a layer has no exact fold here or, if ranks fold `together`, on another rank.
+    """
     places, error = dict[AttentionLayer, Scaling](), None
     try:
         if plan.gains:
@@ -108,10 +118,10 @@ def _find_places(plan: FoldPlan, together: bool) -> dict[AttentionLayer, Scaling
 
 
 def check_end(on_end: str, unfinished: str) -> None:
-    """Refuse options of a callback on the end of training that are none.
+    """Check the options of a trainer's callback that decide what happens at the end of training.
 
     Raises:
-        ValueError: `on_end` is neither "fold" nor "keep", or `unfinished` is none of those of `fold`.
+        ValueError: `on_end` is neither "fold" nor "keep", or `fold` does not know this `unfinished`.
     """
     if on_end not in ("fold", "keep"):
         raise ValueError(f'on_end must be "fold" or "keep"; got {on_end!r}')
@@ -119,9 +129,9 @@ def check_end(on_end: str, unfinished: str) -> None:
 
 
 def warn_of_refusals(hook: Hook) -> None:
-    """Log a warning before training if the beta that it makes cannot be folded, as far as the model shows it now.
+    """Warn before training if the beta that it produces cannot be folded, as far as the model shows that now.
 
-    Every rank must call this, as it must `fold`: weights may be sharded.
+    Every rank must call this, as it must `fold`, since weights may be sharded.
     """
     if not any(controller.moves_beta for controller in hook.controllers):
         return
@@ -140,10 +150,11 @@ def warn_of_refusals(hook: Hook) -> None:
 
 
 def fold_or_warn(hook: Hook, unfinished: Unfinished, *, is_best: bool = False) -> None:
-    """Fold at the end of training; where a layer has no exact fold, the hook stays and a warning says why.
+    """Fold at the end of training; if a layer has no exact fold, keep the hook and log a warning that says why.
 
-    Every rank must call, and all fold or none: the last forward of one may not use a layer. Where an evaluation has
-    chosen the model, `is_best`, the beta in force is the better one: one batch is no reason to take another.
+    Every rank must call this, and either all of them fold or none does: one rank may refuse alone, for example if its
+    last forward did not use a layer. With `is_best`, an evaluation chose the weights together with the beta in force,
+    and `unfinished="better"` folds that beta: the loss of one batch is no reason to prefer another.
     """
     try:
         _fold(hook, hook.model, unfinished, is_best=is_best, together=True)
@@ -152,7 +163,7 @@ def fold_or_warn(hook: Hook, unfinished: Unfinished, *, is_best: bool = False) -
 
 
 def _leave_note(hook: Hook, gains: Tensor) -> None:
-    """Note in the config of a model what was folded, and tag the model card that the Hub gets; nothing reads either."""
+    """Record the fold in the config of a transformers model, and tag its model card for the Hub."""
     model: Any = hook.model
     if checkpoint.takes_notes(model):
         note = {

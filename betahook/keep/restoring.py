@@ -1,6 +1,7 @@
 """`restore`: bring back a model that was saved while it was hooked.
 
-Reads as check the config, read the state, attach, load. The model's weights are not touched.
+`restore` checks the model's config, reads the state, attaches, and loads the state into the hook. It never touches the
+weights. The command line calls its two halves, `read_for` and `restore_saved`.
 """
 
 from __future__ import annotations
@@ -25,28 +26,29 @@ from betahook.version import __version__
 def restore(model: nn.Module, folder: str | os.PathLike[str], *, controller: ControllerChoice | None = None) -> Hook:
     """Attach to a model whose checkpoint needs betahook, with the beta that was saved beside the weights.
 
-        model = AutoModelForCausalLM.from_pretrained(folder)  # attention as if beta were the default
-        hook = betahook.restore(model, folder)  # as it was trained; a forward and fold(model) make it plain
+        model = AutoModelForCausalLM.from_pretrained(folder)  # attention with the model's own beta
+        hook = betahook.restore(model, folder)  # the model as trained; after a forward, fold(model) makes it plain
 
-    Layers, `per_head`, `interval`, `when` and `exact_max_logit` are those of the hook that was saved.
+    The layers, `per_head`, `interval`, `when` and `exact_max_logit` are those of the saved hook.
 
     Args:
-        model: the model, with the weights of the folder; a `PeftModel` also where its base model was hooked.
-        folder: where `save_pretrained` of the hooked model, or the Trainer, put weights and `betahook.safetensors`; or
-            the folder in it of an adapter with a name of its own. For weights merged of shards, that of the shards.
-        controller: None keeps beta where it is; the controllers of the saved hook go on from their saved state.
+        model: the model, with the weights of the folder; for a hooked base model, its `PeftModel` will do too.
+        folder: the folder to which `save_pretrained` of the hooked model, or the Trainer, saved weights and
+            `betahook.safetensors`; or the subfolder of a named adapter. For weights merged from shards, the folder of
+            the shards.
+        controller: None keeps beta where it is; the controllers of the saved hook continue from their saved state.
 
     Raises:
         FileNotFoundError: the folder has no state of betahook.
-        ValueError: the model was not loaded from a checkpoint that needs betahook; the file is damaged, of another
-            model or other controllers, or was saved with other weights than those of the model.
+        ValueError: the model was not loaded from a checkpoint that needs betahook; or the file is damaged, belongs to
+            another model or other controllers, or was saved with other weights than those of the model.
         RuntimeError: the model is hooked already.
     """
     return restore_saved(model, read_for(model, folder), controller)
 
 
 def restore_saved(model: nn.Module, saved: checkpoint.Saved, controller: ControllerChoice | None = None) -> Hook:
-    """Attach to a model with what was read for it; arguments and errors as for `restore`."""
+    """Attach to a model and load a state that `read_for` returned; arguments and errors as for `restore`."""
     place, state = saved.place, dict(saved.state)
     names, known = list(state["layers"]), {field.name for field in fields(Settings)}
     if unknown := sorted(state["options"].keys() - known):
@@ -75,7 +77,7 @@ def restore_saved(model: nn.Module, saved: checkpoint.Saved, controller: Control
 
 
 def _model_with(names: list[str], model: nn.Module, saved: checkpoint.Saved) -> nn.Module:
-    """The model that has layers of these names: the given one, or that to which a PEFT model adds adapters.
+    """Return the model that has layers of these names: the given one, or the base model of a PEFT model.
 
     Raises:
         ValueError: neither has them.
@@ -93,13 +95,13 @@ def _model_with(names: list[str], model: nn.Module, saved: checkpoint.Saved) -> 
 
 
 def _is_merged(model: Any, path: Path) -> bool:
-    """Tell if a model may have weights that were merged of the shards beside a file, and so have no mark."""
+    """Return True if the weights may have been merged from shards beside the file at `path`, and so have no mark."""
     is_bare = checkpoint.is_in_shards(path.parent) or not (path.parent / CONFIG_NAME).exists()
     return path.exists() and is_bare and not hasattr(model.config, NOTE)
 
 
 def read_for(model: nn.Module, folder: str | os.PathLike[str]) -> checkpoint.Saved:
-    """Read what was saved in a folder, if neither a hook nor the config of the model speaks against it."""
+    """Read the state in a folder for a model, unless the model is hooked or its config says that it is plain."""
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"restore(model, folder) takes a folder second; got {type(folder).__name__}")
     path = Path(folder, checkpoint.FILE)
@@ -113,7 +115,7 @@ def read_for(model: nn.Module, folder: str | os.PathLike[str]) -> checkpoint.Sav
             f"there is no folder {path.parent}: name the one that the hooked model was saved to, with {checkpoint.FILE}"
         )
     marked = checkpoint.is_marked(model)
-    # Where the config beside the weights is an adapter's, that of the model has no mark.
+    # An adapter is saved with a config of its own: that of the model then has no mark.
     may_be_plain = checkpoint.takes_notes(model) and not hasattr(model, "peft_config") and not _is_merged(model, path)
     if may_be_plain and not marked:
         load = f"; for a new model, load the weights of {path.parent} first, with from_pretrained"
@@ -123,7 +125,7 @@ def read_for(model: nn.Module, folder: str | os.PathLike[str]) -> checkpoint.Sav
         )
     if not path.exists() and checkpoint.is_marked_folder(path.parent):
         marked, above = True, path.parent.absolute().parent / checkpoint.FILE
-        # PEFT saves an adapter with a name of its own in a folder below.
+        # PEFT saves a named adapter in a subfolder.
         path = above if above.exists() and Path(folder, checkpoint.ADAPTER_CONFIG).exists() else path
     if marked and not path.exists():
         raise FileNotFoundError(

@@ -1,6 +1,6 @@
-"""Training that ends while a controller is still moving beta: the warning, and the choice of the beta to fold.
+"""Training that ends while a controller is still moving beta: a warning, and the choice of the beta to fold.
 
-`fold` calls `choose` before anything else.
+`fold` calls `choose` before anything else; the Trainer's callback calls `warn_of_short_training`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Unfinished = Literal["keep", "own", "better"]
 
 
 def warn_of_short_training(hook: Hook, steps: int) -> None:
-    """Warn of a training of so many steps that ends before beta has settled."""
+    """Warn if a training of this many steps ends before beta has settled."""
     late = [controller for controller in hook.moving if controller.opening_batches > steps]
     if late:
         logger.warning(
@@ -36,27 +36,27 @@ def warn_of_short_training(hook: Hook, steps: int) -> None:
 
 
 def check(choice: str) -> None:
-    """Refuse a choice that is not one of `Unfinished`, with a ValueError."""
+    """Raise a ValueError unless `choice` is one of `Unfinished`."""
     if choice not in get_args(Unfinished):
         raise ValueError(f'unfinished must be "keep", "own" or "better"; got {choice!r}')
 
 
 def choose(hook: Hook, choice: Unfinished, undo: ExitStack, *, is_best: bool) -> str:
-    """Let the chosen beta act in all layers until `undo` is closed, if beta is on its way.
+    """If a controller is still moving beta, put the chosen beta in force in all layers until `undo` is closed.
 
     Returns:
-        A warning that says which it is; empty if beta is not on its way, and on all ranks but the first one.
+        A warning that names the choice; empty if no controller moves beta, and on all ranks but the first one.
     """
     check(choice)
     moving = hook.moving
     if not moving:
         return ""
     in_force, of_own = _losses(hook) if choice == "better" and not is_best else (math.nan, math.nan)
-    # A loss that is NaN beside one that is not is the worse one; two of them, or two alike, say nothing.
+    # If one loss is NaN, the other one is better; if both are NaN, or equal, the beta in force stays.
     takes_own = choice == "own" or not (math.isnan(of_own) or in_force <= of_own)
     if takes_own:
         _let_own_act(hook, undo)
-    if not is_first_rank():  # all ranks choose alike
+    if not is_first_rank():  # all ranks make the same choice
         return ""
     folded = "the model's own beta, which leaves the weights as they are" if takes_own else "the beta in force"
     is_long = any(isinstance(controller, Search) and controller != Search.brief() for controller in moving)
@@ -71,7 +71,7 @@ def choose(hook: Hook, choice: Unfinished, undo: ExitStack, *, is_best: bool) ->
 
 
 def _compared(in_force: float, of_own: float, *, takes_own: bool) -> str:
-    """Return both losses in brackets, that of the chosen beta first; nothing where there are none."""
+    """Return both losses in brackets, that of the chosen beta first; empty if there are none."""
     if math.isnan(in_force) and math.isnan(of_own):
         return ""
     digits = _digits(in_force, of_own)
@@ -81,7 +81,7 @@ def _compared(in_force: float, of_own: float, *, takes_own: bool) -> str:
 
 
 def _digits(first: float, second: float) -> int:
-    """Return how many digits show which of two losses is the lower one: four at least, nine at most, as float32 has."""
+    """Return how many digits, from 4 to the 9 of float32, are needed to show which of two losses is lower."""
     return next((digits for digits in range(4, 9) if f"{first:.{digits}g}" != f"{second:.{digits}g}"), 9)
 
 
@@ -91,7 +91,7 @@ def _let_own_act(hook: Hook, undo: ExitStack) -> None:
 
 
 def _losses(hook: Hook) -> tuple[float, float]:
-    """The loss with the beta in force and with the model's own, over all ranks; NaN where there is none."""
+    """Return the loss with the beta in force and the loss with the model's own, as means over ranks; NaN for none."""
     with rerun.without_side_effects(hook), ExitStack() as undo:
         in_force = rerun.loss(hook)
         _let_own_act(hook, undo)

@@ -1,7 +1,7 @@
-"""Try a fold on the input of the model's last forward, before anything is written for good.
+"""Check a fold on the input of the model's last forward, before any change of the weights becomes permanent.
 
-`fold` calls `exact_places`. Weights are written to and restored within it; after it the model, its hook and the random
-state are as they were, whatever happens.
+`fold` calls `exact_places`, which scales weights and restores them. Afterwards the model, its hook and the random state
+are as they were, even after an error.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from betahook.models.scaling import Scaling
 from betahook.tap.override import Override
 
 ROUNDINGS = 5
-"""How often rounding is measured: once is too little for an output of one number, which may happen to be near."""
+"""Maximum number of measurements of the rounding error: for a scalar output, a single one may be small by chance."""
 
 
 def exact_places(plan: FoldPlan) -> dict[AttentionLayer, Scaling]:
-    """Run the model on its last input, and find for each layer the place where a factor does what its beta does.
+    """Run the model on its last input, and find for each layer the place where a factor acts exactly as its beta does.
 
-    Once for the layers, each of which runs alone again and again; then, for uses of a weight outside of its layer, with
-    all folded weights. Where that differs by more than float32 rounds, up to `ROUNDINGS` times to measure rounding.
+    In the first run, each layer reruns alone with every candidate place. The second run has all weights folded, which
+    shows uses of a weight outside its layer. If its output differs by more than float32 rounding, up to `ROUNDINGS`
+    further runs measure the rounding of the folded weights.
 
     Raises:
-        FoldError: a layer has no such place, the model does not run again or not use the layer, or its output differs.
+        FoldError: a layer has no such place, the model does not run again or does not use the layer, or its output
+            differs.
     """
     if plan.is_on_any_rank(plan.hook.last_call.input is None):
         raise FoldError(
@@ -48,11 +50,11 @@ def exact_places(plan: FoldPlan) -> dict[AttentionLayer, Scaling]:
 
 
 def _check_layers(plan: FoldPlan) -> tuple[dict[AttentionLayer, Scaling], list[Tensor], float]:
-    """An exact place for each layer; what the hooked model returns, and the coarsest precision that was met."""
+    """Return an exact place for each layer, the outputs of the hooked model, and the coarsest machine epsilon met."""
     exact: dict[AttentionLayer, list[Scaling]] = {}
     precision = 0.0
-    left = _calls_on_all_ranks(plan)  # calls still to be checked; ranks check in step
-    random_state = RandomState(plan.hook.model)  # once: to look at a whole deep model for each layer would take long
+    left = _calls_on_all_ranks(plan)  # calls still to be checked; ranks check in lockstep
+    random_state = RandomState(plan.hook.model)  # once: it searches the whole model, which is slow to do per layer
 
     def checked(layer: AttentionLayer, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
@@ -62,7 +64,7 @@ def _check_layers(plan: FoldPlan) -> tuple[dict[AttentionLayer, Scaling], list[T
             if not left[layer]:
                 return output
             left[layer] -= 1
-            candidates = exact.get(layer, plan.places(layer))  # those left of an earlier call in the same forward
+            candidates = exact.get(layer, plan.places(layer))  # those that passed earlier calls in this forward
             exact[layer] = _LayerCheck(plan, layer, random_state, forward, args, kwargs).exact(candidates)
             precision = max(precision, rerun.coarsest_eps([output, exact[layer][0].parameters]))
             return output
@@ -71,23 +73,23 @@ def _check_layers(plan: FoldPlan) -> tuple[dict[AttentionLayer, Scaling], list[T
 
     with ExitStack() as undo:
         for layer in plan.gains:
-            # No hook: a block may call `attention.forward`, and FSDP 2 frees the weights in one.
+            # Not a forward hook: a block may call `attention.forward`, and FSDP 2 frees the weights in a hook.
             Override(layer.module, "forward", checked(layer, layer.module.forward), undo)
         expected = _run_model(plan)
     modules = set(plan.hook.model.modules())
     for layer in plan.gains:
         if layer not in exact:
             if layer.module not in modules:
-                raise plan.error(_lost(layer), layer, can_keep=False)  # such a hook is not restored either
+                raise plan.error(_lost(layer), layer, can_keep=False)  # `restore` would need the module too
             where = ", here or on another rank" if plan.is_sharded else ""
             raise plan.error(f"the last forward of the model did not use it{where}; run one that does", layer)
     return {layer: places[0] for layer, places in exact.items()}, expected, max(precision, rerun.coarsest_eps(expected))
 
 
 def _calls_on_all_ranks(plan: FoldPlan) -> dict[AttentionLayer, float]:
-    """How many calls of each layer are checked: where ranks check together, as many as each of them has.
+    """Return how many calls of each layer to check: all of them or, if the model is sharded, as many as every rank has.
 
-    The model runs to count them, before ranks wait for one another in each call.
+    In the latter case, the model runs once to count them, since ranks wait for one another in each check.
     """
     if not plan.is_sharded:
         return dict.fromkeys(plan.gains, math.inf)
@@ -119,7 +121,7 @@ def _lost(layer: AttentionLayer) -> str:
 def _check_model(
     plan: FoldPlan, places: dict[AttentionLayer, Scaling], expected: list[Tensor], precision: float
 ) -> None:
-    """Compare what the model returns with all folded weights: it shows every use of them."""
+    """Compare the outputs of the model with all weights folded, which shows uses of a weight outside its layer."""
 
     def run_folded(error: float = 0.0, seed: int = 0) -> list[Tensor]:
         with ExitStack() as undo:
@@ -154,11 +156,11 @@ def _check_model(
 
 
 def _run_model(plan: FoldPlan) -> list[Tensor]:
-    """Run the hooked model on its last input; all ranks that hold it together raise where one does."""
+    """Run the hooked model on its last input; if the model is sharded, an error on one rank is raised on all."""
     hook, output, error = plan.hook, list[Tensor](), None
     try:
         output = rerun.run_model(hook)
-    except FoldError:  # of a layer, on all ranks
+    except FoldError:  # from the check of a layer, raised on all ranks
         raise
     except Exception as raised:
         error = raised
@@ -168,7 +170,7 @@ def _run_model(plan: FoldPlan) -> list[Tensor]:
 
 
 class _LayerCheck:
-    """A layer on the arguments of its last call, with which it runs again and again."""
+    """The checks of one layer, which rerun it with the arguments of one call."""
 
     def __init__(
         self,
@@ -180,7 +182,7 @@ class _LayerCheck:
         kwargs: dict[str, Any],
     ) -> None:
         def kept(value: Any) -> Any:
-            # A cache that the model makes by itself is full by now.
+            # Drop a cache that the model made itself: this call has filled it.
             return None if hasattr(value, "get_seq_length") else value
 
         self._plan = plan
@@ -189,10 +191,14 @@ class _LayerCheck:
         self._forward = partial(forward, *map(kept, args), **{name: kept(value) for name, value in kwargs.items()})
         self._gain = plan.gains[layer]
         self._own = torch.ones_like(self._gain)
-        self._probe = self._gain / self._gain.max() / 2  # far from 1 and from the gain of the layer
+        self._probe = self._gain / self._gain.max() / 2  # at most 0.5, so far from 1
 
     def exact(self, places: list[Scaling]) -> list[Scaling]:
-        """Return those of the places where a factor does what beta does, at least one."""
+        """Return the places where a factor acts exactly as beta does.
+
+        Raises:
+            FoldError: there are none; the message gives the probable cause.
+        """
         exact = [place for place in places if self._is_exact(place)]
         if exact:
             return exact
@@ -205,7 +211,7 @@ class _LayerCheck:
                 "used outside the scores too, as in some relative position biases. Exclude the layer with "
                 f"attach(layers=...){_coarse(rerun.coarsest_eps([place.parameters for place in places]))}"
             )
-        else:  # as where every query sees a single key, in this forward
+        else:  # for example, every query sees a single key in this forward
             reason = (
                 "its output on the input of the last forward does not depend on beta; run one where it does. Or leave "
                 "it out with attach(layers=...)"
@@ -213,10 +219,10 @@ class _LayerCheck:
         raise self._plan.error(reason, self._layer)
 
     def _run(self, gain: Tensor) -> object:
-        """Run with `gain [heads]` acting in place of `beta / beta_default`, on the same random numbers each time."""
+        """Run the layer with `gain [heads]` in place of `beta / beta_default`, on the same random numbers each time."""
         output, error = None, None
         try:
-            # Some drop out in evaluation, too, perhaps on a device where the weights are while the layer runs.
+            # Some layers use dropout in evaluation mode too, perhaps on a device that only holds weights during a call.
             with self._random_state.kept(self._layer.module.parameters()), self._layer.acting(gain):
                 output = self._forward()
         except RuntimeError as raised:
@@ -227,18 +233,18 @@ class _LayerCheck:
         return output
 
     def _run_scaled(self, place: Scaling, factors: Tensor, error: float = 0.0, seed: int = 0) -> object:
-        """Run with factors in the weights, and the model's own beta."""
+        """Run the layer with scaled weights and the model's own beta."""
         with place.scaled(factors, error, seed):
             return self._run(self._own)
 
     def _is_exact(self, place: Scaling) -> bool:
-        """Tell if scaling a place has the effect of the gain of the layer, and of one far from 1."""
+        """Return True if scaling a place has the same effect as the layer's gain, and as a gain far from 1."""
         plain = self._run(self._own)
         for factors in (self._probe, self._gain):
             expected, actual = self._run(factors), self._run_scaled(place, factors)
             error = self._distance(actual, expected)
             shown = factors is not self._probe or bool(error < self._distance(plain, expected) / 4)
-            # Where training saw one key alone, too, no place would be wrong.
+            # No visible effect is only acceptable if every query had a single key in training too.
             if not shown and self._plan.is_on_any_rank(not has_one_key(self._layer)):
                 return False
             precision = rerun.coarsest_eps([expected, place.parameters])
@@ -248,14 +254,14 @@ class _LayerCheck:
         return True
 
     def _blurred(self, actual: object, place: Scaling, factors: Tensor, precision: float, seed: int) -> Tensor:
-        """Distance by which rounding of the scaled weights moves the output."""
-        if self._is_random:  # then any error would be explained by what is no rounding
+        """Return by how much rounding of the scaled weights changes the output."""
+        if self._is_random:  # its noise is no rounding, and would excuse any error
             return torch.zeros(1, device="cpu")
         return self._distance(actual, self._run_scaled(place, factors, precision, seed))
 
     @cached_property
     def _is_random(self) -> bool:
-        """True if the output differs by more than rounding without a change: it draws numbers that are not torch's."""
+        """True if two equal runs differ by more than rounding, as with random numbers that torch does not draw."""
         one, other = self._run(self._own), self._run(self._own)
         return bool(self._distance(one, other) > max(1e-5, rerun.coarsest_eps(one)) * self._norm(one))
 
@@ -267,9 +273,12 @@ class _LayerCheck:
 
 
 def _beyond_rounding(errors: Tensor, norms: Tensor, precision: float, blurred: Callable[[int], Tensor]) -> Tensor:
-    """Tell which errors of outputs with these norms rounding does not explain; `blurred` measures it, given a seed."""
+    """Return which errors are larger than rounding explains, boolean like `errors`.
+
+    `norms` are those of the outputs, and `blurred(seed)` measures the errors that rounding alone causes.
+    """
     limits = max(1e-5, precision / 4) * norms
-    for seed in range(ROUNDINGS):  # where a row looks at one key, few of them may show another one
+    for seed in range(ROUNDINGS):  # where a row selects one key, only some seeds may select another
         if bool((errors <= limits).all()):
             break
         limits = limits.fmax(4 * blurred(seed))
@@ -277,7 +286,7 @@ def _beyond_rounding(errors: Tensor, norms: Tensor, precision: float, blurred: C
 
 
 def _coarse(precision: float) -> str:
-    """Say what else a difference may come from where the coarsest dtype is of half precision."""
+    """Return a hint that half precision may cause the difference; empty if the coarsest dtype is finer than that."""
     if precision <= torch.finfo(torch.float32).eps:
         return ""
     return ". Or half precision is too coarse to tell: call model.float(), run a forward and fold then"
