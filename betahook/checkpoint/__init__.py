@@ -1,6 +1,6 @@
-"""The state of a hook in a folder: its schema, its file, and what `save_pretrained` of a hooked model does.
+"""The state of a hook in a folder: its schema, its file, and `save_pretrained` of a hooked model.
 
-Other packages take all of it from here, as `checkpoint.read`; `hook.py` alone also calls `schema` and `pretrained`.
+Other packages import everything from here, as in `checkpoint.read`; only `hook.py` also uses `schema` and `pretrained`.
 """
 
 from betahook.checkpoint.file import (

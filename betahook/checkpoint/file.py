@@ -1,7 +1,7 @@
 """The file of a hook's state: safetensors with a JSON header and a checksum, never pickle.
 
-It knows nested dictionaries and lists with tensors in them; what they mean is in `betahook.checkpoint.schema`. Beside
-the state it holds the fingerprint of the weights that were saved with it.
+This file reads and writes nested dictionaries and lists with tensors in them; `betahook.checkpoint.schema` defines what
+they mean. Beside the state, the file holds a fingerprint of the weights that were saved with it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from betahook.measure.ranks import is_distributed
 FILE = "betahook.safetensors"
 """Name of the file in a checkpoint folder."""
 UNFINISHED = "unfinished-"
-"""Prefix of a checkpoint folder that was not finished, and that betahook has set aside."""
+"""Prefix of a checkpoint folder that was never finished and that betahook has set aside."""
 SHARDS = "pytorch_model_fsdp_*"
-"""Pattern of the names under which Accelerate saves the shards of FSDP, which have no place for a mark."""
+"""Glob for the names under which Accelerate saves the shards of FSDP, which have no room for a mark."""
 HEADER = "betahook"
 FINGERPRINT = f"fingerprint{SEPARATOR}"
-"""Prefix of the tensors of the fingerprint, before the name of a parameter."""
+"""Prefix of the tensors of the fingerprint; the name of a parameter follows."""
 
 
 class ForeignStateError(ValueError):
-    """A file is whole, but what it says is not a state that this version reads."""
+    """The file is intact, but it holds no state that this version can read."""
 
 
 class Savable(Protocol):
-    """A `Hook`, or that of a part of a model, as far as a file is written."""
+    """The part of a `Hook`, or of its stand-in for a part of a model, that writing the file needs."""
 
     model: nn.Module
 
@@ -51,7 +51,7 @@ class Savable(Protocol):
 
 
 class Stateful(Savable, Protocol):
-    """A `Hook`, as far as a file is concerned."""
+    """The part of a `Hook` that reading and writing the file needs."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -61,7 +61,7 @@ class Saved:
     """The content of a file.
 
     Attributes:
-        place: the file, or where else it was found.
+        place: the file, or a description of where else the state was found.
         state: as `Hook.state_dict` returns it.
         entries: the fingerprint of the weights that were saved with it; empty in a file of version 0.1.
     """
@@ -72,11 +72,11 @@ class Saved:
 
     @property
     def folder(self) -> Path:
-        """The folder of the file."""
+        """The folder that holds the file."""
         return Path(self.place).parent
 
     def fits(self, model: nn.Module) -> bool:
-        """Return True if the weights of a model are those of the fingerprint, see `check`."""
+        """Return True if the weights of a model match the fingerprint, see `check`."""
         try:
             self.check(model)
         except ValueError:
@@ -84,19 +84,19 @@ class Saved:
         return True
 
     def check(self, model: nn.Module) -> None:
-        """Check that the weights of a model are those of the fingerprint, as far as both name the same ones.
+        """Check that the weights of a model match the fingerprint; only parameters in both are compared.
 
         Raises:
-            ValueError: the weights are others.
+            ValueError: the weights differ.
         """
         with naming(self.place):
             fingerprint.refuse_other_weights(self.entries, model)
 
     def check_files(self) -> None:
-        """Check the same of the files of weights beside this one.
+        """Check that the files of weights beside this one match the fingerprint, as in `check`.
 
         Raises:
-            ValueError: the weights are others, or their files are damaged.
+            ValueError: the weights differ, or their files are damaged.
         """
         try:
             with naming(self.place):
@@ -107,10 +107,10 @@ class Saved:
             ) from error
 
     def load(self, hook: Stateful) -> None:
-        """Let a hook continue from it; on an error the hook is left as it was.
+        """Load the state into a hook; on an error, the hook does not change.
 
         Raises:
-            ValueError: it is of another model or other controllers, or was saved with other weights.
+            ValueError: the state belongs to another model or other controllers, or was saved with other weights.
         """
         self.check(hook.model)
         with naming(self.place):
@@ -118,13 +118,13 @@ class Saved:
 
 
 def save(hook: Savable, folder: str | os.PathLike[str], weights: Mapping[str, Tensor] | None = None) -> Path:
-    """Write the hook's state to `FILE` in an existing folder; the file appears whole or not at all.
+    """Write the hook's state to `FILE` in an existing folder, atomically.
 
-    The `weights` are those that are saved with it, by name; None for those of its model.
+    The fingerprint is that of `weights`, the saved tensors by name, or of the hook's model if `weights` is None.
     """
     header, tensors = _take_apart(hook, weights)
     path, rank = Path(folder, FILE), torch.distributed.get_rank() if is_distributed() else 0
-    # Always the same of a rank, so that its next save takes away what a crash left; all may save to one folder at once.
+    # One name per rank: all may save to one folder at once, and the next save of a rank replaces what a crash left.
     unfinished = path.with_suffix(f".unfinished{rank or ''}")
     save_file(tensors, unfinished, {HEADER: header})
     with unfinished.open("rb+") as file:
@@ -134,12 +134,12 @@ def save(hook: Savable, folder: str | os.PathLike[str], weights: Mapping[str, Te
 
 
 def read(folder: str | os.PathLike[str]) -> Saved:
-    """Read what `save` wrote to a folder; files of older versions are converted.
+    """Read what `save` wrote to a folder, and convert states of older versions.
 
     Raises:
         FileNotFoundError: the folder has no such file.
         ValueError: the file is damaged, or not betahook's; the message names it.
-        ForeignStateError: it is whole, but of a version that this one does not read.
+        ForeignStateError: the file is intact, but of a version that this one cannot read.
     """
     path = Path(folder, FILE)
     if not path.is_file():
@@ -153,16 +153,16 @@ def read(folder: str | os.PathLike[str]) -> Saved:
 
 
 def export(hook: Stateful) -> dict[str, str]:
-    """Return what `save` writes as text, for a file of somebody else's."""
+    """Return what `save` would write, as text, for embedding in a file of another library."""
     header, tensors = _take_apart(hook)
     return {"header": header, "tensors": base64.b64encode(bytes_of_tensors(tensors)).decode("ascii")}
 
 
 def read_exported(exported: dict[str, str], place: str) -> Saved:
-    """Read what `export` returned, found in some place.
+    """Read what `export` returned; `place` says where it was found.
 
     Raises:
-        ValueError: it is damaged, or not betahook's; the place is named.
+        ValueError: it is damaged, or not betahook's; the message names the place.
     """
     with reading(place, SafetensorError, KeyError, TypeError, ValueError):
         tensors = tensors_of_bytes(base64.b64decode(exported["tensors"], validate=True))
@@ -170,18 +170,18 @@ def read_exported(exported: dict[str, str], place: str) -> Saved:
 
 
 def finished(run: Path) -> list[Path]:
-    """The folders in that of a run which hold the state of a hook, without those that were set aside as unfinished."""
+    """Return the folders inside that of a run that hold the state of a hook, except those set aside as unfinished."""
     folders = (file.parent for file in run.glob(f"*/{FILE}"))
     return [folder for folder in folders if not folder.name.startswith(UNFINISHED)]
 
 
 def is_begun(folder: str | os.PathLike[str]) -> bool:
-    """Tell if `save` was called for a folder, even if it did not finish."""
+    """Return True if `save` was called for a folder, even if it did not finish."""
     return any(Path(folder).glob(f"{Path(FILE).stem}.*"))
 
 
 def names_weights(folder: str | os.PathLike[str]) -> bool:
-    """Tell if the file in a folder says which weights its beta belongs to, as it does since version 0.2.0."""
+    """Return True if the file in a folder has a fingerprint of its weights, as since version 0.2.0."""
     try:
         with safe_open(Path(folder, FILE), "pt") as file:
             return any(name.startswith(FINGERPRINT) for name in file.keys())  # noqa: SIM118, it is not a dict
@@ -190,13 +190,13 @@ def names_weights(folder: str | os.PathLike[str]) -> bool:
 
 
 def is_in_shards(folder: Path) -> bool:
-    """Tell if a checkpoint holds the weights in shards, which are merged or loaded without a word of beta."""
+    """Return True if a checkpoint holds FSDP shards, which can be merged or loaded without a warning about beta."""
     return any(folder.glob(SHARDS))
 
 
 @contextmanager
 def naming(place: object, kind: type[ValueError] = ValueError) -> Iterator[None]:
-    """Say in errors, which become of this kind, where the state was found."""
+    """Raise a ValueError again as one of this kind, with the place where the state was found in its message."""
     try:
         yield
     except ValueError as error:
@@ -205,7 +205,7 @@ def naming(place: object, kind: type[ValueError] = ValueError) -> Iterator[None]
 
 @contextmanager
 def reading(place: object, *errors: type[Exception], remedy: str = "resume from an older checkpoint") -> Iterator[None]:
-    """Say of errors in what is read that it is damaged, and what to do."""
+    """Raise these errors again as a ValueError that says that the file is damaged, and what to do."""
     try:
         yield
     except errors as error:
@@ -213,7 +213,7 @@ def reading(place: object, *errors: type[Exception], remedy: str = "resume from 
 
 
 def _take_apart(hook: Savable, weights: Mapping[str, Tensor] | None = None) -> tuple[str, dict[str, Tensor]]:
-    """Split what is saved into its JSON, with a checksum, and its tensors by name."""
+    """Split the state and the fingerprint into JSON, with a checksum, and tensors by name."""
     state = hook.state_dict()
     tensors = {name: value.contiguous().cpu() for name, value in _take_tensors(state, "")}
     taken = fingerprint.take(hook.model if weights is None else weights)
@@ -222,8 +222,8 @@ def _take_apart(hook: Savable, weights: Mapping[str, Tensor] | None = None) -> t
 
 
 def _put_together(header: str | None, tensors: dict[str, Tensor], place: str | Path) -> Saved:
-    """Return what `_take_apart` split; `place` is where it was found, for messages."""
-    with reading(place, ValueError, RecursionError):  # json's own, or that of a number with too many digits
+    """Return what `_take_apart` split; `place` says where it was found, for messages."""
+    with reading(place, ValueError, RecursionError):  # of json, or of int for too many digits
         content = None if header is None else json.loads(header)
     if not isinstance(content, dict) or not isinstance(content.get("state"), dict):
         raise ValueError(f"{place} is not the state of a hook: its header has no entry {HEADER!r} with a state")
@@ -238,7 +238,7 @@ def _put_together(header: str | None, tensors: dict[str, Tensor], place: str | P
 
 
 def _take_tensors(nested: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Remove the tensors from nested dictionaries and lists; yields them with the keys that lead to them."""
+    """Remove the tensors from nested dictionaries and lists, and yield them with the joined keys that lead to them."""
     for key, value in list(nested.items() if isinstance(nested, dict) else enumerate(nested)):
         if isinstance(value, Tensor):
             yield f"{prefix}{key}", value
@@ -248,7 +248,7 @@ def _take_tensors(nested: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _put_tensor(state: dict[str, Any], name: str, tensor: Tensor) -> None:
-    """Put a tensor back to where its name says."""
+    """Put a tensor back in its place, which its name gives as joined keys."""
     *parents, last = name.split(SEPARATOR)
     place: Any = state
     for key in parents:

@@ -1,7 +1,8 @@
 """The fingerprint of a model's weights: a few entries of every parameter, saved with the state of its hook.
 
-It shows `restore` and a resumed run that weights and beta were saved together: a process that is killed in the middle
-of a save leaves a folder in which one of them is new. Its cost grows with the number of parameters, not their sizes.
+It lets `restore` and a resumed run check that weights and beta were saved together: a process that is killed in the
+middle of a save leaves one of them new and the other one old. Its cost grows with the number of parameter tensors, not
+with their sizes.
 """
 
 from __future__ import annotations
@@ -22,24 +23,27 @@ from betahook.models import materialise
 from betahook.models.discovery import named_modules
 
 ENTRIES = 16
-"""Entries of each parameter, from the first to the last one at equal distances."""
+"""Number of entries that are taken from each parameter, evenly spaced from the first to the last."""
 
 
 def take(weights: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return some entries of every parameter by its name, each `[ENTRIES]` on the CPU in the parameter's own dtype.
 
-    Left out is what is quantised, offloaded or sharded: its entries are not at hand, or not the same on every rank; and
-    what PEFT computes prompts from. The weights are those of a model, or by their names in a saved one.
+    Quantised, offloaded and sharded parameters are left out, since their entries are unavailable or differ between
+    ranks. So are the parameters from which PEFT computes prompts.
+
+    Args:
+        weights: a model, or the tensors of a saved one by name.
     """
     named = _parameters(weights) if isinstance(weights, nn.Module) else weights.items()
     return {name: _entries(weight) for name, weight in named if _is_at_hand(weight)}
 
 
 def refuse_other_weights(fingerprint: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Refuse a model whose weights are not those of a fingerprint.
+    """Refuse a model whose weights do not match a fingerprint.
 
     Raises:
-        ValueError: weights that both name differ by more than their rounding to the dtype of the model.
+        ValueError: parameters in both differ by more than their rounding to the dtype of the model.
     """
     others = _adapters_among_others(fingerprint, model)
     compared = {name: entries for name, entries in fingerprint.items() if name not in others}
@@ -53,10 +57,10 @@ def refuse_other_weights(fingerprint: Mapping[str, Tensor], model: nn.Module) ->
 
 
 def refuse_other_files(fingerprint: Mapping[str, Tensor], folder: Path) -> None:
-    """Refuse a folder whose files of weights are not those of a fingerprint.
+    """Refuse a folder whose files of weights do not match a fingerprint.
 
     Raises:
-        ValueError: weights that both name differ.
+        ValueError: parameters in both differ.
         safetensors.SafetensorError: a file is damaged.
     """
     with ExitStack() as opened:
@@ -64,7 +68,7 @@ def refuse_other_files(fingerprint: Mapping[str, Tensor], folder: Path) -> None:
         holders = {name: file for file in files for name in file.keys()}  # noqa: SIM118, it is not a dict
 
         def read(name: str) -> Tensor | None:
-            # The file is mapped into memory: no more than the entries are read.
+            # The file is memory-mapped: only these entries are read.
             return _entries(holders[name].get_tensor(name)) if name in holders else None
 
         if different := _differences(fingerprint, read):
@@ -82,14 +86,15 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _computes_prompts(module: nn.Module) -> bool:
-    """True for P-tuning and a projected prefix of PEFT, which saves the prompts in the place of the embedding."""
+    """Return True for P-tuning and prefix projection of PEFT, which saves prompts under the name of their embedding."""
     return hasattr(module, "total_virtual_tokens") or getattr(module, "prefix_projection", False)
 
 
 def _adapters_among_others(fingerprint: Mapping[str, Tensor], model: nn.Module) -> set[str]:
-    """The parameters of adapters in whose place others than those of the model were saved.
+    """Return the adapter parameters that cannot be compared, since other adapters were saved than the model has.
 
-    PEFT saves each of several in a folder of its own, and loads any as `default`: equal names may be of two adapters.
+    PEFT saves each of several adapters in a folder of its own, and loads any of them as `default`: equal names may
+    belong to different adapters.
     """
     of_adapters, own, saved = compat.parameters_of_adapters(model), defaultdict(set), defaultdict(set)
     adapters = {name: of_adapters[id(p)] for name, p in _parameters(model) if id(p) in of_adapters}
@@ -105,7 +110,7 @@ def _adapters_among_others(fingerprint: Mapping[str, Tensor], model: nn.Module) 
 
 
 def _places(name: str) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield each part of a name, after what comes before and behind it."""
+    """Yield, for each part of a dotted name, what comes before and after it, and the part itself."""
     parts = name.split(".")
     for index, part in enumerate(parts):
         yield (".".join(parts[:index]), ".".join(parts[index + 1 :])), part
@@ -119,14 +124,14 @@ def _is_at_hand(weight: Tensor) -> bool:
 def _entries(weight: Tensor) -> Tensor:
     last = weight.numel() - 1
     places = torch.tensor([last * index // (ENTRIES - 1) for index in range(ENTRIES)], device="cpu")
-    weight = torch.atleast_1d(weight.detach())  # by index: a flat view of a transposed weight would be a copy of it
+    weight = torch.atleast_1d(weight.detach())  # flattening a transposed weight would copy it
     return weight[torch.unravel_index(places, weight.shape)].to("cpu", copy=True)
 
 
 def _differences(expected: Mapping[str, Tensor], read: Callable[[str], Tensor | None]) -> str:
-    """Say which weights differ; empty if none does. What one side lacks, renamed by an adapter say, is not compared."""
+    """Describe which weights differ; empty if none does. Weights missing on one side, e.g. renamed, are skipped."""
     pairs = {name: (entries, got) for name, entries in expected.items() if (got := read(name)) is not None}
-    # Loaded in another dtype, a weight is what it was saved as, rounded.
+    # A weight that was loaded in another dtype is the saved one, rounded.
     found = {name: _first_difference(entries.to(got.dtype), got) for name, (entries, got) in pairs.items()}
     different = {name: numbers for name, numbers in found.items() if numbers is not None}
     if not different:
@@ -141,6 +146,6 @@ def _first_difference(expected: Tensor, got: Tensor) -> tuple[float, float] | No
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that transformers loads: one, or else its shards."""
+    """Return the files that transformers loads: a single one, or else its shards."""
     whole, suffix = folder / SAFE_WEIGHTS_NAME, Path(SAFE_WEIGHTS_NAME).suffix
     return [whole] if whole.exists() else sorted(folder.glob(f"{whole.stem}-*-of-*{suffix}"))

@@ -1,7 +1,7 @@
-"""A state that goes on with other controllers than it was saved with: they begin anew, where that loses nothing.
+"""A state that continues with other controllers than the saved ones: they start afresh, if nothing is lost by that.
 
-`betahook.checkpoint.schema` calls this when it matches a state with a hook. Every rank reads the same state, and so
-comes to the same answer.
+`betahook.checkpoint.schema` calls this when it matches a state with a hook. Every rank reads the same state, so that
+all of them decide alike.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def difference(given: list[dict[str, Any]], own: list[dict[str, Any]], controllers: Sequence[Controller]) -> str:
-    """Say how the controllers of a state differ from those of a hook, its `own`; empty if they do not.
+    """Describe how the controllers of a state differ from the hook's `own`; empty if they do not.
 
-    A default stands for an option that is missing: it is newer than the state.
+    An option that the state lacks is newer than the state, and counts as its default.
     """
     other = f"expected {_listed(own, controllers)}, got {_listed(given, controllers)}"
     if [entry["class"] for entry in given] != [entry["class"] for entry in own]:
@@ -38,16 +38,18 @@ def difference(given: list[dict[str, Any]], own: list[dict[str, Any]], controlle
 def begun_anew(
     state: dict[str, Any], own: dict[str, Any], controllers: Sequence[Controller], other: str
 ) -> dict[str, Any]:
-    """Return a state with which the controllers of a hook take over, with a warning, if beta is the model's own.
+    """Return the state with the controllers of the hook in place of the saved ones, and log a warning.
+
+    This is possible as long as beta is the model's own.
 
     Args:
         state: from `schema.parse`.
         own: the state dict of the hook.
-        controllers: those of the hook.
+        controllers: the controllers of the hook.
         other: the `difference` of its controllers from the saved ones.
 
     Raises:
-        ValueError: beta is another than the model's own: what the saved ones were about to do would be lost.
+        ValueError: beta has moved, and what the saved controllers were about to do would be lost.
     """
     if bool((gain_of(state["beta"], state["beta_default"]) != 1).any()):
         raise ValueError(
@@ -63,7 +65,7 @@ def begun_anew(
             _listed(own["controllers"], controllers),
             state["steps"],
         )
-    # What was added up since the last pooling is of steps that the new ones did not see, and perhaps of fewer rows.
+    # The sums since the last pooling are of steps that the new controllers did not see, and perhaps of fewer rows.
     begun = {name: torch.zeros_like(state[name]) for name in ("table", "moments", "window")}
     if own["options"]["exact_max_logit"] and not state["options"].get("exact_max_logit"):
         begun |= {name: torch.zeros_like(state[name]) for name in ("recent", "recent_moments")}

@@ -1,7 +1,7 @@
-"""Readers of the forms that a hook's state had in older versions: each turns one into the present form.
+"""Converters of a hook's state from older formats to the present one.
 
-`betahook.checkpoint.schema` checks the result. On a damaged state a reader may raise a ValueError, and nothing else.
-The names in here are those of the old forms and never change.
+`betahook.checkpoint.schema` checks the result. On a damaged state, a converter may raise a ValueError and no other
+error. The names in this file are those of the old formats and never change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOMENT_ROWS_2 = ("query_sum", "query_square", "key_sum", "key_square")
 
 
 def from_version_2(given: dict[str, Any]) -> dict[str, Any]:
-    """Read the form of version 0.1: rows by position, W_q and W_k among the statistics, controllers as they print."""
+    """Convert the format of version 0.1: unnamed rows, sums of W_q and W_k in the table, controllers as their repr."""
     state = {name: value for name, value in given.items() if not str(name).startswith("controllers.")}
     table, recent = (_rows(given, name, _TABLE_ROWS_2) for name in ("table", "recent"))
     moments = _rows(given, "moments", _MOMENT_ROWS_2)
@@ -63,14 +63,14 @@ def _controllers(given: dict[str, Any]) -> list[dict[str, Any]]:
     controllers = []
     for index, entry in enumerate(entries):
         name, options = _call(entry.get("rule"))
-        prefix = f"controllers.{index}."  # in a file; in memory the state stands in the entry
+        prefix = f"controllers.{index}."  # in a file; in memory, the entry holds the state
         stored = {str(key).removeprefix(prefix): x for key, x in given.items() if str(key).startswith(prefix)}
         controllers.append({"class": name, "options": options, "state": entry.get("state", stored)})
     return controllers
 
 
 def _call(rule: object) -> tuple[str, dict[str, Any]]:
-    """Class and options of a controller from its repr, `Search(window=10, ...)`."""
+    """Return the class name and the options in the repr of a controller, such as `Search(window=10, ...)`."""
     name, _, arguments = str(rule).partition("(")
     try:
         call = ast.parse(f"options({arguments}", mode="eval").body
@@ -83,4 +83,4 @@ def _call(rule: object) -> tuple[str, dict[str, Any]]:
 
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {2: from_version_2}
-"""Version to the reader of its form."""
+"""Version of the schema to the converter from it."""

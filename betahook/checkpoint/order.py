@@ -1,4 +1,7 @@
-"""The layers in the tensors of a state, which lie there in the order that the modules had when it was saved."""
+"""The order of layers in the tensors of a state, which is that of the modules when it was saved.
+
+`schema` reorders a loaded state by these functions; `pretrained` cuts out the layers of a part of the model.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ BY_COMPONENT = ("moments", "recent_moments")
 
 
 def of_layers(state: dict[str, Any], names: Sequence[str], head_dims: Mapping[str, int]) -> dict[str, Any]:
-    """Return the state of some of its layers, or of all in another order.
+    """Return the state with only some of its layers, or with all of them in another order.
 
     Args:
-        state: of the present form, its `layers` in the order of its tensors.
-        names: of the layers that are wanted, in their order.
+        state: in the present format, with its `layers` in the order of its tensors.
+        names: the layers to return, in order.
         head_dims: d_k of all layers of the state.
     """
     heads: dict[str, int] = state["layers"]
@@ -43,19 +46,19 @@ def of_layers(state: dict[str, Any], names: Sequence[str], head_dims: Mapping[st
 
 
 def is_in(name: str, path: str) -> bool:
-    """Tell if a layer is in a part of the model, or is that part; the whole model has an empty path."""
+    """Return True if a layer is the module at this path or lies inside it; the path of the whole model is empty."""
     return not path or f"{name}.".startswith(f"{path}.")
 
 
 def of_part(state: dict[str, Any], path: str, head_dims: Mapping[str, int]) -> dict[str, Any]:
-    """Return the state of the layers in a part of the model, under the names that they have there; see `of_layers`."""
+    """Return the state of the layers inside the module at a path, with names relative to it; see `of_layers`."""
     part = of_layers(state, [name for name in state["layers"] if is_in(name, path)], head_dims)
     layers = {name.removeprefix(path).removeprefix("."): heads for name, heads in part["layers"].items()}
     return {**part, "layers": layers, "order": list(layers)}
 
 
 def _places(widths: Mapping[str, int], names: Sequence[str]) -> Tensor:
-    """Return where the entries of the layers lie now, in the order of `names`, from how many entries each has."""
+    """Return the indices at which the entries of the layers lie now, in the order of `names`; `widths` counts them."""
     now = torch.arange(sum(widths.values()), device="cpu").split(list(widths.values()))
     by_name = dict(zip(widths, now, strict=True))
     return torch.cat([by_name[name] for name in names])

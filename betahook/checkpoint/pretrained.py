@@ -1,7 +1,8 @@
-"""A hooked model's `save_pretrained`, which also saves the state of the hook, and the marks of a model that lacks beta.
+"""`save_pretrained` of a hooked model, which also saves the state of the hook and marks the weights if they lack beta.
 
-The weights of a hooked model lack beta. Where beta acts, a mark in config.json lets `attach` refuse the weights alone.
-A tensor beside the weights is a second mark, which whatever loads them without betahook reports as unexpected.
+The saved weights of a hooked model do not include beta. If beta is not the model's own, a mark in config.json lets
+`attach` refuse the weights without their beta. A tensor beside the weights is a second mark, which libraries report as
+unexpected when they load it without betahook.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ MARK = "betahook"
 """Config key that marks a saved model whose beta is not in its weights but in `FILE`."""
 ADAPTER_CONFIG = "adapter_config.json"
 NEEDS_RESTORE = "needs_betahook_restore"
-"""Name of the tensor beside the weights, and a key of the config of a saved adapter: who loads them warns of it."""
+"""Name of the tensor beside the weights, and of a key in an adapter's config, of which any loader warns."""
 NOTE = f"beta is in {FILE}: load the model, then call betahook.restore(model, folder)"
 
 
 def _refuse_copy(layers: Layers, attributes: copies.Attributes) -> None:
-    """Refuse a copy of a model that shares its layers, as `copy.copy` makes it, while beta acts: it is saved without.
+    """Refuse a shallow copy of a model, as by `copy.copy`, while beta acts: saving the copy would lose beta.
 
     Raises:
-        TypeError: beta acts.
+        TypeError: the beta of a layer is not the model's own.
     """
     if layers.are_adapted:
         copies.refuse_adapted("be saved without that beta")
@@ -49,7 +50,7 @@ def _refuse_copy(layers: Layers, attributes: copies.Attributes) -> None:
 
 @dataclass
 class _Part:
-    """A part of a hooked model, with the state of its layers under the names that they have in it."""
+    """Stand-in for the hook of a part of a model: the state of its layers, under their names in that part."""
 
     model: nn.Module
     path: str
@@ -63,7 +64,7 @@ class _Part:
 
 @dataclass
 class _Saves:
-    """Tells if a hooked model or a part of it is being saved, which may save parts of its own by their methods."""
+    """A flag that is set while a hooked model or a part of it is being saved, since that may save further parts."""
 
     are_running: bool = False
 
@@ -77,27 +78,28 @@ class _Saves:
 
 
 def connect(model: nn.Module, hook: Stateful, layers: Layers, undo: ExitStack) -> None:
-    """Let `save_pretrained` of a hooked model save the state of its hook too, until `undo` is closed.
+    """Let `save_pretrained` of a hooked model also save the state of its hook, until `undo` is closed.
 
-    That of a part of the model, as `merge_and_unload` of PEFT returns it, saves the state of the layers in it.
+    `save_pretrained` of a part of the model, such as the one that PEFT's `merge_and_unload` returns, saves the state of
+    the layers in that part.
 
     Args:
         model: the hooked model.
         hook: its hook.
-        layers: its layers, whose beta may be in force: the saved weights then need the mark.
-        undo: takes the changes back.
+        layers: its layers; if any beta is not the model's own, the saved weights get the mark.
+        undo: reverts the changes.
     """
     saves = _Saves()
     for path, part in named_modules(model):
         held = Layers([layer for name, layer in layers.items() if is_in(name, path)])
-        # A part by its class: what PEFT puts around a model has the methods of that model as attributes.
+        # For a part, ask its class: PEFT's wrappers pass on the attributes of the model inside, methods included.
         if held and hasattr(model if part is model else type(part), "save_pretrained"):
             _connect(part, hook if part is model else _Part(part, path, hook, layers), held, saves, undo)
             copies.keep_out(part, functools.partial(_refuse_copy, held), undo)
 
 
 def _connect(model: nn.Module, hook: Savable, layers: Layers, saves: _Saves, undo: ExitStack) -> None:
-    """Connect the methods of one module, or of the config of an adapter around it."""
+    """Connect the saving methods of one module, or of the config of an adapter around it."""
     for name in _writers(model):
         _connect_method(name, model, hook, layers, saves, undo)
     if _is_of_transformers(model):
@@ -105,9 +107,9 @@ def _connect(model: nn.Module, hook: Savable, layers: Layers, saves: _Saves, und
 
 
 def _writers(model: nn.Module) -> list[str]:
-    """The names of the methods that write a model to a folder."""
+    """Return the names of the methods that write a model to a folder."""
     code = getattr(inspect.unwrap(model.save_pretrained), "__code__", None)  # type: ignore[arg-type]
-    # That of sentence-transformers calls `save` and does nothing else, as does its `push_to_hub`.
+    # In sentence-transformers, `save_pretrained` only calls `save`, which `push_to_hub` calls too.
     return ["save_pretrained", "save"] if getattr(code, "co_names", ()) == ("save",) else ["save_pretrained"]
 
 
@@ -117,7 +119,7 @@ def _connect_method(name: str, model: nn.Module, hook: Savable, layers: Layers, 
 
     @functools.wraps(original)
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
-        # A wrapper that came later goes on calling this.
+        # A wrapper that was put around this later still calls it after `undo`.
         if not override.active or saves.are_running:
             return original(*args, **kwargs)
         options = signature.bind(*args, **kwargs).arguments
@@ -130,7 +132,7 @@ def _connect_method(name: str, model: nn.Module, hook: Savable, layers: Layers, 
                 "model.push_to_hub(name)"
             )
         if options.get("is_main_process", True):
-            # First, so that no folder ever has the weights alone.
+            # Before the weights, so that no folder ever has them without beta.
             Path(folder).mkdir(parents=True, exist_ok=True)
             save(hook, folder, options.get("state_dict"))
         with saves.running(), _marked(model, options.get("state_dict")) if acts else nullcontext():
@@ -143,7 +145,7 @@ def _connect_method(name: str, model: nn.Module, hook: Savable, layers: Layers, 
 
 
 def take_marked(model: nn.Module) -> RemovableHandle:
-    """Let a model load weights with the mark as those without it, until the handle is removed."""
+    """Let a model load marked weights as if they had no mark, until the handle is removed."""
     handle: RemovableHandle = model.register_load_state_dict_pre_hook(_take_off_mark)
     return handle
 
@@ -153,13 +155,13 @@ def _take_off_mark(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_
 
 
 def _is_of_transformers(model: object) -> bool:
-    modeling = sys.modules.get("transformers.modeling_utils")  # not imported for the models of others
+    modeling = sys.modules.get("transformers.modeling_utils")  # without importing it for other models
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
 @contextmanager
 def _marked(model: nn.Module, weights: dict[str, Any] | None) -> Iterator[None]:
-    """Mark a model while it is saved, and the weights that are saved in place of its own."""
+    """Mark a model while it is saved, and also `weights` if these are saved instead of its own."""
     with ExitStack() as undo:
         if takes_notes(model):
             setattr(model.config, MARK, NOTE)
@@ -174,17 +176,17 @@ def _marked(model: nn.Module, weights: dict[str, Any] | None) -> Iterator[None]:
 
 
 def is_marked(model: nn.Module) -> bool:
-    """Tell if the config of a model says that its beta is in a file."""
+    """Return True if the config of a model says that its beta is in a file."""
     return hasattr(getattr(model, "config", None), MARK)
 
 
 def takes_notes(model: nn.Module) -> bool:
-    """Tell if the config of a model is one of transformers, which saves whatever is set on it."""
+    """Return True if a model has a transformers config, which saves any attribute that is set on it."""
     return hasattr(getattr(model, "config", None), "to_json_file")
 
 
 def is_marked_folder(folder: Path) -> bool:
-    """Tell if a config in a folder of weights, or that of an adapter, says that beta is in a file.
+    """Return True if a config beside weights, or that of an adapter, says that beta is in a file.
 
     Raises:
         ValueError: a config is damaged; the message names it.
@@ -195,7 +197,7 @@ def is_marked_folder(folder: Path) -> bool:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the file of a config.
+    """Read a config file.
 
     Raises:
         ValueError: it is damaged; the message names it.
@@ -209,10 +211,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def unmarked(model: nn.Module) -> Iterator[None]:
-    """Take the mark from the configs of a model and of its parts, if they have their own; on an error put it back."""
+    """Remove the mark from the config of a model, and of parts that have their own; put it back on an error."""
     with ExitStack() as undo:
         for part in filter(is_marked, model.modules()):
-            if isinstance(part.config, dict):  # that of diffusers, which is frozen
+            if isinstance(part.config, dict):  # a config of diffusers, which is frozen
                 undo.callback(compat.replace_config, part, part.config)
                 compat.replace_config(part, {key: value for key, value in part.config.items() if key != MARK})
             else:
@@ -223,9 +225,9 @@ def unmarked(model: nn.Module) -> Iterator[None]:
 
 
 def _mark_files(model: nn.Module, folder: Path) -> None:
-    """Let PEFT and diffusers say, where they load a config, that beta is missing: they name what they do not know."""
-    adapters = getattr(model, "peft_config", ["default"])  # `model` is perhaps the config of one
-    in_folder = {"default"} if not compat.saves_adapters(model) else set(adapters)  # PEFT has a folder for each other
+    """Mark configs saved by PEFT and diffusers with an unknown key, of which these libraries warn on loading."""
+    adapters = getattr(model, "peft_config", ["default"])  # `model` may be the config of one
+    in_folder = {"default"} if not compat.saves_adapters(model) else set(adapters)  # others have subfolders
     marks = {folder / ("" if name in in_folder else name) / ADAPTER_CONFIG: NEEDS_RESTORE for name in adapters}
     if hasattr(model, "register_to_config"):  # a model of diffusers
         marks[folder / CONFIG_NAME] = MARK
@@ -235,11 +237,12 @@ def _mark_files(model: nn.Module, folder: Path) -> None:
 
 
 def follow_adapters(model: nn.Module, hook: Stateful, layers: Layers, undo: ExitStack) -> None:
-    """Let adapters that were put around a hooked model since then save the state of its hook too; args as `connect`.
+    """Let adapters that were added after `attach` save the state of the hook too; arguments as in `connect`.
 
-    Their `save_pretrained` is not that of the model, but saves the config of each adapter by its own method.
+    Their `save_pretrained` does not call that of the model, but it calls the `save_pretrained` of each adapter's
+    config.
     """
-    configs = vars(model).get("peft_config")  # a model of one's own may keep something else under this name
+    configs = vars(model).get("peft_config")  # in a user-defined model, this may be something else
     if isinstance(configs, dict) and not compat.saves_adapters(model):
         for config in configs.values():
             if "save_pretrained" not in vars(config):

@@ -1,8 +1,8 @@
 """The schema of a hook's state: what `Hook.state_dict` returns, and whether a hook can continue from it.
 
-Everything is known by its name: rows of tensors, controllers by class and options. So a new row or a new option with a
-default does not refuse an old state, and their order means nothing. `parse` looks at a state alone, `match` at a state
-and the hook that is to continue from it.
+Rows of tensors are identified by their names, and controllers by class and options. An old state thus stays readable
+when a row, or an option with a default, is added, and their order does not matter. `dump` makes a state; `parse` checks
+one by itself, `match` checks it against the hook that is to continue from it, and `restore` loads it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROWS = {
     "window": ("sensitivity", "batches"),
     "weights": weights.ROWS,
 }
-"""Tensors with a name for each row."""
+"""Tensors with named rows, and the names in order."""
 COUNTERS = {"batches": int, "steps": int, "skipped_steps": int, "loss_scale": float}
 REPORTED = {
     "alerts_step": int,
@@ -44,16 +44,16 @@ REPORTED = {
 }
 """Entries of `State.reported`."""
 NEWER = "damaged, or of a newer betahook than this"
-"""Said of what is unknown: newer versions add entries and rows to a state of this version."""
+"""Complaint about unknown entries: newer versions of betahook add entries and rows without a new `VERSION`."""
 CONDITIONS = 9
-"""How many numbers a `condition` may be, from 0 on: those of `report.conditions.Condition`."""
+"""Number of values of `report.conditions.Condition`; those of `condition` count from 0."""
 _FLOATS, _WHOLE = (torch.float32, torch.float64), (torch.int64,)
 TENSORS = {
     **dict.fromkeys(("beta", "beta_default"), _FLOATS),
     **dict.fromkeys(("nonfinite_since", "clips", *BY_LAYER), _WHOLE),
     **dict.fromkeys(ROWS, _FLOATS),
 }
-"""Tensors with the dtypes that they may have."""
+"""Tensors with the dtypes that are allowed."""
 TYPES: dict[str, type] = {
     "layers": dict,
     "order": list,
@@ -66,7 +66,7 @@ TYPES: dict[str, type] = {
     **REPORTED,
     **dict.fromkeys(TENSORS, Tensor),
 }
-"""Every entry of a state but its version."""
+"""Types of all entries of a state except its version."""
 LATER: dict[str, Callable[[dict[str, Any]], Any]] = {
     **dict.fromkeys(("findings_step", "batches"), lambda state: 0),
     "order": lambda state: list(state["layers"]),
@@ -77,7 +77,7 @@ LATER: dict[str, Callable[[dict[str, Any]], Any]] = {
     "recent_moments": lambda state: torch.zeros_like(state["moments"]),
     "window": lambda state: torch.zeros_like(torch.atleast_2d(state["table"])[: len(ROWS["window"])]),
 }
-"""Entries that older files of this version lack, to what stands for them, made of entries before them in `TYPES`."""
+"""Entries that older files of this version lack, with defaults, computed from earlier entries of `TYPES`."""
 
 
 def dump(
@@ -90,27 +90,27 @@ def dump(
     """Return the state of a hook as tensors, numbers and strings.
 
     Args:
-        state: of the hook.
+        state: the state of the hook.
         layers: module name to number of heads.
         settings: `per_head`, `interval`, `when` and `exact_max_logit`, as given to `attach`.
-        controllers: those whose memories are in the state.
-        trained_by: the controllers that made a restored beta, in words.
+        controllers: the controllers, whose memories are in the state.
+        trained_by: descriptions of the controllers that trained a restored beta.
     """
-    table = state.collect()  # first: it adds to the others what waits
+    table = state.collect()  # first: it adds pending sums to the other tensors
     beta = state.units.geometric_mean(state.current_beta).to(table.dtype)
-    # Before the first update too, since torch.distributed.checkpoint loads nothing but what a fresh hook has.
+    # Even before the first update: torch.distributed.checkpoint loads only what is in the state of a fresh hook.
     memories = (memory or started(each, beta) for each, memory in zip(controllers, state.memories, strict=True))
     return {
         "version": VERSION,
         "layers": dict(layers),
-        "order": list(layers),  # as one value: torch.distributed.checkpoint keeps that of no dictionary
+        "order": list(layers),  # a list: torch.distributed.checkpoint does not keep the order of dictionaries
         "options": dict(settings),
         "trained_by": list(trained_by),
-        "transformers": transformers_version,  # others give some layers other names
+        "transformers": transformers_version,  # another version may name layers differently
         **{name: getattr(state, name) for name in COUNTERS},
         **{name: getattr(state.reported, name) for name in REPORTED},
         **{name: getattr(state, name).clone() for name in TENSORS},
-        "beta": torch.where(state.lost.isnan(), state.beta, state.lost),  # the weights were trained with it
+        "beta": torch.where(state.lost.isnan(), state.beta, state.lost),  # a lost beta trained the weights too
         "table": table,
         "rows": {name: list(rows) for name, rows in ROWS.items()},
         "controllers": [
@@ -125,10 +125,10 @@ def dump(
 
 
 def parse(given: object) -> dict[str, Any]:
-    """Return a state in the present form, its rows in the present order; what was given is not changed.
+    """Return a state in the present format, with its rows in the present order; `given` is not changed.
 
     Raises:
-        ValueError: it is not a state, or is of an unknown version, or damaged; the message says where.
+        ValueError: it is not a state, has an unknown version, or is damaged; the message says where.
     """
     version = given.get("version") if isinstance(given, dict) else type(given).__name__
     if type(version) is int and version > VERSION:
@@ -177,18 +177,18 @@ def parse(given: object) -> dict[str, Any]:
 def match(
     state: dict[str, Any], own: dict[str, Any], ranges: Sequence[HeadRange], controllers: Sequence[Controller]
 ) -> dict[str, Any]:
-    """Return a state from `parse` as a hook continues from it, with the layers in the order of the hook.
+    """Return a state from `parse` in the form in which a hook continues from it, with the layers in the hook's order.
 
-    Other controllers than the saved ones begin anew, with a warning, where beta is the model's own.
+    Controllers other than the saved ones start afresh, with a warning, if beta is the model's own.
 
     Args:
-        state: it may be of a model whose layers were made in another order.
+        state: the layers of its model may have another order.
         own: the state dict of the hook.
-        ranges: those of its layers.
-        controllers: those of the hook.
+        ranges: the head ranges of its layers.
+        controllers: the controllers of the hook.
 
     Raises:
-        ValueError: the state is of another model, other options or other controllers; the message says which.
+        ValueError: the state belongs to another model, other options or other controllers; the message says which.
     """
     if state["layers"] != own["layers"]:
         raise ValueError(_difference(state["layers"], own["layers"]) + other_names(state))
@@ -205,13 +205,13 @@ def match(
         return of_layers(handover.begun_anew(state, own, controllers, other), names, head_dims)
     pairs = zip(controllers, state["controllers"], own["controllers"], strict=True)
     matched = [{**entry, "state": _memory(each, entry["state"], like["state"])} for each, entry, like in pairs]
-    if state["steps"] == 0:  # they begin in the first step, when beta is known
+    if state["steps"] == 0:  # memories begin in the first step, when beta is known
         matched = [{**entry, "state": {}} for entry in matched]
     return of_layers({**state, "controllers": matched}, names, head_dims)
 
 
 def _difference(there: dict[str, int], here: dict[str, int]) -> str:
-    """Say which layers a state has that a hook lacks, and the other way round, and what to do."""
+    """Describe which layers only the state or only the hook has, and what to do."""
     differing = [name for name in there.keys() & here.keys() if there[name] != here[name]]
     names = {
         "only the state has": there.keys() - here.keys(),
@@ -223,7 +223,7 @@ def _difference(there: dict[str, int], here: dict[str, int]) -> str:
 
 
 def other_names(state: Mapping[str, Any]) -> str:
-    """Say, after an error for other layers, that they may be the same ones in another version of transformers."""
+    """Return a hint, for errors about layers, that another version of transformers may have named them differently."""
     if state["transformers"] == transformers_version:
         return ""
     saved = f"transformers {state['transformers']}" if state["transformers"] else "another version of transformers"
@@ -234,7 +234,7 @@ def other_names(state: Mapping[str, Any]) -> str:
 
 
 def _memory(controller: Controller, given: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what a controller remembers, in its present form, which is that of its `own` memory."""
+    """Return the saved memory of a controller in its present form, with the names and dtypes of its `own` memory."""
     name = type(controller).__qualname__
     memory = controller.migrate(given) if given else given
     is_known = not memory or memory.keys() == own.keys()
@@ -248,18 +248,18 @@ def _memory(controller: Controller, given: dict[str, Tensor], own: dict[str, Ten
 
 def restore(state: State, given: dict[str, Any]) -> None:
     """Write a parsed and matched state into the tensors and counters of a hook."""
-    state.settle()  # nothing that waits may be added to what is restored
+    state.settle()  # so that no pending sums are added to the restored ones
     for name in TENSORS:
         getattr(state, name).copy_(given[name])
     for name in COUNTERS:
         setattr(state, name, given[name])
     for name in REPORTED:
         setattr(state.reported, name, given[name])
-    if state.steps == 0:  # perhaps of a hook between a forward and its first step
+    if state.steps == 0:  # it may have been saved between a forward and the first step
         state.seen |= not bool(state.beta_default.isnan().all())
         state.recorded |= bool(state.table[statistics.ROW["pairs"]].any())
     state.has_loss |= bool(state.table[statistics.ROW["losses"]].any())
-    state.first_spectral_ratio = None  # of the weights that the model had until now
+    state.first_spectral_ratio = None  # it described the previous weights
     state.beta_acts |= not bool(state.beta.isnan().all())
     state.gains.recall(state.beta_default)
     state.gains.set_sensitivity(state.table[statistics.ROW["sensitivity"]])
@@ -272,12 +272,12 @@ def restore(state: State, given: dict[str, Any]) -> None:
 
 
 def makers(state: Mapping[str, Any]) -> list[str]:
-    """Return the controllers that made the beta of a state, in words, without the options that are their defaults."""
+    """Describe the controllers that trained the beta of a state, without options that have their defaults."""
     return state["trained_by"] or [written(entry["class"], entry["options"]) for entry in state["controllers"]]
 
 
 def _layers_in_order(layers: dict[Any, Any], order: list[Any]) -> dict[str, int]:
-    """Return the number of heads of each layer by name, in the order that they have in the tensors."""
+    """Return the number of heads by layer name, in the order of the layers in the tensors."""
     for name, heads in layers.items():
         are_heads = isinstance(name, str) and type(heads) is int and heads >= 1
         _check(are_heads, f"damaged: layers should be names with numbers of heads, got {name!r}: {heads!r}")
@@ -298,7 +298,7 @@ def _check_counters(state: dict[str, Any]) -> None:
 
 
 def _check_controller(index: int, entry: Any) -> None:
-    """Refuse an entry of controllers that is none."""
+    """Refuse an entry of `controllers` that does not describe a controller."""
     match entry:
         case {"class": str(), "options": dict(given), "state": dict(memory)}:
             is_controller = all(isinstance(name, str) for name in (*given, *memory)) and all(
@@ -315,7 +315,7 @@ def _check_controller(index: int, entry: Any) -> None:
 
 
 def _in_order(name: str, values: Tensor, rows: Any, expected: Sequence[str]) -> Tensor:
-    """Return the rows of a tensor in the expected order; a row that is not there was not measured, and is zero."""
+    """Return the rows of a tensor in the expected order; a missing row was not measured, and is zero."""
     are_named = isinstance(rows, list) and values.dim() == 2 and len(values) == len(rows) == len({*map(str, rows)})
     wanted, shape = "the shape [rows, heads] and a name for each row", list(values.shape)
     _check(are_named, f"incomplete: {name} should have {wanted}, got {shape} and {rows!r}")
@@ -337,6 +337,6 @@ def _check_dtype(name: str, value: Tensor, allowed: Sequence[torch.dtype]) -> No
 
 
 def _check(holds: bool, complaint: str) -> None:
-    """Refuse a state of which something does not hold."""
+    """Raise an error with this complaint about the state unless a condition holds."""
     if not holds:
         raise ValueError(f"the state is {complaint}")
