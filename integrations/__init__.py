@@ -1,1 +1,1 @@
-"""Adapters to training frameworks and loggers; each module imports its own, the rest of the package none of them."""
+"""Adapters to training frameworks and loggers, one file each; nothing else in betahook imports these files."""

@@ -1,4 +1,4 @@
-"""Checkpoints of the Trainer: the hook's state in them, and folders that are whole or were never finished.
+"""Checkpoints of the Trainer: saving and loading the state of the hook, and setting unfinished folders aside.
 
 `betahook.integrations.trainer` calls this; nothing here trains.
 """
@@ -25,17 +25,20 @@ from betahook.measure.ranks import range_over_ranks
 logger = logging.getLogger(__name__)
 
 _KEY = "betahook"
-"""Key of the hook's state among those of the callbacks in the state of the Trainer. No class has this name: where one
-has, `restore_callback_states_from_checkpoint` replaces the user's callback by one without its options."""
+"""Key of the hook's state among the states of callbacks in the Trainer's state.
+
+It must not be the name of a class: if it were, `restore_callback_states_from_checkpoint` would replace the user's
+callback by a new one without its options.
+"""
 
 
 def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """The newest whole checkpoint in `output_dir`, of a run with `BetaHookCallback`; None without any.
+    """Return the newest complete checkpoint in `output_dir` of a run with `BetaHookCallback`; None if there is none.
 
     For `trainer.train(resume_from_checkpoint=...)`.
 
     Raises:
-        TypeError: `output_dir` is no folder's name.
+        TypeError: `output_dir` is not a path.
     """
     if not isinstance(output_dir, str | os.PathLike):
         raise TypeError(f"last_checkpoint(output_dir) takes the folder of a run; got {output_dir!r}")
@@ -44,17 +47,17 @@ def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    """The checkpoint folders of a run, the newest first."""
+    """Return the checkpoint folders of a run, the newest first."""
     prefix = f"{PREFIX_CHECKPOINT_DIR}-"
     folders = [folder for folder in run.glob(f"{prefix}*/") if folder.name.removeprefix(prefix).isdecimal()]
     return sorted(folders, key=lambda folder: int(folder.name.removeprefix(prefix)), reverse=True)
 
 
 def set_unfinished_aside(run: Path) -> None:
-    """Rename the checkpoints that are newer than the newest whole one, in a run with betahook."""
+    """Rename the checkpoints of a run with betahook that are newer than its newest complete one."""
     folders = _checkpoints(run)
     if not any(checkpoint.is_begun(folder) or not any(folder.iterdir()) for folder in folders):
-        return  # of a run without betahook nothing is known
+        return  # nothing is known of a run without betahook
     unfinished = list(itertools.takewhile(lambda folder: not _is_whole(folder), folders))
     whole = next(iter(folders[len(unfinished) :]), "none")
     for folder in unfinished:
@@ -62,7 +65,7 @@ def set_unfinished_aside(run: Path) -> None:
         aside = next(run / name for name in names if not (run / name).exists())
         try:
             folder.rename(aside)
-        except OSError as error:  # where only an evaluation is to come, it is in nobody's way
+        except OSError as error:  # only a warning, since an evaluation does not need the folder
             words = "%s was not finished, and cannot be renamed: %s. The newest whole one is %s"
             logger.warning(words, folder, error, whole)
             continue
@@ -75,16 +78,16 @@ def set_unfinished_aside(run: Path) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Tell if the state of the Trainer, which it writes last, and that of the hook, if there was one, can be read."""
+    """Return True if the Trainer's state, which is written last, and the hook's state, if saved, can be read."""
     try:
         if _is_plain(folder):
             return True
         config = checkpoint.read_config(folder / CONFIG_NAME) if (folder / CONFIG_NAME).exists() else None
-        # A model of transformers that is hooked writes the state of its hook before its config.
+        # A hooked transformers model saves the state of its hook before its config.
         if config is None or checkpoint.MARK in config or checkpoint.is_begun(folder):
             checkpoint.read(folder).check_files()
     except checkpoint.ForeignStateError:
-        return True  # of a newer betahook, say; resuming from it says so
+        return True  # e.g. of a newer betahook; resuming from it raises the error
     except (OSError, ValueError):
         return False
     return True
@@ -99,7 +102,7 @@ def save(hook: Hook, folder: Path) -> None:
 
 @functools.cache
 def _warn_of_shards(run: Path) -> None:
-    """Warn, once of a run, that what is merged of the shards in its checkpoints does not say that it lacks beta."""
+    """Warn, once per run, that weights merged from the shards in its checkpoints lack beta without saying so."""
     logger.warning(
         "the checkpoints in %s hold weights in shards: merged, they lack beta and do not say so. Load the merged "
         "weights, then call betahook.restore(model, folder) with the folder of the checkpoint",
@@ -108,50 +111,54 @@ def _warn_of_shards(run: Path) -> None:
 
 
 def folder_of_step(args: TrainingArguments, state: TrainerState) -> Path:
-    """The folder that the Trainer gives to the checkpoint of this step."""
+    """Return the folder that the Trainer gives to the checkpoint of this step."""
     run, name = Path(args.output_dir or "."), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-    if state.is_hyper_param_search:  # each trial has a folder, whose name callbacks are not told
+    if state.is_hyper_param_search:  # each trial has a folder, and callbacks do not know its name
         return max(run.glob(f"*/{name}"), key=lambda folder: folder.stat().st_mtime_ns, default=run / name)
     return run / name
 
 
 def _holds(folder: Path, state: TrainerState) -> bool:
-    """Tell if a folder has the checkpoint of this state."""
+    """Return True if a folder holds the checkpoint that has this state."""
     try:
         there = TrainerState.load_from_json(str(folder / compat.TRAINER_STATE))
     except FileNotFoundError:
         return False
-    # By text: a NaN does not equal another NaN.
+    # As text, since NaN != NaN.
     return there.global_step == state.global_step and json.dumps(there.log_history) == json.dumps(state.log_history)
 
 
 def put(hook: Hook, state: TrainerState, owner: TrainerCallback) -> None:
-    """Let the state of the Trainer, and so its checkpoints, hold that of its owner's hook as it is when written."""
+    """Put the hook's state into the Trainer's state, and so into its checkpoints.
+
+    The hook is not read now, but whenever the Trainer writes its state. `owner` is the callback with the hook.
+    """
     _callback_states(state)[_KEY] = _Snapshot(hook, owner, state)
 
 
 def owner_in(state: TrainerState) -> TrainerCallback | None:
-    """Return the callback that has put its hook into this training; None before."""
+    """Return the callback that has put its hook into this training; None if none has."""
     snapshot = _callback_states(state).get(_KEY)
     return snapshot.owner if isinstance(snapshot, _Snapshot) else None
 
 
 def forget(state: TrainerState) -> None:
-    """Take the hook's state from that of the Trainer."""
+    """Remove the hook's state from the Trainer's state."""
     _callback_states(state).pop(_KEY, None)
 
 
 def resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
-    """Continue from the checkpoint that the Trainer has resumed from: its file, or else what its state says.
+    """Continue from the checkpoint that the Trainer has resumed from: from its file, or else from the Trainer's state.
 
-    One that was saved without betahook has none: a warning says that beta stays as the hook has it, mostly the model's
-    own.
+    After a checkpoint that was saved without betahook, beta stays as it is in the hook, mostly the model's own, and a
+    warning says so.
 
     Raises:
         FileNotFoundError: the checkpoint lacks its file, but was saved with betahook.
-        ValueError: the checkpoint is elsewhere, and an older version of betahook, or none, wrote it.
+        ValueError: the folder of the checkpoint is unknown, and it was saved by an older version of betahook, or
+            without.
     """
-    # The Trainer does not tell callbacks where it is: the arguments may, or it is that of this step in `output_dir`.
+    # Callbacks do not get the folder: try the one that the arguments name, then that of this step in `output_dir`.
     named, last = args.resume_from_checkpoint, folder_of_step(args, state)
     places = [Path(named), last] if isinstance(named, str) else [last]
     saved = _saved_state(state)
@@ -173,9 +180,10 @@ def resume(hook: Hook, args: TrainingArguments, state: TrainerState) -> None:
 
 
 def _continue(hook: Hook, saved: checkpoint.Saved) -> None:
-    """Let a hook go on from a file; one that holds no beta but the model's own fits any weights.
+    """Load a state into a hook; if all its betas are the model's own, skip the comparison of weights.
 
-    Those of ViT and Mixtral the Trainer does not load back: transformers saves them under other names.
+    The comparison would fail for ViT, Mixtral and others: transformers saves their weights under other names, and the
+    Trainer does not load those back.
     """
     if bool(saved.state["beta"].isnan().all()):
         hook.load_state_dict(saved.state)
@@ -184,13 +192,13 @@ def _continue(hook: Hook, saved: checkpoint.Saved) -> None:
 
 
 def load_best(hook: Hook, folder: str | None) -> bool:
-    """Bring back the beta of the best checkpoint, whose weights the Trainer has loaded; every rank must call.
+    """Restore the beta of the best checkpoint, whose weights the Trainer has loaded; every rank must call this.
 
     Args:
-        folder: that of the checkpoint; None where there is none. The first node alone may have it.
+        folder: the folder of the checkpoint; None if there is none. It may exist on the first node only.
 
     Returns:
-        True if a rank has found it, on all ranks, which then fold without comparing losses with one another.
+        True, on all ranks, if any rank has found it; all of them then fold without comparing losses.
     """
     found = folder is not None and _load_found(hook, folder)
     device = next(iter(hook.layers.values())).current_gain.device
@@ -199,13 +207,13 @@ def load_best(hook: Hook, folder: str | None) -> bool:
 
 
 def _load_found(hook: Hook, folder: str) -> bool:
-    """Bring back the beta of the best checkpoint; False, with a warning, if the Trainer has not loaded its weights."""
+    """Restore the beta of the best checkpoint; warn and return False if the Trainer has not loaded its weights."""
     if not Path(folder).is_dir():
         logger.warning("the best checkpoint %s was deleted: beta stays that of the last step, as weights do", folder)
         return False
     if not _is_plain(Path(folder)):
         saved = checkpoint.read(folder)
-        # A trial that a search prunes ends without them; and of some models the Trainer cannot load what was renamed.
+        # They do not fit after a pruned trial of a search, or if the Trainer cannot load weights that were renamed.
         if not saved.fits(hook.model):
             if hook.layers.are_adapted:
                 logger.warning("the weights of %s were not loaded: beta stays that of the last step", folder)
@@ -219,32 +227,32 @@ def _load_found(hook: Hook, folder: str) -> bool:
 
 
 def _is_plain(folder: Path) -> bool:
-    """Tell if a checkpoint was saved without betahook; a file of beta in it is then left from an earlier one."""
+    """Return True if a checkpoint was saved without betahook; a file of beta in it is then left from an earlier one."""
     state = TrainerState.load_from_json(str(folder / compat.TRAINER_STATE))
     if _saved_state(state) is not None or checkpoint.is_marked_folder(folder):
         return False
-    # Version 0.1.0 put nothing into the state of the Trainer; but its file names no weights either.
+    # Version 0.1.0 put nothing into the Trainer's state, but its files have no fingerprint, which tells them apart.
     return not checkpoint.is_begun(folder) or checkpoint.names_weights(folder)
 
 
 def _saved_state(state: TrainerState) -> Any:
-    """The hook's state in that of the Trainer; None without one.
+    """Return the hook's state that the Trainer's state holds; None if there is none for its step.
 
-    A training without betahook hands on the one of the checkpoint that it resumed from, which is of an earlier step.
+    A training without betahook passes on the entry of the checkpoint that it resumed from, which is of an earlier step.
     """
     saved = _callback_states(state).get(_KEY)
     return saved if saved is not None and saved.get("step", state.global_step) == state.global_step else None
 
 
 def _callback_states(state: TrainerState) -> dict[str, Any]:
-    """The states of callbacks by name in that of the Trainer, which takes a list of callbacks and makes this of it."""
+    """Return the states of callbacks by name; `TrainerState` takes a list of callbacks and makes this dictionary."""
     states: Any = state.stateful_callbacks
     assert isinstance(states, dict)
     return states
 
 
 class _Snapshot:
-    """Stands among the states of callbacks for that of a hook, as it is when the Trainer writes them."""
+    """Entry among the states of callbacks that becomes the hook's current state when the Trainer writes its own."""
 
     def __init__(self, hook: Hook, owner: TrainerCallback, state: TrainerState) -> None:
         self._hook = hook
@@ -252,5 +260,5 @@ class _Snapshot:
         self.owner = owner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        """Return the state, for `dataclasses.asdict`, by which the Trainer writes its own, copies what it holds."""
+        """Return the hook's state: `dataclasses.asdict`, by which the Trainer writes its state, copies every entry."""
         return {**checkpoint.export(self._hook), "step": self._state.global_step}

@@ -1,6 +1,6 @@
-"""betahook in Lightning: a callback, which attaches when fitting begins and steps after every optimizer step.
+"""betahook in Lightning: a callback that attaches when fitting begins and steps after every optimizer step.
 
-Needs the package `lightning`; nothing else of betahook imports this file.
+Needs the package `lightning`; nothing else in betahook imports this file.
 """
 
 from __future__ import annotations
@@ -33,28 +33,31 @@ logger = logging.getLogger(__name__)
 
 
 class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not installed
-    """Attaches to the model in a `LightningModule`, runs the controller after every optimizer step, logs a summary.
+    """Lightning callback that hooks a model, runs the controller after every optimizer step and logs a summary.
 
         trainer = lightning.Trainer(max_epochs=3, callbacks=[BetaHook()])
 
-    It hooks the one child of the `LightningModule` that has attention, or all of it if several have. A summary of
-    all layers, a dozen numbers that begin with `attention/`, goes to all loggers every `log_every_n_steps` steps, and
-    now and then the picture at a glance to those of TensorBoard and W&B. When a layer gets into another condition, a
-    line is logged. A checkpoint holds the weights without beta, and the state of the hook beside them: any `Trainer`
-    with this callback that loads it, to fit or to test, has the beta that belongs to the weights, which is the model's
-    own where a checkpoint has no such state. At the end of fitting, beta is folded into the weights. That takes a
-    `training_step` that calls the hooked model as a whole, by `self(batch)` say: where it calls the parts by
-    themselves, a warning tells so after the first step, or under DDP at the end.
+    It hooks the only child of the `LightningModule` that has attention, or the whole module if several have. Every
+    `log_every_n_steps` steps, all loggers receive a summary of all layers, a dozen numbers whose names begin with
+    `attention/`; those of TensorBoard and W&B also receive the picture at a glance now and then. When the condition of
+    a layer changes, a line is logged.
+
+    A checkpoint holds the weights without beta, and the state of the hook beside them. Any `Trainer` with this callback
+    that loads it, to fit or to test, uses the beta that belongs to the weights, or the model's own if the checkpoint
+    has no such state. At the end of fitting, beta is folded into the weights. For this, `training_step` must call the
+    hooked model as a whole, as by `self(batch)`; if it only calls parts of the model, a warning says so after the first
+    step, or under DDP at the end.
 
     Args:
-        controller, options: those of `betahook.attach`.
-        quantities: metrics to log layer by layer too, as `quantity/layer`, or "all".
-        on_end: "fold", as above; where a layer has no exact fold, the hook stays and a warning says why. "keep" leaves
-            the model hooked, with its beta, for you to `fold` or `detach`, also when the callback meets another model.
-        unfinished: which beta is folded where training ends early, see `betahook.fold`.
+        controller, options: as for `betahook.attach`.
+        quantities: metrics to log for each layer too, as `quantity/layer`, or "all".
+        on_end: "fold", as above; if a layer has no exact fold, the hook stays and a warning says why. "keep" leaves the
+            model hooked, with its beta, for you to `fold` or `detach`, even if the callback is then used for another
+            model.
+        unfinished: the beta to fold if training ends early, see `betahook.fold`.
 
     Attributes:
-        hook: the hook, set when a stage of the Trainer begins; None before.
+        hook: the hook, set when a stage of the Trainer begins; None before that.
 
     Raises:
         ValueError: an option has a value that makes no sense.
@@ -87,17 +90,17 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         return {} if self.hook is None or not self.hook.attached else self.hook.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loaded = state_dict  # the model may still be moved, or sharded
+        self._loaded = state_dict  # not applied yet: the model may still be moved or sharded
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._loaded, self._starting = None, stage  # what Lightning loads comes after this
+        self._loaded, self._starting = None, stage  # Lightning loads a checkpoint after this
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._attach(pl_module)
         self._is_fitting = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.hook is not None:  # of a fit that was broken off while gradients were accumulated
+        if self.hook is not None:  # its fit may have been interrupted while accumulating gradients
             training_loss.forget_unfinished(self.hook._state)
         self._losses.clear()
         self._load(trainer, pl_module)
@@ -140,7 +143,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
             fold_or_warn(self.hook, self._unfinished)
 
     def _show(self, findings: Findings, loggers: Iterable[Any], step: int) -> None:
-        """Send the picture at a glance, where it is due, to the loggers that show images: of TensorBoard and W&B."""
+        """Send the picture at a glance, if it is due, to the loggers that take images: those of TensorBoard and W&B."""
         showing = [
             each
             for each in loggers
@@ -155,9 +158,10 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
                 each.experiment.add_image(TAG, numpy.array(image), step, dataformats="HWC")
 
     def _loss_of_step(self, hook: Hook, trainer: Trainer) -> Tensor | None:
-        """Return the mean loss of `training_step` since the last step, and begin anew; None if nobody looks at it.
+        """Return the mean loss of `training_step` since the last step, and start afresh; None if nothing needs it.
 
-        Lightning divides each loss by the number of batches of a step, also in a step that has fewer.
+        Lightning divides each loss by `accumulate_grad_batches`, even in a step with fewer batches; this is undone
+        here.
         """
         losses, self._losses = self._losses, []
         if not losses or not any(training_loss.demand(hook.controllers)):
@@ -166,7 +170,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         return torch.stack(losses).mean() * batches
 
     def _attach(self, module: nn.Module) -> Hook:
-        """Hook the model of a module, unless it is hooked by this callback already."""
+        """Hook the model in a module, unless this callback has hooked it already; return the hook."""
         model = _model_in(module)
         if self.hook is None or not self.hook.attached or self.hook.model is not model:
             self._leave_last(module)
@@ -176,16 +180,16 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
         return self.hook
 
     def _leave_last(self, module: nn.Module) -> None:
-        """Let go of the last hook; it is taken off layers of this module, and of a model whose fit was broken off."""
+        """Drop the last hook; detach it if it is on layers of this module, or if its fit was interrupted."""
         hook, self.hook = self.hook, None
         was_fitting, self._is_fitting = self._is_fitting, False
         if hook is not None and (was_fitting or hook in hooks_of(module)):
             hook.detach()
 
     def _load(self, trainer: Trainer, module: nn.Module) -> None:
-        """Give the model the beta of the checkpoint that its weights were just loaded from, its own if that has none.
+        """Load the beta of the checkpoint that the weights came from, or return to the model's own if it has none.
 
-        Only when a stage begins: an evaluation during a fit begins none.
+        This is done when a stage begins; an evaluation during a fit does not begin one.
         """
         stage, self._starting = self._starting, None
         state, self._loaded = self._loaded, None
@@ -200,7 +204,7 @@ class BetaHook(Callback):  # type: ignore[misc]  # where Lightning is not instal
 
 
 def _warn_of_weights_only(hook: Hook | None, trainer: Trainer) -> None:
-    """Warn of checkpoints that lose the beta of a hook, as they have the weights and no states of callbacks."""
+    """Warn if checkpoints will lose beta, since they save weights without the states of callbacks."""
     if hook is None or not any(controller.moves_beta for controller in hook.controllers):
         return
     if any(getattr(each, "save_weights_only", False) for each in trainer.checkpoint_callbacks):
@@ -211,7 +215,7 @@ def _warn_of_weights_only(hook: Hook | None, trainer: Trainer) -> None:
 
 
 def _warn_of_parts(hook: Hook) -> None:
-    """Warn of training steps that call parts of the model by themselves: `fold` has nothing to run again."""
+    """Warn if `training_step` only calls parts of the model, so that `fold` has no call to run again."""
     if hook.last_call.input is None and any(controller.moves_beta for controller in hook.controllers):
         name = type(hook.model).__name__
         logger.warning(
@@ -224,6 +228,6 @@ def _warn_of_parts(hook: Hook) -> None:
 
 
 def _model_in(module: nn.Module) -> nn.Module:
-    """Return the one child that has attention, which may be able to save itself with its beta, or all of the module."""
+    """Return the only child that has attention, which may save itself with its beta; else the whole module."""
     children = [child for child in module.children() if survey(child).found]
     return children[0] if len(children) == 1 else module

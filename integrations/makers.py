@@ -1,4 +1,4 @@
-"""A record of the callback that made each hook, by which it goes on with its own where it comes back to a model."""
+"""Record of the callback that made each hook: a callback that comes back to a model continues with its own hook."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import nn
 from betahook.hook import Hook, hooks_of
 
 _makers: weakref.WeakKeyDictionary[Hook, weakref.ref[object]] = weakref.WeakKeyDictionary()
-"""Not in the callbacks: these can be pickled, and a copy of one has made nothing."""
+"""Hook to the callback that made it. It is not kept in the callbacks, as an unpickled copy of one has made no hook."""
 
 
 def note(hook: Hook, callback: object) -> None:
-    """Note that a callback made a hook."""
+    """Record that a callback made a hook."""
     _makers[hook] = weakref.ref(callback)
 
 
 def made_by(callback: object, model: nn.Module) -> Iterator[Hook]:
-    """The hooks of a model that a callback made."""
+    """Yield the hooks of a model that this callback made."""
     for hook in hooks_of(model):
         if (maker := _makers.get(hook)) is not None and maker() is callback:
             yield hook

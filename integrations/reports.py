@@ -1,7 +1,7 @@
-"""Reports of a training in the Trainer: TensorBoard, the trackers that it reports to, its history, and alerts.
+"""Reports of a training in the Trainer: to TensorBoard, to its other trackers and its history, and as alerts.
 
-`betahook.integrations.trainer` calls this, in the process that logs; nothing here measures. A reporter is a callback of
-transformers that sends the logs of the Trainer to a tracker.
+`betahook.integrations.trainer` calls this in the process that logs; nothing here measures. A reporter is a callback of
+transformers that sends the Trainer's logs to a tracker.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ REPORTERS: dict[str, type[TrainerCallback]] = {
     for name, reporter in INTEGRATION_TO_CALLBACK.items()
     if name != "tensorboard" and getattr(reporter, "on_log", None) is not TrainerCallback.on_log
 }
-"""Classes of reporters that take logs, by their names in `report_to`, but TensorBoard's: its pages are our own."""
+"""Classes of reporters that take logs, by their names in `report_to`; without TensorBoard's, as we write its pages."""
 EVENTS = "events.out.tfevents.*"
 SHOWING = ("wandb", "trackio")
-"""Names in `report_to` of the trackers that show alerts and pictures, which are also those of their packages."""
+"""Trackers that show alerts and pictures, by their names in `report_to`, which are also those of their packages."""
 
 
 class Reports:
-    """Everything that one training reports to.
+    """All reports of one training.
 
     Args:
-        hook: of the model in training.
-        args: of the Trainer.
-        handler: with the callbacks of the Trainer, its reporters among them; None where they are out of reach.
-        quantities: names of metrics to report layer by layer too.
+        hook: the hook of the model in training.
+        args: the arguments of the Trainer.
+        handler: holds the callbacks of the Trainer, including its reporters; None if they are out of reach.
+        quantities: names of metrics to report for each layer too.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Reports:
         self._hook = hook
         self._quantities = quantities
         self._summarise = Summary()
-        self._step = -1  # that of the hook at which the next three were read
+        self._step = -1  # the hook's step at which the next three were read
         self._metrics: Mapping[str, float] = {}
         self._findings: Findings | None = None
         self._summary: Mapping[str, float] = {}
@@ -80,7 +80,7 @@ class Reports:
         self._writer = _open_writer(_run_of_loss(args, handler), quantities) if "tensorboard" in reported else None
 
     def log(self, state: TrainerState) -> None:
-        """Report the last step, whose entry of the history is the latest."""
+        """Report the last step, also in the newest entry of the Trainer's history."""
         self._read()
         entry = state.log_history[-1] if state.log_history else {}  # another callback may have emptied it
         entry.update(self._summary)
@@ -89,13 +89,13 @@ class Reports:
             self._writer.write(self._hook, state.global_step, self._metrics, findings=self._findings, loss=loss)
 
     def close(self) -> None:
-        """Finish the files, and leave the reporters as they were."""
+        """Close the files, and leave the reporters as they were."""
         self._undo.close()
         if self._writer is not None:
             self._writer.close()
 
     def _connect(self, handler: CallbackHandler) -> None:
-        """Let reporters log the metrics in the row of the training loss."""
+        """Let reporters log the metrics together with the training loss."""
         callbacks: list[TrainerCallback] = handler.callbacks
         for callback in callbacks:
             names = [name for name, kind in REPORTERS.items() if isinstance(callback, kind)]
@@ -103,7 +103,7 @@ class Reports:
                 Override(callback, "on_log", self._with_metrics(names[0], callback.on_log), self._undo)
 
     def _with_metrics(self, name: str, on_log: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the `on_log` of a reporter, which gets the metrics too in a dictionary of its own."""
+        """Return a reporter's `on_log` that also receives the metrics, in a dictionary of its own."""
 
         def joined(
             args: TrainingArguments,
@@ -120,7 +120,7 @@ class Reports:
         return joined
 
     def _read(self) -> None:
-        """Read the last step, once for all that log it."""
+        """Read the metrics of the last step, once for everything that logs them."""
         if self._step != self._hook.steps:
             with self._hook.layers.reading_once():
                 self._step, self._metrics = self._hook.steps, self._hook.metrics()
@@ -129,7 +129,7 @@ class Reports:
             self._picture.add(self._findings)
 
     def _shown(self, name: str) -> dict[str, Any]:
-        """The picture at a glance, for a tracker that shows pictures, where it is due."""
+        """Return the picture at a glance for a tracker, if the tracker shows pictures and one is due."""
         if name not in SHOWING:
             return {}
         self._image = self._picture.image_if_due(name) or self._image
@@ -137,12 +137,12 @@ class Reports:
 
 
 def is_training(logs: Mapping[str, Any] | None) -> bool:
-    """Tell if logs are of training steps; an evaluation or the final summary has nothing new of betahook."""
+    """Return True for logs of training steps; an evaluation or the final summary has no news from betahook."""
     return logs is not None and "loss" in logs
 
 
 def with_trackers(alerts: Alerts | None, args: TrainingArguments) -> Alerts | None:
-    """Return alerts that are also shown by the trackers that the Trainer reports to, where these can."""
+    """Return alerts that W&B and Trackio show too, if the Trainer reports to them."""
     if alerts is None or not {*SHOWING} & set(args.report_to or ()):
         return alerts
     on_alert = alerts.on_alert
@@ -155,12 +155,12 @@ def with_trackers(alerts: Alerts | None, args: TrainingArguments) -> Alerts | No
 
 
 def send_alert(alert: Alert) -> None:
-    """Show an alert in the runs of W&B and Trackio that are open in this process: `Alerts(send_alert, max_logit=50)`.
+    """Show an alert in the W&B and Trackio runs that are open in this process: `Alerts(send_alert, max_logit=50)`.
 
-    W&B shows alerts of one title at most once a minute, so each quantity of a layer has its own.
+    W&B shows alerts with the same title at most once a minute, so each quantity of a layer has its own title.
     """
     title = f"{alert.quantity} of {shown_name(alert.layer)}"
-    # Who reports to them has imported them.
+    # Whoever reports to them has imported them.
     wandb, trackio = sys.modules.get("wandb"), sys.modules.get("trackio")
     if wandb is not None and wandb.run is not None:
         wandb.run.alert(title, str(alert), level="WARN")
@@ -169,7 +169,7 @@ def send_alert(alert: Alert) -> None:
 
 
 def _open_writer(run: str, quantities: Sequence[MetricName]) -> TensorBoardWriter | None:
-    """Open a writer on a TensorBoard run; None, with a warning, without TensorBoard."""
+    """Open a writer of a TensorBoard run; if TensorBoard is not installed, warn and return None."""
     try:
         return TensorBoardWriter(run, quantities=quantities)
     except ImportError as error:  # the Trainer also writes with tensorboardX
@@ -186,7 +186,7 @@ def _run_of_loss(args: TrainingArguments, handler: CallbackHandler | None) -> st
     default = Path(args.output_dir or ".", default_logdir())
     files = [*default.parent.rglob(EVENTS), *(Path(named).glob(EVENTS) if named else ())]
     files.sort(key=lambda file: file.stat().st_mtime_ns)
-    # A trial of a search has a folder of its own whatever is named, and another process may write to the newest.
+    # A trial of a search has its own folder whatever the variable says, and the newest file may be another process's.
     here = f".{socket.gethostname()}.{os.getpid()}."
     if own := [file for file in files if here in file.name]:
         return str(own[-1].parent)

@@ -1,5 +1,7 @@
-"""TensorBoard pages of a hook: the picture at a glance, findings in words, few scalars, and a layout that puts together
-what belongs together."""
+"""TensorBoard pages of a hook: the picture at a glance, findings in words, a few scalars, and a layout of charts.
+
+`TensorBoardWriter` serves hand-written training loops; `betahook.integrations.reports` uses it for the Trainer.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +19,32 @@ from betahook.report.names import short_names, zero_padded
 from betahook.report.summary import GROUP, Summary
 
 BINS = 30
-"""Bins of a histogram, from its smallest to its largest value."""
+"""Number of bins of a histogram, from its smallest to its largest value."""
 
 CALM: dict[str, float] = {"nonfinite": 0.0, "at_bound": 0.0, "exact": 1.0}
-"""Flags, with the value that is no news: written when another comes, and once when it ends."""
+"""Flags with their usual values: a flag is written when it has another value, and once when that ends."""
 
 
 PLACES = (f"{GROUP}/max_logit_layer", f"{GROUP}/max_logit_head")
-"""Numbers of a layer and a head, which are no curves: the findings and the picture name them."""
+"""Indices of a layer and a head, which make no useful curves: the findings and the picture name them."""
 
 
 class TensorBoardWriter:
-    """Writes what a hook measured to a TensorBoard run; also a context manager that closes at its end.
+    """Writer of a hook's measurements to a TensorBoard run; as a context manager it closes at the end.
 
     *Time Series* begins with the group `attention`: a picture of all layers and heads over time, and the numbers of
-    `betahook.report.summary`. *Text* has the findings in words; *Custom Scalars* one chart for each quantity. Pictures
-    need matplotlib; one warning says so if it is missing. They show the logs of this writer: a resumed run begins anew.
+    `betahook.report.summary`. *Text* has the findings in words, *Custom Scalars* one chart for each quantity. Pictures
+    need matplotlib; if it is missing, one warning says so. They show what this writer has logged, so that a resumed run
+    starts a new picture.
 
     Args:
-        logdir: folder of the run. It may be one that another writer uses: TensorBoard joins the files of a folder.
-        quantities: metrics to write layer by layer too, as `quantity/layer`, or "all"; "beta" is written as the decimal
+        logdir: folder of the run. Another writer may use it too: TensorBoard merges the files in a folder.
+        quantities: metrics to write for each layer too, as `quantity/layer`, or "all"; "beta" is written as the decimal
             logarithm of beta over the model's own. Flags are written when they fire.
 
     Raises:
         ImportError: tensorboard is not installed.
-        ValueError: a quantity has no such name.
+        ValueError: there is no such quantity.
     """
 
     def __init__(self, logdir: str, *, quantities: Iterable[MetricName] | Literal["all"] = ()) -> None:
@@ -69,18 +72,19 @@ class TensorBoardWriter:
         findings: Findings | None = None,
         loss: float | None = None,
     ) -> None:
-        """Write what the hook's last step measured as that of `step`.
+        """Write the measurements of the hook's last step, as those of `step`.
 
         Args:
             hook: the hook.
             step: the step of the run, a whole number.
-            metrics: those of the hook, if they were read already.
-            findings: those of the hook, if they were read already.
+            metrics: the metrics of the hook, if they were read already.
+            findings: the findings of the hook, if they were read already.
             loss: the training loss, to be shown beside the rest.
 
         Raises:
-            TypeError: `hook` is no hook, `step` no whole number, or `loss` not one number; nothing is written then.
-            ValueError: `hook` is another one than before, which is attached still; nothing is written then.
+            TypeError: `hook` is not a hook, `step` not a whole number, or `loss` not a single number; nothing is
+                written then.
+            ValueError: `hook` is not the one of the last call, and that one is still attached; nothing is written then.
         """
         self._check(hook)
         step = whole_number(step, "write(hook, step) takes a whole number as its step, such as hook.steps")
@@ -104,7 +108,7 @@ class TensorBoardWriter:
         self.writer.flush()
 
     def close(self) -> None:
-        """Draw the last picture and finish the file."""
+        """Draw the last picture and close the file."""
         if self._findings is not None and self._drawn != self._step:
             self._draw(self._findings)
         self.writer.close()
@@ -116,7 +120,7 @@ class TensorBoardWriter:
         self.close()
 
     def _check(self, hook: Any) -> None:
-        """Refuse what is no hook, and a second one beside the first."""
+        """Refuse anything that is not a hook, and a second hook beside the first."""
         if not isinstance(hook, Hook):
             raise TypeError(f"write(hook, step) takes what betahook.attach returned; got {type(hook).__name__}")
         last = None if self._hook is None else self._hook()
@@ -127,14 +131,14 @@ class TensorBoardWriter:
             )
 
     def _lay_out(self, measured: set[str], *, with_loss: bool) -> None:
-        """Write the layout, again where a quantity or the loss comes for the first time: TensorBoard shows the last."""
+        """Write the layout of charts, again for each new quantity or the first loss: TensorBoard shows the last one."""
         if new := {*measured, *(["loss"] if with_loss else [])} - self._charted:
             self._charted |= new
             shown = filter(self._charted.__contains__, self.quantities)
             self.writer.add_custom_scalars(layout(shown, with_loss="loss" in self._charted))
 
     def _write_details(self, hook: Hook, metrics: Mapping[str, float], step: int) -> None:
-        """Write the quantities that were asked for, layer by layer."""
+        """Write the requested quantities for each layer."""
         if not self.quantities:
             return
         labels = dict(zip(hook.layers, zero_padded(short_names(hook.layers)), strict=True))
@@ -152,7 +156,7 @@ class TensorBoardWriter:
                 self._written[key] = value
 
     def _write_histograms(self, findings: Findings, step: int) -> None:
-        """Write the distribution over all heads of all layers."""
+        """Write the distributions over all heads of all layers."""
         import numpy
 
         heads = [numbers for finding in findings for numbers in finding.head_numbers]
@@ -163,7 +167,7 @@ class TensorBoardWriter:
                 self.writer.add_histogram(f"{GROUP}_heads/{name}", values, step, bins=BINS)
 
     def _draw(self, latest: Findings) -> None:
-        """Write the findings in words, and the picture of all so far."""
+        """Write the latest findings in words, and the picture of all findings so far."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 
         self.writer.add_text(f"{GROUP}/findings", latest.markdown(), self._step)
@@ -183,7 +187,7 @@ def _number(loss: Any) -> float:
 
 
 def layout(quantities: Iterable[str], *, with_loss: bool) -> dict[str, dict[str, list[Any]]]:
-    """The custom-scalars layout: category to chart to `["Multiline", [tag pattern, ...]]`, a quantity each.
+    """Return the custom-scalars layout: category to chart to `["Multiline", [tag pattern, ...]]`, a chart per quantity.
 
     TensorBoard matches the patterns as regular expressions, from the start of a tag.
     """

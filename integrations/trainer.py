@@ -1,4 +1,4 @@
-"""betahook in the Hugging Face Trainer: a callback, and `watch`, which also reaches what the Trainer reports to."""
+"""betahook in the Hugging Face Trainer: a callback, and `watch`, which also sends metrics to all of its reporters."""
 
 from __future__ import annotations
 
@@ -32,50 +32,51 @@ __all__ = ["BetaHookCallback", "last_checkpoint", "watch"]
 logger = logging.getLogger(__name__)
 
 _training: weakref.WeakSet[Hook] = weakref.WeakSet()
-"""Hooks made by callbacks whose training has not ended, so that the next one may replace what Ctrl-C left."""
+"""Hooks made by callbacks whose training has not ended: the next training may replace one that Ctrl-C left."""
 
 
 class BetaHookCallback(TrainerCallback):
-    """Attaches to the model when training begins, runs the controller after every optimizer step, logs with the loss.
+    """Trainer callback that hooks the model, runs the controller after every optimizer step and logs with the loss.
 
         trainer = Trainer(model=model, ..., callbacks=[BetaHookCallback()])
 
-    A log of the training loss also has a summary of all layers, a dozen numbers that begin with `attention/`: in
-    `trainer.state.log_history`, and in the run of the loss with `report_to="tensorboard"`, beside a picture and
-    findings in words. A callback runs after the reporters of the Trainer, so that other trackers get the summary only
-    through `watch(trainer)`. Only the main process logs.
+    It attaches when training begins. Each log of the training loss also has a summary of all layers, a dozen numbers
+    whose names begin with `attention/`: in `trainer.state.log_history` and, with `report_to="tensorboard"`, in the run
+    of the loss, beside a picture and findings in words. Other trackers get the summary only through `watch(trainer)`,
+    since a callback runs after the Trainer's reporters. Only the main process logs.
 
-    Every checkpoint gets the state of the hook, and `trainer.train(resume_from_checkpoint=...)` continues from it,
-    wherever the folder is; from one that was saved without betahook, with the model's own beta and a warning. Where
-    such a one is not in `output_dir`, name it in `TrainingArguments(resume_from_checkpoint=...)` too. Other controllers
-    than the saved ones take over, with a warning, where beta is still the model's own. A training that was broken off
-    leaves its hook on the model: the same callback goes on with it, another one takes it off with a warning and begins
-    with the model's own beta. When the Trainer is made, a checkpoint in its `output_dir` that was never finished, since
-    its process was killed while it saved, is renamed to `unfinished-checkpoint-N.1` with a warning:
-    `resume_from_checkpoint=True` takes the newest one by its name. A checkpoint in the middle of a run holds the
-    weights without beta: use it with this callback, or with `betahook.restore`, not alone.
+    Every checkpoint holds the state of the hook, and `trainer.train(resume_from_checkpoint=...)` continues from it,
+    wherever the folder is. A checkpoint that was saved without betahook continues with the model's own beta and a
+    warning; if it is not in `output_dir`, name it in `TrainingArguments(resume_from_checkpoint=...)` too. Controllers
+    other than the saved ones take over, with a warning, if beta is still the model's own. A checkpoint in the middle of
+    a run holds the weights without beta: use it with this callback, or with `betahook.restore`, not alone.
 
-    At the end of training beta is folded into the weights: the model is plain again and `trainer.save_model()` cannot
-    lose it. With `load_best_model_at_end`, it is the beta that stood when the best checkpoint was saved.
+    An interrupted training leaves its hook on the model: the same callback continues with it, another one removes it
+    with a warning and begins with the model's own beta. A process that is killed while it saves leaves an unfinished
+    checkpoint in `output_dir`, which `resume_from_checkpoint=True` would take for the newest one; when the next Trainer
+    is made, it is renamed to `unfinished-checkpoint-N.1` with a warning.
+
+    At the end of training, beta is folded into the weights: the model is plain again, and `trainer.save_model()` cannot
+    lose it. With `load_best_model_at_end`, it is the beta that was in force when the best checkpoint was saved.
 
     Args:
         controller, layers, per_head, interval, when, exact_max_logit, alerts: as for `betahook.attach`. Alerts also go
             to W&B and Trackio, if `report_to` names them.
-        quantities: metrics to report layer by layer too, as `quantity/layer`, or "all".
+        quantities: metrics to report for each layer too, as `quantity/layer`, or "all".
         hook: a hook that is attached to the model already, instead of these options.
-        on_end: "fold", as above; where a layer has no exact fold, the hook stays and a warning says why. "keep" leaves
-            the model hooked, with its beta, for you to `fold` or `detach`; a further training of it with this callback
-            goes on with that hook.
-        unfinished: which beta is folded where training ends while a controller is still bringing it to where it wants
-            it, see `betahook.fold`; a warning says which it was. With the best model, "better" keeps the beta that was
-            evaluated with it.
+        on_end: "fold", as above; if a layer has no exact fold, the hook stays and a warning says why. "keep" leaves the
+            model hooked, with its beta, for you to `fold` or `detach`; further training of it with this callback
+            continues with that hook.
+        unfinished: the beta to fold if training ends while a controller is still moving beta to its target, see
+            `betahook.fold`; a warning says which one was folded. After loading the best model, "better" folds the beta
+            that was evaluated with it.
 
     Attributes:
-        hook: the hook, set when training begins; None before, unless it was given.
+        hook: the hook, set when training begins; None before that, unless it was given.
 
     Raises:
         ValueError: both a hook and options for a new one are given, or an option has a value that makes no sense.
-        TypeError: an option has the wrong type, or `hook` is no hook.
+        TypeError: an option has the wrong type, or `hook` is not a hook.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class BetaHookCallback(TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        if model is not None:  # a checkpoint is loaded before the training begins, if one ever does
+        if model is not None:  # it may load a marked checkpoint before, or without, any training
             self._taking_marked.append(weakref.finalize(self, checkpoint.take_marked(model).remove))
         with args.main_process_first(local=args.save_on_each_node, desc="looking for unfinished checkpoints"):
             if args.should_save:
@@ -162,26 +163,26 @@ class BetaHookCallback(TrainerCallback):
         checkpoints.put(self.hook, state, self)
         if self._on_end == "fold":
             warn_of_refusals(self.hook)
-        if self._reports is not None:  # of a training that was broken off
+        if self._reports is not None:  # of an interrupted training
             self._reports.close()
         self._reports = (
             Reports(self.hook, args, self._handler, self._quantities) if state.is_world_process_zero else None
         )
 
     def _leave_last(self, model: nn.Module, resumed: bool) -> None:
-        """Let go of the last hook, and go on with the one of this model, where that is of use for a training of it."""
+        """Drop the last hook, and continue with this callback's hook of the model, if training can go on with it."""
         last = self.hook
         self.hook = next((hook for hook in makers.made_by(self, model) if _is_on(hook, model)), None)
-        if last is not None and last is not self.hook and last in _training:  # a model that is done keeps its hook
+        if last is not None and last is not self.hook and last in _training:  # a trained model keeps its hook
             last.detach()
         if self.hook is not None and (resumed or (self.hook in _training and self.hook.steps == 0)):
-            self.hook.detach()  # now other weights, or a first batch did not fit
+            self.hook.detach()  # the weights are others now, or its first step failed
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         hook = _begun(self.hook)
-        # Accelerate's optimizer knows the scaler of the loss, None but in float16 training.
+        # Accelerate's optimizer holds the loss scaler, which is None except in float16 training.
         hook.step(getattr(kwargs.get("optimizer"), "scaler", None))
-        if hook.steps == 1 and state.is_world_process_zero:  # which tells if W_q and W_k are fresh
+        if hook.steps == 1 and state.is_world_process_zero:  # the first step shows if W_q and W_k are fresh
             warn_of_short_training(hook, state.max_steps)
 
     def on_log(
@@ -209,7 +210,7 @@ class BetaHookCallback(TrainerCallback):
     ) -> None:
         if self.hook is None or not state.is_world_process_zero:
             return
-        # The Trainer copies the files that it knows from the checkpoint to here, and pushes what is here.
+        # The Trainer copies the files that it knows from the checkpoint to this folder, and pushes the folder.
         folder = Path(args.output_dir or ".")
         if self.hook.attached:
             checkpoint.save(self.hook, folder)
@@ -224,7 +225,7 @@ class BetaHookCallback(TrainerCallback):
         try:
             is_best = args.load_best_model_at_end and checkpoints.load_best(hook, state.best_model_checkpoint)
             if not is_best and hasattr(kwargs.get("optimizer"), "eval"):
-                kwargs["optimizer"].eval()  # a schedule-free one trains other weights than those that it ends with
+                kwargs["optimizer"].eval()  # switches a schedule-free optimizer to its final weights
             if self._on_end == "fold" and hook.attached:
                 training.provide_input(hook, kwargs.get("train_dataloader"))
                 fold_or_warn(hook, self._unfinished, is_best=is_best)
@@ -237,7 +238,7 @@ class BetaHookCallback(TrainerCallback):
 
 
 def _remove_interrupted(model: nn.Module, resumed: bool) -> None:
-    """Remove the hook of a training of this model that was interrupted, and whose callback is another."""
+    """Remove a hook that another callback has left on this model, since its training was interrupted."""
     for left in hooks_of(model) & set(_training):
         left.detach()
         begins = "is replaced" if resumed else "is removed, and beta begins as the model's own again"
@@ -252,24 +253,24 @@ def _begun(hook: Hook | None) -> Hook:
 
 
 def watch(trainer: Trainer, callback: BetaHookCallback | None = None) -> BetaHookCallback:
-    """Add betahook to a Trainer, and its numbers to the logs of every tracker that the Trainer reports to.
+    """Add betahook to a Trainer, and its metrics to the logs of every tracker that the Trainer reports to.
 
         watch(trainer)  # or watch(trainer, BetaHookCallback()), to adapt beta
         trainer.train()
 
-    The reporters of `report_to`, and those added as callbacks, log them in the row of the training loss, from
+    The reporters of `report_to`, and those added as callbacks, log the metrics together with the training loss, from
     the main process. Console and progress bar stay as they were.
 
     Args:
-        trainer: before its training begins.
+        trainer: the Trainer, before its training begins.
         callback: betahook's options; None for the callback that the Trainer has already, or one that only measures.
 
     Returns:
-        The callback, whose `hook` is there once training begins.
+        The callback, whose `hook` is set when training begins.
 
     Raises:
         ValueError: the Trainer has another `BetaHookCallback` already.
-        TypeError: `trainer` is no Trainer, or `callback` no `BetaHookCallback`.
+        TypeError: `trainer` is not a Trainer, or `callback` is not a `BetaHookCallback`.
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(f"watch() takes a transformers.Trainer; got {type(trainer).__name__}")
@@ -294,7 +295,7 @@ def watch(trainer: Trainer, callback: BetaHookCallback | None = None) -> BetaHoo
 
 
 def _refuse_second(callback: BetaHookCallback, other: TrainerCallback | None) -> None:
-    """Refuse a callback beside another one in the same training, whose hook is taken off if it made it."""
+    """Refuse a second callback in the same training, and detach the hook of the other one if that made it."""
     if other is callback or not isinstance(other, BetaHookCallback):
         return
     if other.hook is not None and other.hook is not other._given:
@@ -314,7 +315,7 @@ def _described(callback: BetaHookCallback) -> str:
 
 
 def _check_given(hook: Hook, model: nn.Module) -> None:
-    """Refuse a hook that does not act on the model in training."""
+    """Refuse a hook that does not act on the model in training, or whose beta its checkpoints would not mention."""
     if not hook.attached:
         raise ValueError(
             "the hook of BetaHookCallback(hook=...) is detached, by a fold perhaps: attach to the model again and "

@@ -1,4 +1,4 @@
-"""Facts that the Trainer keeps from its callbacks: over how many ranks its loss adds up, and a batch without a step.
+"""Facts that the Trainer keeps from its callbacks: over how many ranks its loss adds up, and a batch if no step ran.
 
 `betahook.integrations.trainer` calls this; nothing here trains.
 """
@@ -16,15 +16,15 @@ from betahook.hook import Hook
 
 
 def ranks_of_a_loss(args: TrainingArguments, model: nn.Module) -> int:
-    """Return how many ranks add up to the loss of a step where a forward is told the number of items in the batch."""
-    # As in `Trainer.compute_loss`: the items are those of all ranks, of which some have the same batch.
+    """Return over how many ranks the loss of a step adds up, if a forward is given `num_items_in_batch`."""
+    # As in `Trainer.compute_loss`: the items are those of all ranks, and tensor-parallel ranks share a batch.
     return args.world_size // (getattr(model, "tp_size", None) or 1) if args.average_tokens_across_devices else 1
 
 
 def provide_input(hook: Hook, batches: Iterable[Any] | None) -> None:
-    """Let `fold` check itself on a batch where no step was left to train, as in a finished run that is resumed."""
+    """Give `fold` a batch to check itself on if no step was left to train, as in a finished run that is resumed."""
     if hook.last_call.input is not None or batches is None:
         return
-    with suppress(Exception):  # of the user's data; `fold` says that it had no input
+    with suppress(Exception):  # an error of the user's data; `fold` says that it had no input
         if isinstance(batch := next(iter(batches), None), Mapping):
             hook.last_call.input = (), dict(batch)
